@@ -61,7 +61,8 @@ def plan_shared_draft(
         needed = _nbytes(own, plan, copy) + whole_pages(pipeline.need(1).activations)
         if needed <= part:
             found = _beside(copy.pipeline(own), plan, budget)
-            over = found[0].arenas[DEVICE] + found[1].workspace_nbytes() - budget.device
+            top = found[0].arenas[DEVICE]  # beside which both take workspace, each in its time
+            over = max(top + found[1].workspace_nbytes() - budget.device, top - plan.arenas[DEVICE] - part)
             if over <= 0:
                 draft = replace(found[0], budget=budget.limits)
                 return SharedPlan(checking, plan, draft, found[1], own, _share(own, pipeline, copy))

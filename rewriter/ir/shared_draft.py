@@ -32,10 +32,10 @@ class SharedDraft:
 
     def beside(self, model: Plan) -> Plan:
         """The model's plan with all memory that it and this step take together: arenas, buffers, peak and budget."""
-        arenas, peak = (
-            {tier: max(each.get(tier, 0) for each in both) for tier in {**both[0], **both[1]}}
-            for both in ((model.arenas, self.plan.arenas), (model.prediction.peak_nbytes,
-                                                            self.plan.prediction.peak_nbytes)))
+        more = {tier: max(0, nbytes - model.arenas.get(tier, 0)) for tier, nbytes in self.plan.arenas.items()}
+        arenas = {**model.arenas, **{tier: model.arenas.get(tier, 0) + nbytes for tier, nbytes in more.items()}}
+        own, steps = self.plan.prediction.peak_nbytes, model.prediction.peak_nbytes
+        peak = {tier: max(own.get(tier, 0), steps.get(tier, 0) + more.get(tier, 0)) for tier in {**own, **steps}}
         above = [b for b in self.plan.buffers if b.offset >= model.arenas.get(b.arena, 0)]
         return replace(model, budget=self.plan.budget, arenas=arenas, buffers=(*model.buffers, *above),
                        prediction=replace(model.prediction, peak_nbytes=peak))

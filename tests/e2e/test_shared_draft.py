@@ -108,10 +108,39 @@ def test_what_is_resident_is_shared_and_all_is_within_the_budget(llama_checkpoin
                   if isinstance(i, Record | Wait)}
         assert min(mine, default=EVENTS) >= EVENTS > max(theirs)
         (together,) = plans_in_budget(lm)
-        assert together.arenas["device"] + shared.program.workspace_nbytes() <= lm.budget.device
+        programs = [shared.program, *(lm._pipeline.program(main, size) for size in main.schedule.step_sizes)]
+        for program in programs:  # each beside all that both keep
+            assert together.arenas["device"] + program.workspace_nbytes() <= lm.budget.device
+        assert together.prediction.peak_nbytes["device"] <= lm.budget.device
+        assert together.prediction.peak_nbytes["device"] >= together.arenas["device"] + max(
+            program.workspace_nbytes() for program in programs)
         assert together.budget.device == lm.budget.device > main.budget.device
         assert len(files_in_budget(lm)) == 2
         assert "The plan of the draft" in lm.explain() and "share its cache" in lm.explain()
+
+
+@pytest.mark.parametrize("folder", ["llama", "gpt2"] if ALL else ["llama"], indirect=True)
+@pytest.mark.parametrize("batch", [1, 4] if ALL else [4])
+def test_every_budget_is_kept(folder: Path, batch: int) -> None:
+    """Steps of the model take their workspace beside what is the draft's, and the other way round."""
+    fixed: Any = dict(prompt=60, new_tokens=NEW, prompt_lookup_num_tokens=3, batch=batch)
+    with wrap(folder, 1 << 28, **fixed) as whole:
+        least, nbytes = whole._pipeline.smallest_budget(whole.wishes), whole.captured.weight_nbytes
+    found = 0
+    for i in range(steps := 20 if ALL else 3):
+        budget = least + int((0.35 + 0.6 * i / steps) * nbytes) + 64 * i
+        try:
+            lm = wrap(folder, budget, draft="w4", **fixed)
+        except PlanError:
+            continue
+        with lm:
+            shared, main = lm.split.shared, lm.plan  # type: ignore[attr-defined]
+            if shared is not None:
+                found += 1
+                top = max(main.arenas["device"], shared.draft.arenas["device"])
+                for program in (shared.program, *(lm._pipeline.program(main, n) for n in main.schedule.step_sizes)):
+                    assert top + program.workspace_nbytes() <= budget
+    assert found > 1
 
 
 def test_a_step_that_writes_what_is_the_models_is_refused(llama_checkpoint: Any) -> None:
