@@ -51,6 +51,8 @@ def plan_shared_draft(
     what streams there is resident here, packed. The more room that takes, the more streams, so parts are tried until
     one holds what it leads to. PlanError where none does, and for plans whose cache such a step does not find in one
     piece on the device."""
+    if pipeline.graphs.speculate is None:
+        raise PlanError("no step checks drafts in models whose rotary follows the length of the call")
     plan, checking, part = plain, pipeline, 0
     checked = replace(wishes, drafted_tokens=tokens)
     for _ in range(TRIES):

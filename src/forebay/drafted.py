@@ -23,12 +23,13 @@ from forebay.rewriter.plan_draft import DraftedPlan, plan_draft, plan_own_draft,
 from forebay.rewriter.plan_shared_draft import PackedCopy
 from forebay.rewriter.planning.check_plan import require_within
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.report.explain import explain_plan
+from forebay.rewriter.report.explain_shared import explain_shared
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.runtime.run.session import Session, resident_copies
 
 ASSUMED = 0.6  # of a smaller model's tokens stand, until some were checked; Leviathan et al. 2023, table 3: 0.5 to 0.9
 COPIES = {4: 0.75, 8: 0.95}  # of a copy's by its bits: SmolLM2's, greedy, ten texts: 0.79 (0.68 to 0.96), 0.98
+BOTH = "; by steps of the model itself, "  # between why neither is taken
 FEWER = 0.02  # by this the share must have fallen since a plan for another to be made
 NO_LIMIT = 1 << 50  # bytes
 
@@ -109,8 +110,9 @@ class DraftedModel(LanguageModel):
     def explain(self) -> str:
         """The plan as text, what drafts and why, and the plan of what drafts."""
         assert self.split is not None
-        draft = [] if self.split.drafting is None else [
-            f"The plan of the draft:\n\n{explain_plan(self.split.drafting, self._helper.captured)}"]
+        draft = [f"The plan of the draft:\n\n{self._helper.explain()}"] if self.helper else []
+        if (shared := self.split.shared) is not None:
+            draft = [explain_shared(shared.draft, self.plan)]
         return "\n\n".join([super().explain(), f"draft       {self.split.told}; {self.seen}", *draft])
 
     def _plan_anew(self, workload: Workload, wishes: Wishes, choose: PlanChoice) -> tuple[Pipeline, Plan]:
@@ -142,8 +144,11 @@ class DraftedModel(LanguageModel):
             except PlanError as error:
                 refused.append(error)
         if not found:
-            raise PlanError("; by steps of its own, ".join(str(error) for error in refused).replace(", draft: ", ", "))
-        return min(found, key=lambda split: (split.drafting is None, split.time_s))
+            raise PlanError(BOTH.join(str(error) for error in refused).replace(BOTH + "draft: ", BOTH))
+        best = min(found, key=lambda split: (split.drafting is None, split.time_s))
+        if best.drafting is None and len(found) == 2:
+            best = replace(best, told=BOTH.join(split.told for split in found))
+        return best
 
     def _apart(self, model: tuple[Pipeline, Plan, Wishes], draft: tuple[Pipeline, Wishes]) -> DraftedPlan:
         return plan_draft(model, draft, self.budget, self._seen.chance)
