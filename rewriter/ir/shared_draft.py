@@ -8,6 +8,10 @@ from typing import Protocol
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import Copy, Program
 
+# Of a copy's tokens the share that is taken to stand, by its bits. SmolLM2's, greedy, ten texts: 0.79 (0.68 to 0.96)
+# and 0.98.
+COPY_STANDS = {4: 0.75, 8: 0.95}
+
 
 class DraftRecord(Protocol):
     """How many drafted tokens stood: the share that is expected to, and what counts those of a call."""

@@ -18,12 +18,15 @@ from forebay.rewriter.ir.program import (
     WRITE,
     dtype_itemsize,
 )
+from forebay.rewriter.ir.shared_draft import COPY_STANDS
 from forebay.rewriter.predict.estimator import side_by_side_s
 
 PACK = f"{SMALL_WEIGHTS.name} weights (forebay quantize)"
 PACK_CACHE = f"a {SMALL_CACHE.name} cache"
 CACHE_BITS = 16 * SMALL_CACHE.ratio(64, 2)
 PACKED_BITS = 16 * SMALL_WEIGHTS.ratio(4096, 2)
+DRAFTED_FOR = 4  # sequences at once, at most: products of a few rows take what those of one do
+CHECKED = (2, 4, 8, 16)  # tokens of a step
 WORTH = 1.05  # what moves less is not said
 
 
@@ -83,6 +86,8 @@ def advise(plan: Plan) -> list[str]:
         whole = resident + p.streamed_nbytes
         left = max(0.0, whole * ratio - resident) / p.streamed_nbytes
         found.append((gain(lane.weights_s * left + lane.cache_s), PACK))
+    if ratio < 1 and lane.weights_s > compute:
+        found.append(_drafts(plan, ratio, compute, lane))
     if plan.cache_format == "native" and lane.cache_s:
         found.append((gain(lane.weights_s + lane.cache_s * CACHE_BITS / _cache_bits(plan)), PACK_CACHE))
     elsewhere = p.streamed_nbytes + sum(b.nbytes for b in plan.buffers if b.kind == "cache" and b.arena != "device")
@@ -97,6 +102,22 @@ def advise(plan: Plan) -> list[str]:
     first = f"{bound}-bound: {lane.what} busy {busy[0]:.0f} % of the step, computation {busy[1]:.0f} %"
     return [first] + [f"{what} would give {times:.1f}x" for times, what in sorted(found, reverse=True)
                       if times >= WORTH]
+
+
+def _drafts(plan: Plan, ratio: float, compute: float, lane: _Lane) -> tuple[float, str]:
+    """What steps of the model itself would give that draft by 4-bit rows of what streams, in the place of resident
+    weights, a step over several tokens taking what one takes (Leviathan et al. 2023, equation 1), and the text."""
+    block, streamed = plan.schedule.block, plan.prediction.streamed_nbytes
+    resident = sum(w.nbytes for w in plan.weights if w.tier == "device")
+    rows = ratio * streamed / (1 - ratio)  # of all that streams then
+    chance = 1 - (1 - COPY_STANDS[SMALL_WEIGHTS.bits]) * (streamed + rows) / (streamed + resident)
+    text = f"drafts in 4 bits (--draft w4), of which {100 * chance:.0f} % are right,"
+    if rows > resident or block.staged or block.micro_batches > 1 or plan.workload.batch > DRAFTED_FOR:
+        return 1.0, text
+    now_s, pass_s = (side_by_side_s(compute, lane.weights_s * more + lane.cache_s, 1.0, 1.0)
+                     for more in (1.0, 1 + rows / streamed))
+    drafted_s = min((pass_s + (size - 1) * compute) / sum(chance**i for i in range(size)) for size in CHECKED)
+    return now_s / drafted_s, text
 
 
 def _cache_bits(plan: Plan) -> float:

@@ -16,7 +16,7 @@ from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.checkpoints.resolve import draft_copies, draft_format, resolve_draft
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
-from forebay.rewriter.ir.shared_draft import SharedDraft
+from forebay.rewriter.ir.shared_draft import COPY_STANDS, SharedDraft
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import PlanChoice, plan_block
 from forebay.rewriter.plan_draft import DraftedPlan, plan_draft, plan_own_draft, token_time_s
@@ -28,7 +28,6 @@ from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.runtime.run.session import Session, resident_copies
 
 ASSUMED = 0.6  # of a smaller model's tokens stand, until some were checked; Leviathan et al. 2023, table 3: 0.5 to 0.9
-COPIES = {4: 0.75, 8: 0.95}  # of a copy's by its bits: SmolLM2's, greedy, ten texts: 0.79 (0.68 to 0.96), 0.98
 BOTH = "; by steps of the model itself, "  # between why neither is taken
 FEWER = 0.02  # by this the share must have fallen since a plan for another to be made
 NO_LIMIT = 1 << 50  # bytes
@@ -215,7 +214,7 @@ def told(lm: LanguageModel) -> str:
 def _assumed(draft: str | os.PathLike[str]) -> float:
     """The share of tokens that is taken to stand before any was checked."""
     format = draft_format(draft)
-    return ASSUMED if format is None else COPIES[format.bits]
+    return ASSUMED if format is None else COPY_STANDS[format.bits]
 
 
 def _draft_wishes(wishes: Wishes, entering: int = 0) -> Wishes:

@@ -29,6 +29,16 @@ def test_4_bit_weights_gain_what_they_save_beside_what_stays(dtype: str, residen
     assert f"w4g64 weights (forebay quantize) would give {gain}" in advise(plan(0.01, 1.0, dtype, resident))
 
 
+def test_drafts_in_4_bits_gain_where_their_rows_have_room() -> None:
+    """1000 bytes stream for 1 s, 3000 stay: 391 of these make room for rows of all 1391 that then stream."""
+    (drafts,) = [line for line in advise(plan(0.01, 1.0, resident=3000)) if "drafts" in line]
+    # a pass takes 1.391 s and 15 drafted tokens 0.15, of which 1 - 0.25 * 1391 / 4000 = 91 % are right: 8.8 tokens
+    assert drafts == "drafts in 4 bits (--draft w4), of which 91 % are right, would give 5.7x"
+    for other in (plan(0.01, 1.0, resident=300), plan(0.9, 1.0, resident=3000),
+                  replace(plan(0.01, 1.0, resident=3000), workload=Workload(batch=8))):
+        assert not any("drafts" in line for line in advise(other))
+
+
 def test_what_gains_nothing_is_not_said() -> None:
     assert advise(plan(1.0, 0.5)) == ["compute-bound: copies are busy 50 % of the step, computation 100 %"]
     packed = plan(0.1, 1.0)
