@@ -18,7 +18,7 @@ from forebay.rewriter.planning.wishes import Wishes
 
 LOG = logging.getLogger("forebay")
 TRIES = 8  # plans of the model, each with more room beside it than the one before
-SPARE = 1.5  # times what was lacking: what a larger part takes of resident weights needs a copy too
+SPARE = 1.02  # times what is figured to be lacking
 WHOLE = Budget(1 << 50)  # of a plan that is laid into another's memory
 
 
@@ -69,7 +69,9 @@ def plan_shared_draft(
                 draft = replace(found[0], budget=budget.limits)
                 return SharedPlan(checking, plan, draft, found[1], own, _share(own, pipeline, copy))
             needed = part + over
-        part += int(SPARE * (needed - part))
+        streams = sum(plan.weight(name).nbytes for name in own)
+        grows = 1 - min(0.75, _nbytes(own, plan, copy) / streams)  # what it takes of resident weights needs rows too
+        part += int(SPARE * (needed - part) / grows)
         rest = Budget(budget.device - part, budget.host, budget.disk)
         try:
             checking, plan = plan_speculation(pipeline, plain, rest, checked)
