@@ -13,9 +13,7 @@ from forebay.rewriter.verify.items import copy_spans
 EVENTS = 1 << 20  # events of the draft begin here, so that none is one of the model's, which copies under way complete
 
 
-def laid_beside(
-    draft: Plan, model: Plan, looked_up: Collection[str], rows_nbytes: int, limits: Limits
-) -> Plan:
+def laid_beside(draft: Plan, model: Plan, looked_up: Collection[str], rows_nbytes: int, limits: Limits) -> Plan:
     """The plan of a draft's step, of one token and with all on the device, in the memory of `model`'s plan within
     `limits`: the cache, the constants and the weights that are resident there lie where they lie, those `looked_up` by
     row stay on the model's tier, and all others, with the activations, above the model's arena. Rows that pass through
@@ -73,8 +71,8 @@ def check_beside(program: Program, draft: Plan, model: Plan) -> None:
         if not any(_within(span, b) for b in (*cache.values(), *free)):
             raise PlanError(f"draft: its step would write [{span.offset}:+{span.nbytes}] of the {span.arena}, "
                             f"{span.buffer}, where the model has something else")
-    kept = {(b.name, b.arena, b.offset, b.nbytes) for b in (*model.buffers, *cache.values())
-            if b.phase == "all" or b.name in cache}
+    always = (b for b in model.buffers if b.phase == "all")
+    kept = {(b.name, b.arena, b.offset, b.nbytes) for b in (*always, *cache.values())}
     for b in draft.buffers:
         low = b.offset < model.arenas.get(b.arena, 0) and b.kind in ("weight", "constant", "cache")
         if low and (b.name, b.arena, b.offset, b.nbytes) not in kept:

@@ -62,7 +62,8 @@ def plan_draft(
         if forced:
             raise PlanError(f"draft: {why}") from error
         return DraftedPlan(pipeline, plain, None, f"none: {why}", plain_token_s, plain_s)
-    told = _told(plain, plan, drafting, chance)
+    token_s = token_time_s(plan, drafting, chance)
+    told = _told(plain, plan, drafting, chance, drafting.budget.device, token_s)
     if forced or drafted_time_s(plan, drafting, chance**2) * PAYS <= plain_s:
         return DraftedPlan(checking, plan, drafting, told, plain_token_s, drafted_time_s(plan, drafting, chance))
     where = f" on texts where {100 * chance**2:.0f} % are right" if (
@@ -160,14 +161,11 @@ def _without(host: int | None, taken: int | None) -> int | None:
     return None if host is None else max(0, host - (taken or 0))
 
 
-def _told(
-    plain: Plan, plan: Plan, draft: Plan, chance: float, nbytes: int | None = None, token_s: float | None = None
-) -> str:
-    """What both take, and what is expected of it, in a line or two."""
-    p, d, nbytes = plan.prediction, draft.prediction, draft.budget.device if nbytes is None else nbytes
+def _told(plain: Plan, plan: Plan, draft: Plan, chance: float, nbytes: int, with_s: float) -> str:
+    """What both take, the draft `nbytes` of the budget, and what is expected of it, `with_s` for a token of each
+    sequence, in a line or two."""
+    p, d, without_s = plan.prediction, draft.prediction, plain.prediction.decode_time_s
     streams = f", of which {format_nbytes(d.streamed_nbytes)} stream for each token" if d.streamed_nbytes else ""
-    with_s = token_time_s(plan, draft, chance) if token_s is None else token_s
-    without_s = plain.prediction.decode_time_s
     return (f"{format_nbytes(nbytes)} of the device budget{streams}, {1000 * d.decode_time_s:.3g} ms a "
             f"drafted token; the model's step takes {1000 * p.decode_time_s:.3g} ms in the "
             f"{format_nbytes(plan.budget.device)} left, for {1000 * without_s:.3g} ms in all of it; with "

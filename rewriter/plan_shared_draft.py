@@ -60,7 +60,8 @@ def plan_shared_draft(
         own = _own(plan, pipeline)
         if not own:
             raise PlanError("no weight streams, so steps of its own would gain nothing")
-        needed = _nbytes(own, plan, copy) + whole_pages(pipeline.need(1).activations)
+        rows = _nbytes(own, plan, copy)
+        needed = rows + whole_pages(pipeline.need(1).activations)
         if needed <= part:
             found = _beside(copy.pipeline(own), plan, budget)
             top = found[0].arenas[DEVICE]  # beside which both take workspace, each in its time
@@ -70,7 +71,7 @@ def plan_shared_draft(
                 return SharedPlan(checking, plan, draft, found[1], own, _share(own, pipeline, copy))
             needed = part + over
         streams = sum(plan.weight(name).nbytes for name in own)
-        grows = 1 - min(0.75, _nbytes(own, plan, copy) / streams)  # what it takes of resident weights needs rows too
+        grows = 1 - min(0.75, rows / streams)  # what it takes of resident weights needs rows too
         part += int(SPARE * (needed - part) / grows)
         rest = Budget(budget.device - part, budget.host, budget.disk)
         try:

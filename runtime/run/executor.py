@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -56,6 +56,12 @@ class BoundProgram:
         with torch.inference_mode(), self.device.issuing():
             for call in self._prologue:
                 call()
+
+    def write(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Give the step those of `inputs` that it has."""
+        for name, value in inputs.items():
+            if name in self.inputs:
+                self.inputs[name].copy_(value)
 
     def run(self) -> None:
         """One step. When it returns, the outputs hold its results; copies for the next step may be under way."""

@@ -117,9 +117,7 @@ class Session:
         bound = self.bound(tokens)
         if self._blocks is not None:
             inputs = {**inputs, **self._blocks.step(inputs["start"], tokens, inputs.get("places"))}
-        for name, value in inputs.items():
-            if name in bound.inputs:
-                bound.inputs[name].copy_(value)
+        bound.write(inputs)
         if not self._started:
             bound.start()
             self._started = True
@@ -131,9 +129,7 @@ class Session:
         the cache, at `start`, the model's own steps write anew before they read it."""
         assert self.shared is not None
         bound = self._drafting = self._drafting or BoundProgram(self.shared.program, self.device, self.trace)
-        for name, value in inputs.items():
-            if name in bound.inputs:
-                bound.inputs[name].copy_(value)
+        bound.write(inputs)
         self._run(bound)
         return bound.outputs["out0"]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from budgets import WITH_KERNELS
+from e2e.drafting import Paying, refused
 from families import llama
 from typer.testing import CliRunner
 
@@ -23,7 +24,6 @@ from forebay.rewriter.checkpoints.conversions import list_conversions
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.checkpoints.resolve import packed_copy
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.plan_draft import PAYS
 from forebay.runtime.run import draft_choice
 from forebay.runtime.run.draft_choice import DraftChoice
@@ -189,16 +189,9 @@ def test_a_copy_in_fewer_bits_drafts_and_is_made_once_of_these_weights(
 def test_a_draft_whose_tokens_seldom_stand_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What answers have shown counts for the next one, and for the next process; predicted times are a guess's."""
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(drafted, "plan_own_draft", lambda *_: (_ for _ in ()).throw(PlanError("none of its own")))
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        llama(6, hidden_size=128, intermediate_size=384, vocab_size=997)).eval()
-    model.save_pretrained(tmp_path / "model")
-    nbytes = int(0.6 * sum(p.nbytes for p in model.parameters())) + 300_000
-    options: Any = dict(prompt=10, new_tokens=16, machine=Machine.default(), draft="w8")
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
-    with torch.no_grad():
-        expected = model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None)
+    monkeypatch.setattr(drafted, "plan_own_draft", refused)
+    case = Paying(tmp_path / "model")
+    nbytes, options = case.nbytes, case.options
     with wrap(tmp_path / "model", nbytes, **options | {"draft": "w4"}) as lm:
         assert lm.helper is None and "would not pay on texts where 56 % are right" in lm.explain()
     with wrap(tmp_path / "model", nbytes, **options) as lm:
@@ -206,8 +199,8 @@ def test_a_draft_whose_tokens_seldom_stand_is_given_up(tmp_path: Path, monkeypat
         for seldom in (False, True) if ALL else (True,):
             if seldom:
                 lm.helper.drafts_seen.add(2, 500)
-            found = lm.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)
-            assert torch.equal(found, expected) and (lm.helper is None) is seldom
+            found = lm.generate(case.ids, **case.asked, eos_token_id=None)
+            assert torch.equal(found, case.expected) and (lm.helper is None) is seldom
             assert lm.plan.budget.device == nbytes if seldom else lm.plan.budget.device < nbytes
     if not ALL:
         return

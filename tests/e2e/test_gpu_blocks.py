@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from e2e.block_case import ATTENDED, COUNT, DISK, HOST, SHARED, Case
+from e2e.drafting import refused
 from e2e.prompter import Prompter, answers_of
 
 from forebay import drafted
@@ -155,12 +156,9 @@ def test_drafts(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -
 @pytest.mark.parametrize("host", [1 << 20, 1 << 23])
 def test_its_own_steps_draft(tmp_path: Path, driver: None, monkeypatch: pytest.MonkeyPatch, host: int) -> None:
     """By packed rows of what streams, beside the model's weights, cache and lookups."""
-    def none(*_: object) -> None:
-        raise PlanError("none by itself")
-
     case, fixed = Case("llama", tmp_path, 12, 10), dict(batch=COUNT, prompt=12, new_tokens=10, machine=GPU)
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(drafted, "plan_draft", none)
+    monkeypatch.setattr(drafted, "plan_draft", refused)
     monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
     asked: dict[str, Any] = fixed | {"prompt_lookup_num_tokens": 3}
     with wrap(tmp_path, {"device": 1 << 40, "host": host}, **asked) as whole:

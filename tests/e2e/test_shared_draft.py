@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 from budgets import WITH_KERNELS
-from families import FAMILIES, llama
+from e2e.drafting import Paying, refused
+from families import FAMILIES
 
 import forebay.api as model_module
 from forebay import drafted
@@ -21,8 +22,6 @@ from forebay.drafting import drafting, files_in_budget, plans_in_budget
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import Copy, Launch, Record, Rows, Span, Wait
 from forebay.rewriter.lay_beside import EVENTS, check_beside
-from forebay.rewriter.machine.profile import Machine
-from forebay.runtime.run.acceptance import Stakes
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.places import Asked
@@ -38,12 +37,8 @@ ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 @pytest.fixture(autouse=True)
 def shared_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No copy has memory of its own, and three tokens are drafted whatever is predicted."""
-
-    def none(*_: object) -> None:
-        raise PlanError("none by itself")
-
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(drafted, "plan_draft", none)
+    monkeypatch.setattr(drafted, "plan_draft", refused)
     monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
 
 
@@ -247,15 +242,9 @@ def test_what_stood_is_kept_for_such_a_share_of_packed_weights(
     """And where it was seldom, the next plan drafts nothing."""
     monkeypatch.undo()
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(drafted, "plan_draft", lambda *_: (_ for _ in ()).throw(PlanError("none by itself")))
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        llama(6, hidden_size=128, intermediate_size=384, vocab_size=997)).eval()
-    model.save_pretrained(tmp_path / "model")
-    nbytes = int(0.6 * sum(p.nbytes for p in model.parameters())) + 300_000
-    options: Any = dict(prompt=10, new_tokens=16, machine=Machine.default(), draft="w8")
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
-    expected = model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None)
+    monkeypatch.setattr(drafted, "plan_draft", refused)
+    case = Paying(tmp_path / "model")
+    nbytes, options = case.nbytes, case.options
     with wrap(tmp_path / "model", nbytes, **options) as lm:
         assert lm.split.shared is not None and 0 < lm.split.shared.packed < 1  # type: ignore[attr-defined]
         assumed = 1 - lm.split.shared.packed * 0.05  # type: ignore[attr-defined]
@@ -263,8 +252,8 @@ def test_what_stood_is_kept_for_such_a_share_of_packed_weights(
         for seldom in (False, True):
             if seldom:
                 lm.seen.add(2, 500)  # type: ignore[attr-defined]
-            found = lm.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)
-            assert torch.equal(found, expected)
+            found = lm.generate(case.ids, **case.asked, eos_token_id=None)
+            assert torch.equal(found, case.expected)
             assert (lm.split.shared is None) is seldom  # type: ignore[attr-defined]
             assert seldom or lm.seen.known > 0  # type: ignore[attr-defined]
         assert lm.plan.budget.device == nbytes
@@ -292,5 +281,5 @@ def _cache(lm: LanguageModel, session: Any) -> dict[str, torch.Tensor]:
     program = lm._pipeline.program(lm.plan, 1)
     refs = {ref.buffer: ref for i in program.step if isinstance(i, Launch) for ref in i.args
             if hasattr(ref, "buffer") and ref.buffer.startswith("cache_") and len(ref.shape) == 4}
-    assert refs and Stakes
+    assert refs
     return {name: session.device.tensor(ref).clone() for name, ref in refs.items()}
