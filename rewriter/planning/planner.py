@@ -16,6 +16,7 @@ from forebay.rewriter.ir.prefill_chunks import SHORTEST_CHUNK, chunk_sizes, chun
 from forebay.rewriter.ir.program import DISK, UPLOAD
 from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
+from forebay.rewriter.planning.tiles import most_tiles, tile_rows_of
 from forebay.rewriter.planning.wishes import Wishes
 
 SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
@@ -341,21 +342,9 @@ def _slot_choices(products: Sequence[WeightUse], wishes: Wishes, block: Block) -
         [*(max(low, min(largest, n)) for n in SLOT_NBYTES), *huge, *small, low]))
     if not block.takes_turns or wishes.slots:
         return [(slots, slot) for slots in ([wishes.slots] if wishes.slots else SLOTS) for slot in sizes]
-    least = {slot: _most_tiles(products, slot) for slot in sizes}
+    least = {slot: most_tiles(products, slot) for slot in sizes}
     return [(least[slot] + ahead, slot) for slot in sizes
             for ahead in dict.fromkeys((0, 1, 2, least[slot] // 2, least[slot]))]
-
-
-def _most_tiles(products: Sequence[WeightUse], slot: int) -> int:
-    """The most tiles that any layer, or any weight outside the layers one at a time, comes in."""
-    counts: Counter[int] = Counter()
-    for u in products:
-        counts[u.layer] += _tile_count(u, slot) if u.layer >= 0 else 0
-    return max(1, *counts.values())
-
-
-def _tile_count(u: WeightUse, slot: int) -> int:
-    return -(-u.rows // (slot // (u.nbytes // u.rows))) if u.nbytes > slot else 1
 
 
 def _spread(products: Sequence[WeightUse], room: int) -> list[WeightUse]:
@@ -383,9 +372,7 @@ def _halving_order(products: tuple[WeightUse, ...]) -> tuple[WeightUse, ...]:
 def _place(u: WeightUse, resident: bool, slot: int, tier: str) -> WeightPlacement:
     if resident:
         return WeightPlacement(u.name, "device", u.nbytes, u.format)
-    tile_rows = 0
-    if u.product and u.nbytes > slot:
-        tile_rows = -(-u.rows // _tile_count(u, slot))
+    tile_rows = tile_rows_of(u, slot) if u.product and u.nbytes > slot else 0
     return WeightPlacement(u.name, tier, u.nbytes, u.format, tile_rows=tile_rows, gather=u.lookup)  # type: ignore[arg-type]
 
 

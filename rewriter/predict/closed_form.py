@@ -19,7 +19,6 @@ from forebay.rewriter.predict.item_costs import host_attend_s, over_tokens, work
 # Of plans whose predictions are so close that they cannot be told apart, the one that reads less: a prefill of 32 x 64
 # tokens, which computes for 28 s, was to read its weights once per token, 64 times over, for a gain of 1 %.
 HIDDEN = 0.05
-ISSUED_S = 2e-5  # of each copy beside a GPU: the threads that issue them share one interpreter (assumed)
 
 
 @dataclass(frozen=True)
@@ -169,9 +168,8 @@ def rates_of(
     for ends in CACHE_STREAMS:
         with contextlib.suppress(KeyError):
             between[ends] = _byte_s(times, *ends)
-    issue_s = times.copy_issue_s if times.serial else max(times.copy_issue_s, ISSUED_S)
     launches_s = times.dispatch_s * (block.micro_batches if block.takes_turns else 1)  # over each piece
-    return Rates(1 / times.byte_s(*link), times.latency_s(*link), issue_s + launches_s,
+    return Rates(1 / times.byte_s(*link), times.latency_s(*link), times.copy_issue_s + launches_s,
                  times.slowed(0.5), times.slows(0.5), compute_s, upload, link[1] == "host", attend_s,
                  cache_byte_s=between, host_attend_s=lambda nbytes: host_attend_s(nbytes, times),
                  core_share=times.reads_core_share)

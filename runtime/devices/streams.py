@@ -69,7 +69,8 @@ class Ticket:
 
     def wait(self) -> None:
         """Block until done; raise the error if one came."""
-        wait_watched(self._event.wait, self.watch)
+        if not self._event.is_set():
+            wait_watched(self._event.wait, self.watch)
         if self.error is not None:
             raise self.error
 
@@ -93,12 +94,21 @@ class Worker:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self._closed = False
+        self._submitted = self._ended = 0  # each counted by one thread alone
         self._thread = threading.Thread(target=self._run, name=f"forebay-{name}", daemon=True)
         self._thread.start()
         self._leaving = weakref.finalize(self, _leave, self._queue, self._thread)  # at exit, while the thread lives
 
     def submit(self, call: Callable[[], object]) -> None:
+        """For one thread to call, but for those that wait."""
+        self._submitted += 1
         self._queue.put(call)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was submitted has run, without an error: whoever submits may then do by itself what comes
+        next."""
+        return self._submitted == self._ended and self.error is None
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
@@ -108,6 +118,7 @@ class Worker:
                 self.error = self.error or RuntimeFault(f"the thread {self._thread.name} has ended")
             except BaseException as error:  # handed to whoever waits
                 self.error = self.error or error
+            self._ended += 1
 
     def fault(self) -> BaseException | None:
         """Why nothing that was submitted is done any more; None while it is."""

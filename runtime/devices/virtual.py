@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -10,7 +11,21 @@ from typing import NamedTuple
 
 import torch
 
-from forebay.rewriter.ir.program import COMPUTE, READS, WRITE, Copy, Item, Launch, Program, Record, TensorRef, Wait
+from forebay.rewriter.ir.program import (
+    COMPUTE,
+    DOWNLOAD,
+    READS,
+    RETURN,
+    UPLOAD,
+    WRITE,
+    Copy,
+    Item,
+    Launch,
+    Program,
+    Record,
+    TensorRef,
+    Wait,
+)
 from forebay.runtime.devices.device import Call
 
 
@@ -30,14 +45,16 @@ class ItemCost(NamedTuple):
 
 CostOf = Callable[[Item], ItemCost]
 TimedSpan = tuple[str, str, float, float]  # stream or lane, label, start and end in seconds
+BESIDE = {UPLOAD: RETURN, RETURN: UPLOAD}  # streams that share a link's direction
+MOVED = (*BESIDE, DOWNLOAD)  # streams of copies that the thread issues which issues launches
 
 
 @dataclass
 class VirtualDevice:
-    """Advances a clock per stream by the cost of each item, as a GPU's streams do; of what the streams do to each other
-    beside events only reads and writes of the disk count, for the one that is issued later. A launch starts when it
-    has been issued, at the earliest: until then it stands in its stream, and counts as busy. Copies are issued by
-    threads of their own."""
+    """Advances a clock per stream by the cost of each item, as a GPU's streams do; what the streams do to each other
+    beside events counts for the one that is issued later: reads and writes of the disk slow each other, and of two
+    copies to the GPU it has what the other leaves of the link. A launch, and a copy between host and GPU, starts when
+    it has been issued, at the earliest: until then it stands in its stream, and counts as busy."""
 
     cost: CostOf
     issued_s: float = 0.0  # when the thread that issues launches had issued the last
@@ -45,6 +62,7 @@ class VirtualDevice:
     events: dict[int, float] = field(default_factory=dict)
     spans: list[TimedSpan] = field(default_factory=list)
     writing: float = 1.0  # how many times as long reads take beside the last write
+    copied: dict[str, deque[tuple[float, float]]] = field(default_factory=lambda: {s: deque() for s in BESIDE})
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
         """Nothing to allocate."""
@@ -67,14 +85,16 @@ class VirtualDevice:
     def bind(self, item: Item, launch: Call | None) -> Call | None:
         clocks, events, stream = self.clocks, self.events, item.stream
         if isinstance(item, Launch | Copy):
-            cost, label, note, launches = self.cost(item), item.label, self.spans.append, isinstance(item, Launch)
+            cost, label, note = self.cost(item), item.label, self.spans.append
+            issued = isinstance(item, Launch) or stream in MOVED
 
             def advance() -> None:
                 start = begin = clocks.get(stream, 0.0)
-                if launches:
+                if issued:
                     self.issued_s += cost.issue_s
                     begin = max(start, self.issued_s)
-                end = clocks[stream] = begin + self._disk_time_s(stream, cost, begin)
+                time_s = self._link_time_s if stream in BESIDE else self._disk_time_s
+                end = clocks[stream] = begin + time_s(stream, cost, begin)
                 note((stream, label, start, end))
 
             return advance
@@ -107,6 +127,18 @@ class VirtualDevice:
             factor, until = self.writing, self.clocks.get(WRITE, 0.0)
         together = min(alone * factor, max(0.0, until - begin))
         return together + alone - together / factor
+
+    def _link_time_s(self, stream: str, cost: ItemCost, begin: float) -> float:
+        """Seconds of a copy from `begin` on, while those on the other stream have the link when they were to."""
+        others, end = self.copied[BESIDE[stream]], begin + cost.time_s
+        while others and others[0][1] <= begin:
+            others.popleft()
+        for start, stop in others:
+            if start >= end:
+                break
+            end += stop - max(start, begin)
+        self.copied[stream].append((begin, end))
+        return end + cost.latency_s - begin
 
     def issuing(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

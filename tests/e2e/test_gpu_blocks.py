@@ -22,7 +22,7 @@ from forebay.api import wrap
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import ATTEND, DOWNLOAD, LOAD, RETURN, WRITE, Copy, Launch, Rows, tier_of
 from forebay.rewriter.machine.profile import Machine
-from forebay.runtime.devices import cuda, pinned
+from forebay.runtime.devices import cuda, landing, pinned
 from forebay.runtime.run import bind, executor
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.generation import Stop
@@ -88,8 +88,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     registered = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     driven = _Torch(SimpleNamespace(is_available=lambda: True, Event=Event, Stream=Stream, stream=entered,
-                                    current_stream=Stream, cudart=lambda: registered))
-    for module in (cuda, pinned):
+                                    current_stream=Stream, cudart=lambda: registered,
+                                    set_stream=lambda stream: None))
+    for module in (cuda, landing, pinned):
         monkeypatch.setattr(module, "torch", driven)
     monkeypatch.setattr(cuda, "CudaDevice", Pretended)
     monkeypatch.setattr(cuda, "IDLE", [])

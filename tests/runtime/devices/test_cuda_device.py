@@ -25,8 +25,11 @@ from forebay.rewriter.ir.program import (
     Span,
     Wait,
 )
-from forebay.runtime.devices.cuda import CudaDevice
+from forebay.runtime.devices.cuda import CudaDevice, _Event
+from forebay.runtime.devices.streams import Ticket
+from forebay.runtime.run.arena import Arena
 from forebay.runtime.run.executor import BoundProgram
+from forebay.runtime.run.trace import Trace
 
 
 class Stream:
@@ -70,7 +73,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return getattr(current, "stream", None) or Stream(threading.current_thread().name, told)
 
     for name, value in (("is_available", lambda: True), ("Event", Event), ("Stream", new), ("stream", entered),
-                        ("current_stream", current_stream)):  # fmt: skip
+                        ("current_stream", current_stream),
+                        ("set_stream", lambda stream: setattr(current, "stream", stream))):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("forebay.runtime.devices.cuda.IDLE", [])
     return told
@@ -156,6 +160,76 @@ def test_a_read_that_cannot_be_issued_is_told(log: list[str]) -> None:
         device._wait(Wait(COMPUTE, 1))
     with pytest.raises(RuntimeError, match="closed"):
         device.finish()
+    device.host = None
+    device.close()
+
+
+class Handed(CudaDevice):
+    """Notes which thread issues what."""
+
+    def __init__(self, log: list[str], trace: Trace | None = None) -> None:
+        super().__init__(Reader(), trace=trace)  # type: ignore[arg-type]
+        self.device_memory, self.host = torch.zeros(64, dtype=torch.uint8), Arena(64)
+        self.host.bytes[:] = torch.arange(64, dtype=torch.uint8)
+        worker = self.workers[UPLOAD]
+        submit = worker.submit
+        worker.submit = lambda call: (log.append("handed over"), submit(call))[1]  # type: ignore
+
+    def copy(self, at: int) -> None:
+        call = self.bind(Copy(UPLOAD, Span("host", at, 4, "slot"), Span("device", at, 4, "w"), "fetch w"), None)
+        assert call is not None
+        call()
+
+
+def test_who_calls_issues_what_waits_for_nothing(log: list[str]) -> None:
+    """Copies, records and waits of a stream of copies: in order, on its stream, by the caller within `issuing`."""
+    device = Handed(log)
+    with device.issuing():
+        device._record(Record(COMPUTE, 1))
+        device._wait(Wait(UPLOAD, 1))
+        device.copy(8)
+        assert torch.cuda.current_stream() is device.compute
+        with pytest.raises(RuntimeError, match="illegal memory access"):  # at once, and to the caller
+            device._record(Record(UPLOAD, 2))
+    assert "handed over" not in log and device.device_memory.tolist()[8:12] == [8, 9, 10, 11]
+    assert torch.cuda.current_stream() is not device.compute
+    device.copy(0)  # nobody's step
+    assert log.count("handed over") == 1
+    device.workers[UPLOAD].wait_idle()
+    assert device.device_memory.tolist()[:4] == [0, 1, 2, 3]
+    device.host = None
+    device.close()
+
+
+@pytest.mark.parametrize("behind", ["an event that is not issued yet", "an error", "a trace"])
+def test_what_must_wait_is_handed_over_and_all_behind_it(log: list[str], behind: str) -> None:
+    device = Handed(log, Trace() if behind == "a trace" else None)
+    worker, gate = device.workers[UPLOAD], Ticket()
+    if behind == "an error":
+        worker.submit(lambda: {}["lost"])
+        with pytest.raises(KeyError):
+            worker.wait_idle()
+    log.clear()
+    with device.issuing():
+        if behind == "an event that is not issued yet":
+            device.events[7] = _Event(gate)
+            device._wait(Wait(UPLOAD, 7))
+        device.copy(4)
+        device.copy(8)
+        assert log.count("handed over") == 2 + (behind == "an event that is not issued yet")
+        if behind == "an event that is not issued yet":
+            assert not any(device.device_memory)
+        gate.done()
+        with contextlib.suppress(KeyError):
+            worker.wait_idle()
+    assert device.device_memory.tolist()[4:12] == [*range(4, 12)]
+    if behind == "an event that is not issued yet":
+        while not worker.idle:
+            pass
+        log.clear()
+        with device.issuing():
+            device.copy(12)
+        assert "handed over" not in log and device.device_memory.tolist()[12:16] == [*range(12, 16)]
     device.host = None
     device.close()
 

@@ -79,7 +79,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Graph, "refuse", False)
     for name, value in (("is_available", lambda: True), ("Event", Event), ("Stream", Stream),
                         ("stream", lambda stream: torch.inference_mode()), ("current_stream", Stream),
-                        ("CUDAGraph", Graph), ("graph_pool_handle", lambda: "pool")):  # fmt: skip
+                        ("set_stream", lambda stream: None), ("CUDAGraph", Graph),
+                        ("graph_pool_handle", lambda: "pool")):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("forebay.runtime.devices.cuda.IDLE", [])
     yield

@@ -71,8 +71,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     class Target:
         """Device memory that a copy arrives in only when its stream is waited for."""
 
-        def __init__(self, span: Span) -> None:
-            self.memory, self.offset = real(span), span.offset
+        def __init__(self, span: Span, lower: int = 0, upper: int | None = None) -> None:
+            self.span, self.memory, self.offset = span, real(span)[lower:upper], span.offset + lower
+
+        def __getitem__(self, part: slice) -> Target:
+            return Target(self.span, part.start, part.stop)
 
         def copy_(self, source: torch.Tensor, non_blocking: bool) -> None:
             assert non_blocking

@@ -20,6 +20,8 @@ from forebay.rewriter.ir.plan import Budget
 from forebay.rewriter.ir.program import (
     COMPUTE,
     DISK,
+    DOWNLOAD,
+    RETURN,
     UPLOAD,
     WRITE,
     Copy,
@@ -306,6 +308,23 @@ def test_a_gpu_waits_for_launches_that_take_longer_to_issue_than_to_run() -> Non
     assert spans == {"x": (0, 3), "long": (3, 10), "y": (10, 11), "z": (11, 12), "a": (0, 2)} and ends == [0, 12]
     ends, spans = run(work("x"), work("y"), steps=2, inline=False, cost=cost)
     assert ends == [0, 5, 10] and spans == {"x": (5, 8), "y": (8, 10)}, "a step is issued when the one before is done"
+
+
+def test_copies_to_a_gpu_share_its_link() -> None:
+    """Of two at once, whatever their streams, the one that is issued later has what the other leaves; neither has it
+    while the other's stream only waits."""
+    step = (copy("a", UPLOAD), copy("b", RETURN), copy("c", RETURN), copy("d", UPLOAD), copy("e", DOWNLOAD))
+    assert run(*step, inline=False)[1] == {"a": (0, 2), "b": (0, 4), "c": (4, 6), "d": (2, 8), "e": (0, 2)}
+    step = (work("x"), Record(COMPUTE, 1), Wait(UPLOAD, 1), copy("a", UPLOAD), copy("b", RETURN), copy("c", RETURN))
+    assert run(*step, inline=False)[1] == {"x": (0, 3), "a": (3, 5), "b": (0, 2), "c": (2, 6)}
+
+
+def test_copies_between_host_and_gpu_begin_once_they_are_issued() -> None:
+    def cost(item: Item) -> ItemCost:
+        return ItemCost(2.0, latency_s=1.0, issue_s=5.0)
+
+    spans = run(copy("a", UPLOAD), copy("b", DOWNLOAD), copy("c"), work("x"), inline=False, cost=cost)[1]
+    assert spans == {"a": (0, 8), "b": (0, 13), "c": (0, 3), "x": (0, 18)}, "who reads files does so alone"
 
 
 def test_copies_and_launches_slow_each_other_while_both_run() -> None:

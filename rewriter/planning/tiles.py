@@ -1,0 +1,36 @@
+"""Into how many tiles of rows weights are cut that stream through slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from forebay.rewriter.planning.model_needs import WeightUse
+
+# A tile's columns of the result begin at a multiple of one of these, the first that leaves the number of tiles: at odd
+# ones a GPU's products write 2 bytes at a time and take three times as long (H200, fp16, 2048 x 255 x 16384).
+WHOLE_ROWS = (128, 64, 32, 16, 8)
+
+
+def most_tiles(products: Sequence[WeightUse], slot: int) -> int:
+    """The most tiles that any layer, or any weight outside the layers one at a time, comes in."""
+    counts: Counter[int] = Counter()
+    for u in products:
+        counts[u.layer] += tile_count(u, slot) if u.layer >= 0 else 0
+    return max(1, *counts.values())
+
+
+def tile_count(u: WeightUse, slot: int) -> int:
+    """Tiles of a weight that fill slots of `slot` bytes at most."""
+    return -(-u.rows // (slot // (u.nbytes // u.rows))) if u.nbytes > slot else 1
+
+
+def tile_rows_of(u: WeightUse, slot: int) -> int:
+    """Rows of a tile: as few as their number allows, rounded up as far as it and the slot allow; 0 for a whole weight.
+    """
+    count = tile_count(u, slot)
+    if count == 1:
+        return 0
+    even, most = -(-u.rows // count), slot // (u.nbytes // u.rows)
+    whole = (-(-even // step) * step for step in WHOLE_ROWS)
+    return next((rows for rows in whole if rows <= most and -(-u.rows // rows) == count), even)
