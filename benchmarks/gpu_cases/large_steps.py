@@ -89,7 +89,8 @@ def measure_peer(scratch: Path, machine: Any, job: Row) -> Row:
 
 def measure_flexgen(scratch: Path, machine: Any, job: Row) -> Row:
     """FlexGen on the OPT shape, with 5 % of it less on the GPU than the budget holds, for its buffers; or a block of
-    eight batches of it with its cache in host memory."""
+    eight batches of it with its cache in host memory. The process ends with it: torch draws no numbers on the GPU
+    behind it."""
     if not flexgen.installed():
         return {"skipped": flexgen.MISSING}
     _, held = begin_peak()
@@ -100,7 +101,7 @@ def measure_flexgen(scratch: Path, machine: Any, job: Row) -> Row:
     prefill_s, *steps = flexgen.step_times(offloaded.OPT, batch, prompt, new - 1, percent, **block)
     step_s = statistics.median(steps)
     return {"step_s": step_s, "spread_s": [min(steps), max(steps)], "tokens_per_s": batch / step_s,
-            "prefill_s": prefill_s, "peak_nbytes": torch.cuda.max_memory_reserved() - held}  # fmt: skip
+            "prefill_s": prefill_s, "peak_nbytes": torch.cuda.max_memory_reserved() - held, "lost": True}  # fmt: skip
 
 
 def measure_blocks(scratch: Path, machine: Any, job: Row) -> Row:
@@ -141,13 +142,14 @@ def measure_speculative(scratch: Path, machine: Any, job: Row) -> Row:
     with wrap(folder, budget, prompt=64, new_tokens=SPEAKS, machine=machine, **asked) as lm:
         ids = prompts(offloaded.LARGE, 1, 64)
         lm.generate(ids, max_new_tokens=16, eos_token_id=None)
+        steps = lm.plan.schedule.speculative_steps
+        sizes_s = [size_s(lm, size) for size in (1, *steps)]  # whose kernels are compiled by the first of each
         began, times = time.perf_counter(), []
         tokens = lm.generate(ids, max_new_tokens=SPEAKS, eos_token_id=None,
                              on_token=lambda _: times.append(time.perf_counter()))[0, 64:]  # fmt: skip
-        tally, steps = lm.tally, lm.plan.schedule.speculative_steps
+        tally = lm.tally
         moved = lm.plan.prediction.streamed_nbytes
         predicted = [lm.plan.prediction.decode_time_s, *lm.plan.prediction.speculative_times_s]
-        sizes_s = [size_s(lm, size) for size in (1, *steps)]
     spent_s = times[-1] - times[0]
     row = {"asked": asked, "tokens_per_s": (SPEAKS - 1) / spent_s, "step_s": spent_s / (tally.passes or SPEAKS - 1),
            "prefill_s": times[0] - began, "moved_nbytes": moved, "speculative_steps": list(steps), "tally": str(tally),
