@@ -9,8 +9,8 @@ memory for as many bytes, with its prompt lookup or assisted by the same copy, w
 bytes. The share of tokens before the first in which drafts differ from `plain` is printed. The bound is a pass over the
 tokens per pass, and two columns say how far from it a run is: a pass, drafts and all, over a plain one, which has the
 whole budget, and all of its time over what its own passes take as its plan predicts them, without drafts. Predicted is
-what the plans say for the share of drafted tokens that stood. Reads go past the page cache; the peer's files are
-dropped from it before each answer.
+what the plans say for the share of drafted tokens that stood, and, in a column of its own, for the passes and drafts
+that were made. Reads go past the page cache; the peer's files are dropped from it before each answer.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def answer(lm: LanguageModel, ids: list[int], new: int) -> Row:
     tally, (begin, before), (end, behind) = lm.tally, at[0], at[-1]
     return {"tokens": out[0, len(ids) :].tolist(), "time_s": end - begin, "read_nbytes": behind - before,
             "passes": tally.passes or new - 1, "offered": tally.offered, "accepted": tally.accepted,
-            "refused": tally.refused, "steps": dict(tally.steps)}
+            "refused": tally.refused, "steps": dict(tally.steps), "drafting_s": tally.drafting_s}
 
 
 class Peer:
@@ -189,10 +189,14 @@ def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe, machine: M
     plan = plan_at(lm, now)
     if row["offered"]:
         row["passes_s"] = sum(step_times_s(plan)[size] * count for size, count in row["steps"].items())
-    if (lm.helper or lm.shared_draft) is not None:
-        stands = row["accepted"] / max(1, row["accepted"] + row["refused"])
-        row["predicted_s"] = token_time_s(plan, draft_at(lm, now), stands, lm.shared_draft is None)
-        row["shared"] = lm.shared_draft is not None
+        row["told_s"] = row["passes_s"] / (new - 1)
+    if (shared := lm.shared_draft) is not None or lm.helper is not None:
+        stands, draft = row["accepted"] / max(1, row["accepted"] + row["refused"]), draft_at(lm, now)
+        row["predicted_s"], row["shared"] = token_time_s(plan, draft, stands, shared is None), shared is not None
+        if row["offered"]:
+            then: Plan = (shared or lm.helper).plan  # type: ignore[union-attr]
+            slower = draft.prediction.decode_time_s / then.prediction.decode_time_s
+            row["told_s"] += row["drafting_s"] * slower / (new - 1)
     elif not row["offered"]:
         row["predicted_s"] = plan.prediction.decode_time_s
     return row
@@ -241,14 +245,16 @@ def summary(plain: list[Row], found: list[Row]) -> Row:
     right, offered = sum(row["accepted"] for row in found), sum(row["offered"] for row in found)
     checked = right + sum(row["refused"] for row in found)
     passes = [row["time_s"] / row["passes_s"] for row in found if "passes_s" in row]
-    predicted = [row["time_s"] / (new - 1) / row["predicted_s"] for row in found if row.get("predicted_s")]
+    predicted, told_of = ([row["time_s"] / (new - 1) / row[of] for row in found if row.get(of)]
+                          for of in ("predicted_s", "told_s"))
     return line | {
         "tokens_per_pass": median((new - 1) / row["passes"] for row in found),
         "pass_over_plain": median(b["time_s"] / b["passes"] / (a["time_s"] / a["passes"]) for a, b in pairs),
         "accepted": right / max(1, offered), "stands": right / max(1, checked),
         "read_per_token": median(row["read_nbytes"] / (new - 1) for row in found),
         "over_own_passes": median(passes) if passes else None,
-        "measured_over_predicted": median(predicted) if predicted else None}
+        "measured_over_predicted": median(predicted) if predicted else None,
+        "measured_over_told": median(told_of) if told_of else None}
 
 
 def _agreeing(a: list[int], b: list[int]) -> float:
@@ -267,16 +273,16 @@ def _ratio(value: float | None) -> str:
 def report(lines: list[Row]) -> None:
     print(f"{'budget':>6} {'text':<11}{'contestant':<20}{'tokens/s':>9}{'gain':>7} {'tokens/pass':>12} "
           f"{'pass/plain pass':>16} {'/own passes':>11} {'accepted':>9} {'each stands':>12} {'MB/token':>9} "
-          f"{'of predicted':>13}   same")
+          f"{'of predicted':>13} {'by its passes':>13}   same")
     for x in lines:
         print(f"{100 * x['share']:>5.0f}% {x['text']:<11}{x['who']:<20}{x['tokens_per_s']:>9.2f}{x['gain']:>6.2f}x ",
               end="")
         if "tokens_per_pass" in x:
             print(f"{x['tokens_per_pass']:>12.2f} {x['pass_over_plain']:>16.2f} {_ratio(x['over_own_passes']):>11} "
                   f"{100 * x['accepted']:>7.0f} % {100 * x['stands']:>10.0f} % {x['read_per_token'] / 1e6:>9.0f} "
-                  f"{_ratio(x['measured_over_predicted']):>13}", end="")
+                  f"{_ratio(x['measured_over_predicted']):>13} {_ratio(x['measured_over_told']):>13}", end="")
         else:
-            print(" " * 88, end="")
+            print(" " * 102, end="")
         print(f" {100 * x['same_tokens']:>4.0f} %")
 
 

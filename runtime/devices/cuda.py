@@ -304,8 +304,9 @@ class CudaDevice:
 
     def _record(self, item: Record) -> None:
         if item.stream == COMPUTE or self._at_once(item.stream):
-            event = self.events[item.event] = _Event(ISSUED, torch.cuda.Event())
-            event.cuda.record(self.compute if item.stream == COMPUTE else self.streams[item.stream])
+            recorded = torch.cuda.Event()
+            self.events[item.event] = _Event(ISSUED, recorded)
+            recorded.record(self.compute if item.stream == COMPUTE else self.streams[item.stream])
             return
         event = self.events[item.event] = _Event(Ticket(watch=self._fault))
         worker = self.workers[item.stream]

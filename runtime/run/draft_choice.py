@@ -33,6 +33,7 @@ class DraftChoice:
         self.looked: dict[int, tuple[int, Drafted]] = {}  # what was not checked, by the tokens that it was behind
         self.wanted = 0, 0.0  # tokens of a draft at most, and the least chance of the last, as last weighed
         self.longer_s = 0.0  # by what is drafted beside it the pass that runs takes longer
+        self.begun = False  # whether what drafts has computed prompts
 
     def begin(self, prompts: Mapping[int, torch.Tensor], new_tokens: int) -> None:
         """Have the first drafts made while the prompts int64 [T] of rows are computed, for answers of so many tokens,
@@ -45,6 +46,7 @@ class DraftChoice:
         drafting_s = drafter.prefill_s + (most + 1) * drafter.token_time_s
         if most > 0 and pays_beside(*self.prefill_s, drafting_s, drafter.chance ** len(prompts)):
             drafter.begin(prompts, dict.fromkeys(prompts, most), least)
+            self.begun = True
 
     def choose(
         self, held: Mapping[int, torch.Tensor], left: Mapping[int, int], room: int
@@ -69,15 +71,20 @@ class DraftChoice:
         if draft.kind == MODEL:
             self.drafter.note(draft, offered, right)
 
-    def count(self, size: int, drafts: Mapping[int, Drafted], given: Mapping[int, int]) -> None:
-        """Note what a step over `size` tokens and its drafts took, which gave each row so many."""
+    def count(self, size: int, drafts: Mapping[int, Drafted], given: Mapping[int, int]) -> float:
+        """Note what a step over `size` tokens and its drafts took, which gave each row so many. Returns for how many
+        seconds its drafts are predicted to have been waited for: of steps before it, by which it took longer for those
+        beside it, and of the prompts, once, where they were not computed beside the model's own."""
         self.steps[size] = self.steps.get(size, 0) + 1
         made = {row: len(drafts[row].tokens) for row in given if drafts[row].kind == MODEL and drafts[row].tokens}
         fed = max((self.behind[row] + count for row, count in made.items() if not drafts[row].ahead), default=0)
-        self.stakes.note(self.times_s[size] + self.longer_s + fed * self.drafter.token_time_s,
-                         sum(given.values()) / len(given), self.tried and bool(made))
+        drafting_s = self.longer_s + fed * self.drafter.token_time_s
+        self.stakes.note(self.times_s[size] + drafting_s, sum(given.values()) / len(given), self.tried and bool(made))
+        if made and not self.begun:
+            self.begun, drafting_s = True, drafting_s + self.drafter.prefill_s
         for row, count in given.items():
             self.behind[row] = int(count > made[row]) if row in made else self.behind[row] + count
+        return drafting_s
 
     def _meet(self, rows: Iterable[int]) -> None:
         """Begin records of rows that have none."""

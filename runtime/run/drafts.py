@@ -30,10 +30,14 @@ class Drafted:
 
 class Drafter(Protocol):
     """Drafts for sequences in rows of a batch; a further drafted token takes `token_time_s`, for all of them at once,
-    and stands with `chance` where all before it do, as far as is known before a sequence's first draft."""
+    and stands with `chance` where all before it do, as far as is known before a sequence's first draft. Before it the
+    prompts of a whole batch take `prefill_s`."""
 
     @property
     def token_time_s(self) -> float: ...
+
+    @property
+    def prefill_s(self) -> float: ...
 
     @property
     def chance(self) -> float: ...
@@ -59,7 +63,7 @@ class PromptLookup:
     lookup decoding, 2023): behind the longest match of at most `LONGEST_MATCH` tokens, of those the latest. `kind` is
     its length."""
 
-    token_time_s, chance = 0.0, 0.5
+    token_time_s, prefill_s, chance = 0.0, 0.0, 0.5
 
     def note(self, draft: Drafted, offered: int, right: int) -> None:
         """Nothing: each text has its own share of them."""

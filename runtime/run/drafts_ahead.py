@@ -34,8 +34,7 @@ class DraftsAhead:
 
     @property
     def prefill_s(self) -> float:
-        """Predicted seconds of what it computes of prompts."""
-        return self.drafter.session.plan.prediction.prefill_time_s
+        return self.drafter.prefill_s
 
     @property
     def chance(self) -> float:

@@ -31,7 +31,7 @@ class ModelDrafter:
     ) -> None:
         self.session, self.sampling, self.draws = session, sampling, draws
         said = session.plan.prediction
-        self.token_time_s, self.expected = said.decode_time_s, chance
+        self.token_time_s, self.prefill_s, self.expected = said.decode_time_s, said.prefill_time_s, chance
         parts = session.plan.schedule.block.prefills(session.plan.workload.batch)
         self.begin_steps = said.prefill_time_s / parts / said.decode_time_s if said.decode_time_s > 0 else 4.0
         self.right = self.wrong = 0

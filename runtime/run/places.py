@@ -36,7 +36,7 @@ class WorkDone:
     """What was done so far: steps that computed prompts, steps that decoded, tokens chosen, sequences that ended, and
     those of them that stopped before they had their most tokens; how many tokens the others may still take; how many
     drafted tokens were checked, and of them stood, and of the others were refused where all before them stood; and
-    steps that checked drafts, or might have, by their tokens per sequence."""
+    steps that checked drafts, or might have, by their tokens per sequence. `drafting_s` is that of a `Tally`."""
 
     prefills: int = 0
     decodes: int = 0
@@ -48,6 +48,7 @@ class WorkDone:
     accepted: int = 0
     refused: int = 0
     sizes: dict[int, int] = field(default_factory=dict)
+    drafting_s: float = 0.0
 
 
 OnEnd = Callable[[int, list[int]], None]  # number of a sequence, and its new tokens
@@ -302,7 +303,8 @@ class _Loop:
             self.work.offered, self.work.accepted = self.work.offered + offered, self.work.accepted + right
             self.work.refused += right < offered
         self.work.decodes += 1
-        self.choice.count(size, drafts, {place: len(found) for place, found in given.items()})
+        self.work.drafting_s += self.choice.count(
+            size, drafts, {place: len(found) for place, found in given.items()})
         self._take(rows, [*given.values()])
 
     def _begun(self, ends: Sequence[int], logits: torch.Tensor) -> None:

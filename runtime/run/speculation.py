@@ -21,13 +21,15 @@ from forebay.runtime.run.session import Session
 @dataclass
 class Tally:
     """What speculative decoding did: steps, by their tokens per sequence, tokens that they gave, drafted tokens that
-    they checked, those of them that stood, and those that were refused where all before them stood."""
+    they checked, those of them that stood, and those that were refused where all before them stood; and for how many
+    seconds what a model drafted is predicted to have been waited for (`DraftChoice.count`)."""
 
     steps: dict[int, int] = field(default_factory=dict)
     tokens: int = 0
     offered: int = 0
     accepted: int = 0
     refused: int = 0
+    drafting_s: float = 0.0
 
     def add(self, work: WorkDone) -> None:
         """Count what was done in places."""
@@ -37,6 +39,7 @@ class Tally:
         self.tokens += work.tokens - work.ended  # the first of each is its prompt's
         self.offered, self.accepted = self.offered + work.offered, self.accepted + work.accepted
         self.refused += work.refused
+        self.drafting_s += work.drafting_s
 
     @property
     def passes(self) -> int:
@@ -142,7 +145,7 @@ class _DraftedCall:
         logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start)})
         logits = logits.view(len(start), size, -1)
         given = {row: self._check(row, logits[row], drafts[row]) for row in going}
-        self.choice.count(size, drafts, given)
+        self.tally.drafting_s += self.choice.count(size, drafts, given)
         self._show()
 
     def _check(self, row: int, logits: torch.Tensor, draft: Drafted) -> int:

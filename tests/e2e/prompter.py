@@ -21,7 +21,7 @@ class Prompter:
     answers: Answers
     wrong: itertools.cycle = field(default_factory=lambda: itertools.cycle((0, 5, 7, 3, 6, 1, 7, 2, 4)))
     taken_back: list[int] = field(default_factory=list)
-    token_time_s, chance = 0.0, 1.0
+    token_time_s, prefill_s, chance = 0.0, 0.0, 1.0
 
     def draft(
         self, held: Mapping[int, torch.Tensor], most: Mapping[int, int], least: float = 0.0

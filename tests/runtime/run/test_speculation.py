@@ -75,7 +75,7 @@ def scores(seen: list[int]) -> torch.Tensor:
 class Guessing:
     """Drafts from a list of numbers, right ones where it says so; it sees no more than it may."""
 
-    token_time_s, chance = 0.0, 0.5
+    token_time_s, prefill_s, chance = 0.0, 0.0, 0.5
 
     def note(self, draft: Drafted, offered: int, right: int) -> None:
         pass
@@ -368,7 +368,7 @@ class Timed(Guessing):
 
     def __init__(self, right: Sequence[bool], token_time_s: float) -> None:
         super().__init__([VOCAB], right)  # a token that there is not is never right
-        self.token_time_s, self.fed = token_time_s, 0
+        self.token_time_s, self.prefill_s, self.fed = token_time_s, 7.0, 0
         self.cache: list[int] = []
 
     def draft(
@@ -396,6 +396,7 @@ def test_drafts_lose_little_whatever_they_are_and_are_tried_again(right: list[bo
         patch.setattr(draft_choice, "LONGEST_MATCH", 99)  # nothing is looked up
         generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(new), None, None, drafter, tally)
     taken_s = sum(times[size] * count for size, count in tally.steps.items()) + drafter.fed * token_time_s
+    assert tally.drafting_s == pytest.approx(drafter.fed * token_time_s + 7.0 * bool(drafter.fed)), "and the prompt's"
     wasted = (8 * token_time_s + 0.05) + 1.0
     assert taken_s <= 1.03 * (new - 1) + wasted + 1e-6
     if token_time_s == 0.01 and not any(right):
