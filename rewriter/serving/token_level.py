@@ -72,6 +72,7 @@ class _Replica:
     role: Role
     running: list[_Entrant] = field(default_factory=list)
     blocks: dict[int, int] = field(default_factory=dict)  # of each request, by its index
+    held: int = 0  # of all of them
     prefix_blocks: int = 0  # kept for all
     preempted: int = 0
     most_cached: int = 0
@@ -79,16 +80,16 @@ class _Replica:
 
     @property
     def free(self) -> int:
-        return self.limits.cache_tokens // self.limits.block - sum(self.blocks.values()) - self.prefix_blocks
+        return self.limits.cache_tokens // self.limits.block - self.held - self.prefix_blocks
 
     def need(self, tokens: int) -> int:
         """Blocks of its own for a sequence of so many tokens."""
         return self.limits.blocks(tokens) - min(self.prefix_blocks, tokens // self.limits.block)
 
     def hold(self, job: _Entrant, tokens: int) -> None:
-        self.blocks[job.index] = self.need(tokens)
-        used = self.limits.cache_tokens // self.limits.block - self.free
-        self.most_cached = max(self.most_cached, used * self.limits.block)
+        before, self.blocks[job.index] = self.blocks.get(job.index, 0), self.need(tokens)
+        self.held += self.blocks[job.index] - before
+        self.most_cached = max(self.most_cached, (self.held + self.prefix_blocks) * self.limits.block)
 
     def admit(self, queue: deque[_Entrant]) -> list[_Entrant]:
         """Take from the front of `queue` what there is room for; the first of a prefix computes it."""
@@ -111,6 +112,7 @@ class _Replica:
                 self.hold(job, job.known + 1)
                 self.prefix_blocks = shared
                 self.blocks[job.index] -= shared
+                self.held -= shared
             else:
                 self.hold(job, job.known + 1)
             self.running.append(job)
@@ -125,11 +127,11 @@ class _Replica:
 
     def leave(self, job: _Entrant) -> None:
         self.running.remove(job)
-        del self.blocks[job.index]
+        self.held -= self.blocks.pop(job.index)
 
     def make_room(self, queue: deque[_Entrant], decoding: list[_Entrant]) -> None:
         """Let the youngest go, to begin again later, until each of `decoding` can have a token more."""
-        while sum(self.need(j.cached + 1) - self.blocks[j.index] for j in decoding) > self.free:
+        while not self.fits(decoding, 1):
             job = self.running[-1]
             self.leave(job)
             job.known, job.cached = max(job.cached, job.known), 0
@@ -138,20 +140,23 @@ class _Replica:
             if job in decoding:
                 decoding.remove(job)
 
+    def fits(self, decoding: list[_Entrant], steps: int) -> bool:
+        """Whether each of `decoding` can have so many tokens more."""
+        each = -(-steps // self.limits.block)  # blocks that it begins at most
+        return each * len(decoding) <= self.free or sum(
+            self.need(j.cached + steps) - self.blocks[j.index] for j in decoding) <= self.free
+
     def steps(self, decoding: list[_Entrant], until_s: float) -> tuple[int, float]:
         """How many decode steps can be taken at once, and their seconds: until one ends, blocks run out, or `until_s`
         has passed; steps grow by equal amounts, so the mean one is that of the mean context."""
         most, n = min(job.left for job in decoding), len(decoding)
         context = sum(job.cached for job in decoding) / n
 
-        def fits(k: int) -> bool:
-            return sum(self.need(j.cached + k) - self.blocks[j.index] for j in decoding) <= self.free
-
-        if not fits(most):
+        if not self.fits(decoding, most):
             low = 1
             while most - low > 1:
                 middle = (low + most) // 2
-                low, most = (middle, most) if fits(middle) else (low, middle)
+                low, most = (middle, most) if self.fits(decoding, middle) else (low, middle)
             most = low
 
         def took_s(k: int) -> float:
