@@ -30,7 +30,6 @@ from forebay.rewriter.ir.program import (
     Launch,
     Record,
     Release,
-    Rows,
     Span,
     TensorRef,
     Wait,
@@ -181,6 +180,9 @@ class CudaDevice:
         call = functools.partial(worker.submit, run)
         return self._in_order(call) if self.sync else call
 
+    def tell(self, ref: TensorRef, value: torch.Tensor) -> None:
+        self.named.tell(ref, value)
+
     def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
         """As graphs, unless they are switched off."""
         if not self.graphs:
@@ -265,17 +267,16 @@ class CudaDevice:
         assert isinstance(place, Span) and isinstance(target, Span)
         source, end, worker = self._bytes(place), self._bytes(target), self.workers[item.stream]
         find, stream = self.named.moved(item), self.streams[item.stream]
-        if isinstance(item.src, Rows) or isinstance(item.dst, Rows):  # what names them waits for the device
-            return lambda: worker.submit(lambda: self._move(item, find, source, end))
-        whole = find()
 
         def issue() -> None:
-            if not self._at_once(item.stream):
-                worker.submit(lambda: self._move(item, find, source, end))
+            moved = self.named.known(item)
+            if moved is None or not self._at_once(item.stream):
+                known = find if moved is None else lambda: moved
+                worker.submit(lambda: self._move(item, known, source, end))
                 return
             torch.cuda.set_stream(stream)
             try:
-                copy_runs(whole, source, end, non_blocking=True)
+                copy_runs(moved, source, end, non_blocking=True)
             finally:
                 torch.cuda.set_stream(self.compute)
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 
-from forebay.rewriter.ir.program import Copy, Rows, Span, TensorRef, place_of, tier_of
+from forebay.rewriter.ir.program import (
+    Copy,
+    Rows,
+    Span,
+    TensorRef,
+    dtype_itemsize,
+    place_of,
+    row_major_strides,
+    span_of,
+    tier_of,
+)
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.disk.chunks import OnDone, Read, RowRun, Write
 from forebay.runtime.disk.reader import DiskReader
@@ -28,28 +39,76 @@ class NamedRows:
     def __init__(self, tensor: Callable[[TensorRef], torch.Tensor]) -> None:
         self._tensor = tensor
         self._known: dict[tuple, tuple[object, tuple[RowRun, ...]]] = {}
+        self._told: dict[TensorRef, np.ndarray | None] = {}  # of the tensors that name rows, what was written there
+        self._within: dict[TensorRef, list[tuple[TensorRef, int]]] = {}  # of an input, which of them lie where in it
 
     def moved(self, item: Copy) -> FindRuns:
         """A call that tells what the copy is to move then, offsets counted from where each end begins; rows that follow
         each other at both ends are one run. The call raises RuntimeFault where a row is named that the table lacks."""
-        rows, inward = (item.src, True) if isinstance(item.src, Rows) else (item.dst, False)
-        if not isinstance(rows, Rows):
+        rows, inward = _named_end(item)
+        if rows is None:
             whole = ((0, 0, item.src.nbytes),)
             return lambda: whole
-        named, counted = (None if ref is None else self._tensor(ref) for ref in (rows.index, rows.count))
-        known, every = self._known, np.arange(rows.rows)
+        tensors = [self._tensor(ref) for ref in rows.told_by]
+        if unmet := set(rows.told_by) - self._told.keys():
+            self._told |= dict.fromkeys(unmet)
+            self._within.clear()
+        return lambda: self._found(rows, inward, item.label, [tensor.numpy(force=True) for tensor in tensors])
+
+    def tell(self, ref: TensorRef, value: torch.Tensor) -> None:
+        """`value` was written to `ref`; what lay there before is no more."""
+        within = self._within.get(ref)
+        if within is None:
+            places = ((other, _within(other, ref)) for other in self._told)
+            within = self._within[ref] = [(other, at) for other, at in places if at is not None]
+        if not within:
+            return
+        raw = None
+        if value.device.type == "cpu":
+            raw = np.ascontiguousarray(np.broadcast_to(value.numpy(), ref.shape), dtype=ref.dtype).reshape(-1)
+        for other, at in within:
+            self._told[other] = None if raw is None or at < 0 else raw[at : at + math.prod(other.shape)].copy()
+
+    def known(self, item: Copy) -> tuple[RowRun, ...] | None:
+        """What the copy is to move by what was told of the tensors that name it; None where one of them holds what a
+        step computes, and must be read when the copy runs."""
+        rows, inward = _named_end(item)
+        if rows is None:
+            return ((0, 0, item.src.nbytes),)
+        said = [self._told.get(ref) for ref in rows.told_by]
+        held = [each for each in said if each is not None]
+        return self._found(rows, inward, item.label, held) if len(held) == len(said) else None
+
+    def _found(self, rows: Rows, inward: bool, label: str, said: list[np.ndarray]) -> tuple[RowRun, ...]:
+        """What to move where the tensors that tell it hold this."""
+        index = np.arange(rows.rows) if rows.index is None else said[0]
+        count = index.size if rows.count is None else int(said[-1].item())
         key = rows.index, rows.count, rows.rows, rows.row_nbytes, rows.skips, inward
+        now = index.tobytes(), count
+        found = self._known.get(key)
+        if found is None or found[0] != now:
+            found = self._known[key] = now, _runs(rows, inward, index.reshape(-1), count, label)
+        return found[1]
 
-        def find() -> tuple[RowRun, ...]:
-            index = every if named is None else named.numpy(force=True)
-            count = index.size if counted is None else int(counted.item())
-            said = index.tobytes(), count
-            found = known.get(key)
-            if found is None or found[0] != said:
-                found = known[key] = said, _runs(rows, inward, index.reshape(-1), count, item.label)
-            return found[1]
 
-        return find
+def _within(part: TensorRef, whole: TensorRef) -> int | None:
+    """At which element of `whole` a part of it begins, -1 where it is no part that lies together, or another buffer's,
+    None where none of its bytes lie there."""
+    inner, outer = span_of(part), span_of(whole)
+    if inner.arena != outer.arena or inner.offset >= outer.offset + outer.nbytes or (
+            outer.offset >= inner.offset + inner.nbytes):
+        return None
+    whole_rows = all(ref.stride == row_major_strides(ref.shape) for ref in (part, whole)) and part.dtype == whole.dtype
+    at, rest = divmod(part.offset - whole.offset, dtype_itemsize(part.dtype))
+    inside = at >= 0 and rest == 0 and at + math.prod(part.shape) <= math.prod(whole.shape)
+    return at if part.buffer == whole.buffer and whole_rows and inside else -1
+
+
+def _named_end(item: Copy) -> tuple[Rows | None, bool]:
+    """The end of a copy whose rows are named, None where neither's are; and whether that is where it begins."""
+    if isinstance(item.src, Rows):
+        return item.src, True
+    return (item.dst, False) if isinstance(item.dst, Rows) else (None, False)
 
 
 def _runs(rows: Rows, inward: bool, named: np.ndarray, count: int, label: str) -> tuple[RowRun, ...]:

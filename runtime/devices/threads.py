@@ -268,6 +268,9 @@ class ThreadDevice:
 
         return wait_upload
 
+    def tell(self, ref: TensorRef, value: torch.Tensor) -> None:
+        """Nothing: what names rows is read where it was written."""
+
     def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
         """Neighbouring C++ kernels as one call."""
         return chained(call for _, call in run)

@@ -114,6 +114,9 @@ class VirtualDevice:
             return wait
         return None
 
+    def tell(self, ref: TensorRef, value: torch.Tensor) -> None:
+        """Nothing: nothing is read."""
+
     def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
         return [call for _, call in run]
 

@@ -62,6 +62,7 @@ class BoundProgram:
         for name, value in inputs.items():
             if name in self.inputs:
                 self.inputs[name].copy_(value)
+                self.device.tell(self.program.inputs[name], value)
 
     def run(self) -> None:
         """One step. When it returns, the outputs hold its results; copies for the next step may be under way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,9 @@ from forebay.rewriter.ir.program import (
     Program,
     Record,
     Release,
+    Rows,
     Span,
+    TensorRef,
     Wait,
 )
 from forebay.runtime.devices.cuda import CudaDevice, _Event
@@ -230,6 +233,46 @@ def test_what_must_wait_is_handed_over_and_all_behind_it(log: list[str], behind:
         with device.issuing():
             device.copy(12)
         assert "handed over" not in log and device.device_memory.tolist()[12:16] == [*range(12, 16)]
+    device.host = None
+    device.close()
+
+
+def test_rows_are_named_by_what_was_told_until_something_else_lies_there(log: list[str]) -> None:
+    """Then whoever hands them over asks the device; a table that a step computes is read there always."""
+    device = Handed(log)
+    index, whole = (TensorRef("device", at, "int64", shape, (2, 1)[-len(shape) :], "loads")
+                    for at, shape in ((32, (2,)), (16, (2, 2))))
+    other = TensorRef("device", 40, "int64", (1,), (1,), "more")
+    table = torch.zeros(2, 2, dtype=torch.int64)
+    load = Copy(UPLOAD, Rows(Span("host", 0, 32, "cache"), 4, index, skips=True), Span("device", 0, 8, "slot"), "load")
+    call = device.bind(load, None)
+    assert call is not None
+
+    def loaded(*rows: int, told: bool = True) -> list[int]:
+        table[1] = torch.tensor(rows)
+        device.tensor(whole).copy_(table if told else torch.tensor([6, 7]))
+        if told:
+            device.tell(whole, table)
+        log.clear()
+        with device.issuing():
+            call()
+            by_who = log.count("handed over")
+            device.workers[UPLOAD].wait_idle()
+        handed.append(by_who)
+        return device.device_memory[:8].tolist()
+
+    handed: list[int] = []
+    device.tell(index, torch.tensor([0, 0]))
+    assert loaded(1, 3) == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert loaded(5, -1) == [20, 21, 22, 23, 12, 13, 14, 15] and loaded(2, told=False)[:4] == [20, 21, 22, 23]
+    device.tell(other, torch.tensor([0]))
+    assert loaded(0, told=False) == [24, 25, 26, 27, 28, 29, 30, 31]
+    assert loaded(4) == [16, 17, 18, 19, 16, 17, 18, 19], "one number for all rows"
+    device.tell(replace(index, buffer="reused"), torch.tensor([0, 0]))
+    assert loaded(0, told=False) == [24, 25, 26, 27, 28, 29, 30, 31], "another buffer is no part of it"
+    assert handed == [0, 0, 0, 1, 0, 1]
+    with pytest.raises(RuntimeError, match="row 9"):
+        loaded(9, 9)
     device.host = None
     device.close()
 
