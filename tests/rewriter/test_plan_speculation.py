@@ -152,7 +152,7 @@ def test_the_shortest_chunk_is_no_step_that_checks(prompt: int, drafted: Any) ->
 def test_pieces_as_large_as_without_such_steps_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a little less memory the planner may take others, with which a decode step takes more than is allowed."""
     made, wishes, larger = pipeline(), Wishes(drafted_tokens="auto"), 0
-    for room in range(130_000, 260_000, 40_000):
+    for room in range(300_000, 312_000, 4_000):
         budget = Budget(made.smallest_budget(wishes) + room)
         plain = made.plan(budget, wishes)
         with monkeypatch.context() as patch:
