@@ -21,6 +21,8 @@ COLLECT = "collect"  # collectives with other ranks, over memory of the device
 RETURN = "return"  # host -> device copies of caches and results: weights that a step before issued are on UPLOAD
 READS = (DISK, LOOKUP, LOAD)
 UNORDERED = (*READS, WRITE)  # streams on which copies finish in any order
+UPWARD = (UPLOAD, RETURN)  # streams that share the link from host memory to the device
+MOVES = (*UPWARD, DOWNLOAD)  # streams of copies between both
 DEVICE, HOST = "device", "host"  # arenas, named after their tier
 
 

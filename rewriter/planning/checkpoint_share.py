@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from forebay.rewriter.ir.plan import Plan
-from forebay.rewriter.ir.program import COMPUTE, DISK, DOWNLOAD, LOAD, RETURN, UPLOAD, WRITE
+from forebay.rewriter.ir.program import COMPUTE, DISK, DOWNLOAD, LOAD, UPWARD, WRITE
 from forebay.rewriter.predict.activation_ratio import SHARES
 
-LINKS = ((DISK, LOAD, WRITE), (UPLOAD, RETURN), (DOWNLOAD,))  # streams that share a link
+LINKS = ((DISK, LOAD, WRITE), UPWARD, (DOWNLOAD,))  # streams that share a link
 
 
 def balanced_share(plain: Plan, full: Plan) -> float:

@@ -372,7 +372,7 @@ def _halving_order(products: tuple[WeightUse, ...]) -> tuple[WeightUse, ...]:
 def _place(u: WeightUse, resident: bool, slot: int, tier: str) -> WeightPlacement:
     if resident:
         return WeightPlacement(u.name, "device", u.nbytes, u.format)
-    tile_rows = tile_rows_of(u, slot) if u.product and u.nbytes > slot else 0
+    tile_rows = tile_rows_of(u, slot) if u.product else 0
     return WeightPlacement(u.name, tier, u.nbytes, u.format, tile_rows=tile_rows, gather=u.lookup)  # type: ignore[arg-type]
 
 

@@ -21,8 +21,8 @@ from forebay.rewriter.ir.program import (
     HOST,
     LOOKUP,
     READS,
-    RETURN,
     UPLOAD,
+    UPWARD,
     WRITE,
     Copy,
     FileSlice,
@@ -104,10 +104,10 @@ def _check_stream(copy: Copy, files: Collection[str]) -> None:
     reads, writes = type(src) is FileSlice or src.arena in files, dst.arena in files  # type: ignore[union-attr]
     if reads and writes:
         raise ItemFault(f"{copy.label} goes from file to file: take it through memory")
-    right: tuple[str, ...] = READS if reads else (WRITE,) if writes else (UPLOAD, RETURN)
+    right: tuple[str, ...] = READS if reads else (WRITE,) if writes else UPWARD
     if not reads and not writes and type(src) is Span:
         looked_up = (LOOKUP,) if src.arena == HOST and type(copy.src) is Rows else ()
-        right = looked_up + ((UPLOAD, RETURN) if dst.arena != HOST else (DOWNLOAD,) if src.arena != HOST else ())
+        right = looked_up + (UPWARD if dst.arena != HOST else (DOWNLOAD,) if src.arena != HOST else ())
     if copy.stream not in right:
         raise ItemFault(f"{copy.label} is on the stream {copy.stream}: files are read on {' or '.join(READS)} and "
                         f"written on {WRITE}, copies between arenas run on {UPLOAD}, to the host on {DOWNLOAD}, rows "

@@ -16,10 +16,9 @@ from forebay.rewriter.ir.program import (
     COLLECT,
     COMPUTE,
     DISK,
-    DOWNLOAD,
     LOAD,
     LOOKUP,
-    RETURN,
+    MOVES,
     SCRATCH,
     UNORDERED,
     UPLOAD,
@@ -48,7 +47,6 @@ from forebay.runtime.run.arena import Arena, view
 from forebay.runtime.run.trace import Trace
 
 LOAD_NBYTES = 16 << 20  # pinned memory that resident weights pass through while they are loaded, by halves
-MOVES = (UPLOAD, RETURN, DOWNLOAD)  # streams of copies between host memory and the GPU
 # Streams of devices that are closed, for others to come: torch keeps a workspace of cuBLAS (32 MiB on an H100) for each
 # stream that ever multiplied, and gives new streams out of 32 in turn, which two devices in use must not share.
 IDLE: list[list[torch.cuda.Stream]] = []
@@ -68,8 +66,8 @@ class _Event:
 class CudaDevice:
     """Streams as CUDA has them. The caller's thread issues kernels, and copies between host memory and the GPU that
     wait for nothing but what is issued already; worker threads issue disk reads and writes and all other copies, one
-    for each stream, because they may have to wait on the host for another before they can issue. (A thread that hands
-    over every copy does so at 30 us each: a step of 500 was to take 107 ms by the link of an H200, and took 154.)
+    for each stream, because they may have to wait on the host for another before they can issue. (Handed over, each
+    item of a step took about 30 us: one of 480 copies was to take 107 ms by the link of an H200, and took 154.)
     Launches of the host run on a worker too. Host memory is one slab, pinned in place (an allocator of pinned memory
     would round it up to a power of two)."""
 
@@ -303,11 +301,14 @@ class CudaDevice:
 
     # -- events
 
+    def _stream(self, name: str) -> torch.cuda.Stream:
+        return self.compute if name == COMPUTE else self.streams[name]
+
     def _record(self, item: Record) -> None:
         if item.stream == COMPUTE or self._at_once(item.stream):
             recorded = torch.cuda.Event()
             self.events[item.event] = _Event(ISSUED, recorded)
-            recorded.record(self.compute if item.stream == COMPUTE else self.streams[item.stream])
+            recorded.record(self._stream(item.stream))
             return
         event = self.events[item.event] = _Event(Ticket(watch=self._fault))
         worker = self.workers[item.stream]
@@ -337,7 +338,7 @@ class CudaDevice:
         if item.stream == COMPUTE or (event.issued.ready() and self._at_once(item.stream)):
             event.issued.wait()
             if event.cuda is not None:
-                (self.compute if item.stream == COMPUTE else self.streams[item.stream]).wait_event(event.cuda)
+                self._stream(item.stream).wait_event(event.cuda)
             return
 
         def wait() -> None:

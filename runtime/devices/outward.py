@@ -81,13 +81,15 @@ class NamedRows:
 
     def _found(self, rows: Rows, inward: bool, label: str, said: list[np.ndarray]) -> tuple[RowRun, ...]:
         """What to move where the tensors that tell it hold this."""
-        index = np.arange(rows.rows) if rows.index is None else said[0]
-        count = index.size if rows.count is None else int(said[-1].item())
+        index = None if rows.index is None else said[0].reshape(-1)
+        named = rows.rows if index is None else index.size
+        count = named if rows.count is None else int(said[-1].item())
         key = rows.index, rows.count, rows.rows, rows.row_nbytes, rows.skips, inward
-        now = index.tobytes(), count
+        now = index is not None and index.tobytes(), count
         found = self._known.get(key)
         if found is None or found[0] != now:
-            found = self._known[key] = now, _runs(rows, inward, index.reshape(-1), count, label)
+            every = np.arange(rows.rows) if index is None else index
+            found = self._known[key] = now, _runs(rows, inward, every, count, label)
         return found[1]
 
 

@@ -13,10 +13,9 @@ import torch
 
 from forebay.rewriter.ir.program import (
     COMPUTE,
-    DOWNLOAD,
+    MOVES,
     READS,
-    RETURN,
-    UPLOAD,
+    UPWARD,
     WRITE,
     Copy,
     Item,
@@ -45,8 +44,7 @@ class ItemCost(NamedTuple):
 
 CostOf = Callable[[Item], ItemCost]
 TimedSpan = tuple[str, str, float, float]  # stream or lane, label, start and end in seconds
-BESIDE = {UPLOAD: RETURN, RETURN: UPLOAD}  # streams that share a link's direction
-MOVED = (*BESIDE, DOWNLOAD)  # streams of copies that the thread issues which issues launches
+BESIDE = dict(zip(UPWARD, reversed(UPWARD), strict=True))
 
 
 @dataclass
@@ -86,7 +84,7 @@ class VirtualDevice:
         clocks, events, stream = self.clocks, self.events, item.stream
         if isinstance(item, Launch | Copy):
             cost, label, note = self.cost(item), item.label, self.spans.append
-            issued = isinstance(item, Launch) or stream in MOVED
+            issued = isinstance(item, Launch) or stream in MOVES
 
             def advance() -> None:
                 start = begin = clocks.get(stream, 0.0)

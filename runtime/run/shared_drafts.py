@@ -22,7 +22,7 @@ class SharedDrafter(ModelDrafter):
     ) -> None:
         super().__init__(session, sampling, draws, chance)
         assert session.shared is not None
-        self.token_time_s = session.shared.plan.prediction.decode_time_s
+        self.token_time_s, self.prefill_s = session.shared.plan.prediction.decode_time_s, 0.0
 
     def _resume(
         self, held: Mapping[int, torch.Tensor], rows: Mapping[int, list[int]], wanted: Sequence[int]
