@@ -210,7 +210,7 @@ class RankInputs:
         shape = list(value.shape)
         for dim, held in cut:
             shape[dim] = count(held)
-        return value.new_empty(shape) if cut else value
+        return symbolic_value(aten.new_empty.default, (value, shape), {}) if cut else value  # type: ignore[no-any-return]
 
     def _reads_hidden(self, node: fx.Node) -> bool:
         return self.own.is_hidden(self.split[self.products[node][0]])

@@ -8,20 +8,51 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 # examples of the sizes of inputs: sequences, tokens, length of the cache, and rows of checkpoints and tokens; unequal,
 # and none is 1
 SIZES = {"B": 3, "S": 7, "L": 19, "R": 3 * 19 + 3 * 7}
+KNOWN = "_forebay_known"  # values by what was asked, as an attribute of their mode
 InputLayout = tuple[torch.dtype, tuple[int | str, ...]]  # dtype and shape, with names of `SIZES` for what is not fixed
 
 
 def symbolic_value(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What `target` gives for values of symbolic sizes. Composite operators are Python's: torch 2.11's own `linear`
-    asks for sizes that are no numbers."""
+    asks for sizes that are no numbers. What was asked before of values of the same sizes, in the graphs of one model,
+    is given again: ranks, layers and pieces ask for much the same, and each takes milliseconds."""
     from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.fake_tensor import FakeTensor
 
+    mode = next((v.fake_mode for v in tree_leaves((args, kwargs)) if isinstance(v, FakeTensor)), None)
+    key = None
+    if mode is not None and not getattr(getattr(target, "_schema", None), "is_mutable", True):
+        key = target, _asked(args), _asked(kwargs)
+        try:
+            known = vars(mode).setdefault(KNOWN, {})  # lives and goes with the values that it holds
+            if key in known:
+                return known[key]
+        except TypeError:  # an argument that has no hash
+            key = None
     with enable_python_dispatcher():
-        return target(*args, **kwargs)
+        found = target(*args, **kwargs)
+    if key is not None:
+        known[key] = found
+    return found
+
+
+def _asked(value: Any) -> Any:
+    """All of an argument that an operator's result depends on, but for numbers in memory."""
+    if isinstance(value, torch.Tensor):
+        sizes = (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+        return "tensor", value.dtype, str(value.device), value.requires_grad, len(value.shape), _asked(sizes)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return "symbol", value.node.expr
+    if isinstance(value, Mapping):
+        return "mapping", tuple((name, _asked(each)) for name, each in value.items())
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(_asked, value))
+    return type(value), value
 
 
 def fill_graphs(graphs: Iterable[fx.GraphModule], layout_of: Callable[[fx.Node], InputLayout]) -> None:
