@@ -381,7 +381,7 @@ def refusals(folder: str) -> list[str]:
 
 def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path, nursery: Nursery) -> None:
     (case,) = _placed(folder, [Case("llama")])
-    one, other = nursery.on_ranks(2, refusals, case.folder)  # each traces for itself
+    one, other = nursery.on_ranks(2, refusals, case.folder, traced=[case.folder])
     assert one == other
     small, ranks, draft, shape, unequal, divided, moved, entered, axes, staged, uneven, *more = one
     many, gathers, inputs, given, beams = more
@@ -426,7 +426,7 @@ def unlike(folder: str) -> list[Any]:
 
 def test_calls_that_are_not_alike_are_refused_and_harm_none_behind_them(folder: Path, nursery: Nursery) -> None:
     (case,) = _placed(folder, [Case("llama")])
-    one, other = nursery.on_ranks(2, unlike, case.folder)
+    one, other = nursery.on_ranks(2, unlike, case.folder)  # each traces for itself
     assert one == other and len(one) == 10
     assert all("ranks were given different arguments" in said for said in one[:5])
     assert "exceed the model's 128 positions" in one[5] and one[6] is True
