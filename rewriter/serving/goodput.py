@@ -44,6 +44,10 @@ class ServiceLevel:
         if not 1 <= self.runs <= 1 + len(STUDENT):
             raise TrafficError(f"runs: {self.runs} is not between 1 and {1 + len(STUDENT)}")
 
+    def allows(self, ttft_s: float, tpot_s: float) -> bool:
+        """Whether means of runs are within the objectives, of Algorithm 9."""
+        return ttft_s <= (1 + RELAXED) * self.ttft_s and tpot_s <= (1 + RELAXED) * self.tpot_s
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -60,8 +64,7 @@ class Measured:
 
     def keeps(self, level: ServiceLevel) -> bool:
         """Algorithm 9; and never a rate at which the queue grows, which a run short for its objectives hides."""
-        return not self.grows and (
-            self.ttft_s <= (1 + RELAXED) * level.ttft_s and self.tpot_s <= (1 + RELAXED) * level.tpot_s)
+        return not self.grows and level.allows(self.ttft_s, self.tpot_s)
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,11 @@ class Goodput:
         return self.rate / self.strategy.devices
 
 
-def measure(found: Simulated, traffic: Traffic, level: ServiceLevel, rate: float) -> Measured:
+def measure(found: Simulated, traffic: Traffic, level: ServiceLevel, rate: float, whole: bool = True) -> Measured:
     """Simulate `level.runs` runs of `traffic` at `rate`; percentiles of each, and their mean.
 
-    Runs have its number of requests, and more where they would end before a queue could show that it grows.
+    Runs have its number of requests, and more where they would end before a queue could show that it grows. Not
+    `whole`, they end once those to come cannot bring the mean back to `level`, which is all that is known then.
     """
     ttft, tpot, preempted = [], [], 0
     traffic = traffic.at_rate(rate)
@@ -96,8 +100,10 @@ def measure(found: Simulated, traffic: Traffic, level: ServiceLevel, rate: float
         tpot.append(percentile_s(run.tpot_s, level.share))
         preempted += run.preempted
         runs.append(run)
+        if not whole and not level.allows(sum(ttft) / level.runs, sum(tpot) / level.runs):
+            break
     return Measured(rate, float(np.mean(ttft)), float(np.mean(tpot)), half_width(ttft), half_width(tpot),
-                    preempted / level.runs, queue_grows(runs))
+                    preempted / len(runs), queue_grows(runs))
 
 
 def queue_grows(runs: Sequence[Served]) -> bool:
@@ -155,12 +161,12 @@ def greatest_rate(
         return low, 0.0
     high = ABOVE / found.alone_s * instances
     for _ in range(DOUBLINGS):
-        reached = measure(found, traffic, level, high)
+        reached = measure(found, traffic, level, high, whole=False)
         if not reached.keeps(level):
             break
         low, high = reached, 2 * high
     while high - low.rate > TOLERANCE * high:
-        middle = measure(found, traffic, level, (low.rate + high) / 2)
+        middle = measure(found, traffic, level, (low.rate + high) / 2, whole=False)
         if middle.keeps(level):
             low = middle
         else:

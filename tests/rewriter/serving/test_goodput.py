@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS, ModelError
+from forebay.rewriter.serving import goodput
 from forebay.rewriter.serving.goodput import (
     TOLERANCE,
     Goodput,
@@ -19,6 +21,7 @@ from forebay.rewriter.serving.goodput import (
     Prices,
     ServiceLevel,
     find_goodput,
+    greatest_rate,
     half_width,
     measure,
     ranked,
@@ -26,8 +29,9 @@ from forebay.rewriter.serving.goodput import (
 from forebay.rewriter.serving.offloaded import offloaded_times, streamed, with_checkpoints
 from forebay.rewriter.serving.phase_times import cache_tokens, shape_times
 from forebay.rewriter.serving.search import search_services
+from forebay.rewriter.serving.served import Served
 from forebay.rewriter.serving.strategies import ServiceWanted, Strategy, simulated, strategies
-from forebay.rewriter.serving.traffic import Traffic, TrafficError, arrivals
+from forebay.rewriter.serving.traffic import Arrival, Traffic, TrafficError, arrivals
 
 LLAMA, H100, RTX = PRESET_MODELS["codellama-34b"], PRESETS["h100"], PRESETS["rtx4090"]
 PAPER = ServiceWanted(LLAMA, PRESETS["ascend-910b3"], Traffic(1.0, 300, 2048, 64), paper=True)
@@ -41,6 +45,23 @@ def test_goodput_is_kept_and_a_little_more_is_not() -> None:
         assert found.at_goodput.keeps(LEVEL) and found.at_goodput.rate == found.rate > 0.1
         beyond = measure(simulated(strategy, PAPER), PAPER.traffic, LEVEL, found.rate * (1 + 3 * TOLERANCE))
         assert not beyond.keeps(LEVEL)
+
+
+def test_runs_that_cannot_change_what_is_found_are_left_out() -> None:
+    """The same rate and the same measured there, by fewer runs."""
+    level, made = replace(LEVEL, runs=3), Strategy(4, both=2)
+    one, ran = simulated(made, PAPER), [0]
+
+    def counted(requests: Sequence[Arrival], seed: int) -> Served:
+        ran[0] += 1
+        return one.simulate(requests, seed)
+
+    found, rate = greatest_rate(replace(one, simulate=counted), PAPER.traffic, level, 2)
+    fewer, ran[0] = ran[0], 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(goodput, "measure", lambda *given, whole=True: measure(*given))
+        assert greatest_rate(replace(one, simulate=counted), PAPER.traffic, level, 2) == (found, rate)
+    assert 0 < fewer < ran[0] and ran[0] % 3 == 0 and rate > 0
 
 
 def test_goodput_of_a_single_queue_lies_where_the_wait_is_the_objective() -> None:
