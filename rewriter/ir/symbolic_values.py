@@ -42,9 +42,10 @@ def symbolic_value(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 
 
 def _asked(value: Any) -> Any:
-    """All of an argument that an operator's result depends on, but for numbers in memory."""
+    """All of an argument that the layout of an operator's result depends on. How large a storage is that it views is
+    told in other terms each time, and nobody asks before sizes are fixed."""
     if isinstance(value, torch.Tensor):
-        sizes = (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+        sizes = (*value.shape, *value.stride(), value.storage_offset())
         return "tensor", value.dtype, str(value.device), value.requires_grad, len(value.shape), _asked(sizes)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return "symbol", value.node.expr
