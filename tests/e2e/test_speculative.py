@@ -15,14 +15,16 @@ from families import FAMILIES
 from opened import open_rewritten
 
 from forebay.api import LanguageModel, wrap
+from forebay.kernels.logits.sampling.operator import SAMPLING
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload, plan_from_dict
 from forebay.rewriter.planning.wishes import Wishes
+from forebay.runtime.run import generation
 from forebay.runtime.run.drafts import PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.places import Asked, answer_all
-from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.sampling import Sampling, choose
 from forebay.runtime.run.speculation import Tally, generate_speculatively
 
 NEW = 40
@@ -49,6 +51,7 @@ def language_model(folder: Path, wishes: Wishes) -> LanguageModel:
 
 
 ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
+NEAR = 1e-3  # of logits that are mostly below 1: those of one token were seen to differ by 1e-4
 KINDS = [(weights, cache) for weights in ("native", "w4") for cache in ("native", "kv8")]
 SOME = {"opt": [("w4", "native")], "gpt2": [("native", "kv8")], "gemma2": [("native", "native"), ("w4", "kv8")]}
 
@@ -102,16 +105,32 @@ def test_a_models_drafts_change_no_token(folders: dict[str, Path], weights: str,
                 assert at_once or (tally.accepted if stop.eos else tally.accepted > tally.offered / 4)
 
 
+def parts_near(found: list[int], alone: list[int], logits: list[torch.Tensor], sampling: Sampling, seed: int) -> bool:
+    """Whether the first token that differs is drawn too where some logit [1, V] is larger by `NEAR`."""
+    at = next((i for i, (a, b) in enumerate(zip(found, alone, strict=False)) if a != b), None)
+    if at is None:
+        return False
+    generator = torch.Generator().manual_seed(seed)
+    uniform = [torch.rand(1, generator=generator) for _ in range(at + 1)][-1]
+    raised = logits[at] + NEAR * torch.eye(logits[at].shape[-1])
+    return found[at] in SAMPLING.overload(raised, uniform.expand(len(raised)).contiguous(), sampling.temperature,
+                                          sampling.top_k, sampling.top_p).tolist()
+
+
 @pytest.mark.parametrize(("folders", "weights", "cache"), [
     (family, *kind) for family in (FAMILIES if ALL else ("llama",)) for kind in (KINDS if ALL else KINDS[3:])],
     indirect=["folders"])
 @pytest.mark.parametrize(("entering", "drafts"), [(0, False), (0, True), (2, False), (2, True)])
 def test_sequences_in_places_check_drafts(
-    folders: dict[str, Path], weights: str, cache: str, entering: int, drafts: bool
+    folders: dict[str, Path], weights: str, cache: str, entering: int, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was looked up or what the model's weights in fewer bits say. More of them than places, which they enter
     together or one after the other, of unequal lengths; some are drawn, and some end in the middle of a pass. All
-    families under FOREBAY_TEST_ALL=1."""
+    families under FOREBAY_TEST_ALL=1. With a cache in 8 bits, into which sums in another order may round otherwise,
+    what is drawn may part where a logit is near another."""
+    chosen: list[torch.Tensor] = []
+    monkeypatch.setattr(generation, "choose", lambda logits, *how: (chosen.append(logits.clone()), choose(
+        logits, *how))[1])
     wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5,
                     entering=entering or None, joined=entering > 0 and drafts)
     samplings = [Sampling(), Sampling(True, 1.2, 5, 0.9)]
@@ -125,15 +144,21 @@ def test_sequences_in_places_check_drafts(
                 4, 20, NEW) as apart:
             free = generate_tokens(apart, [asked[0].ids], Sampling(), Stop(NEW))
             eos = frozenset(free[:, NEW // 2].tolist())
-            alone = [generate_tokens(apart, [each.ids], each.sampling or Sampling(), Stop(each.new_tokens, eos),
-                                     [torch.Generator().manual_seed(i)])[0].tolist() for i, each in enumerate(asked)]
+            alone, seen = [], []
+            for i, each in enumerate(asked):
+                chosen.clear()
+                alone.append(generate_tokens(apart, [each.ids], each.sampling or Sampling(), Stop(
+                    each.new_tokens, eos), [torch.Generator().manual_seed(i)])[0].tolist())
+                seen.append(list(chosen))
         found: dict[int, list[int]] = {}
         drafter = ModelDrafter(other, Sampling())
         drafter.token_time_s = 0.0  # whatever is predicted, draft
         work = answer_all(session, asked, Sampling(), eos, on_end=found.__setitem__,
                           drafter=drafter if drafts else None)
-        assert [found[i] for i in range(len(asked))] == alone
-        assert work.offered and work.tokens == sum(map(len, alone))
+        for i, (each, expected) in enumerate(zip(asked, alone, strict=True)):
+            assert found[i] == expected or (cache == "kv8" and each.sampling.do_sample and parts_near(
+                found[i], expected, seen[i], each.sampling, i))
+        assert work.offered and work.tokens == sum(map(len, found.values()))
 
 
 def test_a_wrapped_assistant_drafts_for_the_plans_steps(llama_checkpoint: Any) -> None:
