@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 # examples of the sizes of inputs: sequences, tokens, length of the cache, and rows of checkpoints and tokens; unequal,
 # and none is 1
@@ -24,7 +23,8 @@ def symbolic_value(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensor
 
-    mode = next((v.fake_mode for v in tree_leaves((args, kwargs)) if isinstance(v, FakeTensor)), None)
+    operands = (each for arg in args for each in (arg if isinstance(arg, list | tuple) else (arg,)))
+    mode = next((each.fake_mode for each in operands if isinstance(each, FakeTensor)), None)
     key = None
     if mode is not None and not getattr(getattr(target, "_schema", None), "is_mutable", True):
         key = target, _asked(args), _asked(kwargs)
@@ -46,7 +46,7 @@ def _asked(value: Any) -> Any:
     told in other terms each time, and nobody asks before sizes are fixed."""
     if isinstance(value, torch.Tensor):
         sizes = (*value.shape, *value.stride(), value.storage_offset())
-        return "tensor", value.dtype, str(value.device), value.requires_grad, len(value.shape), _asked(sizes)
+        return "tensor", value.dtype, value.device, len(value.shape), _asked(sizes)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return "symbol", value.node.expr
     if isinstance(value, Mapping):
