@@ -160,12 +160,12 @@ def at_present(machine: Machine, seen: Row, phase: str) -> Machine:
     return replace(now, mesh=replace(machine.mesh, exchanges=links))
 
 
-def predicted(cell: RanksCell, lm: LanguageModel, programs: dict[str, list[Program]], passes: tuple[int, int],
-              seen: Row) -> Row:
-    """A visit's steps for all ranks together, and with exchanges that take nothing."""
+def predicted(known: Machine, programs: dict[str, list[Program]], passes: tuple[int, int], seen: Row) -> Row:
+    """A visit's steps for all ranks together, and with exchanges that take nothing. `known` is the whole machine, not
+    what one of its ranks is planned for (`beside_readers`), since all read at once here."""
     found: Row = {}
     for phase, all_ranks in programs.items():
-        machine = at_present(lm.machine, seen, phase)
+        machine = at_present(known, seen, phase)
         free = replace(machine, mesh=replace(machine.mesh, exchanges=tuple(
             replace(x, latency_s=0.0, bandwidth_bytes_per_s=1e18) for x in machine.mesh.exchanges)))
         steps, times = (STEPS, 1) if phase == "decode" else (min(STEPS, passes[0]), math.prod(passes))
@@ -203,7 +203,7 @@ def measure_cells(cells: Sequence[RanksCell], folder: Path, machine: Machine, ar
             "planned_decode_s": lm.plan.prediction.decode_time_s, "budget": lm.plan.budget.device,
             "exchanges": len(exchanges), "exchanged_nbytes": sum(s.nbytes for i in exchanges for s in i.writes),
             "streamed_nbytes": lm.plan.prediction.streamed_nbytes,
-            "visits": [v | predicted(cell, lm, both, passes, v) for v in seen]})
+            "visits": [v | predicted(machine, both, passes, v) for v in seen]})
     return rows
 
 

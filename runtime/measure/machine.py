@@ -1,5 +1,5 @@
-"""Measure this machine: tiers, links and kernels, in about 15 s (quick) or 40 s; what fits poorly is measured again,
-and kernels are not timed at all beside others that keep the cores busy.
+"""Measure this machine: tiers, links and kernels, in about 15 s (quick) or three minutes. What fits poorly is measured
+again, and kernels are not timed at all beside others that keep the cores busy.
 
 On a GPU the first time takes longer: Triton compiles the kernels that are measured."""
 

@@ -22,7 +22,7 @@ SHOWN_M = (1, 8, 64)  # of the rows that products were measured for
 
 def machine_command(
     folder: Annotated[Path, typer.Option(help="Where the disk tier would be.")] = Path("."),
-    measure: Annotated[bool, typer.Option("--measure", help="Measure anew (about 40 s).")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure anew (about three minutes).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
     mesh: Annotated[bool, typer.Option("--mesh", help="Measure, among the processes that torchrun started, what they "
                                        "exchange with each other; kept in the profile (about 10 s).")] = False,
