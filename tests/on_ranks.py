@@ -6,6 +6,7 @@ its time for that. It has one thread, else none may fork from it.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -69,6 +70,8 @@ def _nursery(asked: Connection, environment: Mapping[str, str]) -> None:
                 patch.undo()
             threads = len(list(Path("/proc/self/task").iterdir()))
             assert threads == 1, f"{threads} threads: a process that is forked now may wait for a lock forever"
+            gc.collect()
+            gc.freeze()  # ranks look through what they make, not through pages that all of them share
             asked.send((_on_ranks(ranks, run, given), ""))
         except BaseException:
             asked.send((None, traceback.format_exc()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -22,6 +23,8 @@ def from_json(kind: Any, data: object, path: str) -> Any:
         for f in fields(kind):
             if f.name in data:
                 values[f.name] = from_json(hints[f.name], data[f.name], f"{path}.{f.name}")
+            elif f.init and f.default is f.default_factory is MISSING:
+                raise ValueError(f"{path}.{f.name} is missing")
         try:
             return kind(**values)  # type: ignore[operator]
         except TypeError as error:
@@ -35,7 +38,7 @@ def from_json(kind: Any, data: object, path: str) -> Any:
         if not isinstance(data, list):
             raise ValueError(f"{path}: expected a list, found {type(data).__name__}")
         return tuple(from_json(args[0], item, f"{path}[{i}]") for i, item in enumerate(data))
-    if origin is dict:
+    if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(data, dict):
             raise ValueError(f"{path}: expected an object, found {type(data).__name__}")
         return {key: from_json(args[1], item, f"{path}.{key}") for key, item in data.items()}

@@ -8,12 +8,12 @@ import functools
 import json
 import math
 import os
-import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay.kernels.formats.table import TIMED_WEIGHTS, packed_format, weight_format
+from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.machine.both_ways import BothWays, side_by_side
 from forebay.rewriter.machine.fits import Fit, fit_times, on_curve
 from forebay.rewriter.machine.mesh_links import MeshLinks
@@ -330,7 +330,7 @@ def machine_from_json(text: str) -> Machine:
         raise ValueError(f"machine profile is not JSON: {error}") from error
     if isinstance(value, dict) and "copy_issue_s" not in value and value.get("device_kind", "cpu") != "cpu":
         value["copy_issue_s"] = 0.0  # a profile of a GPU, older than this number
-    machine = _decode(Machine, value, "")
+    machine: Machine = from_json(Machine, value, "machine profile")
     machine.validate()
     return machine
 
@@ -354,34 +354,6 @@ def save_machine(machine: Machine, path: str | os.PathLike[str]) -> None:
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _decode(kind: typing.Any, value: typing.Any, at: str) -> typing.Any:
-    """`value` from JSON as the type `kind`; `at` is the path of the field for errors."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        _require(isinstance(value, dict), at or "machine profile", "must be an object", value)
-        prefix = f"{at}." if at else ""
-        hints = typing.get_type_hints(kind)
-        fields = {f.name: f for f in dataclasses.fields(kind)}
-        for name in value:
-            _require(name in fields, prefix + name, "is not a known field", value[name])
-        for name, f in fields.items():
-            optional = f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
-            _require(name in value or optional, prefix + name, "is missing", None)
-        return kind(**{name: _decode(hints[name], value[name], prefix + name) for name in value})
-    if origin is tuple:
-        _require(isinstance(value, list), at, "must be a list", value)
-        return tuple(_decode(arguments[0], item, f"{at}[{i}]") for i, item in enumerate(value))
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        _require(isinstance(value, dict), at, "must be an object", value)
-        return {key: _decode(arguments[1], item, f"{at}.{key}") for key, item in value.items()}
-    if type(value) is int:
-        _require(abs(value) < 1 << 63, at, "must fit 64 bits", f"{value:.3e}" if abs(value) < 1e300 else "far beyond")
-    if kind is float and type(value) is int:
-        return float(value)
-    _require(type(value) is kind, at, f"must be of type {kind.__name__}", value)
-    return value
 
 
 def _require(holds: bool, at: str, what: str, value: object) -> None:

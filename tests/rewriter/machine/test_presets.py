@@ -35,12 +35,13 @@ def test_what_a_profile_does_not_name_was_measured() -> None:
     (("product_flops",), -1.0, "product_flops"), (("product_flops",), 1e15, "product_flops exceeds the peak"),
     (("attention_bytes_per_s",), 1e15, "attention_bytes_per_s exceeds the peak"),
     (("tiers", "device", "capacity_nbytes"), 0, "tiers.device.capacity_nbytes"),
-    (("tiers", "device", "capacity_nbytes"), 1.5, "must be of type int"),
+    (("tiers", "device", "capacity_nbytes"), 1.5, r"capacity_nbytes: expected int, found 1\.5"),
     (("tiers", "device", "bandwidth_bytes_per_s"), 1e15, "exceeds the peak"),
     (("links", 2, "bandwidth_bytes_per_s"), 0.0, r"links\[2\].bandwidth_bytes_per_s"),
     (("memory_bytes_per_s",), float("nan"), "memory_bytes_per_s"), (("links",), [], "none from host to device"),
     (("sources",), {}, "sources.tiers.device.capacity_nbytes"), (("name",), "", "name"),
-    (("dispatch_s",), "fast", "must be of type float"), (("colour",), "red", "colour is not a known field"),
+    (("dispatch_s",), "fast", "dispatch_s: expected float, found 'fast'"),
+    (("colour",), "red", "colour: unknown field"),
     (("tiers", "host", "capacity_nbytes"), True, "tiers.host.capacity_nbytes"),
 ])
 def test_nonsense_is_refused_by_field(tmp_path: Path, where: tuple, value: object, says: str) -> None:

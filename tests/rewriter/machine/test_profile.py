@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,8 @@ def test_a_bad_field_is_refused_by_name(tmp_path: Path, where: tuple, value: obj
     path.write_text(json.dumps(document))
     with pytest.raises(ValueError) as caught:
         load_machine(path)
-    assert f"{path}: machine profile: {named} " in str(caught.value)
+    assert re.search(f"^{re.escape(f'{path}: machine profile')}[.]{re.escape(named)}[: ]|"
+                     f"^{re.escape(f'{path}: machine profile: {named} ')}", str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_a_missing_tier_and_text_that_is_not_json_are_refused() -> None:
         machine_from_json(json.dumps(document))
     with pytest.raises(ValueError, match="not JSON"):
         machine_from_json("{")
-    with pytest.raises(ValueError, match="must be an object"):
+    with pytest.raises(ValueError, match="expected an object"):
         machine_from_json("[]")
 
 
@@ -202,5 +204,5 @@ def test_deep_nesting_is_an_error_of_the_file(tmp_path: Path, text: str) -> None
 @pytest.mark.parametrize("field", ["cores", "dispatch_s"])
 def test_numbers_beyond_64_bits_are_refused_by_name(field: str, value: int) -> None:
     data = json.loads(Machine.default().to_json()) | {field: value}
-    with pytest.raises(ValueError, match=f"{field} must fit 64 bits"):
+    with pytest.raises(ValueError, match=f"machine profile.{field}: a number of .* bits; 64 are the most"):
         machine_from_json(json.dumps(data))
