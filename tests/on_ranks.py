@@ -36,9 +36,11 @@ class Nursery:
         self._process.join(20)
         self._process.kill()
 
-    def on_ranks(self, ranks: int, run: Callable[..., Any], *given: Any, traced: Sequence[str] = ()) -> list[Any]:
-        """What `run(*given)`, a function of a module, gives on each rank. The models of the folders `traced` are traced
-        for all ranks at once. AssertionError with the first traceback."""
+    def on_ranks(self, ranks: int, run: Callable[..., Any], *given: Any,
+                 traced: Sequence[tuple[str, Any]] = ()) -> list[Any]:
+        """What `run(*given)`, a function of a module, gives on each rank. The models of `traced`, folders and meshes,
+        are traced for all ranks at once, and what becomes of their symbolic sizes on a rank is found out by dividing
+        them for one. AssertionError with the first traceback."""
         self._asked.send((ranks, run, given, traced))
         assert self._asked.poll(LIMIT_S + 60), "ranks give no answer"
         found, failed = self._asked.recv()
@@ -53,7 +55,10 @@ def _nursery(asked: Connection, environment: Mapping[str, str]) -> None:
     import torch
     from captured_once import share_graphs
 
+    from forebay.model_kinds import read_mesh
     from forebay.open_model import open_model
+    from forebay.rewriter.shard_captured import shard_captured
+    from forebay.rewriter.switches import read_switches
 
     torch.set_num_threads(1)
     patch = pytest.MonkeyPatch()
@@ -64,8 +69,8 @@ def _nursery(asked: Connection, environment: Mapping[str, str]) -> None:
             return
         try:
             share_graphs(patch)
-            for folder in dict.fromkeys(traced):
-                open_model(folder)
+            for folder, mesh in {repr(each): each for each in traced}.values():
+                shard_captured(open_model(folder)[0], read_mesh(mesh), read_switches())
             if not traced:
                 patch.undo()
             threads = len(list(Path("/proc/self/task").iterdir()))

@@ -120,7 +120,8 @@ def answers(cases: list[Case], mesh: str | None) -> list[Any]:
 
 
 def answers_of_ranks(nursery: Nursery, ranks: int, cases: list[Case]) -> list[list[Any]]:
-    return nursery.on_ranks(ranks, answers, cases, str(ranks), traced=[case.folder for case in cases])
+    return nursery.on_ranks(ranks, answers, cases, str(ranks), traced=[
+        (case.folder, case.wrapped.get("mesh", ranks)) for case in cases])
 
 
 def _expected(case: Case) -> list[list[int]]:
@@ -271,7 +272,7 @@ def programs(case: Case, mesh: str) -> list[Any]:
 def test_of_two_dimensions_every_wait_is_needed(folder: Path, nursery: Nursery) -> None:
     """Along the wide axis numbers of norms, partial sums and features cross, along the other one sums."""
     (case,) = _placed(folder, [Case("opt", share=300_000)])
-    for found in nursery.on_ranks(4, programs, case, WIDE["mesh"], traced=[case.folder]):
+    for found in nursery.on_ranks(4, programs, case, WIDE["mesh"], traced=[(case.folder, WIDE["mesh"])]):
         for exchanged, proved in found:
             layer = ["all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_into_tensor", "all_reduce"] * 2
             assert [op for op, *_ in exchanged] == layer * 2 + ["all_gather_into_tensor"] * 3
@@ -280,7 +281,7 @@ def test_of_two_dimensions_every_wait_is_needed(folder: Path, nursery: Nursery) 
 
 def test_attention_over_the_batch_waits_for_what_it_reads(folder: Path, nursery: Nursery) -> None:
     (case,) = _placed(folder, [Case("opt", share=500_000)])
-    for found in nursery.on_ranks(2, programs, case, OWN["mesh"], traced=[case.folder]):
+    for found in nursery.on_ranks(2, programs, case, OWN["mesh"], traced=[(case.folder, OWN["mesh"])]):
         for exchanged, proved in found:
             assert [op for op, *_ in exchanged] == ["all_to_all_single", "all_to_all_single", "all_reduce",
                                                     "all_reduce"] * 2 + ["all_gather_into_tensor"]
@@ -292,7 +293,7 @@ def test_of_sums_in_chunks_the_last_is_waited_for(folder: Path, nursery: Nursery
     """Which are exchanged in order, so that no other wait is there; beside the product of the next, which comes before
     any wait."""
     (case,) = _placed(folder, [Case("opt", share=500_000)])
-    for found in nursery.on_ranks(2, programs, case, LOOPED["mesh"], traced=[case.folder]):
+    for found in nursery.on_ranks(2, programs, case, LOOPED["mesh"], traced=[(case.folder, LOOPED["mesh"])]):
         for (exchanged, proved), chunks in zip(found, (2, 4), strict=True):
             assert [op for op, *_ in exchanged] == ["all_reduce"] * chunks * 4 + ["all_gather_into_tensor"]
             assert {shape[-1] for op, _, shape, _ in exchanged if op == "all_reduce"} == {64 // chunks}
@@ -302,7 +303,7 @@ def test_of_sums_in_chunks_the_last_is_waited_for(folder: Path, nursery: Nursery
 def test_of_inputs_in_chunks_each_is_waited_for(folder: Path, nursery: Nursery) -> None:
     """By its own product, not by those before it: their exchanges are all under way then."""
     (case,) = _placed(folder, [Case("opt", share=500_000)])
-    for found in nursery.on_ranks(4, programs, case, AHEAD["mesh"], traced=[case.folder]):
+    for found in nursery.on_ranks(4, programs, case, AHEAD["mesh"], traced=[(case.folder, AHEAD["mesh"])]):
         for (exchanged, proved), gathers in zip(found, (2, 4), strict=True):
             layer = ["all_gather_into_tensor", "reduce_scatter_tensor", *["all_gather_into_tensor"] * gathers,
                      "all_reduce"] * 2
@@ -334,13 +335,13 @@ def test_a_job_of_more_sequences_than_ranks_have_room_for_takes_rounds(folder: P
     (case,) = _placed(folder, [Case("bigcode", share=500_000)])
     expected = [tokens[-NEW:] for tokens in _expected(case)]
     for batch, entering, tokens in nursery.on_ranks(2, job_answers, case.folder, case.budget.device, OWN["mesh"], 2,
-                                                    traced=[case.folder]):
+                                                    traced=[(case.folder, OWN["mesh"])]):
         assert (batch, entering) == (2, 0) and tokens == [*expected, *expected[:2]]
 
 
 def test_collectives_are_counted_and_every_wait_is_needed(folder: Path, nursery: Nursery) -> None:
     (case,) = _placed(folder, [Case("opt")])
-    one, other = nursery.on_ranks(2, programs, case, "2", traced=[case.folder])
+    one, other = nursery.on_ranks(2, programs, case, "2", traced=[(case.folder, 2)])
     for (mine, proved), (theirs, _) in zip(one, other, strict=True):
         assert mine == theirs
         sums = [(op, group) for op, group, *_ in mine]
@@ -381,7 +382,7 @@ def refusals(folder: str) -> list[str]:
 
 def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path, nursery: Nursery) -> None:
     (case,) = _placed(folder, [Case("llama")])
-    one, other = nursery.on_ranks(2, refusals, case.folder, traced=[case.folder])
+    one, other = nursery.on_ranks(2, refusals, case.folder, traced=[(case.folder, 2)])
     assert one == other
     small, ranks, draft, shape, unequal, divided, moved, entered, axes, staged, uneven, *more = one
     many, gathers, inputs, given, beams = more
