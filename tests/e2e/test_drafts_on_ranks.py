@@ -90,7 +90,7 @@ def test_tokens_are_those_of_transformers(folder: Path, nursery: Nursery, ranks:
     """Drafts of seven tokens, another one wrong each time."""
     given = [(case, answers_of(folder / case[0])) for case in cases]
     one, *others = nursery.on_ranks(ranks, checked, str(folder), given, traced=[
-        str(folder / kind) for kind in {kind for kind, *_ in cases}])
+        (str(folder / kind), mesh) for kind, mesh, _ in cases])
     for (case, answers), (tokens, sizes, refused, steps) in zip(given, one, strict=True):
         assert tokens == [*answers.values()] and sizes == (8, 4, 2), case
         assert refused and sum(steps.values()) < NEW - 1 and max(steps) > 1, case
@@ -111,10 +111,10 @@ def sizes(folder: str, budget: int, drafted: Any) -> Any:
 def test_ranks_take_what_all_have_room_for(folder: Path, nursery: Nursery) -> None:
     path = str(folder / "llama")
     least = next(int(said.split("(")[1].split(" bytes")[0]) for said in nursery.on_ranks(
-        2, sizes, path, 10_000, None, traced=[path]))
-    one, other = nursery.on_ranks(2, sizes, path, least, "auto", traced=[path])
+        2, sizes, path, 10_000, None, traced=[(path, 2)]))
+    one, other = nursery.on_ranks(2, sizes, path, least, "auto", traced=[(path, 2)])
     assert one == other and isinstance(one, tuple)
-    one, other = nursery.on_ranks(2, sizes, path, least, 15, traced=[path])
+    one, other = nursery.on_ranks(2, sizes, path, least, 15, traced=[(path, 2)])
     assert one == other and (isinstance(one, tuple) or one.startswith("rank 1: "))
 
 
@@ -132,6 +132,6 @@ def helped(folder: str) -> Any:
 def test_a_model_that_drafts_is_refused_alike(folder: Path, nursery: Nursery) -> None:
     """Each rank would make drafts of its own, and by times of its own: steps would not be the same."""
     path = str(folder / "llama")
-    one, other = nursery.on_ranks(2, helped, path, traced=[path])
+    one, other = nursery.on_ranks(2, helped, path, traced=[(path, 2)])
     assert one == other == ("assistant_model: a model on several ranks has none; leave assistant_model or mesh out",
                             True)

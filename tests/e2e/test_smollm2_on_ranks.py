@@ -32,7 +32,7 @@ def test_ranks_give_transformers_tokens() -> None:
                                     (2, "tensor=2,attention=batch", "1GB"), (2, "tensor=2,attention=batch", "250MB"),
                                     (2, "tensor=2,layout=xyz", "1GB"), (4, "tensor=2x2,layout=x", "600MB"),
                                     (4, "tensor=2x2,layout=2d", "600MB"), (4, "tensor=2x2,layout=2d", "180MB")):
-            found = nursery.on_ranks(ranks, answer, folder, ids.tolist(), mesh, budget, traced=[folder])
+            found = nursery.on_ranks(ranks, answer, folder, ids.tolist(), mesh, budget, traced=[(folder, mesh)])
             assert found == [expected] * ranks, (mesh, budget)
     finally:
         nursery.close()
