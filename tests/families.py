@@ -101,6 +101,28 @@ def bigcode(layers: int = 2) -> T.GPTBigCodeConfig:
                               bos_token_id=1, eos_token_id=2)
 
 
+def gptj() -> T.GPTJConfig:
+    """Rotates neighbouring features, attention and feed-forward side by side."""
+    return T.GPTJConfig(vocab_size=VOCAB, n_positions=128, n_embd=64, n_layer=2, n_head=4, n_inner=96, rotary_dim=8,
+                        **_TOKENS)
+
+
+def cohere() -> T.CohereConfig:
+    """As GPT-J, with fewer heads of keys and values."""
+    return T.CohereConfig(**_BASE | dict(num_hidden_layers=2, intermediate_size=96, num_key_value_heads=2) | _TOKENS)
+
+
+def bloom() -> T.BloomConfig:
+    """Positions are slopes by head, in columns beside the keys' (`cat`, `pad`)."""
+    return T.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4, **_TOKENS)
+
+
+def falcon() -> T.FalconConfig:
+    """Takes heads of keys and values out of one product by their numbers, which ranks cannot divide."""
+    return T.FalconConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                          max_position_embeddings=128, **_TOKENS)
+
+
 def openai_gpt() -> T.OpenAIGPTConfig:
     return T.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=128)
 

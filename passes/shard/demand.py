@@ -30,6 +30,7 @@ from forebay.rewriter.ir.share import RankShare, even_part, ranges
 aten = torch.ops.aten
 ALIKE = (aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default)  # as pointwise ones
 ROW_WISE = (aten.mean.dim, aten.sum.dim_IntList, aten.rms_norm.default, aten.layer_norm.default, aten.softmax.int)
+JOINING = (aten.cat.default, aten.stack.default)
 HEADS, HEADS_BEHIND = 1, 2  # the dimension of heads of what attention and appends are given, and of what it gives
 
 
@@ -43,6 +44,12 @@ def product_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] |
     else:
         return None
     return found if weight_name(found[1]) is not None else None
+
+
+def unknown(node: fx.Node) -> ShardError:
+    """The refusal of an operator of which nobody knows what it makes of parts."""
+    return ShardError(f"{node.name}: {node.target} is not known to work on a part of its operands, here some of the "
+                      "heads; take attention=batch, layout=xyz or stages, which leave heads together")
 
 
 def over_cache(node: fx.Node) -> list[fx.Node]:
@@ -165,18 +172,20 @@ class Demand:
         elif node.target is aten.slice.Tensor and sliced_dim(node) == wanted.dim:
             source = node.args[0]
             self.pull(source, wanted.within(slice_of(node)[0], shape_of(source)[wanted.dim]))  # type: ignore[arg-type]
+        elif node.target is aten.expand.default and made_by_expanding(node, wanted.dim):
+            return  # of one index, which all ranks have
         elif moves(node):
             self.pull(node.args[0], moved_back(node, wanted))  # type: ignore[arg-type]
         elif is_pointwise(node):
             for operand, dim in aligned_operands(node, wanted.dim):
                 self.pull(operand, replace(wanted, dim=dim))
-        elif node.target is aten.cat.default and wanted.dim != cat_dim(node):
+        elif node.target in JOINING and wanted.dim != joined_dim(node):
             for operand in node.all_input_nodes:
-                self.pull(operand, wanted)
-        elif node.target in ROW_WISE and wanted.dim != len(shape_of(node)) - 1:
+                self.pull(operand, replace(wanted, dim=dim_of_joined(node, wanted.dim)))
+        elif by_rows(node, wanted.dim):
             self.pull(node.args[0], wanted)  # type: ignore[arg-type]
         elif not over_cache(node):
-            raise ShardError(f"{node.name}: {node.target} is not known to work on a part of its operands")
+            raise unknown(node)
 
     def _pull_piece(self, node: fx.Node, parts: fx.Node, wanted: Split) -> None:
         source = parts.args[0]
@@ -199,7 +208,29 @@ def aligned_operands(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
     return found
 
 
-def cat_dim(node: fx.Node) -> int:
+def by_rows(node: fx.Node, dim: int) -> bool:
+    """Whether an operator does each index of dimension `dim` of its first operand by itself, those of others as they
+    are."""
+    ndim = len(shape_of(node.args[0]))  # type: ignore[arg-type]
+    if node.target is aten.pad.default:
+        return dim < ndim - len(node.args[1]) // 2  # type: ignore[arg-type]
+    return node.target in ROW_WISE and dim != ndim - 1
+
+
+def made_by_expanding(node: fx.Node, dim: int) -> bool:
+    """Whether dimension `dim` of what `expand` gives is one index of its operand, or none, many times."""
+    given = shape_of(node.args[0])  # type: ignore[arg-type]
+    behind = len(shape_of(node)) - dim
+    return behind > len(given) or not same(given[-behind], shape_of(node)[dim])
+
+
+def dim_of_joined(node: fx.Node, dim: int) -> int:
+    """Which dimension of the operands of a node of `JOINING` dimension `dim` of its result is."""
+    return dim - (node.target is aten.stack.default and dim > joined_dim(node))
+
+
+def joined_dim(node: fx.Node) -> int:
+    """The dimension of its result along which a node of `JOINING` puts its operands."""
     return dim_of(node.args[1] if len(node.args) > 1 else 0, len(shape_of(node)))
 
 

@@ -14,7 +14,9 @@ from torch.fx.node import map_aggregate
 from forebay.passes.shard.collectives import positions
 from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.demand import (
+    JOINING,
     aligned_operands,
+    dim_of_joined,
     is_pointwise,
     slice_of,
     sliced_dim,
@@ -144,11 +146,12 @@ class Divided(RankInputs):
 
     def _operand(self, node: fx.Node, operand: fx.Node) -> fx.Node:
         """An operand as a rank's operator takes it: of a value that all ranks have whole the part that the others of a
-        pointwise operator have."""
+        pointwise operator have, or that it is put beside."""
         split, mine = self.split[node], self.split[operand]
-        if mine is not None or split is None or not is_pointwise(node):
+        if mine is not None or split is None or not (is_pointwise(node) or node.target in JOINING):
             return self.env[operand]
-        dim = dict(aligned_operands(node, split.dim)).get(operand)
+        dim = dim_of_joined(node, split.dim) if node.target in JOINING else (
+            dict(aligned_operands(node, split.dim)).get(operand))
         return self.env[operand] if dim is None else self._narrow(self.env[operand], dim, split.held, node)
 
     def _handed(self, node: fx.Node, value: fx.Node) -> fx.Node:

@@ -11,13 +11,15 @@ from torch import fx
 
 from forebay.passes.shard.demand import (
     HEADS_BEHIND,
-    ROW_WISE,
-    cat_dim,
+    JOINING,
+    by_rows,
     is_pointwise,
+    joined_dim,
     over_cache,
     product_of,
     slice_of,
     sliced_dim,
+    unknown,
 )
 from forebay.passes.shard.split import SPLITS, ShardError, Split, moved, moves, shape_of, sizes_of, split_dim
 from forebay.passes.shard.statistics import MEANS, NORMS, over_last
@@ -79,7 +81,7 @@ class RankSplits:
         split = None if source is None else self.split[source]
         if is_pointwise(node):
             return self._of_operands(node)
-        if split is None and node.target is not aten.cat.default:
+        if split is None and node.target not in JOINING:
             return None
         return self._told(self._passed_on(node, split))
 
@@ -102,11 +104,13 @@ class RankSplits:
 
     def _passed_on(self, node: fx.Node, split: Split | None) -> Split | None:
         target = node.target
-        if target is aten.cat.default:
+        if target in JOINING:
             found = {part for n in node.all_input_nodes if (part := self.split[n]) is not None}
-            if len(found) > 1 or any(part.dim == cat_dim(node) for part in found):
+            made = target is aten.stack.default
+            if len(found) > 1 or any(part.dim == joined_dim(node) for part in found if not made):
                 raise ShardError(f"{node.name} puts parts together that ranks divide in two ways")
-            return next(iter(found), None)
+            part = next(iter(found), None)
+            return part and replace(part, dim=part.dim + (made and part.dim >= joined_dim(node)))
         assert split is not None
         if target in SPLITS:
             return split
@@ -125,8 +129,8 @@ class RankSplits:
             return split if target in NORMS else None
         if moves(node):
             return moved(node, split)
-        if target in ROW_WISE and split.dim != len(shape_of(node.args[0])) - 1:  # type: ignore[arg-type]
+        if by_rows(node, split.dim):
             return split
         if target is aten.sym_size.int and node.args[1] % len(shape_of(node.args[0])) != split.dim:  # type: ignore[operator, arg-type]
             return None
-        raise ShardError(f"{node.name}: {target} is not known to work on a part of its operands")
+        raise unknown(node)

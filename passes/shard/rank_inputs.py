@@ -147,8 +147,8 @@ class RankInputs:
             wanted = read.get(dim, ((0, sizes[dim]),))
             stretches = stretches_of(wanted, part, self.share.size(axes), self.share.index(axes))
             if not stretches:
-                raise ShardError(f"{name}: {sizes[dim]} cannot be divided evenly among the ranks that gather it; take "
-                                 "layout=2d")
+                raise ShardError(f"{name}: {sizes[dim]} cannot be divided evenly among the ranks that gather it; leave "
+                                 "layout out")
             along |= {dim: (axes, stretches)} if axes else {}
         self.whole[node] = self.exchange.whole(self.env[node], along, like) if along else self.env[node]
         return self.whole[node]

@@ -84,6 +84,7 @@ def _head_rows(head: fx.Node, share: RankShare) -> Split:
     size, parts = shape_of(head)[-1], share.beside
     each = -(-size // parts)
     if 2 * (size - (parts - 1) * each) < each:
-        raise ShardError(f"{head.name}: a vocabulary of {size} is too small for {parts} ranks")
+        raise ShardError(f"{head.name}: of a vocabulary of {size} the last of {parts} ranks would have less than half "
+                         "of what each of the others has; take fewer ranks")
     at = share.index(share.axes) * each
     return Split(len(shape_of(head)) - 1, ranges([(at, min(at + each, size))]), size, share.axes)

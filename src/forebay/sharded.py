@@ -73,8 +73,9 @@ class ShardedModel(LanguageModel):
     def giving(self, gives: Gives, embeds: bool = False) -> LanguageModel:
         """This model, whose steps give logits of one token. PlanError for others: they are for one device."""
         if (gives, embeds) != ("last", False):
-            raise PlanError("mesh: steps that give something else than the logits of the last token (scores, logits of "
-                            "all tokens), or take embeddings, are for one device; leave mesh out")
+            raise PlanError("mesh: steps that give something else than the logits of the last token (logits of all "
+                            "tokens, prompt lookup by generate), or take embeddings, are for one device; leave mesh "
+                            "out, or give prompt_lookup_num_tokens to wrap")
         return self
 
     # -- plans that go together

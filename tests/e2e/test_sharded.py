@@ -35,7 +35,8 @@ def deep_bigcode() -> T.GPTBigCodeConfig:
 
 DEEP = {"deep llama": lambda: families.llama(4), "deep opt": lambda: families.opt(4),
         "deep gpt_neox": lambda: families.gpt_neox(4), "deep bigcode": deep_bigcode}
-KINDS = {**families.FAMILIES, "bigcode": families.bigcode, "uneven": wide_llama, **DEEP,
+KINDS = {**families.FAMILIES, "bigcode": families.bigcode, "gptj": families.gptj, "cohere": families.cohere,
+         "bloom": families.bloom, "uneven": wide_llama, **DEEP,
          "large": lambda: families.llama(2, hidden_size=256, head_dim=64, intermediate_size=512),
          "broad": lambda: families.llama(2, hidden_size=128, head_dim=32, intermediate_size=128)}
 
@@ -136,6 +137,7 @@ def _expected(case: Case) -> list[list[int]]:
 
 STAGES = {"mesh": {"stages": 2}}
 TWO = [Case("llama"), Case("opt"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("gpt2"), Case("phi3"),
+       Case("gptj"), Case("cohere"), Case("bloom"),
        Case("llama", {"cache_tier": "disk", "micro_batches": 3}), Case("opt", {"places": 2}),
        Case("gemma2", share=500_000)]
 FOUR = [Case("llama"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("opt", {"micro_batches": 3})]
