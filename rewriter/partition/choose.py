@@ -185,8 +185,8 @@ class RunLayouts:
     total_s: float
 
 
-def best_run(problem: PartitionProblem) -> RunLayouts | None:
-    """Of what ranks run here (`run_together`) the fastest that fits; None where nothing of it does."""
+def ways_here(problem: PartitionProblem) -> list[RunLayouts]:
+    """What ranks run here (`run_together`) and fits, the fastest first."""
     options, fixed = options_of(problem), _outside(problem)
     room = problem.capacity_nbytes - _weights_nbytes(problem, options, fixed)
     floor = max(cost.working_nbytes for cost in fixed.values())
@@ -196,7 +196,7 @@ def best_run(problem: PartitionProblem) -> RunLayouts | None:
     found = [RunLayouts(first, then, sum(o.time_s for o in taken) + once)
              for first, begun in ways[PREFILL].items() for then, gone_on in ways[DECODE].items()
              if run_together(first, then) and _held(taken := [*begun, *gone_on], floor) <= room]
-    return min(found, key=lambda way: way.total_s, default=None)
+    return sorted(found, key=lambda way: way.total_s)
 
 
 def run_together(prefill: ChipLayout, decode: ChipLayout) -> bool:

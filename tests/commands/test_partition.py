@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import families
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -70,6 +71,26 @@ def test_prompts_that_gather_weights_are_launched(tmp_path: Path) -> None:
         found = json.loads(out)
         assert code == 0 and "gathered" in found["launched"]["prefill"]["feedforward"], found["launched"]
         assert found["launch"].split("--mesh ")[1].endswith(",attention=batch") and mesh in found["launch"]
+
+
+def test_what_is_launched_divides_the_model(tmp_path: Path) -> None:
+    """Of a family whose heads stay together, attention over the batch; within its positions, and just that memory."""
+    families.falcon().save_pretrained(tmp_path)
+    asked = (str(tmp_path), "--mesh", "2", "--machine", "h100", "--prompt", "16", "--new-tokens", "4", "--batch", "4")
+    free, kept = (json.loads(typed(model, *asked[1:], "--memory", "1000001", "--json")[1])
+                  for model in (str(tmp_path / "config.json"), str(tmp_path)))
+    assert "--budget device=1000001 " in kept["launch"] and "attention=batch" in kept["launch"]
+    assert "attention=batch" not in free["launch"] and free["launched"]["total_s"] < kept["launched"]["total_s"]
+    code, _, errors = typed(*asked[:6], "125", *asked[7:])
+    assert code != 0 and "exceed the model's 128 positions" in errors
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forebay.rewriter.shard_captured.shard_captured", refuse)
+        code, out, _ = typed(*asked)
+    assert code == 0 and "launch   none of the layouts that run here divides this model: no part of it" in out
+
+
+def refuse(*given: object) -> None:
+    raise ValueError("no part of it")
 
 
 def test_sums_are_exchanged_in_chunks_where_that_pays(tmp_path: Path) -> None:

@@ -46,22 +46,24 @@ def partition(
     """Choose how a model lies on several chips, for prefill and decode, and show cost against latency; predicted."""
     with clean_errors(debug):
         from forebay.commands.partition_frontier import draw_cost, frontier_of
+        from forebay.commands.partition_launch import launched, write_plans
         from forebay.commands.prompts import JobError
 
         require_writable(pareto, "--pareto")
         try:
             problems = [_problem(model, text, machine, links, memory, weights, parallel, (batch, prompt, new_tokens))
                         for text in mesh]
-            from forebay.rewriter.partition.choose import best_run, choose
+            from forebay.rewriter.partition.choose import choose, ways_here
 
-            found, runs = choose(problems[0]), best_run(problems[0])
+            found = choose(problems[0])
+            runs, why = launched(model, problems[0], ways_here(problems[0]))
             points = frontier_of(problems, sorted({*SWEEP, batch}))
         except ValueError as error:  # MeshError, ModelError, PartitionError, PresetError: all name what to change
             raise JobError(str(error)) from error
         if pareto is not None:
             draw_cost(points, pareto)
-        written = None if plans is None else _write_plans(model, problems[0], runs, machine, plans)
-        data = _data(problems[0], found) | _launch(model, problems[0], runs, written) | {"frontier": points}
+        written = None if plans is None else write_plans(model, problems[0], runs, machine, plans)
+        data = _data(problems[0], found) | _launch(model, problems[0], runs, why, written) | {"frontier": points}
         print(json.dumps(data, indent=1) if as_json else _text(data))
 
 
@@ -140,54 +142,14 @@ def _data(problem: PartitionProblem, found: Choice) -> dict[str, Any]:
                               "margin": found.margin_nbytes}}
 
 
-def _mesh(problem: PartitionProblem, runs: RunLayouts) -> str:
-    """What `--mesh` is given for the layouts that run: the last axis divides the hidden size, and weights are gathered
-    over the last ones."""
-    way, chips, layout = runs.decode, problem.mesh.chips, runs.prefill.feedforward
-    wide, gathered = problem.mesh.size(way.wide), problem.mesh.size(runs.prefill.gathered)
-    shape = [chips // wide, wide] if layout != "xy" else [chips // gathered, gathered // wide, wide]
-    parts = [f"tensor={'x'.join(map(str, shape if way.wide else [chips]))}"]
-    looped = {"chunks": dict.fromkeys((runs.prefill.chunks, way.chunks)),
-              "gather_chunks": dict.fromkeys((runs.prefill.gather_chunks, way.gather_chunks))}
-    parts += [f"layout={layout}"] * bool(way.wide) + ["attention=batch"] * (way.attention == "batch")
-    parts += [f"{name}={'/'.join(map(str, each))}" for name, each in looped.items() if list(each) != [1]]
-    return ",".join(parts)
-
-
-def _write_plans(model: str, problem: PartitionProblem, runs: RunLayouts | None, machine: str, folder: Path) -> Path:
-    """The folder with the plan of each rank, for the machine and the memory that were chosen for. JobError where no
-    layout runs, or the model is no folder."""
-    from forebay.api import open_model
-    from forebay.commands.options import model_folder
-    from forebay.commands.plan_ranks import plans_of_ranks, save_ranks
-    from forebay.commands.prompts import JobError
-    from forebay.rewriter.ir.plan import Budget, Workload
-    from forebay.rewriter.machine.presets import load_machine_or_preset
-    from forebay.rewriter.planning.wishes import Wishes
+def _launch(model: str, problem: PartitionProblem, runs: RunLayouts | None, why: str, plans: Path | None
+            ) -> dict[str, Any]:
+    """The command line of the best layouts that run here, and what they are; None where there are none, and why."""
+    from forebay.commands.partition_launch import launch_command
 
     if runs is None:
-        raise JobError("--plans: none of the layouts that run here fits")
-    if not Path(model).is_dir():
-        raise JobError(f"--plans: {model} is no folder with a model's weights, whose places in files plans name")
-    work = Workload(problem.batch, problem.prompt, problem.new_tokens)
-    budget = Budget(int(problem.capacity_nbytes), 0)
-    save_ranks(plans_of_ranks(open_model(model_folder(model)), _mesh(problem, runs), budget, work, Wishes(),
-                              load_machine_or_preset(machine)), folder)
-    return folder
-
-
-def _launch(model: str, problem: PartitionProblem, runs: RunLayouts | None, plans: Path | None) -> dict[str, Any]:
-    """The command line of the best layouts that run here, and what they are; None where none fits. `plans` has those of
-    the ranks, which say how much is computed at once and within what memory."""
-    from forebay.rewriter.ir.byte_sizes import format_nbytes
-
-    if runs is None:
-        return {"launch": None}
-    budget = format_nbytes(int(problem.capacity_nbytes)).replace(" ", "")
-    how = f"--plan {plans}" if plans is not None else f"--batch {problem.batch} --budget device={budget}"
-    folder = model if Path(model).is_dir() else problem.model.name
-    return {"launch": f"torchrun --nproc-per-node={problem.mesh.chips} --no-python forebay run {folder} --prompts "
-                      f"IN.jsonl --output OUT.jsonl {how} --mesh {_mesh(problem, runs)}",
+        return {"launch": None, "launched": None, "why": why}
+    return {"launch": launch_command(model, problem, runs, plans),
             "launched": {"prefill": _layout_data(runs.prefill), "decode": _layout_data(runs.decode),
                          "total_s": runs.total_s}}
 
@@ -222,7 +184,7 @@ def _text(data: dict[str, Any]) -> str:
     lines.append(f"memory   of a chip: weights {held['weights']}, cache {held['cache']}, working {held['working']}; "
                  f"{held['margin']} of {held['capacity']} left")
     if data["launch"] is None:
-        lines.append("launch   none of the layouts that run here fits (docs/partitioning.md)")
+        lines.append(f"launch   {data['why']}")
     else:
         launched = data["launched"]
         lines.append(f"launch   {data['launch']}")
