@@ -6,6 +6,7 @@ its time that tells a rank that hangs or is gone, but that nothing is heard of i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
@@ -42,6 +43,7 @@ class RankWatch:
         self._beat(0)
         self._thread = threading.Thread(target=self._run, name="forebay-ranks", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread that Python ends within a call of the store takes the process down
 
     def fault(self) -> RankFault | None:
         """What is wrong with another rank, or with the link to all; None while all are heard of."""
@@ -69,6 +71,7 @@ class RankWatch:
         return self._fault
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._closed.set()
         self._thread.join(SILENT_S)  # it may wait for a store that is out of reach
 

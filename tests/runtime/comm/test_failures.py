@@ -52,6 +52,23 @@ with among_ranks(mesh, None):
 """
 
 
+ALONE = """
+import atexit, threading
+alive = lambda: [t.name for t in threading.enumerate() if t.name == "forebay-ranks"]
+atexit.register(lambda: print("at the end", alive()))
+from forebay.runtime.comm.ranks import join_ranks
+join_ranks("cpu")
+print("before", alive())
+"""
+
+
+def test_who_ends_without_leaving_ends_its_watch() -> None:
+    """Python ends daemon threads within whatever they call, which takes the process down where that is C++."""
+    ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--no-python",
+                            sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "before ['forebay-ranks']\nat the end []" in ended.stdout, ended.stderr
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
