@@ -103,11 +103,10 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 def read_generation_config(folder: Path) -> GenerationConfig:
     """What the model in `folder` is to be asked for unless told otherwise: of generation_config.json where there is
-    one, else of config.json; the tokens that end an answer as `read_eos` finds them. CheckpointError for a file that
-    cannot be read as such."""
+    one, else of config.json, as transformers reads them. CheckpointError for a file that cannot be read as such."""
     from transformers import GenerationConfig
 
-    eos = read_eos(folder)
+    read_eos(folder)  # which refuses what are no tokens
     path = folder / "generation_config.json"
     try:
         if path.exists():
@@ -118,8 +117,6 @@ def read_generation_config(folder: Path) -> GenerationConfig:
         raise
     except Exception as error:  # it checks each of its fields in its own way
         raise CheckpointError(f"{path} is no generation config: {error}; mend it or take it away") from error
-    if found.eos_token_id is None and eos:
-        found.eos_token_id = list(eos)
     return found
 
 

@@ -277,6 +277,25 @@ def test_the_models_own_eos_is_the_default(llama_checkpoint: Any, tmp_path: Path
             assert torch.equal(on, llama_checkpoint.expected[:1])
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_generation_config_that_names_no_eos_is_taken_as_it_is(
+    llama_checkpoint: Any, tmp_path: Path, given: bool
+) -> None:
+    """Whatever config.json names, which counts where there is no other file."""
+    folder = tmp_path / "model"
+    shutil.copytree(llama_checkpoint.folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": int(llama_checkpoint.expected[0, 12])}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if given:
+        (folder / "generation_config.json").write_text(json.dumps({"pad_token_id": 7}))
+    ids = llama_checkpoint.ids[:1]
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder).generate(ids, max_new_tokens=8, pad_token_id=7)
+    assert (expected.shape[1] == 18) == given
+    with wrap(folder, 2 * llama_checkpoint.nbytes, prompt=10, new_tokens=8) as lm:
+        assert torch.equal(lm.generate(ids, max_new_tokens=8, pad_token_id=7), expected)
+
+
 def test_lengths(resident: LanguageModel, llama_checkpoint: Any) -> None:
     assert torch.equal(answer(resident, llama_checkpoint, max_new_tokens=None, max_length=15),
                        llama_checkpoint.expected[:, :15])
