@@ -317,7 +317,7 @@ def _measured_text(found: dict[str, Any]) -> str:
         f"process     {size['process_peak_nbytes']} of anonymous memory at the peak; with the page cache at most "
         f"{size['promised_nbytes']} are promised: the budget and {size['constant_nbytes']} beside it",
         f"streamed    {size['streamed_nbytes_per_step']} per decode step as planned; {size['read_nbytes']} fetched "
-        f"from disk in all, {format_nbytes(found['read_nbytes'] // max(1, found['steps']))} per step",
+        "from disk in all, what stays in memory among it",
         f"speed       {found['answers']} answers, {found['tokens']} tokens in {found['time_s']:.1f} s: "
         f"{found['tokens_per_s']:.2f} tokens/s, {found['steps_per_s']:.2f} steps/s",
         *([f"drafts      {found['accepted_tokens']} of {found['drafted_tokens']} drafted tokens stood; "
