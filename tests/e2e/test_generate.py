@@ -289,11 +289,12 @@ def test_a_generation_config_that_names_no_eos_is_taken_as_it_is(
     (folder / "generation_config.json").unlink(missing_ok=True)
     if given:
         (folder / "generation_config.json").write_text(json.dumps({"pad_token_id": 7}))
-    ids = llama_checkpoint.ids[:1]
-    expected = transformers.AutoModelForCausalLM.from_pretrained(folder).generate(ids, max_new_tokens=8, pad_token_id=7)
+    ids, asked = llama_checkpoint.ids[:1], {"attention_mask": llama_checkpoint.mask[:1], "max_new_tokens": 8,
+                                            "pad_token_id": 7}
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder).generate(ids, **asked)
     assert (expected.shape[1] == 18) == given
     with wrap(folder, 2 * llama_checkpoint.nbytes, prompt=10, new_tokens=8) as lm:
-        assert torch.equal(lm.generate(ids, max_new_tokens=8, pad_token_id=7), expected)
+        assert torch.equal(lm.generate(ids, **asked), expected)
 
 
 def test_lengths(resident: LanguageModel, llama_checkpoint: Any) -> None:
