@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ MIB = 1 << 20
 FILL = 0x11  # in bf16 and fp16 a small number, in packed rows code 1 of small scales; nothing is subnormal
 UNLIMITED = 1 << 40
 PACES = {"pace": None, "prefill_pace": 256}  # of products of so many rows (None: of those of a step)
+READS_S = 0.8  # of plain reads at each pace, beside steps of a second or two; less beside the answers of --quick
 RATES = ("bytes_per_s", *PACES)
 Order = dict[str, Any]
 
@@ -267,14 +268,15 @@ class LinkNow:
         from benchmarks.prediction import Probe
         from forebay.rewriter.machine.profile import load_machine
 
-        machine, found, reads = load_machine(order["machine"]), dict[str, Any](), list[float]()
+        machine, found, rates = load_machine(order["machine"]), dict[str, Any](), list[float]()
+        least_s = 0.15 if order["whole"] else READS_S
         for pace, rows in PACES.items():
             # of torch's products of many rows some take twice as long, where its threads meet on one core
             probe = Probe(Path(order["model"]), machine, "bfloat16", rows or order["rows"], "flat" if rows else "")
             with contextlib.closing(probe.reader):
                 found[pace] = probe.pace()
-                reads += [probe.bytes_per_s() for _ in range(2)]
-        return found | {"bytes_per_s": median(reads), "best_bytes_per_s": max(reads),
+                rates.append(probe.bytes_per_s(least_s))
+        return found | {"bytes_per_s": harmonic_mean(rates),
                         "written_bytes_per_s": write_rate(order["scratch"], machine)}
 
 

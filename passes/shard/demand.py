@@ -48,8 +48,8 @@ def product_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] |
 
 def unknown(node: fx.Node) -> ShardError:
     """The refusal of an operator of which nobody knows what it makes of parts."""
-    return ShardError(f"{node.name}: {node.target} is not known to work on a part of its operands, here some of the "
-                      "heads; take attention=batch, layout=xyz or stages, which leave heads together")
+    return ShardError(f"{node.name}: {node.target} is not known to work on a part of its operands; take "
+                      "attention=batch, which leaves heads together, or stages, which divide layers alone")
 
 
 def over_cache(node: fx.Node) -> list[fx.Node]:
