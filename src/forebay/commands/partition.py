@@ -62,7 +62,7 @@ def partition(
             raise JobError(str(error)) from error
         if pareto is not None:
             draw_cost(points, pareto)
-        written = None if plans is None else write_plans(model, problems[0], runs, machine, plans)
+        written = None if plans is None else write_plans(model, problems[0], runs, why, machine, plans)
         data = _data(problems[0], found) | _launch(model, problems[0], runs, why, written) | {"frontier": points}
         print(json.dumps(data, indent=1) if as_json else _text(data))
 

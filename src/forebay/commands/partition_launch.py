@@ -69,9 +69,11 @@ def mesh_option(problem: PartitionProblem, runs: RunLayouts) -> str:
     return ",".join(parts)
 
 
-def write_plans(model: str, problem: PartitionProblem, runs: RunLayouts | None, machine: str, folder: Path) -> Path:
+def write_plans(
+    model: str, problem: PartitionProblem, runs: RunLayouts | None, why: str, machine: str, folder: Path
+) -> Path:
     """The folder with the plan of each rank, for the machine and the memory that were chosen for. JobError where no
-    layout runs, or the model is no folder."""
+    layout runs, which says `why`, or the model is no folder."""
     from forebay.api import open_model
     from forebay.commands.options import model_folder
     from forebay.commands.plan_ranks import plans_of_ranks, save_ranks
@@ -81,7 +83,7 @@ def write_plans(model: str, problem: PartitionProblem, runs: RunLayouts | None, 
     from forebay.rewriter.planning.wishes import Wishes
 
     if runs is None:
-        raise JobError("--plans: none of the layouts that run here fits")
+        raise JobError(f"--plans: {why}")
     if not Path(model).is_dir():
         raise JobError(f"--plans: {model} is no folder with a model's weights, whose places in files plans name")
     work = Workload(problem.batch, problem.prompt, problem.new_tokens)
