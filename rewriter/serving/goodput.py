@@ -37,8 +37,8 @@ class ServiceLevel:
 
     def validate(self) -> None:
         for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
-            if not value > 0:
-                raise TrafficError(f"{name}: {value} is not above 0")
+            if not 0 < value < math.inf:
+                raise TrafficError(f"{name}: {1e3 * value:g} ms is no time above 0")
         if not 0 < self.share <= 100:
             raise TrafficError(f"percentile: {self.share} is not above 0 and at most 100")
         if not 1 <= self.runs <= 1 + len(STUDENT):
@@ -124,7 +124,7 @@ def queue_grows(runs: Sequence[Served]) -> bool:
         gaps = np.diff(run.arrived)
         stayed += came - (ended[1] - ended[0])
         arrived += came
-        variance += came * max(1.0, float(np.var(gaps)) / max(float(np.mean(gaps)), 1e-300) ** 2)
+        variance += came * max(1.0, (float(np.std(gaps)) / max(float(np.mean(gaps)), 1e-300)) ** 2)
     return stayed > max(GROWS * arrived, DEVIATIONS * variance**0.5)
 
 

@@ -106,6 +106,8 @@ def read_trace(path: str | Path) -> tuple[Arrival, ...]:
         at = _number(item.get("arrival"), 0.0, math.inf, f"{path}, line {i}: arrival")
         lengths = [_number(item.get(name), 1, MOST_TOKENS, f"{path}, line {i}: {name}")
                    for name in ("prompt", "output")]
+        if any(tokens % 1 for tokens in lengths):
+            raise TrafficError(f"{path}, line {i}: prompt and output are whole numbers of tokens, found {lengths}")
         found.append(Arrival(at, int(lengths[0]), int(lengths[1])))
     if not found:
         raise TrafficError(f"{path}: no requests; each line is {{\"arrival\": 0.5, \"prompt\": 512, \"output\": 64}}")

@@ -49,6 +49,10 @@ def test_a_workload_file_and_a_trace(tmp_path: Path) -> None:
     found = json.loads(call(*arguments).stdout)
     assert (found["isl"], found["osl"], found["percentile"], found["rate"]) == (140, 14, 95, 3)
     assert json.loads(call(*arguments, "--rate", "4").stdout)["rate"] == 4
+    assert "a trace says how long" in call(*arguments, "--isl", "5000", exit_code=2).stderr
+    (tmp_path / "trace.jsonl").write_text('{"arrival": 0, "prompt": 1.5, "output": 1}\n')
+    assert "line 1: prompt and output are whole numbers" in call(*arguments, exit_code=2).stderr
+    call(*QUICK, "--rate", "1e300", "--gpus", "1", "--tp", "1", "--instances", "1")  # no traceback
 
 
 def test_a_model_that_fits_no_device_is_served_by_one_that_streams() -> None:
@@ -73,6 +77,7 @@ def test_offloading_on_a_cheaper_device_is_ranked_by_its_price() -> None:
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (("--rate", "-1"), "--rate"), (("--rate", "nan"), "--rate"), (("--ttft", "0"), "ttft"), (("--isl", "0"), "isl"),
+    (("--ttft", "inf"), "ttft: inf ms"), (("--tpot", "-5"), "tpot: -5 ms"),
     (("--price", "0"), "--price"), (("--price", "1", "--offload-price", "0"), "--offload-price"),
     (("--offload-price", "1"), "--price"), (("--tp", "1,x"), "--tp"), (("--tp", ""), "--tp"), (("--tp", "8"), "--gpus"),
     (("--machine", "nosuch"), "presets are"), (("--model", "nosuch"), "presets are"), (("--budget", "x"), "--budget"),

@@ -144,8 +144,10 @@ def _load(path: Path | None, given: dict[str, Any]) -> LoadWanted:
         if isinstance(read.get("trace"), str):
             read["trace"] = str(path.parent / read["trace"])
     load = LoadWanted(**(read | given))
+    if load.trace and given.keys() & {"isl", "osl"}:
+        raise JobError("--isl, --osl: a trace says how long its prompts and answers are; leave them out, or the trace")
     if load.rate is not None and not (load.rate > 0 and math.isfinite(load.rate)):
-        raise JobError(f"--rate: {load.rate} is not above 0")
+        raise JobError(f"--rate: {load.rate} is no number above 0")
     return load
 
 
@@ -179,7 +181,7 @@ def _prices(price: float | None, offloading: float | None) -> Prices | None:
 
     for name, value in (("--price", price), ("--offload-price", offloading)):
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise JobError(f"{name}: {value} is not above 0")
+            raise JobError(f"{name}: {value} is no number above 0")
     if price is None and offloading is not None:
         raise JobError("--offload-price is compared with --price; give that too")
     return None if price is None else Prices(price, offloading or price)
