@@ -53,7 +53,8 @@ class ServiceWanted:
 
     `prefill_batch` prompts are computed at once, `batch` sequences decode at once (Table 4's 4 and 16); with `paper`
     BestServe's operators and simulators, which know no memory, else the machine's attained rates and single steps.
-    `budget_nbytes` is of the device that offloads, 0 all of it; that device may be one of another machine.
+    `budget_nbytes` is of the device that offloads, 0 all of it; that device may be one of another machine. `positions`
+    is the most tokens of a prompt and its answer that the model takes, 0 where no limit is known.
     """
 
     model: ModelShape
@@ -66,6 +67,7 @@ class ServiceWanted:
     paper: bool = False
     budget_nbytes: int = 0
     offload_machine: Machine | None = None
+    positions: int = 0
 
     @property
     def streams_on(self) -> Machine:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 MOST_TOKENS = 1 << 24  # of a prompt or an answer in a trace: beyond every model
+LATEST_S = 1e12  # of a trace: beyond clocks that count from 1970
 
 
 class TrafficError(ValueError):
@@ -31,7 +32,8 @@ class Traffic:
 
     `arrival_cv` is the coefficient of variation of the time between two: 1 is Poisson, others are gamma. `length_cv`
     spreads prompts and answers (gamma, rounded, at least 1); 0 keeps them fixed. With `trace`, its arrivals come in
-    its order, repeated until there are `count`, with the gaps scaled to `rate`.
+    its order, repeated until there are `count`, with the gaps scaled to `rate`; what arrives at once comes again as
+    such a burst.
     """
 
     rate: float
@@ -81,9 +83,7 @@ def _gamma(source: random.Random, cv: float) -> float:
 def _replayed(traffic: Traffic) -> list[Arrival]:
     trace = traffic.trace
     span = trace[-1].at_s - trace[0].at_s
-    around = span * len(trace) / (len(trace) - 1) if len(trace) > 1 else 1.0  # as far after the last as others are
-    if around <= 0:
-        raise TrafficError("trace: all requests arrive at once, so no rate can be given to it")
+    around = span * len(trace) / max(1, len(trace) - 1) or 1.0  # as far after the last as others are
     scale = len(trace) / around / traffic.rate
     return [replace(trace[i % len(trace)], at_s=scale * (trace[i % len(trace)].at_s - trace[0].at_s
                                                          + around * (i // len(trace))))
@@ -103,7 +103,7 @@ def read_trace(path: str | Path) -> tuple[Arrival, ...]:
             raise TrafficError(f"{path}, line {i}: not JSON: {error}") from error
         if not isinstance(item, dict):
             raise TrafficError(f"{path}, line {i}: expected an object with arrival, prompt and output")
-        at = _number(item.get("arrival"), 0.0, math.inf, f"{path}, line {i}: arrival")
+        at = _number(item.get("arrival"), 0.0, LATEST_S, f"{path}, line {i}: arrival")
         lengths = [_number(item.get(name), 1, MOST_TOKENS, f"{path}, line {i}: {name}")
                    for name in ("prompt", "output")]
         if any(tokens % 1 for tokens in lengths):
@@ -117,8 +117,7 @@ def read_trace(path: str | Path) -> tuple[Arrival, ...]:
 def _number(value: object, low: float, high: float, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high \
             or not math.isfinite(value):
-        raise TrafficError(f"{where}: {value!r} is not a number from {low:g} on" + ("" if math.isinf(high)
-                                                                                  else f" to {high:g}"))
+        raise TrafficError(f"{where}: {value!r} is not a number from {low:g} to {high:g}")
     return float(value)
 
 

@@ -52,6 +52,10 @@ def test_a_workload_file_and_a_trace(tmp_path: Path) -> None:
     assert "a trace says how long" in call(*arguments, "--isl", "5000", exit_code=2).stderr
     (tmp_path / "trace.jsonl").write_text('{"arrival": 0, "prompt": 1.5, "output": 1}\n')
     assert "line 1: prompt and output are whole numbers" in call(*arguments, exit_code=2).stderr
+    (tmp_path / "trace.jsonl").write_text('{"arrival": 0, "prompt": 5000, "output": 9000}\n')
+    assert "14000 tokens go beyond the 8192 positions" in call(*arguments, exit_code=2).stderr
+    (tmp_path / "trace.jsonl").write_text('{"arrival": 0, "prompt": 50, "output": 90}\n')
+    assert json.loads(call(*arguments).stdout)["isl"] == 50
     call(*QUICK, "--rate", "1e300", "--gpus", "1", "--tp", "1", "--instances", "1")  # no traceback
 
 
@@ -83,7 +87,8 @@ def test_offloading_on_a_cheaper_device_is_ranked_by_its_price() -> None:
     (("--machine", "nosuch"), "presets are"), (("--model", "nosuch"), "presets are"), (("--budget", "x"), "--budget"),
     (("--paper", "--chunk", "64"), "--chunk"), (("--paper", "--budget", "8GiB"), "--budget"),
     (("--paper", "--offload-machine", "rtx4090"), "--offload-machine"), (("--chunk", "8"), "chunk"),
-    (("--workload", "/nosuch.yaml"), "No such file"), (("--isl", "9999999"), "--tp")])
+    (("--workload", "/nosuch.yaml"), "No such file"), (("--prefill-batch", "9999999"), "--tp"),
+    (("--isl", "8000", "--osl", "193"), "8193 tokens go beyond the 8192 positions")])
 def test_what_cannot_be_meant_is_one_line(arguments: tuple[str, ...], said: str) -> None:
     result = call(*QUICK, *arguments, exit_code=2)
     assert said in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

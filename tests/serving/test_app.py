@@ -269,9 +269,10 @@ def test_a_draft_serves_requests_in_all_places(
         text == expected[i % len(prompts)] for i, text in enumerate(texts[0]) if i % 3 != 2)
 
 
-def test_a_key_is_asked_for_and_a_full_queue_says_so(folder: Path) -> None:
-    """One place, held by an answer whose client does not read on; the queue holds one more."""
-    with serving(folder, places=1, queue=1, api_key="secret", hosts=None) as server:
+@pytest.mark.parametrize("queue", [1, 0])
+def test_a_key_is_asked_for_and_a_full_queue_says_so(folder: Path, queue: int) -> None:
+    """One place, held by an answer whose client does not read on; the queue holds one more, or none."""
+    with serving(folder, places=1, queue=queue, api_key="secret", hosts=None) as server:
         assert server.send("GET", "/v1/models")[0] == 401 and server.send("GET", "/health")[0] == 200
         assert server.send("GET", "/v1/models", Authorization="Bearer secres")[0] == 401
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0, timeout=60)
@@ -279,9 +280,9 @@ def test_a_key_is_asked_for_and_a_full_queue_says_so(folder: Path) -> None:
         server.gate.clear()
         with ThreadPoolExecutor(2) as pool:
             replies = [pool.submit(client.completions.create, model="tiny", prompt="w1", max_tokens=2)
-                       for _ in range(2)]
-            wait_until(lambda: server.run.batcher.waiting == 1)
-            with pytest.raises(openai.RateLimitError, match="--queue"):
+                       for _ in range(1 + queue)]
+            wait_until(lambda: server.run.batcher.waiting == queue and len(server.run.batcher.running) == 1)
+            with pytest.raises(openai.RateLimitError, match=f"1 places are taken, and {queue} .*--queue"):
                 client.completions.create(model="tiny", prompt="w1", max_tokens=2)
             server.gate.set()
-            assert [reply.result().usage.completion_tokens for reply in replies] == [2, 2]
+            assert [reply.result().usage.completion_tokens for reply in replies] == [2] * (1 + queue)

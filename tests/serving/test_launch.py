@@ -77,6 +77,15 @@ def test_the_script_of_an_instance_serves(tmp_path: Path) -> None:
         assert process.wait(120) == 0
 
 
+def test_lengths_that_spread_are_served_up_to_the_positions_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "load.yaml").write_text("isl: 5000\nosl: 100\nlength_cv: 0.5\n")
+    found = planned("--model", "llama-3-8b", "--machine", "h100", "--gpus", "1", "--tp", "1", "--workload",
+                    str(tmp_path / "load.yaml"), *QUICK)
+    words = found["launch"]["instances"][0]["command"].split()
+    prompt, output = (int(words[words.index(option) + 1]) for option in ("--prompt", "--max-new-tokens"))
+    assert 8190 <= prompt + output <= 8192 and output == 161
+
+
 def test_what_nothing_runs_is_said_and_what_runs_is_launched_instead(tmp_path: Path) -> None:
     launch = planned(*GPUS, "--osl", "2", "--ttft", "20000", "--tpot", "8000", "--tp", "4", "--instances", "1",
                      "--budget", "40GiB", "--price", "2.5", "--save-dir", str(tmp_path))["launch"]

@@ -92,9 +92,12 @@ def _budget(strategy: Strategy, service: ServiceWanted) -> str:
 
 
 def _sizes(strategy: Strategy, service: ServiceWanted) -> list[str]:
-    """Places, and the longest prompt and answer: of a trace its own, else `SPREAD` times the spread above the mean."""
+    """Places, and the longest prompt and answer: of a trace its own, else `SPREAD` times the spread above the mean, or
+    what the model has positions for."""
     traffic = service.traffic
-    above = 1 + SPREAD * traffic.length_cv
+    above, mean = 1 + SPREAD * traffic.length_cv, traffic.prompt + traffic.output
+    if service.positions:
+        above = max(1.0, min(above, (service.positions - 2) / mean))  # both are rounded up
     prompt, output = math.ceil(above * traffic.prompt), math.ceil(above * traffic.output)
     if traffic.trace:
         prompt, output = max(r.prompt for r in traffic.trace), max(r.output for r in traffic.trace)

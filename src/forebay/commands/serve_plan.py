@@ -153,8 +153,8 @@ def _load(path: Path | None, given: dict[str, Any]) -> LoadWanted:
 
 def _service(model: str, machine: str | None, load: LoadWanted, requests: int, budget: str | None) -> ServiceWanted:
     from forebay.rewriter.ir.byte_sizes import parse_nbytes
-    from forebay.rewriter.predict.model_shapes import load_model_shape
-    from forebay.rewriter.serving.strategies import ServiceWanted
+    from forebay.rewriter.predict.model_shapes import load_config, load_model_shape
+    from forebay.rewriter.serving.strategies import ServiceWanted, request_tokens
     from forebay.rewriter.serving.traffic import Traffic, TrafficError, mean_lengths, read_trace
 
     trace = read_trace(load.trace) if load.trace else ()
@@ -163,8 +163,19 @@ def _service(model: str, machine: str | None, load: LoadWanted, requests: int, b
     traffic.validate()
     if not 0 <= load.shared_prefix < prompt:
         raise TrafficError(f"shared_prefix: {load.shared_prefix} is not between 0 and the prompt's {prompt} tokens")
+    positions = _positions(load_config(model)[1])
+    longest = max((request_tokens(r) for r in trace), default=prompt + output)
+    if positions and longest > positions:
+        raise TrafficError(f"prompt and answer of {longest} tokens go beyond the {positions} positions of the model; "
+                           "shorter ones fit (--isl, --osl, or the trace)")
     return ServiceWanted(load_model_shape(model), _machine(machine), traffic, shared_prefix=load.shared_prefix,
-                   budget_nbytes=parse_nbytes(budget, "--budget") if budget else 0)
+                   budget_nbytes=parse_nbytes(budget, "--budget") if budget else 0, positions=positions)
+
+
+def _positions(config: dict[str, Any]) -> int:
+    """The most tokens of a sequence by a model's config; 0 where it names no limit, or attends by distance alone."""
+    found = config.get("max_position_embeddings", config.get("n_positions", 0))
+    return found if type(found) is int and not config.get("alibi") else 0
 
 
 def _machine(machine: str | None) -> Machine:

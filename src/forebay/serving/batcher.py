@@ -104,8 +104,8 @@ class Batcher:
             if self._draining:
                 raise Refusal(503, "the server is stopping; ask another one")
             if len(self._waiting) >= self.most_waiting + max(0, self._places - len(self.running)):
-                raise Refusal(429, f"{len(self._waiting)} requests wait already; try again later, or start the server "
-                              "with a longer --queue", code="queue_full")
+                raise Refusal(429, f"all {self._places} places are taken, and {len(self._waiting)} requests wait; try "
+                              "again later, or start the server with a longer --queue", code="queue_full")
             self._waiting.append(pending)
             self._changed.notify_all()
 

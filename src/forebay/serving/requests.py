@@ -58,7 +58,7 @@ def read_inquiry(body: bytes, name: str, *, chat: bool) -> Inquiry:
     for field, values in NEUTRAL.items():
         value = given.get(field)
         if value is not None and not any(type(value) in _kinds(v) and value == v for v in values):
-            raise Refusal(400, f"{field} is not served; leave it out", field)
+            raise Refusal(400, f"{field} is not served but as {json.dumps(values[0])}; leave it out", field)
     if given.get("model") not in (None, name):
         raise Refusal(404, f"there is no such model here; this server has {name!r}", "model", "model_not_found")
     options = given.get("stream_options")

@@ -45,11 +45,18 @@ def test_a_trace_is_replayed_at_the_rate(tmp_path: Path) -> None:
     assert found[1].at_s * 4 == pytest.approx(found[2].at_s)
 
 
+def test_what_arrives_at_once_comes_again_as_a_burst() -> None:
+    burst = arrivals(Traffic(10.0, 6, 1, 1, trace=(Arrival(7.0, 10, 1), Arrival(7.0, 11, 1))), 0)
+    assert [r.at_s for r in burst] == pytest.approx([0, 0, 0.2, 0.2, 0.4, 0.4])
+    alone = arrivals(Traffic(10.0, 3, 1, 1, trace=(Arrival(7.0, 10, 1),)), 0)
+    assert [r.at_s for r in alone] == pytest.approx([0, 0.1, 0.2])
+
+
 @pytest.mark.parametrize(("line", "named"), [
     ("nonsense", "not JSON"), ("[1]", "an object"), ('{"prompt": 1, "output": 1}', "arrival"),
     ('{"arrival": 0, "prompt": 0, "output": 1}', "prompt"), ('{"arrival": 0, "prompt": 1, "output": "x"}', "output"),
     ('{"arrival": -1, "prompt": 1, "output": 1}', "arrival"), ('{"arrival": NaN, "prompt": 1, "output": 1}', "arrival"),
-    ("", "no requests")])
+    ("", "no requests"), ('{"arrival": 1e308, "prompt": 1, "output": 1}', "arrival")])
 def test_a_wrong_trace_is_refused_by_line_and_field(line: str, named: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(line + "\n", encoding="utf-8")
@@ -58,8 +65,7 @@ def test_a_wrong_trace_is_refused_by_line_and_field(line: str, named: str, tmp_p
 
 
 @pytest.mark.parametrize("changed", [{"rate": 0.0}, {"rate": float("nan")}, {"count": 0}, {"prompt": 0}, {"output": -1},
-                                     {"arrival_cv": -0.1}, {"length_cv": float("inf")},
-                                     {"trace": (Arrival(1.0, 1, 1), Arrival(1.0, 1, 1))}])
+                                     {"arrival_cv": -0.1}, {"length_cv": float("inf")}])
 def test_traffic_that_cannot_be_meant_is_refused(changed: dict) -> None:
     with pytest.raises(TrafficError):
         arrivals(replace(PLAIN, **changed), 0)
