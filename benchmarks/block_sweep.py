@@ -22,10 +22,10 @@ Row = dict[str, Any]
 
 
 def sweep(family: str, cell: Cell, given: Row, processes: Mapping[str, Forked], rounds: int) -> Row:
-    """Forced blocks beside the planner's, which all take turns; then the best few again, from nothing, because the
-    best of many noisy figures is too good to be true. How far a block is from the planner's is the median over the
-    rounds of their ratio within a round. Around each turn plain reads and products are timed, with whose rates its step
-    is predicted, and the middle chunk of its prompt."""
+    """Forced blocks beside the planner's, which all take turns; then the best few again, from nothing, because the best
+    of many noisy figures is too good to be true. Blocks are compared by what the planner minimises, prompt and answer
+    together. How far one is from the planner's is the median over the rounds of their ratio within a round. Around each
+    turn plain reads and products are timed, with whose rates a step and the middle chunk of a prompt are predicted."""
     order: Row = given | {"ram": False, "whole": False, "cache_format": "native", "order": "zigzag", "once": True,
                           "batch": cell.batch, "prompt": cell.prompt, "new": cell.new, "rows": min(cell.batch, 64)}
     ours, link = (processes[name] for name in SWEEPING)
@@ -41,14 +41,14 @@ def sweep(family: str, cell: Cell, given: Row, processes: Mapping[str, Forked], 
             plans[label] = found
     note(f"{family}, {cell.name}: the planner takes {plans[PLANNERS]}; {len(plans) - 1} forced blocks")
     turns = in_turns((ours, link), order, list(plans), rounds)
-    times = step_times(turns)
+    times = answer_times(turns, cell)
     ranked = sorted(times, key=lambda label: to_planner(times, label))
     finalists = list(dict.fromkeys((PLANNERS, *ranked[:FINALISTS])))
-    again = step_times(in_turns((ours, link), order | {"prefill": False}, finalists, 3 * rounds))
+    again = answer_times(in_turns((ours, link), order, finalists, 2 * rounds), cell)
     errors = {label: errors_of(turns[label]) for label in ranked}
     for label in ranked:
         shown = ", ".join(f"{phase} {100 * error:+.0f} %" for phase, error in errors[label].items())
-        print(f"  {label:44} measured {median(times[label]):7.3f} s, {to_planner(times, label):.3f} x; predicted "
+        print(f"  {label:44} measured {median(times[label]):7.2f} s, {to_planner(times, label):.3f} x; predicted "
               f"{shown}")
     found = [error for of_block in errors.values() for error in of_block.values()]
     print(f"predicted within 15 %: {sum(abs(error) <= WITHIN for error in found)} of {len(found)}")
@@ -84,9 +84,10 @@ def in_turns(processes: tuple[Forked, Forked], order: Row, labels: list[str], ro
     return turns
 
 
-def step_times(turns: dict[str, list[Row]]) -> dict[str, list[float]]:
-    """Seconds of each block's step in each round."""
-    return {label: [median(turn["steps_s"]) for turn in found] for label, found in turns.items()}
+def answer_times(turns: dict[str, list[Row]], cell: Cell) -> dict[str, list[float]]:
+    """Seconds that each block takes for prompt and answer, by its steps and its chunk of each round."""
+    return {label: [turn["prefill_s"] + (cell.new - 1) * median(turn["steps_s"]) for turn in found]
+            for label, found in turns.items()}
 
 
 def errors_of(turns: list[Row]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 from budgets import WITH_KERNELS
 
 from benchmarks.block_contestants import RATES, Ours, around
-from benchmarks.block_sweep import errors_of, forced_blocks, step_times
+from benchmarks.block_sweep import answer_times, errors_of, forced_blocks
 from benchmarks.shaped_models import Sizes, make_shaped
 from benchmarks.throughput_cells import HYBRID, OURS, Cell, cells
 from benchmarks.throughput_figures import between, cores_bound, held_nbytes, link_bound_s, verdicts
@@ -120,7 +120,8 @@ def test_a_block_stands_to_its_prediction_as_the_median_of_its_turns() -> None:
              for p in (1.0, 2.2, 9.0)]
     assert errors_of(turns) == pytest.approx({"step": 0.1, "prefill": 0.2})
     assert set(errors_of([turns[0], {k: v for k, v in turns[1].items() if "prefill" not in k}])) == {"step"}
-    assert step_times({"a": turns[:1]}) == {"a": [2.0]}
+    times = answer_times({"a": turns[:2]}, Cell(4, 8, 11))
+    assert times == {"a": [turn["prefill_s"] + 20.0 for turn in turns[:2]]}
 
 
 def test_forced_blocks_are_enough_and_within_the_batch() -> None:
