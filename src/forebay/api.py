@@ -312,8 +312,7 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         checks as many drafted tokens as were wished for when it was wrapped, one that checks none does."""
         have, (prompt, new_tokens) = self.plan.workload, with_renewal(prompt, new_tokens, self.captured.renewed_at)
         held = in_places if entering(self.plan) else batch <= have.batch
-        fits = held and prompt <= have.prompt and prompt + new_tokens <= have.context
-        if not fits:
+        if not (held and prompt <= have.prompt and prompt + new_tokens <= have.context):
             LOG.info("planning anew for %d of %d + %d tokens; the plan was for %d of %d + %d", batch, prompt,
                      new_tokens, have.batch, have.prompt, have.new_tokens)
             batch = have.batch if in_places and self.wishes.entering else max(1, batch)
@@ -352,7 +351,8 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
     ) -> WorkDone:
         """`runtime.run.places.answer_all` on the plan there is, however many are asked."""
-        longest, most = max(each.ids.numel() for each in asked), max(each.new_tokens for each in asked)
+        longest = max(each.ids.numel() for each in asked)
+        most = max(each.ids.numel() + each.new_tokens for each in asked) - longest  # beside it in a place
         with (self.running(min(len(asked), self.plan.workload.batch), longest, most, in_places=True) as session,
               drafting_in_places(self.helper, session) as drafter):
             return answer_all(session, asked, sampling, eos, on_end=on_end, on_step=on_step, drafter=drafter)

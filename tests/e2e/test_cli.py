@@ -208,8 +208,8 @@ def test_prompts_that_the_budget_cannot_hold_are_named_and_the_others_answered(f
     result = _forebay(*arguments)
     assert result.exit_code == 3, result.output
     for part in ("too long for the budget", "prompt 100, 4 new tokens; the smallest that can is",
-                 "line 1: the prompt is too long: 100 tokens do not fit the budget, 3 do",
-                 "line 4: the prompt is too long: 90 tokens do not fit the budget, 3 do", "; 2 were"):
+                 "line 1: a prompt of 100 tokens and an answer of 4 are too long for the budget: it holds 7 together",
+                 "line 4: a prompt of 90 tokens", "; 2 were"):
         assert part in result.stderr, result.stderr
     assert set(_answers(output)) == {2, 3}
     other = _forebay(*_run_arguments(folder, output, prompts=prompts, max_new_tokens=4))
@@ -217,6 +217,25 @@ def test_prompts_that_the_budget_cannot_hold_are_named_and_the_others_answered(f
     enough = _forebay(*_run_arguments(folder, output, prompts=prompts, max_new_tokens=4, batch=None))
     assert enough.exit_code == 0 and set(_answers(output)) == {1, 2, 3, 4}
     assert _forebay(*arguments).exit_code == 0, "what is answered needs no room"
+
+
+def test_a_job_takes_room_for_its_longest_line_not_for_both_maxima(folder: Path, tmp_path: Path) -> None:
+    """A long prompt with a short answer, and the reverse: each line fits what the longest takes."""
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": "w1 " * 90, "max_new_tokens": 4}, {"prompt": "w2", "max_new_tokens": 93},
+             {"prompt": "w3 " * 50, "max_new_tokens": 20}, {"prompt": "w4 " * 80, "max_new_tokens": 40}]
+    _write_lines(prompts, 4 * lines[:1])
+    refused = _forebay(*_run_arguments(folder, output, prompts=prompts, budget="device=20KiB", batch=1)).stderr
+    _write_lines(prompts, lines)
+    budget = f"device={refused.split('(')[1].split(' bytes')[0]}"
+    result = _forebay(*_run_arguments(folder, output, prompts=prompts, budget=budget, batch=1))
+    assert result.exit_code == 3 and "line 4: a prompt of 80 tokens and an answer of 40" in result.stderr, result.output
+    assert "it holds 94 together, 90 of a prompt" in result.stderr, result.stderr
+    assert {key: answer["tokens"] for key, answer in _answers(output).items()} == {1: 4, 2: 93, 3: 20}
+    alone = tmp_path / "alone.jsonl"
+    assert _forebay(*_run_arguments(folder, alone, prompts=prompts, batch=1)).exit_code == 0
+    assert {k: a["text"] for k, a in _answers(alone).items() if k < 4} == {
+        k: a["text"] for k, a in _answers(output).items()}
 
 
 def test_one_prompt_too_long_for_the_batch_stops_no_job(folder: Path, tmp_path: Path) -> None:
@@ -229,8 +248,8 @@ def test_one_prompt_too_long_for_the_batch_stops_no_job(folder: Path, tmp_path: 
     budget = f"device={refused.split('(')[1].split(' bytes')[0]}"
     result = _forebay(*_run_arguments(folder, output, prompts=prompts, budget=budget, max_new_tokens=4))
     assert result.exit_code == 3, result.output
-    for part in ("too long for the budget", "line 1: the prompt is too long: 100 tokens do not fit the budget, 3 do",
-                 "line 4: the prompt is too long: 1 tokens with max_new_tokens 90 do not fit the budget",
+    for part in ("too long for the budget", "line 1: a prompt of 100 tokens and an answer of 4 are too long",
+                 "line 4: a prompt of 1 tokens and an answer of 90 are too long for the budget",
                  "line 5: max_new_tokens leaves no room for a prompt", "; 2 were"):
         assert part in result.stderr, result.stderr
     answers = _answers(output)

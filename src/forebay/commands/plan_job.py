@@ -26,9 +26,10 @@ def fit_job(
 ) -> tuple[LanguageModel, list[Prompt]]:
     """The model planned once for the whole job, and the prompts that the budget holds.
 
-    Without a wish, the planner says how many prompts are computed at once, unless as many as `first` fit. Prompts that
-    are too long for `batch` at once, or else even by themselves, are left out, and what the longest needs is said;
-    PlanError where not even the shortest fits.
+    Without a wish, the planner says how many prompts are computed at once, unless as many as `first` fit. There is room
+    for the longest prompt and for the longest prompt with its answer, but not for both maxima together. Prompts that
+    are too long for `batch` at once, or else even by themselves, are left out, and what all need is said; PlanError
+    where not even the shortest fits.
     """
     from forebay.model_kinds import made
     from forebay.rewriter.ir.plan import PlanError, Workload
@@ -45,10 +46,18 @@ def fit_job(
 
     def planned(most: int, places: int | None) -> LanguageModel:
         kept = up_to(most)
-        prompts, answers = [len(p.ids) for p in kept], [_new_tokens(p, new_tokens) for p in kept]
-        work = Workload(len(kept), max(prompts), max(answers), round(fmean(prompts)), round(fmean(answers)))
+        prompts, usual = [len(p.ids) for p in kept], round(fmean(_new_tokens(p, new_tokens) for p in kept))
+        beside, how = most - max(prompts), partial(plan_places, places=places)
+
+        def made_for(answer: int) -> LanguageModel:
+            work = Workload(len(kept), max(prompts), answer, round(fmean(prompts)), min(usual, answer))
+            return made(draft, mesh, *opened, sizes, work, wishes, machine, None, how)
+
         with console().status("planning the job"):
-            return made(draft, mesh, *opened, sizes, work, wishes, machine, None, partial(plan_places, places=places))
+            if usual > beside:  # where long prompts have short answers, times of the usual one want more room
+                with suppress(PlanError):
+                    return made_for(usual)
+            return made_for(beside)
 
     def chosen(most: int) -> LanguageModel:
         if first is not None and batch is None:
@@ -62,7 +71,7 @@ def fit_job(
         if len(needs) == 1:
             raise
         planned(needs[0], batch or 1)
-        say(f"some prompts are too long for the budget: {error}")
+        say(f"some prompts are too long for the budget, the others are answered: {error}")
     low, high = 0, len(needs) - 1  # the first fits, the other does not
     while high - low > 1:
         middle = (low + high) // 2
@@ -71,7 +80,9 @@ def fit_job(
             low = middle
         except PlanError:
             high = middle
-    return chosen(needs[low]), up_to(needs[low])
+    lm = chosen(needs[low])
+    w = lm.plan.workload
+    return lm, [p for p in encoded if len(p.ids) <= w.prompt and _tokens(p, new_tokens) <= w.context]
 
 
 def _new_tokens(prompt: Prompt, new_tokens: int) -> int:
@@ -83,16 +94,12 @@ def _tokens(prompt: Prompt, new_tokens: int) -> int:
     return len(prompt.ids) + _new_tokens(prompt, new_tokens)
 
 
-def unfit(left: list[Prompt], fitting: list[Prompt]) -> list[BadLine]:
+def unfit(left: list[Prompt], fitting: list[Prompt], plan: Plan, new_tokens: int) -> list[BadLine]:
     """The unanswered prompts that are not among the `fitting`, as lines that are not answered."""
-    longest, held = max(len(p.ids) for p in fitting), {p.request.id for p in fitting}
-    found = []
-    for p in left:
-        if p.request.id not in held:
-            own = p.request.max_new_tokens
-            what = f"{len(p.ids)} tokens" + (f" with max_new_tokens {own}" if own else "")
-            found.append(BadLine(p.request.line, f"the prompt is too long: {what} do not fit the budget, {longest} do"))
-    return found
+    held, w = {p.request.id for p in fitting}, plan.workload
+    return [BadLine(p.request.line, f"a prompt of {len(p.ids)} tokens and an answer of {_new_tokens(p, new_tokens)} "
+                    f"are too long for the budget: it holds {w.context} together, {w.prompt} of a prompt")
+            for p in left if p.request.id not in held]
 
 
 def prompt_room(max_positions: int, saved: Plan | None, new_tokens: int) -> Callable[[Request], int | None]:

@@ -184,7 +184,7 @@ def run(
                     say(f"{output}: going on with {lm.plan.workload.batch} prompts at once, not with {answers.batch}, "
                         "which do not fit: what is computed may differ by rounding")
                 answers.note_batch(lm.plan.workload.batch)
-                bad += unfit(left, fitting)
+                bad += unfit(left, fitting, lm.plan, max_new_tokens)
                 if save_plan:
                     lm.plan.save(save_plan)
                 if jobs.pending(fitting, answers.answered):
