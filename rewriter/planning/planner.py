@@ -16,7 +16,7 @@ from forebay.rewriter.ir.prefill_chunks import SHORTEST_CHUNK, chunk_sizes, chun
 from forebay.rewriter.ir.program import DISK, UPLOAD
 from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
-from forebay.rewriter.planning.tiles import most_tiles, tile_rows_of
+from forebay.rewriter.planning.tiles import most_tiles, room_beside_slots, tile_rows_of
 from forebay.rewriter.planning.wishes import Wishes
 
 SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
@@ -162,7 +162,11 @@ def _candidates(
             continue
         for slots, slot in ((0, 0),) if kinds.products_nbytes <= room else choices:
             left = room - slots * slot_stride(slot)
-            if left >= 0 and not (hops and held + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
+            if left < 0 or (hops and held + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
+                continue
+            if slots and wishes.slots and needs.block.takes_turns:
+                left = room_beside_slots(_halving_order(kinds.products), left, slots, slot)
+            if left >= 0:
                 found.append(_ChunkRoom(chunk, left, slots, slot))
     return found
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
+from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.planning.model_needs import WeightUse
 
 # A tile's columns of the result begin at a multiple of one of these, the first that leaves the number of tiles: at odd
@@ -17,7 +20,15 @@ def most_tiles(products: Sequence[WeightUse], slot: int) -> int:
     counts: Counter[int] = Counter()
     for u in products:
         counts[u.layer] += tile_count(u, slot) if u.layer >= 0 else 0
-    return max(1, *counts.values())
+    return max([1, *counts.values()])
+
+
+def room_beside_slots(order: Sequence[WeightUse], room: int, slots: int, slot: int) -> int:
+    """Bytes for resident weights, at most `room`, that leave no layer more tiles to stream than so many slots hold; -1
+    where more are needed. Weights become resident in this order, so they are sums of the first of them."""
+    sums = [0, *accumulate(aligned(u.nbytes) for u in order)]
+    least = bisect_left(range(len(sums)), True, key=lambda kept: most_tiles(order[kept:], slot) <= slots)
+    return sums[bisect_right(sums, room) - 1] if sums[least] <= room else -1
 
 
 def tile_count(u: WeightUse, slot: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -140,6 +141,20 @@ def test_where_nothing_fits_the_smallest_need_is_named() -> None:
 
 def on_gpu(work: Workload, block: Block) -> StepGraphs:
     return replace(graphs(work, block), host_hop=True)
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_with_few_slots_the_smallest_named_is_enough(slots: int) -> None:
+    """Micro-batches that take turns hold a layer's weights: with fewer slots than their tiles more stays resident."""
+    wishes = Wishes(slots, cache_tier="disk", micro_batches=3)
+    with pytest.raises(PlanError, match=r"the smallest that can is .*?\((\d+) bytes") as refused:
+        plan_block(graphs, Budget(20_000), WORK, wishes, Machine.default(), Switches())
+    least = int(re.search(r"\((\d+) bytes", str(refused.value))[1])
+    for budget in (least, 5 * least // 4):
+        _, plan = plan_block(graphs, Budget(budget), WORK, wishes, Machine.default(), Switches())
+        assert plan.schedule.slots in (0, slots)
+    with pytest.raises(PlanError):
+        plan_block(graphs, Budget(least - 1), WORK, wishes, Machine.default(), Switches())
 
 
 def test_on_a_gpu_the_host_attends_where_that_is_faster() -> None:
