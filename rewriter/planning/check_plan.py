@@ -221,7 +221,8 @@ def _check_places(plan: Plan) -> None:
     for tier, nbytes in plan.arenas.items():
         limit = {"device": plan.budget.device, "host": plan.budget.host}.get(tier, 0)
         if limit is not None and nbytes > limit:
-            raise PlanError(f"plan.budget.{tier}: the {tier} arena takes {nbytes} bytes, {limit} are allowed")
+            raise PlanError(f"plan.arenas.{tier}, plan.budget.{tier}: the {tier} arena takes {nbytes} bytes, {limit} "
+                            "are allowed")
     number = {id(b): i for i, b in enumerate(plan.buffers)}
     for i, b in enumerate(plan.buffers):
         afar = b.arena not in ARENAS  # in a file, which is as long as it must be

@@ -72,17 +72,24 @@ def fit_job(
             raise
         planned(needs[0], batch or 1)
         say(f"some prompts are too long for the budget, the others are answered: {error}")
-    low, high = 0, len(needs) - 1  # the first fits, the other does not
+    lm = chosen(_most_that_fit(needs, lambda most: planned(most, batch or 1)))
+    w = lm.plan.workload
+    return lm, [p for p in encoded if len(p.ids) <= w.prompt and _tokens(p, new_tokens) <= w.context]
+
+
+def _most_that_fit(needs: list[int], planned: Callable[[int], Any]) -> int:
+    """The largest of `needs` that is `planned` without PlanError: the first is, the last is not."""
+    from forebay.rewriter.ir.plan import PlanError
+
+    low, high = 0, len(needs) - 1
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            planned(needs[middle], batch or 1)
+            planned(needs[middle])
             low = middle
         except PlanError:
             high = middle
-    lm = chosen(needs[low])
-    w = lm.plan.workload
-    return lm, [p for p in encoded if len(p.ids) <= w.prompt and _tokens(p, new_tokens) <= w.context]
+    return needs[low]
 
 
 def _new_tokens(prompt: Prompt, new_tokens: int) -> int:
