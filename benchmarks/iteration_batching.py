@@ -26,6 +26,7 @@ import os
 import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -114,10 +115,16 @@ def turn(
 
             work = run_job(lm, prompts[at : at + size], output, Ask(ANSWERS[1]), lambda ids: " ".join(map(str, ids)),
                            progress=progress)
-            total = WorkDone(*(a + b for a, b in zip(vars(total).values(), vars(work).values(), strict=True)))
+            total = added(total, work)
         time_s = turns.clock(label) - began
         lines = map(json.loads, output.path.read_bytes().splitlines())
         return ContestantTurn(total, time_s, decode_s, {line["id"]: line["text"] for line in lines})
+
+
+def added(one: WorkDone, other: WorkDone) -> WorkDone:
+    """What was done in both."""
+    sums = ((name, value, getattr(other, name)) for name, value in vars(one).items())
+    return WorkDone(**{name: dict(Counter(a) + Counter(b)) if isinstance(a, dict) else a + b for name, a, b in sums})
 
 
 def measure(name: str, options: argparse.Namespace, say: Any) -> dict[str, Any]:
