@@ -59,15 +59,18 @@ def plan_places(
     predicted to take least time a sequence is taken; its prefill steps decode for all places as well (`Block.joined`)
     where that is predicted to be faster. With `rounds` wished, all that are computed begin together. Numbers whose
     cache the device cannot hold have it on slower tiers too, for a job that takes `WORTH_S` else: from the fewest on,
-    as long as more are faster. PlanError, if none fits, for the fewest.
+    as long as more are faster. Where none fits, the fewest are computed in rounds, which need less than places that are
+    entered. PlanError if these do not fit either.
     """
     count = workload.batch
     sizes = [min(places, count)] if places else _halvings(count)
 
-    def planned(size: int, tier: CacheTier, joined: bool = wishes.joined) -> tuple[Pipeline, Plan]:
-        wished = replace(wishes, cache_tier=tier, joined=joined)
+    def planned(
+        size: int, tier: CacheTier, joined: bool = wishes.joined, rounds: bool = wishes.rounds
+    ) -> tuple[Pipeline, Plan]:
+        wished = replace(wishes, cache_tier=tier, joined=joined, rounds=rounds)
         together = joining_at_once(size, workload.usual[1]) if joined else entering_at_once(size)
-        enters = wished if size == count or wishes.rounds else replace(wished, entering=wishes.entering or together)
+        enters = wished if size == count or rounds else replace(wished, entering=wishes.entering or together)
         return plan_block(graphs_of, budget, replace(workload, batch=size), enters, machine, switches)
 
     found: list[tuple[Pipeline, Plan]] = []
@@ -96,7 +99,9 @@ def plan_places(
         least = time_s
     if not found:
         assert refused is not None
-        raise refused
+        if sizes[-1] == count or wishes.rounds or wishes.entering or wishes.joined:
+            raise refused
+        found.append(planned(sizes[-1], wishes.cache_tier, rounds=True))
     return min(found, key=lambda way: sequence_time_s(way[1]))
 
 

@@ -186,7 +186,10 @@ class SpillSpace:
         for name, nbytes in files.items():
             there = self._files.get(name)
             if there is None:
-                Path(self.folder).mkdir(parents=True, exist_ok=True)
+                try:
+                    Path(self.folder).mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise _refusal(self.folder, error) from error
                 self._files[name] = SpillFile(name, self.folder, nbytes)
             elif there.nbytes != nbytes:
                 raise SpillError(f"the spill file {name} has {there.nbytes} bytes, and a program means {nbytes}: plan "

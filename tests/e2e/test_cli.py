@@ -208,7 +208,8 @@ def test_prompts_that_the_budget_cannot_hold_are_named_and_the_others_answered(f
     result = _forebay(*arguments)
     assert result.exit_code == 3, result.output
     for part in ("too long for the budget", "prompt 100, 4 new tokens; the smallest that can is",
-                 "line 1: a prompt of 100 tokens and an answer of 4 are too long for the budget: it holds 7 together",
+                 "line 1: a prompt of 100 tokens and an answer of 4 are too long for the budget; the plan has room for "
+                 "7 together",
                  "line 4: a prompt of 90 tokens", "; 2 were"):
         assert part in result.stderr, result.stderr
     assert set(_answers(output)) == {2, 3}
@@ -230,12 +231,51 @@ def test_a_job_takes_room_for_its_longest_line_not_for_both_maxima(folder: Path,
     budget = f"device={refused.split('(')[1].split(' bytes')[0]}"
     result = _forebay(*_run_arguments(folder, output, prompts=prompts, budget=budget, batch=1))
     assert result.exit_code == 3 and "line 4: a prompt of 80 tokens and an answer of 40" in result.stderr, result.output
-    assert "it holds 94 together, 90 of a prompt" in result.stderr, result.stderr
+    assert "the plan has room for 94 together, 90 of a prompt" in result.stderr, result.stderr
     assert {key: answer["tokens"] for key, answer in _answers(output).items()} == {1: 4, 2: 93, 3: 20}
     alone = tmp_path / "alone.jsonl"
     assert _forebay(*_run_arguments(folder, alone, prompts=prompts, batch=1)).exit_code == 0
     assert {k: a["text"] for k, a in _answers(alone).items() if k < 4} == {
         k: a["text"] for k, a in _answers(output).items()}
+
+
+def test_a_job_of_several_needs_no_more_than_each_alone(folder: Path, tmp_path: Path) -> None:
+    """One after the other, where places that are entered would need more."""
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    line = {"prompt": "w1 " * 40, "max_new_tokens": 8}
+    _write_lines(prompts, [line])
+    refused = _forebay(*_run_arguments(folder, output, prompts=prompts, budget="device=20KiB", batch=None)).stderr
+    budget = f"device={refused.split('(')[1].split(' bytes')[0]}"
+    _write_lines(prompts, [line, {"prompt": "w2", "max_new_tokens": 1}, line | {"id": "b"}])
+    for i, batch in enumerate((None, 1)):
+        arguments = _run_arguments(folder, tmp_path / f"{i}", prompts=prompts, budget=budget, batch=batch)
+        assert (result := _forebay(*arguments)).exit_code == 0, result.output
+        assert {k: a["tokens"] for k, a in _answers(tmp_path / f"{i}").items()} == {1: 8, 2: 1, "b": 8}
+
+
+def test_a_job_of_fewer_lines_than_its_batch_goes_on_with_more(folder: Path, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    _write_lines(prompts, [{"prompt": "w1 w2"}])
+    arguments = _run_arguments(folder, output, prompts=prompts, max_new_tokens=2, batch=4)
+    assert _forebay(*arguments).exit_code == 0
+    _write_lines(prompts, [{"prompt": "w1 w2"}, {"prompt": "w3"}])
+    assert (result := _forebay(*arguments)).exit_code == 0, result.output
+    assert set(_answers(output)) == {1, 2}
+
+
+def test_a_plan_leaves_alone_what_another_answered(folder: Path, tmp_path: Path) -> None:
+    """Lines without room in it count where nothing has answered them; nor does a default that no line takes stop it."""
+    prompts, output, saved = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "plan.json"
+    short = [{"prompt": "w1 w2", "max_new_tokens": 3}, {"prompt": "w3", "max_new_tokens": 2}]
+    _write_lines(prompts, short)
+    made = _run_arguments(folder, tmp_path / "first", prompts=prompts, save_plan=saved, max_new_tokens=100)
+    assert _forebay(*made).exit_code == 0
+    _write_lines(prompts, [*short, {"prompt": "w4 " * 30, "max_new_tokens": 5}])
+    replayed = ["run", folder, "--prompts", prompts, "--output", output, "--plan", saved, "--max-new-tokens", 100]
+    assert (result := _forebay(*replayed)).exit_code == 3 and "; 2 were" in result.stderr, result.output
+    roomy = _run_arguments(folder, output, prompts=prompts, max_new_tokens=100, batch=None)
+    assert (result := _forebay(*roomy)).exit_code == 0, result.output
+    assert (result := _forebay(*replayed)).exit_code == 0 and "3 of 3 prompts are answered" in result.stderr
 
 
 def test_one_prompt_too_long_for_the_batch_stops_no_job(folder: Path, tmp_path: Path) -> None:
@@ -249,7 +289,7 @@ def test_one_prompt_too_long_for_the_batch_stops_no_job(folder: Path, tmp_path: 
     result = _forebay(*_run_arguments(folder, output, prompts=prompts, budget=budget, max_new_tokens=4))
     assert result.exit_code == 3, result.output
     for part in ("too long for the budget", "line 1: a prompt of 100 tokens and an answer of 4 are too long",
-                 "line 4: a prompt of 1 tokens and an answer of 90 are too long for the budget",
+                 "line 4: a prompt of 1 tokens and an answer of 90 are too long for the budget, with --batch 2",
                  "line 5: max_new_tokens leaves no room for a prompt", "; 2 were"):
         assert part in result.stderr, result.stderr
     answers = _answers(output)
@@ -415,7 +455,8 @@ def test_plan_is_printed_saved_explained_and_replayed(
 
 
 def test_times_of_a_job_are_those_of_its_usual_prompts(folder: Path, tmp_path: Path) -> None:
-    """The mean of all prompts, also of those that are answered already; where a line names a longer answer, that."""
+    """The mean of all prompts, also of those that are answered already; where a line names a longer answer, there is
+    room for it behind its prompt."""
     lines = [json.loads(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
     lines[0]["max_new_tokens"] = 2 * NEW
     _write_lines(tmp_path / "in", lines)
@@ -424,7 +465,7 @@ def test_times_of_a_job_are_those_of_its_usual_prompts(folder: Path, tmp_path: P
     result = _forebay(*_run_arguments(folder, tmp_path / "out", prompts=tmp_path / "in", save_plan=saved))
     assert result.exit_code == 0, result.output
     work = load_plan(saved).workload
-    assert (work.prompt, work.new_tokens) == (max(lengths), 2 * NEW)
+    assert (work.prompt, work.context) == (max(lengths), max(lengths[0] + 2 * NEW, max(lengths) + NEW))
     assert work.usual == (round(sum(lengths) / COUNT), round((COUNT + 1) * NEW / COUNT)) < (max(lengths), 2 * NEW)
     assert "as is usual" in result.stdout and "as is usual" in _forebay("explain", saved).stdout
 

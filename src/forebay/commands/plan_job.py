@@ -101,17 +101,18 @@ def _tokens(prompt: Prompt, new_tokens: int) -> int:
     return len(prompt.ids) + _new_tokens(prompt, new_tokens)
 
 
-def unfit(left: list[Prompt], fitting: list[Prompt], plan: Plan, new_tokens: int) -> list[BadLine]:
+def unfit(left: list[Prompt], fitting: list[Prompt], plan: Plan, new_tokens: int, batch: int | None) -> list[BadLine]:
     """The unanswered prompts that are not among the `fitting`, as lines that are not answered."""
     held, w = {p.request.id for p in fitting}, plan.workload
+    most = f"the budget, with --batch {batch}" if batch is not None and batch > 1 else "the budget"
     return [BadLine(p.request.line, f"a prompt of {len(p.ids)} tokens and an answer of {_new_tokens(p, new_tokens)} "
-                    f"are too long for the budget: it holds {w.context} together, {w.prompt} of a prompt")
+                    f"are too long for {most}; the plan has room for {w.context} together, {w.prompt} of a prompt")
             for p in left if p.request.id not in held]
 
 
 def prompt_room(max_positions: int, saved: Plan | None, new_tokens: int) -> Callable[[Request], int | None]:
     """The longest prompt of a request that fits the model's positions and the saved plan; None for no limit. JobError
-    where the job's `new_tokens` leave no room."""
+    for a request that the job's `new_tokens`, not its own, leave no room."""
 
     def room(new: int) -> int | None:
         limits = [max_positions - new] if max_positions else []
@@ -119,9 +120,12 @@ def prompt_room(max_positions: int, saved: Plan | None, new_tokens: int) -> Call
             limits += [saved.workload.prompt, saved.workload.context - new]
         return min(limits, default=None)
 
-    most = room(new_tokens)
-    if most is not None and most < 1:
-        raise JobError(f"--max-new-tokens {new_tokens} leaves no room for a prompt: "
-                       + (f"the plan has {saved.workload.context} positions" if saved is not None else
-                          f"the model has {max_positions} positions"))
-    return lambda request: room(request.max_new_tokens or new_tokens)
+    def most(request: Request) -> int | None:
+        found = room(request.max_new_tokens or new_tokens)
+        if request.max_new_tokens is None and found is not None and found < 1:
+            raise JobError(f"--max-new-tokens {new_tokens} leaves no room for a prompt: "
+                           + (f"the plan has {saved.workload.context} positions" if saved is not None else
+                              f"the model has {max_positions} positions"))
+        return found
+
+    return most

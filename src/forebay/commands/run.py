@@ -163,12 +163,14 @@ def run(
                                      ranges=ranges if saved is None else saved.score_ranges)
         with jobs.AnswerFile(output, settings, force=force) as answers:
             answers.answered, answers.batch = as_first_rank(mesh, answers.answered, answers.batch)
-            answers.check_questions(p.request for p in encoded)
+            answers.check_questions(requests)
             left = jobs.pending(encoded, answers.answered)
+            known = {request.line for request in requests if request.id in answers.answered}
+            bad = [line for line in bad if line.line not in known]
             if answers.cut_nbytes:
                 say(f"{output}: cut off {answers.cut_nbytes} bytes of an unfinished line")
-            if len(left) < len(encoded):
-                say(f"{output}: {len(encoded) - len(left)} of {len(encoded)} prompts are answered already")
+            if known:
+                say(f"{output}: {len(known)} of {len(requests)} prompts are answered already")
             if left:
                 profile = machine_profile(machine, folder)
                 answers.check_batch(batch if saved is None else saved.workload.batch)
@@ -180,11 +182,11 @@ def run(
                                        first=answers.batch, mesh=mesh, draft=draft)
                 if draft is not None:
                     say(f"draft: {told(lm)}")
-                if answers.batch not in (None, lm.plan.workload.batch):
+                if batch is None and answers.batch not in (None, lm.plan.workload.batch):
                     say(f"{output}: going on with {lm.plan.workload.batch} prompts at once, not with {answers.batch}, "
                         "which do not fit: what is computed may differ by rounding")
-                answers.note_batch(lm.plan.workload.batch)
-                bad += unfit(left, fitting, lm.plan, max_new_tokens)
+                answers.note_batch(batch or lm.plan.workload.batch)
+                bad += unfit(left, fitting, lm.plan, max_new_tokens, batch)
                 if save_plan:
                     lm.plan.save(save_plan)
                 if jobs.pending(fitting, answers.answered):
@@ -193,7 +195,7 @@ def run(
         for line in sorted(bad, key=lambda b: b.line):
             say(f"{prompts} line {line.line}: {line.reason}")
         if bad:
-            answered = len(encoded) - len(jobs.pending(encoded, answers.answered))
+            answered = sum(request.id in answers.answered for request in requests)
             say(f"{len(bad)} lines of {prompts} were not answered; {answered} were")
             raise typer.Exit(SOME_UNANSWERED)
 
