@@ -27,6 +27,9 @@ def refuse_generation(config: GenerationConfig, mode: GenerationMode, options: d
                          "never run; give custom_generate as a function")
     if config.guidance_scale not in (None, 1, 1.0):
         raise ValueError("generate: guidance_scale needs a second cache, and the plan has one; leave it out")
+    if getattr(config, "prefill_chunk_size", None) and not config.use_cache:
+        raise ValueError("generate: prefill_chunk_size cuts a prompt for a cache, and use_cache=False has none; leave "
+                         "one of both out")
     for name in ("assistant_early_exit", "use_mtp", "speculation_type"):
         if getattr(config, name, None):
             raise ValueError(f"generate: {name} drafts with parts of the model, of which none runs by itself; leave it "
