@@ -115,8 +115,7 @@ def read_trace(path: str | Path) -> tuple[Arrival, ...]:
 
 
 def _number(value: object, low: float, high: float, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high \
-            or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise TrafficError(f"{where}: {value!r} is not a number from {low:g} to {high:g}")
     return float(value)
 
