@@ -310,7 +310,7 @@ def write_rate(folder: str, machine: Any) -> float:
     """Bytes per second of plain writes to a spill file by the profile's engine."""
     from forebay.runtime.disk.chunks import Write
     from forebay.runtime.disk.reader import KINDS, open_writer
-    from forebay.runtime.disk.spill import SpillFile
+    from forebay.runtime.disk.spill_file import SpillFile
     from forebay.runtime.run.arena import Arena
 
     link, memory, size = machine.link("device", "disk"), Arena(64 * MIB), 4 * MIB

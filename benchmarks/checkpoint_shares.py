@@ -25,11 +25,11 @@ from forebay.rewriter.ir.plan import Budget, Plan, Workload
 from forebay.rewriter.ir.program import COMPUTE, FileSlice
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.plan_block import plan_block
+from forebay.rewriter.pipeline.plan_block import plan_block
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.checkpoint_share import SHARES, balanced_share
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.model_shapes import capture_config, load_config
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 ALL = ((0, 1), *SHARES)

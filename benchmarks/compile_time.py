@@ -17,9 +17,9 @@ from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 STAGES = ("capture and fuse", "fix sizes", "plan, lower, prove")

@@ -33,7 +33,7 @@ from forebay.drafted import told
 from forebay.open_model import known_machine
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 from forebay.rewriter.machine.profile import load_machine
-from forebay.rewriter.plan_places import entering_at_once
+from forebay.rewriter.pipeline.plan_places import entering_at_once
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.run.places import Asked
 from forebay.runtime.run.sampling import Sampling

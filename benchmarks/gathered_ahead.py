@@ -23,7 +23,7 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.plan_ranks import plan_together, rank_planners
+from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.ranks import RankLine, simulate_ranks
 from forebay.rewriter.switches import Switches

@@ -36,7 +36,7 @@ from forebay.rewriter.checkpoints.gguf_repack import PLAIN, open_gguf
 from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
 from forebay.rewriter.ir.plan import Budget, PlanError
-from forebay.rewriter.rewrite_captured import ACTIVATIONS
+from forebay.rewriter.pipeline.rewrite_captured import ACTIVATIONS
 
 REST = "Q8_0"  # of tensors whose rows are not whole blocks
 KINDS = ("F16", "BF16", *BLOCK_KINDS)

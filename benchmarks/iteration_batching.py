@@ -45,7 +45,7 @@ from forebay.commands.jobs import AnswerFile, Ask, run_job
 from forebay.commands.prompts import Prompt, Request
 from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.plan_places import plan_places
+from forebay.rewriter.pipeline.plan_places import plan_places
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.run.places import WorkDone
 

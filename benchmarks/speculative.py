@@ -46,7 +46,7 @@ from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import COMPUTE
 from forebay.rewriter.machine.profile import Machine, load_machine
-from forebay.rewriter.plan_draft import token_time_s
+from forebay.rewriter.pipeline.plan_draft import token_time_s
 from forebay.rewriter.predict.simulate import simulate
 from forebay.runtime.disk.page_cache import drop_file
 from forebay.runtime.run.draft_choice import step_times_s

@@ -17,10 +17,10 @@ from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.plan import Budget, Plan, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.report.explain import explain_plan
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 BUDGET, SLOTS, SLOT_NBYTES, CHUNK, THREADS = 910_000, 2, 32 << 10, 4, 2

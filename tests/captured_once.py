@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import forebay.api as api
-from forebay.rewriter import pipeline
 from forebay.rewriter.capture import trace
 from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.pipeline import pass_list as pipeline
 from forebay.rewriter.switches import Switches
 
 ROOT = Path(__file__).parent

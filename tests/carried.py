@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Free, Mark, Move, Outgoing, Store
 from forebay.passes.lower.place_copies import place_copies
+from forebay.rewriter.ir.draft import Arrive, Draft, Evict, Fetch, Free, Mark, Move, Outgoing, Store
 from forebay.rewriter.ir.plan import Budget, BufferPlacement, Plan, Schedule, Workload
 from forebay.rewriter.ir.program import COMPUTE, Item, Launch, Program, Span, TensorRef, span_of
 

@@ -24,13 +24,13 @@ LONG = ("e2e/test_memory_budget", "e2e/test_sharded", "e2e/test_cli", "e2e/test_
         "commands/test_first_use", "test_examples", "benchmarks/test_gpu_offload_benchmark", "e2e/test_every_schedule",
         "e2e/test_quantize", "e2e/test_compile_smallest", "test_readme", "runtime/run/test_acceptance",
         "kernels/attention/decode_attention/test_gpu", "e2e/test_changed_inputs", "exported/test_demo_clients",
-        "e2e/test_speculative", "rewriter/test_plan_places", "rewriter/planning/test_plan_is_obeyed",
+        "e2e/test_speculative", "rewriter/pipeline/test_plan_places", "rewriter/planning/test_plan_is_obeyed",
         "e2e/test_any_wishes", "runtime/measure/test_machine", "benchmarks/test_throughput",
         "runtime/comm/test_failures", "serving/test_goals", "exported/test_graph_data", "exported/test_export",
         "kernels/attention/attention_q/test_gpu", "serving/test_launch", "rewriter/capture/test_released",
         "runtime/run/test_bind", "rewriter/checkpoints/test_resolve", "faults/test_faults", "exported/test_onnx",
         "huggingface/test_token_embeddings", "e2e/test_block_schedules", "e2e/test_gpu_bindings",
-        "e2e/test_plan_config", "benchmarks/test_gpu_benchmark", "e2e/test_calibrate", "rewriter/test_plan_block")
+        "e2e/test_plan_config", "benchmarks/test_gpu_benchmark", "e2e/test_calibrate", "rewriter/pipeline/test_plan_block")
 ONE_THREAD = tuple(Path(__file__).parent / f"{name}.py" for name in (  # whose tiny models hardly use a second one
     "e2e/test_every_schedule", "e2e/test_generate", "e2e/test_quantized_run", "runtime/run/test_places"))
 
@@ -64,7 +64,7 @@ def collections_see_one_file() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def graphs_are_checked() -> Iterator[None]:
     """Whatever a test puts through the passes, each of them must leave sound graphs."""
-    import forebay.rewriter.run_passes as run_passes
+    import forebay.rewriter.pipeline.run_passes as run_passes
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_passes, "ALWAYS_CHECK", True)

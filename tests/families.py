@@ -12,7 +12,7 @@ import transformers as T
 from forebay.kernels.formats import row_sizes
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat, WeightSpec
-from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 VOCAB = 199

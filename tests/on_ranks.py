@@ -57,7 +57,7 @@ def _nursery(asked: Connection, environment: Mapping[str, str]) -> None:
 
     from forebay.model_kinds import read_mesh
     from forebay.open_model import open_model
-    from forebay.rewriter.shard_captured import shard_captured
+    from forebay.rewriter.pipeline.shard_captured import shard_captured
     from forebay.rewriter.switches import read_switches
 
     torch.set_num_threads(1)

@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "forebay": None,
     "forebay.rewriter": ("forebay.rewriter", "forebay.kernels", "forebay.passes", "forebay.runtime.devices"),
     "forebay.rewriter.ir": ("forebay.rewriter.ir", "forebay.kernels.formats"),
-    "forebay.rewriter.pipeline": None,
+    "forebay.rewriter.pipeline.step_pipeline": None,
     "forebay.serving": ("forebay.serving", "forebay.api", "forebay.drafting", "forebay.commands.prompts",
                         "forebay.commands.chat_template", "forebay.commands.process_memory",
                         "forebay.commands.terminal", "forebay.rewriter.ir", "forebay.runtime.run"),

@@ -14,7 +14,7 @@ from forebay.passes.lower.lower import lower
 from forebay.passes.lower.place_copies import place_copies
 from forebay.passes.place.allocate_buffers import allocate_buffers, place_activations, plan_activations
 from forebay.passes.place.insert_transfers import insert_transfers
-from forebay.passes.place.select_gemm import product_shape, select_gemm
+from forebay.passes.place.select_gemm import select_gemm
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.graph import META, WeightInput
@@ -28,9 +28,10 @@ from forebay.rewriter.ir.plan import (
     WeightPlacement,
     Workload,
 )
+from forebay.rewriter.ir.products import product_shape
 from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Program, Span
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import Switches
 from forebay.runtime.devices.threads import ThreadDevice

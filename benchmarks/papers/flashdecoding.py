@@ -22,10 +22,10 @@ from forebay.passes.place.allocate_buffers import plan_activations
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_inputs
+from forebay.rewriter.ir.cache_layout import cache_buffers
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.planning.graph_needs import cache_buffers
-from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 # What CUDA reports of an A100 80GB (79.15 GiB), less 0.5 GiB for the CUDA context and the libraries' own memory.

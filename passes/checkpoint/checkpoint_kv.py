@@ -26,7 +26,7 @@ from torch.fx.node import map_aggregate
 from forebay.kernels.formats.table import NATIVE, Format
 from forebay.kernels.operators import ACTIVATION_APPEND_Q, DEQUANTIZE_ROWS
 from forebay.passes.checkpoint.smallest_cut import Cut, smallest_cut, token_nbytes
-from forebay.rewriter.ir.block import CHECKPOINTED, RESTORED
+from forebay.rewriter.ir.cache_layout import CHECKPOINTED, RESTORED
 from forebay.rewriter.ir.graph import META, CacheInput, CheckpointSpec, values_of
 from forebay.rewriter.ir.symbolic_values import InputLayout, fill_graphs
 

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from forebay.kernels.operators import KV_APPEND, KV_APPEND_Q, of_target
-from forebay.passes.product_nodes import linear_arguments
 from forebay.rewriter.ir.graph import META, values_of
+from forebay.rewriter.ir.products import linear_arguments
 
 # Of a value's own bytes: what making it again costs at least, so that of equal cuts the one next to K and V is found.
 LEAST_PRICE = 2.0**-20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from forebay.passes.product_nodes import Linear, alike, fold, foldable
+from forebay.rewriter.ir.products import Linear, alike, fold, foldable
 
 aten = torch.ops.aten
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from forebay.passes.place.order_gathers import RING, gathers_weight
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.gathers import GATHER_BUFFER, gathers_weight
 from forebay.rewriter.ir.graph import META, STREAMED, CacheInput, Layout, WeightInput, storage_of, values_of
 from forebay.rewriter.ir.program import Span, TensorRef
 
@@ -35,7 +35,7 @@ class Addresses:
         nodes = list(gm.graph.nodes)
         self.symbols = {n: f"{WEIGHT}{i}" for i, n in enumerate(n for n in nodes if n.op == "placeholder")}
         self.tiles = {n: i for i, n in enumerate(n for n in nodes if n.target is ops.fetch)}
-        early = [n for n in nodes if gathers_weight(n)] if RING in layout.buffers else []
+        early = [n for n in nodes if gathers_weight(n)] if GATHER_BUFFER in layout.buffers else []
         self.ahead = {n: i for i, n in enumerate(early)}
         self._refs: dict[tuple[fx.Node, int], TensorRef] = {}
 

@@ -3,51 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import fx
-
-from forebay.kernels.operators import find, of_target
-from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Lookup, Mark, Move, Outgoing, Store
+from forebay.kernels.operators import find
 from forebay.rewriter.ir.alignment import aligned
-from forebay.rewriter.ir.graph import values_of
+from forebay.rewriter.ir.cache_layout import OPERANDS
+from forebay.rewriter.ir.draft import Arrive, Draft, Evict, Fetch, Lookup, Mark, Move, Outgoing, Store
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import ATTEND, HOST, Item, Launch, Release, Span, TensorRef, span_of
-
-OPERANDS = "operands"  # host memory for what a turn's launches there read and write; a buffer for each micro-batch
-
-
-class OperandSizes(NamedTuple):
-    """What a block's operators over caches are given beside the caches, and give: bytes of both, the copies that take
-    them between the tiers, and host bytes to hold them."""
-
-    given_nbytes: int
-    made_nbytes: int
-    copies: int
-    room_nbytes: int
-
-
-NO_OPERANDS = OperandSizes(0, 0, 0, 0)
-
-
-def operands_of(block: fx.GraphModule) -> OperandSizes:
-    """The operands of a block's operators over caches."""
-    found = {True: list[int](), False: list[int]()}
-    for node in block.graph.nodes:
-        operator = of_target(node.target)
-        if operator is None or not operator.caches:
-            continue
-        caches = operator.given_caches(node.args)
-        found[True] += [_extent(v) for n in node.all_input_nodes if n not in caches for v in values_of(n)]
-        found[False] += map(_extent, values_of(node) if node.meta.get("alias_of") is None else ())
-    both = [*found[True], *found[False]]
-    return OperandSizes(sum(found[True]), sum(found[False]), len(both), sum(map(aligned, both)))
-
-
-def _extent(value: torch.Tensor) -> int:
-    """Bytes from the first element to behind the last."""
-    return (1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))) * value.element_size()
 
 
 def delegate_attention(draft: Draft, plan: Plan) -> None:

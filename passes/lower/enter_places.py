@@ -13,15 +13,13 @@ import torch
 from torch import fx
 
 from forebay.passes.lower.addresses import Address
-from forebay.passes.lower.draft import Draft
 from forebay.rewriter.ir.alignment import aligned
+from forebay.rewriter.ir.cache_layout import ENTERING, PLACES
+from forebay.rewriter.ir.draft import Draft
 from forebay.rewriter.ir.graph import META, CacheInput
 from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import COMPUTE, Launch, Release, Span, TensorRef, dtype_itemsize, span_of
-
-PLACES = "places"  # int64 [entering]: input of a prefill step
-ENTERING = "entering"  # what is staged of one layer
 
 
 def take(source: TensorRef, index: TensorRef, target: TensorRef, reads: Span, label: str, layer: int) -> Launch:

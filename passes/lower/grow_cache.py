@@ -8,10 +8,10 @@ smaller activations.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
+from forebay.rewriter.ir.cache_layout import CacheRows
 from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.plan import BufferPlacement
 from forebay.rewriter.ir.program import (
@@ -25,19 +25,6 @@ from forebay.rewriter.ir.program import (
     dtype_itemsize,
     span_of,
 )
-
-
-@dataclass(frozen=True)
-class CacheRows:
-    """A cache buffer as rows of tokens: `rows` (sequences × heads) of `width` elements per token."""
-
-    rows: int
-    width: int
-    dtype: str  # torch dtype without the prefix
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes of a buffer that holds so many tokens."""
-        return self.rows * tokens * self.width * dtype_itemsize(self.dtype)
 
 
 def grow_cache(

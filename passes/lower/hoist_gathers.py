@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from forebay.passes.lower.draft import Arrive, Draft, Exchanged, Fetch, Free
-from forebay.passes.place.order_gathers import RING
+from forebay.rewriter.ir.draft import Arrive, Draft, Exchanged, Fetch, Free
+from forebay.rewriter.ir.gathers import GATHER_BUFFER
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import COLLECT, Launch, Release, Span
 
@@ -69,7 +69,7 @@ class _Hoisted:
 
 
 def _ahead(span: Span) -> bool:
-    return span.buffer.startswith(f"{RING}:")
+    return span.buffer.startswith(f"{GATHER_BUFFER}:")
 
 
 def _meet(one: Span, other: Span) -> bool:

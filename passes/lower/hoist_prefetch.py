@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from forebay.passes.lower.delegate_attention import OPERANDS
-from forebay.passes.lower.draft import Draft, Evict, Fetch, Free, Store
-from forebay.passes.lower.stage_cache import RING
+from forebay.rewriter.ir.cache_layout import CACHE_STAGING, OPERANDS
+from forebay.rewriter.ir.draft import Draft, Evict, Fetch, Free, Store
 from forebay.rewriter.ir.plan import Plan, PlanError
 
 
@@ -23,7 +22,7 @@ def hoist_prefetch(draft: Draft, plan: Plan) -> None:
 
 
 def _hoist_weights(draft: Draft, plan: Plan) -> None:
-    moves = [index for index, move in enumerate(draft.moves) if move.ring not in (RING, OPERANDS)]
+    moves = [index for index, move in enumerate(draft.moves) if move.ring not in (CACHE_STAGING, OPERANDS)]
     number = {index: j for j, index in enumerate(moves)}
     lead, slots, count = plan.schedule.lead, plan.schedule.slots, len(moves)
     ahead = min(lead, count)
@@ -58,7 +57,7 @@ def _hoist_weights(draft: Draft, plan: Plan) -> None:
 
 def _hoist_cache(draft: Draft, slots: int) -> None:
     """Load n and store n of the caches are those of turn n."""
-    loads = [index for index, move in enumerate(draft.moves) if move.ring == RING]
+    loads = [index for index, move in enumerate(draft.moves) if move.ring == CACHE_STAGING]
     stores = [index for index, out in enumerate(draft.stores) if out.cache]
     turns = {index: turn for turn, index in enumerate(stores)}
     if not loads:

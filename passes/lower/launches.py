@@ -22,10 +22,10 @@ from forebay.passes.lower.out_variants import (
     out_variant,
     transient_nbytes,
 )
-from forebay.passes.product_nodes import Linear, is_product, linear_arguments
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, Gemm, is_collective, values_of
 from forebay.rewriter.ir.operator_names import called
+from forebay.rewriter.ir.products import Linear, is_product, linear_arguments
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, Launch, TensorRef, dtype_itemsize, row_major_strides, span_of
 
 aten = torch.ops.aten

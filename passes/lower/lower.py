@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from forebay.passes.lower.addresses import GATHERED, TILE, Address, Addresses, Symbols, micro_batch_symbols, settled
-from forebay.passes.lower.draft import Arrive, Draft, Exchanged, Fetch, Found, Free, Lookup, Move
 from forebay.passes.lower.enter_places import PlaceStaging
 from forebay.passes.lower.launches import LoweringError, Workspace
 from forebay.passes.lower.place_copies import landing_of
@@ -33,11 +32,12 @@ from forebay.passes.lower.recording import (
     parts_of,
     place_of,
 )
-from forebay.passes.lower.stage_cache import CacheStaging, staged_layers
+from forebay.passes.lower.stage_cache import CacheStaging
 from forebay.passes.lower.take_turns import PieceTurn, turns
-from forebay.passes.place.order_gathers import RING
 from forebay.rewriter.ir.alignment import aligned
-from forebay.rewriter.ir.block import DECODING
+from forebay.rewriter.ir.cache_layout import DECODING, staged_layers
+from forebay.rewriter.ir.draft import Arrive, Draft, Exchanged, Fetch, Found, Free, Lookup, Move
+from forebay.rewriter.ir.gathers import GATHER_BUFFER
 from forebay.rewriter.ir.graph import META, CacheInput, Layout, WeightInput, hands_on, values_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import FileSlice, Launch, Release, Rows, Span, TensorRef, span_of
@@ -285,12 +285,12 @@ class _Lowering:
 
     def _ring_place(self, nbytes: int) -> Address:
         """Where a weight is gathered that may come before it is read: behind the one before it, as all take turns."""
-        ring = self.layout.buffers[RING]
+        ring = self.layout.buffers[GATHER_BUFFER]
         if self.ring_at + nbytes > ring.nbytes:
             self.ring_at = 0
         at, number = self.ring_at, self.gathered
         self.ring_at, self.gathered = aligned(at + nbytes), number + 1
-        return ring.arena, ring.offset + at, f"{self.prefix}{RING}:{number}"
+        return ring.arena, ring.offset + at, f"{self.prefix}{GATHER_BUFFER}:{number}"
 
     def _landing(self, move: int) -> Address:
         span = self.draft.moves[move].span

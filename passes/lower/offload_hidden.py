@@ -10,47 +10,22 @@ was not changed has not to go out again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Found, Free, Lookup, Move, Outgoing, Store, Vacant
-from forebay.passes.lower.stage_cache import RING as SPILL
 from forebay.rewriter.ir.alignment import whole_pages
-from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.cache_layout import CACHE_STAGING
+from forebay.rewriter.ir.draft import Arrive, Draft, Evict, Fetch, Found, Free, Lookup, Move, Outgoing, Store, Vacant
+from forebay.rewriter.ir.hidden_layout import (
+    HIDDEN_HOME_ARENAS,
+    HIDDEN_STAGING,
+    HIDDEN_STORE_STAGING,
+    hidden_home_name,
+    offloaded_regions,
+    region_buffers,
+)
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import Item, Launch, Release, Rows, Span, span_of
-
-RING = "hidden"  # of regions that micro-batches share
-LEAVING = "hidden_out"  # of slots that the host lends to what is stored to the disk of a machine with a GPU
-ARENAS = {"host": "host", "disk": SPILL}  # by the tier that hidden states are on between turns
-
-
-def home_name(tier: str) -> str:
-    """The buffer of hidden states that wait on a tier, one micro-batch after the other."""
-    return f"{RING}_{tier}"
-
-
-def region_buffers(buffers: Iterable[BufferPlacement], block: Block) -> dict[str, BufferPlacement]:
-    """The buffers of the first region that micro-batches share, by the name that they have in any; none where no
-    hidden states leave the device."""
-    if block.hidden == "device":
-        return {}
-    end = f"@{block.hidden_homes().count('device')}"
-    return {b.name.removesuffix(end): b for b in buffers if b.kind == "activation" and b.name.endswith(end)}
-
-
-def leaving(block: Block) -> dict[int, tuple[int, str]]:
-    """The region, counted from the first that is shared, and the tier of each micro-batch that leaves it to another."""
-    regions, homes = block.hidden_regions(), block.hidden_homes()
-    staying = homes.count("device")
-    return {k: (region - staying, homes[k]) for k, region in enumerate(regions) if regions.count(region) > 1}
-
-
-def home_nbytes(buffers: Iterable[BufferPlacement], block: Block) -> dict[str, int]:
-    """Bytes of each tier for the hidden states that wait there, in whole pages."""
-    each = sum(whole_pages(b.nbytes) for b in region_buffers(buffers, block).values())
-    tiers = [tier for _, tier in leaving(block).values()] if each else []
-    return {tier: each * tiers.count(tier) for tier in ARENAS if tier in tiers}
 
 
 @dataclass
@@ -77,13 +52,13 @@ class _Offloading:
     def __init__(self, draft: Draft, plan: Plan) -> None:
         self.draft, self.block, buffers = draft, plan.schedule.block, plan.buffers
         own = region_buffers(buffers, self.block)
-        taken = dict.fromkeys(ARENAS, 0)
+        taken = dict.fromkeys(HIDDEN_HOME_ARENAS, 0)
         self.away: dict[str, tuple[int, int]] = {}  # contents -> micro-batch, region
         self.home: dict[str, tuple[BufferPlacement, int]] = {}  # contents -> where they wait, and the offset
         places = {b.name: b for b in buffers}
-        for k, (region, tier) in leaving(self.block).items():
+        for k, (region, tier) in offloaded_regions(self.block).items():
             for name, b in own.items():
-                contents, home = f"{name}@{k}", places[home_name(tier)]
+                contents, home = f"{name}@{k}", places[hidden_home_name(tier)]
                 self.away[contents] = k, region
                 self.home[contents] = home, home.offset + taken[tier]
                 taken[tier] += whole_pages(b.nbytes)
@@ -97,8 +72,8 @@ class _Offloading:
         turns = self._turns()
         for b in {id(b): b for b, _ in self.home.values()}.values():
             self.draft.resident[b.name] = Span(b.arena, b.offset, b.nbytes, b.name)
-            if b.arena == SPILL:
-                self.draft.files[SPILL] = max(self.draft.files.get(SPILL, 0), b.offset + b.nbytes)
+            if b.arena == CACHE_STAGING:
+                self.draft.files[CACHE_STAGING] = max(self.draft.files.get(CACHE_STAGING, 0), b.offset + b.nbytes)
         following = {id(turn): later for region in {turn.region for turn in turns}
                      for turn, later in itertools.pairwise(t for t in turns if t.region == region)}
         delay = 1 if self.block.hidden_slots > 2 else 0  # so that a store has a turn's time
@@ -112,7 +87,7 @@ class _Offloading:
                 number, earlier, marks = waiting.pop(0)
                 given = self.behind.setdefault(turn.last, [])
                 stored = tuple(mark.index for mark in marks if isinstance(mark, Evict))
-                given += [*marks, Vacant(RING, earlier.region, number, stored)]
+                given += [*marks, Vacant(HIDDEN_STAGING, earlier.region, number, stored)]
                 if (later := following.get(id(earlier))) is not None:
                     given += self._load(later)
         self.draft.items = list(self._placed())
@@ -189,7 +164,7 @@ class _Offloading:
                 source = self.extents[name]
                 self.draft.stores.append(Outgoing(
                     f"store {name}", source, self._home(name), whole_pages(source.nbytes) - source.nbytes,
-                    number % 2, LEAVING))
+                    number % 2, HIDDEN_STORE_STAGING))
                 given.append(Store(number))
                 marks.append(Evict(number))
             else:
@@ -202,7 +177,7 @@ class _Offloading:
         for name, reader in turn.loads.items():
             index = self.loaded[name] = len(self.draft.moves)
             self.draft.moves.append(Move(f"load {name}", self._home(name), turn.region, self.extents[name], (0, 0),
-                                         RING))
+                                         HIDDEN_STAGING))
             fetches.append(Fetch(index))
             self.before.setdefault(reader, []).append(Arrive(index))
         return fetches

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forebay.passes.lower.delegate_attention import OPERANDS
-from forebay.passes.lower.draft import (
+from forebay.passes.lower.order_copies import Order
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.cache_layout import OPERANDS
+from forebay.rewriter.ir.draft import (
     Arrive,
     Draft,
     Evict,
@@ -19,8 +21,6 @@ from forebay.passes.lower.draft import (
     Store,
     Vacant,
 )
-from forebay.passes.lower.order_copies import Order
-from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import (
     ATTEND,

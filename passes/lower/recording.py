@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from forebay.passes.lower.addresses import Address, Addresses, Symbols, has_symbols, settled
-from forebay.passes.lower.draft import Arrive, Exchanged, Found, Free
 from forebay.passes.lower.launches import Launches, Workspace
 from forebay.passes.lower.out_variants import mutated_arguments
 from forebay.passes.place.arrange_block import reads_matrix, touches_cache
 from forebay.passes.place.insert_transfers import tile_readers
-from forebay.passes.place.order_gathers import last_reader
 from forebay.rewriter.ir import ops
+from forebay.rewriter.ir.draft import Arrive, Exchanged, Found, Free
+from forebay.rewriter.ir.gathers import last_reader
 from forebay.rewriter.ir.graph import META, Transfer, hands_on, is_collective, storage_of, values_of
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, Launch, Release, TensorRef
 

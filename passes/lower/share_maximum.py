@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from forebay.kernels.operators import find
-from forebay.passes.lower.draft import Draft
+from forebay.rewriter.ir.draft import Draft
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import Launch
 

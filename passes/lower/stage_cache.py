@@ -11,134 +11,31 @@ pass through the buffer `entering`. So do their whole caches in layers whose cac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-
-from torch import fx
+from collections.abc import Mapping
 
 from forebay.passes.lower.addresses import Address
-from forebay.passes.lower.delegate_attention import NO_OPERANDS, OperandSizes, operands_of
-from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Free, Move, Outgoing, Store
-from forebay.passes.lower.enter_places import ENTERING, name_places, put, take
-from forebay.rewriter.ir.block import BEFORE, BEHIND, STORES, WHOLE_LOADS, WHOLE_STORES, Block, loads_name
-from forebay.rewriter.ir.graph import META, CacheInput
-from forebay.rewriter.ir.plan import BufferPlacement, Plan, Workload
+from forebay.passes.lower.enter_places import name_places, put, take
+from forebay.rewriter.ir.cache_layout import (
+    BEFORE,
+    BEHIND,
+    CACHE_STAGING,
+    CACHE_STORE_STAGING,
+    ENTERING,
+    STORE_STAGING_COUNT,
+    STORES,
+    WHOLE_LOADS,
+    WHOLE_STORES,
+    WORD,
+    StagedLayer,
+    cache_home_name,
+    input_sizes,
+    loads_name,
+    moved_shares,
+)
+from forebay.rewriter.ir.draft import Arrive, Draft, Evict, Fetch, Free, Move, Outgoing, Store
+from forebay.rewriter.ir.graph import CacheInput
+from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import COMPUTE, Release, Rows, Span, TensorRef, span_of
-
-RING = "cache"  # of staging slots; also the name of the spill file
-LEAVING = "out"  # of slots that the host lends to what is stored to the disk of a machine with a GPU
-LEAVING_SLOTS = 2  # one is filled from the device while the other is written
-ARENAS = {"device": "device", "host": "host", "disk": RING}  # by the tier that a cache lives on
-WORD = 8  # blocks move as int64
-
-
-@dataclass(frozen=True)
-class StagedLayer:
-    """One layer's cache in a micro-batch of `sequences`: `blocks` blocks of `block_nbytes` for each; V stands `beside`
-    bytes behind K. Attention sees a `window` of it (0: all); beside it, it has its `operands`. With `checkpoints` a
-    slot has so many blocks of them for each sequence, behind K and V of all, and where the cache lives are `kept`
-    blocks of either kind (else as many as in a slot)."""
-
-    sequences: int
-    blocks: int
-    block_nbytes: int
-    beside: int
-    window: int = 0
-    operands: OperandSizes = NO_OPERANDS
-    checkpoints: int = 0
-    kept: int = 0
-
-    @property
-    def rows(self) -> int:
-        """Blocks of all sequences in a slot."""
-        return self.sequences * (self.blocks + self.checkpoints)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all sequences and blocks in a slot."""
-        return self.rows * self.block_nbytes
-
-    @property
-    def home_nbytes(self) -> int:
-        """Bytes of all sequences where the cache lives."""
-        return self.sequences * (self.kept or self.blocks) * self.block_nbytes
-
-    @property
-    def tails(self) -> int:
-        """Blocks of a micro-batch that are not full yet: one for each sequence, and one of checkpoints."""
-        return self.sequences * (2 if self.checkpoints else 1)
-
-    @property
-    def tail_nbytes(self) -> int:
-        return self.tails * self.block_nbytes
-
-    @property
-    def checkpoint_offset(self) -> int:
-        """Where checkpoints begin in a slot."""
-        return self.sequences * self.blocks * self.block_nbytes
-
-
-def staged_layers(
-    step: fx.GraphModule, block: Block, larger: Callable[[int], fx.GraphModule] | None = None
-) -> dict[int, StagedLayer]:
-    """How each layer's cache is staged, from the token-major layout that the step graph of a micro-batch gives it. With
-    room for operands in the largest step in which the host attends, of those over so many tokens that `larger` gives.
-    """
-    if larger is not None and block.cpu_attention and block.speculative_steps:
-        most = staged_layers(larger(block.speculative_steps[0]), block)
-        return {i: replace(layer, operands=layer.operands._replace(room_nbytes=most[i].operands.room_nbytes))
-                for i, layer in staged_layers(step, block).items()}
-    found = {}
-    for node in step.graph.find_nodes(op="placeholder"):
-        mark = node.meta.get(META)
-        if isinstance(mark, CacheInput) and mark.side == "k":
-            value = node.meta["val"]
-            batch, heads, tokens, width = value.shape
-            itemsize = value.element_size()
-            blocks = tokens // block.cache_tokens
-            context = blocks * block.cache_tokens - 1  # the most that takes as many blocks
-            found[mark.layer] = StagedLayer(batch, blocks, block.cache_tokens * value.stride(2) * itemsize,
-                                            heads * width * itemsize, mark.window, operands_of(_caller(step, node)),
-                                            block.checkpoint_blocks(context),
-                                            block.kept_blocks(context) if block.checkpoints else 0)
-    return found
-
-
-def _caller(step: fx.GraphModule, cache: fx.Node) -> fx.GraphModule:
-    """The block graph that uses a cache of a step graph; the step graph where that has no calls."""
-    call = next((user for user in cache.users if user.op == "call_module"), None)
-    block = step if call is None else step.get_submodule(str(call.target))
-    assert isinstance(block, fx.GraphModule)
-    return block
-
-
-def home_name(layer: int, tier: str) -> str:
-    """The buffer of a layer's caches that live on a tier, one micro-batch after the other."""
-    return f"cache_{layer}_{tier}"
-
-
-def input_sizes(layers: Mapping[int, StagedLayer], block: Block) -> dict[str, int]:
-    """Elements of a micro-batch's part of each input."""
-    first = next(iter(layers.values()))
-    rows = first.rows
-    loads = dict.fromkeys((loads_name(layer.window) for layer in layers.values()), rows)
-    whole = {WHOLE_LOADS: rows, WHOLE_STORES: rows} if block.cpu_attention else {}
-    return {**loads, STORES: rows, BEFORE: first.tails, BEHIND: first.tails, **whole}
-
-
-def usual_shares(layer: StagedLayer, block: Block, work: Workload, tokens: int) -> tuple[float, float]:
-    """The shares of the blocks in its slot that a step over `tokens` tokens is taken to load and store: what stands
-    before it on average. A block gets full every so many tokens."""
-    capacity = layer.blocks * block.cache_tokens
-    there = work.before(tokens, block)
-    seen = min(there, abs(layer.window) + block.cache_tokens / 2) if layer.window else there
-    loaded, stored = seen / capacity, min(1.0, tokens / capacity)
-    if layer.checkpoints:  # as many bytes a block, of the checkpoints of as many more tokens
-        instead = block.checkpoints / block.checkpoint_period
-        kept = (1 - instead + instead * block.cache_tokens / block.checkpoint_tokens) * layer.blocks / (
-            layer.blocks + layer.checkpoints)
-        loaded, stored = kept * loaded, kept * stored
-    return loaded, stored
 
 
 class CacheStaging:
@@ -155,10 +52,10 @@ class CacheStaging:
         self.block, self.tokens = plan.schedule.block, tokens
         self.alike = self.places is None and not self.block.checkpoints  # a slot has the rows of its table, in order
         self.sizes = input_sizes(layers, self.block)
-        self.usual = {i: usual_shares(layer, plan.schedule.block, plan.workload, tokens)
+        self.usual = {i: moved_shares(layer, plan.schedule.block, plan.workload, tokens)
                       for i, layer in layers.items()}
-        draft.files = {RING: max(b.offset + b.nbytes for b in plan.buffers if b.arena == RING)
-                       } if any(b.arena == RING for b in plan.buffers) else {}
+        draft.files = {CACHE_STAGING: max(b.offset + b.nbytes for b in plan.buffers if b.arena == CACHE_STAGING)
+                       } if any(b.arena == CACHE_STAGING for b in plan.buffers) else {}
         for name, size in self.sizes.items():
             b = self.buffers[name]
             draft.inputs[name] = TensorRef(b.arena, b.offset, "int64", (self.count * size,), (1,), name)
@@ -178,12 +75,12 @@ class CacheStaging:
                 home.arena, home.offset, home.buffer)
         staged, slot = self.layers[layer], self.fetched % self.plan.schedule.block.cache_slots
         self.fetched += 1
-        b, index = self.buffers[f"{RING}{slot}"], len(self.draft.moves)
+        b, index = self.buffers[f"{CACHE_STAGING}{slot}"], len(self.draft.moves)
         span = Span(b.arena, b.offset, staged.nbytes, f"{b.name}:{index}")
         tailed = self.block.has_tails(tier)
         loads = self._told(loads_name(staged.window) if tailed else WHOLE_LOADS, micro_batch)
         source = Rows(home, staged.block_nbytes, loads, skips=True, usual=self.usual[layer][0])
-        self.draft.moves.append(Move(f"load cache of layer {layer}@{micro_batch}", source, slot, span, (0, 0), RING,
+        self.draft.moves.append(Move(f"load cache of layer {layer}@{micro_batch}", source, slot, span, (0, 0), CACHE_STAGING,
                                      layer, alike=self.alike))
         index_ref = self._told(BEFORE, micro_batch)
         self.draft.items += [Fetch(index), Arrive(index)]
@@ -212,7 +109,7 @@ class CacheStaging:
                       usual=self.usual[layer][1])
         number = len(self.draft.stores)
         self.draft.stores.append(Outgoing(f"store cache of layer {layer}@{micro_batch}", span, target, keeps=True,
-                                          slot=number % LEAVING_SLOTS, ring=LEAVING, layer=layer, cache=True,
+                                          slot=number % STORE_STAGING_COUNT, ring=CACHE_STORE_STAGING, layer=layer, cache=True,
                                           alike=self.alike))
         if tails:
             self._take_tails(layer, micro_batch, span)
@@ -260,7 +157,7 @@ class CacheStaging:
         """The bytes that a micro-batch's blocks are among where its cache lives."""
         homes = self.homes[layer]
         tier, nbytes = homes[micro_batch], self.layers[layer].home_nbytes
-        b = self.buffers[home_name(layer, tier)]
+        b = self.buffers[cache_home_name(layer, tier)]
         if self.places is not None:
             return Span(b.arena, b.offset, b.nbytes, b.name)
         return Span(b.arena, b.offset + homes[:micro_batch].count(tier) * nbytes, nbytes, b.name)

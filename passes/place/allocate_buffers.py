@@ -13,10 +13,10 @@ from forebay.kernels.operators import of_target
 from forebay.passes.allocators import Buffer
 from forebay.passes.lower.out_variants import mutated_arguments, named_arguments
 from forebay.passes.place.arrange_block import arrange, outlive_turns
-from forebay.passes.place.order_gathers import RING, gathers_weight, ring_nbytes
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
 from forebay.rewriter.ir.block import ALONE, Block
+from forebay.rewriter.ir.gathers import GATHER_BUFFER, gathers_weight, ring_nbytes
 from forebay.rewriter.ir.graph import META, Layout, is_collective, storage_of, values_of
 from forebay.rewriter.ir.plan import KEPT, MOVING, BufferPlacement, Plan, PlanError
 
@@ -106,8 +106,8 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALON
         kinds[name] = "io" if boundary else "activation"
     outlive = outlive_turns(nodes, live, block)
     if block.gather_buffers and (ring := ring_nbytes(nodes, block.gather_buffers)):
-        requests.append(Buffer(RING, 0, end, ring))
-        kinds[RING], exact[RING], live[RING] = "activation", ring, (0, end)
+        requests.append(Buffer(GATHER_BUFFER, 0, end, ring))
+        kinds[GATHER_BUFFER], exact[GATHER_BUFFER], live[GATHER_BUFFER] = "activation", ring, (0, end)
     boundary_names = {name for name, kind in kinds.items() if kind == "io"}
     placed = arrange(requests, boundary_names, outlive, exact, block)
     ends: dict[str, list[str]] = {}

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from forebay.passes.product_nodes import has_plain_bias, is_plain_bias, linear_arguments
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import META, PRODUCT_DTYPES, STREAMED, Transfer, weight_name
+from forebay.rewriter.ir.graph import META, STREAMED, Transfer, weight_name
 from forebay.rewriter.ir.plan import Plan, WeightPlacement
+from forebay.rewriter.ir.products import linear_arguments, tileable
 
 aten = torch.ops.aten
 
@@ -58,37 +58,6 @@ def number_transfers(gm: fx.GraphModule, plan: Plan) -> None:
         name = weight_name(weight)
         assert name is not None
         node.meta[META] = Transfer(index, name, lower, upper, index % plan.schedule.slots)  # type: ignore[arg-type]
-
-
-def tileable(user: fx.Node, weight: fx.Node) -> bool:
-    """Whether `user` is a matrix product that can be computed from row tiles of `weight`."""
-    linear = linear_arguments(user)
-    if weight.meta["val"].dtype not in PRODUCT_DTYPES and (linear is None or linear.packing is None):
-        return False
-    if linear is not None:
-        read = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
-        return linear.weight is weight and weight not in (*read, linear.bias) and all(_is_rows(r) for r in read) and (
-            has_plain_bias(linear))
-    if user.target is aten.addmm.default:
-        bias, x, matrix = user.args
-        return matrix is weight and x is not weight and not user.kwargs and _is_rows(x) and (
-            isinstance(bias, fx.Node) and bias is not weight and is_plain_bias(bias, weight.meta["val"].shape[1]))
-    if user.target in (aten.mm.default, aten.matmul.default):
-        return user.args[1] is weight and user.args[0] is not weight and weight.meta["val"].dim() == 2 and (
-            _is_rows(user.args[0]))
-    return False
-
-
-def _is_rows(x: object) -> bool:
-    """Whether x [..., K] is rows [M, K] of one stride as it lies in memory: tiles are computed without a copy of it."""
-    value = x.meta["val"]  # type: ignore[attr-defined]
-    if value.dim() < 2 or value.stride(-1) != 1:
-        return False
-    try:
-        value.view(-1, value.shape[-1])
-    except RuntimeError:
-        return False
-    return True
 
 
 def _is_lookup(user: fx.Node, weight: fx.Node) -> bool:

@@ -28,12 +28,6 @@ def specialise_blocks(gm: fx.GraphModule, plan: Plan) -> None:
     gm.delete_all_unused_submodules()
 
 
-def block_graphs(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
-    """A step graph's distinct blocks by name, in order of their first call."""
-    names = dict.fromkeys(str(call.target) for call in gm.graph.find_nodes(op="call_module"))
-    return {name: gm.get_submodule(name) for name in names}  # type: ignore[misc]
-
-
 def _placement(call: fx.Node, plan: Plan) -> tuple:
     """What tells one layer's block from another's of the same kind: for each weight how it is placed, and which of the
     call's arguments are the same weight."""

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from forebay.kernels.operators import of_target
-from forebay.passes.product_nodes import linear_arguments
 from forebay.passes.shard.split import (
     SPLITS,
     ShardError,
@@ -25,6 +24,7 @@ from forebay.passes.shard.split import (
     together,
 )
 from forebay.rewriter.ir.graph import weight_name
+from forebay.rewriter.ir.products import linear_arguments
 from forebay.rewriter.ir.share import RankShare, even_part, ranges
 
 aten = torch.ops.aten

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import fx
 
-from forebay.passes.place.specialise_blocks import block_graphs
 from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.demand import Demand, product_of
 from forebay.passes.shard.divided import Divided
@@ -15,7 +14,7 @@ from forebay.passes.shard.gathered import GatheredStep
 from forebay.passes.shard.looped import InChunks, piece_name
 from forebay.passes.shard.sequences import Apart
 from forebay.passes.shard.split import ShardError, Split, shape_of
-from forebay.rewriter.ir.graph import META, CacheInput, WeightInput, weight_name
+from forebay.rewriter.ir.graph import META, CacheInput, WeightInput, block_graphs, weight_name
 from forebay.rewriter.ir.share import RankShare, ranges
 
 

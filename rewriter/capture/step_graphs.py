@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from forebay.passes.place.order_gathers import gathers_weight
 from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
 from forebay.rewriter.capture.every_position import every_position, gives_every_position
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.ir.block import ALONE, CHECKPOINTED, RESTORED, Block
+from forebay.rewriter.ir.block import ALONE, Block
+from forebay.rewriter.ir.cache_layout import CHECKPOINTED, RESTORED
+from forebay.rewriter.ir.gathers import gathers_weight
 from forebay.rewriter.ir.graph import META, CacheSpec, CapturedModel, WeightInput
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice

@@ -7,28 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# inputs of a step with staged caches, each with one part for every micro-batch: rows of its table of blocks
-# [B * blocks] that are loaded and stored, and [B] the row of each sequence's tail before and behind the step
-LOADS, STORES, BEFORE, BEHIND = "cache_loads", "cache_stores", "cache_before", "cache_behind"
-# the same rows of caches without tails: of their last blocks too
-WHOLE_LOADS, WHOLE_STORES = "cache_whole_loads", "cache_whole_stores"
-# inputs of a step graph with checkpoints: [B, 1, rows] the position that K and V of each row of a checkpoint go to, and
-# [B, S] the row that each new token's checkpoint goes to; what is nobody's goes to the last position and row
-RESTORED, CHECKPOINTED = "restored_positions", "checkpoint_rows"
-
-DECODING = "decode_"  # before the names of what a prefill step has for the places that it decodes for
-
-
-def loads_name(window: int) -> str:
-    """The input that says what is loaded for layers whose attention sees this window (0: all; below 0: chunks)."""
-    return f"{LOADS}_{'chunk' if window < 0 else 'window'}_{abs(window)}" if window else LOADS
-
-
-def window_of_loads(name: str) -> int:
-    """The window that an input of `loads_name` is for."""
-    _, _, size = name.rpartition("_")
-    return 0 if name == LOADS else -int(size) if "chunk" in name else int(size)
-
 
 @dataclass(frozen=True)
 class Block:

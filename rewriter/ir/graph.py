@@ -259,3 +259,9 @@ def copy_node(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any], name: 
         new.kwargs = map_aggregate(node.kwargs, lambda arg: env[arg] if isinstance(arg, fx.Node) else arg)  # type: ignore[assignment]
     new.meta.update(node.meta)
     return new
+
+
+def block_graphs(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
+    """A step graph's distinct blocks by name, in order of their first call."""
+    names = dict.fromkeys(str(call.target) for call in gm.graph.find_nodes(op="call_module"))
+    return {name: gm.get_submodule(name) for name in names}  # type: ignore[misc]

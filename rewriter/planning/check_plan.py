@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from forebay.passes.place.select_gemm import Shape
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import ARENAS, MOVING, Budget, BufferPlacement, Plan, PlanError, Prediction, Workload
+from forebay.rewriter.ir.products import Shape
 from forebay.rewriter.planning.arena_layout import slot_stride
 from forebay.rewriter.planning.model_needs import ModelNeeds
 from forebay.rewriter.planning.planner import host_rows_nbytes

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from forebay.kernels.operators import of_target
-from forebay.passes.lower.grow_cache import CacheRows
-from forebay.passes.lower.launches import Launches
-from forebay.passes.place.insert_transfers import tileable
-from forebay.rewriter.ir.graph import META, CacheInput, weight_name
-from forebay.rewriter.ir.program import Launch
-from forebay.rewriter.planning.launch_memory import unplaced
+from forebay.rewriter.ir.graph import META, weight_name
+from forebay.rewriter.ir.products import tileable
 from forebay.rewriter.planning.model_needs import WeightUse
 from forebay.rewriter.predict.closed_form import StepProduct
 
@@ -122,33 +115,3 @@ def _reading(node: fx.Node, order: dict[fx.Node, int]) -> _Reading | None:
     return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others), rows)
 
 
-def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
-    """Every cache buffer of a step graph by name, as rows of tokens."""
-    found = {}
-    for node in step.graph.find_nodes(op="placeholder"):
-        mark = node.meta.get(META)
-        if isinstance(mark, CacheInput):
-            batch, heads, _, width = node.meta["val"].shape
-            found[f"cache_{mark.side}_{mark.layer}"] = CacheRows(batch * heads, width, str(node.meta["val"].dtype)[6:])
-    return found
-
-
-def cache_launches(step: fx.GraphModule) -> list[tuple[int, Launch]]:
-    """What the blocks of a step graph, or it itself, do with caches: launches that are not placed yet, and how many
-    are like each."""
-    calls = Counter(call.target for call in step.graph.find_nodes(op="call_module"))
-    graphs = [(1, step), *((count, step.get_submodule(str(target))) for target, count in calls.items())]
-    launches = Launches(lambda node, result=0: replace(unplaced(node, result), buffer=node.name), lambda launch: launch)
-    return [(count, launch) for count, graph in graphs for node in graph.graph.nodes  # type: ignore[union-attr]
-            if (operator := of_target(node.target)) is not None and operator.caches for launch in launches.of(node)]
-
-
-def cache_buffers(step: fx.GraphModule) -> dict[str, int]:
-    """Name and bytes of every cache buffer of a step graph."""
-    sizes = {}
-    for node in step.graph.find_nodes(op="placeholder"):
-        mark = node.meta.get(META)
-        if isinstance(mark, CacheInput):
-            value = node.meta["val"]
-            sizes[f"cache_{mark.side}_{mark.layer}"] = math.prod(value.shape) * value.element_size()
-    return sizes

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from forebay.passes.lower.offload_hidden import ARENAS, LEAVING, RING, home_name, home_nbytes, leaving, region_buffers
-from forebay.passes.lower.stage_cache import LEAVING_SLOTS
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
 from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.cache_layout import STORE_STAGING_COUNT
 from forebay.rewriter.ir.graph import Layout
+from forebay.rewriter.ir.hidden_layout import (
+    HIDDEN_HOME_ARENAS,
+    HIDDEN_STAGING,
+    HIDDEN_STORE_STAGING,
+    hidden_home_name,
+    hidden_home_nbytes,
+    offloaded_regions,
+    region_buffers,
+)
 from forebay.rewriter.predict.closed_form import CacheMoves
 
 
@@ -18,15 +26,15 @@ def hidden_buffers(layout: Layout | None, block: Block, host_hop: bool) -> Itera
     step. With `host_hop` what the disk holds passes through slots of the host's."""
     if layout is None or block.hidden == "device":
         return
-    homes = home_nbytes(layout.buffers.values(), block)
+    homes = hidden_home_nbytes(layout.buffers.values(), block)
     if host_hop and "disk" in homes:
         own = region_buffers(layout.buffers.values(), block)
         room = max(whole_pages(b.nbytes) for b in own.values())
-        for name in (*(f"host_{RING}{i}" for i in range(block.hidden_slots)),
-                     *(f"host_{LEAVING}{i}" for i in range(LEAVING_SLOTS))):
+        for name in (*(f"host_{HIDDEN_STAGING}{i}" for i in range(block.hidden_slots)),
+                     *(f"host_{HIDDEN_STORE_STAGING}{i}" for i in range(STORE_STAGING_COUNT))):
             yield name, "slot", "host", room, PAGE_NBYTES
     for tier, nbytes in homes.items():
-        yield home_name(tier), "io", ARENAS[tier], nbytes, PAGE_NBYTES
+        yield hidden_home_name(tier), "io", HIDDEN_HOME_ARENAS[tier], nbytes, PAGE_NBYTES
 
 
 def with_hidden_moves(moves: CacheMoves, layout: Layout | None, block: Block, layers: int) -> CacheMoves:
@@ -35,9 +43,9 @@ def with_hidden_moves(moves: CacheMoves, layout: Layout | None, block: Block, la
     own = region_buffers(layout.buffers.values(), block) if layout is not None else {}
     if not own:
         return moves
-    tiers, nbytes, copies = [tier for _, tier in leaving(block).values()], dict(moves.nbytes), moves.copies
+    tiers, nbytes, copies = [tier for _, tier in offloaded_regions(block).values()], dict(moves.nbytes), moves.copies
     whole, changed = sum(b.nbytes for b in own.values()), max(b.nbytes for b in own.values())
-    for tier in ARENAS:
+    for tier in HIDDEN_HOME_ARENAS:
         turns = layers * tiers.count(tier)
         for link, moved in (((tier, "device"), whole), (("device", tier), changed)):
             if turns:

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from forebay.passes.lower.stage_cache import StagedLayer
 from forebay.rewriter.ir.block import ALONE, Block
+from forebay.rewriter.ir.cache_layout import StagedLayer
 from forebay.rewriter.ir.graph import Layout
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.planning.hidden_states import hidden_buffers, with_hidden_moves

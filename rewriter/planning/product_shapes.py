@@ -8,11 +8,9 @@ from typing import Literal
 
 from torch import fx
 
-from forebay.passes.place.insert_transfers import tileable
-from forebay.passes.place.select_gemm import Shape, product_shape
-from forebay.passes.product_nodes import linear_arguments
 from forebay.rewriter.ir.graph import weight_name
 from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.ir.products import Shape, linear_arguments, product_shape, tileable
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,22 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from forebay.passes.lower.delegate_attention import OPERANDS
-from forebay.passes.lower.enter_places import ENTERING, PLACES
-from forebay.passes.lower.stage_cache import (
-    ARENAS,
-    LEAVING,
-    LEAVING_SLOTS,
-    RING,
-    WORD,
-    StagedLayer,
-    home_name,
-    input_sizes,
-    usual_shares,
-)
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned, whole_pages
 from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.cache_layout import (
+    CACHE_HOME_ARENAS,
+    CACHE_STAGING,
+    CACHE_STORE_STAGING,
+    ENTERING,
+    OPERANDS,
+    PLACES,
+    STORE_STAGING_COUNT,
+    WORD,
+    StagedLayer,
+    cache_home_name,
+    input_sizes,
+    moved_shares,
+)
 from forebay.rewriter.ir.graph import META, CacheInput
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.predict.closed_form import STILL, CacheMoves
@@ -71,7 +72,7 @@ class StagedCache:
                 yield name, "slot", arena, nbytes, PAGE_NBYTES
         for tier, sizes in self.homes.items():
             for name, nbytes in sizes.items():
-                yield name, "cache", ARENAS[tier], nbytes, PAGE_NBYTES
+                yield name, "cache", CACHE_HOME_ARENAS[tier], nbytes, PAGE_NBYTES
         for arena, sizes in (("device", self.inputs), ("host", self.operands)):
             for name, nbytes in sizes.items():
                 yield name, "io", arena, nbytes, ALIGNMENT
@@ -90,7 +91,7 @@ class StagedCache:
             copies += attended * layer.operands.copies
             on_host += attended * layer.nbytes
             for tier in ("disk",) if attended else ("host", "disk"):
-                for link, share in zip(((tier, "device"), ("device", tier)), usual_shares(
+                for link, share in zip(((tier, "device"), ("device", tier)), moved_shares(
                         layer, block, work, tokens), strict=True):
                     nbytes[link] = nbytes.get(link, 0.0) + some * tiers.count(tier) * share * layer.nbytes
                 copies += 2 * (tiers.count(tier) if some == 1.0 else bool(tiers.count(tier)))
@@ -118,19 +119,19 @@ def staged_cache(layers: Mapping[int, StagedLayer], block: Block, host_hop: bool
     tails = {}
     for i, of_layer in tiers.items():
         for tier in dict.fromkeys(of_layer):
-            homes.setdefault(tier, {})[home_name(i, tier)] = of_layer.count(tier) * layers[i].home_nbytes
+            homes.setdefault(tier, {})[cache_home_name(i, tier)] = of_layer.count(tier) * layers[i].home_nbytes
         if staged := sum(map(block.has_tails, of_layer)):
             tails[f"tail_{i}"] = staged * layers[i].tail_nbytes
     largest = max(layer.nbytes // layer.sequences * max(layer.sequences, block.entering) for layer in layers.values())
-    slots = {f"{RING}{i}": largest for i in range(block.cache_slots)}
+    slots = {f"{CACHE_STAGING}{i}": largest for i in range(block.cache_slots)}
     inputs = {name: count * size * WORD for name, size in input_sizes(layers, block).items()}
     if block.entering:
         slots[ENTERING] = block.entering * max(_passing_nbytes(layers[i], of_layer[0]) for i, of_layer in tiers.items())
         inputs[PLACES] = block.entering * WORD
     lent = {}
     if host_hop and "disk" in homes:
-        names = [*(f"host_{RING}{i}" for i in range(block.cache_slots)),
-                 *(f"host_{LEAVING}{i}" for i in range(LEAVING_SLOTS))]
+        names = [*(f"host_{CACHE_STAGING}{i}" for i in range(block.cache_slots)),
+                 *(f"host_{CACHE_STORE_STAGING}{i}" for i in range(STORE_STAGING_COUNT))]
         lent = dict.fromkeys(names, largest)
     return StagedCache(block, slots, inputs, tails, homes, tiers, layers, lent)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import fx
 
-from forebay.passes.lower.draft import Draft, Fetch, Store, Vacant
+from forebay.rewriter.ir.draft import Draft, Fetch, Store, Vacant
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import (
     Copy,

@@ -10,10 +10,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from forebay.passes.place.specialise_blocks import block_graphs
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import META, CacheInput, Gemm, Transfer, WeightInput, values_of
+from forebay.rewriter.ir.graph import META, CacheInput, Gemm, Transfer, WeightInput, block_graphs, values_of
 
 SMALL = (2, 3, 12)  # at these sizes captured graphs are looked at: sequences, tokens of each, room in the cache
 

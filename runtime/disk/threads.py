@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.runtime.disk.chunk_queue import BOUNCE_NBYTES, ChunkQueue, Job
 from forebay.runtime.disk.chunks import Chunk, OnDone, Read, Write, copy_in, copy_out, page_floor, pieces
-from forebay.runtime.disk.reader import BOUNCE_NBYTES, ChunkQueue, Job
-from forebay.runtime.disk.spill import SpillFile
+from forebay.runtime.disk.spill_file import SpillFile
 
 
 class ThreadEngine:
@@ -110,7 +110,7 @@ def _read_chunk(job: Job, chunk: Chunk, bounce_address: int) -> None:
         n = os.preadv(file.fd, buffers, chunk.offset + got)
         got += n
         if got < chunk.need and (n == 0 or (file.direct and n % PAGE_NBYTES)):
-            raise file.truncated(job.task)
+            raise file.truncated(job.task.offset, job.task.nbytes)
     copy_out(chunk, bounce_address)
 
 

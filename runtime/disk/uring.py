@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.runtime.disk.chunk_queue import BOUNCE_NBYTES, ChunkQueue, Job
 from forebay.runtime.disk.chunks import Chunk, OnDone, Read, Write, copy_in, copy_out, page_floor, pieces
-from forebay.runtime.disk.reader import BOUNCE_NBYTES, ChunkQueue, Job
-from forebay.runtime.disk.spill import SpillFile
+from forebay.runtime.disk.spill_file import SpillFile
 
 SYS_SETUP, SYS_ENTER = 425, 426  # the same on every architecture
 OP_NOP, OP_READV, OP_WRITEV = 0, 1, 2
@@ -326,7 +326,7 @@ class UringEngine:
         elif flight.got < chunk.need:
             if result == 0 or (job.file.direct and result > 0 and result % PAGE_NBYTES):
                 spill = job.task.spill
-                error = job.file.truncated(job.task) if spill is None else spill.took_part(chunk, flight.got)
+                error = job.file.truncated(job.task.offset, job.task.nbytes) if spill is None else spill.took_part(chunk, flight.got)
             else:
                 with self._push_lock:
                     self._push(slot)

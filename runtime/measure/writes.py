@@ -13,7 +13,7 @@ from forebay.rewriter.machine.both_ways import BothWays
 from forebay.rewriter.machine.profile import Link
 from forebay.runtime.disk.chunks import Write
 from forebay.runtime.disk.reader import DiskWriter, available_kinds, open_writer
-from forebay.runtime.disk.spill import SpillFile
+from forebay.runtime.disk.spill_file import SpillFile
 from forebay.runtime.measure.contention import ReadFlow
 from forebay.runtime.measure.flow import Flow
 from forebay.runtime.measure.kernels import MIB

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from forebay.rewriter.ir.block import (
+from forebay.rewriter.ir.cache_layout import (
     BEFORE,
     BEHIND,
     CHECKPOINTED,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from forebay.rewriter.ir.block import DECODING
+from forebay.rewriter.ir.cache_layout import DECODING
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Item, Program, Span, TensorRef
 from forebay.rewriter.ir.shared_draft import SharedDraft

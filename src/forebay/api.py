@@ -37,17 +37,17 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.shared_draft import DraftRecord, SharedDraft
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import PlanChoice, plan_block
-from forebay.rewriter.plan_places import entering_at_once, plan_answers
-from forebay.rewriter.plan_speculation import plan_speculation
+from forebay.rewriter.pipeline.plan_block import PlanChoice, plan_block
+from forebay.rewriter.pipeline.plan_places import entering_at_once, plan_answers
+from forebay.rewriter.pipeline.plan_speculation import plan_speculation
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.check_plan import require_within
 from forebay.rewriter.planning.wishes import Activations, Wishes, check_choices, usual_lengths
 from forebay.rewriter.report.explain import explain_plan
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
-from forebay.runtime.disk.spill import require_spill_folder
+from forebay.runtime.disk.spill_file import require_spill_folder
 from forebay.runtime.run.generation import with_renewal
 from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone, answer_all, entering
 from forebay.runtime.run.rows import SequenceRows

@@ -50,10 +50,10 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.pipeline.run_passes import StoppedAfter
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.planner import make_plan, refuse_wishes, smallest_budget
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.run_passes import StoppedAfter
 from forebay.rewriter.switches import SwitchError, read_switches
 from forebay.rewriter.verify.bisect import PassChangedResult
 from forebay.rewriter.verify.graph import GraphError

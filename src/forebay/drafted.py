@@ -17,14 +17,14 @@ from forebay.rewriter.checkpoints.resolve import draft_copies, draft_format, res
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.shared_draft import COPY_STANDS, SharedDraft
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import PlanChoice, plan_block
-from forebay.rewriter.plan_draft import DraftedPlan, plan_draft, plan_own_draft, token_time_s
-from forebay.rewriter.plan_shared_draft import PackedCopy
+from forebay.rewriter.pipeline.plan_block import PlanChoice, plan_block
+from forebay.rewriter.pipeline.plan_draft import DraftedPlan, plan_draft, plan_own_draft, token_time_s
+from forebay.rewriter.pipeline.plan_shared_draft import PackedCopy
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.check_plan import require_within
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.report.explain_shared import explain_shared
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.runtime.run.session import Session, resident_copies
 
 ASSUMED = 0.6  # of a smaller model's tokens stand, until some were checked; Leviathan et al. 2023, table 3: 0.5 to 0.9

@@ -19,12 +19,19 @@ from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
 from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import PlanChoice, plan_block
-from forebay.rewriter.plan_ranks import RankPlanner, Steps, plan_together, rank_wishes, require_alike, require_all
+from forebay.rewriter.pipeline.plan_block import PlanChoice, plan_block
+from forebay.rewriter.pipeline.plan_ranks import (
+    RankPlanner,
+    Steps,
+    plan_together,
+    rank_wishes,
+    require_alike,
+    require_all,
+)
+from forebay.rewriter.pipeline.shard_captured import rank_files, shard_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.ranks import beside_readers
-from forebay.rewriter.shard_captured import rank_files, shard_captured
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.comm.launched import ranks_here
 from forebay.runtime.comm.ranks import from_all, join_ranks, require_same_exchanges, tell_others

@@ -84,7 +84,7 @@ def test_what_is_launched_divides_the_model(tmp_path: Path) -> None:
     code, _, errors = typed(*asked[:6], "125", *asked[7:])
     assert code != 0 and "exceed the model's 128 positions" in errors
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forebay.rewriter.shard_captured.shard_captured", refuse)
+        patch.setattr("forebay.rewriter.pipeline.shard_captured.shard_captured", refuse)
         code, out, _ = typed(*asked)
     assert code == 0 and "launch   none of the layouts that run here divides this model: no part of it" in out
 

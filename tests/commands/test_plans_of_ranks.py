@@ -24,7 +24,7 @@ from forebay.commands.app import app
 from forebay.model_kinds import read_mesh
 from forebay.rewriter.ir.plan import PlanError, load_plan
 from forebay.rewriter.machine.profile import Machine, save_machine
-from forebay.rewriter.plan_ranks import Steps, require_alike
+from forebay.rewriter.pipeline.plan_ranks import Steps, require_alike
 
 COMMAND = "import sys; from forebay.commands.cli import main; main()"
 PROMPTS = ["w5 w17 w80 w33", "w7 w150", "w60 w61 w12", "w9 w9 w9 w9 w9"]

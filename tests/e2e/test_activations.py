@@ -19,8 +19,8 @@ from forebay.kernels.cpu_support import native
 from forebay.kernels.products.linear_q.cpu import implementations
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import PlanError, load_plan
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.wishes import activations_of, told_activations
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 pytestmark = [pytest.mark.usefixtures("private_cache"),

@@ -26,10 +26,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from forebay.commands.app import app
-from forebay.rewriter import plan_draft
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import PlanError, load_plan, plan_from_dict
 from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.pipeline import plan_draft
 from forebay.runtime.measure.kept import machine_cache_path
 from forebay.runtime.run.draft_choice import DraftChoice
 

@@ -24,7 +24,7 @@ from forebay.rewriter.checkpoints.conversions import list_conversions
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.checkpoints.resolve import packed_copy
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.plan_draft import PAYS
+from forebay.rewriter.pipeline.plan_draft import PAYS
 from forebay.runtime.run import draft_choice
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.drafts_ahead import DraftsAhead

@@ -24,7 +24,7 @@ from forebay.rewriter.ir.program import LOOKUP, UNORDERED, UPLOAD, Copy, Rows, S
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import verify_program
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.disk.reader import TruncatedFileError
+from forebay.runtime.disk.open_file import TruncatedFileError
 
 
 def answer(lm: LanguageModel, checkpoint: Any, **options: Any) -> torch.Tensor:

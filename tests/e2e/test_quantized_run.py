@@ -18,17 +18,17 @@ from opened import open_rewritten
 from typer.testing import CliRunner
 
 import forebay
-import forebay.rewriter.pipeline as pipeline
+import forebay.rewriter.pipeline.step_pipeline as pipeline
 from forebay.api import LanguageModel
 from forebay.commands.app import app
-from forebay.passes.quantise.quantize_weights import quantize_weights
+from forebay.passes.quantize.quantize_weights import quantize_weights
 from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice, Launch
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.rewrite_captured import rewrite_captured
 
 pytestmark = pytest.mark.usefixtures("private_cache")  # notes on verified checkpoints are kept there
 WIDE = {"llama": {"hidden_size": 256, "intermediate_size": 2048}, "gpt2": {"n_embd": 384}}

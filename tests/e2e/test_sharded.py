@@ -320,7 +320,7 @@ def job_answers(folder: str, budget: int, mesh: str, places: int) -> tuple[int, 
     from forebay.model_kinds import made
     from forebay.open_model import open_model
     from forebay.rewriter.ir.plan import Workload
-    from forebay.rewriter.plan_places import plan_places
+    from forebay.rewriter.pipeline.plan_places import plan_places
     from forebay.rewriter.planning.wishes import Wishes
     from forebay.runtime.run.places import Asked
     from forebay.runtime.run.sampling import Sampling

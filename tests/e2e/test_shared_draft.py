@@ -21,7 +21,7 @@ from forebay.drafted import DraftedModel
 from forebay.drafting import drafting, files_in_budget, plans_in_budget
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import Copy, Launch, Record, Rows, Span, Wait
-from forebay.rewriter.lay_beside import EVENTS, check_beside
+from forebay.rewriter.pipeline.lay_beside import EVENTS, check_beside
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.places import Asked

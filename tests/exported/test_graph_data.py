@@ -20,7 +20,7 @@ from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_inputs
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 SIZES = Workload(3, 5, 6)

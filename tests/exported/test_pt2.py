@@ -24,7 +24,7 @@ from forebay.exported.pt2 import describe_inputs, save_program
 from forebay.kernels.build.compile import compiler
 from forebay.rewriter.checkpoints.module_weights import named_tensors
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
-from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 # Positions from a table and products that are `addmm`. The others in make test-all.

@@ -11,14 +11,14 @@ from tiny import chain, planned, run_program
 
 from forebay.rewriter.ir.plan import Budget, load_plan
 from forebay.rewriter.ir.program import Launch
-from forebay.rewriter.pipeline import PASSES, phase
-from forebay.rewriter.rewrite_captured import WHERE_ASKED, rewrite_captured
-from forebay.rewriter.run_passes import StoppedAfter
+from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
+from forebay.rewriter.pipeline.rewrite_captured import WHERE_ASKED, rewrite_captured
+from forebay.rewriter.pipeline.run_passes import StoppedAfter
 from forebay.rewriter.switches import SwitchError, Switches, read_switches
 from forebay.rewriter.verify.program import ProgramError
 
 OPTIONAL = tuple(each.name for each in PASSES if each.optional)
-FUSING, NAMES, LAST = ([each.name for each in phase(name)] for name in ("captured", "planned", "lowered"))
+FUSING, NAMES, LAST = ([each.name for each in passes_in(name)] for name in ("captured", "planned", "lowered"))
 STAGES = [f"{i:02d}_{n}.{when}.py" for i, n in enumerate(NAMES) for when in ("before", "after")]
 DRAFTS = [f"{i:02d}_{n}.txt" for i, n in enumerate(LAST[:-1], len(NAMES))]
 SMALL = Budget(30_000)
@@ -154,7 +154,7 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
 
 
 def test_verify_is_on_unless_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import forebay.rewriter.pipeline as pipeline
+    import forebay.rewriter.pipeline.step_pipeline as pipeline
 
     def refuse(*args: object) -> None:
         raise ProgramError("asked")

@@ -16,8 +16,8 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Schedule, Workload
 from forebay.rewriter.ir.prefill_chunks import chunk_sizes, chunk_steps
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_places import plan_places, sequence_time_s
+from forebay.rewriter.pipeline.plan_places import plan_places, sequence_time_s
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.policy_search import Problem
 from forebay.rewriter.planning.search import latency_s
 from forebay.rewriter.planning.wishes import Wishes, check_choices, usual_lengths

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 import forebay
 from forebay.commands.plan_serving import ServingWanted, plan_serving
-from forebay.rewriter import plan_draft
 from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.pipeline import plan_draft
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.serving.requests import read_inquiry
 

@@ -234,7 +234,7 @@ def eval_command(
         from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
         from forebay.rewriter.ir.plan import Budget
         from forebay.runtime.disk.page_cache import drop_file
-        from forebay.runtime.disk.spill import require_spill_folder
+        from forebay.runtime.disk.spill_file import require_spill_folder
         from forebay.runtime.measure.kept import kept_machine
 
         if budget:

@@ -37,8 +37,8 @@ def _refusals(model: str, problem: PartitionProblem, ways: Sequence[RunLayouts])
     """Why a model cannot be divided in each of `ways`; None where it can."""
     from forebay.commands.prompts import JobError
     from forebay.model_kinds import read_mesh
+    from forebay.rewriter.pipeline.shard_captured import shard_captured
     from forebay.rewriter.predict.model_shapes import capture_config, load_config
-    from forebay.rewriter.shard_captured import shard_captured
     from forebay.rewriter.switches import read_switches
 
     captured, length = capture_config(load_config(model)[1]), problem.prompt + problem.new_tokens

@@ -155,11 +155,11 @@ def _plan_model(
     from forebay.rewriter.capture.step_graphs import step_graphs
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import PlanError, Workload
-    from forebay.rewriter.plan_block import plan_batches, plan_block
+    from forebay.rewriter.pipeline.plan_block import plan_batches, plan_block
+    from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
     from forebay.rewriter.planning.search import latency_s, plan_frontier, tokens_per_s
     from forebay.rewriter.planning.wishes import check_choices
     from forebay.rewriter.predict.simulate import simulate
-    from forebay.rewriter.rewrite_captured import rewrite_captured
     from forebay.rewriter.switches import read_switches
 
     if budget is None:

@@ -24,8 +24,9 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import Way, closed_form_way
+from forebay.rewriter.pipeline.plan_block import Way, closed_form_way
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.planner import make_plan
 from forebay.rewriter.planning.policy_search import Objective
 from forebay.rewriter.planning.search import (
@@ -39,7 +40,6 @@ from forebay.rewriter.planning.search import (
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.block_costs import BlockShape
 from forebay.rewriter.predict.model_shapes import capture_config, load_config
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 
 OBJECTIVES = ("throughput", "latency", "budget")

@@ -33,7 +33,7 @@ def fit_job(
     """
     from forebay.model_kinds import made
     from forebay.rewriter.ir.plan import PlanError, Workload
-    from forebay.rewriter.plan_places import plan_places
+    from forebay.rewriter.pipeline.plan_places import plan_places
 
     if saved is not None:
         if batch is not None and batch != saved.workload.batch:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from forebay.rewriter.ir.graph import CapturedModel
     from forebay.rewriter.ir.plan import Budget, Plan, Workload
     from forebay.rewriter.machine.profile import Machine
-    from forebay.rewriter.pipeline import Pipeline
+    from forebay.rewriter.pipeline.step_pipeline import Pipeline
     from forebay.rewriter.planning.wishes import Wishes
 
 Ranks = list[tuple["CapturedModel", "Pipeline", "Plan"]]
@@ -23,7 +23,7 @@ def plans_of_ranks(
     """Each rank's part of an opened model and its plan, with the pipeline of its Programs. PlanError where one has
     none."""
     from forebay.model_kinds import read_mesh
-    from forebay.rewriter.plan_ranks import plan_together, rank_planners
+    from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
     from forebay.rewriter.switches import read_switches
 
     captured, checkpoint, files = opened

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
     from forebay.rewriter.ir.turns import StepTurns
-    from forebay.rewriter.pipeline import Pipeline
+    from forebay.rewriter.pipeline.step_pipeline import Pipeline
     from forebay.rewriter.predict.of_programs import StepTimes
 
 PLACES = (16, 8, 4, 2, 1)  # that are compared where none are named
@@ -73,9 +73,9 @@ def plan_serving(folder: Path, wanted: ServingWanted, goals: ServingGoals | None
     from forebay.open_model import open_model
     from forebay.rewriter.ir.byte_sizes import parse_budget
     from forebay.rewriter.ir.plan import Workload
-    from forebay.rewriter.plan_places import entering_at_once
+    from forebay.rewriter.pipeline.plan_places import entering_at_once
     from forebay.rewriter.planning.wishes import Wishes
-    from forebay.runtime.disk.spill import require_spill_folder
+    from forebay.runtime.disk.spill_file import require_spill_folder
 
     sizes = parse_budget(wanted.budget)
     require_spill_folder(sizes.disk)
@@ -127,7 +127,7 @@ def _best_way(given: tuple[Any, ...], wanted: ServingWanted, goals: ServingGoals
 
 def _order(way: _ServingWay) -> tuple[float, float]:
     """The greatest rate, then the least time of a sequence of a long job."""
-    from forebay.rewriter.plan_places import sequence_time_s
+    from forebay.rewriter.pipeline.plan_places import sequence_time_s
 
     return -(way.rate or 0.0), sequence_time_s(way.planned[1])
 
@@ -136,8 +136,8 @@ def _planned(
     given: tuple[Any, ...], count: int, *, joined: bool = False, alone: bool = False
 ) -> tuple[Pipeline, Any]:
     """So many places; one that is `alone` is entered by none beside it, and takes no memory for who enters."""
-    from forebay.rewriter.plan_block import plan_block
-    from forebay.rewriter.plan_places import entering_at_once, joining_at_once
+    from forebay.rewriter.pipeline.plan_block import plan_block
+    from forebay.rewriter.pipeline.plan_places import entering_at_once, joining_at_once
 
     graphs_of, limits, workload, wishes, profile, switches = given
     entering = joining_at_once(count, workload.usual[1]) if joined else entering_at_once(count)

@@ -22,7 +22,7 @@ from forebay.runtime.disk.page_cache import resident_nbytes
 
 if TYPE_CHECKING:
     from forebay.rewriter.ir.plan import Plan
-    from forebay.rewriter.pipeline import Pipeline
+    from forebay.rewriter.pipeline.step_pipeline import Pipeline
 
 THREADS_NBYTES = 8 << 20  # stacks and heaps of the threads that read, write and compute, edges of reads, Python's slack
 CALL_NBYTES = 3 << 10  # a launch, copy or wait made ready: Python objects, tensors over the arena; 1.2 KiB were seen

@@ -99,7 +99,7 @@ def run(
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
         from forebay.rewriter.planning.wishes import Wishes, activations_of, told_activations
-        from forebay.runtime.disk.spill import require_spill_folder
+        from forebay.runtime.disk.spill_file import require_spill_folder
         from forebay.runtime.run.sampling import Sampling
 
         drawing = sample or any(x is not None for x in (temperature, top_k, top_p))

@@ -82,14 +82,14 @@ def message_of(error: Exception) -> str | None:
     from forebay.rewriter.capture.language_model import CaptureError
     from forebay.rewriter.checkpoints.checkpoint import CheckpointError
     from forebay.rewriter.ir.plan import PlanError
-    from forebay.rewriter.run_passes import StoppedAfter
+    from forebay.rewriter.pipeline.run_passes import StoppedAfter
     from forebay.rewriter.switches import SwitchError
     from forebay.rewriter.verify.bisect import PassChangedResult
     from forebay.rewriter.verify.graph import GraphError
     from forebay.rewriter.verify.program import ProgramError
     from forebay.runtime.devices.device import RuntimeFault
-    from forebay.runtime.disk.reader import ReaderBrokenError
-    from forebay.runtime.disk.spill import SpillError
+    from forebay.runtime.disk.chunk_queue import ReaderBrokenError
+    from forebay.runtime.disk.spill_file import SpillError
 
     known = (PlanError, CheckpointError, ExportError, CaptureError, SwitchError, JobError, StoppedAfter, GraphError,
              PassChangedResult, ProgramError, LoweringError, ShardError, RuntimeFault, ReaderBrokenError, SpillError,

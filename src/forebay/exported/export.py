@@ -24,8 +24,8 @@ from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 
 FORMATS = ("bundle", "onnx", "pt2", "aoti")

@@ -20,8 +20,8 @@ from forebay.exported.errors import ExportError
 from forebay.exported.program import BoundGraph
 from forebay.rewriter.capture.released import sources_released
 from forebay.rewriter.ir.graph import META, WeightInput
-from forebay.rewriter.pipeline import PASSES, phase
-from forebay.rewriter.run_passes import check_switches
+from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
+from forebay.rewriter.pipeline.run_passes import check_switches
 from forebay.rewriter.switches import Switches
 
 
@@ -86,7 +86,7 @@ def trace_module(module: nn.Module, inputs: Sequence[Any], shapes: Any, switches
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.dropout.default):
         node.replace_all_uses_with(node.args[0])  # it does nothing where nothing is trained, and hides patterns
         gm.graph.erase_node(node)
-    for each in phase("captured"):
+    for each in passes_in("captured"):
         if each.optional and each.name not in switches.skip:
             each.run(gm)
     gm.recompile()

@@ -16,7 +16,7 @@ from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_inputs
 from forebay.rewriter.ir.graph import CapturedModel, Layout
 from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 NEAR = 1.01  # of the lower bound

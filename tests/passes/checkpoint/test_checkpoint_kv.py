@@ -16,7 +16,7 @@ from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import _block_nbytes, checkpoint_tokens
 from forebay.rewriter.ir.graph import META, CacheInput, CacheSpec, CapturedModel, CheckpointSpec
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 

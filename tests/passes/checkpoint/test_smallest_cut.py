@@ -12,9 +12,9 @@ from torch import fx
 
 from forebay.passes.checkpoint.checkpoint_kv import layer_cuts
 from forebay.passes.checkpoint.smallest_cut import Cut, smallest_cut, token_nbytes
-from forebay.passes.product_nodes import linear_arguments
 from forebay.rewriter.capture.language_model import capture_model
-from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.ir.products import linear_arguments
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 

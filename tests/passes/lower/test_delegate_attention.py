@@ -28,7 +28,7 @@ from forebay.rewriter.ir.program import (
     tier_of,
 )
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import Switches
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.passes.lower.grow_cache import CacheRows, grow_cache
+from forebay.passes.lower.grow_cache import grow_cache
+from forebay.rewriter.ir.cache_layout import CacheRows
 from forebay.rewriter.ir.plan import BufferPlacement
 from forebay.rewriter.ir.program import Launch, Program, Release, TensorRef
 from forebay.rewriter.verify.program import ProgramError, verify_program

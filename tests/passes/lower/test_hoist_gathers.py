@@ -10,17 +10,17 @@ import families
 import pytest
 
 from forebay.model_kinds import read_mesh
-from forebay.passes.lower.draft import Arrive, Draft, Exchanged, Fetch, Free, Move
 from forebay.passes.lower.hoist_gathers import hoist_gathers
-from forebay.passes.place.order_gathers import RING
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.draft import Arrive, Draft, Exchanged, Fetch, Free, Move
+from forebay.rewriter.ir.gathers import GATHER_BUFFER
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Schedule, Workload
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, FileSlice, Launch, Program, Release, Span, Wait
 from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.plan_ranks import plan_together, rank_planners
+from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.ranks import simulate_ranks
 from forebay.rewriter.switches import Switches
@@ -77,7 +77,7 @@ def test_the_next_layers_weights_are_gathered_while_one_computes(family: str, me
     assert sorted((g.label, g.writes[0].nbytes) for g in gathers(once)) == sorted(
         (g.label, g.writes[0].nbytes) for g in gathers(ahead))
     assert as_early(once) == 0 < as_early(ahead)
-    early = [g for g in gathers(ahead) if g.writes[0].buffer.startswith(RING)]
+    early = [g for g in gathers(ahead) if g.writes[0].buffer.startswith(GATHER_BUFFER)]
     assert {g.reads[0].buffer for g in early} == {g.reads[0].buffer for g in gathers(ahead) if "weight" in
                                                   g.reads[0].buffer or "bias" in g.reads[0].buffer}
     first = next(i for i, item in enumerate(ahead.step) if item is early[0])
@@ -135,8 +135,8 @@ def test_models_that_gather_nothing_and_other_layouts_are_refused() -> None:
     pipeline, plan = ranks("llama", "tensor=2,layout=xyz,gather_buffers=2")[0]
     with pytest.raises(PlanError, match="gather_buffers"):
         pipeline.replay(replace(plan, schedule=replace(plan.schedule, block=Block(gather_buffers=1))))
-    small = tuple(replace(b, nbytes=b.nbytes // 2) if b.name == RING else b for b in plan.buffers)
-    with pytest.raises(PlanError, match=RING):
+    small = tuple(replace(b, nbytes=b.nbytes // 2) if b.name == GATHER_BUFFER else b for b in plan.buffers)
+    with pytest.raises(PlanError, match=GATHER_BUFFER):
         pipeline.replay(replace(plan, buffers=small))
 
 
@@ -147,7 +147,7 @@ def _plan(buffers: int) -> Plan:
 
 def _gather(number: int, offset: int, nbytes: int, read: str = "w") -> Launch:
     return Launch(COLLECT, "all_gather", (), {}, (), (Span("device", 0, 8, read),),
-                  (Span("device", offset, nbytes, f"{RING}:{number}"),), f"g{number}")
+                  (Span("device", offset, nbytes, f"{GATHER_BUFFER}:{number}"),), f"g{number}")
 
 
 def _read(number: int) -> Launch:

@@ -10,10 +10,10 @@ import torch
 from tiny import Tiny, allocated, aten, chain, lowered, placements, plan_for, run_program, tiny
 from torch import fx
 
-from forebay.passes.lower.draft import Draft, Fetch, Free
 from forebay.passes.lower.hoist_prefetch import hoist_prefetch
 from forebay.passes.lower.lower import lower
 from forebay.passes.place.insert_transfers import insert_transfers
+from forebay.rewriter.ir.draft import Draft, Fetch, Free
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.verify.program import verify_program
 

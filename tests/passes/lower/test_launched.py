@@ -12,9 +12,9 @@ from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import FileSlice, Launch
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.plan_block import plan_block
+from forebay.rewriter.pipeline.plan_block import plan_block
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 CALLED = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Found, Free, Lookup, Store, Vacant
-from forebay.passes.lower.offload_hidden import home_nbytes, leaving, offload_hidden, region_buffers
+from forebay.passes.lower.offload_hidden import offload_hidden
 from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.draft import Arrive, Draft, Evict, Fetch, Found, Free, Lookup, Store, Vacant
+from forebay.rewriter.ir.hidden_layout import home_nbytes, leaving, region_buffers
 from forebay.rewriter.ir.plan import BufferPlacement, Limits, Plan, Schedule, Workload
 from forebay.rewriter.ir.program import COMPUTE, FileSlice, Launch, Release, Rows, Span
 

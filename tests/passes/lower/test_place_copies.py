@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from carried import Carried
 
-from forebay.passes.lower.draft import Draft, Evict, Outgoing, Store
 from forebay.passes.lower.place_copies import place_copies
+from forebay.rewriter.ir.draft import Draft, Evict, Outgoing, Store
 from forebay.rewriter.ir.program import (
     COMPUTE,
     DOWNLOAD,

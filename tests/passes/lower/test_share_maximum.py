@@ -13,9 +13,9 @@ from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice, Launch, Program
 from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(batch=2, prompt=9, new_tokens=4)

@@ -11,9 +11,10 @@ import torch
 from tiny import Tiny, aten, chain, placements, plan_for, run_graph, tiny
 from torch import fx
 
-from forebay.passes.place.insert_transfers import insert_transfers, tileable
+from forebay.passes.place.insert_transfers import insert_transfers
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, Transfer, weight_name
+from forebay.rewriter.ir.products import tileable
 
 TRANSFERS = (ops.fetch, ops.release, ops.gather_rows, ops.new_output, ops.linear_tile, ops.matmul_tile)
 

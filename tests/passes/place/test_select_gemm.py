@@ -15,10 +15,11 @@ from forebay.passes.lower.launches import LoweringError
 from forebay.passes.lower.lower import lower
 from forebay.passes.place.allocate_buffers import allocate_buffers
 from forebay.passes.place.insert_transfers import insert_transfers
-from forebay.passes.place.select_gemm import product_shape, select_gemm
+from forebay.passes.place.select_gemm import select_gemm
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, Gemm
 from forebay.rewriter.ir.plan import Budget, GemmChoice, Plan, PlanError
+from forebay.rewriter.ir.products import product_shape
 from forebay.rewriter.ir.program import Launch
 
 

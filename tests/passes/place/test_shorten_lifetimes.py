@@ -11,7 +11,7 @@ from torch import fx
 from traced import traced
 
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
-from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 aten = torch.ops.aten

@@ -12,16 +12,16 @@ from torch import fx
 
 from forebay.passes.place.allocate_buffers import plan_activations
 from forebay.passes.place.repeat_layout import repeats
-from forebay.passes.place.specialise_blocks import block_graphs, specialise_blocks
+from forebay.passes.place.specialise_blocks import specialise_blocks
 from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs, step_inputs
-from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, WeightInput, weight_name
+from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, WeightInput, block_graphs, weight_name
 from forebay.rewriter.ir.plan import Budget, Limits, Plan, Workload
 from forebay.rewriter.ir.program import FileSlice, Launch, Program
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.program import verify_program
 
@@ -134,7 +134,7 @@ def test_a_deep_model_is_lowered_layer_by_layer_where_layers_do_not_repeat(monke
         return made, [made.program(plan, tokens) for tokens in (1, plan.schedule.prefill_chunk)]
 
     shared, expected = programs()
-    monkeypatch.setattr("forebay.rewriter.pipeline.repeats", lambda gm, layout: bool(not layout.likes))
+    monkeypatch.setattr("forebay.rewriter.pipeline.step_pipeline.repeats", lambda gm, layout: bool(not layout.likes))
     apart, found = programs()
     assert not shared._each_layer and apart._each_layer
     for a, b in zip(expected, found, strict=True):

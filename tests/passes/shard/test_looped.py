@@ -19,7 +19,7 @@ from forebay.passes.shard.looped import PIECE, InChunks, piece_name, portion, wh
 from forebay.passes.shard.split import ShardError
 from forebay.rewriter.ir.graph import CapturedModel, is_collective, weight_name
 from forebay.rewriter.ir.share import RankShare, count, ranges
-from forebay.rewriter.shard_captured import WeightParts, shard_captured
+from forebay.rewriter.pipeline.shard_captured import WeightParts, shard_captured
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.graph import check_captured
 

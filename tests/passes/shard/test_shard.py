@@ -18,8 +18,8 @@ from forebay.passes.shard.split import ShardError
 from forebay.rewriter.checkpoints.cut_weights import cut_file
 from forebay.rewriter.ir.graph import CapturedModel, is_collective
 from forebay.rewriter.ir.share import Ranges, RankShare, WeightCut, count, even_part, ranges, ranks_of
-from forebay.rewriter.rewrite_captured import with_blocks
-from forebay.rewriter.shard_captured import rank_files, shard_captured
+from forebay.rewriter.pipeline.rewrite_captured import with_blocks
+from forebay.rewriter.pipeline.shard_captured import rank_files, shard_captured
 from forebay.rewriter.switches import SwitchError, Switches
 from forebay.rewriter.verify.graph import check_captured
 
@@ -219,7 +219,7 @@ def _slice(nbytes: int):  # type: ignore[no-untyped-def]
 
 def test_it_cannot_be_left_out() -> None:
     with pytest.raises(SwitchError, match="shard"):
-        from forebay.rewriter.pipeline import PASSES
-        from forebay.rewriter.run_passes import check_switches
+        from forebay.rewriter.pipeline.pass_list import PASSES
+        from forebay.rewriter.pipeline.run_passes import check_switches
 
         check_switches(PASSES, replace(Switches(), skip=("shard",)))

@@ -19,9 +19,9 @@ from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, FileSlice, Launch, Program, Record, Wait
 from forebay.rewriter.ir.share import RankShare, ranks_of
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.rewrite_captured import rewrite_captured, with_blocks
-from forebay.rewriter.shard_captured import cut_evenly, shard_captured, stage_begins
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured, with_blocks
+from forebay.rewriter.pipeline.shard_captured import cut_evenly, shard_captured, stage_begins
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.graph import check_captured
 

@@ -15,7 +15,7 @@ from forebay.rewriter.capture.language_model import CaptureError, capture_model
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 from tests.families import VOCAB
 from tests.rewriter.capture.test_language_model import Runner

@@ -22,9 +22,9 @@ from forebay.rewriter.ir.share import RankShare, ranks_of
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.partition.collectives import ChipMesh, one_way
 from forebay.rewriter.partition.layouts import ChipLayout, PhaseWork, element_sizes, layer_cost
+from forebay.rewriter.pipeline.shard_captured import shard_captured
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import shape_from_graphs
-from forebay.rewriter.shard_captured import shard_captured
 from forebay.rewriter.switches import Switches
 
 WORK, EIGHT = Workload(batch=3, prompt=7, new_tokens=4), Workload(batch=8, prompt=7, new_tokens=4)

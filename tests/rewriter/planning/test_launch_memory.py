@@ -12,7 +12,7 @@ from forebay.kernels.products.linear import choices
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import COMPUTE, SCRATCH, Launch, TensorRef, workspace_nbytes
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.launch_memory import least_gpu_nbytes, product_launch, reserved_nbytes, with_memory
 from forebay.rewriter.switches import Switches
 

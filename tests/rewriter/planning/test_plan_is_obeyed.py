@@ -19,14 +19,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 from families import rewritten
 
-import forebay.rewriter.run_passes as run_passes
+import forebay.rewriter.pipeline.run_passes as run_passes
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.plan import MOVING, Budget, Plan, PlanError, Workload, plan_from_dict
 from forebay.rewriter.ir.program import FileSlice, Program
 from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import Switches
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import fx
 
-from forebay.passes.place.select_gemm import product_shape
 from forebay.rewriter.ir.graph import META, WeightInput
+from forebay.rewriter.ir.products import product_shape
 from forebay.rewriter.planning.product_shapes import product_uses
 
 

@@ -9,13 +9,13 @@ from families import rewritten
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.passes.lower.stage_cache import StagedLayer
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.cache_layout import StagedLayer
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice, Rows, copy_nbytes, place_of, tier_of
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.staged_cache import staged_cache
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import CacheMoves, Rates

@@ -19,13 +19,13 @@ from forebay.rewriter.ir.plan import Budget, Prediction, Workload
 from forebay.rewriter.ir.program import FileSlice, Launch
 from forebay.rewriter.machine.points import AttentionPoint
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.planning.graph_needs import cache_launches
+from forebay.rewriter.pipeline.cache_launches import cache_launches
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.planner import make_plan
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.item_costs import over_tokens, work_time_s
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(8, 384, 64)

@@ -15,13 +15,13 @@ from forebay.rewriter.ir.program import COLLECT, COMPUTE, FileSlice, Launch, Pro
 from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_ranks import plan_together, rank_planners
+from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.shard_captured import shard_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.ranks import beside_readers, simulate_ranks
 from forebay.rewriter.predict.simulate import simulate
-from forebay.rewriter.rewrite_captured import rewrite_captured
-from forebay.rewriter.shard_captured import shard_captured
 from forebay.rewriter.switches import Switches
 from forebay.runtime.devices.virtual import ItemCost
 from forebay.runtime.devices.virtual_ranks import run_ranks

@@ -14,17 +14,17 @@ from families import captured, llama, packed
 from tiny import aten, chain, flat_graph, planned
 from torch import fx
 
-import forebay.rewriter.pipeline as pipeline
+import forebay.rewriter.pipeline.step_pipeline as pipeline
 from forebay.api import LanguageModel, open_model
-from forebay.passes.lower.draft import Draft
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.draft import Draft
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice, Program
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.bisect import Bisection, PassChangedResult
 

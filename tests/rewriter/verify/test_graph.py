@@ -12,16 +12,15 @@ from families import FAMILIES, captured
 from tiny import aten, chain, placements, plan_for, planned
 from torch import fx
 
-import forebay.rewriter.pipeline as pipeline
-import forebay.rewriter.run_passes as run_passes
+import forebay.rewriter.pipeline.run_passes as run_passes
+import forebay.rewriter.pipeline.step_pipeline as pipeline
 from forebay.passes.place.insert_transfers import insert_transfers
-from forebay.passes.place.specialise_blocks import block_graphs
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.capture.step_graphs import step_inputs
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import META, CacheInput, Gemm, Transfer, WeightInput
+from forebay.rewriter.ir.graph import META, CacheInput, Gemm, Transfer, WeightInput, block_graphs
 from forebay.rewriter.ir.plan import Budget, Workload
-from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.graph import GraphError, check_captured, check_concrete
 

@@ -20,8 +20,10 @@ from forebay.rewriter.ir.alignment import PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_
 from forebay.runtime.disk import chunks as disk_chunks
 from forebay.runtime.disk import reader as disk
 from forebay.runtime.disk import threads, uring
+from forebay.runtime.disk.chunk_queue import ChunkQueue, ReaderClosedError
+from forebay.runtime.disk.open_file import TruncatedFileError
 from forebay.runtime.disk.page_cache import in_page_cache_filesystem, resident_nbytes
-from forebay.runtime.disk.reader import ChunkQueue, Read, ReaderClosedError, TruncatedFileError, open_reader
+from forebay.runtime.disk.reader import Read, open_reader
 
 FILE_NBYTES = (3 << 20) + 1234
 CANARY = 0xA5
@@ -141,7 +143,7 @@ def test_one_engine_ends_small_reads_in_the_order_of_submission(path: str, data:
 
 
 def test_chunks_are_issued_in_file_order_across_reads(path: str) -> None:
-    queue = disk.ChunkQueue(True, 64 << 10, 64 << 10)
+    queue = ChunkQueue(True, 64 << 10, 64 << 10)
     ended: list[int] = []
     for i in range(3):
         read = Read(path, i * 300_000, 300_000, 300_000 * i, 0, 0, lambda _, i=i: ended.append(i))
@@ -205,7 +207,7 @@ def test_rows_are_gathered_with_duplicates(reader, path: str, data: bytes, row_n
 
 
 def test_repeated_rows_are_read_once() -> None:
-    chunks = disk.split_rows(100, 1000, [7, 7, 7, 900, 7], 0, 64 << 10)
+    chunks = disk_chunks.split_rows(100, 1000, [7, 7, 7, 900, 7], 0, 64 << 10)
     assert [(chunk.offset, chunk.nbytes, len(chunk.copies)) for chunk in chunks] == [(4096, 4096, 4), (897024, 4096, 1)]
 
 
@@ -213,9 +215,9 @@ def test_rows_near_each_other_come_in_one_read() -> None:
     """With what lies between, if that is quicker to read than to ask again."""
     far = ROW_GAP_NBYTES // PAGE_NBYTES + 1  # the page behind the gap
     for row, expected in ((far, [(0, far + 1)]), (far + 1, [(0, 1), (far + 1, 1)])):
-        chunks = disk.split_rows(0, PAGE_NBYTES, [row, 0], 0, 1 << 22)
+        chunks = disk_chunks.split_rows(0, PAGE_NBYTES, [row, 0], 0, 1 << 22)
         assert [(c.offset // PAGE_NBYTES, c.nbytes // PAGE_NBYTES) for c in chunks] == expected
-    dense = disk.split_rows(0, PAGE_NBYTES, range(200), 0, 1 << 22)
+    dense = disk_chunks.split_rows(0, PAGE_NBYTES, range(200), 0, 1 << 22)
     assert max(chunk.nbytes for chunk in dense) == ROW_READ_NBYTES
 
 
@@ -318,7 +320,7 @@ def test_split_covers_a_read_exactly(
     read = Read("", offset, nbytes, address, *room, lambda _: None)
     landed = bytearray(nbytes)
     end = None
-    for chunk in disk.split_read(read, direct, chunk_nbytes, bounce_nbytes):
+    for chunk in disk_chunks.split_read(read, direct, chunk_nbytes, bounce_nbytes):
         assert end is None or chunk.offset == end, "chunks follow each other in the file"
         end = chunk.offset + chunk.nbytes
         assert 0 < chunk.need <= chunk.nbytes <= max(chunk_nbytes, PAGE_NBYTES)
@@ -354,7 +356,7 @@ def test_split_covers_a_read_exactly(
 def test_split_rows_covers_every_row(offset: int, row_nbytes: int, rows: list[int], bounce_nbytes: int) -> None:
     spans: dict[int, list[tuple[int, int]]] = {}
     end = 0
-    for chunk in disk.split_rows(offset, row_nbytes, rows, 0, bounce_nbytes):
+    for chunk in disk_chunks.split_rows(offset, row_nbytes, rows, 0, bounce_nbytes):
         assert chunk.offset >= end, "no page is read twice"
         end = chunk.offset + chunk.nbytes
         assert chunk.offset % PAGE_NBYTES == chunk.nbytes % PAGE_NBYTES == 0
@@ -373,7 +375,7 @@ def test_split_rows_covers_every_row(offset: int, row_nbytes: int, rows: list[in
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 5), st.data())
 def test_pieces_resume_where_a_partial_read_ended(head: int, tail: int, middle: int, draw) -> None:
-    chunk = disk.Chunk(0, head + middle + tail, 0, head, tail, 1000, ())
+    chunk = disk_chunks.Chunk(0, head + middle + tail, 0, head, tail, 1000, ())
     whole = [*range(head), *range(1000, 1000 + middle), *range(head, head + tail)]
     got = draw.draw(st.integers(0, len(whole)))
     left = [i for start, n in disk_chunks.pieces(chunk, 0, got) for i in range(start, start + n)]

@@ -21,11 +21,13 @@ from hypothesis import strategies as st
 
 from forebay.rewriter.ir.alignment import whole_pages
 from forebay.runtime.disk import reader as disk
-from forebay.runtime.disk import spill as spilling
+from forebay.runtime.disk import spill_file
+from forebay.runtime.disk.chunk_queue import ReaderClosedError
 from forebay.runtime.disk.chunks import GATHER_NBYTES, PAGE_NBYTES, Read, Write, split_write
 from forebay.runtime.disk.page_cache import cached_nbytes, in_page_cache_filesystem
-from forebay.runtime.disk.reader import ReaderClosedError, available_kinds, open_reader, open_writer
-from forebay.runtime.disk.spill import SpillError, SpillFile, SpillSpace, require_spill_folder
+from forebay.runtime.disk.reader import available_kinds, open_reader, open_writer
+from forebay.runtime.disk.spill import SpillSpace
+from forebay.runtime.disk.spill_file import SpillError, SpillFile, require_spill_folder
 
 PAGE = PAGE_NBYTES
 NBYTES = 512 * PAGE
@@ -153,7 +155,7 @@ def test_a_file_system_without_direct_writes_is_brought_to_the_disk_and_dropped(
         assert not file.direct
         memory, ends = Memory(NBYTES), Ends()
         if sync == "data":
-            monkeypatch.setattr(spilling, "_sync_range", None)
+            monkeypatch.setattr(spill_file, "_sync_range", None)
         writer.write(file, Write(0, NBYTES, ((memory.address + 1, NBYTES - 1),), ends.of(0)))
         assert ends.wait(1) == {0: None}
         assert cached_nbytes(file.fd) == 0
@@ -350,7 +352,7 @@ def test_without_proc_a_file_has_a_name_until_it_is_closed(tmp_path: Path, no_pr
 
 def test_a_named_file_that_a_killed_process_left_is_removed(tmp_path: Path, no_proc: None) -> None:
     living = SpillFile("cache", str(tmp_path), PAGE)
-    (tmp_path / f"{spilling.NAMED}left").write_bytes(b"of another process")
+    (tmp_path / f"{spill_file.NAMED}left").write_bytes(b"of another process")
     file = SpillFile("cache", str(tmp_path), PAGE)
     assert {str(path) for path in tmp_path.iterdir()} == {living.path, file.path}
     for made in (living, file):

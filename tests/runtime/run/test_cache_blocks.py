@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.kernels.attention.attention.reference import first_seen
-from forebay.rewriter.ir.block import Block, loads_name
+from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.cache_layout import loads_name
 from forebay.rewriter.ir.plan import BufferPlacement, Limits, Plan, Schedule, Workload
 from forebay.runtime.run.cache_blocks import CacheBlocks
 

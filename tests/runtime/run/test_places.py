@@ -23,7 +23,7 @@ from late import make_late
 from opened import open_rewritten
 
 from forebay.api import LanguageModel
-from forebay.rewriter.ir.block import DECODING
+from forebay.rewriter.ir.cache_layout import DECODING
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict, validate
 from forebay.rewriter.ir.program import Copy, Wait
 from forebay.rewriter.ir.turns import USUAL_TURNS

@@ -9,7 +9,7 @@ import pytest
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.drafts_beside import HELD_UP
 from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
-from forebay.rewriter.plan_draft import drafted_time_s, token_time_s
+from forebay.rewriter.pipeline.plan_draft import drafted_time_s, token_time_s
 
 PLAN = Plan("", "", Limits(1), Workload(1, 8, 11), Schedule(block=Block(speculative_steps=(4, 2))), (),
             prediction=Prediction(2.0, 1.0, speculative_times_s=(1.2, 1.1)))

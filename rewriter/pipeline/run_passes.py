@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from torch import fx
 
-from forebay.passes.lower.draft import Draft
-from forebay.passes.place.specialise_blocks import block_graphs
+from forebay.rewriter.ir.draft import Draft
+from forebay.rewriter.ir.graph import block_graphs
 from forebay.rewriter.report.dump import Dump
 from forebay.rewriter.switches import SwitchError, Switches
 from forebay.rewriter.verify.bisect import Bisection, RunStep

@@ -10,9 +10,9 @@ from forebay.rewriter.ir.alignment import aligned, whole_pages
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError
 from forebay.rewriter.ir.program import DEVICE, Program
-from forebay.rewriter.lay_beside import apart, check_beside, laid_beside
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_speculation import plan_speculation
+from forebay.rewriter.pipeline.lay_beside import apart, check_beside, laid_beside
+from forebay.rewriter.pipeline.plan_speculation import plan_speculation
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.planner import host_rows_nbytes
 from forebay.rewriter.planning.wishes import Wishes
 

@@ -14,13 +14,13 @@ from forebay.rewriter.ir.plan import MOVING, Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import GraphsOf, PlanChoice, plan_block
-from forebay.rewriter.plan_speculation import plan_speculation
+from forebay.rewriter.pipeline.plan_block import GraphsOf, PlanChoice, plan_block
+from forebay.rewriter.pipeline.plan_speculation import plan_speculation
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.shard_captured import rank_files, shard_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.ranks import beside_readers
-from forebay.rewriter.rewrite_captured import rewrite_captured
-from forebay.rewriter.shard_captured import rank_files, shard_captured
 from forebay.rewriter.switches import Switches
 
 Planned = tuple[Pipeline, Plan]

@@ -20,9 +20,9 @@ from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, weight_name
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.share import RankShare, WeightCut
-from forebay.rewriter.pipeline import PASSES
-from forebay.rewriter.rewrite_captured import with_blocks
-from forebay.rewriter.run_passes import Stage
+from forebay.rewriter.pipeline.pass_list import PASSES
+from forebay.rewriter.pipeline.rewrite_captured import with_blocks
+from forebay.rewriter.pipeline.run_passes import Stage
 from forebay.rewriter.switches import Switches
 
 LEAST_FEATURES = 32  # of which products of packed rows take whole numbers

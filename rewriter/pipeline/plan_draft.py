@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.drafts_beside import beside_s, pays_beside
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_shared_draft import PackedCopy, SharedPlan, plan_shared_draft
-from forebay.rewriter.plan_speculation import plan_speculation, smallest_checking
+from forebay.rewriter.pipeline.plan_shared_draft import PackedCopy, SharedPlan, plan_shared_draft
+from forebay.rewriter.pipeline.plan_speculation import plan_speculation, smallest_checking
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
 
 DRAFTED = 15  # tokens that a step checks at most, unless a wish says how many: steps over 16, 8, 4 and 2 are planned

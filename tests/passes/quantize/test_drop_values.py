@@ -7,12 +7,12 @@ import torch
 from families import captured, rewritten
 
 from forebay.kernels.operators import ATTENTION, ATTENTION_Q, SPARSE_ATTENTION
-from forebay.passes.quantise.drop_values import drop_values
+from forebay.passes.quantize.drop_values import drop_values
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import PlanError, Workload
-from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(2, 9, 4)

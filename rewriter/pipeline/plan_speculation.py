@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError
-from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
 
 SIZES = (16, 8, 4, 2)  # tokens per sequence of steps that check drafts

@@ -11,8 +11,8 @@ from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import GraphsOf, plan_block
+from forebay.rewriter.pipeline.plan_block import GraphsOf, plan_block
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes, require_sizes
 from forebay.rewriter.switches import Switches
 

@@ -14,9 +14,9 @@ from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.plan_places import entering_at_once, plan_answers, plan_places, sequence_time_s
+from forebay.rewriter.pipeline.plan_places import entering_at_once, plan_answers, plan_places, sequence_time_s
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 from tests.rewriter.test_plan_block import graphs
 

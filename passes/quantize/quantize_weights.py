@@ -9,8 +9,8 @@ from torch import fx
 
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.operators import DEQUANTIZE_ROWS
-from forebay.passes.product_nodes import Linear, fold, is_plain_bias, linear_arguments
 from forebay.rewriter.ir.graph import META, RowFormat, WeightInput, weight_name
+from forebay.rewriter.ir.products import Linear, fold, is_plain_bias, linear_arguments
 
 aten = torch.ops.aten
 

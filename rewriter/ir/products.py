@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import fx
 
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.operators import LINEAR, LINEAR_Q
+from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import PRODUCT_DTYPES
 
 aten = torch.ops.aten
@@ -111,3 +113,61 @@ def alike(a: Any, b: Any) -> bool:
     """Whether two values have one dtype and one shape, symbol by symbol where sizes are symbols."""
     one, other = a.meta["val"], b.meta["val"]
     return one.dtype == other.dtype and [str(s) for s in one.shape] == [str(s) for s in other.shape]
+
+
+Shape = tuple[str, int, int, int]  # dtype of the weight, or its format where it is packed rows; M, N, K
+
+
+def product_shape(node: fx.Node) -> Shape | None:
+    """The shape of a product that our kernels compute, or of a tile of one; else None."""
+    if node.target not in ops.TILES and not is_product(node):
+        return None
+    linear = linear_arguments(node)
+    if linear is not None:
+        x, weight, transposed = linear.x, linear.weight, True
+    elif node.target is aten.addmm.default:
+        x, weight, transposed = node.args[1], node.args[2], False
+    elif node.target in (ops.linear_tile, ops.matmul_tile):
+        x, weight, transposed = node.args[1], node.args[2], node.target is ops.linear_tile
+    else:
+        return None
+    packing = linear.packing if linear is not None else node.args[8] if len(node.args) > 8 else None
+    if packing is not None:
+        stored, rows = Packing(*packing), weight.meta["val"].shape[0]  # type: ignore[misc, arg-type, union-attr]
+        return stored.format, math.prod(x.meta["val"].shape[:-1]), rows, stored.in_features  # type: ignore[union-attr]
+    value, matrix = x.meta["val"], weight.meta["val"]  # type: ignore[union-attr]
+    if matrix.dtype not in PRODUCT_DTYPES:
+        return None
+    n, k = (matrix.shape if transposed else reversed(matrix.shape))
+    return str(matrix.dtype)[6:], math.prod(value.shape[:-1]), n, k
+
+
+def tileable(user: fx.Node, weight: fx.Node) -> bool:
+    """Whether `user` is a matrix product that can be computed from row tiles of `weight`."""
+    linear = linear_arguments(user)
+    if weight.meta["val"].dtype not in PRODUCT_DTYPES and (linear is None or linear.packing is None):
+        return False
+    if linear is not None:
+        read = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
+        return linear.weight is weight and weight not in (*read, linear.bias) and all(_is_rows(r) for r in read) and (
+            has_plain_bias(linear))
+    if user.target is aten.addmm.default:
+        bias, x, matrix = user.args
+        return matrix is weight and x is not weight and not user.kwargs and _is_rows(x) and (
+            isinstance(bias, fx.Node) and bias is not weight and is_plain_bias(bias, weight.meta["val"].shape[1]))
+    if user.target in (aten.mm.default, aten.matmul.default):
+        return user.args[1] is weight and user.args[0] is not weight and weight.meta["val"].dim() == 2 and (
+            _is_rows(user.args[0]))
+    return False
+
+
+def _is_rows(x: object) -> bool:
+    """Whether x [..., K] is rows [M, K] of one stride as it lies in memory: tiles are computed without a copy of it."""
+    value = x.meta["val"]  # type: ignore[attr-defined]
+    if value.dim() < 2 or value.stride(-1) != 1:
+        return False
+    try:
+        value.view(-1, value.shape[-1])
+    except RuntimeError:
+        return False
+    return True

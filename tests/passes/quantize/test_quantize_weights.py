@@ -14,7 +14,7 @@ from forebay.kernels.formats import row_sizes
 from forebay.kernels.products.linear import operator as linear  # noqa: F401
 from forebay.kernels.quantization.dequantize_rows import operator as dequantize_rows  # noqa: F401
 from forebay.kernels.quantization.quantize.cpu import quantize_rows
-from forebay.passes.quantise.quantize_weights import fuse_dequantize, quantize_weights
+from forebay.passes.quantize.quantize_weights import fuse_dequantize, quantize_weights
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.ir.graph import META, RowFormat, WeightInput
 

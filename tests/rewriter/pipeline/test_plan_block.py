@@ -12,7 +12,7 @@ from families import rewritten
 from hypothesis import given
 from hypothesis import strategies as st
 
-import forebay.rewriter.plan_block as module
+import forebay.rewriter.pipeline.plan_block as module
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.block import Block
@@ -20,8 +20,8 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import RETURN, Copy, FileSlice, Wait
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import block_tokens, plan_block, staged_blocks
+from forebay.rewriter.pipeline.plan_block import block_tokens, plan_block, staged_blocks
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.graph_needs import launch_count
 from forebay.rewriter.planning.search import latency_s
 from forebay.rewriter.planning.wishes import Wishes

@@ -13,16 +13,15 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from forebay.kernels.formats.table import Format, checkpoint_format
 from forebay.kernels.formats.table import cache_format as format_of
 from forebay.passes.checkpoint.checkpoint_kv import CannotCheckpoint, checkpoint_kv
-from forebay.passes.place.specialise_blocks import block_graphs
-from forebay.passes.quantise.drop_values import drop_values
+from forebay.passes.quantize.drop_values import drop_values
 from forebay.rewriter.capture.stored_sizes import fill_values
 from forebay.rewriter.garbage import no_collection
-from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, RowFormat, copy_node
+from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, RowFormat, block_graphs, copy_node
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.pipeline import PASSES, phase
+from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
+from forebay.rewriter.pipeline.run_passes import Stage, check_switches
 from forebay.rewriter.planning.best_product import rounding_names
 from forebay.rewriter.planning.wishes import Activations
-from forebay.rewriter.run_passes import Stage, check_switches
 from forebay.rewriter.switches import SwitchError, Switches
 
 ACTIVATIONS: tuple[Activations, ...] = ("native", "bf16", "int8")
@@ -67,7 +66,7 @@ def rewrite_captured(
     if formats:
         given["quantize_weights"] = lambda graph: (stored[graph],)
     stage = Stage(step, switches, "captured", formats)
-    for each in phase("captured"):
+    for each in passes_in("captured"):
         if each.name in given or (each.name not in WHERE_ASKED and not done):
             stage.run(each, given.get(each.name, lambda _: ()))
         else:
@@ -171,7 +170,7 @@ def with_blocks(captured: CapturedModel) -> fx.GraphModule:
 
 def _refuse_switches(switches: Switches) -> None:
     """SwitchError for a switch about passes that ran before the graphs were written."""
-    done = {each.name for each in phase("captured")}
+    done = {each.name for each in passes_in("captured")}
     named = [name for name in (*switches.skip, switches.stop_after) if name in done]
     if named:
         raise SwitchError(f"{named[0]} ran when these graphs were exported: leave it out of FOREBAY_SKIP and "

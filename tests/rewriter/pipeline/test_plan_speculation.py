@@ -13,8 +13,8 @@ from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, validate
 from forebay.rewriter.ir.program import Copy, FileSlice
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_speculation import SIZES, plan_speculation
+from forebay.rewriter.pipeline.plan_speculation import SIZES, plan_speculation
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes, check_choices
 from forebay.rewriter.switches import Switches
 
@@ -42,7 +42,7 @@ def test_steps_that_cost_little_check_drafts_by_themselves(
     free: float, loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside weights as few as a tiny model's the memory of drafts is much; with these bounds some pay."""
-    import forebay.rewriter.plan_speculation as module
+    import forebay.rewriter.pipeline.plan_speculation as module
 
     monkeypatch.setattr(module, "DEAR", free)
     monkeypatch.setattr(module, "LOSS", loss)
@@ -64,7 +64,7 @@ def test_where_nothing_is_asked_for_the_plan_stays() -> None:
 
 
 def test_dearer_steps_are_taken_where_they_are_forced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    import forebay.rewriter.plan_speculation as module
+    import forebay.rewriter.pipeline.plan_speculation as module
 
     monkeypatch.setattr(module, "DEAR", 0.5)
     plain, plan, _ = planned(100_000, Wishes(drafted_tokens="auto"))
@@ -74,7 +74,7 @@ def test_dearer_steps_are_taken_where_they_are_forced_alone(monkeypatch: pytest.
 
 
 def test_memory_that_would_make_decoding_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    import forebay.rewriter.plan_speculation as module
+    import forebay.rewriter.pipeline.plan_speculation as module
 
     monkeypatch.setattr(module, "LOSS", 0.5)
     plain, plan, _ = planned(100_000, Wishes(drafted_tokens="auto"))
@@ -156,7 +156,7 @@ def test_pieces_as_large_as_without_such_steps_are_tried_too(monkeypatch: pytest
         budget = Budget(made.smallest_budget(wishes) + room)
         plain = made.plan(budget, wishes)
         with monkeypatch.context() as patch:
-            patch.setattr("forebay.rewriter.plan_speculation._in_slots_of", lambda *_: None)
+            patch.setattr("forebay.rewriter.pipeline.plan_speculation._in_slots_of", lambda *_: None)
             without = plan_speculation(made, plain, budget, wishes)[1].schedule.speculative_steps
         plan = plan_speculation(made, plain, budget, wishes)[1]
         assert set(plan.schedule.speculative_steps) >= set(without)

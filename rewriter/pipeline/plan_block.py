@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from forebay.passes.lower.offload_hidden import leaving
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.block import ALONE, Block
+from forebay.rewriter.ir.cache_layout import cache_buffers
+from forebay.rewriter.ir.hidden_layout import offloaded_regions
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.checkpoint_share import balanced_share, link_binds, shares_beside
-from forebay.rewriter.planning.graph_needs import cache_buffers
 from forebay.rewriter.planning.planner import make_plan, plan_fits
 from forebay.rewriter.planning.search import latency_s
 from forebay.rewriter.planning.wishes import Wishes
@@ -169,7 +169,7 @@ def _try_hidden(pipeline: Pipeline, plain: Plan, wishes: Wishes, simulate: Calla
     tiers: tuple[Literal["host", "disk"], ...] = ("host", "disk")
     for tier in tiers[0 if plain.budget.host != 0 else 1 :]:
         away = replace(wishes, hidden_tier=tier).with_hidden(block)
-        if leaving(away) and simulate(away) is not None:
+        if offloaded_regions(away) and simulate(away) is not None:
             return
 
 

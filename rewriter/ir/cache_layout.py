@@ -1,0 +1,247 @@
+"""The geometry of the KV cache: its rows, and the slots, homes and inputs of one that is staged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from forebay.kernels.operators import of_target
+from forebay.rewriter.ir.alignment import aligned
+from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.graph import META, CacheInput, values_of
+from forebay.rewriter.ir.plan import Workload
+from forebay.rewriter.ir.program import (
+    dtype_itemsize,
+)
+
+OPERANDS = "operands"  # host memory for what a turn's launches there read and write; a buffer for each micro-batch
+
+
+class OperandSizes(NamedTuple):
+    """What a block's operators over caches are given beside the caches, and give: bytes of both, the copies that take
+    them between the tiers, and host bytes to hold them."""
+
+    given_nbytes: int
+    made_nbytes: int
+    copies: int
+    room_nbytes: int
+
+
+NO_OPERANDS = OperandSizes(0, 0, 0, 0)
+
+
+def operands_of(block: fx.GraphModule) -> OperandSizes:
+    """The operands of a block's operators over caches."""
+    found = {True: list[int](), False: list[int]()}
+    for node in block.graph.nodes:
+        operator = of_target(node.target)
+        if operator is None or not operator.caches:
+            continue
+        caches = operator.given_caches(node.args)
+        found[True] += [_extent(v) for n in node.all_input_nodes if n not in caches for v in values_of(n)]
+        found[False] += map(_extent, values_of(node) if node.meta.get("alias_of") is None else ())
+    both = [*found[True], *found[False]]
+    return OperandSizes(sum(found[True]), sum(found[False]), len(both), sum(map(aligned, both)))
+
+
+def _extent(value: torch.Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    return (1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))) * value.element_size()
+
+
+PLACES = "places"  # int64 [entering]: input of a prefill step
+
+
+ENTERING = "entering"  # what is staged of one layer
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """A cache buffer as rows of tokens: `rows` (sequences × heads) of `width` elements per token."""
+
+    rows: int
+    width: int
+    dtype: str  # torch dtype without the prefix
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of a buffer that holds so many tokens."""
+        return self.rows * tokens * self.width * dtype_itemsize(self.dtype)
+
+
+CACHE_STAGING = "cache"  # of staging slots; also the name of the spill file
+
+
+CACHE_STORE_STAGING = "out"  # of slots that the host lends to what is stored to the disk of a machine with a GPU
+
+
+STORE_STAGING_COUNT = 2  # one is filled from the device while the other is written
+
+
+CACHE_HOME_ARENAS = {"device": "device", "host": "host", "disk": CACHE_STAGING}  # by the tier that a cache lives on
+
+
+WORD = 8  # blocks move as int64
+
+
+@dataclass(frozen=True)
+class StagedLayer:
+    """One layer's cache in a micro-batch of `sequences`: `blocks` blocks of `block_nbytes` for each; V stands `beside`
+    bytes behind K. Attention sees a `window` of it (0: all); beside it, it has its `operands`. With `checkpoints` a
+    slot has so many blocks of them for each sequence, behind K and V of all, and where the cache lives are `kept`
+    blocks of either kind (else as many as in a slot)."""
+
+    sequences: int
+    blocks: int
+    block_nbytes: int
+    beside: int
+    window: int = 0
+    operands: OperandSizes = NO_OPERANDS
+    checkpoints: int = 0
+    kept: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Blocks of all sequences in a slot."""
+        return self.sequences * (self.blocks + self.checkpoints)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sequences and blocks in a slot."""
+        return self.rows * self.block_nbytes
+
+    @property
+    def home_nbytes(self) -> int:
+        """Bytes of all sequences where the cache lives."""
+        return self.sequences * (self.kept or self.blocks) * self.block_nbytes
+
+    @property
+    def tails(self) -> int:
+        """Blocks of a micro-batch that are not full yet: one for each sequence, and one of checkpoints."""
+        return self.sequences * (2 if self.checkpoints else 1)
+
+    @property
+    def tail_nbytes(self) -> int:
+        return self.tails * self.block_nbytes
+
+    @property
+    def checkpoint_offset(self) -> int:
+        """Where checkpoints begin in a slot."""
+        return self.sequences * self.blocks * self.block_nbytes
+
+
+def staged_layers(
+    step: fx.GraphModule, block: Block, larger: Callable[[int], fx.GraphModule] | None = None
+) -> dict[int, StagedLayer]:
+    """How each layer's cache is staged, from the token-major layout that the step graph of a micro-batch gives it. With
+    room for operands in the largest step in which the host attends, of those over so many tokens that `larger` gives.
+    """
+    if larger is not None and block.cpu_attention and block.speculative_steps:
+        most = staged_layers(larger(block.speculative_steps[0]), block)
+        return {i: replace(layer, operands=layer.operands._replace(room_nbytes=most[i].operands.room_nbytes))
+                for i, layer in staged_layers(step, block).items()}
+    found = {}
+    for node in step.graph.find_nodes(op="placeholder"):
+        mark = node.meta.get(META)
+        if isinstance(mark, CacheInput) and mark.side == "k":
+            value = node.meta["val"]
+            batch, heads, tokens, width = value.shape
+            itemsize = value.element_size()
+            blocks = tokens // block.cache_tokens
+            context = blocks * block.cache_tokens - 1  # the most that takes as many blocks
+            found[mark.layer] = StagedLayer(batch, blocks, block.cache_tokens * value.stride(2) * itemsize,
+                                            heads * width * itemsize, mark.window, operands_of(_caller(step, node)),
+                                            block.checkpoint_blocks(context),
+                                            block.kept_blocks(context) if block.checkpoints else 0)
+    return found
+
+
+def _caller(step: fx.GraphModule, cache: fx.Node) -> fx.GraphModule:
+    """The block graph that uses a cache of a step graph; the step graph where that has no calls."""
+    call = next((user for user in cache.users if user.op == "call_module"), None)
+    block = step if call is None else step.get_submodule(str(call.target))
+    assert isinstance(block, fx.GraphModule)
+    return block
+
+
+def cache_home_name(layer: int, tier: str) -> str:
+    """The buffer of a layer's caches that live on a tier, one micro-batch after the other."""
+    return f"cache_{layer}_{tier}"
+
+
+def input_sizes(layers: Mapping[int, StagedLayer], block: Block) -> dict[str, int]:
+    """Elements of a micro-batch's part of each input."""
+    first = next(iter(layers.values()))
+    rows = first.rows
+    loads = dict.fromkeys((loads_name(layer.window) for layer in layers.values()), rows)
+    whole = {WHOLE_LOADS: rows, WHOLE_STORES: rows} if block.cpu_attention else {}
+    return {**loads, STORES: rows, BEFORE: first.tails, BEHIND: first.tails, **whole}
+
+
+def moved_shares(layer: StagedLayer, block: Block, work: Workload, tokens: int) -> tuple[float, float]:
+    """The shares of the blocks in its slot that a step over `tokens` tokens is taken to load and store: what stands
+    before it on average. A block gets full every so many tokens."""
+    capacity = layer.blocks * block.cache_tokens
+    there = work.before(tokens, block)
+    seen = min(there, abs(layer.window) + block.cache_tokens / 2) if layer.window else there
+    loaded, stored = seen / capacity, min(1.0, tokens / capacity)
+    if layer.checkpoints:  # as many bytes a block, of the checkpoints of as many more tokens
+        instead = block.checkpoints / block.checkpoint_period
+        kept = (1 - instead + instead * block.cache_tokens / block.checkpoint_tokens) * layer.blocks / (
+            layer.blocks + layer.checkpoints)
+        loaded, stored = kept * loaded, kept * stored
+    return loaded, stored
+
+
+def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
+    """Every cache buffer of a step graph by name, as rows of tokens."""
+    found = {}
+    for node in step.graph.find_nodes(op="placeholder"):
+        mark = node.meta.get(META)
+        if isinstance(mark, CacheInput):
+            batch, heads, _, width = node.meta["val"].shape
+            found[f"cache_{mark.side}_{mark.layer}"] = CacheRows(batch * heads, width, str(node.meta["val"].dtype)[6:])
+    return found
+
+
+def cache_buffers(step: fx.GraphModule) -> dict[str, int]:
+    """Name and bytes of every cache buffer of a step graph."""
+    sizes = {}
+    for node in step.graph.find_nodes(op="placeholder"):
+        mark = node.meta.get(META)
+        if isinstance(mark, CacheInput):
+            value = node.meta["val"]
+            sizes[f"cache_{mark.side}_{mark.layer}"] = math.prod(value.shape) * value.element_size()
+    return sizes
+
+
+# inputs of a step with staged caches, each with one part for every micro-batch: rows of its table of blocks
+# [B * blocks] that are loaded and stored, and [B] the row of each sequence's tail before and behind the step
+LOADS, STORES, BEFORE, BEHIND = "cache_loads", "cache_stores", "cache_before", "cache_behind"
+
+
+# the same rows of caches without tails: of their last blocks too
+WHOLE_LOADS, WHOLE_STORES = "cache_whole_loads", "cache_whole_stores"
+
+
+# inputs of a step graph with checkpoints: [B, 1, rows] the position that K and V of each row of a checkpoint go to, and
+# [B, S] the row that each new token's checkpoint goes to; what is nobody's goes to the last position and row
+RESTORED, CHECKPOINTED = "restored_positions", "checkpoint_rows"
+
+
+DECODING = "decode_"  # before the names of what a prefill step has for the places that it decodes for
+
+
+def loads_name(window: int) -> str:
+    """The input that says what is loaded for layers whose attention sees this window (0: all; below 0: chunks)."""
+    return f"{LOADS}_{'chunk' if window < 0 else 'window'}_{abs(window)}" if window else LOADS
+
+
+def window_of_loads(name: str) -> int:
+    """The window that an input of `loads_name` is for."""
+    _, _, size = name.rpartition("_")
+    return 0 if name == LOADS else -int(size) if "chunk" in name else int(size)

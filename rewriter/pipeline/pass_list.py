@@ -1,0 +1,73 @@
+"""The list of passes: their order, phases and scopes, each with the reason for its place."""
+
+from __future__ import annotations
+
+from forebay.passes.checkpoint.checkpoint_kv import checkpoint_kv
+from forebay.passes.fuse.fuse_layer_norm import fuse_layer_norm
+from forebay.passes.fuse.fuse_residual import fuse_residual
+from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
+from forebay.passes.fuse.fuse_rotary import fuse_rotary
+from forebay.passes.fuse.fuse_swiglu import fuse_swiglu
+from forebay.passes.lower.delegate_attention import delegate_attention
+from forebay.passes.lower.hoist_gathers import hoist_gathers
+from forebay.passes.lower.hoist_prefetch import hoist_prefetch
+from forebay.passes.lower.lower import lower
+from forebay.passes.lower.offload_hidden import offload_hidden
+from forebay.passes.lower.place_copies import place_copies
+from forebay.passes.lower.share_maximum import share_maximum
+from forebay.passes.place.allocate_buffers import allocate_buffers
+from forebay.passes.place.insert_transfers import insert_transfers
+from forebay.passes.place.order_gathers import order_gathers
+from forebay.passes.place.select_gemm import select_gemm
+from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
+from forebay.passes.place.specialise_blocks import specialise_blocks
+from forebay.passes.quantize.drop_values import drop_values
+from forebay.passes.quantize.quantize_cache import quantize_cache
+from forebay.passes.quantize.quantize_weights import fuse_dequantize, quantize_weights
+from forebay.passes.shard.shard import shard
+from forebay.passes.shard.take_stage import take_stage
+from forebay.rewriter.pipeline.run_passes import Pass
+
+# Every pass in the order in which they run, with its phase, what it is run on, and the reason why it stands there.
+PASSES: tuple[Pass, ...] = (
+    # once per kind of layer, before there is a plan: what these fold, the planner never sees
+    Pass(take_stage, "captured", "whole step", "first, where stages share the layers: what others do goes"),
+    Pass(shard, "captured", "whole step", "where ranks share a layer, before all else: it knows torch's operators"),
+    Pass(fuse_rms_norm, "captured", "each graph", "norms stand between all else: no pattern holds one", optional=True),
+    Pass(fuse_layer_norm, "captured", "each graph", "beside the other norm: no pattern contains it", optional=True),
+    Pass(fuse_rotary, "captured", "each graph", "queries and keys, before attention reads them", optional=True),
+    Pass(fuse_swiglu, "captured", "each graph", optional=True,
+         why="before fuse_residual: what it folds comes first in the product that both may end in"),
+    Pass(fuse_residual, "captured", "each graph", "it takes the products that the others leave", optional=True),
+    Pass(shorten_lifetimes, "captured", "each graph", optional=True,
+         why="after fusing: it orders what is left; queries are made after keys and values are stored"),
+    Pass(quantize_cache, "captured", "each graph", rounds=True,
+         why="it changes operators and no order, and is fused with nothing: behind all that fuse"),
+    Pass(quantize_weights, "captured", "each graph", "the products have what they took over, and keep it"),
+    Pass(fuse_dequantize, "captured", "each graph", "it folds what quantize_weights put there into its readers"),
+    Pass(checkpoint_kv, "captured", "whole step", "last, where a block keeps checkpoints: what it moves is final"),
+    Pass(drop_values, "captured", "each graph", "of steps that decode: it puts operators in the place of others"),
+    # once per step size, on graphs of fixed sizes
+    Pass(specialise_blocks, "planned", "whole step",
+         "first: the rest see a weight's placement, which layers of one kind need not share"),
+    Pass(insert_transfers, "planned", "each graph",
+         "it splits matrix products into tiles, and every later pass must see the tiles"),
+    Pass(order_gathers, "planned", "each graph", "behind insert_transfers: fetches of what is gathered go with it"),
+    Pass(select_gemm, "planned", "each graph", "after tiling, because the choice depends on the tile's shape"),
+    Pass(allocate_buffers, "planned", "whole step",
+         "last: addresses depend on the plan's arena alone, lifetimes on the order, which is final"),
+    # on the step as a list of launches, where the order of the whole step can be seen
+    Pass(lower, "lowered", "whole step", "every value has its address: graphs become launches, layers laid end to end"),
+    Pass(share_maximum, "lowered", "draft", "blocks are recorded for many layers: only launches are a layer's own"),
+    Pass(delegate_attention, "lowered", "draft",
+         "launches stand in the order of turns: those over caches in host memory leave the device's stream"),
+    Pass(hoist_gathers, "lowered", "draft", "gathers cross the borders of layers, and what is fetched for them too"),
+    Pass(hoist_prefetch, "lowered", "draft", "copies cross the borders of layers", optional=True),
+    Pass(offload_hidden, "lowered", "draft", "the other copies stand where they stay: a turn's items are together"),
+    Pass(place_copies, "lowered", "draft", "the order of copies is final: they get their streams and events"),
+)
+
+
+def passes_in(name: str) -> list[Pass]:
+    """The passes of a phase, in order."""
+    return [each for each in PASSES if each.phase == name]
