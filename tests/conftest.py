@@ -30,7 +30,8 @@ LONG = ("e2e/test_memory_budget", "e2e/test_sharded", "e2e/test_cli", "e2e/test_
         "kernels/attention/attention_q/test_gpu", "serving/test_launch", "rewriter/capture/test_released",
         "runtime/run/test_bind", "rewriter/checkpoints/test_resolve", "faults/test_faults", "exported/test_onnx",
         "huggingface/test_token_embeddings", "e2e/test_block_schedules", "e2e/test_gpu_bindings",
-        "e2e/test_plan_config", "benchmarks/test_gpu_benchmark", "e2e/test_calibrate", "rewriter/pipeline/test_plan_block")
+        "e2e/test_plan_config", "benchmarks/test_gpu_benchmark", "e2e/test_calibrate",
+        "rewriter/pipeline/test_plan_block")
 ONE_THREAD = tuple(Path(__file__).parent / f"{name}.py" for name in (  # whose tiny models hardly use a second one
     "e2e/test_every_schedule", "e2e/test_generate", "e2e/test_quantized_run", "runtime/run/test_places"))
 

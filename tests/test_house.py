@@ -16,9 +16,10 @@ MOST_LINES, MOST_IN_FUNCTION, MOST_PARAMETERS = 400, 60, 9
 # What each part may import of ours; None: everything. The longest prefix that fits a file counts.
 MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "forebay": None,
-    "forebay.rewriter": ("forebay.rewriter", "forebay.kernels", "forebay.passes", "forebay.runtime.devices"),
-    "forebay.rewriter.ir": ("forebay.rewriter.ir", "forebay.kernels.formats"),
-    "forebay.rewriter.pipeline.step_pipeline": None,
+    "forebay.rewriter": ("forebay.rewriter", "forebay.kernels", "forebay.runtime.devices"),
+    "forebay.rewriter.ir": ("forebay.rewriter.ir", "forebay.kernels.formats", "forebay.kernels.operator",
+                            "forebay.kernels.operators"),
+    "forebay.rewriter.pipeline": None,
     "forebay.serving": ("forebay.serving", "forebay.api", "forebay.drafting", "forebay.commands.prompts",
                         "forebay.commands.chat_template", "forebay.commands.process_memory",
                         "forebay.commands.terminal", "forebay.rewriter.ir", "forebay.runtime.run"),

@@ -12,7 +12,7 @@ import pytest
 
 from forebay.kernels.cpu_support import native
 from forebay.rewriter.ir.program import Program, Wait
-from forebay.rewriter.pipeline import pass_list as pipeline
+from forebay.rewriter.pipeline import step_pipeline as pipeline
 from forebay.rewriter.verify.program import ProgramError, verify_program
 
 ROOT = Path(__file__).parents[1]

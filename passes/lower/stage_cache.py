@@ -80,8 +80,8 @@ class CacheStaging:
         tailed = self.block.has_tails(tier)
         loads = self._told(loads_name(staged.window) if tailed else WHOLE_LOADS, micro_batch)
         source = Rows(home, staged.block_nbytes, loads, skips=True, usual=self.usual[layer][0])
-        self.draft.moves.append(Move(f"load cache of layer {layer}@{micro_batch}", source, slot, span, (0, 0), CACHE_STAGING,
-                                     layer, alike=self.alike))
+        self.draft.moves.append(Move(f"load cache of layer {layer}@{micro_batch}", source, slot, span, (0, 0),
+                                     CACHE_STAGING, layer, alike=self.alike))
         index_ref = self._told(BEFORE, micro_batch)
         self.draft.items += [Fetch(index), Arrive(index)]
         if not tailed:
@@ -109,8 +109,8 @@ class CacheStaging:
                       usual=self.usual[layer][1])
         number = len(self.draft.stores)
         self.draft.stores.append(Outgoing(f"store cache of layer {layer}@{micro_batch}", span, target, keeps=True,
-                                          slot=number % STORE_STAGING_COUNT, ring=CACHE_STORE_STAGING, layer=layer, cache=True,
-                                          alike=self.alike))
+                                          slot=number % STORE_STAGING_COUNT, ring=CACHE_STORE_STAGING, layer=layer,
+                                          cache=True, alike=self.alike))
         if tails:
             self._take_tails(layer, micro_batch, span)
         self.draft.items += [Store(number), Evict(number), Free(index)]

@@ -12,7 +12,7 @@ from forebay.rewriter.ir.plan import BufferPlacement
 HIDDEN_STAGING = "hidden"  # of regions that micro-batches share
 
 
-HIDDEN_STORE_STAGING = "hidden_out"  # of slots that the host lends to what is stored to the disk of a machine with a GPU
+HIDDEN_STORE_STAGING = "hidden_out"  # host staging buffers of stores to disk, where copies hop
 
 
 HIDDEN_HOME_ARENAS = {"host": "host", "disk": CACHE_STAGING}  # by the tier that hidden states are on between turns

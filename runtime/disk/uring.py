@@ -326,7 +326,8 @@ class UringEngine:
         elif flight.got < chunk.need:
             if result == 0 or (job.file.direct and result > 0 and result % PAGE_NBYTES):
                 spill = job.task.spill
-                error = job.file.truncated(job.task.offset, job.task.nbytes) if spill is None else spill.took_part(chunk, flight.got)
+                error = job.file.truncated(job.task.offset, job.task.nbytes) if spill is None else (
+                    spill.took_part(chunk, flight.got))
             else:
                 with self._push_lock:
                     self._push(slot)

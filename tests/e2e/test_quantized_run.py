@@ -18,7 +18,7 @@ from opened import open_rewritten
 from typer.testing import CliRunner
 
 import forebay
-import forebay.rewriter.pipeline.step_pipeline as pipeline
+import forebay.rewriter.pipeline.pass_list as pipeline
 from forebay.api import LanguageModel
 from forebay.commands.app import app
 from forebay.passes.quantize.quantize_weights import quantize_weights

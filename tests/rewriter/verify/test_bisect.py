@@ -14,7 +14,7 @@ from families import captured, llama, packed
 from tiny import aten, chain, flat_graph, planned
 from torch import fx
 
-import forebay.rewriter.pipeline.step_pipeline as pipeline
+import forebay.rewriter.pipeline.pass_list as pipeline
 from forebay.api import LanguageModel, open_model
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import Block

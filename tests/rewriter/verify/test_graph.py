@@ -12,8 +12,8 @@ from families import FAMILIES, captured
 from tiny import aten, chain, placements, plan_for, planned
 from torch import fx
 
+import forebay.rewriter.pipeline.pass_list as pipeline
 import forebay.rewriter.pipeline.run_passes as run_passes
-import forebay.rewriter.pipeline.step_pipeline as pipeline
 from forebay.passes.place.insert_transfers import insert_transfers
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.capture.step_graphs import step_inputs
