@@ -27,7 +27,7 @@ from forebay.rewriter.predict.of_programs import predict, step_times
 from forebay.rewriter.predict.simulate import simulate
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.switches import Switches
-from tests.rewriter.test_plan_block import graphs
+from tests.rewriter.pipeline.test_plan_block import graphs
 
 pytestmark = pytest.mark.usefixtures("planned_with_our_kernels")
 LONGEST = Workload(100, 400, 100)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from families import llama
-from tests.rewriter.test_plan_block import graphs
 
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
@@ -19,6 +18,7 @@ from forebay.rewriter.pipeline.plan_places import entering_at_once, plan_answers
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import Switches
+from tests.rewriter.pipeline.test_plan_block import graphs
 
 pytestmark = pytest.mark.usefixtures("planned_with_our_kernels")
 JOB = Workload(100, 60, 40)
