@@ -102,9 +102,9 @@ def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
     folder = saved_model(scratch, SMALL, torch.float32)
     ids, expected = reference_tokens(folder)
     nbytes = weights_nbytes(folder)
-    from forebay.rewriter.planning.launch_memory import least_gpu_nbytes
+    from forebay.runtime.devices.cuda.memory import least_workspace_nbytes
 
-    budget = {"device": int(nbytes * job["share"]) + (least_gpu_nbytes() if offloaded.GPU == "cuda" else 0)}
+    budget = {"device": int(nbytes * job["share"]) + (least_workspace_nbytes() if offloaded.GPU == "cuda" else 0)}
     if job["host"]:
         budget["host"] = int(nbytes * job["host"]) + (8 << 20)
     before = begin_peak()

@@ -105,7 +105,7 @@ class MeshProbe:
         exchange = next(i for i in program.step if isinstance(i, Launch) and i.stream == COLLECT)
         self.kind, group = exchange.op.split(".")[1], ranks_of(exchange.args[-1])
         self.nbytes = sum(s.nbytes for s in exchange.writes)
-        self.known_s = machine.mesh.exchange_s(self.kind, len(group), self.nbytes, gpu=False)
+        self.known_s = machine.mesh.exchange_s(self.kind, len(group), self.nbytes)
         self.worker = Worker(COLLECT)
         self.turns = ExchangeTurns(self.kind, group, self.worker, "cpu")
 

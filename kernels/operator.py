@@ -54,6 +54,8 @@ class Product(NamedTuple):
     k: int
 
 
+HOST_KERNELS = "cpu"  # the key of the bindings that run on host cores
+HOST_MEMORY = torch.device(HOST_KERNELS)  # where tensors of the caller lie
 ROUNDED = ("bf16", "int8")  # what activations, and the weights that meet them, may be rounded to
 
 

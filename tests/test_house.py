@@ -170,7 +170,7 @@ def test_what_travels_together_is_a_record() -> None:
     assert seen > 300 and not wide, wide
 
 
-OF_THE_WHOLE = ("e2e", "faults")  # folders of tests that mirror no folder of sources
+OF_THE_WHOLE = ("e2e", "extending", "faults")  # folders of tests that mirror no folder of sources
 
 
 def test_tests_lie_as_their_sources_do() -> None:
@@ -207,7 +207,7 @@ def test_pages_are_wrapped() -> None:
 # Who reads the environment: the cache folder, the compiler, the switches, how threads wait, what torchrun says; the
 # command line sets it.
 READ_ENVIRONMENT = {"forebay.kernels.build.cache_folder", "forebay.kernels.build.compile", "forebay.rewriter.switches",
-                    "forebay.runtime.devices.open_device", "forebay.runtime.comm.launched", "forebay.commands.cli"}
+                    "forebay.runtime.devices.cpu.device", "forebay.runtime.comm.launched", "forebay.commands.cli"}
 
 
 def test_what_exists_once_exists_once() -> None:

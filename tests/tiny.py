@@ -34,7 +34,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import Switches
-from forebay.runtime.devices.threads import ThreadDevice
+from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.disk.reader import DiskReader, open_reader
 from forebay.runtime.run.executor import BoundProgram, load_resident
 

@@ -24,6 +24,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from forebay.kernels.formats.table import NATIVE, Format
+from forebay.kernels.operator import HOST_MEMORY
 from forebay.kernels.operators import ACTIVATION_APPEND_Q, DEQUANTIZE_ROWS
 from forebay.passes.checkpoint.smallest_cut import Cut, smallest_cut, token_nbytes
 from forebay.rewriter.ir.cache_layout import CHECKPOINTED, RESTORED
@@ -269,7 +270,7 @@ def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str], stored: F
     _bring_forward(slice_, made)
     with graph.inserting_before(slice_[0]):
         count = write(aten.sym_size.int, token, 0)
-        number = write(aten.unsqueeze.default, write(aten.arange.default, count, device=torch.device("cpu"),
+        number = write(aten.unsqueeze.default, write(aten.arange.default, count, device=HOST_MEMORY,
                                                      pin_memory=False), 1)
         old, every = write.keep(write(aten.select.int, cache_x, 1, 0), [number, rows_of], kept, stored)
         before, rows = write(aten.sym_size.int, old, 1), write(aten.sym_size.int, every, 1)

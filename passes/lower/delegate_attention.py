@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from forebay.kernels.operator import HOST_KERNELS
 from forebay.kernels.operators import find
 from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.cache_layout import OPERANDS
@@ -80,7 +81,7 @@ class _Delegating:
             return tuple(s if s.arena == HOST else spans[s.offset, s.buffer] for s in given)
 
         operator = find(launch.op)
-        workspace = launch.workspace_nbytes if operator is None else operator.workspace_nbytes(launch, "cpu")
+        workspace = launch.workspace_nbytes if operator is None else operator.workspace_nbytes(launch, HOST_KERNELS)
         self.items.append(Launch(
             ATTEND, launch.op, _moved(launch.args, here), {k: _moved(v, here) for k, v in launch.kwargs.items()},
             _moved(launch.out, here), moved(launch.reads), moved(launch.writes), launch.label, launch.layer,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, Gives
@@ -148,7 +149,7 @@ def _fill_constants(model: PreTrainedModel) -> None:
             continue
         filled: list[dict[str, torch.Tensor]] = []
         for content in (0, 1):
-            module._buffers.update({k: torch.full_like(b, content, device="cpu") for k, b in buffers.items()})
+            module._buffers.update({k: torch.full_like(b, content, device=HOST_MEMORY) for k, b in buffers.items()})
             model._init_weights(module)
             filled.append({k: module._buffers[k] for k in buffers})  # type: ignore[misc]
         for k in buffers:

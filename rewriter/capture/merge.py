@@ -12,6 +12,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
+from forebay.kernels.operator import HOST_MEMORY
 from forebay.kernels.operators import ATTENTION, KV_APPEND
 from forebay.rewriter.capture.layers import CaptureError, LayerCall, LayerCalls, Slot
 from forebay.rewriter.ir.graph import META, CacheInput, CacheSpec, CapturedModel, WeightInput, WeightSpec
@@ -303,4 +304,4 @@ def _weight_specs(weights: dict[str, torch.Tensor], names: dict[str, str]) -> di
 
 def _like(value: torch.Tensor, traced: fx.Node) -> torch.Tensor:
     with traced.meta["val"].fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=HOST_MEMORY)

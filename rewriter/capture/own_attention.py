@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forebay.kernels.operator import HOST_MEMORY
 from forebay.kernels.operators import ATTENTION
 from forebay.rewriter.capture.attention import starts
 from forebay.rewriter.capture.layers import CaptureError
@@ -164,7 +165,7 @@ def _falcon(module: Any) -> Callable[..., Any]:
 def _bloom(module: Any) -> Callable[..., Any]:
     from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
-    slopes = _get_alibi_slopes(module.num_heads, torch.device("cpu"))
+    slopes = _get_alibi_slopes(module.num_heads, HOST_MEMORY)
 
     def forward(
         hidden_states: torch.Tensor, residual: torch.Tensor, alibi: Any, attention_mask: Any, layer_past: Any = None,

@@ -14,6 +14,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.attention import TracedCache, append_into, starting_at
 from forebay.rewriter.capture.layers import (
     CaptureError,
@@ -314,7 +315,7 @@ class _Tracer:
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor not in self.memo:
-            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST_MEMORY)
             is_parameter = isinstance(tensor, nn.Parameter)
             self.memo[tensor] = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
         return self.memo[tensor]

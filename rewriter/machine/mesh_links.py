@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forebay.runtime.devices.kind import DeviceKind
+from forebay.runtime.devices.kinds import HOST
+
 # Of an exchange, steps after one another in which K ranks pass something on in a ring.
 RING_STEPS: dict[str, Callable[[int], int]] = {
     "all_reduce": lambda ranks: 2 * (ranks - 1), "all_gather_into_tensor": lambda ranks: ranks - 1,
     "reduce_scatter_tensor": lambda ranks: ranks - 1, "all_to_all_single": lambda ranks: ranks - 1,
     "broadcast_": lambda ranks: 1}
-GUESSED_STEP_S = {"cpu": 5e-4, "gpu": 2e-5}  # cautious: gloo through a loopback took 0.2 to 1.4 ms a step
-GUESSED_BYTES_PER_S = {"cpu": 5e8, "gpu": 5e9}
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,14 @@ class MeshLinks:
         if not 0 <= self.held_up <= 1:
             raise ValueError(f"machine profile: mesh.held_up must lie between 0 and 1, is {self.held_up!r}")
 
-    def exchange_s(self, kind: str, ranks: int, nbytes: float, gpu: bool) -> float:
+    def exchange_s(self, kind: str, ranks: int, nbytes: float, device: DeviceKind = HOST) -> float:
         """Seconds of an exchange that leaves `nbytes` on each of so many ranks, from when the last of them is there. Of
         as many as were not measured: as of the nearest number that was, and as many times as long as a ring has steps;
-        where none was, a cautious guess."""
+        where none was, the cautious guess of its kind of device."""
         steps = RING_STEPS[kind](ranks)
         known = [link for link in self.exchanges if link.kind == kind]
         if not known:
-            which = "gpu" if gpu else "cpu"
-            return steps * GUESSED_STEP_S[which] + nbytes / GUESSED_BYTES_PER_S[which]
+            return steps * device.exchange_step_s + nbytes / device.exchange_bytes_per_s
         nearest = min(known, key=lambda link: (abs(link.ranks - ranks), link.ranks))
         return nearest.time_s(nbytes) * steps / RING_STEPS[kind](nearest.ranks)
 

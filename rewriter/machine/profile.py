@@ -18,6 +18,8 @@ from forebay.rewriter.machine.both_ways import BothWays, side_by_side
 from forebay.rewriter.machine.fits import Fit, fit_times, on_curve
 from forebay.rewriter.machine.mesh_links import MeshLinks
 from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint, intensity
+from forebay.runtime.devices.kind import DeviceKind
+from forebay.runtime.devices.kinds import HOST, kind_of
 
 FORMAT = 3  # of the JSON file; a kept profile of another format is measured anew
 TIERS = ("device", "host", "disk")
@@ -185,9 +187,14 @@ class Machine:
         return self.sources.get(number, f"measured by forebay machine on {self.date or 'an unknown day'}")
 
     @property
+    def kind(self) -> DeviceKind:
+        """The facts of its kind of device."""
+        return kind_of(self.device_kind)
+
+    @property
     def near_disk(self) -> str:
         """The tier that reads from disk land in: a GPU cannot read the disk."""
-        return "device" if self.device_kind == "cpu" else "host"
+        return self.kind.near_disk
 
     def link(self, src: str, dst: str, method: str | None = None) -> Link:
         """The fastest link from `src` to `dst` (by `method` if given); raises KeyError naming the links there are."""
@@ -213,7 +220,7 @@ class Machine:
             alike = {other: abs(math.log(rows.group_size / stored.group_size)) for other, rows in packed
                      if rows is not None and rows.bits == stored.bits}
             return min(alike, key=lambda other: alike[other], default=dtype)
-        if dtype in HALVES and self.device_kind != "cpu":
+        if dtype in HALVES and self.kind.halves_alike:
             return next((other for other in HALVES if other in self._gemm_dtypes), dtype)
         return dtype
 
@@ -314,7 +321,7 @@ class Machine:
             Link("device", "host", 4e9, 1e-6, "memcpy"),
         )
         tiers = {"device": Tier(4 << 30, memory), "host": Tier(4 << 30, memory), "disk": Tier(32 << 30, 0.0)}
-        return Machine("default-guess", "", {}, 2, 2, "cpu", tiers, links, gemm, 4e9, 5e-6, 4e9,
+        return Machine("default-guess", "", {}, 2, 2, str(HOST.here()), tiers, links, gemm, 4e9, 5e-6, 4e9,
                        product_flops=8e9, attention_flops=8e9)
 
     def to_json(self) -> str:
@@ -328,7 +335,8 @@ def machine_from_json(text: str) -> Machine:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"machine profile is not JSON: {error}") from error
-    if isinstance(value, dict) and "copy_issue_s" not in value and value.get("device_kind", "cpu") != "cpu":
+    if isinstance(value, dict) and "copy_issue_s" not in value and not (
+            kind_of(str(value.get("device_kind", HOST.here()))).on_host_cores):
         value["copy_issue_s"] = 0.0  # a profile of a GPU, older than this number
     machine: Machine = from_json(Machine, value, "machine profile")
     machine.validate()

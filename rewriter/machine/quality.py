@@ -23,13 +23,13 @@ def believable(machine: Machine) -> Machine:
     slowest kind of product over many rows, and of attention over a prompt."""
     reasons = [f"link {link.src} to {link.dst} by {link.method} (R2 {link.r2:.3f}): as it was mostly seen"
                for link in machine.links if link.r2 < GOOD_R2]
-    loaded = machine.device_kind == "cpu" and machine.others_share > LOADED
+    loaded = machine.kind.on_host_cores and machine.others_share > LOADED
     if loaded:
         reasons.append(f"all that the cores were timed at (others took {machine.others_share:.0%} of them)")
         machine = _unhurried(machine)
     gemm, attention = _good_products(machine, reasons), _good_attention(machine, reasons)
     machine = replace(machine, gemm=gemm, attention=attention, guessed=tuple(reasons))
-    return _with_rates(machine) if machine.device_kind == "cpu" else machine
+    return _with_rates(machine) if machine.kind.on_host_cores else machine
 
 
 def _good_products(machine: Machine, reasons: list[str]) -> tuple[GemmPoint, ...]:
@@ -53,7 +53,7 @@ def _good_products(machine: Machine, reasons: list[str]) -> tuple[GemmPoint, ...
         (impl, m), r2 = min(poor.items(), key=lambda found: found[1])
         reason = f"products of {dtype} (R2 {r2:.3f} by {impl} at {m} rows)"
         if few:
-            guess = Machine.default().gemm if machine.device_kind == "cpu" else ()
+            guess = Machine.default().gemm if machine.kind.on_host_cores else ()
             good = [p for p in good if p.dtype != dtype] + [p for p in guess if p.dtype == dtype]
         else:
             good = [p for p in good if p.dtype != dtype or (p.impl, p.m) not in poor]

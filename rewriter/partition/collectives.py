@@ -115,7 +115,7 @@ def mesh_of(machine: Machine, shape: tuple[int, ...], links: tuple[float, ...] =
     if measured is not None and not links:
         links = (_rate(measured),) * len(shape)
         return ChipMesh(shape, links, one_way(0.0), False, measured.held_up, measured)
-    torus = machine.device_kind.startswith("TPU")
+    torus = machine.kind.torus
     if torus and len([size for size in shape if size > 1]) > TORUS_AXES:
         raise MeshError(f"mesh {'x'.join(map(str, shape))}: {machine.name} has links along {TORUS_AXES} axes")
     if not links and math.prod(shape) > 1:
@@ -128,7 +128,7 @@ def mesh_of(machine: Machine, shape: tuple[int, ...], links: tuple[float, ...] =
     rates = links or tuple(share or 1.0 for _ in shape)
     if step_s is not None or torus:
         return ChipMesh(shape, rates, one_way(TPU_STEP_S if step_s is None else step_s), torus)
-    held_up = machine.mesh.held_up if measured is not None or machine.device_kind == "cpu" else 0.0
+    held_up = machine.mesh.held_up if measured is not None or machine.kind.on_host_cores else 0.0
     return ChipMesh(shape, rates, NVLINK if min(rates) > NVLINK_BYTES_PER_S else PCIE, torus, held_up)
 
 
@@ -167,9 +167,9 @@ def _measured_s(item: Collective, mesh: ChipMesh, links: MeshLinks) -> float:
     if ranks == 1:
         return 0.0
     if item.what in (INPUT, OUTPUT):
-        return links.exchange_s("all_reduce", ranks, item.nbytes, gpu=False) / 2
+        return links.exchange_s("all_reduce", ranks, item.nbytes) / 2
     behind = item.nbytes / ranks if item.kind == "reduce-scatter" else item.nbytes
-    return links.exchange_s(TORCHS[item.kind], ranks, behind, gpu=False)
+    return links.exchange_s(TORCHS[item.kind], ranks, behind)
 
 
 def _rate(links: MeshLinks) -> float:

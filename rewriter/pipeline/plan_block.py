@@ -314,7 +314,7 @@ def _in_whole_layers(block: Block, device: int, host: int) -> Block:
 
 def host_attends(machine: Machine) -> bool:
     """Whether there is a host beside the device that is known to attend; without a GPU both are the same cores."""
-    return machine.device_kind != "cpu" and machine.host_attention_bytes_per_s > 0
+    return machine.kind.host_hop and machine.host_attention_bytes_per_s > 0
 
 
 def parts_of(most: int, parts: int) -> list[int]:

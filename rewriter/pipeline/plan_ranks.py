@@ -213,7 +213,7 @@ def rank_planners(
         sharded, parts = shard_captured(captured, share, switches)
         fused = rewrite_captured(sharded, switches, wishes.cache_format, wishes.activations)
         graphs_of = partial(_graphs, fused, rank_files(captured, parts, files), f"{fingerprint} {share.name}",
-                            machine.device_kind != "cpu")
+                            machine.kind.host_hop)
         found.append((sharded, RankPlanner(share, graphs_of, budget, wishes, own, switches)))
     return found
 

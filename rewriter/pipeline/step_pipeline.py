@@ -36,7 +36,7 @@ from forebay.rewriter.pipeline.run_passes import Stage, check_switches
 from forebay.rewriter.planning.best_product import best_product, known_names
 from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
 from forebay.rewriter.planning.graph_needs import launch_count, read_by_both, weight_products, weight_uses
-from forebay.rewriter.planning.launch_memory import phase_workspace, product_launch, unplaced, with_memory
+from forebay.rewriter.planning.launch_memory import phase_workspace, product_launch, unplaced
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
 from forebay.rewriter.planning.product_shapes import ProductUse, planned_shapes, product_uses, weights_of_layers
@@ -233,27 +233,22 @@ class Pipeline:
 
     def _implementations(self, plan: Plan) -> dict[str, tuple[str, ...]]:
         """What may compute products of each dtype or format here; on a GPU whatever its kernels can be named."""
-        if self._device != "cpu":
+        if not self.machine.kind.on_host_cores:
             return {}
         return {dtype: known_names(dtype) for dtype, *_ in self._shapes(plan)}
 
     def _workspace(self, launch: Launch) -> Launch:
         """A launch with what it takes outside the arenas."""
-        return with_memory(launch, self._device)
-
-    @property
-    def _device(self) -> str:
-        """Which of an operator's bindings runs here."""
-        return "cpu" if self.machine.device_kind == "cpu" else "cuda"
+        return self.machine.kind.with_memory(launch)
 
     def _best_gemm(self, shape: Shape, most: int | None = None) -> str:
         """What computes a product; on a CPU with at most `most` bytes of workspace, if anything does."""
         product = Product(*shape)
-        if self._device == "cpu":
+        if self.machine.kind.on_host_cores:
             return best_product(product, self.machine, self.graphs.activations, most)
         choice = operators.product_with(product.weight).implementations
         assert choice is not None
-        return choice.default[self._device](product, self.machine.device_kind, self.graphs.dtype)
+        return choice.default[self.machine.kind.kernels](product, self.machine.device_kind, self.graphs.dtype)
 
     def _launches(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> list[Launch]:
         """The launches of a flat graph, and those that are products of ours once their weights come in tiles."""
@@ -264,7 +259,7 @@ class Pipeline:
                 node.meta[META] = Gemm(self._best_gemm(shape))
         calls = (n for n in flat.graph.nodes if n.op == "call_function")
         nodes = [n for n in calls if n.meta.get("alias_of") is None or is_collective(n)]
-        tiled = (product_launch(Product(*u.tiled), self._best_gemm(u.tiled), self._device, self.graphs.dtype)
+        tiled = (product_launch(Product(*u.tiled), self._best_gemm(u.tiled), self.machine.kind, self.graphs.dtype)
                  for u in uses if not u.shape)
         return [*tiled, *(launch for n in nodes for launch in launches.of(n))]
 
@@ -284,7 +279,7 @@ class Pipeline:
         """What runs a step of `plan` for comparison: its copies placed, if they are not, and one after the other. None
         for a GPU, and where the graph is of some of the sequences or caches come to the device for their turns."""
         block = plan.schedule.block
-        if self._device != "cpu" or block.micro_batches > 1 or block.entering or block.staged:
+        if not self.machine.kind.on_host_cores or block.micro_batches > 1 or block.entering or block.staged:
             return None
 
         def runs(step: Draft | Program) -> RunStep:

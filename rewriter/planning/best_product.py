@@ -34,8 +34,8 @@ def best_product(product: Product, machine: Machine, activations: str, most: int
     rounding = choice.rounding(product, activations)
     measured, known = set(machine.gemm_impls(product.weight)), {*choice.candidates(product.weight), *rounding}
     within = known if most is None else {
-        n for n in known if product_launch(product, n, "cpu").workspace_nbytes <= most} or known
+        n for n in known if product_launch(product, n, machine.kind).workspace_nbytes <= most} or known
     if known and measured >= known:  # a profile made where there was a compiler names kernels that need one
         return machine.best_gemm(*product, within)
-    own = next(iter(rounding), "") or choice.default["cpu"](product, machine.device_kind, "")
+    own = next(iter(rounding), "") or choice.default[machine.kind.kernels](product, machine.device_kind, "")
     return own if own in within or own not in known else min(within)

@@ -107,7 +107,7 @@ class MachineEstimator:
 
     @property
     def serial(self) -> bool:
-        return self.machine.device_kind == "cpu"
+        return self.machine.kind.on_host_cores
 
     @property
     def near_disk(self) -> str:
@@ -161,7 +161,7 @@ class MachineEstimator:
         return self.machine.link(src, dst).latency_s
 
     def exchange_s(self, kind: str, ranks: int, nbytes: float) -> float:
-        return self.machine.mesh.exchange_s(kind, ranks, nbytes, gpu=not self.serial)
+        return self.machine.mesh.exchange_s(kind, ranks, nbytes, self.machine.kind)
 
     def beside_ranks(self, share: float) -> float:
         return self.machine.mesh.slowed(share)
@@ -173,7 +173,7 @@ class MachineEstimator:
     @property
     def held_up(self) -> float:
         mesh = self.machine.mesh  # a GPU's links work by themselves, unless they were seen not to
-        return mesh.held_up if mesh.exchanges or self.machine.device_kind == "cpu" else 0.0
+        return mesh.held_up if mesh.exchanges or self.machine.kind.on_host_cores else 0.0
 
     def choice_s(self, elements: int) -> float:
         rate = self.machine.choice_elements_per_s

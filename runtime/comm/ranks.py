@@ -18,6 +18,7 @@ from forebay.runtime.comm.launched import has_launcher, local_rank
 from forebay.runtime.comm.loops import yield_loops
 from forebay.runtime.comm.watch import RankFault, RankWatch
 from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.devices.kinds import kind_of
 
 T = TypeVar("T")
 WATCH_S = 1.0
@@ -36,9 +37,9 @@ def join_ranks(device_kind: str) -> tuple[int, int]:
                                "--nproc-per-node=N, or call torch.distributed.init_process_group first")
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=120)))
         store.set_timeout(timedelta(seconds=120))
-        if device_kind != "cpu":
-            torch.cuda.set_device(local_rank(rank))
-        dist.init_process_group("gloo" if device_kind == "cpu" else "cpu:gloo,cuda:nccl", store=store, rank=rank,
+        kind = kind_of(device_kind)
+        kind.select(local_rank(rank))
+        dist.init_process_group(kind.collectives, store=store, rank=rank,
                                 world_size=ranks, timeout=PATIENCE)
     if _watch is None:
         _watch = RankWatch(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())

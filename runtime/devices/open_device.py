@@ -1,28 +1,63 @@
-"""Choose and open the device that a machine has."""
+"""Open the device that a machine has."""
 
 from __future__ import annotations
 
-import os
 import tempfile
-import warnings
-
-import torch
+from collections.abc import Callable
 
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.switches import Switches
+from forebay.runtime.devices.cpu.device import open_cpu
+from forebay.runtime.devices.cuda.kind import ACCELERATOR, CUDA
 from forebay.runtime.devices.device import Device
-from forebay.runtime.devices.threads import ThreadDevice
+from forebay.runtime.devices.kind import DeviceKind
+from forebay.runtime.devices.kinds import HOST, register_kind
+from forebay.runtime.devices.null.device import NullDevice
+from forebay.runtime.devices.null.kind import NULL
+from forebay.runtime.devices.opening import Opening
 from forebay.runtime.disk.reader import KINDS, DiskReader, open_reader, readers_beside
 from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.trace import Trace
+
+Opener = Callable[[Opening], Device]
+
+
+def _open_cuda(opening: Opening) -> Device:
+    from forebay.runtime.devices.cuda.device import open_cuda  # which imports Triton
+
+    return open_cuda(opening)
+
+
+OPENERS: dict[str, Opener] = {HOST.name: open_cpu, CUDA.name: _open_cuda, ACCELERATOR.name: _open_cuda,
+                              NULL.name: NullDevice}
+
+
+def register_device(kind: DeviceKind, opener: Opener) -> None:
+    """Add a device from outside the package.
+
+    Args:
+        kind: Its facts. Machines whose `device_kind` it covers are planned, predicted and opened by it.
+        opener: Makes its `Device` from readers, spill files and switches.
+    """
+    register_kind(kind)
+    OPENERS[kind.name] = opener
 
 
 def open_device(
     machine: Machine, switches: Switches, trace: Trace | None = None, folder: str | None = None
 ) -> Device:
-    """CUDA when the plan's machine is a GPU, else threads; reads and writes by the path that the machine profile found
-    fastest. Spill files lie in `folder`, or else where the profile was measured."""
-    near = "device" if machine.device_kind == "cpu" else "host"
+    """Open the device of the plan's machine. It reads and writes by the path that the profile found fastest.
+
+    Args:
+        machine: The profile that the plan was made for.
+        switches: The debugging switches.
+        trace: Records what runs, if given.
+        folder: Where spill files lie; by default where the profile was measured.
+
+    Raises:
+        RuntimeFault: No such device is here.
+    """
+    near = machine.near_disk
     link, back = machine.link("disk", near), machine.link(near, "disk")
     opened: list[DiskReader] = []
     try:
@@ -38,19 +73,4 @@ def open_device(
     method = back.method if back.method in KINDS else "auto"
     spill = SpillSpace(folder or machine.folder or tempfile.gettempdir(), method, back.depth or None,
                        back.chunk_nbytes or None)
-    if machine.device_kind != "cpu":
-        from forebay.runtime.devices.cuda import CudaDevice
-
-        return CudaDevice(reader, lookups=lookups, loads=loads, poison=switches.poison, sync=switches.sync, trace=trace,
-                          spill=spill, graphs=switches.graphs)
-    _warn_of_spinning()
-    return ThreadDevice(reader, lookups=lookups, loads=loads, poison=switches.poison, sync=switches.sync, trace=trace,
-                        spill=spill)
-
-
-def _warn_of_spinning() -> None:
-    """On few cores OpenMP threads that spin while they wait take the core the reader needs (seen: 4 times slower)."""
-    calm = os.environ.get("GOMP_SPINCOUNT") == "0" or os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
-    if (os.cpu_count() or 1) <= 4 and not calm and torch.get_num_threads() > 1:
-        warnings.warn("OpenMP threads spin while they wait, which slows streaming on few cores: set GOMP_SPINCOUNT=0 "
-                      "before Python starts (the forebay command does)", RuntimeWarning, stacklevel=3)
+    return OPENERS[machine.kind.name](Opening(reader, loads, lookups, spill, switches, trace))

@@ -64,7 +64,7 @@ class NamedRows:
         if not within:
             return
         raw = None
-        if value.device.type == "cpu":
+        if value.is_cpu:
             raw = np.ascontiguousarray(np.broadcast_to(value.numpy(), ref.shape), dtype=ref.dtype).reshape(-1)
         for other, at in within:
             self._told[other] = None if raw is None or at < 0 else raw[at : at + math.prod(other.shape)].copy()

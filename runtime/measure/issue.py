@@ -12,7 +12,7 @@ import torch
 from forebay.kernels.operator import Call
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.program import COMPUTE, DISK, Copy, FileSlice, Record, Span, Wait
-from forebay.runtime.devices.threads import ThreadDevice
+from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.measure.kernels import GEMM_SHAPES, cold_products
 from forebay.runtime.run.arena import Arena

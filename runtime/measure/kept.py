@@ -17,6 +17,7 @@ import torch
 from forebay.kernels.build.cache_folder import cache_folder, locked
 from forebay.rewriter.machine.profile import Machine, load_machine, save_machine
 from forebay.rewriter.machine.quality import BUSY
+from forebay.runtime.devices.kinds import device_here
 from forebay.runtime.measure import machine as measuring
 from forebay.runtime.measure.neighbours import share_now
 
@@ -27,7 +28,7 @@ LOG = logging.getLogger("forebay")
 def machine_cache_path(folder: str | os.PathLike[str]) -> Path:
     """Where the profile is kept of this environment and the disk of `folder`: versions, processor, cores, threads and
     device are in its name, so that two environments have one each."""
-    kind = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    kind = device_here()
     facts = (measuring.versions(), _processor(), measuring.core_count(), torch.get_num_threads(), kind,
              os.stat(folder).st_dev)
     return cache_folder() / f"machine-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"

@@ -21,7 +21,7 @@ from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import CACHE_FORMATS, TIMED_CACHES, TIMED_WEIGHTS, packed_format
-from forebay.kernels.operator import ROUNDED, Call, Operator, Product, Tensors
+from forebay.kernels.operator import HOST_KERNELS, ROUNDED, Call, Operator, Product, Tensors
 from forebay.kernels.operators import product_with
 from forebay.rewriter.machine.points import AttentionPoint, GemmPoint, intensity
 from forebay.runtime.measure.steady import steady_times
@@ -119,7 +119,7 @@ def _products(kind: str, n: int, k: int) -> Iterator[TimedProduct]:
         rounding = (name for wish in ROUNDED for name in operator.implementations.rounding(shape, wish))
         for impl in (*operator.implementations.candidates(kind), *rounding):
             uses = (Tensors((x, weight, None), how, (out,), impl) for weight in weights)
-            yield impl, m, [operator.bind["cpu"](use) for use in uses]
+            yield impl, m, [operator.bind[HOST_KERNELS](use) for use in uses]
 
 
 def product_of(kind: str, k: int, half: torch.dtype) -> tuple[Operator, dict[str, Any], torch.dtype]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import functools
 import importlib.metadata
-import itertools
 import os
 import platform
 import shutil
@@ -19,28 +17,31 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Protocol
 
 import torch
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.machine.both_ways import BothWays
-from forebay.rewriter.machine.points import Contention
+from forebay.rewriter.machine.points import Contention, GemmPoint
 from forebay.rewriter.machine.profile import Link, Machine, Tier
 from forebay.rewriter.machine.quality import LOADED, believable
+from forebay.runtime.devices.cpu import measure as measure_cpu
+from forebay.runtime.devices.cuda import measure as measure_cuda
+from forebay.runtime.devices.cuda.kind import CUDA
+from forebay.runtime.devices.kind import DeviceKind
+from forebay.runtime.devices.kinds import HOST, device_here, kind_of
 from forebay.runtime.devices.streams import wait_watched
 from forebay.runtime.disk.reader import DiskReader, Read, available_kinds, open_reader, readers_beside
 from forebay.runtime.disk.temporary import temporary_file
-from forebay.runtime.measure import cuda as measure_cuda
 from forebay.runtime.measure.contention import measure_contention
+from forebay.runtime.measure.copies import BUFFER_NBYTES
 from forebay.runtime.measure.issue import copy_issue_s
 from forebay.runtime.measure.kernels import (
-    GEMM_SHAPES,
     MIB,
     READ_NBYTES,
     attention_points,
     choice_elements_per_s,
-    cold_products,
-    gemm_points,
     pack_elements_per_s,
 )
 from forebay.runtime.measure.neighbours import Neighbours
@@ -49,7 +50,6 @@ from forebay.runtime.measure.steady import steady_link
 from forebay.runtime.measure.writes import measure_writes
 from forebay.runtime.run.arena import Arena
 
-BUFFER_NBYTES = 64 * MIB
 LINK_NBYTES = (256 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # of the reads that a link is fitted to
 # (engine, depth, chunk nbytes) worth trying; deeper or larger was never seen to gain.
 CANDIDATES = (
@@ -63,10 +63,28 @@ CANDIDATES = (
     ("uring", 2, 4 * MIB),
 )
 QUICK_CANDIDATES = 4
-DISPATCHES = 301
 TIE = 0.95  # engines this close to the fastest are told apart by CPU time, which the computation wants
 
 StageProgress = Callable[[str, float], None]
+
+
+class DeviceMeasures(Protocol):
+    """What a device's folder measures of it: its `measure.py`."""
+
+    def links(self, read: Link, write: Link, quick: bool) -> list[Link]: ...
+
+    def copy_bytes_per_s(self, rounds: int) -> float: ...
+
+    def gemm_points(self, quick: bool, say: StageProgress) -> tuple[GemmPoint, ...]: ...
+
+    def dispatch_s(self, rounds: int) -> float: ...
+
+    def attention_bytes_per_s(self, rounds: int) -> float: ...
+
+    def device_tier(self, rounds: int) -> Tier: ...
+
+
+MEASURES: dict[str, DeviceMeasures] = {HOST.kernels: measure_cpu, CUDA.kernels: measure_cuda}  # by the kind's kernels
 
 
 @dataclass(frozen=True)
@@ -89,43 +107,45 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
     room.
     """
     say = progress or (lambda stage, done: None)
-    cuda = torch.cuda.is_available()
-    near = "host" if cuda else "device"  # where disk reads land
+    device_kind = device_here()
+    kind, rounds = kind_of(device_kind), 5 if quick else 15
+    own = MEASURES[kind.kernels]
     neighbours = Neighbours()
     say("disk", 0.0)
-    read, write, (contention, core_share), both_ways, request_s, issue_s = _disk_links(folder, near, quick, say)
+    read, write, (contention, core_share), both_ways, request_s, issue_s = _disk_links(folder, kind, quick, say)
     say("memory", 0.4)
-    links = [read, write, *(_cuda_links(quick) if cuda else _cpu_links(read, write, quick))]
-    rounds = 5 if quick else 15
-    memory = measure_cuda.copy_bytes_per_s(rounds) if cuda else _copy_bytes_per_s(rounds)
+    links = [read, write, *own.links(read, write, quick)]
+    memory = own.copy_bytes_per_s(rounds)
     say("kernels", 0.5)
-    busy = not cuda and neighbours.share() > LOADED  # then times of kernels would not be believed
-    gemm = () if busy else measure_cuda.gemm_points(quick, say) if cuda else gemm_points(quick, say)
+    busy = kind.on_host_cores and neighbours.share() > LOADED  # then times of kernels would not be believed
+    believed = kind.on_host_cores and not busy
+    gemm = () if busy else own.gemm_points(quick, say)
     say("attention", 0.9)
+    device, host = (each.device_tier(3 if quick else 9) for each in (own, MEASURES[HOST.kernels]))
     machine = Machine(
         name=platform.node() or "this machine",
         date=datetime.date.today().isoformat(),
         versions=versions(),
         cores=core_count(),
         threads=torch.get_num_threads(),
-        device_kind=torch.cuda.get_device_name() if cuda else "cpu",
-        tiers=_tiers(folder, cuda, quick),
+        device_kind=device_kind,
+        tiers={"device": device, "host": host, "disk": Tier(shutil.disk_usage(folder).free, 0.0)},
         links=tuple(links),
         gemm=gemm,
         memory_bytes_per_s=memory,
-        dispatch_s=measure_cuda.dispatch_s(rounds) if cuda else _dispatch_s(),
-        attention_bytes_per_s=measure_cuda.attention_bytes_per_s(rounds) if cuda else _attention_bytes_per_s(rounds),
+        dispatch_s=own.dispatch_s(rounds),
+        attention_bytes_per_s=own.attention_bytes_per_s(rounds),
         folder=os.path.abspath(folder),
-        attention=() if cuda or busy else attention_points(quick),
+        attention=attention_points(quick) if believed else (),
         contention=contention,
         reads_core_share=core_share,
         both_ways=both_ways,
-        pack_elements_per_s={} if cuda or busy else pack_elements_per_s(quick),
+        pack_elements_per_s=pack_elements_per_s(quick) if believed else {},
         choice_elements_per_s=choice_elements_per_s(quick),
         copy_issue_s=issue_s,
         row_request_s=request_s,
         others_share=neighbours.share(),
-        sources={"copy_issue_s": "threads of their own issue copies"} if cuda else {},
+        sources={} if kind.on_host_cores else {"copy_issue_s": "threads of their own issue copies"},
     )
     machine = believable(machine)
     machine.validate()
@@ -189,7 +209,7 @@ def choose_trial(trials: list[DiskTrial]) -> DiskTrial:
 
 
 def _disk_links(
-    folder: str | os.PathLike[str], near: str, quick: bool, say: StageProgress
+    folder: str | os.PathLike[str], kind: DeviceKind, quick: bool, say: StageProgress
 ) -> tuple[Link, Link, tuple[Contention, float], tuple[BothWays, ...], float, float]:
     """Links from and to the disk, what computing and reading do to each other (`measure_contention`), and reading
     and writing, what a read of a lookup takes, and what any copy takes of the thread that computes."""
@@ -207,13 +227,15 @@ def _disk_links(
             read_time_s(reader, path, 0, PAGE_NBYTES, memory)
             bandwidth, latency, r2 = steady_link(LINK_NBYTES, 5, lambda size, turn: read_time_s(
                 reader, path, _place(turn, size, nbytes), size, memory))
-            issue_s = 0.0 if torch.cuda.is_available() else copy_issue_s(reader, path, nbytes, memory, quick)
+            issue_s = copy_issue_s(reader, path, nbytes, memory, quick) if kind.on_host_cores else 0.0
         with contextlib.closing(open_reader(*readers_beside()[1])) as lookups:
             read_time_s(lookups, path, 0, PAGE_NBYTES, memory)
             request_s = row_request_s(lookups, path, nbytes, memory)
         say("disk beside products", 0.3)
-        contention = (Contention(), 0.0) if torch.cuda.is_available() else measure_contention(
-            path, nbytes, Link("disk", near, 1.0, 0.0, best.kind, best.depth, best.chunk_nbytes), memory, quick)
+        near = kind.near_disk
+        contention = measure_contention(
+            path, nbytes, Link("disk", near, 1.0, 0.0, best.kind, best.depth, best.chunk_nbytes), memory, quick
+        ) if kind.on_host_cores else (Contention(), 0.0)
         read = Link("disk", near, bandwidth, latency, best.kind, best.depth, best.chunk_nbytes, r2)
         say("disk writes", 0.35)
         write, both_ways = measure_writes(os.fspath(folder), near, path, nbytes, read, memory, quick)
@@ -272,102 +294,4 @@ def landing_memory(nbytes: int) -> Arena:
     return arena
 
 
-# Memory
-
-
-def _time_s(call: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call after one warm-up; waits for the GPU if there is one."""
-    sync = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
-    call()
-    times = []
-    for _ in range(repeats):
-        sync()
-        start = time.perf_counter()
-        call()
-        sync()
-        times.append(time.perf_counter() - start)
-    return median(times)
-
-
-def _copy_link(src: str, dst: str, method: str, source: torch.Tensor, target: torch.Tensor, quick: bool) -> Link:
-    """Fit a link over copies of growing prefixes of two byte tensors."""
-
-    def time_s(nbytes: int, turn: int) -> float:
-        return _time_s(functools.partial(target[:nbytes].copy_, source[:nbytes], non_blocking=True), 1)
-
-    bandwidth, latency, r2 = steady_link((MIB, 4 * MIB, 16 * MIB, BUFFER_NBYTES), 3 if quick else 9, time_s)
-    return Link(src, dst, bandwidth, latency, method, 1, 0, r2)
-
-
-def _cpu_links(read: Link, write: Link, quick: bool) -> list[Link]:
-    """Without a GPU `host` is the same RAM: the same disk links, and a memory copy to and from `device`."""
-    source = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
-    target = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
-    return [
-        Link("disk", "host", *_link_facts(read)),
-        Link("host", "disk", *_link_facts(write)),
-        _copy_link("host", "device", "memcpy", source, target, quick),
-        _copy_link("device", "host", "memcpy", target, source, quick),
-    ]
-
-
-def _link_facts(x: Link) -> tuple[float, float, str, int, int, float]:
-    return x.bandwidth_bytes_per_s, x.latency_s, x.method, x.depth, x.chunk_nbytes, x.r2
-
-
-def _cuda_links(quick: bool) -> list[Link]:
-    """PCIe both ways, from pinned and from pageable memory."""
-    device = torch.ones(BUFFER_NBYTES, dtype=torch.uint8, device="cuda")
-    links = []
-    for method in ("pinned", "pageable"):
-        host = torch.ones(BUFFER_NBYTES, dtype=torch.uint8, pin_memory=method == "pinned")
-        links.append(_copy_link("host", "device", method, host, device, quick))
-        links.append(_copy_link("device", "host", method, device, host, quick))
-    return links
-
-
-def _copy_bytes_per_s(rounds: int) -> float:
-    source = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return BUFFER_NBYTES / _time_s(lambda: target.copy_(source), rounds)
-
-
-def _read_bytes_per_s(rounds: int) -> float:
-    """How fast computation reads RAM: a sum over 256 MiB, well past every cache."""
-    values = torch.ones(64 * MIB, dtype=torch.float32)
-    return values.nbytes / _time_s(values.sum, rounds)
-
-
-def _tiers(folder: str | os.PathLike[str], cuda: bool, quick: bool) -> dict[str, Tier]:
-    rounds = 3 if quick else 9
-    ram = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    device = host = Tier(ram, _read_bytes_per_s(rounds))
-    if cuda:
-        rate = measure_cuda.read_bytes_per_s(rounds)
-        torch.cuda.empty_cache()  # what measuring took is free again
-        device = Tier(torch.cuda.mem_get_info()[0], rate)
-    return {"device": device, "host": host, "disk": Tier(shutil.disk_usage(folder).free, 0.0)}
-
-
 # Kernels
-
-
-def _dispatch_s() -> float:
-    """Seconds of a launch of a tiny operator behind a product, which leaves nothing of it in the caches: the median."""
-    n, k = GEMM_SHAPES[0]
-    x, products = torch.ones(8), itertools.cycle(cold_products(1, n, k, torch.bfloat16))
-    found = []
-    for _ in range(DISPATCHES):
-        next(products)()
-        start = time.perf_counter()
-        torch.add(x, x, out=x)
-        found.append(time.perf_counter() - start)
-    return median(found)
-
-
-def _attention_bytes_per_s(rounds: int) -> float:
-    """Bytes of K and V per second of decode attention: one query of 16 heads over 8 KV heads of 64, 8192 tokens."""
-    q = torch.ones(1, 16, 1, 64)  # [B, H, S, D]
-    k, v = torch.ones(1, 8, 8192, 64), torch.ones(1, 8, 8192, 64)  # [B, Hkv, L, D]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return (k.nbytes + v.nbytes) / _time_s(lambda: attend(q, k, v, enable_gqa=True), rounds)

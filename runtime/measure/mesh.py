@@ -21,6 +21,8 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.comm.collectives import EXCHANGES, functional
 from forebay.runtime.comm.faults import rank_fault
 from forebay.runtime.comm.ranks import from_all, group_of, make_groups
+from forebay.runtime.devices.kind import DeviceKind
+from forebay.runtime.devices.kinds import device_here, kind_of
 from forebay.runtime.devices.streams import Ticket, Worker
 from forebay.runtime.disk.temporary import temporary_file
 from forebay.runtime.measure.contention import ReadFlow
@@ -44,7 +46,7 @@ def measure_mesh(
 ) -> MeshLinks:
     """Exchanges among all ranks, and among as many neighbours as divide them, over all sizes in turns; medians. Reads
     by the engine of `machine` of a file of FILE_NBYTES for each rank, which `folder` has until then."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks, device = dist.get_rank(), dist.get_world_size(), kind_of(device_here())
     members = [size for size in range(2, ranks + 1) if ranks % size == 0]
     make_groups([group for size in members for group in _neighbours(ranks, size)])
     links = []
@@ -53,13 +55,13 @@ def measure_mesh(
         for i, (size, kind) in enumerate(pairs):
             say(f"{kind.strip('_')} among {size}", 0.9 * i / len(pairs))
             mine = next(group for group in _neighbours(ranks, size) if rank in group)
-            turn = ExchangeTurns(kind, mine, worker, "cuda" if torch.cuda.is_available() else "cpu")
+            turn = ExchangeTurns(kind, mine, worker, device)
             bandwidth, latency, r2 = steady_link(NBYTES, TURNS, turn.time_s)
             links.append(ExchangeLink(kind, size, bandwidth, latency, r2))
         say("products beside exchanges", 0.88)
-        held_up = 0.0 if torch.cuda.is_available() else _held_up(tuple(range(ranks)), worker)
+        held_up = _held_up(tuple(range(ranks)), worker) if device.on_host_cores else 0.0
     say("products at once", 0.9)
-    memory, flops = (1.0, 1.0) if torch.cuda.is_available() else (_products_slowed(m) for m in ROWS)
+    memory, flops = (_products_slowed(m) for m in ROWS) if device.on_host_cores else (1.0, 1.0)
     say("reads at once", 0.95)
     reads = _reads_slowed(machine, folder)
     return MeshLinks(ranks, dist.get_backend(), datetime.date.today().isoformat(), tuple(links), memory, flops, reads,
@@ -73,11 +75,12 @@ def _neighbours(ranks: int, size: int) -> list[tuple[int, ...]]:
 class ExchangeTurns:
     """Exchanges of one kind in one group, all groups of that size at once."""
 
-    def __init__(self, kind: str, group: tuple[int, ...], worker: Worker, device: str) -> None:
-        self.kind, self.ranks, self.worker, self.device = kind, group, worker, device
+    def __init__(self, kind: str, group: tuple[int, ...], worker: Worker, on: DeviceKind) -> None:
+        self.kind, self.ranks, self.worker, self.device = kind, group, worker, on.kernels
+        self.synchronize = (lambda: None) if on.on_host_cores else torch.cuda.synchronize
         self.group, self.exchange = group_of(group), EXCHANGES[getattr(functional, kind).default]
-        weight, x = torch.ones(BETWEEN, device=device), torch.ones(BETWEEN[1], device=device)
-        out = torch.empty(BETWEEN[0], device=device)
+        weight, x = torch.ones(BETWEEN, device=self.device), torch.ones(BETWEEN[1], device=self.device)
+        out = torch.empty(BETWEEN[0], device=self.device)
         self.product: Callable[[], object] = lambda: torch.mv(weight, x, out=out)
 
     def time_s(self, nbytes: int, turn: int) -> float:
@@ -119,8 +122,7 @@ class ExchangeTurns:
         start, ticket = time.perf_counter(), Ticket(watch=self.worker.fault)
 
         def ended() -> None:
-            if self.device == "cuda":
-                torch.cuda.synchronize()
+            self.synchronize()
             ticket.done(self.worker.error)
 
         self.worker.submit(call)

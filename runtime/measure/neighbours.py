@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -41,6 +42,6 @@ def _busy_s(cores: set[int]) -> float:
         return 0.0
     ticks = 0
     for name, *columns in map(str.split, lines):
-        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores:
+        if (core := re.fullmatch(r"cpu(\d+)", name)) and int(core[1]) in cores:
             ticks += sum(int(columns[i]) for i in BUSY if i < len(columns))
     return ticks / os.sysconf("SC_CLK_TCK")

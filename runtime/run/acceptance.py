@@ -10,6 +10,7 @@ from operator import mul
 
 import torch
 
+from forebay.kernels.operator import HOST_MEMORY
 from forebay.runtime.run.drafts import MODEL, Drafted, alike
 from forebay.runtime.run.sampling import Sampling, choose, most_likely, probabilities
 
@@ -38,7 +39,7 @@ def accepted(logits: torch.Tensor, draft: Drafted, sampling: Sampling, draws: Dr
         return best[: alike(tokens, best) + 1]
     own = draws[0] if isinstance(draws, Sequence) else draws
     if draft.chances is not None:
-        where = "cpu" if own is None else own.device
+        where = HOST_MEMORY if own is None else own.device
         target, drafted = (chances.to(where) for chances in (probabilities(logits, sampling).double(), draft.chances))
         return without_refused(target, drafted, tokens, own)
     if isinstance(draws, torch.Generator):

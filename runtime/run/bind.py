@@ -13,6 +13,7 @@ from forebay.kernels.operator import Operator, Tensors
 from forebay.rewriter.ir.operator_names import is_called, overload_of
 from forebay.rewriter.ir.program import COLLECT, Launch, TensorRef
 from forebay.runtime.devices.device import Call, RuntimeFault
+from forebay.runtime.devices.kinds import HOST, KINDS
 
 aten = torch.ops.aten
 TensorOf = Callable[[TensorRef], torch.Tensor]
@@ -25,9 +26,8 @@ def bind_launch(launch: Launch, tensor: TensorOf) -> Call:
     out = [tensor(ref) for ref in launch.out]
     operator = operators.find(launch.op)
     if operator is not None:
-        on_gpu = any(isinstance(t, torch.Tensor) and t.is_cuda for t in (*out, *args))
         use = Tensors(args, kwargs, tuple(out), launch.impl)
-        return bind_operator(operator, launch, use, "cuda" if on_gpu else "cpu")
+        return bind_operator(operator, launch, use, _kernels_for(*out, *args))
     if launch.stream == COLLECT:
         from forebay.runtime.comm.collectives import bind_collective
 
@@ -61,16 +61,16 @@ def _bind_out_variant(op: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) 
     return functools.partial(op, *ordered, **kwargs, **dict(zip(names, out, strict=True)))
 
 
-def bind_operator(operator: Operator, launch: Launch, use: Tensors, device: str) -> Call:
-    """The call of one of our own operators on a device, "cpu" or "cuda"; RuntimeFault names the launch where it does
+def bind_operator(operator: Operator, launch: Launch, use: Tensors, kernels: str) -> Call:
+    """The call of one of our own operators from the bindings `kernels`; RuntimeFault names the launch where it does
     not say which of several implementations runs, where Triton cannot be imported, or where the launcher refuses its
     tensors."""
     if operator.implementations is not None and not use.impl:
         raise RuntimeFault(f"{launch.label}: {launch.op} names none of its implementations; lower a plan whose gemm "
                            "has this product")
-    bind = operator.bind.get(device)
+    bind = operator.bind.get(kernels)
     if bind is None:
-        raise RuntimeFault(f"{launch.label}: {launch.op} has no kernel for {'a GPU' if device == 'cuda' else 'a CPU'}")
+        raise RuntimeFault(f"{launch.label}: {launch.op} has no kernel for a {_title(kernels)}")
     try:
         return bind(use)
     except ImportError as error:
@@ -79,8 +79,17 @@ def bind_operator(operator: Operator, launch: Launch, use: Tensors, device: str)
             "triton that belongs to this torch (`pip install triton`)"
         ) from error
     except ValueError as error:
-        where = "GPU" if device == "cuda" else "CPU"
-        raise RuntimeFault(f"{launch.label}: {launch.op} does not run on this {where}: {error}") from error
+        raise RuntimeFault(f"{launch.label}: {launch.op} does not run on this {_title(kernels)}: {error}") from error
+
+
+def _kernels_for(*values: Any) -> str:
+    """The bindings for tensors as they lie: those of the first that host cores do not reach."""
+    types = {value.device.type for value in values if isinstance(value, torch.Tensor)}
+    return next(iter(types - {HOST.kernels}), HOST.kernels)
+
+
+def _title(kernels: str) -> str:
+    return next((kind.title for kind in KINDS if kind.kernels == kernels), kernels)
 
 
 def _bind_functional(op: Any, args: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) -> Call:

@@ -51,7 +51,7 @@ def generate_tokens(
     while True:
         one = isinstance(generator, torch.Generator)
         scores = logits[:count].to(generator.device) if one else logits[:count]  # type: ignore[union-attr]
-        token = choose(scores, sampling, generator).to("cpu")
+        token = choose(scores, sampling, generator).cpu()
         token = torch.where(ended, torch.full_like(token, stop.pad), token)
         columns.append(token)
         if on_token is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from forebay.kernels.operator import HOST_MEMORY
 from forebay.runtime.run.acceptance import Draws, Sureness
 from forebay.runtime.run.drafts import MODEL, Drafted, alike
 from forebay.runtime.run.generation import Prefill, prefill
@@ -145,7 +146,8 @@ class ModelDrafter:
             return token
         draws = self.draws[row]
         own = draws[0] if isinstance(draws, Sequence) else draws
-        chances.append(probabilities(logits[None], self.sampling)[0].double().to("cpu" if own is None else own.device))
+        where = HOST_MEMORY if own is None else own.device
+        chances.append(probabilities(logits[None], self.sampling)[0].double().to(where))
         token = int(torch.multinomial(chances[-1], 1, generator=own))
         given.append(float(chances[-1][token]))
         return token

@@ -331,7 +331,7 @@ class _Loop:
             tokens = most_likely(logits).tolist()
             return [tokens[row] for row in at]
         drawn = [self._generator(number) for number in numbers]
-        if logits.device.type == "cpu":  # without a copy of their rows, which no plan counts
+        if logits.is_cpu:  # without a copy of their rows, which no plan counts
             return [int(choose(logits[row : row + 1], sampling, [g])) for row, g in zip(at, drawn, strict=True)]
         return choose(logits[torch.tensor(at).to(logits.device)], sampling, drawn).tolist()
 

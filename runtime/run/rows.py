@@ -96,7 +96,7 @@ class SequenceRows:
 
     def reorder(self, index: torch.Tensor) -> None:
         """Row i takes the contents that row index[i] had."""
-        index, count = index.to("cpu", torch.int64), self.lengths.numel()
+        index, count = index.cpu().to(torch.int64), self.lengths.numel()
         if index.shape != (count,) or int(index.min()) < 0 or int(index.max()) >= count:
             raise ValueError(f"reorder: {index.tolist()} does not name one of {count} rows for each")
         moved = (index != torch.arange(count)).nonzero()[:, 0]
@@ -158,7 +158,7 @@ class SequenceRows:
             if logits is None:
                 logits = torch.zeros(count, keep, found.shape[-1], dtype=found.dtype)
             if first < upper:
-                logits[:, first - span + keep : upper - span + keep] = found[:count, first - at : upper - at].to("cpu")
+                logits[:, first - span + keep : upper - span + keep] = found[:count, first - at : upper - at].cpu()
         assert logits is not None
         return logits
 

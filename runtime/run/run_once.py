@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from forebay.rewriter.ir.program import Copy, FileSlice, Item, Program, Rows, TensorRef, place_of
-from forebay.runtime.devices.threads import ThreadDevice
+from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.disk.reader import open_reader
 from forebay.runtime.run.executor import BoundProgram
 

@@ -44,7 +44,7 @@ def choose(
     if generator is not None and not isinstance(generator, torch.Generator):
         uniforms = torch.cat([torch.rand(1, generator=g, device=g.device).to(logits.device) for g in generator])
         options = sampling.temperature, sampling.top_k, max(sampling.top_p, LEAST_TOP_P)
-        if logits.device.type != "cpu":
+        if not logits.is_cpu:
             return SAMPLING.overload(logits, uniforms, *options)  # type: ignore[no-any-return]
         # a row at a time: what one takes in passing is some 100 bytes a logit, which no plan counts
         return torch.cat([SAMPLING.overload(logits[i : i + 1], uniforms[i : i + 1], *options)

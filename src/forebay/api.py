@@ -193,7 +193,7 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         """The step graphs of the model after the block passes."""
         assert self._fused is not None
         graphs = step_graphs(self._fused, self.files, workload, self.checkpoint.fingerprint,
-                             host_hop=self.machine.device_kind != "cpu", block=block)
+                             host_hop=self.machine.kind.host_hop, block=block)
         if self.captured.gives == "all":
             graphs = replace(graphs, prefill=None)  # chunks may follow decode steps, so the cache has its full length
         return graphs

@@ -57,6 +57,7 @@ from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import SwitchError, read_switches
 from forebay.rewriter.verify.bisect import PassChangedResult
 from forebay.rewriter.verify.graph import GraphError
+from forebay.runtime.devices.kinds import KINDS
 
 __all__ = ["forebay_backend", "is_offloaded", "offload_report", "prepared_for", "restore"]
 KEPT = 4  # plans per graph, for as many sets of input sizes
@@ -203,7 +204,7 @@ class OffloadedGraph:
             captured = capture_module(self.gm, args, self.weights)
         files: dict[str, FileSlice] = {}
         source = StepGraphs(_fingerprint(captured), lambda _: captured.flat(), files, captured.constants,
-                        self.machine.device_kind != "cpu")
+                        self.machine.kind.host_hop)
         pipeline = Pipeline(source, ONCE, self.machine, self.switches)
         budget, wishes = self.options.budget, self.options.wishes
         try:
@@ -222,7 +223,7 @@ class OffloadedGraph:
 
     def _refuse_devices(self, args: Sequence[Any]) -> None:
         for i, arg in enumerate(args):
-            if not isinstance(arg, torch.Tensor) or arg.device.type == "cpu":
+            if not isinstance(arg, torch.Tensor) or arg.is_cpu:
                 continue
             raise OffloadError(f"{self.weights.get(i, f'input {i}')} is on {arg.device}; keep module and inputs on the "
                                "CPU: what is needed moves to the device by itself")
@@ -293,7 +294,7 @@ def _kind(arg: object) -> object:
 
 
 def _autocast() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return any(torch.is_autocast_enabled(kind.kernels) for kind in KINDS)
 
 
 def _sizes(args: Sequence[Any]) -> tuple[object, ...]:

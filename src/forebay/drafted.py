@@ -174,8 +174,9 @@ class DraftedModel(LanguageModel):
             packed = {name: self._helper.captured.weights[name] if name in own and name in self._packed else spec
                       for name, spec in self.captured.weights.items()}
             captured = rewrite_captured(replace(self.captured, weights=packed), self.switches, plan.cache_format)
-            name, gpu = f"{self.checkpoint.fingerprint} drafting", self.machine.device_kind != "cpu"
-            graphs = step_graphs(captured, self._files_of(own), plan.workload, name, host_hop=gpu)
+            name = f"{self.checkpoint.fingerprint} drafting"
+            graphs = step_graphs(captured, self._files_of(own), plan.workload, name,
+                                 host_hop=self.machine.kind.host_hop)
             return Pipeline(replace(graphs, prefill=None), plan.workload, self.machine, self.switches)
 
         return PackedCopy(self._packed, pipeline)

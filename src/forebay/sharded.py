@@ -35,6 +35,7 @@ from forebay.rewriter.predict.ranks import beside_readers
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.comm.launched import ranks_here
 from forebay.runtime.comm.ranks import from_all, join_ranks, require_same_exchanges, tell_others
+from forebay.runtime.devices.kinds import HOST
 from forebay.runtime.run.places import Asked
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
@@ -51,7 +52,7 @@ class ShardedModel(LanguageModel):
         workload: Workload, wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
         choose: PlanChoice = plan_block,
     ) -> None:
-        rank, ranks = join_ranks("cpu" if machine is None else machine.device_kind)
+        rank, ranks = join_ranks(str(HOST.here()) if machine is None else machine.device_kind)
         alike = (share.mesh, checkpoint.fingerprint, wishes.cache_format, wishes.activations, wishes.drafted_tokens,
                  plan is None)
         if len(set(from_all(alike))) > 1:

@@ -22,7 +22,7 @@ from forebay import backend
 from forebay.backend import prepared_for, restore
 from forebay.compiled import parameter_store, step_memory
 from forebay.compiled.parameter_store import map_of
-from forebay.runtime.devices import threads
+from forebay.runtime.devices.cpu import device as threads
 from forebay.runtime.run.executor import BoundProgram
 
 pytestmark = [

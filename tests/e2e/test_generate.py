@@ -499,7 +499,7 @@ def test_memory_that_cannot_be_had_leaves_no_thread(llama_checkpoint: Any, monke
     def refuse(self: object, arenas: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("forebay.runtime.devices.threads.ThreadDevice.allocate", refuse)
+    monkeypatch.setattr("forebay.runtime.devices.cpu.device.ThreadDevice.allocate", refuse)
     with llama_checkpoint.language_model(0.5) as lm, pytest.raises(MemoryError, match="no room"):
         answer(lm, llama_checkpoint)
     assert threading.active_count() == before

@@ -22,8 +22,8 @@ from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.launch_memory import least_gpu_nbytes
 from forebay.rewriter.planning.wishes import Wishes
+from forebay.runtime.devices.cuda.memory import least_workspace_nbytes
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.run import bind, executor
 
@@ -62,7 +62,7 @@ def test_a_half_precision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     mask[0, :2] = 0
     nbytes = sum(p.numel() * 2 for p in reference.parameters())
     workload = Workload(2, 6, 3)
-    budget = Budget(4 * nbytes + least_gpu_nbytes(), 4 * nbytes)
+    budget = Budget(4 * nbytes + least_workspace_nbytes(), 4 * nbytes)
     with LanguageModel(*open_model(tmp_path), budget, workload, Wishes(), machine) as lm:
         assert {choice.impl.split("_")[0] for choice in lm.plan.gemm} <= {"gemv", "flat", "large"}
         found = lm.generate(prompt, attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None)

@@ -22,7 +22,9 @@ from forebay.api import wrap
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import ATTEND, DOWNLOAD, LOAD, RETURN, WRITE, Copy, Launch, Rows, tier_of
 from forebay.rewriter.machine.profile import Machine
-from forebay.runtime.devices import cuda, landing, pinned
+from forebay.runtime.devices import landing
+from forebay.runtime.devices.cuda import device as cuda
+from forebay.runtime.devices.cuda import pinned
 from forebay.runtime.run import bind, executor
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.generation import Stop

@@ -179,7 +179,7 @@ def _plan_model(
 
         def graphs_of(whole: Workload, block: Block) -> StepGraphs:
             return step_graphs(fused, files, whole, checkpoint.fingerprint, block=block,
-                               host_hop=profile.device_kind != "cpu")
+                               host_hop=profile.kind.host_hop)
 
         pipeline, made = plan_block(graphs_of, sizes, workload, wishes, profile, switches)
         smallest = pipeline.smallest_budget(wishes)

@@ -27,10 +27,11 @@ def among_ranks(mesh: str | None, output: Path | None) -> Iterator[tuple[str | N
     from forebay.model_kinds import read_mesh
     from forebay.runtime.comm.faults import rank_fault
     from forebay.runtime.comm.ranks import join_ranks, leave_ranks, tell_others
+    from forebay.runtime.devices.kinds import device_here
 
     mesh, heard = read_mesh(mesh or started).mesh, sys.stderr
     try:
-        rank, _ = join_ranks("cuda" if _has_gpu() else "cpu")
+        rank, _ = join_ranks(device_here())
         if rank:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             output = None if output is None else Path(os.devnull)
@@ -51,12 +52,6 @@ def among_ranks(mesh: str | None, output: Path | None) -> Iterator[tuple[str | N
         say(f"error: {error if str(fault) in str(error) else fault}")
         sys.stderr.flush()
         os._exit(FAILED)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def of_this_rank(mesh: str | None, path: Path | None, option: str) -> Path | None:

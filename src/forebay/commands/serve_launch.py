@@ -40,17 +40,13 @@ def launch_of(
 def why_not(strategy: Strategy, service: ServiceWanted) -> str | None:
     """Why this release cannot launch it; None where it can."""
     machine = service.streams_on if strategy.offloaded else service.machine
-    if machine.device_kind != "cpu" and not _cuda(machine.device_kind):
+    if not machine.kind.runs:
         return f"Forebay runs on CPUs and NVIDIA GPUs, not on {machine.device_kind}"
     if strategy.prefill:
         return "caches do not go from one server to another yet, so that prefill and decode cannot be apart"
     if strategy.tensor_parallel > 1:
         return "`forebay serve` does not run on several ranks yet"
     return None
-
-
-def _cuda(device_kind: str) -> bool:
-    return device_kind.startswith(("NVIDIA", "Tesla"))
 
 
 def _folder(model: str) -> str | None:
@@ -71,7 +67,7 @@ def _instances(
     made = []
     for i in range(strategy.both or 1):
         port = PORT + i
-        environment = {"CUDA_VISIBLE_DEVICES": str(i)} if machine.device_kind != "cpu" else {}
+        environment = dict(machine.kind.visible(i))
         words = ["forebay serve", shlex.quote(folder or "MODEL"), f"--budget {_budget(strategy, service)}", *options]
         made.append({"name": f"instance-{i + 1}", "port": port, "environment": environment,
                      "command": " ".join([*(f"{k}={v}" for k, v in environment.items()), *words, f"--port {port}"]),
@@ -88,7 +84,7 @@ def _budget(strategy: Strategy, service: ServiceWanted) -> str:
         device = min(device, service.budget_nbytes)
     text = f"device={device // MIB}MiB" if device >= MIB else f"device={device}"
     host = machine.tiers["host"].capacity_nbytes if "host" in machine.tiers else 0
-    return text + (f",host={host // MIB}MiB" if strategy.offloaded and machine.device_kind != "cpu" and host else "")
+    return text + (f",host={host // MIB}MiB" if strategy.offloaded and machine.kind.host_hop and host else "")
 
 
 def _sizes(strategy: Strategy, service: ServiceWanted) -> list[str]:
@@ -106,8 +102,7 @@ def _sizes(strategy: Strategy, service: ServiceWanted) -> list[str]:
 
 def _job(strategy: Strategy, service: ServiceWanted, folder: str | None) -> str | None:
     """Ranks that share a model answer a file of prompts, though no requests."""
-    kind = service.machine.device_kind
-    if strategy.tensor_parallel < 2 or (kind != "cpu" and not _cuda(kind)):
+    if strategy.tensor_parallel < 2 or not service.machine.kind.runs:
         return None
     return (f"torchrun --nproc-per-node={strategy.tensor_parallel} --no-python forebay run "
             f"{shlex.quote(folder or 'MODEL')} --prompts IN.jsonl --output OUT.jsonl --batch {service.batch} "

@@ -21,6 +21,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from forebay.exported.allowed import name_of, target_of
 from forebay.exported.errors import ExportError
 from forebay.kernels import operators
+from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.stored_sizes import STORED
 from forebay.rewriter.ir.graph import META, CacheInput, WeightInput
 
@@ -31,7 +32,7 @@ _DTYPES = {str(d)[6:]: d for d in (
 _KINDS: dict[str, Callable[[str], Any]] = {
     "str": str,
     "dtype": _DTYPES.__getitem__,
-    "device": lambda name: {"cpu": torch.device("cpu")}[name],
+    "device": lambda name: {HOST_MEMORY.type: HOST_MEMORY}[name],
     "layout": lambda name: {"strided": torch.strided}[name],
     "memory_format": lambda name: {"contiguous_format": torch.contiguous_format,
                                    "preserve_format": torch.preserve_format}[name],

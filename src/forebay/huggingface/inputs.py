@@ -86,7 +86,7 @@ def read_prompts(ids: Any, attention_mask: Any, vocab_size: int, seen: int = 0, 
         raise ValueError(f"input_ids must be whole numbers, found {found.dtype}")
     if found.min() < 0 or found.max() >= vocab_size:
         raise ValueError(f"input_ids must lie in [0, {vocab_size})")
-    found = found.to("cpu", torch.int64)
+    found = found.cpu().to(torch.int64)
     if attention_mask is None:
         return Prompts(found, torch.ones_like(found, dtype=torch.bool), masked=False)
     mask = torch.as_tensor(attention_mask).cpu().bool()

@@ -6,6 +6,8 @@ from typing import Any, Self
 
 import torch
 
+from forebay.kernels.operator import HOST_MEMORY
+
 _WEIGHTS = ("its weights lie where the plan puts them, most of them in files: look at the module before it is wrapped, "
             "or at `plan.weights`")
 _PARTS = "no module of it runs, but a plan: look at the module before it is wrapped, or at `explain()`"
@@ -66,7 +68,7 @@ class ModuleHabits:
     @property
     def device(self) -> torch.device:
         """Where token ids are expected and results lie, whatever computes."""
-        return torch.device("cpu")
+        return HOST_MEMORY
 
     def eval(self) -> Self:
         """The model itself: it only ever predicts."""
@@ -117,7 +119,7 @@ class ModuleHabits:
         return True
 
     def cpu(self) -> Self:
-        return self.to("cpu")
+        return self.to(HOST_MEMORY)
 
     def cuda(self, device: int | torch.device | None = None) -> Self:
         return self.to("cuda")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from forebay.passes.lower.offload_hidden import offload_hidden
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.draft import Arrive, Draft, Evict, Fetch, Found, Free, Lookup, Store, Vacant
-from forebay.rewriter.ir.hidden_layout import home_nbytes, leaving, region_buffers
+from forebay.rewriter.ir.hidden_layout import hidden_home_nbytes, offloaded_regions, region_buffers
 from forebay.rewriter.ir.plan import BufferPlacement, Limits, Plan, Schedule, Workload
 from forebay.rewriter.ir.program import COMPUTE, FileSlice, Launch, Release, Rows, Span
 
@@ -22,7 +22,7 @@ def plan(block: Block) -> Plan:
     buffers = [BufferPlacement(f"{name}@{n}", "activation", "device", 704 * n + AT[name], nbytes, "prefill")
                for n in range(regions) for name, nbytes in NBYTES.items()]
     buffers += [BufferPlacement(f"hidden_{tier}", "io", {"disk": "cache"}.get(tier, tier), 8192, nbytes)
-                for tier, nbytes in home_nbytes(buffers, block).items()]
+                for tier, nbytes in hidden_home_nbytes(buffers, block).items()]
     return Plan("", "", Limits(1 << 20), Workload(3, 8, 1), Schedule(block=block), (), buffers=tuple(buffers))
 
 
@@ -87,9 +87,9 @@ def test_regions_of_their_own_are_left_alone() -> None:
         before = list(draft.items)
         offload_hidden(draft, plan(block))
         assert draft.items == before and not draft.moves and not draft.stores and not draft.files
-        assert not leaving(block) and not home_nbytes(plan(block).buffers, block)
+        assert not offloaded_regions(block) and not hidden_home_nbytes(plan(block).buffers, block)
     two = Block(3, hidden="host", hidden_slots=2)
-    assert leaving(two) == {0: (0, "host"), 2: (0, "host")}
+    assert offloaded_regions(two) == {0: (0, "host"), 2: (0, "host")}
     assert region_buffers(plan(two).buffers, two).keys() == NBYTES.keys()
 
 

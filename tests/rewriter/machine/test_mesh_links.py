@@ -10,6 +10,8 @@ import pytest
 
 from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
 from forebay.rewriter.machine.profile import Machine, machine_from_json
+from forebay.runtime.devices.cpu.kind import CPU
+from forebay.runtime.devices.cuda.kind import CUDA
 
 MESH = MeshLinks(4, "gloo", "2026-11-24", (
     ExchangeLink("all_reduce", 2, 1e9, 1e-3, 0.97), ExchangeLink("all_reduce", 4, 5e8, 4e-3),
@@ -25,14 +27,14 @@ def test_a_profile_keeps_what_was_measured_and_older_ones_are_read() -> None:
 
 
 def test_exchanges_take_what_was_measured_of_as_many_ranks() -> None:
-    assert MESH.exchange_s("all_reduce", 2, 1e6, gpu=False) == pytest.approx(2e-3)
-    assert MESH.exchange_s("all_reduce", 4, 1e6, gpu=False) == pytest.approx(6e-3)
-    assert MESH.exchange_s("all_reduce", 3, 1e6, gpu=False) == pytest.approx(2 * 2e-3)
-    assert MESH.exchange_s("all_gather_into_tensor", 4, 1e6, gpu=False) == pytest.approx(3e-3)
+    assert MESH.exchange_s("all_reduce", 2, 1e6) == pytest.approx(2e-3)
+    assert MESH.exchange_s("all_reduce", 4, 1e6) == pytest.approx(6e-3)
+    assert MESH.exchange_s("all_reduce", 3, 1e6) == pytest.approx(2 * 2e-3)
+    assert MESH.exchange_s("all_gather_into_tensor", 4, 1e6) == pytest.approx(3e-3)
     assert (MESH.slowed(0.0), MESH.slowed(1.0), MESH.slowed(7.0)) == (1.1, 1.4, 1.4)
     for kind, steps in RING_STEPS.items():
-        for gpu in (False, True):
-            few, many = (MeshLinks().exchange_s(kind, ranks, 4096, gpu) for ranks in (2, 8))
+        for device in (CPU, CUDA):
+            few, many = (MeshLinks().exchange_s(kind, ranks, 4096, device) for ranks in (2, 8))
             assert 0 < few <= many and (many > few) == (steps(8) > steps(2))
 
 

@@ -13,8 +13,11 @@ from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import COMPUTE, SCRATCH, Launch, TensorRef, workspace_nbytes
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.launch_memory import least_gpu_nbytes, product_launch, reserved_nbytes, with_memory
+from forebay.rewriter.planning.launch_memory import product_launch
 from forebay.rewriter.switches import Switches
+from forebay.runtime.devices.cpu.kind import CPU
+from forebay.runtime.devices.cuda.kind import CUDA
+from forebay.runtime.devices.cuda.memory import least_workspace_nbytes, reserved_nbytes
 
 MIB = 1 << 20
 
@@ -39,16 +42,16 @@ def test_segments_are_those_of_torchs_allocator() -> None:
 
 
 def test_kernels_share_a_scratch_and_torchs_products_cublas_workspace() -> None:
-    split, few = (with_memory(product("flat_64x128_s4", m), "cuda") for m in (16, 4))
+    split, few = (CUDA.with_memory(product("flat_64x128_s4", m)) for m in (16, 4))
     own = choices.workspace_nbytes("flat_64x128_s4", choices.Product("float16", 16, 4096, 4096))
     assert own > MIB and dict(split.held)[SCRATCH] == own and split.workspace_nbytes == 0
     assert own + dict(split.held)["rounding of the scratch"] == 20 * MIB
-    by_torch = with_memory(product("aten", 512), "cuda")
+    by_torch = CUDA.with_memory(product("aten", 512))
     apart = 2 * 2 * 512 * 4096  # the result, and again with what follows it
     assert by_torch.workspace_nbytes == dict(by_torch.held)["graphs"] == reserved_nbytes(apart)
     assert dict(by_torch.held)["cuBLAS"] == reserved_nbytes(choices.cublas_nbytes())
     assert SCRATCH not in dict(by_torch.held)
-    other = with_memory(torchs(3 * MIB, flops=1), "cuda")  # no product of ours
+    other = CUDA.with_memory(torchs(3 * MIB, flops=1))  # no product of ours
     assert dict(other.held)["cuBLAS"] == dict(by_torch.held)["cuBLAS"]
     assert dict(split.held)["cuBLAS"] == dict(by_torch.held)["cuBLAS"], "held where no product is torch's too"
     together = workspace_nbytes((split, few, by_torch, other))
@@ -56,8 +59,8 @@ def test_kernels_share_a_scratch_and_torchs_products_cublas_workspace() -> None:
 
 
 def test_on_a_cpu_nothing_is_kept() -> None:
-    assert with_memory(torchs(3 * MIB, flops=1), "cpu") == torchs(3 * MIB, flops=1)
-    launch = with_memory(product("upcast", 300, dtype="bfloat16"), "cpu")
+    assert CPU.with_memory(torchs(3 * MIB, flops=1)) == torchs(3 * MIB, flops=1)
+    launch = CPU.with_memory(product("upcast", 300, dtype="bfloat16"))
     assert launch.held == () and launch.workspace_nbytes > 0
     assert workspace_nbytes((launch, torchs(7))) == max(launch.workspace_nbytes, 7)
 
@@ -75,13 +78,13 @@ def test_plans_for_a_gpu_count_torchs_products_that_are_none_of_ours(tmp_path: P
         found[kind] = plan.prediction.peak_nbytes["device"] - plan.arenas["device"]
         assert found[kind] == program.workspace_nbytes()
     assert found["cpu"] == 0
-    assert found["NVIDIA H200"] == reserved_nbytes(choices.cublas_nbytes()) + 2 * MIB <= least_gpu_nbytes()
+    assert found["NVIDIA H200"] == reserved_nbytes(choices.cublas_nbytes()) + 2 * MIB <= least_workspace_nbytes()
 
 
 def test_a_product_alone_counts_what_its_launch_would() -> None:
-    plain = product_launch(choices.Product("float16", 512, 4096, 4096), "aten", "cuda")
-    assert (plain.workspace_nbytes, plain.held) == (with_memory(product("aten", 512), "cuda").workspace_nbytes,
-                                                   with_memory(product("aten", 512), "cuda").held)
-    packed = dict(product_launch(choices.Product("w4g64", 512, 4096, 4096), "aten", "cuda").held)
+    plain = product_launch(choices.Product("float16", 512, 4096, 4096), "aten", CUDA)
+    assert (plain.workspace_nbytes, plain.held) == (CUDA.with_memory(product("aten", 512)).workspace_nbytes,
+                                                   CUDA.with_memory(product("aten", 512)).held)
+    packed = dict(product_launch(choices.Product("w4g64", 512, 4096, 4096), "aten", CUDA).held)
     assert packed[SCRATCH] == 2 * 4096 * 4096 and packed["cuBLAS"] == dict(plain.held)["cuBLAS"]
-    assert product_launch(choices.Product("w4g64", 512, 4096, 4096), "int16", "cpu").workspace_nbytes == 0
+    assert product_launch(choices.Product("w4g64", 512, 4096, 4096), "int16", CPU).workspace_nbytes == 0

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Span
-from forebay.runtime.devices import cuda, pinned
+from forebay.runtime.devices.cuda import device as cuda
+from forebay.runtime.devices.cuda import pinned
 from forebay.runtime.disk.reader import Read
 from forebay.runtime.run.arena import Arena
 

@@ -11,8 +11,8 @@ import forebay.runtime.devices.open_device as module
 from forebay.rewriter.ir.program import READS
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.switches import Switches
+from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.devices.open_device import open_device
-from forebay.runtime.devices.threads import ThreadDevice
 
 
 def test_weights_rows_and_caches_do_not_queue_behind_each_other(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ from forebay.rewriter.ir.program import (
 )
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices import outward
+from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.devices.outward import SpillFault
-from forebay.runtime.devices.threads import ThreadDevice
 from forebay.runtime.disk.chunks import Read, Write
 from forebay.runtime.disk.page_cache import cached_nbytes, in_page_cache_filesystem
 from forebay.runtime.disk.reader import DiskReader, available_kinds, open_reader

@@ -12,8 +12,10 @@ import torch
 from forebay.kernels.formats.table import TIMED_WEIGHTS
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.machine.profile import Link, Machine, machine_from_json
+from forebay.runtime.devices.cpu import measure as measure_cpu
+from forebay.runtime.devices.cpu.kind import CPU
+from forebay.runtime.devices.cuda import measure as measure_cuda
 from forebay.runtime.disk.reader import available_kinds, readers_beside
-from forebay.runtime.measure import cuda as measure_cuda
 from forebay.runtime.measure import kernels as measure_kernels
 from forebay.runtime.measure import machine as measure
 from forebay.runtime.measure import steady
@@ -92,8 +94,8 @@ def test_what_is_measured_is_judged(
     judged: list[Machine] = []
     timed: list[str] = []
     guess = dataclasses.replace(Machine.default(), guessed=("all",))
-    for name in ("_cpu_links", "gemm_points", "attention_points"):
-        monkeypatch.setattr(measure, name, lambda *_, name=name: timed.append(name) or ())
+    for module, name in ((measure_cpu, "links"), (measure_cpu, "gemm_points"), (measure, "attention_points")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: timed.append(name) or ())
     monkeypatch.setattr(measure.Neighbours, "share", lambda _: share)
     read, write = (measured[0].link(*ends) for ends in (("disk", "host"), ("host", "disk")))
     found = (read, write, (measured[0].contention, 0.25), (), 4e-5, 7e-5)
@@ -103,7 +105,7 @@ def test_what_is_measured_is_judged(
     assert measure_machine(tmp_path, quick=True) is guess
     assert judged[0].links == (read, write) and judged[0].others_share == share
     assert judged[0].reads_core_share == 0.25 and judged[0].copy_issue_s == 7e-5
-    assert timed == ["_cpu_links", "gemm_points", "attention_points"][: 1 if share > 0.5 else 3]
+    assert timed == ["links", "gemm_points", "attention_points"][: 1 if share > 0.5 else 3]
 
 
 @pytest.mark.parametrize("of", [128 << 20, 512 << 20])
@@ -126,6 +128,6 @@ def test_rows_are_timed_by_the_reader_that_looks_them_up(tmp_path: Path, monkeyp
         monkeypatch.setattr(measure, name, lambda *_, value=value: value)
     monkeypatch.setattr(measure, "open_reader", lambda *how: opened.append(how) or open_reader(*how))
     monkeypatch.setattr(measure, "row_request_s", lambda *_: opened.append("rows") or 3e-5)
-    *_, request_s, issue_s = measure._disk_links(tmp_path, "device", True, lambda *_: None)
+    *_, request_s, issue_s = measure._disk_links(tmp_path, CPU, True, lambda *_: None)
     assert (request_s, issue_s) == (3e-5, 2e-4)
     assert opened == [("direct", 2, 4 << 20), readers_beside()[1], "rows"]

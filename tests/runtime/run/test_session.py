@@ -26,7 +26,7 @@ from forebay.rewriter.ir.program import (
     Wait,
 )
 from forebay.rewriter.verify.program import verify_program
-from forebay.runtime.devices.threads import ThreadDevice
+from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.disk.reader import open_reader
 from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.session import Session, resident_copies

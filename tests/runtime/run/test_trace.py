@@ -14,7 +14,7 @@ from tiny import chain, planned
 
 from forebay.rewriter.ir.plan import Budget
 from forebay.rewriter.ir.program import COMPUTE, DISK, WRITE, Copy, FileSlice, Launch, Record, Release, Span, Wait
-from forebay.runtime.devices.threads import ThreadDevice
+from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.disk.reader import open_reader
 from forebay.runtime.run.executor import BoundProgram
 from forebay.runtime.run.trace import SPAN as SPAN_RECORD

@@ -34,12 +34,13 @@ from forebay.rewriter.ir.program import (
     Wait,
     place_of,
 )
+from forebay.runtime.devices.cuda.graphs import graphed
+from forebay.runtime.devices.cuda.pinned import pinned_arena
 from forebay.runtime.devices.device import Call, RuntimeFault
-from forebay.runtime.devices.graphs import graphed
 from forebay.runtime.devices.landing import load_through
 from forebay.runtime.devices.lookups import is_lookup, look_up
+from forebay.runtime.devices.opening import Opening
 from forebay.runtime.devices.outward import FindRuns, NamedRows, copy_runs, read_rows, runs_nbytes, write_rows
-from forebay.runtime.devices.pinned import pinned_arena
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
 from forebay.runtime.disk.reader import DiskReader, Read
 from forebay.runtime.disk.spill import SpillSpace
@@ -382,3 +383,10 @@ class CudaDevice:
             for stream in streams:
                 stream.synchronize()
             IDLE.append(streams)
+
+
+def open_cuda(opening: Opening) -> CudaDevice:
+    """Open the process's current GPU."""
+    switches = opening.switches
+    return CudaDevice(opening.reader, lookups=opening.lookups, loads=opening.loads, poison=switches.poison,
+                      sync=switches.sync, trace=opening.trace, spill=opening.spill, graphs=switches.graphs)

@@ -28,7 +28,7 @@ from forebay.rewriter.ir.program import (
     TensorRef,
     Wait,
 )
-from forebay.runtime.devices.cuda import CudaDevice, _Event
+from forebay.runtime.devices.cuda.device import CudaDevice, _Event
 from forebay.runtime.devices.streams import Ticket
 from forebay.runtime.run.arena import Arena
 from forebay.runtime.run.executor import BoundProgram
@@ -79,7 +79,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                         ("current_stream", current_stream),
                         ("set_stream", lambda stream: setattr(current, "stream", stream))):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr("forebay.runtime.devices.cuda.IDLE", [])
+    monkeypatch.setattr("forebay.runtime.devices.cuda.device.IDLE", [])
     return told
 
 

@@ -27,8 +27,8 @@ from forebay.rewriter.ir.program import (
     Wait,
 )
 from forebay.rewriter.planning.wishes import Wishes
+from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.devices.threads import ThreadDevice
 from forebay.runtime.disk.open_file import TruncatedFileError
 from forebay.runtime.disk.reader import OnDone, Read, available_kinds, open_reader
 from forebay.runtime.run.executor import BoundProgram

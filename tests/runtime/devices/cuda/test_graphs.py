@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forebay.kernels.gpu_support.scratch import Scratch
 from forebay.rewriter.ir.program import COMPUTE, Launch, Program, Record, Span, TensorRef, Wait
-from forebay.runtime.devices.cuda import CudaDevice
-from forebay.runtime.devices.graphs import LEAST
+from forebay.runtime.devices.cuda.device import CudaDevice
+from forebay.runtime.devices.cuda.graphs import LEAST
 from forebay.runtime.run.executor import BoundProgram
 
 FLOATS = 16
@@ -82,7 +82,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                         ("set_stream", lambda stream: None), ("CUDAGraph", Graph),
                         ("graph_pool_handle", lambda: "pool")):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr("forebay.runtime.devices.cuda.IDLE", [])
+    monkeypatch.setattr("forebay.runtime.devices.cuda.device.IDLE", [])
     yield
 
 

@@ -25,8 +25,8 @@ from forebay.kernels.products.linear import choices
 from forebay.rewriter.machine.both_ways import BothWays
 from forebay.rewriter.machine.points import Contention, GemmPoint
 from forebay.rewriter.machine.profile import Link, Machine
+from forebay.runtime.devices.cuda import measure as measure_cuda
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.measure import cuda as measure_cuda
 from forebay.runtime.measure import machine as measure
 
 NAME = "NVIDIA H200"
@@ -186,7 +186,7 @@ def test_the_profile_of_a_gpu_holds_what_was_measured_on_it(tmp_path: Path, monk
         (torch.cuda, "mem_get_info", (1 << 37, 1 << 38)),
         (measure, "_disk_links", (Link("disk", "host", 2e9, 1e-4, "direct"), Link("host", "disk", 1e9, 1e-4, "write"),
                                   (Contention(), 0.0), (BothWays(1 << 20, 2.0, 1.5),), 3e-5, 0.0)),
-        (measure, "_cuda_links", [Link("host", "device", 5e10, 1e-5, "pinned")]),
+        (measure_cuda, "links", [Link("host", "device", 5e10, 1e-5, "pinned")]),
         (measure_cuda, "copy_bytes_per_s", 2e12), (measure_cuda, "read_bytes_per_s", 4e12),
         (measure_cuda, "gemm_points", (point,)), (measure_cuda, "attention_bytes_per_s", 3e12),
         (measure_cuda, "dispatch_s", 12e-6), (measure, "choice_elements_per_s", 1e9),

@@ -19,7 +19,9 @@ from forebay.kernels.formats.table import TIMED_WEIGHTS
 from forebay.kernels.operator import Call, Operator, Product, Tensors
 from forebay.kernels.operators import ATTENTION, KV_APPEND, RMS_NORM, ROTARY
 from forebay.rewriter.machine.points import GemmPoint
+from forebay.rewriter.machine.profile import Link, Tier
 from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.measure.copies import BUFFER_NBYTES, copy_link
 from forebay.runtime.measure.kernels import TimedProduct, product_of, timed_products
 
 # The GPU is kept busy so long while calls are issued, the next where that was too short; 2, 8 and 34 ms at 2 GHz.
@@ -179,3 +181,21 @@ def _bound(operator: Operator, use: Tensors) -> Call:
             f"measuring a GPU needs Triton, which cannot be imported ({error}); install the triton that belongs to "
             "this torch (`pip install triton`)"
         ) from error
+
+
+def links(read: Link, write: Link, quick: bool) -> list[Link]:
+    """Links beside the disk's own: the bus both ways, from pinned and from pageable memory."""
+    device = torch.ones(BUFFER_NBYTES, dtype=torch.uint8, device=_device())
+    found = []
+    for method in ("pinned", "pageable"):
+        host = torch.ones(BUFFER_NBYTES, dtype=torch.uint8, pin_memory=method == "pinned")
+        found.append(copy_link(("host", "device", method), host, device, quick, torch.cuda.synchronize))
+        found.append(copy_link(("device", "host", method), device, host, quick, torch.cuda.synchronize))
+    return found
+
+
+def device_tier(rounds: int) -> Tier:
+    """The GPU's memory that is free now, and how fast it is read."""
+    rate = read_bytes_per_s(rounds)
+    torch.cuda.empty_cache()  # what measuring took is free again
+    return Tier(torch.cuda.mem_get_info()[0], rate)

@@ -1,0 +1,72 @@
+"""Time what steps are made of on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from statistics import median
+
+import torch
+
+from forebay.rewriter.machine.profile import Link, Tier
+from forebay.runtime.measure.copies import BUFFER_NBYTES, copy_link, time_s
+from forebay.runtime.measure.kernels import GEMM_SHAPES, MIB, cold_products, gemm_points
+
+__all__ = ["attention_bytes_per_s", "copy_bytes_per_s", "device_tier", "dispatch_s", "gemm_points", "links"]
+DISPATCHES = 301
+
+
+def links(read: Link, write: Link, quick: bool) -> list[Link]:
+    """Links beside the disk's own: `host` is the same RAM, so the same disk links, and copies from and to `device`."""
+    source = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
+    target = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
+    return [
+        Link("disk", "host", *_link_facts(read)),
+        Link("host", "disk", *_link_facts(write)),
+        copy_link(("host", "device", "memcpy"), source, target, quick),
+        copy_link(("device", "host", "memcpy"), target, source, quick),
+    ]
+
+
+def _link_facts(x: Link) -> tuple[float, float, str, int, int, float]:
+    return x.bandwidth_bytes_per_s, x.latency_s, x.method, x.depth, x.chunk_nbytes, x.r2
+
+
+def copy_bytes_per_s(rounds: int) -> float:
+    """Bytes copied per second within RAM."""
+    source = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return BUFFER_NBYTES / time_s(lambda: target.copy_(source), rounds)
+
+
+def read_bytes_per_s(rounds: int) -> float:
+    """How fast computation reads RAM: a sum over 256 MiB, well past every cache."""
+    values = torch.ones(64 * MIB, dtype=torch.float32)
+    return values.nbytes / time_s(values.sum, rounds)
+
+
+def device_tier(rounds: int) -> Tier:
+    """RAM that is free now, and how fast it is read."""
+    return Tier(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), read_bytes_per_s(rounds))
+
+
+def dispatch_s(rounds: int) -> float:
+    """Seconds of a launch of a tiny operator behind a product, which leaves nothing of it in the caches: the median."""
+    n, k = GEMM_SHAPES[0]
+    x, products = torch.ones(8), itertools.cycle(cold_products(1, n, k, torch.bfloat16))
+    found = []
+    for _ in range(DISPATCHES):
+        next(products)()
+        start = time.perf_counter()
+        torch.add(x, x, out=x)
+        found.append(time.perf_counter() - start)
+    return median(found)
+
+
+def attention_bytes_per_s(rounds: int) -> float:
+    """Bytes of K and V per second of decode attention: one query of 16 heads over 8 KV heads of 64, 8192 tokens."""
+    q = torch.ones(1, 16, 1, 64)  # [B, H, S, D]
+    k, v = torch.ones(1, 8, 8192, 64), torch.ones(1, 8, 8192, 64)  # [B, Hkv, L, D]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return (k.nbytes + v.nbytes) / time_s(lambda: attend(q, k, v, enable_gqa=True), rounds)

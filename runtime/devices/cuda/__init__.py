@@ -1,0 +1,1 @@
+"""CUDA GPUs as a device."""

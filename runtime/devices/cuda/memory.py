@@ -1,0 +1,46 @@
+"""Memory of a GPU that launches take outside the arenas, as torch's allocator gives it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from forebay.kernels import operators
+from forebay.kernels.products.linear import choices
+from forebay.rewriter.ir.program import SCRATCH, Launch
+
+# How torch's allocator takes memory from a GPU (CUDACachingAllocator.cpp, torch 2.13): blocks of at most SMALL lie in
+# segments of SMALL_SEGMENT, below LARGE of LARGE_SEGMENT, and others are rounded up to a multiple of ROUND.
+MIB = 1 << 20
+SMALL, SMALL_SEGMENT, LARGE, LARGE_SEGMENT, ROUND = MIB, 2 * MIB, 10 * MIB, 20 * MIB, 2 * MIB
+
+
+def reserved_nbytes(nbytes: int) -> int:
+    """Bytes that torch takes from a GPU to hold so many."""
+    if nbytes == 0 or nbytes > SMALL:
+        return LARGE_SEGMENT if 0 < nbytes < LARGE else -(-nbytes // ROUND) * ROUND
+    return SMALL_SEGMENT
+
+
+def with_cuda_memory(launch: Launch, kernels: str) -> Launch:
+    """Add what a launch takes on a GPU beside what it says already.
+
+    Forebay's kernels share one scratch, and torch's products one workspace of cuBLAS. Both are kept. A run whose plan
+    named no product of torch's was seen to hold that workspace too (H100, torch 2.11). Memory that torch's operators
+    take and give back is counted twice: a launch runs once by itself, and its graph has memory of its own.
+    """
+    operator = operators.find(launch.op)
+    own = 0 if operator is None else operator.workspace_nbytes(launch, kernels)
+    back = 0 if operator is None else operator.passing(launch)
+    passing = reserved_nbytes(launch.workspace_nbytes + back)
+    held = {"rounding of the arena": ROUND, "graphs": passing, SCRATCH: own - back,
+            "rounding of the scratch": reserved_nbytes(own - back) - (own - back),
+            "cuBLAS": reserved_nbytes(choices.cublas_nbytes())}
+    return replace(launch, workspace_nbytes=passing, held=tuple((name, n) for name, n in held.items() if n))
+
+
+def least_workspace_nbytes() -> int:
+    """Bytes that every plan for a GPU counts beside its arena.
+
+    These are rounding, scratch, and cuBLAS's workspace with what a small product by torch takes.
+    """
+    return ROUND + 3 * SMALL_SEGMENT + reserved_nbytes(choices.cublas_nbytes())

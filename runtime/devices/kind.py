@@ -1,0 +1,74 @@
+"""The record of a kind of device: what planning, prediction and the command line ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from forebay.kernels import operators
+from forebay.rewriter.ir.program import Launch
+
+
+def with_workspace(launch: Launch, kernels: str) -> Launch:
+    """Add what an operator's own kernels take beside their operands.
+
+    Args:
+        launch: A launch whose `workspace_nbytes` counts what torch's operators take.
+        kernels: The key of the bindings in use.
+
+    Returns:
+        The launch with the sum of both, in bytes.
+    """
+    operator = operators.find(launch.op)
+    own = 0 if operator is None else operator.workspace_nbytes(launch, kernels)
+    return replace(launch, workspace_nbytes=launch.workspace_nbytes + own) if own else launch
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """Facts of one kind of device. Nothing outside its folder compares device names.
+
+    Attributes:
+        name: The key of its backend in `backends.BACKENDS`.
+        kernels: The key of operators' bindings that run on it ("cpu", "cuda").
+        title: What messages call it.
+        covers: Whether a profile's `device_kind` ("cpu", "NVIDIA H100 80GB HBM3") is of this kind.
+        here: The `device_kind` of such a device on this machine; None where there is none.
+        on_host_cores: It computes with the cores that also issue copies and read files. Launches then take the issuing
+            thread's time, other processes slow them, and products are chosen by measurement.
+        near_disk: The tier that disk reads land in. "host" means that copies hop: disk, pinned host memory, device.
+        halves_alike: Its float16 and bfloat16 kernels have the same rates.
+        runs: Programs run on it; otherwise it is only predicted.
+        torus: Chips of it are linked in a torus.
+        collectives: torch.distributed's name of the backend that exchanges among such devices.
+        exchange_step_s: Cautious guess of seconds for one ring step of an exchange.
+        exchange_bytes_per_s: Cautious guess of an exchange's bandwidth.
+        with_memory: Adds to a launch what it takes outside the arenas on this device.
+        least_workspace_nbytes: Bytes that every plan counts beside its arena.
+        select: Makes the device of this number the process's own.
+        visible: The environment in which a process sees only the device of this number.
+    """
+
+    name: str
+    kernels: str
+    title: str
+    covers: Callable[[str], bool]
+    here: Callable[[], str | None] = lambda: None
+    on_host_cores: bool = False
+    near_disk: Literal["device", "host"] = "host"
+    halves_alike: bool = True
+    runs: bool = True
+    torus: bool = False
+    collectives: str = "gloo"
+    exchange_step_s: float = 2e-5
+    exchange_bytes_per_s: float = 5e9
+    with_memory: Callable[[Launch], Launch] = lambda launch: launch
+    least_workspace_nbytes: Callable[[], int] = lambda: 0
+    select: Callable[[int], None] = lambda number: None
+    visible: Callable[[int], Mapping[str, str]] = lambda number: {}
+
+    @property
+    def host_hop(self) -> bool:
+        """Whether copies from and to the disk hop through host memory."""
+        return self.near_disk == "host"

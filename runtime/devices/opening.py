@@ -1,0 +1,22 @@
+"""What every device is opened with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forebay.rewriter.switches import Switches
+from forebay.runtime.disk.reader import DiskReader
+from forebay.runtime.disk.spill import SpillSpace
+from forebay.runtime.run.trace import Trace
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Readers of weights, of caches and of single rows; spill files; the switches; the trace, if any."""
+
+    reader: DiskReader
+    loads: DiskReader
+    lookups: DiskReader
+    spill: SpillSpace
+    switches: Switches
+    trace: Trace | None = None
