@@ -23,6 +23,8 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "forebay.serving": ("forebay.serving", "forebay.api", "forebay.drafting", "forebay.commands.prompts",
                         "forebay.commands.chat_template", "forebay.commands.process_memory",
                         "forebay.commands.terminal", "forebay.rewriter.ir", "forebay.runtime.run"),
+    "forebay.rewriter.policy": ("forebay.rewriter.policy", "forebay.rewriter.predict", "forebay.rewriter.machine",
+                                "forebay.rewriter.ir", "forebay.rewriter.planning.objective", "forebay.kernels"),
     "forebay.rewriter.serving": ("forebay.rewriter.serving", "forebay.rewriter.predict", "forebay.rewriter.machine",
                                  "forebay.rewriter.ir", "forebay.rewriter.partition"),
     "forebay.rewriter.partition": ("forebay.rewriter.partition", "forebay.rewriter.predict",
@@ -86,6 +88,19 @@ def test_every_part_imports_only_what_it_may() -> None:
             broken += [f"{name} imports {other}" for other in imports(ast.parse(path.read_text()))
                        if not within(other, allowed)]
     assert len(SOURCES) > 150 and not broken, "\n".join(broken)
+
+
+# Rooms that are read for themselves: only commands, benchmarks and each other may enter.
+WINGS = ("forebay.rewriter.policy", "forebay.rewriter.serving", "forebay.rewriter.partition")
+CORE = ("forebay.rewriter", "forebay.passes", "forebay.kernels", "forebay.runtime")
+
+
+def test_the_core_imports_no_analytic_wing() -> None:
+    entered = [f"{name} imports {other}" for name, path in SOURCES.items()
+               if within(name, CORE) and not within(name, WINGS)
+               for other in imports(ast.parse(path.read_text())) if within(other, WINGS)]
+    assert all(any(within(name, (wing,)) for name in SOURCES) for wing in WINGS) and not entered
+    assert all((ROOT / wing.removeprefix("forebay.").replace(".", "/") / "README.md").is_file() for wing in WINGS)
 
 
 def test_modules_are_imported_by_statements() -> None:

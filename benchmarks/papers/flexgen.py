@@ -12,11 +12,11 @@ from benchmarks.papers.published_runtime import UNPINNED, Runtime, Unpinned, run
 from benchmarks.papers.tables import Row, show
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.placement import NO_CHECKPOINTS
-from forebay.rewriter.planning.policy_search import Problem, Space, search
-from forebay.rewriter.predict.block_costs import BlockShape
+from forebay.rewriter.policy.block_costs import BlockShape
+from forebay.rewriter.policy.placement import NO_CHECKPOINTS
+from forebay.rewriter.policy.policy_search import Problem, Space, search
+from forebay.rewriter.policy.shares import shares
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS
-from forebay.rewriter.predict.shares import shares
 
 MACHINE, NEW_TOKENS = "t4", 32
 HEADLINE, ABLATION = 0.25, 0.30  # errors allowed

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from benchmarks.papers.flexgen import ALL_DEVICE, ALL_HOST, FLEXGEN, NEW_TOKENS, TABLE_2, PublishedRun
 from benchmarks.papers.published_runtime import UNPINNED, running
 from benchmarks.papers.tables import Row
-from forebay.rewriter.planning.policy_search import Problem
-from forebay.rewriter.predict.block_costs import BlockShape
-from forebay.rewriter.predict.shares import shares
+from forebay.rewriter.policy.block_costs import BlockShape
+from forebay.rewriter.policy.policy_search import Problem
+from forebay.rewriter.policy.shares import shares
 
 STAGES, BOUND = 4, 0.20
 

@@ -17,13 +17,13 @@ from benchmarks.papers.published_runtime import UNPINNED, Runtime, running
 from benchmarks.papers.tables import Row, show
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.placement import NO_CHECKPOINTS, Closed, place
-from forebay.rewriter.planning.policy_search import Problem
+from forebay.rewriter.policy.block_costs import BlockShape
+from forebay.rewriter.policy.placement import NO_CHECKPOINTS, Closed, place
+from forebay.rewriter.policy.policy_search import Problem
+from forebay.rewriter.policy.shares import shares
 from forebay.rewriter.predict.activation_ratio import CacheBalance, Line, fill_host, layer_times
-from forebay.rewriter.predict.block_costs import BlockShape
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS
-from forebay.rewriter.predict.shares import shares
 
 MACHINE, BATCH, NEW_TOKENS = "rtx4090", 128, 128
 MODELS = ("opt-6.7b", "opt-13b", "opt-30b", "opt-66b")

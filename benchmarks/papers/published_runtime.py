@@ -9,9 +9,9 @@ from functools import partial
 from typing import Literal
 
 from forebay.rewriter.machine.presets import FITTED, GIB, PRESETS
-from forebay.rewriter.predict.block_costs import BlockModel, Phase, Piece
+from forebay.rewriter.policy.block_costs import BlockModel, Phase, Piece
+from forebay.rewriter.policy.shares import ONE, Affine, added, scaled
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP
-from forebay.rewriter.predict.shares import ONE, Affine, added, scaled
 
 CODE_BITS = {"native": 0.0, "kv4": 4.5}  # of FlexGen's own cache (section 5): codes, two 16-bit numbers per 64 of them
 

@@ -19,8 +19,8 @@ from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.checkpoint_share import balanced_share, link_binds, shares_beside
+from forebay.rewriter.planning.objective import latency_s
 from forebay.rewriter.planning.planner import make_plan, plan_fits
-from forebay.rewriter.planning.search import latency_s
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.switches import Switches

@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.papers.published_runtime import UNPINNED, Runtime, Unpinned, running
 from forebay.rewriter.machine.presets import PRESETS
-from forebay.rewriter.planning.policy_search import Problem
-from forebay.rewriter.predict.block_costs import BlockCosts, BlockShape
+from forebay.rewriter.policy.block_costs import BlockCosts, BlockShape
+from forebay.rewriter.policy.policy_search import Problem
+from forebay.rewriter.policy.shares import INDEX, shares
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS
-from forebay.rewriter.predict.shares import INDEX, shares
 
 MODEL, T4, RATES = PRESET_MODELS["opt-30b"], PRESETS["t4"], UNPINNED["t4"]
 UP, DOWN = (T4.link(*ends).bandwidth_bytes_per_s for ends in (("host", "device"), ("device", "host")))

@@ -24,7 +24,7 @@ import forebay.runtime.disk.spill as spill_module
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict, validate
 from forebay.rewriter.ir.program import ATTEND, LOAD, Copy, FileSlice, Launch
-from forebay.rewriter.planning.search import latency_s
+from forebay.rewriter.planning.objective import latency_s
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.rows import SequenceRows

@@ -22,7 +22,7 @@ from forebay.commands.plan_config import (
 from forebay.rewriter.ir.plan import PlanError, plan_from_dict
 from forebay.rewriter.machine.presets import PresetError
 from forebay.rewriter.machine.profile import Machine, save_machine
-from forebay.rewriter.planning.policy_search import BudgetError
+from forebay.rewriter.planning.objective import BudgetError
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.model_shapes import ModelError
 

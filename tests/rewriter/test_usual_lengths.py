@@ -18,10 +18,10 @@ from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_places import plan_places, sequence_time_s
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.policy_search import Problem
-from forebay.rewriter.planning.search import latency_s
+from forebay.rewriter.planning.objective import latency_s
 from forebay.rewriter.planning.wishes import Wishes, check_choices, usual_lengths
-from forebay.rewriter.predict.block_costs import BlockShape
+from forebay.rewriter.policy.block_costs import BlockShape
+from forebay.rewriter.policy.policy_search import Problem
 from forebay.rewriter.predict.model_shapes import load_model_shape
 from forebay.rewriter.predict.of_programs import predict, step_times
 from forebay.rewriter.predict.simulate import simulate

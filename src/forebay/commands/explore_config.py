@@ -10,9 +10,9 @@ from forebay.commands.plan_config import PlanRequest, Point, draw_frontier, fron
 from forebay.kernels.formats.table import SMALL_CACHE, SMALL_WEIGHTS
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.machine.presets import load_machine_or_preset
-from forebay.rewriter.planning.placement import NO_CHECKPOINTS
-from forebay.rewriter.planning.policy_search import Problem, Space, frontier, search
-from forebay.rewriter.planning.policy_summary import summary, weight_tiers
+from forebay.rewriter.policy.placement import NO_CHECKPOINTS
+from forebay.rewriter.policy.policy_search import Problem, Space, frontier, search
+from forebay.rewriter.policy.policy_summary import summary, weight_tiers
 from forebay.rewriter.predict.model_shapes import load_model_shape
 
 

@@ -157,8 +157,9 @@ def _plan_model(
     from forebay.rewriter.ir.plan import PlanError, Workload
     from forebay.rewriter.pipeline.plan_block import plan_batches, plan_block
     from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
-    from forebay.rewriter.planning.search import latency_s, plan_frontier, tokens_per_s
+    from forebay.rewriter.planning.objective import latency_s, tokens_per_s
     from forebay.rewriter.planning.wishes import check_choices
+    from forebay.rewriter.policy.plan_search import plan_frontier
     from forebay.rewriter.predict.simulate import simulate
     from forebay.rewriter.switches import read_switches
 

@@ -27,18 +27,11 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import Way, closed_form_way
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
+from forebay.rewriter.planning.objective import Objective, latency_s, tokens_per_s
 from forebay.rewriter.planning.planner import make_plan
-from forebay.rewriter.planning.policy_search import Objective
-from forebay.rewriter.planning.search import (
-    best_plan,
-    blocks,
-    latency_s,
-    plan_frontier,
-    search_plans,
-    tokens_per_s,
-)
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.predict.block_costs import BlockShape
+from forebay.rewriter.policy.block_costs import BlockShape
+from forebay.rewriter.policy.plan_search import best_plan, blocks, plan_frontier, search_plans
 from forebay.rewriter.predict.model_shapes import capture_config, load_config
 from forebay.rewriter.switches import read_switches
 

@@ -23,7 +23,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import block_tokens, plan_block, staged_blocks
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.graph_needs import launch_count
-from forebay.rewriter.planning.search import latency_s
+from forebay.rewriter.planning.objective import latency_s
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator

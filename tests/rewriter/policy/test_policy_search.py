@@ -8,12 +8,13 @@ from itertools import pairwise
 import pytest
 
 from forebay.rewriter.machine.presets import PRESETS
-from forebay.rewriter.planning.placement import NO_CHECKPOINTS
-from forebay.rewriter.planning.policy_search import BudgetError, Objective, Problem, Space, candidates, frontier, search
-from forebay.rewriter.planning.policy_summary import advice, bottleneck, summary, weight_tiers
-from forebay.rewriter.predict.block_costs import BlockShape
+from forebay.rewriter.planning.objective import BudgetError, Objective
+from forebay.rewriter.policy.block_costs import BlockShape
+from forebay.rewriter.policy.placement import NO_CHECKPOINTS
+from forebay.rewriter.policy.policy_search import Problem, Space, candidates, frontier, search
+from forebay.rewriter.policy.policy_summary import advice, bottleneck, summary, weight_tiers
+from forebay.rewriter.policy.shares import TIERS
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS, decoder_shape
-from forebay.rewriter.predict.shares import TIERS
 
 SMALL = decoder_shape("small", layers=24, hidden=1024, intermediate=4096, heads=16, kv_heads=16, vocab=32000,
                       gated=False)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.published_runtime import UNPINNED, Runtime, running
 from forebay.rewriter.machine.presets import PRESETS
-from forebay.rewriter.planning.placement import NO_CHECKPOINTS, Goal, items_of, place, round_placement, tensor_tiers
-from forebay.rewriter.planning.policy_search import Problem
-from forebay.rewriter.predict.block_costs import BlockCosts, BlockModel, BlockShape
+from forebay.rewriter.policy.block_costs import BlockCosts, BlockModel, BlockShape
+from forebay.rewriter.policy.placement import NO_CHECKPOINTS, Goal, items_of, place, round_placement, tensor_tiers
+from forebay.rewriter.policy.policy_search import Problem
+from forebay.rewriter.policy.shares import INDEX, TIERS, N, shares
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, PRESET_MODELS, ModelShape, decoder_shape
-from forebay.rewriter.predict.shares import INDEX, TIERS, N, shares
 
 T4 = PRESETS["t4"]
 FLEXGEN = running(Runtime("step", pinned_cache=False, one_hop_thread=True, fused=False), UNPINNED["t4"])

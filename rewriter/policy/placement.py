@@ -9,9 +9,9 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
 from scipy.sparse import csr_array
 
-from forebay.rewriter.predict.block_costs import BlockCosts
+from forebay.rewriter.policy.block_costs import BlockCosts
+from forebay.rewriter.policy.shares import INDEX, TIERS, Affine, N
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, ModelShape
-from forebay.rewriter.predict.shares import INDEX, TIERS, Affine, N
 
 CACHE_BLOCK_TOKENS = 16
 INTEGER_GAP = 1e-3  # the exact pass may stop this close to its optimum

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from forebay.kernels.formats.table import CACHE_FORMATS
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError
-from forebay.rewriter.planning.policy_search import BudgetError, Objective, Space, candidates
-from forebay.rewriter.predict.block_costs import BlockShape
+from forebay.rewriter.planning.objective import BudgetError, Objective, latency_s, tokens_per_s
+from forebay.rewriter.policy.block_costs import BlockShape
+from forebay.rewriter.policy.policy_search import Space, candidates
 
 TARGET = 0.01  # the least budget for a throughput is found to this part of itself
 
@@ -39,18 +40,6 @@ PlanFor = Callable[[BlockShape, Budget], Plan]  # PlanError where nothing fits
 def blocks(batch: int, cache_formats: tuple[str, ...] = ("native",)) -> list[BlockShape]:
     """Every block that runs, small ones first."""
     return sorted(candidates(LOWERED.space(batch, cache_formats), host_attends=False), key=lambda b: b.size)
-
-
-def latency_s(plan: Plan) -> float:
-    """Predicted seconds from prompt to last token of all sequences."""
-    p, (_, new_tokens) = plan.prediction, plan.workload.paced(plan.schedule.block)
-    return p.prefill_time_s + (new_tokens - 1) * p.decode_time_s
-
-
-def tokens_per_s(plan: Plan) -> float:
-    """Predicted new tokens per second of all sequences together."""
-    time_s = latency_s(plan)
-    return plan.workload.batch * plan.workload.usual[1] / time_s if time_s else 0.0
 
 
 def search_plans(plan_for: PlanFor, budget: Budget, objective: Objective, found: list[BlockShape]) -> list[Plan]:

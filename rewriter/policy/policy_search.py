@@ -12,7 +12,9 @@ import numpy as np
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.placement import (
+from forebay.rewriter.planning.objective import BudgetError, Objective
+from forebay.rewriter.policy.block_costs import BlockCosts, BlockModel, BlockShape
+from forebay.rewriter.policy.placement import (
     FASTEST,
     Closed,
     Goal,
@@ -22,29 +24,13 @@ from forebay.rewriter.planning.placement import (
     place,
     round_placement,
 )
-from forebay.rewriter.predict.block_costs import BlockCosts, BlockModel, BlockShape
+from forebay.rewriter.policy.shares import ONE, TIERS
 from forebay.rewriter.predict.estimator import Estimator, MachineEstimator
 from forebay.rewriter.predict.model_shapes import ModelShape
-from forebay.rewriter.predict.shares import ONE, TIERS
 
 MICRO_BATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 ROUNDING = 1.02  # no rounded placement of a block this much slower than the best by its bound is looked for
-
-
-class BudgetError(ValueError):
-    """A budget nothing fits in; the message names the tier that binds and the smallest that would do."""
-
-
-@dataclass(frozen=True)
-class Objective:
-    """throughput: tokens per second, within `latency_s` for a whole block if given. latency: seconds of a block of
-    `batch` sequences. budget: least device bytes that reach `tokens_per_s`."""
-
-    kind: Literal["throughput", "latency", "budget"] = "throughput"
-    latency_s: float = np.inf
-    tokens_per_s: float = 0.0
-    batch: int = 1
 
 
 @dataclass(frozen=True)

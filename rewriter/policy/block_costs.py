@@ -16,9 +16,9 @@ import numpy as np
 
 from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.formats.table import cache_format, weight_format
+from forebay.rewriter.policy.shares import ONE, TIERS, Affine, added, scaled, var
 from forebay.rewriter.predict.estimator import Estimator
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, LayerShape, ModelShape
-from forebay.rewriter.predict.shares import ONE, TIERS, Affine, added, scaled, var
 
 Phase = Literal["prefill", "decode"]
 

@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from forebay.kernels.formats.table import SMALL_CACHE, SMALL_WEIGHTS
-from forebay.rewriter.planning.placement import place, tensor_tiers
-from forebay.rewriter.planning.policy_search import Policy
-from forebay.rewriter.predict.block_costs import BlockShape
+from forebay.rewriter.policy.block_costs import BlockShape
+from forebay.rewriter.policy.placement import place, tensor_tiers
+from forebay.rewriter.policy.policy_search import Policy
+from forebay.rewriter.policy.shares import INDEX, TIERS
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP
-from forebay.rewriter.predict.shares import INDEX, TIERS
 
 LANES = {"host_to_device": "the link from host to device", "device_to_host": "the link from device to host",
          "disk_read": "disk reads", "disk_write": "disk writes", "compute": "compute"}

@@ -9,11 +9,11 @@ import pytest
 
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.policy_search import Problem
-from forebay.rewriter.predict.block_costs import BlockCosts, BlockShape, Piece
+from forebay.rewriter.policy.block_costs import BlockCosts, BlockShape, Piece
+from forebay.rewriter.policy.policy_search import Problem
+from forebay.rewriter.policy.shares import INDEX, N, shares
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS, ModelShape, decoder_shape
-from forebay.rewriter.predict.shares import INDEX, N, shares
 
 MODEL, T4 = PRESET_MODELS["opt-30b"], PRESETS["t4"]
 GEMM, ATTEND, READ = T4.product_flops, T4.attention_flops, T4.tiers["device"].bandwidth_bytes_per_s

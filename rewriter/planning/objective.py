@@ -1,0 +1,37 @@
+"""What plans are compared by: seconds, tokens per second, and what is asked of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from forebay.rewriter.ir.plan import Plan
+
+
+def latency_s(plan: Plan) -> float:
+    """Predicted seconds from prompt to last token of all sequences."""
+    p, (_, new_tokens) = plan.prediction, plan.workload.paced(plan.schedule.block)
+    return p.prefill_time_s + (new_tokens - 1) * p.decode_time_s
+
+
+def tokens_per_s(plan: Plan) -> float:
+    """Predicted new tokens per second of all sequences together."""
+    time_s = latency_s(plan)
+    return plan.workload.batch * plan.workload.usual[1] / time_s if time_s else 0.0
+
+
+class BudgetError(ValueError):
+    """A budget nothing fits in; the message names the tier that binds and the smallest that would do."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """throughput: tokens per second, within `latency_s` for a whole block if given. latency: seconds of a block of
+    `batch` sequences. budget: least device bytes that reach `tokens_per_s`."""
+
+    kind: Literal["throughput", "latency", "budget"] = "throughput"
+    latency_s: float = np.inf
+    tokens_per_s: float = 0.0
+    batch: int = 1
