@@ -179,8 +179,7 @@ def _plan_model(
         fused = rewrite_captured(captured, switches, wishes.cache_format, wishes.activations)
 
         def graphs_of(whole: Workload, block: Block) -> StepGraphs:
-            return step_graphs(fused, files, whole, checkpoint.fingerprint, block=block,
-                               host_hop=profile.kind.host_hop)
+            return step_graphs(fused, files, whole, checkpoint.fingerprint, block=block, host_hop=profile.kind.host_hop)
 
         pipeline, made = plan_block(graphs_of, sizes, workload, wishes, profile, switches)
         smallest = pipeline.smallest_budget(wishes)
