@@ -6,6 +6,8 @@ BITS = (4, 8)
 # Bytes that rows are padded to: 16 keep every row of a weight at an address that 128-bit loads take.
 WEIGHT_ALIGN = 16
 CACHE_ALIGN = 4
+# Elements of a group that products read packed: PAIRED_GROUP two at a time, else multiples of GROUP_STEP.
+PAIRED_GROUP, GROUP_STEP, MOST_IN_GROUP = 16, 32, 512
 
 
 def group_count(size: int, group_size: int) -> int:
@@ -23,6 +25,23 @@ def row_nbytes(k: int, bits: int, group_size: int, align: int = WEIGHT_ALIGN, sy
     check_format("packing", bits, group_size)
     used = codes_nbytes(k, bits, group_size) + (2 if symmetric else 4) * group_count(k, group_size)
     return -(-used // align) * align
+
+
+def product_refusal(in_features: int, group_size: int) -> str:
+    """Why no product with a weight reads its rows packed; "" where products do.
+
+    `forebay quantize` writes no other rows, and plans leave other rows to be unpacked before they are multiplied.
+
+    Args:
+        in_features: Elements of a row.
+        group_size: Elements that share a scale.
+    """
+    if group_size != PAIRED_GROUP and (group_size % GROUP_STEP or not GROUP_STEP <= group_size <= MOST_IN_GROUP):
+        return (f"group_size must be {PAIRED_GROUP} or a multiple of {GROUP_STEP} up to {MOST_IN_GROUP}, "
+                f"got {group_size}")
+    if group_size == PAIRED_GROUP and in_features % (2 * PAIRED_GROUP):
+        return f"in_features must be a multiple of {2 * PAIRED_GROUP} for groups of {PAIRED_GROUP}, got {in_features}"
+    return ""
 
 
 def equal_group_size(size: int, parts: int) -> int:

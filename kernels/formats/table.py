@@ -71,7 +71,7 @@ TIMED_CACHES = ("kv4", "kv8")
 
 def weight_format(name: str) -> Format:
     """The format of a weight: one of WEIGHT_FORMATS, or of another even group size, as in w4g48 and w8g32, or
-    symmetric, as in w4g32s.
+    symmetric, as in w4g32s. Products read only some of these packed: see `row_sizes.product_refusal`.
 
     ValueError for other names.
     """
@@ -80,8 +80,8 @@ def weight_format(name: str) -> Format:
         return found
     parts = re.fullmatch(r"w(4|8)g([1-9]\d{0,5})(s?)", name)
     if parts is None or int(parts[2]) % 2:
-        raise ValueError(f"no weight format {name!r}; there are {', '.join(WEIGHT_FORMATS)} and, for other even group "
-                         "sizes, names like w8g32, or symmetric w8g32s")
+        raise ValueError(f"no weight format {name!r}; there are {', '.join(WEIGHT_FORMATS)} and, for groups of 16 "
+                         "or of other multiples of 32, names like w8g32, or symmetric w8g32s")
     return Format(name, "weight", int(parts[1]), int(parts[2]), bool(parts[3]))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from forebay.kernels.formats.packing import Packing
+from forebay.kernels.formats.row_sizes import product_refusal
 from forebay.kernels.operators import DEQUANTIZE_ROWS
 from forebay.rewriter.ir.graph import META, RowFormat, WeightInput, weight_name
 from forebay.rewriter.ir.products import Linear, fold, is_plain_bias, linear_arguments
@@ -66,6 +67,8 @@ def _fold_into_product(graph: fx.Graph, node: fx.Node, user: fx.Node) -> None:
     if found.bias is not None and not is_plain_bias(found.bias, user.meta["val"].shape[-1]):
         return
     if found.x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return
+    if product_refusal(in_features, group_size):  # type: ignore[arg-type]
         return
     packing = Packing(bits, in_features, group_size, scale_dtype, *symmetric)  # type: ignore[arg-type]
     fold(graph, user, found._replace(weight=rows, packing=packing), "fuse_dequantize")  # type: ignore[arg-type]

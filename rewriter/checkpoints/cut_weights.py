@@ -64,7 +64,8 @@ def _packed_pieces(stored: RowFormat, into: Ranges, name: str) -> tuple[tuple[in
     if any(edge % size and edge != stored.in_features for piece in into for edge in piece):
         raise ValueError(f"{name}: a rank would have {into} of {stored.in_features} input features, which cut a group "
                          f"of {size} that share a scale; take another number of ranks, or weights in smaller groups")
-    if count(into) % 32 and size % 32:  # as of three heads of 16
+    refusal = row_sizes.product_refusal
+    if refusal(count(into), size) and not refusal(stored.in_features, size):  # as of three heads of 16
         raise ValueError(f"{name}: a rank would have {count(into)} of {stored.in_features} columns, and products take "
                          f"groups of {size} in pairs; take another number of ranks")
     groups = [(a // size, row_sizes.group_count(b, size)) for a, b in into]

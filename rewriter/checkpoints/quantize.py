@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from forebay.kernels.formats import packing
+from forebay.kernels.formats.row_sizes import product_refusal
 from forebay.kernels.formats.table import symmetric_name
 from forebay.kernels.quantization.quantize.operator import quantize
 from forebay.kernels.quantization.quantize.reference import ROUNDINGS
@@ -225,6 +226,8 @@ def choose_formats(
             format = tensor.format() or tensor.nearest() or NATIVE
         elif wish.rounding == "symmetric":
             format = symmetric_name(format)
+        if format != NATIVE:
+            _refuse_unread(format, tensor.shape[0 if matrix.transposed else 1], tensor.name)
         formats[tensor.name] = format
     if unused:
         known = ", ".join(list(matrices)[:3])
@@ -238,9 +241,18 @@ def _check(wish: Wish, path: Path) -> None:
             raise CheckpointError(f"the format {KEEP!r} is for GGUF files and others whose weights are quantised "
                                   f"already; {path} is none: name a format such as w4g64")
         if format not in (NATIVE, KEEP):
-            parse_format(format)
+            _refuse_unread(format)
     if wish.rounding not in ROUNDINGS:
         raise CheckpointError(f"no rounding {wish.rounding!r}; there are {', '.join(ROUNDINGS)}")
+
+
+def _refuse_unread(format: str, inputs: int = 0, name: str = "") -> None:
+    """CheckpointError for rows that no product reads: of `inputs` values, or, where that is 0, of any number."""
+    refusal = product_refusal(inputs, parse_format(format).group_size)
+    if refusal:
+        of, keep = (f" for {name!r}", f", or --override {name}={NATIVE}") if name else ("", "")
+        raise CheckpointError(f"the format {format!r}{of} is one that no kernel reads: {refusal}; name w4g32 or w8g32"
+                              f"{keep}")
 
 
 def _open_folder(folder: Path) -> tuple[Checkpoint, Any]:

@@ -22,13 +22,14 @@ import forebay.rewriter.pipeline.pass_list as pipeline
 from forebay.api import LanguageModel
 from forebay.commands.app import app
 from forebay.passes.quantize.quantize_weights import quantize_weights
-from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints import quantize
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice, Launch
-from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 
 pytestmark = pytest.mark.usefixtures("private_cache")  # notes on verified checkpoints are kept there
 WIDE = {"llama": {"hidden_size": 256, "intermediate_size": 2048}, "gpt2": {"n_embd": 384}}
@@ -61,6 +62,21 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
     mask = torch.ones_like(ids)
     mask[1, :4] = mask[2, :2] = 0
     return ids * mask, mask
+
+
+@pytest.mark.parametrize(("format", "hidden"), [("w4g48", 144), ("w4g16", 112)])
+def test_folders_in_formats_that_are_no_longer_written_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, hidden: int
+) -> None:
+    original = saved("llama", tmp_path / "original", hidden_size=hidden)
+    with pytest.raises(CheckpointError, match="no kernel reads"):
+        quantize_model(original, tmp_path / "packed", Wish(format, head=True, embeddings=True))
+    monkeypatch.setattr(quantize, "product_refusal", lambda *_: "")
+    quantize_model(original, tmp_path / "packed", Wish(format, head=True, embeddings=True))
+    ids = prompts()[0]
+    with forebay.wrap(tmp_path / "packed", "8MB", batch=3, prompt=9, new_tokens=2) as lm, torch.no_grad():
+        torch.testing.assert_close(lm(ids).logits, unpacked(original, tmp_path / "packed")(ids).logits, rtol=1e-3,
+                                   atol=1e-3)
 
 
 @pytest.mark.parametrize(("family", "format"), [*((f, "w4g32") for f in families.FAMILIES), ("llama", "w8"),

@@ -11,6 +11,7 @@ from forebay.kernels.products.linear import selection
 
 # Products that Triton's kernels take; torch multiplies the rest ("aten").
 HALVES = ("float16", "bfloat16")
+GROUP_SIZES = (16, 32, 64, 128)
 
 
 def _kind(weight: str) -> tuple[str, int]:
@@ -25,8 +26,8 @@ def choose(product: Product, device_name: str, activations: str = "bfloat16") ->
     """The implementation of a product on a GPU of that name, in full, from its measured table, or where it has none the
     default one; `activations` is the dtype of what meets packed weights."""
     weight, m, n, k = product
-    kind, _ = _kind(weight)
-    if (weight if kind == "linear" else activations) not in HALVES:
+    kind, group_size = _kind(weight)
+    if (weight if kind == "linear" else activations) not in HALVES or (group_size and group_size not in GROUP_SIZES):
         return selection.ATEN
     name = selection.choose(kind, m, n, k, selection.table_of(device_name))
     return selection.explicit(kind, name, m, n, k, decode_shares.processors())

@@ -137,8 +137,9 @@ def bind_linear_q(
         fail("x", f"must be on the CPU, got {x.device}")
     out2, after = _check_out(x, rows, out, after)
     x2 = as_matrix(x, "x", fail)
-    if impl not in NAMES or (impl == "int8" and group_size == 16):
-        fail("impl", f"must be one of {implementations(bits)}, got {impl!r}")
+    if impl not in NAMES or (impl == "int8" and not takes_int8(bits, group_size)):
+        names = tuple(name for name in implementations(bits) if name != "int8" or takes_int8(bits, group_size))
+        fail("impl", f"must be one of {names} for groups of {group_size}, got {impl!r}")
     if impl == "upcast" or 0 in (*out2.shape, in_features):
         return functools.partial(_upcast, x2, rows, bias, out2, stored, after)
     if impl not in implementations(bits):
@@ -155,6 +156,11 @@ def bind_linear_q(
     )  # fmt: skip
     floats = _scratch_floats(impl, x.dtype, x2.shape[0], in_features, group_size)
     return native.NativeCall("linear_q", args, given, floats)
+
+
+def takes_int8(bits: int, group_size: int) -> bool:
+    """Whether int8 takes rows in such groups: not of 16, and codes of 8 bits in groups of a power of two alone."""
+    return group_size != 16 and (bits == 4 or group_size & (group_size - 1) == 0)
 
 
 def implementations(bits: int) -> tuple[str, ...]:

@@ -20,12 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.formats.packing import Packing
+from forebay.kernels.formats import row_sizes
+from forebay.kernels.formats.packing import SCALE_DTYPES, Packing
 from forebay.kernels.gpu_support.arguments import AMD_STAGES, check_tensor, fail, stages
 from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.launches import KernelCall, kernel_call
 from forebay.kernels.gpu_support.unpacking import spread, weights_of
 from forebay.kernels.products.linear import selection
+from forebay.kernels.products.linear.choices import GROUP_SIZES
 from forebay.kernels.products.linear.gpu import tile_of
 from forebay.kernels.products.linear.gpu_arguments import bind_split, prepare, sm_count
 from forebay.kernels.products.linear.gpu_epilogue import finish
@@ -34,8 +36,6 @@ from forebay.kernels.products.linear.selection import Grid, grid_of
 from forebay.kernels.products.linear_q.gpu_dequantised import bind_dequantised
 
 OP = "linear_q"
-GROUP_SIZES = (16, 32, 64, 128)
-SCALE_DTYPES = (torch.float16, torch.bfloat16)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 VECTOR_STAGES = tl.constexpr(4)
 WIDEN = tl.constexpr(INTERPRETED)  # the interpreter multiplies the bit patterns of bf16 matrices
@@ -249,9 +249,9 @@ def plan(m: int, n: int, stored: Packing, impl: str, multiprocessors: int) -> tu
 
 def check_rows(rows: Tensor, stored: Packing, x: Tensor) -> None:
     """ValueError unless rows are packed rows on x's device that 128-bit loads can take."""
-    _, _, group_size, scale_dtype, _ = stored
-    if group_size not in GROUP_SIZES:
-        fail(OP, "group_size", f"must be one of {GROUP_SIZES}, got {group_size}")
+    _, k, group_size, scale_dtype, _ = stored
+    if group_size not in GROUP_SIZES and row_sizes.product_refusal(k, group_size):
+        fail(OP, "group_size", f"must be one of {GROUP_SIZES}, or a multiple of 32 for 'aten', got {group_size}")
     if scale_dtype not in SCALE_DTYPES:
         fail(OP, "scale_dtype", f"must be one of {SCALE_DTYPES}, got {scale_dtype}")
     check_tensor(OP, "rows", rows, device=x.device, dtype=torch.uint8)
@@ -270,8 +270,8 @@ def linear_q(
     """act(x W^T + bias) * multiplier + residual into out [..., N], or a new tensor.
 
     x [..., K], residual, multiplier and out are of one dtype, fp16, bf16 or, multiplied by torch alone, fp32; rows
-    uint8 [N, R] hold W in groups of 16, 32, 64 or 128 along K. impl is a name of `selection`; "" asks its default
-    table. Weights are rounded to x's dtype once, scales to it first. ValueError names what is wrong, before the launch.
+    uint8 [N, R] hold W in groups of GROUP_SIZES along K, or what "aten" takes. impl is a name of `selection`; "" asks
+    its table. Weights are rounded to x's dtype once, scales to it first. ValueError names what is wrong.
     """
     run, result = _bind(x, rows, bias, stored, after, out, impl, workspace)
     run()
@@ -292,8 +292,7 @@ def _bind(
     """(the launch as a call without arguments, what it fills)."""
     check_tensor(OP, "x", x, dtype=(torch.float16, torch.bfloat16, torch.float32))
     check_rows(rows, stored, x)
-    bits, _, group_size, scale_dtype, symmetric = stored
-    n, k = rows.shape[0], stored.in_features
+    (bits, k, group_size, scale_dtype, symmetric), n = stored, rows.shape[0]
     operands = prepare(OP, x, n, k, bias, after, out, False, (x.dtype,))
     m = operands.x.shape[0]
     result = operands.out if out is None else out
@@ -301,9 +300,13 @@ def _bind(
         result = result.view(*x.shape[:-1], n)
     if result.numel() == 0:
         return (lambda: None), result
-    impl = impl or selection.choose(selection.KIND_OF_BITS[bits], m, n, max(1, k))
+    if not impl:
+        ours = group_size in GROUP_SIZES
+        impl = selection.choose(selection.KIND_OF_BITS[bits], m, n, max(1, k)) if ours else selection.ATEN
     if impl == selection.ATEN or x.dtype == torch.float32:
         return bind_dequantised(x, rows, bias, stored, after, result), result
+    if group_size not in GROUP_SIZES:
+        fail(OP, "group_size", f"must be one of {GROUP_SIZES} for {impl!r}, got {group_size}")
     implementation, setting, grid = plan(m, n, stored, impl, sm_count(x.device))
     vector = implementation == "gemv"
     kernel: Any = linear_quantized_vector_kernel if vector else linear_quantized_matrix_kernel

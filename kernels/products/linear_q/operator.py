@@ -126,13 +126,11 @@ def _candidates(weight: str) -> tuple[str, ...]:
 
 
 def _rounding(shape: Product, activations: str) -> tuple[str, ...]:
-    """Of few rows bf16 is int16; groups of 16 have no int8, and 8-bit codes only in groups of a power of two."""
+    """Of few rows bf16 is int16; int8 takes some groups alone."""
     stored = weight_format(shape.weight)
     if activations not in cpu.implementations(stored.bits) or activations not in ROUNDED:
         return ()
-    group = stored.group_size
-    rounds = group != 16 and (stored.bits == 4 or group & (group - 1) == 0)
-    takes = shape.m > cpu.FEW_ROWS if activations == "bf16" else rounds
+    takes = shape.m > cpu.FEW_ROWS if activations == "bf16" else cpu.takes_int8(stored.bits, stored.group_size)
     return (activations,) if takes else ()
 
 

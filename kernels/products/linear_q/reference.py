@@ -10,11 +10,9 @@ from torch import Tensor
 from forebay.kernels.cpu_support import native
 from forebay.kernels.formats import packing
 from forebay.kernels.formats.packing import Packing
-from forebay.kernels.formats.row_sizes import BITS
+from forebay.kernels.formats.row_sizes import BITS, product_refusal
 from forebay.kernels.products.linear.reference import ACTIVATIONS, PLAIN, After, finish_
 from forebay.kernels.quantization.quantize.reference import dequantize_reference
-
-MAX_GROUP = 512
 
 
 def reference(
@@ -39,10 +37,8 @@ def check(x: Tensor, rows: Tensor, bias: Tensor | None, stored: Packing, after: 
     bits, in_features, group_size, scale_dtype, _ = stored
     if bits not in BITS:
         fail("bits", f"must be one of {BITS}, got {bits}")
-    if group_size != 16 and (group_size % 32 or not 32 <= group_size <= MAX_GROUP):
-        fail("group_size", f"must be 16 or a multiple of 32 up to {MAX_GROUP}, got {group_size}")
-    if group_size == 16 and in_features % 32:
-        fail("in_features", f"must be a multiple of 32 for groups of 16, got {in_features}")
+    if refusal := product_refusal(in_features, group_size):
+        raise ValueError(f"linear_q: {refusal}")
     if scale_dtype not in packing.SCALE_DTYPES:
         fail("scale_dtype", f"must be fp16 or bf16, got {scale_dtype}")
     if x.dtype not in native.DTYPES:

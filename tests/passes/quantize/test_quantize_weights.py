@@ -101,6 +101,17 @@ def test_what_no_product_consumes_stays_unpacked_apart() -> None:
     torch.testing.assert_close(run_graph(gm, inputs, rows)[0], expected[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("width", "group"), [(48, 16), (64, 48), (64, 8)])
+def test_rows_that_products_do_not_read_stay_unpacked_apart(width: int, group: int) -> None:
+    def build(graph: fx.Graph, n: Mapping[str, fx.Node]) -> object:
+        return (graph.call_function(aten.linear.default, (n["x"], n["w0"])),)
+
+    gm, *_ = packed_graph(build, {"x": torch.randn(5, width)}, {"w0": torch.randn(8, width)}, group=group)
+    before = targets(gm)
+    fuse_dequantize(gm)
+    assert targets(gm) == before == ["forebay.dequantize_rows.default", "aten.linear.default"]
+
+
 def test_other_weights_are_left_alone() -> None:
     inputs, weights = model()
     gm = flat_graph(products, inputs, weights)

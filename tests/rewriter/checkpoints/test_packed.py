@@ -139,6 +139,35 @@ def test_unknown_wishes_are_refused(llama, tmp_path, wish):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("format", ["w4g2", "w4g8", "w4g10", "w8g20", "w4g48", "w4g48s", "w8g544"])
+@pytest.mark.parametrize("how", ["weights", "head", "override", "symmetric"])
+def test_groups_that_no_kernel_reads_are_refused(llama, tmp_path, format, how):
+    wish = {"weights": Wish(format), "head": Wish("w8", head=True, head_format=format),
+            "override": Wish("w8", (("*down_proj*", format),)), "symmetric": Wish(format, rounding="symmetric")}[how]
+    with pytest.raises(CheckpointError, match=f"the format '{format}' is one that no kernel reads: group_size must"):
+        quantize_model(llama, tmp_path / "out", wish)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["w4g16", "w8g16s"])
+def test_groups_of_16_need_pairs(llama, tmp_path, format):
+    """The down projection has 200 inputs; all else has 96."""
+    with pytest.raises(CheckpointError, match=f"'{format}' for 'model.layers.0.mlp.down_proj.weight' is one that no "
+                                              "kernel reads: in_features must be a multiple of 32 .*--override"):
+        quantize_model(llama, tmp_path / "out", Wish(format))
+    assert not (tmp_path / "out").exists()
+    made = quantize_model(llama, tmp_path / "out", Wish(format, (("*down_proj*", "native"),)))
+    assert made.tensors[DOWN].packed is None and made.tensors[DOWN.replace("down", "up")].packed.format == format
+
+
+def test_groups_of_16_of_a_transposed_matrix_lie_along_its_inputs(tmp_path):
+    folder = _saved(GPT2Config(vocab_size=160, n_embd=80, n_layer=1, n_head=4, n_positions=64), tmp_path / "gpt2")
+    with pytest.raises(CheckpointError, match=r"mlp\.c_fc\.weight' is one that no kernel reads: .* got 80"):
+        quantize_model(folder, tmp_path / "out", Wish("native", (("*c_fc*", "w4g16"),)))
+    made = quantize_model(folder, tmp_path / "out", Wish("native", (("*mlp.c_proj*", "w4g16"),)))
+    assert sum(record.packed is not None for record in made.tensors.values()) == 1
+
+
 def test_values_beyond_fp16_get_bf16_scales_and_nan_is_refused(llama, tmp_path):
     from safetensors.torch import save_file
 

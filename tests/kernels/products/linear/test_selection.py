@@ -97,6 +97,12 @@ def test_plans_take_the_table_that_lies_under_the_name_of_the_device(tables: Pat
     assert choices.choose(Product("bfloat16", 9, 64, 128), "NVIDIA H200") == "flat_64x128_s1"
 
 
+@pytest.mark.parametrize("group", (96, 160, 256, 512))
+def test_torch_multiplies_weights_in_groups_that_our_kernels_do_not_take(group: int) -> None:
+    assert choices.choose(Product(f"w4g{group}", 1, 64, 1024), "NVIDIA H200") == "aten"
+    assert choices.choose(Product("w4g16s", 1, 64, 1024), "NVIDIA H200") != "aten"
+
+
 def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
     selection.save_table("a GPU", selection.fit(TIMES), tmp_path / "table.json")
     assert selection.load_table("a GPU", tmp_path / "table.json") == selection.fit(TIMES)

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from forebay.kernels import operators
 from forebay.kernels.build import compile
 from forebay.kernels.cpu_support import native
-from forebay.kernels.formats import packing
+from forebay.kernels.formats import packing, row_sizes
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.products.linear.reference import ACTIVATIONS, After
 from forebay.kernels.products.linear_q.cpu import (
@@ -24,6 +24,7 @@ from forebay.kernels.products.linear_q.cpu import (
     implementations,
     measure,
     scratch_nbytes,
+    takes_int8,
 )
 from forebay.kernels.products.linear_q.reference import reference
 from forebay.kernels.quantization.quantize.cpu import quantize_rows
@@ -61,6 +62,26 @@ def make(
     rows = torch.frombuffer(raw, dtype=torch.uint8, count=packed.numel(), offset=begin).view(packed.shape)
     rows.copy_(packed)
     return rows, reference(torch.eye(k), rows, None, Packing(bits, k, group, scale_dtype, symmetric)).t()
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_what_formats_say_of_rows_is_what_products_read(bits: int) -> None:
+    """By every implementation that is here: `quantize` and plans ask `product_refusal` alone."""
+    for group, k in itertools.product((2, 8, 10, 16, 20, 32, 48, 64, 96, 160, 512, 544), (16, 48, 64, 112, 160)):
+        x, out, stored = torch.randn(7, k), torch.empty(7, 5), Packing(bits, k, group)
+        if row_sizes.product_refusal(k, group):
+            rows = torch.zeros(5, stored.row_nbytes, dtype=torch.uint8)
+            with pytest.raises(ValueError, match=r"linear_q: (group_size|in_features) must be"):
+                bind_linear_q("upcast", x, rows, None, out, stored)
+            continue
+        rows, weight = make(bits, 5, k, group)
+        for impl in implementations(bits):
+            if impl == "int8" and not takes_int8(bits, group):
+                with pytest.raises(ValueError, match=f"linear_q: impl must be one of .* for groups of {group}, got"):
+                    bind_linear_q(impl, x, rows, None, out, stored)
+                continue
+            bind_linear_q(impl, x, rows, None, out, stored)()
+            assert ((out - x.double() @ weight.t()).abs() <= tolerance(impl, x, weight, group, out, None)).all()
 
 
 def tolerance(impl: str, x: Tensor, weight: Tensor, group: int, out: Tensor, bias: Tensor | None) -> Tensor:

@@ -53,6 +53,8 @@ def weight(
         ("gemv", 2, 13, 544, 16),
         ("flat", 5, 33, 256, 16),
         ("flat", 3, 20, 288, 16),
+        ("", 1, 20, 300, 96),  # by torch: groups that our kernels do not take
+        ("aten", 5, 33, 600, 256),
     ),
 )
 @pytest.mark.parametrize("symmetric", (False, True))
@@ -145,6 +147,8 @@ def test_bad_arguments_are_named(bits: int) -> None:
     refused("rows must lie a multiple of 16", rows=wide[:, : rows.shape[1]])
     refused("rows must start at", rows=torch.zeros(rows.numel() + 8, dtype=torch.uint8)[8:].view(rows.shape))
     refused("group_size must be one of", stored=Packing(bits, 64, 48))
+    long = torch.zeros(8, Packing(bits, 64, 96).row_nbytes, dtype=torch.uint8)
+    refused("group_size must be one of .* for 'flat'", stored=Packing(bits, 64, 96), rows=long, impl="flat")
     refused("scale_dtype must be one of", stored=Packing(bits, 64, 32, torch.float32))
     refused("bias must have shape", bias=torch.ones(7).half())
     refused("residual must have shape", after=After(residual=torch.ones(2, 7).half()))
