@@ -4,8 +4,9 @@ A matrix [N, K] of theirs has codes q, and a scale s and a zero point z for each
 code, scale and low is q s - z s. Codes and scales are kept. -z s is exact for symmetric ones, whose z is half of the
 codes' range; else it is rounded to fp16, by 2^-11 of it: 1/128 of s at most for codes of 4 bits.
 
-    gptq                qweight int32 [K / p, N]: p = 32 / bits codes along K; qzeros int32 [g, N / p] along N, each
-                        less by 1 (not in format gptq_v2); scales [g, N]; g_idx [K]: the group of each input
+    gptq                qweight int32 [K / p, N]: p = 32 / bits codes along K; qzeros int32 [g, N / p] along N, with 1
+                        subtracted from each (not in format gptq_v2) of a word at once, so that a zero of 0 borrows from
+                        its neighbour; scales [g, N]; g_idx [K]: the group of each input
     awq (gemm)          qweight int32 [K, N / 8], qzeros int32 [g, N / 8]: eight columns of a word stand in the order
                         0, 2, 4, 6, 1, 3, 5, 7; scales [g, N]
     compressed-tensors  weight_packed int32 [N, K / p] along K, of codes made positive; weight_scale [N, g];
@@ -27,9 +28,11 @@ from typing import Any, NamedTuple
 import torch
 
 from forebay.kernels.formats import packing
+from forebay.rewriter.checkpoints import known_settings
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, TensorRecord, read_tensor
+from forebay.rewriter.checkpoints.known_settings import unknown_compressed, unknown_setting
+from forebay.rewriter.checkpoints.word_codes import GroupLayout, awq_columns, gptq_zeros, unpack
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 METHODS = ("awq", "gptq", "compressed-tensors")
 WIDEST = 128  # values of a group where one scale serves a longer run
 PIECE_NBYTES = 4 << 20
@@ -38,12 +41,29 @@ GroupParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Scheme(NamedTuple):
-    """How a checkpoint's matrices are quantised; group 0: a scale for each row."""
+    """How a checkpoint's matrices are quantised.
+
+    Attributes:
+        method: One of METHODS.
+        bits: As in `GroupLayout`, for most matrices.
+        group: As in `GroupLayout`.
+        zero_offset: The number to be added to each stored zero point.
+        symmetric: As in `GroupLayout`.
+        others: The layouts that single matrices may have instead, told apart by the shapes of their tensors.
+        ordered: Whether groups were made in the order of activations, so that the group of each input must be stored.
+    """
 
     method: str
     bits: int
     group: int
-    zero_offset: int = 0  # to be added to what is stored as a zero point
+    zero_offset: int = 0
+    symmetric: bool | None = None
+    others: tuple[GroupLayout, ...] = ()
+    ordered: bool = False
+
+    @property
+    def layouts(self) -> tuple[GroupLayout, ...]:
+        return (GroupLayout(self.bits, self.group, self.symmetric), *self.others)
 
 
 def quantization_settings(folder: Path) -> Mapping[str, Any] | None:
@@ -52,7 +72,10 @@ def quantization_settings(folder: Path) -> Mapping[str, Any] | None:
         found = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
     except (OSError, ValueError, RecursionError, AttributeError):
         return None
-    return found if isinstance(found, dict) else None
+    if found and not isinstance(found, dict):
+        raise CheckpointError(f"{folder / 'config.json'}: quantization_config must be an object, found "
+                              f"{type(found).__name__}")
+    return found or None
 
 
 def without_quantization(path: Path) -> None:
@@ -65,44 +88,89 @@ def without_quantization(path: Path) -> None:
 def read_scheme(settings: Mapping[str, Any], folder: Path) -> Scheme:
     """The scheme of a checkpoint; CheckpointError, naming method and detail, for one that rows cannot hold."""
     method = settings.get("quant_method")
+    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}
+    if not isinstance(method, str) or method not in readers:
+        raise _refused(folder, f"{method!r}; {', '.join(METHODS)} are read")
     try:
-        if method == "gptq":
-            return _checked(Scheme(method, int(settings["bits"]), max(0, int(settings["group_size"])),
-                                   0 if settings.get("checkpoint_format") == "gptq_v2" else 1), folder)
-        if method == "awq":
-            if settings.get("version", "gemm").lower() != "gemm":
-                raise _refused(folder, f"awq in version {settings['version']!r}; gemm is read")
-            return _checked(Scheme(method, int(settings["bits"]), max(0, int(settings["group_size"]))), folder)
-        if method == "compressed-tensors":
-            return _checked(_compressed(settings, folder), folder)
+        return _checked(readers[method](settings, folder), folder)
+    except CheckpointError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the last: int(Infinity)
-        if isinstance(error, CheckpointError):
-            raise
         raise _refused(folder, f"{method}, but quantization_config lacks what that needs: {error!r}") from error
-    raise _refused(folder, f"{method!r}; {', '.join(METHODS)} are read")
+
+
+def _gptq(settings: Mapping[str, Any], folder: Path) -> Scheme:
+    said = {str(settings[key]).lower() for key in ("checkpoint_format", "format") if settings.get(key)}
+    if len(said) > 1 or not said <= {"gptq", "gptq_v2"}:
+        raise _refused(folder, f"gptq in checkpoint_format {' and '.join(map(repr, sorted(said)))}; gptq or gptq_v2 is "
+                               "read")
+    return _with_overrides(Scheme("gptq", int(settings["bits"]), max(0, int(settings["group_size"])),
+                                  0 if said == {"gptq_v2"} else 1, _flag(settings, "sym"),
+                                  ordered=bool(settings.get("desc_act"))), settings, folder)
+
+
+def _awq(settings: Mapping[str, Any], folder: Path) -> Scheme:
+    for key in ("version", "format"):
+        if str(settings.get(key) or "gemm").lower() != "gemm":
+            raise _refused(folder, f"awq in {key} {settings[key]!r}; gemm is read")
+    if settings.get("backend") == "llm-awq":
+        raise _refused(folder, "awq for the backend 'llm-awq', whose layout differs; version gemm is read")
+    return _with_overrides(Scheme("awq", int(settings["bits"]), max(0, int(settings["group_size"]))), settings, folder)
+
+
+def _with_overrides(scheme: Scheme, settings: Mapping[str, Any], folder: Path) -> Scheme:
+    """`scheme` with the layouts that `dynamic` gives single modules. Its patterns are not matched: a matrix's shapes
+    tell which layout it has, and the plain weight of a module that it leaves out ("-:") is read as such."""
+    odd = unknown_setting(settings, known_settings.GPTQ if scheme.method == "gptq" else known_settings.AWQ)
+    layouts, ordered = [], scheme.ordered
+    for pattern, given in (settings.get("dynamic") or {}).items():
+        if pattern.startswith("-:"):
+            continue
+        odd = odd or unknown_setting(given, known_settings.OVERRIDE, f"dynamic[{pattern!r}].")
+        bits, group = int(given.get("bits", scheme.bits)), max(0, int(given.get("group_size", scheme.group)))
+        layouts.append(GroupLayout(bits, group, _flag(given, "sym", scheme.symmetric)))
+        ordered = ordered or bool(given.get("desc_act"))
+    if odd:
+        raise _not_read(folder, scheme.method, odd)
+    return scheme._replace(others=tuple(layouts), ordered=ordered)
 
 
 def _compressed(settings: Mapping[str, Any], folder: Path) -> Scheme:
     if settings["format"] != "pack-quantized":
         raise _refused(folder, f"compressed-tensors in format {settings['format']!r}; pack-quantized is read")
-    (group,) = settings["config_groups"].values() if len(settings["config_groups"]) == 1 else ({},)
-    if not group:
-        raise _refused(folder, "compressed-tensors with several groups of settings; one is read")
-    weights = group["weights"]
-    if group.get("input_activations") is not None:
-        raise _refused(folder, "compressed-tensors with activations quantised too; weights alone are read")
-    if weights.get("type", "int") != "int" or weights["strategy"] not in ("group", "channel"):
-        raise _refused(folder, f"compressed-tensors of type {weights.get('type')!r} by {weights['strategy']!r}; int by "
-                               "group or channel is read")
-    return Scheme("compressed-tensors", int(weights["num_bits"]), int(weights.get("group_size") or 0)
-                  if weights["strategy"] == "group" else 0)
+    layouts, ordered = [], False
+    for group in settings["config_groups"].values():
+        weights = group["weights"]
+        if group.get("input_activations") is not None:
+            raise _refused(folder, "compressed-tensors with activations quantised too; weights alone are read")
+        if weights.get("type", "int") != "int" or weights["strategy"] not in ("group", "channel"):
+            raise _refused(folder, f"compressed-tensors of type {weights.get('type')!r} by {weights['strategy']!r}; "
+                                   "int by group or channel is read")
+        size = int(weights.get("group_size") or 0) if weights["strategy"] == "group" else 0
+        layouts.append(GroupLayout(int(weights["num_bits"]), size, _flag(weights, "symmetric", True)))
+        ordered = ordered or weights.get("actorder") in (True, "group", "dynamic")
+    odd = unknown_compressed(settings)
+    if odd:
+        raise _not_read(folder, "compressed-tensors", odd)
+    if not layouts:
+        raise _refused(folder, "compressed-tensors, but config_groups is empty")
+    first, *others = layouts
+    return Scheme("compressed-tensors", first.bits, first.group, 0, first.symmetric, tuple(others), ordered)
+
+
+def _flag(settings: Mapping[str, Any], key: str, default: bool | None = None) -> bool | None:
+    found = settings.get(key)
+    if found is not None and not isinstance(found, bool):
+        raise ValueError(f"{key} must be true or false, found {found!r}")
+    return default if found is None else found
 
 
 def _checked(scheme: Scheme, folder: Path) -> Scheme:
-    if scheme.bits not in ((4,) if scheme.method == "awq" else (4, 8)):
-        raise _refused(folder, f"{scheme.method} of {scheme.bits} bits; 4 bits are read, and 8 but for awq")
-    if scheme.group % 32:
-        raise _refused(folder, f"{scheme.method} in groups of {scheme.group}; multiples of 32 are read")
+    for bits, group, _ in scheme.layouts:
+        if bits not in ((4,) if scheme.method == "awq" else (4, 8)):
+            raise _refused(folder, f"{scheme.method} of {bits} bits; 4 bits are read, and 8 but for awq")
+        if group % 32:
+            raise _refused(folder, f"{scheme.method} in groups of {group}; multiples of 32 are read")
     return scheme
 
 
@@ -111,9 +179,13 @@ def _refused(folder: Path, what: str) -> CheckpointError:
                            "was made from, with `forebay quantize`")
 
 
+def _not_read(folder: Path, method: str, setting: str) -> CheckpointError:
+    return _refused(folder, f"{method} with {setting}, which this release does not know or apply")
+
+
 def grouped_tensors(checkpoint: Checkpoint, scheme: Scheme) -> tuple[list[GroupedTensor], set[str]]:
     """The quantised matrices of a checkpoint, each under its weight's name, and the names of what they consist of."""
-    main = "weight_packed" if scheme.method == "compressed-tensors" else "qweight"
+    main = PARTS[scheme.method][0]
     found, parts = [], set()
     dtype = _values_dtype(checkpoint)
     for name in checkpoint.tensors:
@@ -151,36 +223,79 @@ class GroupedTensor:
     records: Mapping[str, TensorRecord]
     folder: Path
 
-    @cached_property
+    @property
     def shape(self) -> tuple[int, ...]:
         """[N, K]; CheckpointError for parts that are missing or do not fit together."""
-        scheme, missing = self.scheme, [p for p in PARTS[self.scheme.method][:3] if p not in self.records]
-        if [part for part in missing if part != "weight_zero_point"]:
-            raise self._wrong(f"lacks {missing[0]}")
-        per_word = 32 // scheme.bits
-        sizes = self.records[PARTS[scheme.method][0]].shape
-        if len(sizes) != 2:
-            raise self._wrong(f"has codes of shape {list(sizes)}")
-        n, k = {"gptq": (sizes[1], sizes[0] * per_word), "awq": (sizes[1] * per_word, sizes[0]),
-                "compressed-tensors": (sizes[0], sizes[1] * per_word)}[scheme.method]
-        groups = k // scheme.group if scheme.group else 1
-        scales = (n, groups) if scheme.method == "compressed-tensors" else (groups, n)
-        found = self.records[PARTS[scheme.method][2 if scheme.method != "compressed-tensors" else 1]].shape
-        if k % max(32, scheme.group) or found != scales:
-            raise self._wrong(f"is [{n}, {k}], but has scales {list(found)} for groups of {scheme.group or k}")
-        return n, k
+        return self._size(self._layout)
+
+    @cached_property
+    def _layout(self) -> GroupLayout:
+        """The first layout of the scheme that the shapes of the parts fit."""
+        layouts = self.scheme.layouts
+        main, *parts = PARTS[self.scheme.method]
+        needed = parts[:1] if self.scheme.method == "compressed-tensors" else parts[:2]
+        for part in needed:
+            if part not in self.records:
+                raise self._wrong(f"lacks {part}")
+        codes = self.records[main]
+        if len(codes.shape) != 2 or codes.dtype != torch.int32:
+            raise self._wrong(f"has codes of {codes.dtype} {list(codes.shape)}, where int32 of two dimensions are read")
+        misfits = {layout: self._misfit(layout) for layout in layouts}
+        fitting = [layout for layout, misfit in misfits.items() if not misfit]
+        if not fitting:
+            where = "config_groups" if self.scheme.method == "compressed-tensors" else "dynamic"
+            rest = f"; {where} gives no other layout that fits" if len(layouts) > 1 else ""
+            raise self._wrong(misfits[layouts[0]] + rest)
+        alike = len({layout.symmetric for layout in fitting}) == 1
+        return fitting[0] if alike else fitting[0]._replace(symmetric=None)
+
+    def _size(self, layout: GroupLayout) -> tuple[int, int]:
+        rows, columns = self.records[PARTS[self.scheme.method][0]].shape
+        per_word = 32 // layout.bits
+        return {"gptq": (columns, rows * per_word), "awq": (columns * per_word, rows),
+                "compressed-tensors": (rows, columns * per_word)}[self.scheme.method]
+
+    def _misfit(self, layout: GroupLayout) -> str:
+        """The first thing about the parts that differs from such a layout; "" where all fits."""
+        n, k = self._size(layout)
+        groups, words = k // layout.group if layout.group else 1, -(-n * layout.bits // 32)
+        what = f"is [{n}, {k}] of {layout.bits} bits"
+        expected: dict[str, tuple[int, ...]] = {"scales": (groups, n), "qzeros": (groups, words)}
+        if self.scheme.method == "compressed-tensors":
+            expected = {"weight_scale": (n, groups), "weight_zero_point": (words, groups), "weight_shape": (2,)}
+        for part, shape in expected.items():
+            record = self.records.get(part)
+            if k % max(32, layout.group) or (record is not None and record.shape != shape):
+                found = "" if record is None else f" {list(record.shape)}"
+                return f"{what}, but has {part.removeprefix('weight_')}{found} for groups of {layout.group or k}"
+        shape_record = self.records.get("weight_shape")
+        if shape_record is None and len({each.bits for each in self.scheme.layouts}) > 1 and "weight_scale" in expected:
+            return "lacks weight_shape, which tells its bits"
+        if shape_record is not None and read_tensor(shape_record).tolist() != [n, k]:
+            return f"{what}, but weight_shape is {read_tensor(shape_record).tolist()}"
+        return self._zeros_misfit(layout)
+
+    def _zeros_misfit(self, layout: GroupLayout) -> str:
+        if self.scheme.method != "compressed-tensors":
+            return ""
+        stored = "weight_zero_point" in self.records
+        if layout.symmetric is False and not stored:
+            return "lacks weight_zero_point, although it is not symmetric"
+        if layout.symmetric and stored and any(each.symmetric is False for each in self.scheme.layouts):
+            return "has weight_zero_point, although it is symmetric"
+        return ""
 
     def _wrong(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.folder}: {self.name}, quantised by {self.scheme.method}, {what}")
 
     @property
     def _group(self) -> int:
-        """Values that share a scale in the rows."""
-        whole = self.scheme.group or self.shape[1]
-        return next(g for g in (WIDEST, 64, 32) if whole % g == 0) if whole > WIDEST else whole
+        """Values that share a scale in the rows: a size that products take on every device."""
+        whole = self._layout.group or self.shape[1]
+        return next(g for g in (WIDEST, 64, 32) if whole % g == 0)
 
     def format(self) -> str:
-        return f"w{self.scheme.bits}g{self._group}"
+        return f"w{self._layout.bits}g{self._group}"
 
     def nearest(self) -> str:
         return ""
@@ -215,7 +330,7 @@ class GroupedTensor:
         def rows(lower: int, upper: int) -> torch.Tensor:
             s = scale[lower:upper].to(dtype).repeat_interleave(times, 1)
             low = (-zero[lower:upper].repeat_interleave(times, 1) * s.float()).to(dtype)
-            return packing.pack_rows(packing.pack_codes(codes[lower:upper], self.scheme.bits), s, low)
+            return packing.pack_rows(packing.pack_codes(codes[lower:upper], self._layout.bits), s, low)
 
         return rows
 
@@ -224,23 +339,33 @@ class GroupedTensor:
         """All of it; a byte for each code."""
         n, k = self.shape
         read = {part: read_tensor(record) for part, record in self.records.items()}
-        method, bits = self.scheme.method, self.scheme.bits
+        method, bits = self.scheme.method, self._layout.bits
+        middle = 1 << (bits - 1)
         self._refuse_order(read.get("g_idx", read.get("weight_g_idx")), k)
         if method == "awq":
-            codes, zero = (_columns(read[part]) for part in ("qweight", "qzeros"))
+            codes, zero = (awq_columns(read[part]) for part in ("qweight", "qzeros"))
             return codes.t().contiguous(), read["scales"].t(), zero.t().int()
         if method == "gptq":
-            zero = _unpack(read["qzeros"], bits, 1).t().int() + self.scheme.zero_offset
-            return _unpack(read["qweight"], bits, 0).t().contiguous(), read["scales"].t(), zero
-        codes, scale = _unpack(read["weight_packed"], bits, 1), read["weight_scale"]
+            found = gptq_zeros(read["qzeros"], n, self._layout, self.scheme.zero_offset)
+            if found is None:
+                raise self._wrong(f"is symmetric by quantization_config (sym), but its zero points are neither all "
+                                  f"{middle} nor all {middle - 1}: sym or the file is wrong; quantise it again")
+            return unpack(read["qweight"], bits, 0).t().contiguous(), read["scales"].t(), found.t().int()
+        codes, scale = unpack(read["weight_packed"], bits, 1), read["weight_scale"]
         if "weight_zero_point" in read:
-            return codes, scale, _unpack(read["weight_zero_point"], bits, 0)[:n].int()
-        return codes, scale, torch.full(scale.shape, 1 << (bits - 1), dtype=torch.int32)
+            zero = unpack(read["weight_zero_point"], bits, 0)[:n].int()
+            if self._layout.symmetric and not bool((zero == middle).all()):
+                raise self._wrong("is symmetric by quantization_config, but its zero points are not the middle code")
+            return codes, scale, zero
+        return codes, scale, torch.full(scale.shape, middle, dtype=torch.int32)
 
     def _refuse_order(self, order: torch.Tensor | None, k: int) -> None:
+        if order is None and self.scheme.ordered and k > (self._layout.group or k):
+            raise self._wrong("was quantised in the order of activations (desc_act, actorder), but lacks g_idx, which "
+                              "tells that order; quantise without it")
         if order is not None and order.numel() and bool((order < 0).all()):
             return  # compressed-tensors writes -1 where there is none
-        if order is not None and not torch.equal(order.long(), torch.arange(k) // (self.scheme.group or k)):
+        if order is not None and not torch.equal(order.long(), torch.arange(k) // (self._layout.group or k)):
             raise self._wrong("has groups of inputs that do not lie together (desc_act, actorder), which rows cannot "
                               "hold; quantise without it")
 
@@ -248,18 +373,3 @@ class GroupedTensor:
 def _scale_dtype(scale: torch.Tensor, zero: torch.Tensor) -> torch.dtype:
     held = bool((scale.half().float() == scale.float()).all() and (zero * scale.float()).abs().max() <= 65504)
     return torch.float16 if held else torch.bfloat16
-
-
-def _unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Codes uint8 of int32 words, first in the lowest bits, along `dim` of two."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32).view(-1, *[1] * (2 - dim - 1))
-    codes = (words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)
-    return codes.to(torch.uint8).flatten(dim, dim + 1)
-
-
-def _columns(words: torch.Tensor) -> torch.Tensor:
-    """AWQ's columns [R, 8 C] of words [R, C]."""
-    stored = _unpack(words, 4, 1).unflatten(1, (-1, 8))
-    out = torch.empty_like(stored)
-    out[..., list(AWQ_ORDER)] = stored
-    return out.flatten(1)

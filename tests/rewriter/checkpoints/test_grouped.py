@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import settings as settings_of
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from forebay.api import wrap
+from forebay.kernels.formats.packing import unpack_rows
+from forebay.kernels.quantization.quantize.reference import dequantize_reference
 from forebay.rewriter.checkpoints import resolve
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
-from forebay.rewriter.checkpoints.grouped import read_scheme
+from forebay.rewriter.checkpoints.grouped import grouped_tensors, read_scheme
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.resolve import resolve_model
 
@@ -36,17 +43,22 @@ def pack(codes: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None
     return (made if dim == 1 else made.t()).contiguous()
 
 
+def less_one(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The words of zero points as format gptq stores them: 1 less in each code, by one subtraction from the word."""
+    return words - sum(1 << at for at in range(0, 32, bits))
+
+
 def quantized(method: str, bits: int, group: int, symmetric: bool, n: int, k: int, dtype: torch.dtype
               ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The tensors of a random matrix [N, K], and its values in float64."""
     groups, half = (k // group if group > 0 else 1), 1 << (bits - 1)
     codes = torch.randint(0, 1 << bits, (n, k))
-    zero = torch.full((n, groups), half) if symmetric else torch.randint(1, 1 << bits, (n, groups))
+    zero = torch.full((n, groups), half) if symmetric else torch.randint(0, 1 << bits, (n, groups))
     scale = (torch.rand(n, groups) * 0.02 + 0.001).to(dtype)
     spread = [part.double().repeat_interleave(k // groups, 1) for part in (scale, zero)]
     values = (codes.double() - spread[1]) * spread[0]
     if method == "gptq":
-        return {"qweight": pack(codes.t(), bits, 0), "qzeros": pack(zero.t() - 1, bits, 1),
+        return {"qweight": pack(codes.t(), bits, 0), "qzeros": less_one(pack(zero.t(), bits, 1), bits),
                 "scales": scale.t().contiguous(), "g_idx": (torch.arange(k) // (k // groups)).int()}, values
     if method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -135,6 +147,172 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, method: str) 
     with wrap(tmp_path / "model", "4MB", batch=2, prompt=12, new_tokens=2) as lm, torch.no_grad():
         ours, theirs = lm(ids).logits.float(), model(ids).logits
     assert (ours - theirs).norm() < 0.01 * theirs.norm()
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    stored = load_file(folder / "model.safetensors")
+    change(stored)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+
+
+def change_settings(folder: Path, **changed: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changed
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def assert_symmetric_values(folder: Path, values: dict[str, torch.Tensor]) -> None:
+    found = open_checkpoint(resolve_model(folder)).tensors
+    for name, value in values.items():
+        made = read_dequantized(found[name])
+        assert torch.equal(made, value.to(made.dtype)), name
+
+
+@pytest.mark.parametrize("said", [{"checkpoint_format": "gptq"}, {}, {"checkpoint_format": "gptq_v2"},
+                                  {"format": "gptq_v2"}, {"sym": None}])
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_symmetric_zero_points_decide_on_the_format(tmp_path: Path, said: dict[str, Any], shifted: bool, bits: int
+                                                    ) -> None:
+    values = make(tmp_path / "model", "gptq", bits)
+    change_settings(tmp_path / "model", **said)
+    if not shifted:
+        change_tensors(tmp_path / "model", lambda stored: stored.update(
+            {name: t + sum(1 << at for at in range(0, 32, bits)) for name, t in stored.items() if "qzeros" in name}))
+    assert_symmetric_values(tmp_path / "model", values)
+
+
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_zero_points_that_are_not_symmetric_as_said_are_refused(tmp_path: Path, method: str) -> None:
+    make(tmp_path / "model", method, symmetric=False)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    weights = config["config_groups"]["group_0"]["weights"] if method == "compressed-tensors" else config
+    weights.update({"sym": True, "symmetric": True})
+    weights.pop("symmetric" if method == "gptq" else "sym")
+    change_settings(tmp_path / "model", **config)
+    with pytest.raises(CheckpointError, match=r"proj\.weight, quantised by .* is symmetric by quantization_config"):
+        resolve_model(tmp_path / "model")
+
+
+@settings_of(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([2, 3, 4, 8]), st.booleans())
+def test_zero_points_from_0_on_are_read_or_refused(data: st.DataObject, bits: int, second: bool) -> None:
+    """Of either format, whatever borrows the subtraction from a word made; 16 or 256 is never read."""
+    said = settings("gptq", bits, 32, False) | ({"checkpoint_format": "gptq_v2"} if second else {})
+    if bits in (2, 3):
+        with pytest.raises(CheckpointError, match=f"gptq of {bits} bits"):
+            read_scheme(said, Path("model"))
+        return
+    zero = torch.tensor(data.draw(st.lists(st.integers(0, (1 << bits) - 1), min_size=8, max_size=8)))[None]
+    stored = pack(zero, bits, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({"a.qweight": torch.zeros(32 * bits // 32, 8, dtype=torch.int32), "a.scales": torch.ones(1, 8).half(),
+                   "a.qzeros": stored if second else less_one(stored, bits), "a.g_idx": torch.zeros(32).int()},
+                  Path(folder) / "model.safetensors")
+        (tensor,), _ = grouped_tensors(open_checkpoint(Path(folder)), read_scheme(said, Path(folder)))
+        found = torch.cat(list(tensor.contents()))
+    assert torch.equal(found, -zero.t().expand(8, 32).half())
+
+
+def mixed(folder: Path, method: str, wide: str = "down_proj") -> dict[str, torch.Tensor]:
+    """A Llama in 4 bits and groups of 64, but for one kind of matrix, which has 8 bits and groups of 32."""
+    values = make(folder, method)
+    torch.manual_seed(1)
+
+    def change(stored: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in values if wide in name]:
+            parts, values[name] = quantized(method, 8, 32, True, *values[name].shape, torch.float16)
+            stored.update({name.replace("weight", part): tensor for part, tensor in parts.items()})
+
+    change_tensors(folder, change)
+    return values
+
+
+def test_dynamic_is_obeyed(tmp_path: Path) -> None:
+    values = mixed(tmp_path / "model", "gptq")
+    plain = "model.layers.1.self_attn.q_proj"
+
+    def leave_out(stored: dict[str, torch.Tensor]) -> None:
+        for part in ("qweight", "qzeros", "scales", "g_idx"):
+            del stored[f"{plain}.{part}"]
+        stored[f"{plain}.weight"] = values[f"{plain}.weight"].half()
+
+    change_tensors(tmp_path / "model", leave_out)
+    change_settings(tmp_path / "model", dynamic={
+        "-:.*layers\\.1\\.self_attn\\.q_proj": {}, "+:.*down_proj": {"bits": 8, "group_size": 32, "desc_act": False}})
+    assert_symmetric_values(tmp_path / "model", values)
+    found = open_checkpoint(resolve_model(tmp_path / "model")).tensors
+    formats = {name.split(".")[-2]: record.packed and record.packed.format for name, record in found.items()}
+    assert formats["down_proj"] == "w8g32" and formats["up_proj"] == "w4g64" and found[f"{plain}.weight"].packed is None
+
+
+@pytest.mark.parametrize("dynamic", [{".*down_proj": {"bits": 8}}, {".*down_proj": {"group_size": 32}}])
+def test_a_matrix_that_dynamic_does_not_describe_is_refused(tmp_path: Path, dynamic: dict[str, Any]) -> None:
+    mixed(tmp_path / "model", "gptq")
+    change_settings(tmp_path / "model", dynamic=dynamic)
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight, .*dynamic gives no other layout"):
+        resolve_model(tmp_path / "model")
+
+
+def test_dynamic_may_turn_symmetry_off(tmp_path: Path) -> None:
+    """Two layouts that differ in nothing that shapes show: zero points that are not the middle code are read."""
+    make(tmp_path / "model", "gptq", symmetric=False)
+    change_settings(tmp_path / "model", sym=True, dynamic={"+:.*": {"sym": False}})
+    resolve_model(tmp_path / "model")
+    change_settings(tmp_path / "model", dynamic={"+:.*": {"damp_percent": 0.05}})
+    with pytest.raises(CheckpointError, match="symmetric by quantization_config"):
+        resolve_model(tmp_path / "model")
+
+
+def test_several_config_groups_are_obeyed(tmp_path: Path) -> None:
+    values = mixed(tmp_path / "model", "compressed-tensors")
+    groups = settings("compressed-tensors", 4, 64, True)["config_groups"]
+    second = settings("compressed-tensors", 8, 32, True)["config_groups"]["group_0"] | {"targets": ["re:.*down_proj"]}
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight, quantised by compressed-tensors, is"):
+        resolve_model(tmp_path / "model")
+    change_settings(tmp_path / "model", config_groups=groups | {"group_1": second})
+    assert_symmetric_values(tmp_path / "model", values)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"weight_shape": torch.tensor([128, 120])}, r"but weight_shape is \[128, 120\]"),
+    ({"weight_packed": torch.zeros(128, 16, dtype=torch.int64)}, "has codes of torch.int64"),
+    ({"weight_scale": torch.ones(128, 3)}, r"but has scale \[128, 3\]"),
+    ({"weight_zero_point": torch.zeros(128, 2, dtype=torch.int8)}, r"but has zero_point \[128, 2\]"),
+    ({"weight_zero_point": None}, "lacks weight_zero_point, although it is not symmetric"),
+])
+def test_parts_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, torch.Tensor | None], message: str) -> None:
+    make(tmp_path / "model", "compressed-tensors", symmetric=False)
+    module = "model.layers.0.self_attn.o_proj"
+    (part, value), = change.items()
+    change_tensors(tmp_path / "model", lambda stored: stored.pop(f"{module}.{part}") if value is None else
+                   stored.update({f"{module}.{part}": value}))
+    with pytest.raises(CheckpointError, match=f"{module}.weight, .*{message}"):
+        resolve_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_an_order_of_activations_that_is_not_stored_is_refused(tmp_path: Path, method: str) -> None:
+    make(tmp_path / "model", method)
+    change_tensors(tmp_path / "model", lambda stored: [stored.pop(name) for name in list(stored) if "g_idx" in name])
+    resolve_model(tmp_path / "model")
+    groups = settings(method, 4, 64, True).get("config_groups", {})
+    for each in groups.values():
+        each["weights"]["actorder"] = "group"
+    change_settings(tmp_path / "model", **({"config_groups": groups} if groups else {"desc_act": True}))
+    with pytest.raises(CheckpointError, match=r"order of activations \(desc_act, actorder\), but lacks g_idx"):
+        resolve_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("group", "width"), [(96, 32), (160, 32), (192, 64), (256, 128)])
+def test_groups_of_any_size_become_rows_that_every_device_reads(tmp_path: Path, group: int, width: int) -> None:
+    parts, values = quantized("gptq", 4, group, True, 16, 2 * group, torch.float16)
+    save_file({f"a.{name}": tensor for name, tensor in parts.items()}, tmp_path / "model.safetensors")
+    (tensor,), _ = grouped_tensors(open_checkpoint(tmp_path), read_scheme(settings("gptq", 4, group, True), tmp_path))
+    assert tensor.format() == f"w4g{width}"
+    made = dequantize_reference(*unpack_rows(tensor.repacked()(0, 16), 2 * group, 4, width, torch.float16), 4, width, 1,
+                                2 * group)
+    assert torch.equal(made.double(), values)
 
 
 def test_groups_that_do_not_lie_together_are_refused(tmp_path: Path) -> None:
