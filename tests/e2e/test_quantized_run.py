@@ -28,8 +28,8 @@ from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice, Launch
-from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.planning.wishes import Wishes
 
 pytestmark = pytest.mark.usefixtures("private_cache")  # notes on verified checkpoints are kept there
 WIDE = {"llama": {"hidden_size": 256, "intermediate_size": 2048}, "gpt2": {"n_embd": 384}}
