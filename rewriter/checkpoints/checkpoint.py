@@ -44,6 +44,8 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# Bits of an element of the format's other dtypes, whose tensors are known by their bytes alone.
+OPAQUE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -61,7 +63,8 @@ class CheckpointError(ValueError):
 class TensorRecord:
     """Where one tensor lies: `nbytes` bytes at the absolute byte `offset` of the file `path`.
 
-    `dtype` and `shape` are those of the bytes; of a quantised weight, `packed` says what they mean.
+    `dtype` and `shape` are those of the bytes; of a quantised weight, `packed` says what they mean. `opaque` names the
+    dtype of a tensor that nothing here computes with; `dtype` and `shape` are then those of plain bytes.
     """
 
     name: str
@@ -71,6 +74,7 @@ class TensorRecord:
     dtype: torch.dtype
     shape: tuple[int, ...]
     packed: Packed | None = None
+    opaque: str = ""
 
 
 @dataclass(frozen=True)
@@ -273,10 +277,16 @@ def _record(path: str, name: str, entry: object, data_offset: int) -> TensorReco
         kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]  # type: ignore[index]
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: corrupt header: entry of {name!r} is not dtype, shape, data_offsets") from error
-    if not isinstance(kind, str) or kind not in DTYPES:
-        raise CheckpointError(f"{path}: {name!r} has dtype {kind!r}; known are {', '.join(DTYPES)}")
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{path}: corrupt header: {name!r} has dtype {kind!r}")
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise CheckpointError(f"{path}: corrupt header: {name!r} has shape {shape} and offsets {begin}, {end}")
+    if kind not in DTYPES:
+        bits = math.prod(shape) * OPAQUE_BITS.get(kind, 0)
+        if end < begin or (kind in OPAQUE_BITS and 8 * (end - begin) != bits):
+            raise CheckpointError(f"{path}: corrupt header: {name!r} is {kind} {list(shape)}, {bits} bits, but its "
+                                  f"offsets span {end - begin} bytes")
+        return TensorRecord(name, path, data_offset + begin, end - begin, torch.uint8, (end - begin,), opaque=kind)
     dtype = DTYPES[kind]
     if end - begin != nbytes_of((name, dtype, shape)):
         raise CheckpointError(

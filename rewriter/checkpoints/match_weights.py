@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, TensorRecord
+import torch
+
+from forebay.rewriter.checkpoints.checkpoint import DTYPES, Checkpoint, CheckpointError, TensorRecord, read_tensor
+from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat
 from forebay.rewriter.ir.program import FileSlice
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-def weight_files(
-    captured: CapturedModel, checkpoint: Checkpoint, prefix: str = "", rename: Callable[[str], str] = str
-) -> dict[str, FileSlice]:
-    """Where each weight of the model lies in the checkpoint; CheckpointError names the first that is missing or has
-    another shape or dtype. `rename` gives today's name of a checkpoint's name, which may also lack, or have on top,
-    the base model's `prefix`; a tied weight goes by any of its names.
-    """
-    records = weight_records(captured, checkpoint, prefix, rename)
+LOG = logging.getLogger("forebay")
+PIECE_NBYTES = 4 << 20  # of two tensors that are compared
+NAMED = 3  # tensors that a message names
+# Buffers that every loader makes anew (transformers' _adjust_missing_and_unexpected_keys).
+IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+
+
+def file_slices(records: Mapping[str, TensorRecord]) -> dict[str, FileSlice]:
+    """Where each weight lies, from `weight_records`."""
     return {name: FileSlice(record.path, record.offset, record.nbytes) for name, record in records.items()}
 
 
-def with_stored_formats(
-    captured: CapturedModel, checkpoint: Checkpoint, prefix: str = "", rename: Callable[[str], str] = str
-) -> CapturedModel:
-    """`captured` knowing which of its weights the checkpoint holds as packed rows."""
-    records = weight_records(captured, checkpoint, prefix, rename)
+def with_stored_formats(captured: CapturedModel, records: Mapping[str, TensorRecord]) -> CapturedModel:
+    """`captured` knowing which of its weights are stored as packed rows."""
     weights = {name: replace(spec, stored=_row_format(records[name])) for name, spec in captured.weights.items()}
     return replace(captured, weights=weights)
 
@@ -41,17 +48,32 @@ def _row_format(record: TensorRecord) -> RowFormat | None:
 def weight_records(
     captured: CapturedModel, checkpoint: Checkpoint, prefix: str = "", rename: Callable[[str], str] = str
 ) -> dict[str, TensorRecord]:
-    """The tensor of the checkpoint for each weight of the model by its name there; arguments and errors as of
-    `weight_files`."""
+    """Find the tensor of the checkpoint for each weight of the model.
+
+    Args:
+        captured: The model. A tied weight goes by any of its names.
+        checkpoint: Where tensors lie.
+        prefix: The base model's, which names in the checkpoint may lack or have on top.
+        rename: Gives today's name of a checkpoint's name.
+
+    Returns:
+        The tensors by the model's names.
+
+    Raises:
+        CheckpointError: A weight is missing, has another shape or dtype, or is stored twice with different values.
+    """
     records = {rename(name): record for name, record in checkpoint.tensors.items()}
     found = {}
     for spec in captured.weights.values():
-        names = [n for tied in (spec.name, *spec.ties)
-                 for n in (tied, f"{prefix}.{tied}", tied.removeprefix(f"{prefix}."))]
-        record = next((records[n] for n in names if n in records), None)
-        if record is None:
+        stored = [records[n] for tied in (spec.name, *spec.ties) for n in spellings(tied, prefix) if n in records]
+        if not stored:
             raise CheckpointError(f"{checkpoint.folder} holds no tensor for {spec.name} "
                                   f"(it has {len(checkpoint.tensors)} tensors): it is a checkpoint of another model")
+        record, *others = stored
+        require_same(record, others)
+        if record.opaque:
+            raise CheckpointError(f"{record.path}: {record.name} has dtype {record.opaque!r}, which cannot be computed "
+                                  f"with; known are {', '.join(DTYPES)}")
         shape, dtype = (record.shape, record.dtype) if record.packed is None else (
             record.packed.shape, record.packed.dtype)
         if tuple(shape) != tuple(spec.shape):
@@ -64,12 +86,115 @@ def weight_records(
     return found
 
 
+def spellings(name: str, prefix: str) -> tuple[str, ...]:
+    """The names that a checkpoint may give to one of the model's: with the base model's prefix, and without."""
+    return tuple(dict.fromkeys((name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))))
+
+
+def require_same(record: TensorRecord, others: Iterable[TensorRecord]) -> None:
+    """Raise CheckpointError unless other tensors, which are the same weight to the model, hold the same values."""
+    for other in others:
+        if not _same_contents(record, other):
+            raise CheckpointError(f"{other.path}: {record.name} and {other.name} are one weight to the model, and "
+                                  "their values differ; take the wrong one out of the checkpoint")
+
+
+def read_model_config(folder: Path, checkpoint: Checkpoint) -> PreTrainedConfig:
+    """Read the config of a model as its checkpoint has it.
+
+    A config that ties the output head to the embedding is untied where both are stored with different values, as
+    transformers does it.
+
+    Raises:
+        CheckpointError: There is no config that makes sense beside the checkpoint.
+    """
+    config = read_config(folder, checkpoint.tensors)
+    if _stored_apart(config, checkpoint):
+        warn_once(f"{folder / 'config.json'} ties the output head to the embedding, and the checkpoint holds both with "
+                  "different values: they are taken as they are stored")
+        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
+    return config
+
+
+def _stored_apart(config: Any, checkpoint: Checkpoint) -> bool:
+    """Whether names that the config ties are both stored, with different values."""
+    if not config.get_text_config().tie_word_embeddings:
+        return False
+    kind = causal_lm_class(config)
+    tied: Any = getattr(kind, "_tied_weights_keys", None)
+    prefix, rename = checkpoint_names(config)
+    records = {rename(name): record for name, record in checkpoint.tensors.items()}
+    for target, source in tied.items() if isinstance(tied, Mapping) else ():
+        head, embedding = (next((records[n] for n in spellings(name, prefix) if n in records), None)
+                           for name in (target, source))
+        if head is not None and embedding is not None and not _same_contents(head, embedding):
+            return True
+    return False
+
+
+def _same_contents(one: TensorRecord, other: TensorRecord) -> bool:
+    """Whether two tensors hold the same values; both are read where nothing else tells them apart."""
+    if (one.path, one.offset) == (other.path, other.offset):
+        return True
+    return (one.dtype, one.shape, one.packed) == (other.dtype, other.shape, other.packed) and all(
+        torch.equal(a, b) for a, b in zip(_bytes_of(one), _bytes_of(other), strict=True))
+
+
+def _bytes_of(record: TensorRecord) -> Iterator[torch.Tensor]:
+    for at in range(0, record.nbytes, PIECE_NBYTES):
+        nbytes = min(PIECE_NBYTES, record.nbytes - at)
+        yield read_tensor(replace(record, offset=record.offset + at, nbytes=nbytes, dtype=torch.uint8, shape=(nbytes,)))
+
+
+def unread_tensors(config: PreTrainedConfig, stored: Iterable[str]) -> list[str]:
+    """The names among `stored` that the model of `config` has no place for, and that transformers would report."""
+    model = meta_model(config)
+    prefix, rename = checkpoint_names(config)
+    known = {name for key in model.state_dict() for name in spellings(key, prefix)}
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *IGNORED]
+    return [name for name in stored if rename(name) not in known and not any(
+        re.search(pattern, spelled) for pattern in patterns for spelled in {name, rename(name)})]
+
+
+def check_unread(config: PreTrainedConfig, checkpoint: Checkpoint, used: Iterable[TensorRecord]) -> None:
+    """Report tensors that nobody reads.
+
+    Raises:
+        CheckpointError: The checkpoint is quantized: what is left out there changes the values of the rest.
+    """
+    read = {(record.path, record.offset) for record in used if record.nbytes}
+    left = [name for name, record in checkpoint.tensors.items() if (record.path, record.offset) not in read]
+    unread = unread_tensors(config, left) if left else []
+    if not unread:
+        return
+    if any(record.packed is not None for record in checkpoint.tensors.values()):
+        raise CheckpointError(unread_in_quantized(checkpoint.folder, unread))
+    named, them = _named(unread)
+    warn_once(f"{checkpoint.folder}: {named} not read: the model has no place for {them}")
+
+
+@functools.lru_cache(maxsize=256)
+def warn_once(text: str) -> None:
+    """Log a warning, the first time that it is due."""
+    LOG.warning("%s", text)
+
+
+def unread_in_quantized(folder: Path, unread: Sequence[str]) -> str:
+    """Why a quantized checkpoint is refused that holds tensors nobody reads."""
+    named, them = _named(unread)
+    return (f"{folder}: the model has no place for {named}; the quantized weights may count on {them}, so the "
+            "checkpoint cannot be run")
+
+
+def _named(unread: Sequence[str]) -> tuple[str, str]:
+    more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
+    return f"{', '.join(unread[:NAMED])}{more}", "it" if len(unread) == 1 else "them"
+
+
 def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
     """For a transformers config: the prefix that checkpoint names may lack, and the renaming of old checkpoint names
     that transformers itself applies when it loads them."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = causal_lm_class(config)
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
         from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -78,3 +203,10 @@ def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
     found = get_checkpoint_conversion_mapping(kind.__name__) or get_checkpoint_conversion_mapping(config.model_type)
     renames = [step for step in found or () if isinstance(step, WeightRenaming)]
     return kind.base_model_prefix, (lambda name: rename_source_key(name, renames, [])[0]) if renames else str
+
+
+def causal_lm_class(config: Any) -> Any:
+    """transformers' causal language model of a config."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

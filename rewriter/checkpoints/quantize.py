@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from forebay.rewriter.checkpoints.checkpoint import (
     open_checkpoint,
     read_tensor,
 )
-from forebay.rewriter.checkpoints.config import meta_model, read_config, write_dtype
+from forebay.rewriter.checkpoints.config import meta_model, write_dtype
 from forebay.rewriter.checkpoints.grouped import (
     GroupedTensor,
     grouped_tensors,
@@ -35,7 +36,15 @@ from forebay.rewriter.checkpoints.grouped import (
     without_quantization,
 )
 from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_states
-from forebay.rewriter.checkpoints.match_weights import checkpoint_names
+from forebay.rewriter.checkpoints.match_weights import (
+    checkpoint_names,
+    read_model_config,
+    require_same,
+    spellings,
+    unread_in_quantized,
+    unread_tensors,
+    warn_once,
+)
 from forebay.rewriter.checkpoints.packed import NATIVE, Packed, is_quantized, parse_format
 from forebay.rewriter.checkpoints.packed_writer import (
     SHARD_NBYTES,
@@ -142,11 +151,13 @@ def quantize_model(
         checkpoint, skeleton = _open_folder(path)
         tensors = _file_tensors(checkpoint)
         names = _match(skeleton, [tensor.name for tensor in tensors])
+        tensors = _read_ones(checkpoint, skeleton, tensors, names)
         fingerprint, states = _contents_fingerprint(checkpoint), checkpoint.states
 
         def prepare(folder: Path) -> None:
             copy_model_files(path, folder)
             without_quantization(folder / "config.json")
+            _write_ties(folder / "config.json", skeleton.config)
 
     matrices = find_matrices(skeleton)
     for tensor in tensors:
@@ -260,7 +271,7 @@ def _open_folder(folder: Path) -> tuple[Checkpoint, Any]:
     if is_quantized(folder):
         raise CheckpointError(f"{folder} is quantised already; quantise the model it was made from")
     checkpoint = open_checkpoint(folder)
-    config = read_config(folder, checkpoint.tensors)
+    config = read_model_config(folder, checkpoint)
     try:
         model = meta_model(config)
     except Exception as error:  # whatever the model's own code objects to
@@ -279,10 +290,45 @@ def _match(model: Any, stored: Sequence[str]) -> dict[str, str]:
     names = {}
     for name in stored:
         now = rename(name)
-        found = next((n for n in (now, f"{prefix}.{now}", now.removeprefix(f"{prefix}.")) if n in known), None)
+        found = next((n for n in spellings(now, prefix) if n in known), None)
         if found is not None:
             names[name] = known[found]
     return names
+
+
+def _read_ones(
+    checkpoint: Checkpoint, model: Any, tensors: Sequence[SourceTensor], names: Mapping[str, str]
+) -> list[SourceTensor]:
+    """The tensors that the model has a place for, once it is known that none is missing and that names of one weight
+    hold the same values. Of a quantized checkpoint every tensor must be read: CheckpointError names those left over."""
+    folder = checkpoint.folder
+    missing = [name for name, _ in model.named_parameters() if name not in names.values()]
+    if missing:
+        raise CheckpointError(f"{folder} holds no tensor for {missing[0]} (it has {len(checkpoint.tensors)} tensors): "
+                              "it is a checkpoint of another model, or not the whole of it")
+    stored: dict[str, list[TensorRecord]] = {}
+    for tensor in tensors:
+        if isinstance(tensor, FileTensor) and tensor.name in names:
+            stored.setdefault(names[tensor.name], []).append(tensor.record)
+    for record, *others in stored.values():
+        require_same(record, others)
+    unread = unread_tensors(model.config, [tensor.name for tensor in tensors if tensor.name not in names])
+    if unread and quantization_settings(folder) is not None:
+        raise CheckpointError(unread_in_quantized(folder, unread))
+    if unread:
+        warn_once(f"{folder}: the model has no place for {', '.join(unread)}: left out")
+    return [tensor for tensor in tensors if tensor.name not in unread]
+
+
+def _write_ties(path: Path, config: Any) -> None:
+    """Say in a config.json that head and embedding are two weights, where the checkpoint has them apart."""
+    if config.get_text_config().tie_word_embeddings:
+        return
+    settings = json.loads(path.read_bytes())
+    for each in (settings, settings.get("text_config")):
+        if isinstance(each, dict) and each.get("tie_word_embeddings", each is settings):
+            each["tie_word_embeddings"] = False
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _file_tensors(checkpoint: Checkpoint) -> list[SourceTensor]:
@@ -318,6 +364,9 @@ class FileTensor:
 
     @property
     def dtype(self) -> torch.dtype:
+        if self.record.opaque:
+            raise CheckpointError(f"{self.record.path}: {self.name} has dtype {self.record.opaque!r}, which cannot be "
+                                  "quantized from; save the checkpoint in float32 or bfloat16")
         return self.record.dtype
 
     def format(self) -> str:

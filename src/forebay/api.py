@@ -27,7 +27,7 @@ from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_generation_config
-from forebay.rewriter.checkpoints.match_weights import weight_files
+from forebay.rewriter.checkpoints.match_weights import file_slices, weight_records
 from forebay.rewriter.checkpoints.module_weights import spill_module
 from forebay.rewriter.garbage import collect_when_due
 from forebay.rewriter.ir.block import Block
@@ -112,7 +112,7 @@ def wrap(
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
-        files = weight_files(captured, checkpoint)
+        files = file_slices(weight_records(captured, checkpoint))
     else:
         captured, checkpoint, files = open_model(model, dequantize=dequantize)
     prompt = prompt if prompt is not None else min(128, max(1, (captured.max_positions or 256) // 2))

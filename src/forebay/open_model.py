@@ -11,8 +11,14 @@ import torch
 from forebay.exported.bundle import is_bundle, read_bundle
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from forebay.rewriter.checkpoints.config import read_config
-from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_files, with_stored_formats
+from forebay.rewriter.checkpoints.match_weights import (
+    check_unread,
+    checkpoint_names,
+    file_slices,
+    read_model_config,
+    weight_records,
+    with_stored_formats,
+)
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.program import FileSlice
@@ -38,10 +44,11 @@ def open_model(
                              "made of")
         return read_bundle(folder, gives=gives, verify=verify)
     checkpoint = open_checkpoint(folder, verify=verify)
-    config = read_config(folder, checkpoint.tensors)
+    config = read_model_config(folder, checkpoint)
     captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), gives=gives, embeds=embeds)
-    names = checkpoint_names(config)
-    return with_stored_formats(captured, checkpoint, *names), checkpoint, weight_files(captured, checkpoint, *names)
+    records = weight_records(captured, checkpoint, *checkpoint_names(config))
+    check_unread(config, checkpoint, records.values())
+    return with_stored_formats(captured, records), checkpoint, file_slices(records)
 
 
 def capture_folder(folder: Path, gives: Gives, embeds: bool = False) -> CapturedModel:

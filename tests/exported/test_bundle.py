@@ -27,7 +27,7 @@ from forebay.exported import bundle, export
 from forebay.exported.bundle import read_bundle
 from forebay.exported.captured_data import captured_from_data, captured_to_data
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint, read_tensor
-from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_files
+from forebay.rewriter.checkpoints.match_weights import checkpoint_names, file_slices, weight_records
 from forebay.rewriter.checkpoints.packed import manifest_checksum, open_quantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload
@@ -110,7 +110,7 @@ def test_tokens_of_each_family(family: str, tmp_path: Path) -> None:
     ids = torch.randint(3, 199, (3, 10), generator=torch.Generator().manual_seed(1))
     rows = [ids[0, 4:], ids[1, 7:], ids[2]]
     checkpoint = open_checkpoint(tmp_path)
-    files = weight_files(captured(family), checkpoint, *checkpoint_names(config))
+    files = file_slices(weight_records(captured(family), checkpoint, *checkpoint_names(config)))
     model = rewritten(family)
     data = json.loads(json.dumps(captured_to_data(model, {name: name for name in model.constants})))
     found = []

@@ -26,7 +26,7 @@ from forebay.exported.captured_data import captured_from_data, captured_to_data
 from forebay.exported.whole_folder import MANIFEST
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, Progress, read_header, read_tensor
 from forebay.rewriter.checkpoints.identity import file_states
-from forebay.rewriter.checkpoints.match_weights import weight_files, with_stored_formats
+from forebay.rewriter.checkpoints.match_weights import file_slices, weight_records, with_stored_formats
 from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import file_checksum, manifest_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_json, write_quantized
@@ -114,7 +114,8 @@ def read_bundle(
     try:
         constants = {key: read_tensor(record) for key, record in read_header(folder / CONSTANTS).items()}
         captured = captured_from_data(_parse(where), constants)
-        stored = with_stored_formats(captured, checkpoint)
+        records = weight_records(captured, checkpoint)
+        stored = with_stored_formats(captured, records)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
@@ -124,7 +125,7 @@ def read_bundle(
         raise CheckpointError(f"{where}: {odd[0]} is stored in another format than its graph reads; export again")
     checkpoint = Checkpoint(folder, checkpoint.tensors, checkpoint.fingerprint,
                             states={**checkpoint.states, **states})
-    return captured, checkpoint, weight_files(captured, checkpoint)
+    return captured, checkpoint, file_slices(records)
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
