@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -367,3 +368,31 @@ def test_bits_that_are_no_number_are_refused_by_name(tmp_path: Path, method: str
         {"num_bits": float("inf"), "bits": float("inf")})
     with pytest.raises(CheckpointError, match=method):
         read_scheme(said, tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+@pytest.mark.parametrize("unread", ["model.layers.0.mlp.act.scales", "model.layers.1.self_attn.q_proj.bias",
+                                    "model.layers.2.mlp.up_proj.weight", "a quantized matrix"])
+def test_tensors_that_nobody_reads_are_refused_by_name(tmp_path: Path, method: str, unread: str) -> None:
+    """AWQ stores scales of activations for GPT-NeoX, Falcon, MPT and Bloom: without them the values are others."""
+    make(tmp_path / "model", method)
+
+    def change(stored: dict[str, torch.Tensor]) -> None:
+        if unread == "a quantized matrix":
+            stored.update({name.replace("layers.1", "layers.2"): value.clone() for name, value in stored.items()
+                           if "layers.1.mlp.up_proj" in name})
+        else:
+            stored[unread] = torch.ones(128)
+
+    change_tensors(tmp_path / "model", change)
+    named = "model.layers.2.mlp.up_proj.weight" if unread == "a quantized matrix" else unread
+    with pytest.raises(CheckpointError, match=f"no place for {re.escape(named)}"):
+        resolve_model(tmp_path / "model")
+
+
+def test_tensors_that_every_loader_makes_anew_may_lie_beside(tmp_path: Path) -> None:
+    make(tmp_path / "model", "awq")
+    change_tensors(tmp_path / "model", lambda stored: stored.update(
+        {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
+    with wrap(tmp_path / "model", "8MB", prompt=8, new_tokens=2) as lm:
+        assert lm(torch.tensor([[1, 2, 3]])).logits.isfinite().all()

@@ -1,0 +1,247 @@
+"""The tensors of a model's folder as they are quantized: found, matched with the model, read piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from forebay.rewriter.checkpoints.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    TensorRecord,
+    open_checkpoint,
+    read_tensor,
+)
+from forebay.rewriter.checkpoints.config import meta_model
+from forebay.rewriter.checkpoints.grouped import (
+    grouped_tensors,
+    quantization_settings,
+    read_scheme,
+    without_quantization,
+)
+from forebay.rewriter.checkpoints.identity import FileState
+from forebay.rewriter.checkpoints.match_weights import (
+    checkpoint_names,
+    read_model_config,
+    require_same,
+    spellings,
+    unread_in_quantized,
+    unread_tensors,
+    warn_once,
+)
+from forebay.rewriter.checkpoints.packed import is_quantized
+from forebay.rewriter.checkpoints.packed_writer import (
+    copy_model_files,
+)
+
+PIECE_NBYTES = 4 << 20  # float32 bytes quantised at a time
+
+
+ReadRows = Callable[[int, int], torch.Tensor]  # rows [lower, upper)
+
+
+class SourceTensor(Protocol):
+    """One tensor of the model to be quantised, with `shape` and `dtype` as the model has it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def format(self) -> str:
+        """The weight format that holds its values exactly as they lie in the source, or ""."""
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """What the scales and lows of `repacked` rows are of."""
+
+    def nearest(self) -> str:
+        """The weight format to round it to where it is quantised in a way that none holds exactly, or ""."""
+
+    def contents(self) -> Iterator[torch.Tensor]:
+        """All of it, in pieces, in the model's own order."""
+
+    def rows(self, transposed: bool) -> ReadRows:
+        """Its rows in float32; with `transposed`, its columns."""
+
+    def repacked(self) -> ReadRows:
+        """Its rows (of outputs) in the layout of `packing`, bit for bit, in the format that `format` names."""
+
+
+@dataclass(frozen=True)
+class QuantizeSource:
+    """What is quantized: its tensors, the model's first name for each, and the model on the meta device. `prepare`
+    writes the model's other files into a folder; `states` are those of the files that are read."""
+
+    tensors: Sequence[SourceTensor]
+    names: Mapping[str, str]
+    model: Any
+    prepare: Callable[[Path], None]
+    fingerprint: str
+    states: Mapping[str, FileState]
+
+
+def open_folder_source(path: Path) -> QuantizeSource:
+    """Open a folder with a safetensors checkpoint, and match every tensor with the model.
+
+    Raises:
+        CheckpointError: A weight is missing, two names of one weight differ, or nobody reads a tensor of a quantized
+            checkpoint.
+    """
+    checkpoint, model = _open_folder(path)
+    tensors = _file_tensors(checkpoint)
+    names = _match(model, [tensor.name for tensor in tensors])
+
+    def prepare(folder: Path) -> None:
+        copy_model_files(path, folder)
+        without_quantization(folder / "config.json")
+        _write_ties(folder / "config.json", model.config)
+
+    return QuantizeSource(_read_ones(checkpoint, model, tensors, names), names, model, prepare,
+                          _contents_fingerprint(checkpoint), checkpoint.states)
+
+
+def _open_folder(folder: Path) -> tuple[Checkpoint, Any]:
+    """The checkpoint of a folder, and its model on the meta device."""
+    if is_quantized(folder):
+        raise CheckpointError(f"{folder} is quantised already; quantise the model it was made from")
+    checkpoint = open_checkpoint(folder)
+    config = read_model_config(folder, checkpoint)
+    try:
+        model = meta_model(config)
+    except Exception as error:  # whatever the model's own code objects to
+        raise CheckpointError(f"{folder}: config.json does not describe a causal language model: {error}") from error
+    model.tie_weights()
+    return checkpoint, model
+
+
+def _match(model: Any, stored: Sequence[str]) -> dict[str, str]:
+    """For each stored name the first name the model has for that parameter, as far as it has one."""
+    prefix, rename = checkpoint_names(model.config)
+    first: dict[int, str] = {}
+    known: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known[name] = first.setdefault(id(parameter), name)
+    names = {}
+    for name in stored:
+        now = rename(name)
+        found = next((n for n in spellings(now, prefix) if n in known), None)
+        if found is not None:
+            names[name] = known[found]
+    return names
+
+
+def _read_ones(
+    checkpoint: Checkpoint, model: Any, tensors: Sequence[SourceTensor], names: Mapping[str, str]
+) -> list[SourceTensor]:
+    """The tensors that the model has a place for, once it is known that none is missing and that names of one weight
+    hold the same values. Of a quantized checkpoint every tensor must be read: CheckpointError names those left over."""
+    folder = checkpoint.folder
+    missing = [name for name, _ in model.named_parameters() if name not in names.values()]
+    if missing:
+        raise CheckpointError(f"{folder} holds no tensor for {missing[0]} (it has {len(checkpoint.tensors)} tensors): "
+                              "it is a checkpoint of another model, or not the whole of it")
+    stored: dict[str, list[TensorRecord]] = {}
+    for tensor in tensors:
+        if isinstance(tensor, FileTensor) and tensor.name in names:
+            stored.setdefault(names[tensor.name], []).append(tensor.record)
+    for record, *others in stored.values():
+        require_same(record, others)
+        if record.opaque:
+            raise CheckpointError(f"{record.path}: {record.name} has dtype {record.opaque!r}, which cannot be quantized "
+                                  "from; save the checkpoint in float32 or bfloat16")
+    unread = unread_tensors(model.config, [tensor.name for tensor in tensors if tensor.name not in names])
+    if unread and quantization_settings(folder) is not None:
+        raise CheckpointError(unread_in_quantized(folder, unread))
+    if unread:
+        warn_once(f"{folder}: the model has no place for {', '.join(unread)}: left out")
+    return [tensor for tensor in tensors if tensor.name not in unread]
+
+
+def _write_ties(path: Path, config: Any) -> None:
+    """Say in a config.json that head and embedding are two weights, where the checkpoint has them apart."""
+    if config.get_text_config().tie_word_embeddings:
+        return
+    settings = json.loads(path.read_bytes())
+    for each in (settings, settings.get("text_config")):
+        if isinstance(each, dict) and each.get("tie_word_embeddings", each is settings):
+            each["tie_word_embeddings"] = False
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _file_tensors(checkpoint: Checkpoint) -> list[SourceTensor]:
+    """The tensors of a folder in file order, behind those that are quantised, of which several make one."""
+    settings, parts = quantization_settings(checkpoint.folder), set[str]()
+    made: list[SourceTensor] = []
+    if settings is not None:
+        grouped, parts = grouped_tensors(checkpoint, read_scheme(settings, checkpoint.folder))
+        made += grouped
+    ordered = sorted(checkpoint.tensors.values(), key=lambda r: (r.path, r.offset, r.name))
+    return made + [FileTensor(record) for record in ordered if record.name not in parts]
+
+
+def _contents_fingerprint(checkpoint: Checkpoint) -> str:
+    """The checkpoint's fingerprint with its files' times of change: an interrupted run must not go on with others."""
+    times = [[state.mtime_ns, state.ctime_ns] for _, state in sorted(checkpoint.states.items())]
+    return hashlib.sha256(f"{checkpoint.fingerprint} {times}".encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a safetensors file."""
+
+    record: TensorRecord
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.record.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.record.dtype
+
+    def format(self) -> str:
+        return ""
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.float16
+
+    def nearest(self) -> str:
+        return ""
+
+    def contents(self) -> Iterator[torch.Tensor]:
+        count = self.shape[0] if self.shape else 1
+        step = max(1, PIECE_NBYTES * count // max(1, self.record.nbytes))
+        return (self._rows(n, min(n + step, count)) for n in range(0, count, step))
+
+    def rows(self, transposed: bool) -> ReadRows:
+        if not transposed:
+            return lambda lower, upper: self._rows(lower, upper).float()
+        whole = read_tensor(self.record).t()
+        return lambda lower, upper: whole[lower:upper].float().contiguous()
+
+    def _rows(self, lower: int, upper: int) -> torch.Tensor:
+        """Entries [lower, upper) of the first dimension, read from the file."""
+        if not self.shape:
+            return read_tensor(self.record)
+        size = self.record.nbytes // max(1, self.shape[0])
+        return read_tensor(replace(self.record, offset=self.record.offset + lower * size, nbytes=(upper - lower) * size,
+                                   shape=(upper - lower, *self.shape[1:])))
+
+    def repacked(self) -> ReadRows:
+        raise NotImplementedError(f"{self.name} has no format of its own")
