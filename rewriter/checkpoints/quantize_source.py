@@ -158,8 +158,8 @@ def _read_ones(
     for record, *others in stored.values():
         require_same(record, others)
         if record.opaque:
-            raise CheckpointError(f"{record.path}: {record.name} has dtype {record.opaque!r}, which cannot be quantized "
-                                  "from; save the checkpoint in float32 or bfloat16")
+            raise CheckpointError(f"{record.path}: {record.name} has dtype {record.opaque!r}, which cannot be "
+                                  "quantized from; save the checkpoint in float32 or bfloat16")
     unread = unread_tensors(model.config, [tensor.name for tensor in tensors if tensor.name not in names])
     if unread and quantization_settings(folder) is not None:
         raise CheckpointError(unread_in_quantized(folder, unread))
