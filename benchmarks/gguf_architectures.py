@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from benchmarks import llama_cpp
-from forebay.rewriter.checkpoints.gguf import ARCHITECTURES, convert_gguf
+from forebay.rewriter.checkpoints.gguf import convert_gguf
 from forebay.rewriter.checkpoints.gguf_config import llama3_factors
+from forebay.rewriter.checkpoints.gguf_keys import ARCHITECTURES
 
 AIM = 0.001
 TOKENS, VOCABULARY = 64, 288

