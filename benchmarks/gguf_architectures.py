@@ -25,12 +25,19 @@ from forebay.rewriter.checkpoints.gguf_keys import ARCHITECTURES
 AIM = 0.001
 TOKENS, VOCABULARY = 64, 288
 LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+BIASES = {f"blk.{layer}.attn_{part}.bias": np.linspace(-1, 1, size, dtype=np.float32)
+          for layer in range(2) for part, size in (("q", 64), ("k", 32), ("v", 32))}
 # Beside an architecture by itself: settings and tensors of factors.
 MORE: tuple[tuple[str, dict[str, Any], dict[str, np.ndarray]], ...] = (
     ("llama", LINEAR, {}),
     ("llama", {"rope.freq_base": 500000.0},
      {"rope_freqs.weight": llama3_factors(8.0, 16, 500000.0).astype(np.float32)}),
+    ("llama", {"rope.scale_linear": 4.0}, BIASES),
     ("starcoder2", {"rope.freq_base": 999999.0}, {}),
+    ("nemotron", {"attention.layer_norm_epsilon": 0.5}, {}),
+    ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "attention.sliding_window": 9}, {}),
+    ("gemma3", {"attention.sliding_window_pattern": [False, True], "rope.freq_base_swa": 70.0,
+                "rope.scaling.factor": 8.0, "final_logit_softcapping": 3.0}, {}),
     ("stablelm", {"rope.dimension_count": 8, "rope.freq_base": 20000.0}, {}),
     ("phi3", {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": math.sqrt(1 + math.log(4, 32))},
      {"rope_factors_short.weight": np.linspace(1, 2, 8, dtype=np.float32),

@@ -63,9 +63,9 @@ def write_tokenizer(writer: gguf.GGUFWriter, architecture: str) -> None:
 def add_setting(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """Metadata of the type that a value has: a number, a text or a list of either."""
     kinds = gguf.GGUFValueType
-    kind = {bool: kinds.BOOL, float: kinds.FLOAT32, int: kinds.UINT32, str: kinds.STRING, list: kinds.ARRAY}[type(value)]
+    by_type = {bool: kinds.BOOL, float: kinds.FLOAT32, int: kinds.UINT32, str: kinds.STRING, list: kinds.ARRAY}
     writer.kv_data[-1].pop(key, None)
-    writer.add_key_value(key, value, kind)
+    writer.add_key_value(key, value, by_type[type(value)])
 
 
 KINDS = ("Q8_0", "Q4_1", "F16", "F32", "Q4_0", "BF16")
@@ -90,7 +90,7 @@ def write_model(
     head_dim = CONFIGS[architecture].get("head_dim", 16)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    if architecture in ("gemma2", "gemma3", "phi3"):
+    if architecture in ("gemma2", "gemma3"):
         writer.add_sliding_window(32)
     writer.add_vocab_size(VOCAB)
     settings = {"rope.dimension_count": ROTATED.get(architecture, CONFIGS[architecture].get("head_dim", 16)),

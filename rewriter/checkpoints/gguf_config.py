@@ -125,7 +125,7 @@ def _refuse_other_keys(header: GgufHeader, table: keys.Architecture) -> None:
             _require(header, key, keys.NEUTRAL[key])
         elif header.architecture == "gpt2" and key in keys.ROPE:
             continue  # it has learned positions, and rotates nothing
-        else:
+        elif not key.startswith("vision."):  # settings of a model for images
             unknown.append(name)
     if unknown:
         warnings.warn(f"{header.path}: llama.cpp reads no {', '.join(sorted(unknown))} for models of this "
@@ -228,8 +228,8 @@ def _windows(header: GgufHeader, table: keys.Architecture, layers: int, rope: di
         found["final_logit_softcapping"] = cap or None
         found["rope_parameters"] = {"full_attention": rope,
                                     "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
-        if window < 1:
-            slides, found["sliding_window"] = [False] * layers, None
+        if window < 1:  # transformers asks for the width of a window that no layer has
+            slides, found["sliding_window"] = [False] * layers, int(_value(header, "context_length"))
     return found | {"layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides]}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from forebay.rewriter.checkpoints.gguf_config import gguf_model
 from forebay.rewriter.checkpoints.gguf_files import write_model_files
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, gguf_parts, read_gguf
 from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
-from forebay.rewriter.checkpoints.identity import read_whole
+from forebay.rewriter.checkpoints.identity import FileState, file_states, read_whole
 from forebay.rewriter.checkpoints.named_errors import naming
 
 PIECE_NBYTES = 4 << 20
@@ -30,13 +30,23 @@ NEAREST = "w8g32"
 
 @dataclass(frozen=True)
 class GgufSource:
-    """A GGUF model to be quantised; `model` is on the meta device, `dtype` what it computes in."""
+    """A GGUF model to be quantised.
+
+    Attributes:
+        header: metadata and tensors as the files have them.
+        model: the transformers model, on the meta device.
+        tensors: in the order in which the files hold them.
+        fingerprint: tells the files from others, and from what they are after a change.
+        dtype: the dtype that the model computes in.
+        states: the state of each file before it was read.
+    """
 
     header: GgufHeader
     model: Any
     tensors: list[GgufWeight]
     fingerprint: str
     dtype: torch.dtype
+    states: Mapping[str, FileState]
 
     def write_files(self, folder: Path) -> None:
         """Write config.json, generation settings and tokenizer."""
@@ -45,14 +55,14 @@ class GgufSource:
 
 def open_gguf(path: Path) -> GgufSource:
     """The tensors of a GGUF model that the transformers model of its architecture has; no weight is read."""
+    states = file_states(map(str, gguf_parts(path))) if path.is_file() else {}
     header = read_gguf(path)
     model = gguf_model(header)
     dtype = _compute_dtype(header)
-    order = {part: number for number, part in enumerate(gguf_parts(header.path))}
-    placed = sorted(place_tensors(header, model).values(), key=lambda p: (order[p.tensor.path], p.tensor.offset))
-    states = [(part, os.stat(part)) for part in order]
-    identity = " ".join(f"{part.name} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}" for part, s in states)
-    return GgufSource(header, model, [GgufWeight(tensor, dtype) for tensor in placed], identity, dtype)
+    # files in order: their names count up
+    placed = sorted(place_tensors(header, model).values(), key=lambda p: (p.tensor.path.name, p.tensor.offset))
+    identity = " ".join(f"{Path(file).name} {list(state[:3])}" for file, state in states.items())
+    return GgufSource(header, model, [GgufWeight(tensor, dtype) for tensor in placed], identity, dtype, states)
 
 
 def _compute_dtype(header: GgufHeader) -> torch.dtype:

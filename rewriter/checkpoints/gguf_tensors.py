@@ -17,6 +17,8 @@ from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, req
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Tensors of a model for images, which some files of Gemma 3 hold, too: text never meets them.
+FOR_IMAGES = ("v.", "mm.")
 # GPT-2's matrices that the transformers model has transposed (Conv1D).
 TRANSPOSED = ("attn_qkv.weight", "attn_output.weight", "ffn_down.weight", "ffn_up.weight")
 
@@ -64,7 +66,9 @@ def place_tensors(header: GgufHeader, model: PreTrainedModel) -> dict[str, Place
     flat = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=tuple)
     names = get_gguf_hf_weights_map(flat, processor)
     settings = () if header.architecture == "gpt2" else (ROPE_FREQS, ROPE_SHORT, ROPE_LONG)  # obeyed by the config
-    unread = [tensor.name for tensor in header.tensors if tensor.name not in names and tensor.name not in settings]
+    wanted = [tensor for tensor in header.tensors if tensor.name not in settings
+              and not (header.architecture == "gemma3" and tensor.name.startswith(FOR_IMAGES))]
+    unread = [tensor.name for tensor in wanted if tensor.name not in names]
     if unread:
         raise CheckpointError(
             f"{header.path}: transformers' model of architecture {header.architecture} has no place for "
@@ -72,9 +76,7 @@ def place_tensors(header: GgufHeader, model: PreTrainedModel) -> dict[str, Place
             "the model's safetensors checkpoint")
     parameters = model.state_dict(keep_vars=True)
     placed = {}
-    for tensor in header.tensors:
-        if tensor.name in settings:
-            continue
+    for tensor in wanted:
         name = names[tensor.name]
         shape = tuple(parameters[name].shape)
         require_readable(tensor)

@@ -91,13 +91,11 @@ def quantize_model(
     path, out = Path(model).expanduser(), Path(out).expanduser()
     _check(wish, path)
     if path.suffix == ".gguf":
-        from forebay.rewriter.checkpoints.gguf_header import gguf_parts
         from forebay.rewriter.checkpoints.gguf_repack import open_gguf
 
-        states = file_states(map(str, gguf_parts(path))) if path.is_file() else {}
         gguf = open_gguf(path)
         source = QuantizeSource(gguf.tensors, {t.name: t.name for t in gguf.tensors}, gguf.model, gguf.write_files,
-                                gguf.fingerprint, states)
+                                gguf.fingerprint, gguf.states)
     else:
         source = open_folder_source(path)
     tensors, names = source.tensors, source.names

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import typer
 
@@ -27,6 +29,15 @@ def test_what_the_system_refuses_is_one_line(
     assert len(said) < 1200
     with pytest.raises(type(error)), clean_errors(True):
         raise error
+
+
+def test_a_warning_of_a_command_is_one_line() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        before = warnings.formatwarning
+        with clean_errors(False):
+            said = warnings.formatwarning(UserWarning("m.gguf names\nno pre-tokenizer"), UserWarning, "gguf.py", 7)
+    assert said == "warning: m.gguf names no pre-tokenizer\n" and warnings.formatwarning is before
 
 
 @pytest.mark.parametrize("cause", [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -45,7 +46,9 @@ def stopping() -> Iterator[list[int]]:
 
 @contextmanager
 def clean_errors(debug: bool) -> Iterator[None]:
-    """Errors that a user can mend become one line on stderr and exit code 2; with `debug` they keep their traceback."""
+    """Errors that a user can mend become one line on stderr and exit code 2; with `debug` they keep their traceback.
+    Warnings become one line, too."""
+    before, warnings.formatwarning = warnings.formatwarning, _warning_line
     try:
         yield
     except typer.Exit:
@@ -59,6 +62,14 @@ def clean_errors(debug: bool) -> Iterator[None]:
             raise
         say(f"error: {message}")
         raise typer.Exit(FAILED) from None
+    finally:
+        warnings.formatwarning = before
+
+
+def _warning_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"warning: {one_line(str(message))}\n"
 
 
 def message_of(error: Exception) -> str | None:

@@ -107,7 +107,8 @@ def test_factors_of_short_and_long_contexts(tmp_path: Path, scale: float | None)
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (dict(settings={"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}), r"rope.scaling.type 'yarn' with factor 4.0 scales"),
+    (dict(settings={"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}),
+     r"rope.scaling.type 'yarn' with factor 4.0 scales"),
     (dict(factors={"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}), r"rope_freqs.weight \(F32\) scales"),
     (dict(factors={"rope_freqs.weight": np.ones(8, np.float16) * 2}), r"rope_freqs.weight has type F16, not F32"),
     (dict(factors={"rope_factors_long.weight": np.ones(8, np.float32)}), r"rope_factors_long.weight \(F32\) scales"),
@@ -156,12 +157,13 @@ def test_gemmas_windows_and_caps_are_the_files(tmp_path: Path) -> None:
         ("gemma2", {"attention.sliding_window_pattern": 1, "attention.sliding_window": 5}, [full, full], 5),
         ("gemma3", {}, [sliding, sliding], 32),
         ("gemma3", {"attention.sliding_window_pattern": [False, True]}, [full, sliding], 32),
-        ("gemma3", {"attention.sliding_window": 0}, [full, full], None),
+        ("gemma3", {"attention.sliding_window": 0}, [full, full], 128),
     )):
         folder = tmp_path / str(number)
         folder.mkdir()
         config = config_of(folder, architecture, settings=settings)
         assert (config.layer_types, config.sliding_window) == (layers, window)
+        AutoModelForCausalLM.from_config(config)(torch.tensor([[3, 4]]))
     (tmp_path / "caps").mkdir()
     config = config_of(tmp_path / "caps", "gemma2",
                        settings={"attn_logit_softcapping": 7.0, "final_logit_softcapping": 9.0})

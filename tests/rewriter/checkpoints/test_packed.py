@@ -244,12 +244,12 @@ def _write_gguf(path: Path, architecture: str, scale: float = 1.0) -> None:
     sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=16, max_position_embeddings=64)
     if architecture == "gpt2":
-        sizes = dict(n_embd=64, n_layer=2, n_head=4, n_positions=1024)  # and the vocabulary transformers takes for all
+        sizes = dict(vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=64)
     writer = gguf.GGUFWriter(path, architecture)
-    context, inner, groups = (1024, 256, 4) if architecture == "gpt2" else (64, 96, 2)
-    for add, value in ((writer.add_block_count, 2), (writer.add_context_length, context),
-                       (writer.add_embedding_length, 64), (writer.add_feed_forward_length, inner),
-                       (writer.add_head_count, 4), (writer.add_head_count_kv, groups),
+    inner, groups = (256, 4) if architecture == "gpt2" else (96, 2)
+    for add, value in ((writer.add_block_count, 2), (writer.add_context_length, 64), (writer.add_embedding_length, 64),
+                       (writer.add_feed_forward_length, inner), (writer.add_head_count, 4),
+                       (writer.add_head_count_kv, groups),
                        (writer.add_layer_norm_rms_eps, 1e-5), (writer.add_layer_norm_eps, 1e-5),
                        (writer.add_rope_dimension_count, 16), (writer.add_rope_freq_base, 1e4),
                        (writer.add_vocab_size, 64)):

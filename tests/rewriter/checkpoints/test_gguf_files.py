@@ -1,0 +1,107 @@
+"""What ends an answer and how text is split are what a GGUF file says of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from tiny_gguf import VOCAB, write_model
+from transformers import AutoTokenizer
+
+from forebay.commands.prompts import load_tokenizer, stop_ids
+from forebay.rewriter.checkpoints.gguf_config import gguf_model
+from forebay.rewriter.checkpoints.gguf_files import TURN_ENDS, write_model_files
+from forebay.rewriter.checkpoints.gguf_header import read_gguf
+
+SPECIAL = VOCAB - 1  # the id of the last token
+
+
+def rewritten(path: Path, changes: dict[str, Any]) -> Path:
+    """A tiny model's file with other metadata; None takes a key away."""
+    write_model(path, "llama", kinds=("F32",))
+    reader, out = gguf.GGUFReader(path), path.with_name("changed.gguf")
+    writer = gguf.GGUFWriter(out, "llama")
+    fields = {f.name: f for f in reader.fields.values() if not f.name.startswith(("GGUF.", "general.architecture"))}
+    kinds = gguf.GGUFValueType
+    for name, field in fields.items():
+        if name in changes:
+            continue
+        inner = field.types[-1] if field.types[0] == kinds.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for name, value in changes.items():
+        if value is not None:
+            kind = {int: kinds.UINT32, str: kinds.STRING, list: kinds.ARRAY}[type(value)]
+            writer.add_key_value(name, value, kind)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def written(path: Path, changes: dict[str, Any], out: Path) -> Path:
+    """The files beside the weights of such a model."""
+    header = read_gguf(rewritten(path, changes))
+    out.mkdir()
+    write_model_files(header, gguf_model(header), out, torch.float32)
+    return out
+
+
+def with_token(path: Path, text: str, kind: int) -> dict[str, Any]:
+    """Changes that make the last token another one, of that kind: 3 is control, 1 is text."""
+    write_model(path, "llama", kinds=("F32",))
+    fields = gguf.GGUFReader(path).fields
+    tokens, kinds = (list(fields[f"tokenizer.ggml.{name}"].contents()) for name in ("tokens", "token_type"))
+    return {"tokenizer.ggml.tokens": [*tokens[:-1], text], "tokenizer.ggml.token_type": [*kinds[:-1], kind]}
+
+
+@pytest.mark.parametrize(("changes", "ends"), [
+    ({}, [1]), ({"tokenizer.ggml.eot_token_id": 106}, [1, 106]),
+    ({"tokenizer.ggml.eot_token_id": 106, "tokenizer.ggml.eom_token_id": 107}, [1, 106, 107]),
+    ({"tokenizer.ggml.eot_token_id": 1}, [1]), ({"tokenizer.ggml.eot_token_id": VOCAB}, [1]),
+    ({"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.eom_token_id": 107}, [107]),
+    ({"tokenizer.ggml.eos_token_id": None}, []),
+])
+def test_ends_of_turns_and_messages_end_an_answer(tmp_path: Path, changes: dict[str, Any], ends: list[int]) -> None:
+    out = written(tmp_path / "m.gguf", changes, tmp_path / "out")
+    assert sorted(stop_ids(out, load_tokenizer(out))) == ends
+    for name in ("config.json", "generation_config.json"):
+        told = json.loads((out / name).read_text()).get("eos_token_id")
+        assert told == (ends if len(ends) > 1 else ends[0] if ends else None)
+
+
+@pytest.mark.parametrize("text", TURN_ENDS)
+def test_older_files_say_the_end_of_a_turn_by_its_text(tmp_path: Path, text: str) -> None:
+    control = with_token(tmp_path / "m.gguf", text, 3)
+    for number, (changes, ends) in enumerate((
+        (control, [1, SPECIAL]), (with_token(tmp_path / "m.gguf", text, 1), [1]),
+        (control | {"tokenizer.ggml.eot_token_id": 106}, [1, 106]),
+    )):
+        out = written(tmp_path / "m.gguf", changes, tmp_path / f"out{number}")
+        assert sorted(stop_ids(out, load_tokenizer(out))) == ends
+
+
+@pytest.mark.parametrize(("pre", "pieces", "warned"), [
+    ("gpt-2", ["a", "Ġ12", "b"], ""), ("smollm", ["a", "Ġ", "1", "2", "b"], ""),
+    ("starcoder", ["a", "Ġ", "1", "2", "b"], ""), ("llama-bpe", ["a", "Ġ", "12", "b"], ""),
+    ("qwen2", ["a", "Ġ", "1", "2", "b"], ""),
+    ("default", ["a", "Ġ12", "b"], r"the pre-tokenizer 'default', which this release does not know \(tokenizer"),
+    ("of-tomorrow", ["a", "Ġ12", "b"], "the pre-tokenizer 'of-tomorrow', which this release does not know"),
+    (None, ["a", "Ġ12", "b"], "names no pre-tokenizer"),
+])
+def test_text_is_split_as_the_file_says(tmp_path: Path, pre: str | None, pieces: list[str], warned: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = written(tmp_path / "m.gguf", {"tokenizer.ggml.pre": pre}, tmp_path / "out")
+    said = " ".join(str(w.message) for w in caught if issubclass(w.category, UserWarning))
+    assert re.search(warned, said) if warned else not said
+    backend = AutoTokenizer.from_pretrained(out).backend_tokenizer
+    assert [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("a 12b")] == pieces

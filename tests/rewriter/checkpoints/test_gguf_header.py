@@ -1,0 +1,139 @@
+"""A model in several GGUF files opens from any of them; a part that is absent or another's is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tiny_gguf import write_model
+
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint, read_tensor
+from forebay.rewriter.checkpoints.conversions import list_conversions
+from forebay.rewriter.checkpoints.gguf_header import gguf_parts, read_gguf
+from forebay.rewriter.checkpoints.packed import read_dequantized
+from forebay.rewriter.checkpoints.resolve import packed_copy, resolve_model
+
+
+def split(path: Path, sizes: tuple[int, ...], *, first: dict[str, int] | None = None) -> list[Path]:
+    """The file `path` as parts of so many tensors each, the last with the rest, as llama.cpp's gguf-split writes them.
+    `first` are other settings of the first part."""
+    reader = gguf.GGUFReader(path)
+    count, waiting, made = len(sizes) + 1, list(reader.tensors), []
+    for number, size in enumerate((*sizes, len(waiting))):
+        out = path.with_name(f"{path.stem}-{number + 1:05}-of-{count:05}.gguf")
+        writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+        if number == 0:
+            for field in reader.fields.values():
+                if not field.name.startswith(("GGUF.", "general.architecture")):
+                    inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                    writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+        said = {"split.no": number, "split.count": count, "split.tensors.count": len(reader.tensors)}
+        for key, value in (said | ((first or {}) if number == 0 else {})).items():
+            (writer.add_int32 if key.startswith("split.tensors") else writer.add_uint16)(key, value)
+        for tensor in waiting[:size]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        del waiting[:size]
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        made.append(out)
+    return made
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("cache")
+def test_any_part_is_the_whole_model(tmp_path: Path) -> None:
+    whole = tmp_path / "m.gguf"
+    write_model(whole, "llama")
+    parts = split(whole, (0, 7))  # the first one without tensors, as gguf-split can write it
+    for dequantize in (False, True):
+        wanted = open_checkpoint(resolve_model(whole, dequantize=dequantize)).tensors
+        folders = {resolve_model(part, dequantize=dequantize) for part in parts}
+        assert len(folders) == 1, "converted once"
+        found = open_checkpoint(folders.pop()).tensors
+        read = read_tensor if dequantize else read_dequantized
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(read(record), read(wanted[name])) for name, record in found.items())
+    copy = open_checkpoint(packed_copy(resolve_model(parts[2]), "w4g32")).tensors
+    assert copy.keys() == wanted.keys(), "a draft is made from all parts too"
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_change_of_any_part_is_a_change(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", "llama")
+    parts = split(tmp_path / "m.gguf", (5, 7))
+    before = resolve_model(parts[0])
+    assert [each.state for each in list_conversions()] == ["current"]
+    parts[2].touch()
+    assert [each.state for each in list_conversions()] == ["changed"]
+    assert resolve_model(parts[0]) != before
+    parts[1].unlink()
+    assert {each.state for each in list_conversions()} == {"gone"}
+
+
+def test_links_into_a_store_of_files_are_followed_by_name(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", "llama")
+    (tmp_path / "seen").mkdir()
+    for number, part in enumerate(split(tmp_path / "m.gguf", (5,))):
+        stored = part.rename(tmp_path / f"blob{number}")
+        (tmp_path / "seen" / part.name).symlink_to(stored)
+    header = read_gguf(tmp_path / "seen/m-00002-of-00002.gguf")
+    assert header.path.name == "m-00001-of-00002.gguf" and len(header.tensors) == 20
+
+
+def test_absent_and_mistaken_parts_are_named(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", "llama")
+    first, second, third = split(tmp_path / "m.gguf", (5, 7))
+
+    def refused(path: Path, message: str) -> None:
+        for read in (gguf_parts, read_gguf):
+            if read is read_gguf or "of_another" not in message:
+                with pytest.raises(CheckpointError, match=message):
+                    read(path)
+
+    third.rename(tmp_path / "away")
+    refused(first, r"part 1 of 3 of a split model, of which m-00003-of-00003\.gguf cannot be found: put all parts into")
+    shutil.copy(second, third)
+    with pytest.raises(CheckpointError, match=r"m-00003-of-00003\.gguf is not part 3 of 3 of a split model"):
+        read_gguf(first)
+    (tmp_path / "away").rename(third)
+    assert len(read_gguf(third).tensors) == 20
+    renamed = second.rename(tmp_path / "renamed.gguf")
+    with pytest.raises(CheckpointError, match=r"is one of the 3 parts of a split model and is not named like one"):
+        read_gguf(renamed)
+    renamed = renamed.rename(tmp_path / "m-00002-of-00004.gguf")
+    with pytest.raises(CheckpointError, match=r"is one of the 3 parts .*NAME-00001-of-00003\.gguf"):
+        gguf_parts(renamed)
+
+
+def test_parts_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", "llama")
+    first, _ = split(tmp_path / "m.gguf", (5,), first={"split.tensors.count": 99})
+    with pytest.raises(CheckpointError, match=r"says that the split model has 99 tensors, but its 2 parts hold 20"):
+        read_gguf(first)
+
+
+def test_a_whole_file_may_have_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "m-00001-of-00003.gguf"
+    write_model(path, "llama")
+    assert gguf_parts(path) == (path,) and read_gguf(path).path == path
+    absent = tmp_path / "n-00001-of-00003.gguf"
+    assert gguf_parts(absent) == (absent,)
+
+
+def test_short_lists_are_read_and_long_ones_stepped_over(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", "llama", settings={"attention.head_count_kv": [2, 2]})
+    header = read_gguf(tmp_path / "m.gguf")
+    assert header.get("attention.head_count_kv") == (2, 2)
+    assert header.metadata["tokenizer.ggml.tokens"] is None
+    assert dataclasses.replace(header, metadata={}).get("attention.head_count_kv") is None
