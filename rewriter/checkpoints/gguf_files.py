@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 # Tokens that end a turn, for files from before `eot_token_id`: llama.cpp knows them by their text, too.
 TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-# Pre-tokenizers that split text as GPT-2 does, and those that split off each digit before. Source: llama.cpp,
+# Pre-tokenizers that split text as GPT-2 or Qwen2 do, and those that split off each digit before. Source: llama.cpp,
 # src/llama-vocab.cpp.
 AS_GPT2 = ("gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "roberta-bpe", "gigachat", "trillion", "granite-docling")
+AS_QWEN2 = ("stablelm2", "hunyuan", "solar-open")
 DIGITS = ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b")
 
 
@@ -70,15 +71,17 @@ def _split_text(header: GgufHeader, tokenizer: Any) -> None:
     """Split text as the file's pre-tokenizer says, where transformers has left it as GPT-2 does; warn if that is a
     guess."""
     from tokenizers import Regex, pre_tokenizers
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
     how = header.metadata.get("tokenizer.ggml.pre")
     backend = tokenizer.backend_tokenizer
     if json.loads(backend.to_str())["pre_tokenizer"]["type"] != "ByteLevel" or how in AS_GPT2:
         return
-    if how in DIGITS:
+    if how in (*DIGITS, *AS_QWEN2):
+        pattern = r"\p{N}" if how in DIGITS else PRETOKENIZE_REGEX
         backend.pre_tokenizer = pre_tokenizers.Sequence([
-            pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=how in DIGITS)])
         return
     what = "no pre-tokenizer" if how is None else f"the pre-tokenizer {how!r}, which this release does not know"
     warnings.warn(f"{header.path} names {what} (tokenizer.ggml.pre): text is split as GPT-2 does, and may become other "

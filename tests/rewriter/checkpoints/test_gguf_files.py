@@ -92,7 +92,7 @@ def test_older_files_say_the_end_of_a_turn_by_its_text(tmp_path: Path, text: str
 @pytest.mark.parametrize(("pre", "pieces", "warned"), [
     ("gpt-2", ["a", "Ġ12", "b"], ""), ("smollm", ["a", "Ġ", "1", "2", "b"], ""),
     ("starcoder", ["a", "Ġ", "1", "2", "b"], ""), ("llama-bpe", ["a", "Ġ", "12", "b"], ""),
-    ("qwen2", ["a", "Ġ", "1", "2", "b"], ""),
+    ("qwen2", ["a", "Ġ", "1", "2", "b"], ""), ("stablelm2", ["a", "Ġ", "1", "2", "b"], ""),
     ("default", ["a", "Ġ12", "b"], r"the pre-tokenizer 'default', which this release does not know \(tokenizer"),
     ("of-tomorrow", ["a", "Ġ12", "b"], "the pre-tokenizer 'of-tomorrow', which this release does not know"),
     (None, ["a", "Ġ12", "b"], "names no pre-tokenizer"),
