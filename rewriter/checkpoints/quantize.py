@@ -26,7 +26,7 @@ from forebay.rewriter.checkpoints.grouped import (
     GroupedTensor,
     quantization_settings,
 )
-from forebay.rewriter.checkpoints.identity import changed_file, file_states
+from forebay.rewriter.checkpoints.identity import changed_file
 from forebay.rewriter.checkpoints.packed import NATIVE, Packed, parse_format
 from forebay.rewriter.checkpoints.packed_writer import (
     SHARD_NBYTES,
