@@ -87,6 +87,54 @@ def test_what_a_template_may_not_do_is_said_in_one_line(template: str, part: str
         assert "\n" not in str(caught.value)
 
 
+SYSTEM_AND_USER = ("{% for m in messages %}{% if m.role in ['system', 'user'] %}[{{ m.role }}]{{ m.content }}{% endif %}"
+                   "{% endfor %}[assistant]")
+SYSTEM_FIRST = ("{% for m in messages %}{% if m.role == 'system' %}{% if not loop.first %}{{ raise_exception('late') }}"
+                "{% endif %}{% endif %}{{ m.role }}:{{ m.content | trim }};{% endfor %}")
+
+
+def chat(*said: str) -> list[dict[str, str]]:
+    """Messages given as "role: content"."""
+    return [dict(zip(("role", "content"), each.split(": "), strict=True)) for each in said]
+
+
+@pytest.mark.parametrize(("template", "messages", "number"), [
+    (SYSTEM_AND_USER, chat("User: hi"), 0), (SYSTEM_AND_USER, chat("user: hi", "tool: 3"), 1),
+    (SYSTEM_AND_USER, chat("tool: user", "user: hi"), 0),  # the word stands in the text anyway
+    (SYSTEM_AND_USER, chat("tool: same", "user: same"), 0),
+    (SYSTEM_FIRST.replace("{{ m.content | trim }}", "{{ m.content[:4] }}"), chat("user: be brief"), 0),
+    ("{{ messages[-1].content }}", chat("user: one", "assistant: two", "user: three"), 0),
+    ("{{ messages[0].content }}{% if messages[0].content != 'hi' %}{{ raise_exception('no') }}{% endif %}",
+     chat("user: hi", "user: ho"), 1),
+])
+def test_a_message_that_the_template_leaves_out_is_refused(
+    template: str, messages: list[dict[str, str]], number: int
+) -> None:
+    with ChatTemplate(Tokenizer(template)) as rendered, pytest.raises(
+            TemplateError, match=rf"leaves out messages\[{number}\], of role '{messages[number]['role']}'"):
+        rendered.render(messages)
+
+
+def test_contents_that_the_template_changes_are_not_missing() -> None:
+    """Trimmed, escaped, in another order, upper case, without the reasoning before an answer, or empty."""
+    template = ("{% set rest = messages[1:] if messages[0].role == 'system' else messages %}{% for m in rest %}"
+                "{% if m.role == 'tool' %}{{ m.content | tojson }}{% elif m.role == 'assistant' %}"
+                "{{ m.content.split('</think>')[-1] | trim }}{% else %}{{ m.content | upper | trim }}{% endif %}|"
+                "{% endfor %}{{ messages[0].content if rest | length < messages | length }}")
+    messages = chat("system: be brief", "user:  hi ", 'tool: a "b"\n', "assistant: <think>no</think> yes", "assistant: ")
+    with ChatTemplate(Tokenizer(template)) as rendered:
+        assert rendered.render(messages) == 'HI|"a \\"b\\"\\n"|yes||be brief'
+
+
+@pytest.mark.parametrize(("template", "text"), [
+    (SYSTEM_AND_USER, "[system]be brief[user]hi[assistant]"), (SYSTEM_FIRST, "system:be brief;user:hi;"),
+    (SYSTEM_FIRST + "{# developer #}", "developer:be brief;user:hi;"),
+])
+def test_the_role_developer_is_system_where_the_template_does_not_name_it(template: str, text: str) -> None:
+    with ChatTemplate(Tokenizer(template)) as rendered:
+        assert rendered.render(chat("developer: be brief", "user: hi")) == text
+
+
 def test_nothing_is_left_running() -> None:
     rendered = ChatTemplate(Tokenizer(CHATML))
     rendered.render(CHAT)

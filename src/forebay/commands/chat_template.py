@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, Any]]) -> str:
         """The text of a chat, with the beginning of an answer; TemplateError where there is none."""
         if self._ended >= TRIES:
-            raise TemplateError(f"{TRIES} others did not end within {TIME_S:g} s; no more are tried")
+            raise TemplateError(f"{TRIES} others did not end; no more are tried")
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -40,8 +41,10 @@ class ChatTemplate:
             line = ""
         if not line:
             self._ended += 1
+            ended_by = process.wait()
             self.close()
-            raise TemplateError(f"it does not end within {TIME_S:g} s")
+            raise TemplateError(f"it does not end within {TIME_S:g} s" if ended_by == -signal.SIGALRM else
+                                f"the process that renders it ended with code {ended_by}")
         kind, text = json.loads(line)
         if kind == "error":
             raise TemplateError(" ".join(text.split()))
@@ -50,8 +53,8 @@ class ChatTemplate:
     def _start(self) -> subprocess.Popen[str]:
         template = self._tokenizer.get_chat_template()
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("render_chats.py"))], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8")
+            [sys.executable, "-P", str(Path(__file__).with_name("render_chats.py"))], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8", process_group=0)
         assert process.stdin is not None
         process.stdin.write(json.dumps({
             "template": template, "tokens": self._tokenizer.special_tokens_map, "time_s": TIME_S, "nbytes": NBYTES,
