@@ -176,7 +176,7 @@ def test_a_name_reaches_the_template() -> None:
     ({"prompt": "w1", "top_p": -0.1}, 400, "top_p"), ({"prompt": "w1", "n": 2}, 400, "n is not served"),
     ({"prompt": "w1", "logprobs": 5}, 400, "logprobs"), ({"prompt": "w1", "logit_bias": {"3": 9}}, 400, "logit_bias"),
     ({"prompt": "w1", "presence_penalty": False}, 400, "presence_penalty"), ({"prompt": "w1", "stream": 1}, 400, "str"),
-    ({"prompt": "w1", "stop": ["a"] * 5}, 400, "stop"), ({"prompt": "w1", "stop": ""}, 400, "stop"),
+    ({"prompt": "w1", "stop": ["a"] * 5}, 400, "stop"), ({"prompt": "w1", "stop": "a" * 257}, 400, "stop"),
     ({"prompt": "w1", "seed": 1 << 70}, 400, "seed"), ({"prompt": "w1", "wish": 1}, 400, "wish is not known"),
     ({"prompt": "w1", "model": "gpt"}, 404, "this server has 'tiny'"),
 ])

@@ -19,14 +19,23 @@ MOST_STOPS, MOST_STOP_CHARACTERS = 4, 256  # strings that end an answer
 MOST_MESSAGES = 4096
 COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
 # Fields that change no answer here, and those that are served for the values that ask for nothing.
-IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "cache_prompt", "keep_alive"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
     "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,), "tools": ([],), "functions": ([],),
     "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},),
-    "modalities": (["text"],)}
+    "modalities": (["text"],), "function_call": ("none", "auto"), "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    # of other servers' interfaces, which clients send with their defaults
+    "top_k": (0, -1), "min_p": (0,), "top_a": (0,), "typical_p": (1,), "xtc_probability": (0,), "dry_multiplier": (0,),
+    "mirostat": (0,), "repetition_penalty": (1,), "repeat_penalty": (1,), "length_penalty": (1,), "min_tokens": (0,),
+    "stop_token_ids": ([],), "ignore_eos": (False,), "use_beam_search": (False,), "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "chat_template_kwargs": ({},), "documents": ([],), "extra_body": ({},)}
 SERVED = {"model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "stream",
           "stream_options"}
+UNLIMITED = -1  # of max_tokens: as many as the server gives
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ def read_inquiry(body: bytes, name: str, *, chat: bool) -> Inquiry:
         value = given.get(field)
         if value is not None and not any(type(value) in _kinds(v) and value == v for v in values):
             raise Refusal(400, f"{field} is not served but as {json.dumps(values[0])}; leave it out", field)
-    if given.get("model") not in (None, name):
+    if given.get("model") not in (None, "", name):
         raise Refusal(404, f"there is no such model here; this server has {name!r}", "model", "model_not_found")
     options = given.get("stream_options")
     if options is not None and not (isinstance(options, dict) and set(options) <= {
@@ -67,15 +76,13 @@ def read_inquiry(body: bytes, name: str, *, chat: bool) -> Inquiry:
         raise Refusal(400, 'stream_options must be {"include_usage": true} or be left out', "stream_options")
     temperature = _number(given, "temperature", 0.0, 2.0, 1.0)
     top_p = _number(given, "top_p", 0.0, 1.0, 1.0)
-    tokens = [_integer(given, field, 1, 1 << 31) for field in ("max_completion_tokens", "max_tokens")]
-    new_tokens = tokens[0] if tokens[0] is not None else tokens[1]
+    new_tokens = _new_tokens(given, None if chat else COMPLETION_TOKENS)
     stream = given.get("stream")
     if stream is not None and type(stream) is not bool:
         raise Refusal(400, "stream must be true or false", "stream")
     return Inquiry(
         None if chat else _prompt(given.get("prompt")), _messages(given.get("messages")) if chat else None,
-        new_tokens if chat or new_tokens is not None else COMPLETION_TOKENS,
-        Sampling(True, temperature, 0, top_p) if temperature else Sampling(),
+        new_tokens, Sampling(True, temperature, 0, top_p) if temperature else Sampling(),
         _integer(given, "seed", -(1 << 63), (1 << 63) - 1), _stops(given.get("stop")), bool(stream),
         bool((options or {}).get("include_usage")))
 
@@ -119,13 +126,26 @@ def _integer(given: dict[str, Any], field: str, least: int, most: int) -> int | 
     return value
 
 
+def _new_tokens(given: dict[str, Any], usual: int | None) -> int | None:
+    """The most tokens of an answer, or None for as many as the server gives; `usual` if the body names no number."""
+    named: list[int | None] = []
+    for field in ("max_completion_tokens", "max_tokens"):
+        value = given.get(field)
+        if type(value) is int and value == UNLIMITED:
+            named.append(None)
+        elif value is not None:
+            named.append(_integer(given, field, 1, 1 << 31))
+    return named[0] if named else usual
+
+
 def _stops(value: Any) -> tuple[str, ...]:
+    """The strings that end an answer; an empty one asks for nothing."""
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(
-            isinstance(s, str) and 0 < len(s) <= MOST_STOP_CHARACTERS for s in stops):
-        raise Refusal(400, f"stop must be a string or a list of at most {MOST_STOPS}, each of 1 to "
+            isinstance(s, str) and len(s) <= MOST_STOP_CHARACTERS for s in stops):
+        raise Refusal(400, f"stop must be a string or a list of at most {MOST_STOPS}, each of at most "
                       f"{MOST_STOP_CHARACTERS} characters", "stop")
-    return tuple(stops)
+    return tuple(stop for stop in stops if stop)
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
@@ -150,18 +170,25 @@ def _message(number: int, value: Any) -> dict[str, str]:
     where = f"messages[{number}]"
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise Refusal(400, f'{where} must be {{"role": "…", "content": "…"}}', "messages")
-    for field in sorted(value.keys() - {"role", "content", "name", "refusal"}):
-        if value[field] not in (None, []):  # as of an answer of OpenAI's that called no tools
+    for field in sorted(value.keys() - {"role", "content", "name"}):
+        if not _is_empty(value[field]):
             raise Refusal(400, f"{field} of {where} is not served; leave it out", "messages")
     content, name = value.get("content"), value.get("name")
+    if value["role"] == "assistant" and content in (None, []):  # an answer without text, as one that calls tools
+        content = ""
     if isinstance(content, list):
-        joined = _joined(content)
-        content = joined
+        content = _joined(content)
     if not isinstance(content, str):
         raise Refusal(400, f'content of {where} must be text, or a list of {{"type": "text", "text": "…"}}', "messages")
     if name is not None and not isinstance(name, str):
         raise Refusal(400, f"name of {where} must be text", "messages")
     return {"role": value["role"], "content": content, **({} if name is None else {"name": name})}
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a field of a message says nothing, as those of an answer without tools."""
+    parts = value.values() if isinstance(value, dict) else (value,)
+    return all(part in (None, "", [], {}) for part in parts)
 
 
 def _joined(parts: list[Any]) -> str | None:

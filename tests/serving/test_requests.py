@@ -1,0 +1,73 @@
+"""Bodies as clients send them: values that ask for nothing are accepted, and those that ask for something refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from forebay.serving.refusal import Refusal
+from forebay.serving.requests import COMPLETION_TOKENS, NEUTRAL, Inquiry, read_inquiry
+
+HI = {"role": "user", "content": "hi"}
+
+
+def read(chat: bool = True, **fields: Any) -> Inquiry:
+    text: dict[str, Any] = {"messages": [HI]} if chat else {"prompt": "hi"}
+    return read_inquiry(json.dumps(text | fields).encode(), "tiny", chat=chat)
+
+
+@pytest.mark.parametrize("fields", [
+    {"max_tokens": -1}, {"max_completion_tokens": -1}, {"stop": ""}, {"stop": []}, {"stop": ["", ""]}, {"top_k": 0},
+    {"top_k": -1}, {"top_k": 0.0}, {"min_p": 0.0}, {"repetition_penalty": 1.0}, {"repetition_penalty": 1},
+    {"chat_template_kwargs": {}}, {"reasoning_effort": "none"}, {"model": ""}, {"stream_options": {}},
+    {name: None for name in NEUTRAL},
+])
+def test_values_that_ask_for_nothing_change_nothing(fields: dict[str, Any]) -> None:
+    assert read(**fields) == read()
+
+
+@pytest.mark.parametrize("fields", [
+    {"max_tokens": 0}, {"max_tokens": -2}, {"max_tokens": -1.0}, {"max_tokens": -1, "max_completion_tokens": -5},
+    {"max_completion_tokens": 4, "max_tokens": "x"}, {"stop": ["", "x" * 257]}, {"stop": 5}, {"top_k": 40},
+    {"top_k": False}, {"min_p": 0.05}, {"repetition_penalty": 1.1}, {"repetition_penalty": True}, {"ignore_eos": True},
+    {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "low"}, {"web_search_options": {}},
+    {"logprobs": 0}, {"n": 1.5},
+])
+def test_values_that_ask_for_something_are_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(Refusal) as refused:
+        read(**fields)
+    assert refused.value.status == 400 and refused.value.field in fields and refused.value.field in str(refused.value)
+
+
+def test_no_limit_is_what_the_server_gives() -> None:
+    assert read(False).new_tokens == read(False, max_tokens=None).new_tokens == COMPLETION_TOKENS
+    assert read(False, max_tokens=-1).new_tokens is None
+    assert read(False, max_completion_tokens=-1, max_tokens=3).new_tokens is None
+    assert read(False, max_completion_tokens=3, max_tokens=-1).new_tokens == 3
+
+
+@pytest.mark.parametrize("said", [
+    {"content": None, "tool_calls": []}, {"content": None}, {}, {"content": []}, {"content": "", "refusal": None},
+    {"content": None, "reasoning_content": "", "annotations": [], "audio": None, "function_call": None,
+     "provider_specific_fields": {"refusal": None}},
+])
+def test_an_answer_without_text_is_an_empty_message(said: dict[str, Any]) -> None:
+    found = read(messages=[HI, {"role": "assistant", **said}, HI]).messages
+    assert found == (HI, {"role": "assistant", "content": ""}, HI)
+
+
+@pytest.mark.parametrize(("message", "field"), [
+    ({"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}, "tool_calls"),
+    ({"role": "assistant", "content": "no", "refusal": "I will not"}, "refusal"),
+    ({"role": "assistant", "content": "no", "reasoning_content": "hm"}, "reasoning_content"),
+    ({"role": "assistant", "content": "no", "x": {"a": {"b": 1}}}, "x"), ({"role": "user", "content": None}, "content"),
+    ({"role": "user"}, "content"), ({"role": "assistant", "content": {}}, "content"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content"),
+    ({"role": "tool", "content": "3", "tool_call_id": "a"}, "tool_call_id"),
+])
+def test_parts_of_a_message_that_would_be_left_out_are_refused(message: dict[str, Any], field: str) -> None:
+    with pytest.raises(Refusal, match=rf"{field} of messages\[0\]") as refused:
+        read(messages=[message, HI])
+    assert refused.value.status == 400
