@@ -87,8 +87,8 @@ def test_what_a_template_may_not_do_is_said_in_one_line(template: str, part: str
         assert "\n" not in str(caught.value)
 
 
-SYSTEM_AND_USER = ("{% for m in messages %}{% if m.role in ['system', 'user'] %}[{{ m.role }}]{{ m.content }}{% endif %}"
-                   "{% endfor %}[assistant]")
+SYSTEM_AND_USER = ("{% for m in messages %}{% if m.role in ['system', 'user'] %}[{{ m.role }}]{{ m.content }}"
+                   "{% endif %}{% endfor %}[assistant]")
 SYSTEM_FIRST = ("{% for m in messages %}{% if m.role == 'system' %}{% if not loop.first %}{{ raise_exception('late') }}"
                 "{% endif %}{% endif %}{{ m.role }}:{{ m.content | trim }};{% endfor %}")
 
@@ -121,7 +121,8 @@ def test_contents_that_the_template_changes_are_not_missing() -> None:
                 "{% if m.role == 'tool' %}{{ m.content | tojson }}{% elif m.role == 'assistant' %}"
                 "{{ m.content.split('</think>')[-1] | trim }}{% else %}{{ m.content | upper | trim }}{% endif %}|"
                 "{% endfor %}{{ messages[0].content if rest | length < messages | length }}")
-    messages = chat("system: be brief", "user:  hi ", 'tool: a "b"\n', "assistant: <think>no</think> yes", "assistant: ")
+    messages = chat("system: be brief", "user:  hi ", 'tool: a "b"\n', "assistant: <think>no</think> yes",
+                    "assistant: ")
     with ChatTemplate(Tokenizer(template)) as rendered:
         assert rendered.render(messages) == 'HI|"a \\"b\\"\\n"|yes||be brief'
 

@@ -27,6 +27,7 @@ WORDS = [f"w{i}" for i in range(196)]
 TEMPLATE = ("{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
             "{% if add_generation_prompt %}w9{% endif %}")
 PROMPT, NEW, PLACES = 24, 16, 3
+ASK = {"prompt": "w1 w2 w3", "max_tokens": NEW, "temperature": 0}
 BUDGET = 1_500_000 + max(0, attention_nbytes(PLACES, 4, PROMPT + NEW, 32, PROMPT))
 
 
@@ -75,7 +76,7 @@ class Running:
 
 def made(
     folder: Path, *, places: int = PLACES, queue: int = 64, grace_s: float = 30.0, new_tokens: int = NEW,
-    name: str = "tiny", planned: LanguageModel | None = None, **options: Any
+    name: str = "tiny", planned: LanguageModel | None = None, port: int = 0, **options: Any
 ) -> tuple[Running, socket.socket]:
     """A server of the model in `folder` that is yet to be run, and the socket for it."""
     lm = planned or forebay.wrap(folder, BUDGET, places=places, prompt=PROMPT, new_tokens=new_tokens,
@@ -91,7 +92,7 @@ def made(
     tokenizer.decode = gated
     chosen = ServingOptions(name, **{"hosts": frozenset(LOOPBACK), **options})
     run = ServerRun(Service(lm, tokenizer, (2,), PROMPT, new_tokens, queue, chosen), grace_s)
-    at = bound_socket("127.0.0.1", 0)
+    at = bound_socket("127.0.0.1", port)
     return Running(run, at.getsockname()[1], gate), at
 
 
@@ -114,6 +115,25 @@ def serving(folder: Path, **options: Any) -> Iterator[Running]:
 
 def connected(server: Running) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), timeout=60)
+
+
+def request_bytes(body: bytes, path: str = "/v1/completions") -> bytes:
+    return (f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            "\r\n\r\n").encode() + body
+
+
+def asked(server: Running, **fields: Any) -> socket.socket:
+    """A connection on which a request was sent whose answer nobody has read."""
+    at = connected(server)
+    at.sendall(request_bytes(json.dumps({**ASK, **fields}).encode()))
+    return at
+
+
+def read_all(at: socket.socket) -> bytes:
+    found = b""
+    while part := at.recv(65536):
+        found += part
+    return found
 
 
 def wait_until(holds: Callable[[], bool], within_s: float = 60.0) -> None:

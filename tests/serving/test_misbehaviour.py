@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving.served import NEW, Running, connected, made, save_model, serving, wait_until
+from serving.served import (
+    ASK,
+    NEW,
+    Running,
+    asked,
+    connected,
+    made,
+    read_all,
+    request_bytes,
+    save_model,
+    serving,
+    wait_until,
+)
 from typer.testing import CliRunner
 
 from forebay.commands import plan_serving
@@ -31,7 +43,6 @@ from forebay.serving.metrics import Metrics
 from forebay.serving.run_server import bound_socket
 
 FUZZED = 10_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 300
-ASK = {"prompt": "w1 w2 w3", "max_tokens": NEW, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +58,6 @@ def server(folder: Path) -> Iterator[Running]:
         yield running
         assert not running.ended
     assert running.ended == [None]
-
-
-def request_bytes(body: bytes, path: str = "/v1/completions") -> bytes:
-    return (f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-            "\r\n\r\n").encode() + body
-
-
-def asked(server: Running, **fields: Any) -> socket.socket:
-    """A connection on which a request was sent whose answer nobody has read."""
-    at = connected(server)
-    at.sendall(request_bytes(json.dumps({**ASK, **fields}).encode()))
-    return at
-
-
-def read_all(at: socket.socket) -> bytes:
-    found = b""
-    while part := at.recv(65536):
-        found += part
-    return found
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -23,9 +23,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (job["nbytes"], job["nbytes"]))
 
     def render(messages: Messages) -> str:
-        rendered, _ = render_jinja_template(
+        rendered: Any = render_jinja_template(
             conversations=[messages], chat_template=job["template"], add_generation_prompt=True, **job["tokens"])
-        return rendered[0]
+        return rendered[0][0]
 
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_REAL, job["time_s"])  # no handler: SIGALRM ends the process

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay.commands.terminal import message_of
 from forebay.serving.answer_text import AnswerText
-from forebay.serving.batcher import Batcher, Heard, Pending
+from forebay.serving.batcher import STOPPING, Batcher, Heard, Pending
 from forebay.serving.metrics import TYPE, Metrics
 from forebay.serving.refusal import Refusal
 from forebay.serving.requests import Inquiry, read_inquiry, tokens_of
@@ -30,22 +30,26 @@ from forebay.serving.state import gauges, state
 from forebay.serving.told import chunk, whole
 
 MOST_BODY_NBYTES = 4 << 20
-BODY_S = 30.0  # for the body of a request to arrive
+HEAD_S = 30.0  # for the headers of a request to arrive
+BODY_S = 30.0  # for its body
 SEND_S = 60.0  # for a client to take what it is sent, until it counts as gone
 OPEN = ("/", "/health")  # answered without the key
+MOST_CONNECTIONS = 1024  # open at once, and requests under way
 CLIENT_LEFT = 499  # nobody sees it but the metrics
 
 
 @dataclass(frozen=True)
 class ServingOptions:
     """What a server is told beside its model: its model's name, the key that requests must bear (None: none), and the
-    names of its host that they may use (None: any)."""
+    names of its host that they may use (None: any); how long and how many its clients may be."""
 
     name: str
     api_key: str | None = None
     hosts: frozenset[str] | None = None
     send_s: float = SEND_S
     body_s: float = BODY_S
+    head_s: float = HEAD_S
+    most_connections: int = MOST_CONNECTIONS
 
 
 def make_app(
@@ -82,20 +86,23 @@ def _failed(request: HttpRequest, error: Exception) -> Response:
 
 
 class _Guard:
-    """Asks for the key and the host, and counts responses."""
+    """Asks for the key and the host, counts responses, and refuses what is too much or cut off by the server's end."""
 
     def __init__(self, app: ASGIApp, options: ServingOptions, metrics: Metrics) -> None:
         self.app, self.options, self.metrics = app, options, metrics
         self._key = options.api_key.encode() if options.api_key is not None else None
+        self._under_way = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, path = dict(scope["headers"]), scope["path"]
+        headers, path, began = dict(scope["headers"]), scope["path"], False
 
         async def counted(message: Any) -> None:
+            nonlocal began
             if message["type"] == "http.response.start":
+                began = True
                 known = path if path in PATHS else "other"
                 self.metrics.responded(known, message["status"])
             await send(message)
@@ -104,7 +111,15 @@ class _Guard:
         if refusal is not None:
             await _refused(HttpRequest(scope), refusal)(scope, receive, counted)
             return
-        await self.app(scope, receive, counted)
+        self._under_way += 1
+        try:
+            await self.app(scope, receive, counted)
+        except asyncio.CancelledError:  # the server ends, and its time to finish is over
+            if began:
+                raise
+            await _refused(HttpRequest(scope), Refusal(503, STOPPING))(scope, receive, counted)
+        finally:
+            self._under_way -= 1
 
     def _refusal(self, headers: dict[bytes, bytes], path: str) -> Refusal | None:
         hosts = self.options.hosts
@@ -114,6 +129,8 @@ class _Guard:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
                 return Refusal(401, "send the server's key, as Authorization: Bearer KEY", code="invalid_api_key")
+        if self._under_way >= self.options.most_connections and path not in OPEN:
+            return Refusal(503, f"{self._under_way} requests are under way; try again later")
         return None
 
 

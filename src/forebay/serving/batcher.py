@@ -24,6 +24,7 @@ from forebay.serving.refusal import Refusal
 
 LOG = logging.getLogger("forebay")
 TRIES = 3  # failures of the model one after the other, without an answer between them, until the server ends
+STOPPING = "the server is stopping; ask another one"
 RECENT = 64  # answers whose times are kept to be shown
 
 
@@ -102,7 +103,7 @@ class Batcher:
             if self.broken is not None:
                 raise Refusal(503, f"the model failed: {self.broken}")
             if self._draining:
-                raise Refusal(503, "the server is stopping; ask another one")
+                raise Refusal(503, STOPPING)
             if len(self._waiting) >= self.most_waiting + max(0, self._places - len(self.running)):
                 raise Refusal(429, f"all {self._places} places are taken, and {len(self._waiting)} requests wait; try "
                               "again later, or start the server with a longer --queue", code="queue_full")
@@ -125,7 +126,7 @@ class Batcher:
         """Finish what runs, refuse what waits and what comes, and end the thread."""
         with self._changed:
             self._draining = True
-            self._refuse_waiting(Refusal(503, "the server is stopping; ask another one"))
+            self._refuse_waiting(Refusal(503, STOPPING))
             self._changed.notify_all()
 
     def join(self, timeout_s: float | None = None) -> bool:

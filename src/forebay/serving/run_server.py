@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import threading
@@ -19,12 +20,13 @@ from forebay.commands.prompts import BadPrompt, Request, check_ids, prompt_ids
 from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.serving.app import ServingOptions, make_app
 from forebay.serving.batcher import Batcher
-from forebay.serving.connection import connection_type
+from forebay.serving.connection import ConnectionLimits, connection_type
 from forebay.serving.metrics import Metrics
 from forebay.serving.refusal import Refusal
 from forebay.serving.requests import Inquiry
 
-MOST_CONNECTIONS = 1024
+BACKLOG = 128  # connections that wait to be accepted
+OTHER_FILES = 128  # that the process may open besides its connections
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -44,12 +46,17 @@ class Service:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at the address, not listening yet; OSError if it cannot be had."""
+    """A socket at the address, not listening yet; OSError if it cannot be had.
+
+    The address may have connections of a server that has ended. Until it listens, it is for this socket alone: a second
+    server fails here, not after it has planned.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     found = socket.socket(family, kind, protocol)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except BaseException:
         found.close()
         raise
@@ -97,13 +104,14 @@ class ServerRun:
 
             app = make_app(self.batcher, tokenize, decode, self.service.options, self.metrics)
             config = uvicorn.Config(
-                app, log_config=None, log_level="critical", lifespan="off", ws="none", loop="asyncio",
-                http=connection_type(self.service.options.send_s), limit_concurrency=MOST_CONNECTIONS,
-                server_header=False, proxy_headers=False, timeout_graceful_shutdown=max(1, int(self._grace_s)))
+                app, log_config=None, log_level="critical", lifespan="off", ws="none", loop="asyncio", backlog=BACKLOG,
+                http=connection_type(_connection_limits(self.service.options)), server_header=False,
+                proxy_headers=False, timeout_graceful_shutdown=max(1, int(self._grace_s)))
             self._uvicorn = _Uvicorn(config, on_start, self.batcher.drain)
-            self.batcher.start()
             try:
-                with _heard_signals():
+                with _signals(self.stop):
+                    self.batcher.start()
+                    at.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections have it from here
                     asyncio.run(self._uvicorn.serve([at]))
             finally:
                 at.close()
@@ -133,13 +141,21 @@ def _tokenized(inquiry: Inquiry, tokenizer: Any, template: ChatTemplate, vocab_s
     return ids
 
 
+def _connection_limits(options: ServingOptions) -> ConnectionLimits:
+    """The options' limits, with no more connections than the process may open files for."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = max(1, files - BACKLOG - OTHER_FILES)
+    return ConnectionLimits(min(options.most_connections, room), options.head_s, options.send_s)
+
+
 @contextlib.contextmanager
-def _heard_signals() -> Iterator[None]:
-    """uvicorn raises the signals that stopped it once more, when all is finished; here they have done their work."""
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Let SIGINT and SIGTERM stop the server, before uvicorn handles them and when it raises them once more."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, lambda number, frame: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, lambda number, frame: stop())
+              for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
