@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from serving.served import save_model
+from typer.testing import CliRunner
 
+from forebay.commands import chat as chat_command
 from forebay.commands import chat_template
+from forebay.commands.app import app
 from forebay.commands.chat_template import ChatTemplate, TemplateError
 from forebay.commands.prompts import BadLine, Request, encode
 
@@ -144,3 +148,15 @@ def test_nothing_is_left_running() -> None:
     rendered.close()
     assert process.poll() is not None
     rendered.close()
+
+
+@pytest.mark.parametrize("command", [["run", "MODEL", "hi", "--chat"], ["chat", "MODEL"]])
+def test_every_command_renders_within_the_limits(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_command, "FIRST_PROMPT", 16)  # the model has 128 positions
+    save_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ '%1000000000d' % 1 }}")
+    given = [str(tmp_path) if word == "MODEL" else word for word in command]
+    found = CliRunner().invoke(app, [*given, "--budget", "9MB", "--max-new-tokens", "4"], input="hi\n")
+    assert found.exit_code == 2 and "it takes more than 1024 MiB of memory" in " ".join(found.stderr.split())

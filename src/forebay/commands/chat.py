@@ -55,7 +55,8 @@ def chat(
 ) -> None:
     """Talk with MODEL, line by line, until the end of the input (Ctrl-D)."""
     with clean_errors(debug):
-        from forebay.commands.prompts import JobError, load_tokenizer
+        from forebay.commands.chat_template import ChatTemplate
+        from forebay.commands.prompts import JobError, Request, load_tokenizer, prompt_ids
         from forebay.runtime.run.sampling import Sampling
 
         try:
@@ -68,11 +69,12 @@ def chat(
         tokenizer = load_tokenizer(folder)
         if not getattr(tokenizer, "chat_template", None):
             raise JobError(f"the tokenizer of {model} has no chat template; try forebay run {model} \"a prompt\"")
-        with _planned(folder, budget, FIRST_PROMPT, max_new_tokens, cache, machine, speculate is not False,
-                      draft, activations) as lm:
+        with ChatTemplate(tokenizer) as template, _planned(
+                folder, budget, FIRST_PROMPT, max_new_tokens, cache, machine, speculate is not False, draft,
+                activations) as lm:
             for turn, line in enumerate(_lines()):
                 messages.append({"role": "user", "content": line})
-                ids = _templated(tokenizer, messages)
+                ids = prompt_ids(Request(turn, turn, messages=messages), tokenizer, template)
                 text = _stream(lm, tokenizer, ids, max_new_tokens, sampling, seed + turn)
                 messages.append({"role": "assistant", "content": text})
 
@@ -83,8 +85,9 @@ def answer_one(
     activations: str = "native",
 ) -> None:
     """Print the answer to one prompt as its tokens come, then to stderr what time it took."""
+    from forebay.commands.chat_template import ChatTemplate
     from forebay.commands.plain_tokenizer import plain_tokenizer
-    from forebay.commands.prompts import JobError, load_tokenizer
+    from forebay.commands.prompts import JobError, Request, load_tokenizer, prompt_ids
 
     if not prompt.strip():
         raise JobError("the prompt is empty")
@@ -92,7 +95,8 @@ def answer_one(
     tokenizer = (None if chat else plain_tokenizer(folder)) or load_tokenizer(folder)
     if chat and not getattr(tokenizer, "chat_template", None):
         raise JobError("the model's tokenizer has no chat template; leave --chat out")
-    ids = _templated(tokenizer, [{"role": "user", "content": prompt}]) if chat else tokenizer(prompt)["input_ids"]
+    with ChatTemplate(tokenizer) as template:
+        ids = prompt_ids(Request(1, 1, prompt), tokenizer, template, chat)
     with _planned(folder, budget, len(ids), max_new_tokens, cache, machine, speculate, draft, activations) as lm:
         _stream(lm, tokenizer, ids, max_new_tokens, sampling, seed)
 
@@ -142,24 +146,15 @@ def _planned(
     return lm
 
 
-def _templated(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    from forebay.commands.prompts import JobError
-
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates are programs of their own and raise what they like
-        raise JobError(f"the chat template refuses these messages: {error}") from error
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def _stream(
     lm: LanguageModel, tokenizer: Any, ids: list[int], new_tokens: int, sampling: Sampling, seed: int
 ) -> str:
     """Print an answer as its tokens come, and to stderr what time it took; returns its text."""
     import torch
 
-    from forebay.commands.prompts import JobError, stop_ids
+    from forebay.commands.prompts import JobError, check_ids, ids_text, stop_ids
 
+    check_ids(ids, None, lm.captured.vocab_size)
     limit = lm.captured.max_positions
     if limit and len(ids) + new_tokens > limit:
         raise JobError(f"{len(ids)} tokens and an answer of {new_tokens} exceed the model's {limit} positions; ask for "
@@ -177,14 +172,14 @@ def _stream(
         nonlocal shown
         times.append(time.monotonic())
         made.append(int(column[0]))
-        text = tokenizer.decode(made, skip_special_tokens=True)
+        text = ids_text(tokenizer, made)
         if text.startswith(shown) and not text.endswith("\ufffd"):  # else the next token may complete a character
             print(text[len(shown) :], end="", flush=True)
             shown = text
 
     _generate(lm, ids, new_tokens, stop_ids(lm.checkpoint.folder, tokenizer), sampling,
               torch.Generator().manual_seed(seed), on_token)
-    text = tokenizer.decode(made, skip_special_tokens=True)
+    text = ids_text(tokenizer, made)
     print(text.removeprefix(shown))
     first, last, count = times[1], times[-1], len(times) - 1
     say(f"{count} tokens: {times[0] - began:.1f} s to load, {first - times[0]:.1f} s of prefill, {last - first:.1f} s "

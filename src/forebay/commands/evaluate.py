@@ -16,7 +16,7 @@ import typer
 
 from forebay.commands.machine import machine_profile
 from forebay.commands.options import ActivationsOption, CacheOption, DequantizeOption, model_folder
-from forebay.commands.prompts import JobError, load_tokenizer
+from forebay.commands.prompts import JobError, load_tokenizer, text_ids
 from forebay.commands.terminal import clean_errors, console, progress_bar
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ def next_word_accuracy(lm: LanguageModel, passages: Sequence[Passage], progress:
 def tokenize(folder: Path, text: str) -> Tokens:
     """A text by the tokenizer in a model's folder."""
     tokenizer = load_tokenizer(folder)
-    opening = [i for i in tokenizer("")["input_ids"] if i != tokenizer.eos_token_id]
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    opening = [i for i in text_ids(tokenizer, "") if i != tokenizer.eos_token_id]
+    ids = text_ids(tokenizer, text, add_special_tokens=False, verbose=False)
     return Tokens(torch.tensor(opening, dtype=torch.int64), torch.tensor(ids, dtype=torch.int64))
 
 
@@ -196,7 +196,7 @@ def _read_texts(path: Path) -> list[str]:
 def _passage(text: str, tokenizer: Any) -> Passage:
     """Ids of a text, and how many of them stand before the tokens of its last word."""
     before = text[: text.rindex(text.split()[-1])].rstrip()
-    ids, known = tokenizer(text)["input_ids"], tokenizer(before)["input_ids"]
+    ids, known = text_ids(tokenizer, text), text_ids(tokenizer, before)
     if ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     same = next((i for i, (a, b) in enumerate(zip(ids, known, strict=False)) if a != b), min(len(ids), len(known)))

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from forebay.commands.tokenizer_bounds import check_folder
 from forebay.rewriter.checkpoints.named_errors import panicking
 
 CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # those that add no code of their own
@@ -44,6 +45,7 @@ def plain_tokenizer(folder: Path) -> PlainTokenizer | None:
         if (folder / "special_tokens_map.json").exists() or (folder / "added_tokens.json").exists():
             return None
         eos = settings.get("eos_token")
+        check_folder(folder)
         with panicking():
             return PlainTokenizer(folder, eos) if eos is None or isinstance(eos, str) else None
     except Exception:  # the tokenizers library raises plain Exception; transformers says what is wrong

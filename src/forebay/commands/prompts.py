@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.commands.chat_template import ChatTemplate
+from forebay.commands.tokenizer_bounds import UnboundedTokenizer, check_folder, check_loaded
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos
 from forebay.rewriter.checkpoints.named_errors import panicking
@@ -141,7 +142,7 @@ def encode(
     return prompts, bad
 
 
-class BadPrompt(ValueError):
+class BadPrompt(JobError):
     """Why a prompt cannot be answered."""
 
 
@@ -152,17 +153,18 @@ def prompt_ids(request: Request, tokenizer: Any, template: ChatTemplate, chat: b
     if messages is None and chat:
         messages = [{"role": "user", "content": request.prompt}]
     if messages is None:
-        return _tokenized(tokenizer, request.prompt)
+        return text_ids(tokenizer, request.prompt or "")
     if not getattr(tokenizer, "chat_template", None):
         raise BadPrompt('the model\'s tokenizer has no chat template; use "prompt"')
     try:
         text = template.render(messages)
     except ValueError as error:
         raise BadPrompt(f"the chat template refuses these messages: {error}") from error
-    return _tokenized(tokenizer, text, add_special_tokens=False)
+    return text_ids(tokenizer, text, add_special_tokens=False)
 
 
-def _tokenized(tokenizer: Any, text: str | None, **options: Any) -> list[int]:
+def text_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """Token ids of a text, with the tokenizer's own `options`; BadPrompt where it fails."""
     try:
         with panicking():
             return tokenizer(text, **options)["input_ids"]
@@ -170,6 +172,17 @@ def _tokenized(tokenizer: Any, text: str | None, **options: Any) -> list[int]:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception: an unknown word without an [UNK], say
         raise BadPrompt(f"the tokenizer refuses it: {error}") from error
+
+
+def ids_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of token ids, without special tokens; JobError where the tokenizer fails."""
+    try:
+        with panicking():
+            return tokenizer.decode(ids, skip_special_tokens=True)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise JobError(f"the tokenizer cannot read the answer: {error}") from error
 
 
 def check_ids(ids: Sequence[int], most_tokens: int | None, vocab_size: int) -> None:
@@ -186,14 +199,19 @@ def check_ids(ids: Sequence[int], most_tokens: int | None, vocab_size: int) -> N
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's own tokenizer; JobError where it has none that works."""
+    """The folder's own tokenizer; JobError where it has none that works, or one that may make too much of a text."""
     from transformers import AutoTokenizer
 
     try:
+        check_folder(folder)
         with panicking():
-            return AutoTokenizer.from_pretrained(folder, **LOCAL_ONLY)
+            tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL_ONLY)
+        check_loaded(tokenizer)
+        return tokenizer
     except ModuleNotFoundError:
         raise
+    except UnboundedTokenizer as error:
+        raise JobError(f"{folder} holds no usable tokenizer: {error}") from error
     except Exception as error:  # the tokenizers library raises plain Exception, and transformers whatever it meets
         raise JobError(f"{folder} holds no usable tokenizer (tokenizer.json): {error!r}") from error
 

@@ -217,6 +217,7 @@ def _answer(
     from forebay.commands import jobs
     from forebay.commands.job_progress import JobProgress
     from forebay.commands.process_memory import MemoryWatch, beside_nbytes, calls_of, disk_read_nbytes
+    from forebay.commands.prompts import ids_text
     from forebay.drafting import files_in_budget, in_one_budget, plans_in_budget
     from forebay.rewriter.report.explain import summarise_plan
     from forebay.runtime.disk.page_cache import drop_file
@@ -228,7 +229,7 @@ def _answer(
     read_before, began, done, spent = disk_read_nbytes(), time.monotonic(), WorkDone(), Spent()
 
     def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
+        return ids_text(tokenizer, ids)
 
     parts, files = in_one_budget(lm), files_in_budget(lm)
     for path in files:

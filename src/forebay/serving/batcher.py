@@ -194,7 +194,7 @@ class Batcher:
             more = pending.answer.add(token)
         except Exception as error:  # the tokenizer's; of no concern to the others
             pending.left = True
-            pending.hear(Heard(refusal=Refusal(500, f"the tokenizer cannot read the answer: {error}")))
+            pending.hear(Heard(refusal=Refusal(500, message_of(error) or one_line(repr(error)))))
             return False
         if more and len(pending.answer.ids) < pending.new_tokens and (text := pending.answer.tell(last=False)):
             pending.hear(Heard(text))

@@ -16,7 +16,7 @@ import uvicorn
 
 from forebay.api import LanguageModel
 from forebay.commands.chat_template import ChatTemplate
-from forebay.commands.prompts import BadPrompt, Request, check_ids, prompt_ids
+from forebay.commands.prompts import BadPrompt, Request, check_ids, ids_text, prompt_ids
 from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.serving.app import ServingOptions, make_app
 from forebay.serving.batcher import Batcher
@@ -100,7 +100,7 @@ class ServerRun:
                     return _tokenized(inquiry, tokenizer, template, self.service.lm.captured.vocab_size)
 
             def decode(ids: list[int]) -> str:
-                return tokenizer.decode(ids, skip_special_tokens=True)
+                return ids_text(tokenizer, ids)
 
             app = make_app(self.batcher, tokenize, decode, self.service.options, self.metrics)
             config = uvicorn.Config(
