@@ -32,7 +32,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,), "repetition_penalty": (1,), "repeat_penalty": (1,), "length_penalty": (1,), "min_tokens": (0,),
     "stop_token_ids": ([],), "ignore_eos": (False,), "use_beam_search": (False,), "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
-    "chat_template_kwargs": ({},), "documents": ([],), "extra_body": ({},)}
+    "chat_template_kwargs": ({},), "documents": ([],)}
 SERVED = {"model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "stream",
           "stream_options"}
 UNLIMITED = -1  # of max_tokens: as many as the server gives
