@@ -133,7 +133,9 @@ def test_contents_that_the_template_changes_are_not_missing() -> None:
 
 @pytest.mark.parametrize(("template", "text"), [
     (SYSTEM_AND_USER, "[system]be brief[user]hi[assistant]"), (SYSTEM_FIRST, "system:be brief;user:hi;"),
-    (SYSTEM_FIRST + "{# developer #}", "developer:be brief;user:hi;"),
+    (SYSTEM_FIRST + "for developers", "system:be brief;user:hi;for developers"),
+    (SYSTEM_FIRST + "{% if messages[0].role == 'developer' %}!{% endif %}", "developer:be brief;user:hi;!"),
+    (SYSTEM_FIRST + '{% if messages[0].role == "developer" %}!{% endif %}', "developer:be brief;user:hi;!"),
 ])
 def test_the_role_developer_is_system_where_the_template_does_not_name_it(template: str, text: str) -> None:
     with ChatTemplate(Tokenizer(template)) as rendered:

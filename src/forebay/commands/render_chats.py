@@ -41,7 +41,7 @@ def main() -> None:
 
 def _known_roles(messages: Messages, template: str) -> Messages:
     """The messages, with OpenAI's role `developer` as `system` if the template does not name it."""
-    if "developer" in template:
+    if "'developer'" in template or '"developer"' in template:
         return messages
     return [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
 

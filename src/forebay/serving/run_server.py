@@ -144,8 +144,9 @@ def _tokenized(inquiry: Inquiry, tokenizer: Any, template: ChatTemplate, vocab_s
 def _connection_limits(options: ServingOptions) -> ConnectionLimits:
     """The options' limits, with no more connections than the process may open files for."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = max(1, files - BACKLOG - OTHER_FILES)
-    return ConnectionLimits(min(options.most_connections, room), options.head_s, options.send_s)
+    room = max(files // 2, files - BACKLOG - OTHER_FILES)
+    most = options.most_connections if files == resource.RLIM_INFINITY else min(options.most_connections, room)
+    return ConnectionLimits(most, options.head_s, options.send_s)
 
 
 @contextlib.contextmanager
