@@ -219,6 +219,20 @@ def test_pages_are_wrapped() -> None:
     assert len(pages) > 8 and not wide
 
 
+def test_cores_and_memory_are_asked_for_in_one_place() -> None:
+    """There a container's limits count. `neighbours` wants to know which cores they are, and not how many."""
+    asking = set()
+    for name, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (isinstance(node, ast.Attribute) and node.attr in ("cpu_count", "process_cpu_count", "sched_getaffinity",
+                                                                  "virtual_memory")) or (
+                    isinstance(node, ast.Constant) and isinstance(node.value, str)
+                    and node.value.startswith(("MemAvailable", "MemFree", "MemTotal", "SC_AVPHYS", "SC_PHYS",
+                                               "SC_NPROCESSORS"))):
+                asking.add(name)
+    assert asking == {"forebay.kernels.build.process_limits", "forebay.runtime.measure.neighbours"}
+
+
 # Who reads the environment: the cache folder, the compiler, the switches, how threads wait, what torchrun says; the
 # command line sets it.
 READ_ENVIRONMENT = {"forebay.kernels.build.cache_folder", "forebay.kernels.build.compile", "forebay.rewriter.switches",

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forebay.kernels.build.cache_folder import locked, make_cache_folder
+from forebay.kernels.build.process_limits import core_count
 
 LINK_FLAGS = ("-shared",)
 COMPILE_LIMIT_S = 300
@@ -87,7 +88,7 @@ def build(library: Library, cxx: str) -> Path:
         return trust(made)
     longest_first = sorted(texts, key=lambda path: -len(texts[path]))
     command = [cxx, *library.flags, *(f"-I{path}" for path in library.include)]
-    with locked(f"{library.name}.lock"), concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with locked(f"{library.name}.lock"), concurrent.futures.ThreadPoolExecutor(core_count()) as pool:
         list(pool.map(lambda path: _make(objects[path], [*command, "-c", str(path)]), longest_first))
         _make(made, [cxx, *library.flags, *LINK_FLAGS, *(str(trust(path)) for path in objects.values())])
     return trust(made)

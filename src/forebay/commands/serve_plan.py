@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -229,12 +228,13 @@ def _search(
     service: ServiceWanted, level: ServiceLevel, rate: float | None, space: tuple[int, tuple[int, ...], int],
     how: tuple[int, Prices | None],
 ) -> tuple[list[Goodput], dict[str, str]]:
+    from forebay.kernels.build.process_limits import core_count
     from forebay.rewriter.serving.goodput import UNPRICED
     from forebay.rewriter.serving.search import search_services
     from forebay.rewriter.serving.strategies import strategies
 
     (jobs, prices), (candidates, refused) = how, strategies(service, *space)
-    workers = min(jobs or os.cpu_count() or 1, len(candidates))
+    workers = min(jobs or core_count(), len(candidates))
     with progress_bar() as bar:
         task = bar.add_task("simulating", total=len(candidates), note="")
         found, later = search_services(candidates, service, level, rate, workers,
