@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = ["CaptureError", "capture_model"]
+MOST_TABLES_NBYTES = 256 << 20  # of masks and positions that a model computes when it is made
 
 
 def capture_model(
@@ -136,11 +137,25 @@ def _check_same_parameters(given: nn.Module, built: PreTrainedModel) -> None:
         raise CaptureError(f"its parameters are not those its config describes, first difference at {odd[0]!r}")
 
 
+def _refuse_large_tables(model: PreTrainedModel) -> None:
+    """CaptureError for non-persistent buffers that would take more memory than a model's do: a config alone says how
+    long they are."""
+    tables = {f"{name}.{key}": buffer for name, module in model.named_modules()
+              for key, buffer in module._buffers.items()
+              if buffer is not None and key in module._non_persistent_buffers_set}
+    total = sum(table.nbytes for table in tables.values())
+    if total > MOST_TABLES_NBYTES:
+        name, largest = max(tables.items(), key=lambda entry: entry[1].nbytes)
+        raise CaptureError(f"its config asks for {total} bytes of tables that no checkpoint holds, the largest {name} "
+                           f"of {list(largest.shape)}; {MOST_TABLES_NBYTES} are the most")
+
+
 def _fill_constants(model: PreTrainedModel) -> None:
     """Give every non-persistent buffer its real value, by the same call that transformers' own loading uses.
 
     Filling twice over different contents shows whether every element was written.
     """
+    _refuse_large_tables(model)
     for name, module in model.named_modules():
         buffers = {
             k: b for k, b in module._buffers.items() if b is not None and k in module._non_persistent_buffers_set
