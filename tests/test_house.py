@@ -219,6 +219,44 @@ def test_pages_are_wrapped() -> None:
     assert len(pages) > 8 and not wide
 
 
+# Who opens files for reading by itself, and why that is safe; all others use `forebay.rewriter.ir.files`.
+READ_BY_THEMSELVES = {
+    "forebay.rewriter.ir.files": "the one place",
+    **dict.fromkeys(("forebay.rewriter.checkpoints.checkpoint", "forebay.rewriter.checkpoints.identity",
+                     "forebay.rewriter.checkpoints.gguf", "forebay.rewriter.checkpoints.gguf_config",
+                     "forebay.exported.source", "forebay.runtime.disk.reader", "forebay.runtime.disk.page_cache"),
+                    "weights, whose header was read there before"),
+    "forebay.commands.plain_tokenizer": "the folder is looked through first",
+    **dict.fromkeys(("forebay.rewriter.checkpoints.packed", "forebay.rewriter.checkpoints.resolve",
+                     "forebay.rewriter.checkpoints.conversions", "forebay.kernels.build.cache_folder",
+                     "forebay.kernels.build.compile", "forebay.drafts_seen"), "the user's own cache folder"),
+    **dict.fromkeys(("forebay.rewriter.checkpoints.module_weights", "forebay.kernels.build.process_limits",
+                     "forebay.runtime.measure.neighbours", "forebay.runtime.measure.kept",
+                     "forebay.runtime.comm.loops", "forebay.commands.process_memory"), "files of the kernel"),
+    **dict.fromkeys(("forebay.rewriter.checkpoints.packed_writer", "forebay.runtime.disk.spill",
+                     "forebay.runtime.disk.temporary", "forebay.commands.jobs"),
+                    "what it writes itself"),
+    **dict.fromkeys(("forebay.kernels.products.linear.selection", "forebay.serving.app"), "installed with the package"),
+}
+
+
+def test_files_of_others_are_opened_in_one_place() -> None:
+    """There a pipe, a device and a socket are refused. Opened to be written does not count."""
+    found = set()
+    for name, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            mode = "".join(str(each.value) for each in [*node.args[1:2], *(k.value for k in node.keywords if k.arg
+                           == "mode")] if isinstance(each, ast.Constant))
+            if called.split(".")[-1] in ("read_text", "read_bytes", "from_file", "fromfile", "memmap") or (
+                    called in ("open", "io.open", "os.open") and not set(mode) & set("wax")
+                    and not any(word in ast.unparse(node) for word in ("WRONLY", "devnull", "(draft, "))):
+                found.add(name)
+    assert found == set(READ_BY_THEMSELVES)
+
+
 def test_cores_and_memory_are_asked_for_in_one_place() -> None:
     """There a container's limits count. `neighbours` wants to know which cores they are, and not how many."""
     asking = set()

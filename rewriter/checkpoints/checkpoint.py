@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import torch
 from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_state, sample_tensors
 from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
+from forebay.rewriter.ir.files import open_input, read_input
 
 if TYPE_CHECKING:
     from forebay.rewriter.checkpoints.packed import Packed
@@ -173,11 +173,8 @@ def read_tensor(record: TensorRecord) -> torch.Tensor:
 def read_header(path: str | os.PathLike[str]) -> dict[str, TensorRecord]:
     """The tensors of one safetensors file in file order, its header proved consistent with its size."""
     try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path} is not a regular file")
-            size = status.st_size
+        with open_input(path) as file:
+            size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise CheckpointError(
@@ -227,7 +224,7 @@ def fingerprint_of(tensors: Mapping[str, TensorRecord], folder: Path | None) -> 
     if folder is not None:
         digest.update(sample_tensors(tensors).encode())
     if folder is not None and (folder / "config.json").is_file():
-        digest.update((folder / "config.json").read_bytes())
+        digest.update(read_input(folder / "config.json"))
     return digest.hexdigest()
 
 
@@ -250,8 +247,10 @@ def _read_noted(path: Path, states: dict[str, FileState]) -> dict[str, TensorRec
 
 def _open_shards(folder: Path, states: dict[str, FileState]) -> dict[str, TensorRecord]:
     try:
-        weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        weight_map = json.loads(read_input(folder / INDEX))["weight_map"]
         named = {str(name): str(shard) for name, shard in weight_map.items()}
+    except OSError as error:
+        raise CheckpointError(f"{folder / INDEX} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / INDEX}: corrupt index: no usable weight_map ({error!r})") from error
     tensors: dict[str, TensorRecord] = {}

@@ -14,6 +14,7 @@ import numpy as np
 
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.gguf_keys import ARCHITECTURES
+from forebay.rewriter.ir.files import open_input
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -183,7 +184,7 @@ def _parse(path: Path) -> tuple[dict[str, object], list[GgufTensor]]:
     """Metadata and tensors of one file."""
     if not path.is_file():
         raise CheckpointError(f"no GGUF file at {path}")
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         fields = _Fields(file)
         if file.read(4) != b"GGUF":
             raise CheckpointError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")

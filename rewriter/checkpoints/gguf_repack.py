@@ -20,6 +20,7 @@ from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, ggu
 from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
 from forebay.rewriter.checkpoints.identity import FileState, file_states, read_whole
 from forebay.rewriter.checkpoints.named_errors import naming
+from forebay.rewriter.ir.files import open_input
 
 PIECE_NBYTES = 4 << 20
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that hold values as they are
@@ -141,7 +142,7 @@ class GgufWeight:
         width = self.tensor.nbytes // self.tensor.shape[0]
         out = np.empty((len(order), width), np.uint8)
         ends = np.flatnonzero(np.diff(np.append(order, -1)) != 1) + 1  # of runs that lie in a row
-        with naming(self.tensor.path), open(self.tensor.path, "rb", buffering=0) as file:
+        with naming(self.tensor.path), open_input(self.tensor.path, buffering=0) as file:
             for begin, end in zip((0, *ends), ends, strict=False):
                 at, nbytes = self.tensor.offset + int(order[begin]) * width, int(end - begin) * width
                 found = read_whole(file.fileno(), nbytes, at)

@@ -36,6 +36,7 @@ from forebay.rewriter.checkpoints.checkpoint import (
 from forebay.rewriter.checkpoints.identity import FileState, file_state
 from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.files import open_input, read_input
 
 MANIFEST, UNFINISHED = "forebay.json", "forebay.unfinished.json"
 FORMAT, VERSION = "forebay-quantized", 1
@@ -124,7 +125,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`, proved whole by its own checksum."""
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        text = read_input(path)
     except FileNotFoundError as error:
         if (folder / UNFINISHED).exists():
             raise CheckpointError(f"{folder} is a quantised model that was not finished; run the same "
@@ -152,7 +153,7 @@ def manifest_checksum(manifest: Mapping[str, Any]) -> str:
 
 def file_checksum(path: Path) -> str:
     """SHA-256 of a small file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_input(path)).hexdigest()
 
 
 def verify_tensors(
@@ -165,7 +166,7 @@ def verify_tensors(
     done, total = 0, sum(record.nbytes for record in tensors.values())
     for name, record in sorted(tensors.items(), key=lambda entry: (entry[1].path, entry[1].offset)):
         digest = hashlib.sha256()
-        with naming(record.path), open(record.path, "rb", buffering=0) as file:
+        with naming(record.path), open_input(record.path, buffering=0) as file:
             left, at = record.nbytes, record.offset
             while left:
                 piece = os.pread(file.fileno(), min(left, READ_NBYTES), at)

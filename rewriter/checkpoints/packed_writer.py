@@ -37,6 +37,7 @@ from forebay.rewriter.checkpoints.packed import (
 )
 from forebay.rewriter.checkpoints.write_tensors import require_free
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.files import read_input
 
 SHARD_NBYTES = 1 << 30
 FLUSH_NBYTES = 64 << 20  # written pages are forced to disk and dropped from the page cache after this many bytes
@@ -151,7 +152,7 @@ def _begun(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         if name not in names:
             continue
         try:
-            known = json.loads((out / name).read_bytes())
+            known = json.loads(read_input(out / name))
             before, shards = known["settings"], dict(known["shards"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{out / name} is torn or altered: {error!r}; remove the folder {out}") from error

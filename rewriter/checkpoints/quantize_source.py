@@ -39,6 +39,7 @@ from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import (
     copy_model_files,
 )
+from forebay.rewriter.ir.files import read_input, write_text
 
 PIECE_NBYTES = 4 << 20  # float32 bytes quantised at a time
 
@@ -172,11 +173,11 @@ def _write_ties(path: Path, config: Any) -> None:
     """Say in a config.json that head and embedding are two weights, where the checkpoint has them apart."""
     if config.get_text_config().tie_word_embeddings:
         return
-    settings = json.loads(path.read_bytes())
+    settings = json.loads(read_input(path))
     for each in (settings, settings.get("text_config")):
         if isinstance(each, dict) and each.get("tie_word_embeddings", each is settings):
             each["tie_word_embeddings"] = False
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(settings, indent=2) + "\n")
 
 
 def _file_tensors(checkpoint: Checkpoint) -> list[SourceTensor]:

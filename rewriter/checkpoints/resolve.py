@@ -27,6 +27,7 @@ from forebay.rewriter.checkpoints.checkpoint import (
     open_checkpoint,
     refuse_other_formats,
 )
+from forebay.rewriter.checkpoints.config import require_regular_files
 from forebay.rewriter.checkpoints.gguf import convert_gguf
 from forebay.rewriter.checkpoints.gguf_header import gguf_parts
 from forebay.rewriter.checkpoints.gguf_repack import other_dtype
@@ -86,6 +87,7 @@ def resolve_model(
         return demo_checkpoint(progress, dequantize=dequantize)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
+        require_regular_files(path)
         settings = quantization_settings(path)
         if settings is None:
             return path

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 from forebay.kernels.formats.table import cache_format, checkpoint_format, weight_format
 from forebay.rewriter.ir.block import ALONE, Block
+from forebay.rewriter.ir.files import StrPath, read_input, write_text
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.score_range import ScoreRange, check_ranges
 
@@ -250,14 +250,14 @@ class Plan:
     def to_json(self, indent: int | None = 1) -> str:
         return json.dumps(asdict(self), indent=indent)
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+    def save(self, path: StrPath) -> None:
+        write_text(path, self.to_json() + "\n")
 
 
-def load_plan(path: str | Path) -> Plan:
+def load_plan(path: StrPath) -> Plan:
     """Read and validate a plan file; PlanError names the first bad field."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(read_input(path))
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

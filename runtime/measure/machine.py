@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from forebay.kernels.build.process_limits import available_nbytes, core_count
+from forebay.kernels.build.process_limits import core_count
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.machine.both_ways import BothWays
 from forebay.rewriter.machine.points import Contention, GemmPoint

@@ -12,6 +12,7 @@ import typer
 
 from forebay.commands.options import DebugOption
 from forebay.commands.terminal import clean_errors, progress_bar
+from forebay.rewriter.ir.files import read_input_text, write_text
 
 if TYPE_CHECKING:
     from forebay.rewriter.machine.profile import Machine
@@ -124,7 +125,7 @@ def _load(path: Path | None, given: dict[str, Any]) -> LoadWanted:
         import yaml
 
         try:
-            read = yaml.safe_load(path.read_text(encoding="utf-8"))
+            read = yaml.safe_load(read_input_text(path))
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise JobError(f"{path} is not YAML: {error}") from error
         if not isinstance(read, dict):
@@ -349,5 +350,5 @@ def _save(best: Goodput, service: ServiceWanted, level: ServiceLevel, data: dict
     top = 1.3 * (best.rate or rate)
     points = [measure(found, service.traffic, level, top * (i + 1) / RATES) for i in range(RATES)]
     draw_against_rate(points, level, title.rpartition(",")[0], paths[1])
-    paths[2].write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(paths[2], json.dumps(data, indent=1, allow_nan=False) + "\n")
     return [str(path) for path in paths]

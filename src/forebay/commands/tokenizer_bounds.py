@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
     """
     for path in sorted(folder.glob("tokenizer*.json")):
         try:
-            content = json.loads(path.read_bytes()) if path.is_file() else None
+            content = json.loads(read_input(path)) if path.is_file() else None
         except (OSError, ValueError, RecursionError):
             continue  # the library says what is wrong
         if isinstance(content, dict):

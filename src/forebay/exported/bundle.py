@@ -31,6 +31,7 @@ from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import file_checksum, manifest_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_json, write_quantized
 from forebay.rewriter.checkpoints.write_tensors import write_tensors
+from forebay.rewriter.ir.files import open_input, read_input
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.program import FileSlice
 
@@ -92,7 +93,7 @@ def is_bundle(folder: Path) -> bool:
     path = folder / MANIFEST
     if not path.is_file():
         return False
-    with naming(path), open(path, "rb") as file:
+    with naming(path), open_input(path) as file:
         return not re.search(rb'"format": "(onnx|pt2|aoti)"', file.read(200))
 
 
@@ -167,4 +168,4 @@ def _parse(path: Path) -> Any:
     with naming(path):
         if path.stat().st_size > MOST_NBYTES:
             raise ValueError(f"{path.stat().st_size} bytes are more than any graph has")
-        return json.loads(path.read_bytes())
+        return json.loads(read_input(path))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from forebay.rewriter.ir.files import read_input
+
 # what the loop of `generate_tokens` serves by itself, or what changes no token
 SERVED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
           "bos_token_id", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
@@ -15,7 +17,7 @@ def asks_nothing_more(folder: Path) -> bool:
     """Whether the generation_config.json in a model's folder asks for nothing that the loop does not do; False where
     there is none, or none that can be read."""
     try:
-        asked = json.loads((folder / "generation_config.json").read_bytes())
+        asked = json.loads(read_input(folder / "generation_config.json"))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(asked, dict) and all(
