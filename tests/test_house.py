@@ -219,6 +219,29 @@ def test_pages_are_wrapped() -> None:
     assert len(pages) > 8 and not wide
 
 
+# Who imports transformers within a function all the same: a process of its own, and what `capture_model` calls.
+IN_TURN = ("forebay.commands.render_chats", "forebay.rewriter.capture.own_attention",
+           "forebay.rewriter.capture.language_model")
+
+
+def test_transformers_is_loaded_by_one_thread_at_a_time() -> None:
+    """Its modules take each other's place while they are loaded. Modules that import it at their top are imported by
+    such functions."""
+    alone, seen = [], 0
+    for name, path in SOURCES.items():
+        tree = ast.parse(path.read_text())
+        for function in [node for node in ast.walk(tree) if isinstance(node, Function)]:
+            held = [inner for node in ast.walk(function) if isinstance(node, ast.With)
+                    and any(ast.unparse(item.context_expr) == "ONE_THREAD" for item in node.items)
+                    for inner in ast.walk(node)]
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
+                    seen += 1
+                    taken = "one_thread" in map(ast.unparse, function.decorator_list) or node in held
+                    alone += [] if taken or name in IN_TURN else [f"{name}:{node.lineno}"]
+    assert seen > 15 and not alone, alone
+
+
 # Who opens files for reading by itself, and why that is safe; all others use `forebay.rewriter.ir.files`.
 READ_BY_THEMSELVES = {
     "forebay.rewriter.ir.files": "the one place",

@@ -17,6 +17,7 @@ from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, Gives
+from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,6 +26,7 @@ __all__ = ["CaptureError", "capture_model"]
 MOST_TABLES_NBYTES = 256 << 20  # of masks and positions that a model computes when it is made
 
 
+@one_thread
 def capture_model(
     config_or_model: PreTrainedConfig | nn.Module, *, dtype: torch.dtype | None = None, gives: Gives = "last",
     architecture: type[PreTrainedModel] | None = None, runs: bool = True, embeds: bool = False,

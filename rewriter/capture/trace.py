@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -144,6 +145,11 @@ def _no_store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def trace_model(model: Any, wanted: Gives, embeds: bool = False) -> CapturedModel:
     """Trace `model`, which is on the meta device and has our attention, into a `CapturedModel`."""
+    with compile_lock:  # Dynamo may trace in another thread, and patches what this does
+        return _traced(model, wanted, embeds)
+
+
+def _traced(model: Any, wanted: Gives, embeds: bool) -> CapturedModel:
     found = find_layers(model)
     if found is None:
         raise CaptureError("it has no repeated layers")

@@ -14,6 +14,7 @@ import torch
 
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, TensorRecord
 from forebay.rewriter.ir.files import read_input, special_kind, write_text
+from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -35,6 +36,7 @@ LABELS, LABELED = "labels", ("id2label", "label2id")  # the dicts are as large a
 MOST_LAYERS, MOST_LENGTH = 1000, 1 << 31
 
 
+@one_thread
 def read_config(folder: Path, tensors: Mapping[str, TensorRecord] | None = None) -> PreTrainedConfig:
     """The config of the model in `folder`.
 
@@ -136,6 +138,7 @@ def brings_code(path: Path) -> bool:
     return isinstance(settings, dict) and "auto_map" in settings
 
 
+@one_thread
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The causal language model of a config on the meta device, for its names and shapes; raises what its own code
     objects to."""
@@ -145,6 +148,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
 
 
+@one_thread
 def read_generation_config(folder: Path) -> GenerationConfig:
     """What the model in `folder` is to be asked for unless told otherwise: of generation_config.json where there is
     one, else of config.json, as transformers reads them. CheckpointError for a file that cannot be read as such."""

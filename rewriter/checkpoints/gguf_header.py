@@ -182,7 +182,7 @@ def _parts(path: Path, metadata: dict[str, object]) -> tuple[Path, ...]:
 
 def _parse(path: Path) -> tuple[dict[str, object], list[GgufTensor]]:
     """Metadata and tensors of one file."""
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(f"no GGUF file at {path}")
     with open_input(path) as file:
         fields = _Fields(file)

@@ -21,6 +21,7 @@ from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensor
 from forebay.rewriter.checkpoints.identity import FileState, file_states, read_whole
 from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.ir.files import open_input
+from forebay.rewriter.one_thread import one_thread
 
 PIECE_NBYTES = 4 << 20
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that hold values as they are
@@ -54,6 +55,7 @@ class GgufSource:
         write_model_files(self.header, self.model, folder, self.dtype)
 
 
+@one_thread
 def open_gguf(path: Path) -> GgufSource:
     """The tensors of a GGUF model that the transformers model of its architecture has; no weight is read."""
     states = file_states(map(str, gguf_parts(path))) if path.is_file() else {}

@@ -16,6 +16,7 @@ from forebay.rewriter.checkpoints.checkpoint import DTYPES, Checkpoint, Checkpoi
 from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat
 from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -191,6 +192,7 @@ def _named(unread: Sequence[str]) -> tuple[str, str]:
     return f"{', '.join(unread[:NAMED])}{more}", "it" if len(unread) == 1 else "them"
 
 
+@one_thread
 def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
     """For a transformers config: the prefix that checkpoint names may lack, and the renaming of old checkpoint names
     that transformers itself applies when it loads them."""
@@ -205,6 +207,7 @@ def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
     return kind.base_model_prefix, (lambda name: rename_source_key(name, renames, [])[0]) if renames else str
 
 
+@one_thread
 def causal_lm_class(config: Any) -> Any:
     """transformers' causal language model of a config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING

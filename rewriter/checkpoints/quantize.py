@@ -41,6 +41,7 @@ from forebay.rewriter.checkpoints.quantize_source import (
     SourceTensor,
     open_folder_source,
 )
+from forebay.rewriter.one_thread import one_thread
 
 KEEP = "keep"  # each GGUF matrix in the format it has
 
@@ -125,6 +126,7 @@ def quantize_model(
     return write_quantized(out, items, settings, prepare_all, shard_nbytes=shard_nbytes, progress=progress, check=check)
 
 
+@one_thread
 def find_matrices(model: nn.Module) -> dict[str, Matrix]:
     """The weight matrices of linear layers and embeddings, by the first name of each; a tied one is one."""
     from transformers.pytorch_utils import Conv1D

@@ -17,6 +17,7 @@ from forebay.rewriter.checkpoints.config import MOST_LAYERS, MOST_LENGTH, oversi
 from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
 from forebay.rewriter.ir.program import dtype_itemsize
+from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.predict.preset_models import PRESET_CONFIGS
 
 aten = torch.ops.aten
@@ -209,6 +210,7 @@ def _captured_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     return shape_from_graphs(capture_config(config, runs=False), name)
 
 
+@one_thread
 def capture_config(config: Mapping[str, Any], runs: bool = True) -> CapturedModel:
     """The graphs of the model that a config describes, captured without weights; ModelError where transformers or the
     capture refuses it (`capture_model`)."""

@@ -21,6 +21,7 @@ from forebay.calibration import ranges_for
 from forebay.drafting import drafting_in_places
 from forebay.huggingface.emptied import empty_module
 from forebay.huggingface.module_habits import ModuleHabits, refuse_options
+from forebay.huggingface.served import causal_lm_class
 from forebay.model_kinds import MeshShape, made
 from forebay.open_model import capture_folder, known_machine, open_model
 from forebay.rewriter.capture.language_model import capture_model
@@ -363,9 +364,7 @@ class LanguageModel(ScoringCalls, ModuleHabits):
 
     @property  # made each time: kept, it would be a cycle that keeps the memory
     def _causal_lm(self) -> StreamedCausalLM:
-        from forebay.huggingface.causal_lm import StreamedCausalLM
-
-        return StreamedCausalLM(self)
+        return causal_lm_class()(self)
 
     def start_trace(self) -> None:
         """Record every launch, wait and copy from here on (slower by a few microseconds each)."""

@@ -15,6 +15,7 @@ from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos, require_regular_files
 from forebay.rewriter.checkpoints.named_errors import panicking
 from forebay.rewriter.ir.files import read_input
+from forebay.rewriter.one_thread import one_thread
 
 
 class JobError(ValueError):
@@ -199,6 +200,7 @@ def check_ids(ids: Sequence[int], most_tokens: int | None, vocab_size: int) -> N
                         "not belong together")
 
 
+@one_thread
 def load_tokenizer(folder: Path) -> Any:
     """The folder's own tokenizer; JobError where it has none that works, or one that may make too much of a text."""
     from transformers import AutoTokenizer
