@@ -23,6 +23,7 @@ from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_
 from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
 from forebay.rewriter.ir.files import open_input, read_input
+from forebay.rewriter.ir.printable import PrintableError
 
 if TYPE_CHECKING:
     from forebay.rewriter.checkpoints.packed import Packed
@@ -55,7 +56,7 @@ Progress = Callable[[int, int], None]  # (done, in all)
 Spec = tuple[str, torch.dtype, tuple[int, ...]]  # of a tensor: name, dtype, shape
 
 
-class CheckpointError(ValueError):
+class CheckpointError(PrintableError, ValueError):
     """A checkpoint that cannot be read or written; the message says why and what to do."""
 
 

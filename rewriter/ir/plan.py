@@ -15,6 +15,7 @@ from forebay.kernels.formats.table import cache_format, checkpoint_format, weigh
 from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.files import StrPath, read_input, write_text
 from forebay.rewriter.ir.from_json import from_json
+from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.score_range import ScoreRange, check_ranges
 
 VERSION = 3
@@ -24,7 +25,7 @@ KEPT = ("weight", "constant", "slot", "cache")  # kinds of buffers that live as 
 MOVING = ("activation", "io")  # kinds of buffers that come and go within a step
 
 
-class PlanError(ValueError):
+class PlanError(PrintableError, ValueError):
     """A plan, budget or plan file that cannot be used; the message says which field and what would work."""
 
 
@@ -268,8 +269,7 @@ def load_plan(path: StrPath) -> Plan:
 def plan_from_dict(data: object) -> Plan:
     """Build a plan from parsed JSON; PlanError names the first bad field by its path."""
     if isinstance(data, dict) and data.get("version") != VERSION:
-        raise PlanError(f"plan.version: this plan says {data.get('version')!r}, this release reads {VERSION}; plan "
-                        "again")
+        raise PlanError(f"plan.version: this plan says {data.get('version')!r}, this release reads {VERSION}: replan")
     try:
         plan: Plan = from_json(Plan, data, "plan")
     except ValueError as error:

@@ -6,13 +6,14 @@ import dataclasses
 from pathlib import Path
 
 from forebay.rewriter.ir.files import read_input_text
+from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.machine.profile import Link, Machine, Tier, machine_from_json
 
 GIB, TIB = 1 << 30, 1 << 40
 FITTED = "fitted, see docs/papers.md: "
 
 
-class PresetError(ValueError):
+class PresetError(PrintableError, ValueError):
     """A machine name or file that cannot be used; the message names the field."""
 
 

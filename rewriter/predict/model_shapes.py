@@ -16,6 +16,7 @@ from forebay.kernels import operators
 from forebay.rewriter.checkpoints.config import MOST_LAYERS, MOST_LENGTH, oversized
 from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
+from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.program import dtype_itemsize
 from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.predict.preset_models import PRESET_CONFIGS
@@ -29,7 +30,7 @@ ATTENTION, MLP = "attention", "mlp"
 DTYPES = ("float16", "bfloat16", "float32")
 
 
-class ModelError(ValueError):
+class ModelError(PrintableError, ValueError):
     """A model description that cannot be costed; the message says which field and what would work."""
 
 

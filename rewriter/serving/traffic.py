@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forebay.rewriter.ir.files import read_input_text
+from forebay.rewriter.ir.printable import PrintableError
 
 MOST_TOKENS = 1 << 24  # of a prompt or an answer in a trace: beyond every model
 LATEST_S = 1e12  # of a trace: beyond clocks that count from 1970
 
 
-class TrafficError(ValueError):
+class TrafficError(PrintableError, ValueError):
     """Traffic that cannot be meant; the message names the field or the line, and what would do."""
 
 

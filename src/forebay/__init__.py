@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,6 +62,17 @@ _HOMES = {
     "forebay.runtime.measure.kept": ("cached_machine",),
     "forebay.runtime.measure.machine": ("measure_machine",),
 }
+
+
+def _printable(record: logging.LogRecord) -> bool:
+    """Make a message of ours `printable`: it may hold names from files."""
+    from forebay.rewriter.ir.printable import printable
+
+    record.msg, record.args = printable(record.getMessage()), None
+    return True
+
+
+logging.getLogger("forebay").addFilter(_printable)
 
 
 def __getattr__(name: str) -> Any:

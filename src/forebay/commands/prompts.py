@@ -15,10 +15,11 @@ from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos, require_regular_files
 from forebay.rewriter.checkpoints.named_errors import panicking
 from forebay.rewriter.ir.files import read_input
+from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.one_thread import one_thread
 
 
-class JobError(ValueError):
+class JobError(PrintableError, ValueError):
     """A job that cannot start or go on; the message says what to do. Answers already written stay."""
 
 

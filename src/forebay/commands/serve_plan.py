@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forebay.commands.options import DebugOption
-from forebay.commands.terminal import clean_errors, progress_bar
+from forebay.commands.terminal import clean_errors, console, progress_bar
 from forebay.rewriter.ir.files import read_input_text, write_text
 
 if TYPE_CHECKING:
@@ -282,7 +282,6 @@ def _data(
 
 
 def _show(data: dict[str, Any], level: ServiceLevel) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     share, rate = f"P{level.share:g}", data["rate"]
@@ -303,7 +302,10 @@ def _show(data: dict[str, Any], level: ServiceLevel) -> None:
         cost = row["cost_per_million_tokens"]
         cells += ["-" if cost is None else f"{cost:.3g}"] if costs else []
         table.add_row(*cells)
-    Console(width=None if Console().is_terminal else 120).print(table)
+    terminal = console(stderr=False)
+    if not terminal.is_terminal:
+        terminal.width = 120
+    terminal.print(table)
     for reason in _reasons(data["refused"]):
         print(f"left out: {reason}")
     best = data["strategies"][0]
