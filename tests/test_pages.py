@@ -109,3 +109,17 @@ def test_errors_of_the_proof_are_worded_as_the_page_says(made: tuple[Mapping[str
         with pytest.raises(ProgramError) as caught:
             verify_program(replace(program, step=tuple(step)), {"device": 910_000, "host": None})
         assert str(caught.value) == message
+
+
+def test_security_names_tests_that_there_are() -> None:
+    """`::test_…` alone is of the file that was named last."""
+    seen, file = 0, ROOT
+    for quoted in re.findall(r"`([^`]+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8")):
+        path, _, name = quoted.partition("::")
+        file = ROOT / path if path.startswith("tests/") else file
+        if path.startswith("tests/"):
+            assert file.exists(), quoted
+        if name:
+            seen += 1
+            assert re.search(rf"^def {name}\(", file.read_text(encoding="utf-8"), re.MULTILINE), quoted
+    assert seen > 12

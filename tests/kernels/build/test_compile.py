@@ -164,10 +164,11 @@ def test_what_the_system_never_gives_is_no_shortage(library: Library, cache: Pat
         load_library(library)
 
 
-@pytest.mark.parametrize("cores", [1, 3])
-def test_no_more_compilers_at_once_than_cores_that_may_be_used(
-    library: Library, cache: Path, monkeypatch: pytest.MonkeyPatch, cores: int
+@pytest.mark.parametrize(("cores", "more", "room"), [(1, 0, 1 << 40), (3, 0, 1 << 40), (2, 5, 1500 << 20), (1, 5, 0)])
+def test_no_more_compilers_at_once_than_there_are_cores_and_memory_for(
+    library: Library, cache: Path, monkeypatch: pytest.MonkeyPatch, cores: int, more: int, room: int
 ) -> None:
+    """`more` cores than find memory for a compiler."""
     folder, lock = library.sources[0].parent, threading.Lock()
     running, most, all_begun = 0, 0, threading.Barrier(cores)
     make = compile._make
@@ -183,7 +184,8 @@ def test_no_more_compilers_at_once_than_cores_that_may_be_used(
         with lock:
             running -= 1
 
-    monkeypatch.setattr(compile, "core_count", lambda: cores)
+    monkeypatch.setattr(compile, "core_count", lambda: cores + more)
+    monkeypatch.setattr(compile, "available_nbytes", lambda: room)
     monkeypatch.setattr(compile, "_make", counted)
     sources = [folder / f"{n}.cpp" for n in range(2 * cores)]
     for path in sources:

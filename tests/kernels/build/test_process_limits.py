@@ -11,7 +11,7 @@ import pytest
 from forebay.commands import cli
 from forebay.kernels.build import process_limits
 from forebay.kernels.build.process_limits import available_nbytes, core_count, memory_limit_nbytes
-from forebay.runtime.devices import open_device
+from forebay.runtime.devices.cpu import device as cpu_device
 
 GIB = 1 << 30
 HOST_NBYTES = 64 * GIB
@@ -193,7 +193,7 @@ def test_more_threads_than_a_container_has_cores_are_warned_of(
     tree.within("0::/")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        open_device._warn_of_threads()
+        cpu_device._warn_of_threads()
     group(tree.folder / "cgroup2-all", cpu_max="300000 100000")
     with pytest.warns(RuntimeWarning, match="16 threads, but this container may use 3 cores"):
-        open_device._warn_of_threads()
+        cpu_device._warn_of_threads()
