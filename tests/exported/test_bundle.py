@@ -282,9 +282,9 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: py
     path = tmp_path / "export.json"
     for kind, known in (("forebay-bundle", True), ("onnx", False), ("pt2", False)):
         path.write_text(json.dumps({"format": kind, "version": 1}))
-        monkeypatch.setattr(bundle, "open", lambda path, mode: io.BufferedReader(_Slow(path)), raising=False)
+        monkeypatch.setattr(bundle, "open_input", lambda path: io.BufferedReader(_Slow(path)))
         assert bundle.is_bundle(tmp_path) == known
-    monkeypatch.setattr(bundle, "open", lambda path, mode: io.BufferedReader(_Broken(path)), raising=False)
+    monkeypatch.setattr(bundle, "open_input", lambda path: io.BufferedReader(_Broken(path)))
     with pytest.raises(OSError, match=r"export\.json"):
         bundle.is_bundle(tmp_path)
 
