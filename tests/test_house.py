@@ -246,8 +246,9 @@ def test_transformers_is_loaded_by_one_thread_at_a_time() -> None:
 READ_BY_THEMSELVES = {
     "forebay.rewriter.ir.files": "the one place",
     **dict.fromkeys(("forebay.rewriter.checkpoints.checkpoint", "forebay.rewriter.checkpoints.identity",
-                     "forebay.rewriter.checkpoints.gguf", "forebay.rewriter.checkpoints.gguf_config",
-                     "forebay.exported.source", "forebay.runtime.disk.reader", "forebay.runtime.disk.page_cache"),
+                     "forebay.rewriter.checkpoints.gguf_tensors", "forebay.rewriter.checkpoints.gguf_config",
+                     "forebay.exported.source",
+                     "forebay.runtime.disk.open_file", "forebay.runtime.disk.page_cache"),
                     "weights, whose header was read there before"),
     "forebay.commands.plain_tokenizer": "the folder is looked through first",
     **dict.fromkeys(("forebay.rewriter.checkpoints.packed", "forebay.rewriter.checkpoints.resolve",
@@ -256,9 +257,10 @@ READ_BY_THEMSELVES = {
     **dict.fromkeys(("forebay.rewriter.checkpoints.module_weights", "forebay.kernels.build.process_limits",
                      "forebay.runtime.measure.neighbours", "forebay.runtime.measure.kept",
                      "forebay.runtime.comm.loops", "forebay.commands.process_memory"), "files of the kernel"),
-    **dict.fromkeys(("forebay.rewriter.checkpoints.packed_writer", "forebay.runtime.disk.spill",
+    **dict.fromkeys(("forebay.rewriter.checkpoints.packed_writer", "forebay.runtime.disk.spill_file",
                      "forebay.runtime.disk.temporary", "forebay.commands.jobs"),
                     "what it writes itself"),
+    "forebay.rewriter.checkpoints.named_errors": "a file in memory, of its own",
     **dict.fromkeys(("forebay.kernels.products.linear.selection", "forebay.serving.app"), "installed with the package"),
 }
 
