@@ -307,9 +307,6 @@ def _validate_block(plan: Plan) -> None:
     if not 0 <= s.block.entering <= plan.workload.batch:
         raise PlanError(f"plan.schedule.block.entering: {s.block.entering} is not between 0 and the batch of "
                         f"{plan.workload.batch} (plan.workload.batch)")
-    if s.block.joined and (s.block.staged or not s.block.entering or s.block.order == "row"):
-        raise PlanError("plan.schedule.block.joined: prefill steps decode as well where sequences enter "
-                        "(plan.schedule.block.entering), in zigzag order, with the cache on the device")
     if s.block.entering and s.prefill_chunks[-1] == 1:
         raise PlanError("plan.schedule.prefill_chunks: with plan.schedule.block.entering a step over 1 token decodes; "
                         "the shortest chunk must be 2")

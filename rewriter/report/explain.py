@@ -110,8 +110,7 @@ def _head(plan: Plan) -> str:
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
         ("schedule", _schedule(plan)),
         ("prefill", f"chunks of {s.prefill_chunk} tokens, {passes} pass{'es' if passes > 1 else ''} over the weights"
-                    + (f"; {s.block.entering} enter at once as places fall free" if s.block.entering else "")
-                    + (", while the others decode in the same passes" if s.block.joined else "")),
+                    + (f"; {s.block.entering} enter at once as places fall free" if s.block.entering else "")),
         ("cache", f"{plan.cache_format}, {_cache_tier(plan)}"),
         *([("hidden", _hidden_states(plan))] if s.block.hidden != "device" else []),
         *([("values", f"decode steps read those of {100 * s.block.sparse_values:g} % of the tokens, the weightiest")]
