@@ -22,7 +22,7 @@ from forebay.rewriter.one_thread import one_thread
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["CaptureError", "capture_model"]
+__all__ = ["CaptureError", "capture_model", "tied_config"]
 MOST_TABLES_NBYTES = 256 << 20  # of masks and positions that a model computes when it is made
 
 
@@ -47,6 +47,8 @@ def capture_model(
 
     cls, config = _model_class(config_or_model)
     cls = architecture or cls
+    if isinstance(config_or_model, nn.Module):
+        config = tied_config(config_or_model)
     title = f"{cls.__name__} (model type {config.model_type!r}) cannot be captured"
     if cls._is_stateful or config.get_text_config(decoder=True).__dict__.get("layers_block_type"):
         raise CaptureError(f"{title}: its layers keep a recurrent state, where a KV cache is all that is implemented")
@@ -76,6 +78,21 @@ def capture_model(
         except Exception as error:  # whatever the model's own code or the tracer objects to
             said = " ".join(str(error).split())[:200]
             raise CaptureError(f"{title}: its own code cannot be traced ({type(error).__name__}: {said})") from error
+
+
+def tied_config(model: Any) -> PreTrainedConfig:
+    """Get the config of a model in memory, which ties the output head to the embedding where the model does.
+
+    transformers unties a head that a checkpoint stores with values of its own, and leaves the config as it is.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    weights = [getattr(module, "weight", None) for module in (head, embedding)]
+    tied = weights[0] is weights[1]
+    if None in (head, embedding) or tied == bool(getattr(model.config, "tie_word_embeddings", False)):
+        return model.config
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = tied
+    return config
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from forebay.huggingface.module_habits import ModuleHabits, refuse_options
 from forebay.huggingface.served import causal_lm_class
 from forebay.model_kinds import MeshShape, made
 from forebay.open_model import capture_folder, known_machine, open_model
-from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.capture.language_model import capture_model, tied_config
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_generation_config
@@ -125,7 +125,7 @@ def wrap(
         empty_module(model)
         given: Any = model
         lm.config, lm.generation_config = given.config, given.generation_config
-        lm._capture = partial(capture_model, lm.config, dtype=captured.dtype, architecture=type(given))
+        lm._capture = partial(capture_model, tied_config(given), dtype=captured.dtype, architecture=type(given))
     return lm
 
 
