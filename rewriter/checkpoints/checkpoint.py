@@ -15,18 +15,14 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_state, sample_tensors
 from forebay.rewriter.checkpoints.named_errors import naming
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
 from forebay.rewriter.ir.files import open_input, read_input
-from forebay.rewriter.ir.printable import PrintableError
-
-if TYPE_CHECKING:
-    from forebay.rewriter.checkpoints.packed import Packed
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -54,28 +50,6 @@ MAX_HEADER_NBYTES = 100_000_000  # the reference implementation's own limit
 
 Progress = Callable[[int, int], None]  # (done, in all)
 Spec = tuple[str, torch.dtype, tuple[int, ...]]  # of a tensor: name, dtype, shape
-
-
-class CheckpointError(PrintableError, ValueError):
-    """A checkpoint that cannot be read or written; the message says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """Where one tensor lies: `nbytes` bytes at the absolute byte `offset` of the file `path`.
-
-    `dtype` and `shape` are those of the bytes; of a quantised weight, `packed` says what they mean. `opaque` names the
-    dtype of a tensor that nothing here computes with; `dtype` and `shape` are then those of plain bytes.
-    """
-
-    name: str
-    path: str
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    packed: Packed | None = None
-    opaque: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,21 +81,14 @@ class Checkpoint:
                                   "used. Start again with files that nobody writes to")
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
-    """Open a folder (model.safetensors, or model.safetensors.index.json and its shards; or a quantised model) or one
-    .safetensors file.
+def open_safetensors(path: Path, *, verify: bool = False) -> Checkpoint:
+    """Open a folder (model.safetensors, or model.safetensors.index.json and its shards) or one .safetensors file.
 
-    Only headers are read and every one is checked against its file, so a truncated file, a hole, an overlap or a
-    duplicate raises CheckpointError here and not in the middle of a run. Pickle checkpoints are refused. With `verify`
-    every weight is read and compared with its checksum, which only a quantised model has.
+    Raises:
+        CheckpointError: Nothing there can be read, or `verify` asks for checksums, which such files lack.
     """
-    path = Path(path).expanduser()
     states: dict[str, FileState] = {}
     if path.is_dir():
-        from forebay.rewriter.checkpoints.packed import is_quantized, open_quantized
-
-        if is_quantized(path):
-            return open_quantized(path, check="always" if verify else "changed")
         folder = path
         if (path / SINGLE).exists():
             tensors = _read_noted(path / SINGLE, states)

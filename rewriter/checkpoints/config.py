@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.ir.files import read_input, special_kind, write_text
 from forebay.rewriter.one_thread import one_thread
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forebay.rewriter.checkpoints import gguf_keys as keys
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.config import meta_model
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader
 from forebay.rewriter.checkpoints.named_errors import panicking
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS, repack, representable
 from forebay.rewriter.checkpoints.gguf_config import gguf_model
 from forebay.rewriter.checkpoints.gguf_files import write_model_files
@@ -20,6 +19,7 @@ from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, ggu
 from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
 from forebay.rewriter.checkpoints.identity import FileState, file_states, read_whole
 from forebay.rewriter.checkpoints.named_errors import naming
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.files import open_input
 from forebay.rewriter.one_thread import one_thread
 

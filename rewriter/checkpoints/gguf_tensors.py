@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.gguf_config import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, require_readable
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:

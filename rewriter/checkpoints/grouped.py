@@ -29,8 +29,9 @@ import torch
 
 from forebay.kernels.formats import packing
 from forebay.rewriter.checkpoints import known_settings
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, TensorRecord, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.known_settings import unknown_compressed, unknown_setting
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.word_codes import GroupLayout, awq_columns, gptq_zeros, unpack
 from forebay.rewriter.ir.files import read_input, write_text
 

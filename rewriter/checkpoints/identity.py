@@ -13,7 +13,7 @@ from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.ir.files import read_input
 
 if TYPE_CHECKING:
-    from forebay.rewriter.checkpoints.checkpoint import TensorRecord
+    from forebay.rewriter.checkpoints.records import TensorRecord
 
 SAMPLE_NBYTES = 4096
 MOST_SAMPLES = 1024  # one per tensor; 0.1 s of random reads on an NVMe disk

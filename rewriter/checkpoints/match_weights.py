@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import DTYPES, Checkpoint, CheckpointError, TensorRecord, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import DTYPES, Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.checkpoints.identity import FileState, file_state
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.one_thread import one_thread

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import DTYPE_NAMES, PICKLE_SUFFIXES, Checkpoint, CheckpointError, Progress
+from forebay.rewriter.checkpoints.checkpoint import DTYPE_NAMES, PICKLE_SUFFIXES, Checkpoint, Progress
 from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import (
     FILLER,
@@ -26,7 +26,6 @@ from forebay.rewriter.checkpoints.packed import (
     MANIFEST,
     UNFINISHED,
     VERSION,
-    Packed,
     describe_packed,
     file_checksum,
     manifest_checksum,
@@ -35,6 +34,7 @@ from forebay.rewriter.checkpoints.packed import (
     shard_records,
     verify_tensors,
 )
+from forebay.rewriter.checkpoints.records import CheckpointError, Packed
 from forebay.rewriter.checkpoints.write_tensors import require_free
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.files import read_input

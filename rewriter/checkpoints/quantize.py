@@ -16,18 +16,14 @@ from forebay.kernels.formats.row_sizes import product_refusal
 from forebay.kernels.formats.table import symmetric_name
 from forebay.kernels.quantization.quantize.operator import quantize
 from forebay.kernels.quantization.quantize.reference import ROUNDINGS
-from forebay.rewriter.checkpoints.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    Progress,
-)
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress
 from forebay.rewriter.checkpoints.config import write_dtype
 from forebay.rewriter.checkpoints.grouped import (
     GroupedTensor,
     quantization_settings,
 )
 from forebay.rewriter.checkpoints.identity import changed_file
-from forebay.rewriter.checkpoints.packed import NATIVE, Packed, parse_format
+from forebay.rewriter.checkpoints.packed import NATIVE
 from forebay.rewriter.checkpoints.packed_writer import (
     SHARD_NBYTES,
     PendingTensor,
@@ -41,6 +37,7 @@ from forebay.rewriter.checkpoints.quantize_source import (
     SourceTensor,
     open_folder_source,
 )
+from forebay.rewriter.checkpoints.records import CheckpointError, Packed, parse_format
 from forebay.rewriter.one_thread import one_thread
 
 KEEP = "keep"  # each GGUF matrix in the format it has

@@ -11,13 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    TensorRecord,
-    open_checkpoint,
-    read_tensor,
-)
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.config import meta_model
 from forebay.rewriter.checkpoints.grouped import (
     GroupedTensor,
@@ -36,8 +30,10 @@ from forebay.rewriter.checkpoints.match_weights import (
     ties_head,
     unread_tensors,
 )
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import copy_model_files
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.ir.files import read_input, write_text
 
 PIECE_NBYTES = 4 << 20  # float32 bytes quantised at a time

@@ -45,7 +45,7 @@ from forebay.rewriter.capture.compiled_module import (
 )
 from forebay.rewriter.capture.released import sources_released
 from forebay.rewriter.capture.step_graphs import StepGraphs
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice

@@ -13,7 +13,7 @@ import torch
 
 from forebay.exported.bundle import is_bundle, read_bundle
 from forebay.rewriter.capture.language_model import capture_model
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, TensorRecord, open_checkpoint
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.match_weights import (
     check_unread,
     checkpoint_names,
@@ -23,6 +23,8 @@ from forebay.rewriter.checkpoints.match_weights import (
     weight_records,
     with_stored_formats,
 )
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.program import FileSlice

@@ -13,7 +13,7 @@ import torch
 from forebay.api import LOG, LanguageModel
 from forebay.open_model import known_machine
 from forebay.rewriter.capture.step_graphs import StepGraphs
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload

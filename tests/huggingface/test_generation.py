@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, 
 
 from forebay.api import LanguageModel, wrap
 from forebay.huggingface import causal_lm
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.session import Session
 

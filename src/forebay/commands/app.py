@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-import forebay
 from forebay.commands.allocate import allocate
 from forebay.commands.calibrate import calibrate_command
 from forebay.commands.chat import chat
@@ -21,6 +20,7 @@ from forebay.commands.run import run
 from forebay.commands.serve import serve
 from forebay.commands.serve_plan import serve_plan
 from forebay.commands.terminal import printable_output
+from forebay.version import package_version
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Run language models larger than the fast memory you have.")
@@ -35,7 +35,7 @@ def _options(
 ) -> None:
     context.with_resource(printable_output())
     if version:
-        print(forebay.__version__)
+        print(package_version())
         raise typer.Exit
     if verbose:
         logger, handler = logging.getLogger("forebay"), logging.StreamHandler()

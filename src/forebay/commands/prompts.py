@@ -11,9 +11,9 @@ from typing import Any
 
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.tokenizer_bounds import UnboundedTokenizer, check_folder, check_loaded
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos, require_regular_files
 from forebay.rewriter.checkpoints.named_errors import panicking
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.one_thread import one_thread

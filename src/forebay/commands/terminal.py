@@ -93,7 +93,7 @@ def message_of(error: Exception) -> str | None:
     from forebay.passes.lower.launches import LoweringError
     from forebay.passes.shard.split import ShardError
     from forebay.rewriter.capture.language_model import CaptureError
-    from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+    from forebay.rewriter.checkpoints.records import CheckpointError
     from forebay.rewriter.ir.plan import PlanError
     from forebay.rewriter.pipeline.run_passes import StoppedAfter
     from forebay.rewriter.switches import SwitchError

@@ -18,10 +18,11 @@ from transformers import GPTJConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTo
 import forebay
 from forebay.commands.prompts import JobError, load_tokenizer
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from forebay.rewriter.checkpoints.config import meta_model, read_config, read_generation_config
 from forebay.rewriter.checkpoints.gguf import convert_gguf
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.checkpoints.records import CheckpointError
 from tests.rewriter.checkpoints.test_gguf import write_model
 
 ROOT = Path(forebay.__file__).parents[2]

@@ -21,9 +21,10 @@ from forebay.api import wrap
 from forebay.kernels.formats.packing import unpack_rows
 from forebay.kernels.quantization.quantize.reference import dequantize_reference
 from forebay.rewriter.checkpoints import resolve
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from forebay.rewriter.checkpoints.grouped import grouped_tensors, read_scheme
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import resolve_model
 
 SHAPE = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,

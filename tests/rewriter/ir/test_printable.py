@@ -7,7 +7,7 @@ import json
 import pytest
 
 import forebay
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.printable import PrintableError, printable
 
