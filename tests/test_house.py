@@ -109,7 +109,7 @@ def test_modules_are_imported_by_statements() -> None:
     called = [name for name, path in SOURCES.items() for node in ast.walk(ast.parse(path.read_text()))
               if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).split(".")[-1] in (
                   "import_module", "__import__", "exec")]
-    assert called == ["forebay"]
+    assert set(called) == {"forebay"}
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
