@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.attention import TracedCache, append_into, starting_at
+from forebay.rewriter.capture.cache_name import cache_argument
 from forebay.rewriter.capture.layers import (
     CaptureError,
     LayerCall,
@@ -89,7 +90,7 @@ class _Step(nn.Module):
                 out = self.model(
                     input_ids=input_ids,
                     **outer_inputs(self.model, positions),
-                    past_key_values=self.cache,
+                    **{cache_argument(self.model.forward): self.cache},
                     use_cache=True,
                     return_dict=True,
                 )
