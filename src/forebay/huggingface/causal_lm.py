@@ -164,7 +164,7 @@ class StreamedCausalLM(GenerationMixin):
         if wanted < 1:
             raise ValueError(f"generate: max_length {config.max_length} leaves no room for a new token behind a prompt "
                              f"of {width}")
-        if config.is_assistant and 0 < limit - longest < wanted:  # as many drafts as there are positions
+        if getattr(config, "is_assistant", False) and 0 < limit - longest < wanted:  # of drafts a few will do
             options["max_new_tokens"] = wanted = limit - longest
         if limit and longest + wanted > limit:
             raise NoPositionsError(f"generate: {longest} prompt tokens and {wanted} new ones exceed the model's "
