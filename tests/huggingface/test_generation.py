@@ -17,7 +17,7 @@ from forebay.api import LanguageModel, wrap
 from forebay.call_turns import ModelCall
 from forebay.huggingface import causal_lm
 from forebay.rewriter.capture.cache_name import CACHE_NAME
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.session import Session
 
