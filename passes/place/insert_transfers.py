@@ -20,7 +20,9 @@ def insert_transfers(gm: fx.GraphModule, plan: Plan) -> None:
     that is not in device memory.
 
     `gm` is a flat graph. A matrix product whose weight has `tile_rows` is split into one product per tile; a lookup
-    of a weight with `gather` becomes `gather_rows`. Fetches are numbered in graph order, slot = number mod slots.
+    of a weight with `gather` becomes `gather_rows`. Fetches are numbered in graph order, slot = number mod slots. A
+    weight that several operators read is fetched once where the slots can hold it from the first to the last of them,
+    otherwise for each.
     """
     graph = gm.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -46,6 +48,9 @@ def insert_transfers(gm: fx.GraphModule, plan: Plan) -> None:
         base = node.meta.get("alias_of")
         if base in replaced:
             node.meta["alias_of"] = replaced[base]
+    if not plan.schedule.block.takes_turns:  # else slots hold all of a layer's weights
+        while (held := _held_too_long(graph, plan.schedule.slots)) is not None:
+            _fetch_for_each(graph, held)
     number_transfers(gm, plan)
 
 
@@ -124,6 +129,56 @@ def _fetch_whole(graph: fx.Graph, weight: fx.Node, users: list[fx.Node], order: 
     last = max(tile_readers(tile), key=order.__getitem__)
     with graph.inserting_after(last):
         _call(graph, last, ops.release, (tile,), None)
+
+
+def _held_too_long(graph: fx.Graph, slots: int) -> fx.Node | None:
+    """The first fetch that several operators share, and whose slot a later fetch wants before the last of them."""
+    fetched: list[fx.Node] = []
+    number: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.target is ops.fetch:
+            number[node] = len(fetched)
+            fetched.append(node)
+        elif node.target is ops.release:
+            tile = node.args[0]
+            if len(fetched) - number[tile] > slots and len(_operators(tile)) > 1:
+                return tile  # type: ignore[no-any-return]
+    return None
+
+
+def _operators(tile: fx.Node) -> list[fx.Node]:
+    """The operators that read a fetched weight, or a view of it, in the graph's order; none where the caller does."""
+    found = {node for node in tile_readers(tile) if node.meta.get("alias_of") is None}
+    return [] if any(node.op == "output" for node in found) else [n for n in tile.graph.nodes if n in found]
+
+
+def _fetch_for_each(graph: fx.Graph, tile: fx.Node) -> None:
+    """Put a fetch of its own before each operator that reads `tile`, in place of one for all."""
+    for reader in _operators(tile):
+        with graph.inserting_before(reader):
+            own = _call(graph, reader, ops.fetch, tile.args, tile.meta["val"].new_empty(tile.meta["val"].shape))
+            seen = _copied_views(graph, tile, own)
+        for node in reader.all_input_nodes:
+            if node in seen:
+                reader.replace_input_with(node, seen[node])
+        for copy in reversed(list(seen.values())[1:]):
+            if not copy.users:
+                graph.erase_node(copy)
+        with graph.inserting_after(reader):
+            _call(graph, reader, ops.release, (own,), None)
+    unread = [node for node in tile.users if node.target is ops.release]
+    unread += [node for node in graph.nodes if node.meta.get("alias_of") is tile]
+    for node in (*reversed(unread), tile):
+        graph.erase_node(node)
+
+
+def _copied_views(graph: fx.Graph, tile: fx.Node, own: fx.Node) -> dict[fx.Node, fx.Node]:
+    """The views of `tile` as views of another fetch `own`, by the nodes that they stand in for; itself first."""
+    seen, shown = {tile: own}, {n for n in tile_readers(tile) if n.meta.get("alias_of") is tile}
+    for view in [n for n in graph.nodes if n in shown]:
+        copy = seen[view] = graph.node_copy(view, lambda node: seen.get(node, node))
+        copy.meta = {**view.meta, "alias_of": own}
+    return seen
 
 
 def tile_readers(tile: fx.Node) -> Iterator[fx.Node]:

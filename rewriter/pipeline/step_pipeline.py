@@ -34,7 +34,13 @@ from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
 from forebay.rewriter.pipeline.run_passes import Stage, check_switches
 from forebay.rewriter.planning.best_product import best_product, known_names
 from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
-from forebay.rewriter.planning.graph_needs import launch_count, read_by_both, weight_products, weight_uses
+from forebay.rewriter.planning.graph_needs import (
+    launch_count,
+    read_by_both,
+    read_together,
+    weight_products,
+    weight_uses,
+)
 from forebay.rewriter.planning.launch_memory import phase_workspace, product_launch, unplaced
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
@@ -80,7 +86,7 @@ class Pipeline:
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
                      cache_launches(decode), graphs.block, launch_count(decode), workload),
             graphs.block, weights_of_layers(decode), graphs.cache_format,
-            staged_places(decode, graphs.block, workload.prompt)).moving_hidden()
+            staged_places(decode, graphs.block, workload.prompt), read_together(decode)).moving_hidden()
         if graphs.block.staged:
             self.needs = self.needs.staging(staged_layers(decode, graphs.block, graphs.step), graphs.block, workload)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from forebay.rewriter.ir.graph import META, weight_name
+from forebay.rewriter.ir.graph import META, storage_of, weight_name
 from forebay.rewriter.ir.products import tileable
 from forebay.rewriter.planning.model_needs import WeightUse
 from forebay.rewriter.predict.closed_form import StepProduct
@@ -68,6 +69,25 @@ def read_by_both(uses: Sequence[WeightUse], others: Sequence[WeightUse]) -> list
     """The weights of a step as another one reads them too: in tiles where both can."""
     tiled = {use.name for use in others if use.tileable}
     return [replace(use, tileable=use.tileable and use.name in tiled) for use in uses]
+
+
+def read_together(step: fx.GraphModule) -> tuple[frozenset[str], ...]:
+    """The sets of two or more weights that one operator of a step graph or of its blocks reads as a whole."""
+    found = dict.fromkeys(_read_together(step, {n: weight_name(n) for n in step.graph.find_nodes(op="placeholder")}))
+    for call in step.graph.find_nodes(op="call_module"):
+        block: Any = step.get_submodule(str(call.target))
+        named: Any = zip(block.graph.find_nodes(op="placeholder"), call.args, strict=True)
+        found |= dict.fromkeys(_read_together(block, {n: weight_name(given) for n, given in named}))
+    return tuple(found)
+
+
+def _read_together(graph: fx.GraphModule, names: Mapping[fx.Node, str | None]) -> Iterator[frozenset[str]]:
+    for node in graph.graph.nodes:
+        if node.op in ("call_function", "output") and node.meta.get("alias_of") is None:
+            read = node.all_input_nodes[1:] if node.target is aten.embedding.default else node.all_input_nodes
+            weights = frozenset(filter(None, (names.get(storage_of(n)[0]) for n in read)))
+            if len(weights) > 1:
+                yield weights
 
 
 def weight_products(uses: Sequence[WeightUse]) -> list[StepProduct]:

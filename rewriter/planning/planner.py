@@ -148,7 +148,7 @@ def _candidates(
     shortest = _shortest(needs, workload.prompt)
     chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else [
         *(chunk for chunk in halvings(workload.prompt) if chunk > shortest), shortest]
-    choices = _slot_choices(kinds.products, wishes, needs.block)
+    choices = _slot_choices(kinds.products, wishes, needs.block, _least_slots(needs, kinds))
     cached = needs.host_nbytes
     hops = budget.host and needs.weight_tier == "disk" and needs.host_hop
     found = []
@@ -327,9 +327,18 @@ def _smallest_tile(u: WeightUse) -> int:
     return max(row, min(u.nbytes, PAGE_NBYTES)) if u.tileable else u.nbytes
 
 
-def _slot_choices(products: Sequence[WeightUse], wishes: Wishes, block: Block) -> list[tuple[int, int]]:
-    """Numbers and bytes of staging slots; PlanError for a wish that some piece does not fit. Where micro-batches take
-    turns layer by layer, slots hold a layer's weights until the last of them has run through it."""
+def _least_slots(needs: ModelNeeds, kinds: _Kinds) -> int:
+    """The most streamed weights that one operator reads at once, if all stream that may."""
+    streamed = {u.name for u in kinds.products}
+    return max((len(names & streamed) for names in needs.together), default=1)
+
+
+def _slot_choices(
+    products: Sequence[WeightUse], wishes: Wishes, block: Block, least_slots: int
+) -> list[tuple[int, int]]:
+    """Numbers, `least_slots` or more, and bytes of staging slots; none for a wish of fewer. PlanError for a wish that
+    some piece does not fit. Where micro-batches take turns layer by layer, slots hold a layer's weights until the last
+    of them has run through it."""
     if not products:
         return []
     low = max(max(_smallest_tile(u) for u in products), max((u.nbytes for u in products if not u.tileable), default=0))
@@ -341,8 +350,9 @@ def _slot_choices(products: Sequence[WeightUse], wishes: Wishes, block: Block) -
     sizes = [wishes.slot_nbytes] if wishes.slot_nbytes else list(dict.fromkeys(
         [*(max(low, min(largest, n)) for n in SLOT_NBYTES), *huge, *small, low]))
     if not block.takes_turns or wishes.slots:
-        return [(slots, slot) for slots in ([wishes.slots] if wishes.slots else SLOTS) for slot in sizes]
-    least = {slot: most_tiles(products, slot) for slot in sizes}
+        counts = [wishes.slots] if wishes.slots else sorted({least_slots, *SLOTS})
+        return [(slots, slot) for slots in counts if slots >= least_slots for slot in sizes]
+    least = {slot: max(least_slots, most_tiles(products, slot)) for slot in sizes}
     return [(least[slot] + ahead, slot) for slot in sizes
             for ahead in dict.fromkeys((0, 1, 2, least[slot] // 2, least[slot]))]
 
