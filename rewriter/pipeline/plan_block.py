@@ -17,6 +17,7 @@ from forebay.rewriter.ir.hidden_layout import offloaded_regions
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline.plan_speculation import forced_sizes
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.checkpoint_share import balanced_share, link_binds, shares_beside
 from forebay.rewriter.planning.objective import latency_s
@@ -65,8 +66,9 @@ def plan_block(
     def pipeline_of(block: Block) -> Pipeline:
         return _pipeline_of(graphs_of, workload, machine, switches, block)
 
+    sizes = forced_sizes(graphs_of(workload, ALONE), workload, wishes) if wishes.drafted_tokens else ()
     if wishes.cache_tier in (None, "device"):
-        pipeline = pipeline_of(wishes.block(workload.batch))
+        pipeline = pipeline_of(replace(wishes.block(workload.batch), speculative_steps=sizes))
         try:
             planned = pipeline, pipeline.plan(budget, wishes)
         except PlanError as error:
@@ -74,7 +76,7 @@ def plan_block(
         else:
             return planned if wishes.gather_buffers is not None else _ahead(*planned, budget, wishes, pipeline_of)
     ways: list[Way] = []
-    for block in staged_blocks(graphs_of, workload, wishes):
+    for block in (replace(each, speculative_steps=sizes) for each in staged_blocks(graphs_of, workload, wishes)):
         pipeline = pipeline_of(block)
         found = _in_shares(pipeline, block, budget, wishes)
         best: dict[tuple[int, bool], Way] = {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forebay.rewriter.ir.plan import Budget, Plan, PlanError
+from forebay.rewriter.capture.step_graphs import StepGraphs
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
 
@@ -25,14 +26,14 @@ def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, wishes: Wis
     if wishes.drafted_tokens is None or wishes.sparse_values < 1:
         return pipeline, plan
     forced = wishes.drafted_tokens != "auto"
-    if pipeline.graphs.speculate is None:
-        if forced:
-            raise PlanError("prompt_lookup_num_tokens: no step checks drafts in models whose rotary follows the length "
-                            "of the call; leave it out")
+    if forced and plan.schedule.speculative_steps and plan.budget == budget.limits:
+        return pipeline, plan  # `plan_block` made it so
+    if forced:
+        sizes = forced_sizes(pipeline.graphs, pipeline.workload, wishes)
+    elif pipeline.graphs.speculate is None:
         return pipeline, plan
-    sizes = _sizes(pipeline, plan, wishes)
-    if forced and not sizes:
-        raise PlanError(f"prompt_lookup_num_tokens: {_no_size(plan, wishes)}")
+    else:
+        sizes = _sizes(pipeline, plan, wishes)
     while sizes:
         found = pipeline.with_speculative(sizes)
         try:
@@ -54,19 +55,39 @@ def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, wishes: Wis
     return pipeline, plan
 
 
+def forced_sizes(graphs: StepGraphs, workload: Workload, wishes: Wishes) -> tuple[int, ...]:
+    """Find the steps that a number of drafted tokens asks for.
+
+    Returns:
+        Tokens per sequence of each, the largest first; none where `wishes` name no number.
+
+    Raises:
+        PlanError: No budget gives such steps.
+    """
+    if not isinstance(wishes.drafted_tokens, int) or wishes.sparse_values < 1:
+        return ()
+    if graphs.speculate is None:
+        raise PlanError("prompt_lookup_num_tokens: no step checks drafts in models whose rotary follows the length "
+                        "of the call; leave it out")
+    sizes = tuple(n for n in _wished_sizes(wishes) if 1 < n <= workload.new_tokens and n != wishes.prefill_chunk)
+    if not sizes:
+        raise PlanError(f"prompt_lookup_num_tokens: {_no_size(workload, wishes)}")
+    return sizes
+
+
 def smallest_checking(pipeline: Pipeline, plan: Plan, wishes: Wishes) -> int:
     """The least device budget in bytes of a plan whose steps check as many drafted tokens as `wishes` name, where
     `plan` checks none. PlanError where none does whatever it has."""
     sizes = _sizes(pipeline, plan, wishes)
     if not sizes:
-        raise PlanError(_no_size(plan, wishes))
+        raise PlanError(_no_size(plan.workload, wishes))
     return pipeline.with_speculative(sizes).smallest_budget(wishes)
 
 
-def _no_size(plan: Plan, wishes: Wishes) -> str:
+def _no_size(workload: Workload, wishes: Wishes) -> str:
     least = _wished_sizes(wishes)[-1]
-    if least > plan.workload.new_tokens:
-        return f"an answer of {plan.workload.new_tokens} tokens leaves nothing to draft; leave it out"
+    if least > workload.new_tokens:
+        return f"an answer of {workload.new_tokens} tokens leaves nothing to draft; leave it out"
     return (f"steps over {least} tokens compute the prompt, in chunks of as many; name another number, or another "
             "prefill_chunk")
 

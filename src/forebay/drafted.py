@@ -115,7 +115,7 @@ class DraftedModel(LanguageModel):
         return "\n\n".join([super().explain(), f"draft       {self.split.told}; {self.seen}", *draft])
 
     def _plan_anew(self, workload: Workload, wishes: Wishes, choose: PlanChoice) -> tuple[Pipeline, Plan]:
-        pipeline, plain = super()._plan_anew(workload, wishes, choose)
+        pipeline, plain = self._plan_alone(workload, wishes, choose)
         helper, asked = self._helper, _draft_wishes(wishes, plain.schedule.block.entering)
         limit = helper.captured.max_positions or NO_LIMIT
         prompt = min(plain.workload.prompt + 1, limit - 1)  # the answer's first token is known when drafts begin
@@ -132,6 +132,21 @@ class DraftedModel(LanguageModel):
             helper._adopt(draft, found.draft)
             helper.budget = replace(self.budget, device=part.device, host=part.host)
         return found.pipeline, found.plan
+
+    def _plan_alone(self, workload: Workload, wishes: Wishes, choose: PlanChoice) -> tuple[Pipeline, Plan]:
+        """The model's plan as if nothing drafted. Where drafts are forced and the budget is too small for that already,
+        it is as if there were no budget: what both need is then named, not what one needs."""
+        try:
+            return super()._plan_anew(workload, wishes, choose)
+        except PlanError:
+            if not isinstance(wishes.drafted_tokens, int):
+                raise
+        given = self.budget
+        self.budget = replace(given, device=NO_LIMIT)
+        try:
+            return super()._plan_anew(workload, wishes, choose)
+        finally:
+            self.budget = given
 
     def _best(self, model: tuple[Pipeline, Plan, Wishes], draft: tuple[Pipeline, Wishes]) -> DraftedPlan:
         """By a copy of the model, in memory of its own or in the model's, whichever is predicted to answer sooner; any
