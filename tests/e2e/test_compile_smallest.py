@@ -69,8 +69,9 @@ class Logits(nn.Module):
         return self.model(ids, use_cache=False).logits  # type: ignore[no-any-return]
 
 
-def assert_named_is_smallest(build: Callable[[], nn.Module], x: torch.Tensor) -> None:
-    """A refusal names a number that works, gives what eager gives, and is the peak of what runs."""
+def assert_named_is_smallest(build: Callable[[], nn.Module], x: torch.Tensor, multiplied: int = 0) -> None:
+    """A refusal names a number that works, gives what eager gives, and is the peak of what runs. So many rows are
+    `multiplied` at most, if not those of `x`."""
     def attempt(folder: str, nbytes: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -91,7 +92,7 @@ def assert_named_is_smallest(build: Callable[[], nn.Module], x: torch.Tensor) ->
         (prepared,) = prepared_for(model)
         taken = prepared.program.arenas["device"] + prepared.program.workspace_nbytes()
         # A product cut along its inputs widens, or packs, fewer of them than the whole, which is planned.
-        rows = x.numel() if x.dtype == torch.int64 else len(x)
+        rows = multiplied or (x.numel() if x.dtype == torch.int64 else len(x))
         widened = 0 if x.dtype == torch.float64 else rows * (4 * max(map(max, _matrices(model))) + ROW_PADDING_NBYTES)
         assert taken <= smallest
         if native.load() is not None:  # torch's products of a tile take less than those of the whole, which are planned
@@ -115,8 +116,39 @@ def test_of_random_modules(layers: list[tuple[str, int]], dtype: torch.dtype, ro
 
 
 @pytest.mark.parametrize("kind", ["product", "sum", "joined"])
-def test_of_an_operator_that_needs_two_large_weights(kind: str) -> None:
-    assert_named_is_smallest(lambda: TwoWeights(100, kind), torch.linspace(-1, 1, 300).view(3, 100))
+@pytest.mark.parametrize("width", [100, 136])  # weights that stay for their size, and such as stream
+def test_of_an_operator_that_needs_two_large_weights(kind: str, width: int) -> None:
+    assert_named_is_smallest(lambda: TwoWeights(width, kind), torch.linspace(-1, 1, 3 * width).view(3, width),
+                             width if kind == "product" else 0)  # of one weight by the other
+
+
+class Reads(nn.Module):
+    """A function of x and of several square weights, each too large to stay for its size."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], weights: int) -> None:
+        super().__init__()
+        self.function = function
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(144, 144) / 12) for _ in range(weights))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, *self.weights)
+
+
+READS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
+    "three at once": (lambda x, a, b, c: x @ torch.addmm(a, b, c), 3),
+    "two of four": (lambda x, a, b, c, d: F.linear(x, a + b) @ torch.where(c > 0, c, d), 4),
+    "a product with a sum": (lambda x, a, b: F.linear(x, a * b), 2),
+    "a recurrent cell": (lambda x, a, b: torch.rnn_tanh_cell(x, x, a, b), 2),
+    "one at both ends": (lambda x, a, b, c: F.relu(F.relu(x @ a @ b) @ c) @ a.t(), 3),
+    "one in three sums": (lambda x, a, b, c, d: x @ (a + b) @ (a + c) @ (a + d), 4),
+    "a residual that is a weight": (lambda x, a, b, c: (x @ a).sum() * F.linear(b, c, None) + b, 3),
+}
+
+
+@pytest.mark.parametrize("form", READS)
+def test_of_operators_that_read_several_streamed_weights(form: str) -> None:
+    function, weights = READS[form]
+    assert_named_is_smallest(lambda: Reads(function, weights), torch.linspace(-1, 1, 288).view(2, 144))
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2"])

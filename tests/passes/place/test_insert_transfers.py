@@ -193,3 +193,23 @@ def test_a_weight_the_plan_does_not_name_is_resident(tmp_path: Path) -> None:
     gm = model.graph()
     insert_transfers(gm, plan_for(ways))
     assert targets(gm).count("fetch") == 1
+
+
+def test_a_weight_read_far_apart_is_fetched_for_each_reader(tmp_path: Path) -> None:
+    """Its slot is wanted in between; with a slot more it is held. Views of it are made of each fetch."""
+    weights = {name: torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("abc")}
+
+    def build(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> object:
+        x = graph.call_function(aten.mul.Tensor, (nodes["x"], nodes["a"]))
+        for name in "bc":
+            x = graph.call_function(aten.mul.Tensor, (x, nodes[name]))
+        turned = graph.call_function(aten.t.default, (nodes["a"],))
+        return (graph.call_function(aten.mul.Tensor, (x, turned)),)
+
+    model = tiny(tmp_path, build, {"x": torch.ones(8, 8)}, weights)
+    for slots, fetches in ((1, 4), (2, 4), (3, 3)):
+        gm = rewritten(model, dict.fromkeys("abc", 0), slots)
+        marks = [n.meta[META].weight for n in gm.graph.nodes if n.target is ops.fetch]
+        assert len(marks) == fetches and marks[:3] == ["a", "b", "c"] and marks[3:] == ["a"] * (fetches - 3)
+        assert_nothing_reads_streamed(model, gm, dict.fromkeys("abc", 0))
+        assert_same(model, gm)
