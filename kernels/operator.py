@@ -73,6 +73,10 @@ class Implementations:
 
 Call = Callable[[], object]
 
+# How kernels want a tensor to lie: "dense", row-major without gaps; "columns", the last dimension without gaps; "rows",
+# the same, and all other dimensions of one stride, so that it is read as a matrix without a copy.
+Layout = Literal["dense", "columns", "rows"]
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -87,7 +91,9 @@ class Operator:
     the values, `kept`, which stands among its arguments where the first ends that this one has not. `score_ranges`: its
     last three arguments, phi, low and high, say that partial softmaxes share the maximum phi where the largest score x
     has phi + low < x < phi + high; by dtype of its first argument the least low and the most high. `takes` tells
-    whether its kernels take such tensors, of those that a pass asks about. `timed_as` says which of a machine's
+    whether its kernels take such tensors, of those that a pass asks about. `layouts` names, by argument, how a tensor
+    must lie for its launches; lowering asks (`accepts`) and otherwise calls the operator through torch, which takes any
+    strides. An argument without an entry may have any strides. `timed_as` says which of a machine's
     measurements tell its time. `onnx` is what it is in ONNX, as a function of its arguments that puts operators into a
     graph (`onnx_meaning`); without it the operator has no place there.
     """
@@ -99,6 +105,7 @@ class Operator:
     workspace: Mapping[str, Callable[[Use], int]] = field(default_factory=dict)
     passing: Callable[[Use], int] = lambda _: 0
     takes: Callable[..., bool] = lambda *_: True
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
     overwrites: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     over_rows: Operator | None = None
@@ -129,6 +136,11 @@ class Operator:
         place = self.arguments.index(name)
         return args[place] if place < len(args) else self.overload._schema.arguments[place].default_value
 
+    def accepts(self, tensors: Mapping[str, Any]) -> bool:
+        """Tell whether tensors, by argument, lie as `layouts` says; whatever has no strides does."""
+        return all(_lies(tensors[name], layout) for name, layout in self.layouts.items()
+                   if isinstance(tensors.get(name), torch.Tensor))
+
     def given_caches(self, args: tuple[Any, ...]) -> list[Any]:
         """What positional arguments hold for K and V; nothing of an operator that touches no cache."""
         return [self.argument(args, name) for name in self.caches]
@@ -142,6 +154,26 @@ class Operator:
         """Transient bytes that a use takes on a device; 0 for an operator that takes none."""
         count = self.workspace.get(device)
         return 0 if count is None else count(use)
+
+
+def _lies(tensor: torch.Tensor, layout: Layout) -> bool:
+    if layout == "dense":
+        return tensor.is_contiguous()
+    if tensor.dim() < 1 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+        return False
+    expected = None
+    for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
+        if layout == "columns" or size == 1:  # its stride may be anything
+            continue
+        if expected is not None and stride != expected:
+            return False
+        expected = stride * size
+    return True
+
+
+def in_columns(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, or a copy of it where its last dimension has gaps."""
+    return tensor if _lies(tensor, "columns") else tensor.contiguous()
 
 
 def dtype_of(tensor: Any) -> torch.dtype:

@@ -71,7 +71,7 @@ class Launches:
         if is_collective(node):
             return [self._collective(node, target)]
         operator = of_target(target)
-        if operator is not None:
+        if operator is not None and _has_kernel(operator, node):
             return [self._own(node, operator)]
         return self._aten(node, target)
 
@@ -203,6 +203,13 @@ class Launches:
         if isinstance(value, dict):
             return {k: self._map(v) for k, v in value.items()}
         return value
+
+
+def _has_kernel(operator: Operator, node: fx.Node) -> bool:
+    """Whether launches of one of our operators can compute a node: its operands lie as the record says."""
+    tensors = {name: operator.argument(node.args, name) for name in operator.layouts}
+    return bool(operator.bind) and operator.accepts({
+        name: value.meta.get("val") for name, value in tensors.items() if isinstance(value, fx.Node)})
 
 
 def _narrow(ref: TensorRef, dim: int, lower: int, length: int) -> TensorRef:

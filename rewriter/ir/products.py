@@ -40,19 +40,25 @@ def linear_arguments(node: Any) -> Linear | None:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether a product of whole matrices is computed by our kernels: what it reads lies in memory as rows of one
-    stride, and its weight is of a dtype that they take or packed; bias [N] + x [M, K] W [K, N] wants W row-major. One
-    without multiplications is torch's."""
+    """Tell whether our kernels compute a product of whole matrices: its operands lie as the operator's record says, and
+    its weight is a matrix of a dtype that they take, or packed. Products of empty matrices are torch's."""
     linear = linear_arguments(node)
-    if linear is not None:
-        rows = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
-        return all(map(_in_rows, rows)) and has_plain_bias(linear) and not _is_empty(linear.x, linear.weight) and (
-            linear.packing is not None or _dtype(linear.weight) in PRODUCT_DTYPES)
-    if node.target is not aten.addmm.default or node.kwargs:
+    if linear is None and node.target is aten.addmm.default and not node.kwargs:
+        bias, x, weight = node.args
+        if not is_plain_bias(bias, weight.meta["val"].shape[1]):  # type: ignore[union-attr]
+            return False
+        linear = Linear(x, weight, bias)
+    elif linear is None or not has_plain_bias(linear):
         return False
-    bias, x, weight = node.args
-    return _dtype(weight) in PRODUCT_DTYPES and is_plain_bias(bias, weight.meta["val"].shape[1]) and _in_rows(x) and (  # type: ignore[union-attr]
-        bool(weight.meta["val"].is_contiguous()) and not _is_empty(x, weight))  # type: ignore[union-attr]
+    return (linear.weight.meta["val"].dim() == 2 and _lies_in_rows(linear) and not _is_empty(linear.x, linear.weight)
+            and (linear.packing is not None or _dtype(linear.weight) in PRODUCT_DTYPES))
+
+
+def _lies_in_rows(linear: Linear) -> bool:
+    """Whether the operands lie as the product's record says."""
+    operator = LINEAR if linear.packing is None else LINEAR_Q
+    values = (None if value is None else value.meta["val"] for value in linear[:5])
+    return operator.accepts(dict(zip(operator.arguments, values, strict=False)))
 
 
 def _is_empty(x: Any, weight: Any) -> bool:
@@ -72,21 +78,6 @@ def is_plain_bias(bias: Any, n: int) -> bool:
 
 def _dtype(node: Any) -> torch.dtype:
     return node.meta["val"].dtype  # type: ignore[no-any-return]
-
-
-def _in_rows(x: Any) -> bool:
-    """Whether [..., K] can be read as a row-major [M, K] without a copy."""
-    value = x.meta["val"]
-    if value.dim() < 1 or value.stride(-1) != 1:
-        return False
-    expected = None
-    for size, stride in zip(reversed(value.shape[:-1]), reversed(value.stride()[:-1]), strict=True):
-        if size == 1:  # its stride may be anything
-            continue
-        if expected is not None and stride != expected:
-            return False
-        expected = stride * size
-    return True
 
 
 def foldable(node: Any) -> Linear | None:
@@ -149,8 +140,8 @@ def tileable(user: fx.Node, weight: fx.Node) -> bool:
         return False
     if linear is not None:
         read = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
-        return linear.weight is weight and weight not in (*read, linear.bias) and all(_is_rows(r) for r in read) and (
-            has_plain_bias(linear))
+        return linear.weight is weight and weight.meta["val"].dim() == 2 and all(map(_is_rows, read)) and (
+            weight not in (*read, linear.bias) and has_plain_bias(linear))
     if user.target is aten.addmm.default:
         bias, x, matrix = user.args
         return matrix is weight and x is not weight and not user.kwargs and _is_rows(x) and (
@@ -161,13 +152,7 @@ def tileable(user: fx.Node, weight: fx.Node) -> bool:
     return False
 
 
-def _is_rows(x: object) -> bool:
-    """Whether x [..., K] is rows [M, K] of one stride as it lies in memory: tiles are computed without a copy of it."""
-    value = x.meta["val"]  # type: ignore[attr-defined]
-    if value.dim() < 2 or value.stride(-1) != 1:
-        return False
-    try:
-        value.view(-1, value.shape[-1])
-    except RuntimeError:
-        return False
-    return True
+def _is_rows(x: Any) -> bool:
+    """Whether x [..., K] is rows [M, K] as the product's record says: tiles are computed without a copy of it."""
+    value = x.meta["val"]
+    return value.dim() > 1 and value.shape[-1] > 0 and LINEAR.accepts({"x": value})

@@ -69,6 +69,48 @@ def test_results_are_those_of_eager(name: str, tmp_path) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
+class Weighted(nn.Module):
+    """`function` of x and of weights."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], *weights: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(size) / 8) for size in weights)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, *self.weights)
+
+
+def by_both(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.linear(F.relu(F.linear(x, w)), v.t()) + F.linear(F.relu(F.linear(x, w)), w.t())
+
+
+WEIGHTED: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] = {
+    "one side transposed": (by_both, ((200, SIZE), (200, SIZE))),
+    "transposed, with a bias": (lambda x, w, b: F.linear(x, w.t(), b), ((SIZE, 400), (400,))),
+    "in steps": (lambda x, w: F.linear(x, w[:, ::2]), ((200, 2 * SIZE),)),
+    "of one column": (lambda x, w: F.linear(x[:, :1], w.t()), ((1, 400),)),
+    "a bias in steps": (lambda x, w, b: F.linear(x, w, b[::2]), ((400, SIZE), (800,))),
+    "a vector": (lambda x, w: F.linear(x, w), ((SIZE,),)),
+    "some columns of a matrix": (lambda x, w, b: torch.addmm(b, x, w[:, :160]), ((SIZE, 400), (160,))),
+    "ours": (lambda x, w: torch.ops.forebay.linear(x, w.t()), ((SIZE, 400),)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*lies in memory", "ignore:OpenMP threads spin")
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_may_have_any_strides(name: str, tmp_path) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    function, sizes = WEIGHTED[name]
+    module, x = Weighted(function, *sizes).eval(), torch.randn(3, SIZE)
+    with torch.no_grad():
+        wanted = module(x)
+        found = torch.compile(module, backend="forebay", options={
+            "budget": {"device": "256KiB", "disk": str(tmp_path)}, "strict": True})(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:.*lies in memory", "ignore:OpenMP threads spin")
 def test_a_write_beside_the_operand_is_refused(tmp_path) -> None:
     """`as_strided_scatter` into a slice may write what lies around it, of which a copy has nothing."""

@@ -75,6 +75,7 @@ ATTENTION = Operator(
     attention_cost,
     bind={"cpu": lambda use: cpu.bind_attention(*(*use.args[:7], *use.out)), "cuda": _bind_cuda},
     workspace={"cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)), "cuda": gpu_workspace_nbytes},
+    layouts={"start": "dense"},
     caches=("k", "v"),
     over_rows=ATTENTION_Q,
     sparse=SPARSE_ATTENTION,

@@ -19,7 +19,7 @@ from forebay.kernels.attention.attention_q.reference import check, reference
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
 from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
-from forebay.kernels.operator import Call, Operator, Tensors, Use
+from forebay.kernels.operator import Call, Operator, Tensors, Use, in_columns
 
 
 @torch.library.custom_op("forebay::attention_q", mutates_args=(), device_types="cpu")
@@ -45,7 +45,8 @@ def attention_q(
     check(q, k_cache, v_cache, start, bits, group)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
-    bind_attention_q(q, k_cache, v_cache, start.contiguous(), Scoring(scale, window, softcap), bits, group, out)()
+    caches = in_columns(k_cache), in_columns(v_cache)
+    bind_attention_q(q, *caches, start.contiguous(), Scoring(scale, window, softcap), bits, group, out)()
     return out
 
 
@@ -84,6 +85,7 @@ ATTENTION_Q = Operator(
         "cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)),
         "cuda": lambda use: gpu_workspace_nbytes(use, *use.args[7:9]),
     },
+    layouts={"k_cache": "columns", "v_cache": "columns", "start": "dense"},
     caches=("k_cache", "v_cache"),
     sparse=SPARSE_ATTENTION,
     score_ranges=HELD,

@@ -78,6 +78,7 @@ SPARSE_ATTENTION = Operator(
     _cost,
     bind={"cpu": _bind},
     workspace={"cpu": _workspace},
+    layouts={"start": "dense"},
     caches=("k", "v"),
     timed_as="attention",
 )

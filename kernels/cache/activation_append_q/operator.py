@@ -46,7 +46,7 @@ def bind_activation_append_q(cache: Tensor, x: Tensor, rows: Tensor, bits: int, 
             return
         if rows.min() < 0 or rows.max() >= cache.shape[1]:
             fail("rows", f"must lie within 0 .. {cache.shape[1] - 1}, got {rows.min()} .. {rows.max()}")
-        made = _packed(x.reshape(-1, x.shape[2]), bits, group)
+        made = _packed(x.contiguous().view(-1, x.shape[2]), bits, group)
         cache[number, rows] = made.view(*x.shape[:2], -1)
 
     return call

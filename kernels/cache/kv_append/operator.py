@@ -54,6 +54,7 @@ KV_APPEND = Operator(
     reference,
     _cost,
     bind={"cpu": lambda use: bind_kv_append(*use.args), "cuda": _bind_cuda},
+    layouts={"start": "dense"},
     caches=("k_cache", "v_cache"),
     over_rows=KV_APPEND_Q,
     onnx=kv_append_onnx,

@@ -72,5 +72,6 @@ KV_APPEND_Q = Operator(
     reference,
     _cost,
     bind={"cpu": lambda use: bind_kv_append_q(*use.args), "cuda": _bind_cuda},
+    layouts={"start": "dense"},
     caches=("k_cache", "v_cache"),
 )

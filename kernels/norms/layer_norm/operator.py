@@ -14,7 +14,7 @@ from forebay.kernels.norms import onnx
 from forebay.kernels.norms.layer_norm import cpu
 from forebay.kernels.norms.layer_norm.reference import FLOATS, reference
 from forebay.kernels.norms.rms_norm.reference import MAX_COLUMNS
-from forebay.kernels.operator import Call, Operator, Use, each_once
+from forebay.kernels.operator import Call, Operator, Use, each_once, in_columns
 
 
 @torch.library.custom_op("forebay::layer_norm", mutates_args=(), device_types="cpu")
@@ -30,7 +30,8 @@ def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tens
     from forebay.kernels.norms.layer_norm.gpu import layer_norm as launch
 
     out = x.new_empty(x.shape)
-    launch(x, weight, bias, eps, out)
+    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+    launch(in_columns(x), weight, bias, eps, out)
     return out
 
 
@@ -58,5 +59,6 @@ LAYER_NORM = Operator(
     bind={"cpu": lambda use: cpu.bind_layer_norm(*(*use.args, *use.out)), "cuda": _bind_cuda},
     workspace={"cpu": cpu.workspace_nbytes},
     takes=_takes,
+    layouts={"x": "columns", "weight": "dense", "bias": "dense"},
     onnx=onnx.layer_norm,
 )

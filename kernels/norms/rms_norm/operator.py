@@ -13,7 +13,7 @@ from torch import Tensor
 from forebay.kernels.norms import onnx
 from forebay.kernels.norms.rms_norm.cpu import bind_rms_norm
 from forebay.kernels.norms.rms_norm.reference import reference
-from forebay.kernels.operator import Call, Operator, Use, each_once
+from forebay.kernels.operator import Call, Operator, Use, each_once, in_columns
 
 
 @torch.library.custom_op("forebay::rms_norm", mutates_args=(), device_types="cpu")
@@ -29,7 +29,7 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     from forebay.kernels.norms.rms_norm.gpu import rms_norm as launch
 
     out = x.new_empty(x.shape)
-    launch(x, weight, eps, out)
+    launch(in_columns(x), weight.contiguous(), eps, out)
     return out
 
 
@@ -49,5 +49,6 @@ RMS_NORM = Operator(
     reference,
     each_once,
     bind={"cpu": lambda use: bind_rms_norm(*(*use.args, *use.out)), "cuda": _bind_cuda},
+    layouts={"x": "columns", "weight": "dense"},
     onnx=onnx.rms_norm,
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.dense_like import dense_like
-from forebay.kernels.operator import Call, Operator, Use, each_once
+from forebay.kernels.operator import Call, Operator, Use, each_once, in_columns
 from forebay.kernels.positions.rotary.cpu import bind_rotary
 from forebay.kernels.positions.rotary.onnx import rotary as rotary_onnx
 from forebay.kernels.positions.rotary.reference import reference
@@ -32,6 +32,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     from forebay.kernels.positions.rotary.gpu import rotary as launch
 
+    x, cos, sin = map(in_columns, (x, cos, sin))
     out = torch.empty_like(x)
     launch(x, cos, sin, out)
     return out
@@ -53,5 +54,6 @@ ROTARY = Operator(
     reference,
     each_once,
     bind={"cpu": lambda use: bind_rotary(*(*use.args, *use.out)), "cuda": _bind_cuda},
+    layouts={"x": "columns", "cos": "columns", "sin": "columns"},
     onnx=rotary_onnx,
 )

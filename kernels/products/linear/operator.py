@@ -42,7 +42,7 @@ def linear(
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     x = x.contiguous()
     impl = default_choice(weight.dtype, x.numel() // max(1, x.shape[-1]), *weight.shape)
-    run(impl, x, weight.contiguous(), bias, out, after=after)
+    run(impl, x, weight.contiguous(), None if bias is None else bias.contiguous(), out, after=after)
     return out
 
 
@@ -112,6 +112,7 @@ LINEAR = Operator(
     workspace={"cpu": _cpu_workspace, "cuda": lambda use: choices.workspace_nbytes(use.impl, _shape(use))},
     passing=lambda use: choices.passing_nbytes(use.impl, _shape(use)),
     overwrites=("multiplier", "residual"),
+    layouts={"x": "rows", "weight": "rows", "bias": "dense", "multiplier": "rows", "residual": "rows"},
     implementations=Implementations(
         _shape,
         candidates=lambda weight: cpu.implementations(getattr(torch, weight)),

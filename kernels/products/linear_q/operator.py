@@ -48,7 +48,8 @@ def linear_q(
     out = x.new_empty(*x.shape[:-1], rows.shape[0])
     impl = default_choice(bits, x.numel() // max(1, in_features), group_size)
     stored = Packing(bits, in_features, group_size, scale_dtype, symmetric)
-    bind_linear_q(impl, x.contiguous(), rows, bias, out, stored, after)()
+    bias = None if bias is None else bias.contiguous()
+    bind_linear_q(impl, x.contiguous(), rows.contiguous(), bias, out, stored, after)()
     return out
 
 
@@ -142,6 +143,7 @@ LINEAR_Q = Operator(
     workspace={"cpu": _cpu_workspace, "cuda": lambda use: choices.workspace_nbytes(*_on_cuda(use))},
     passing=lambda use: choices.passing_nbytes(*_on_cuda(use)),
     overwrites=("multiplier", "residual"),
+    layouts={"x": "rows", "rows": "rows", "bias": "dense", "multiplier": "rows", "residual": "rows"},
     implementations=Implementations(
         _shape,
         candidates=_candidates,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.cpu_support import native
-from forebay.kernels.operator import Call, Operator, Use, each_once
+from forebay.kernels.operator import Call, Operator, Use, each_once, in_columns
 from forebay.kernels.quantization.dequantize_rows.cpu import bind_dequantize_rows, workspace_nbytes
 from forebay.kernels.quantization.dequantize_rows.onnx import dequantize_rows as dequantize_rows_onnx
 from forebay.kernels.quantization.dequantize_rows.reference import check, reference
@@ -26,7 +26,7 @@ def dequantize_rows(
 ) -> Tensor:
     """rows uint8 [..., R] -> [..., K] of dtype; with transposed, rows [N, R] -> [K, N]."""
     check(rows, in_features, bits, group_size, transposed, symmetric)
-    return reference(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric)
+    return reference(in_columns(rows), in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric)
 
 
 @dequantize_rows.register_kernel("cuda")
@@ -36,6 +36,7 @@ def _(
 ) -> Tensor:
     from forebay.kernels.quantization.dequantize_rows import gpu
 
+    rows = in_columns(rows)
     return gpu.dequantize_rows(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric)
 
 
@@ -67,5 +68,6 @@ DEQUANTIZE_ROWS = Operator(
     each_once,
     bind={"cpu": lambda use: bind_dequantize_rows(*use.args, out=use.out[0]), "cuda": _bind_cuda},
     workspace={"cpu": _workspace},
+    layouts={"rows": "columns"},
     onnx=dequantize_rows_onnx,
 )
