@@ -75,7 +75,7 @@ Call = Callable[[], object]
 
 # How kernels want a tensor to lie: "dense", row-major without gaps; "columns", the last dimension without gaps; "rows",
 # the same, and all other dimensions of one stride, so that it is read as a matrix without a copy.
-Layout = Literal["dense", "columns", "rows"]
+OperandLayout = Literal["dense", "columns", "rows"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Operator:
     workspace: Mapping[str, Callable[[Use], int]] = field(default_factory=dict)
     passing: Callable[[Use], int] = lambda _: 0
     takes: Callable[..., bool] = lambda *_: True
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    layouts: Mapping[str, OperandLayout] = field(default_factory=dict)
     overwrites: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     over_rows: Operator | None = None
@@ -156,7 +156,7 @@ class Operator:
         return 0 if count is None else count(use)
 
 
-def _lies(tensor: torch.Tensor, layout: Layout) -> bool:
+def _lies(tensor: torch.Tensor, layout: OperandLayout) -> bool:
     if layout == "dense":
         return tensor.is_contiguous()
     if tensor.dim() < 1 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
