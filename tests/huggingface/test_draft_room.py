@@ -102,6 +102,12 @@ def test_the_cache_of_a_drafted_answer_goes_on(streamed: LanguageModel, model: A
         torch.testing.assert_close(after[:, -1], model(wanted).logits[:, -1], rtol=1e-3, atol=1e-3)
 
 
+def test_an_answer_without_a_cache_reaches_the_last_position(streamed: LanguageModel, model: Any) -> None:
+    """The whole sequence is a prompt each time, and its last token is in none."""
+    ids, given = prompts()[2], dict(max_new_tokens=POSITIONS - PROMPT, use_cache=False, **GREEDY)
+    assert torch.equal(streamed.generate(ids, **given), model.generate(ids, **given))
+
+
 def test_padding_does_not_count_as_room(streamed: LanguageModel, model: Any) -> None:
     for ids in prompts():
         given = dict(attention_mask=torch.tensor([[0] * 5 + [1] * PROMPT]), max_new_tokens=POSITIONS - PROMPT,

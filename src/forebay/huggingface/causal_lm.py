@@ -206,7 +206,7 @@ class StreamedCausalLM(GenerationMixin):
             if held is not None:  # as long an answer as planned for, lest a draft's every few tokens be a new plan
                 new_tokens = max(new_tokens, lm.plan.workload.new_tokens)
             if not config.use_cache and prompts.embeds is None:
-                with lm.running(count, prompts.longest + new_tokens, 1, call=self.call):
+                with lm.running(count, prompts.longest + new_tokens - 1, 1, call=self.call):
                     found = self._generate(shown, given, options)
             else:
                 if (config.num_beams or 1) > 1:
