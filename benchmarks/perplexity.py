@@ -35,7 +35,7 @@ from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.formats.table import ACTIVATION_FORMATS, CACHE_FORMATS, WEIGHT_FORMATS
 from forebay.kernels.quantization.quantize.operator import dequantize, quantize
-from forebay.rewriter.checkpoints.packed import parse_format
+from forebay.rewriter.checkpoints.records import parse_format
 from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
 
 TEXT = Path(__file__).resolve().parent.parent / "examples/text/stories.txt"

@@ -40,7 +40,7 @@ from forebay.commands.process_memory import disk_read_nbytes
 from forebay.commands.prompts import load_tokenizer
 from forebay.drafted import told
 from forebay.open_model import known_machine
-from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
 from forebay.rewriter.ir.plan import Plan

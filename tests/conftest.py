@@ -298,7 +298,7 @@ class _LoggedReader:
 @pytest.fixture(scope="session")
 def demo_folder() -> Path:
     """The packaged model in float32; skips where it is not installed."""
-    from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+    from forebay.rewriter.checkpoints.records import CheckpointError
     from forebay.rewriter.checkpoints.resolve import resolve_model
 
     try:

@@ -111,7 +111,7 @@ def test_modules_are_imported_by_statements() -> None:
     called = [name for name, path in SOURCES.items() for node in ast.walk(ast.parse(path.read_text()))
               if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).split(".")[-1] in (
                   "import_module", "__import__", "exec")]
-    assert called == ["forebay"]
+    assert set(called) == {"forebay"}
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
@@ -242,6 +242,83 @@ def test_pages_are_wrapped() -> None:
             for i, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
             if len(line) > WIDTH and (str(page.relative_to(ROOT)) in NARROW or not line.startswith("|"))]
     assert len(pages) > 8 and not wide
+
+
+# Who imports transformers within a function all the same: a process of its own, and what `capture_model` calls.
+IN_TURN = ("forebay.commands.render_chats", "forebay.rewriter.capture.own_attention",
+           "forebay.rewriter.capture.language_model")
+
+
+def test_transformers_is_loaded_by_one_thread_at_a_time() -> None:
+    """Its modules take each other's place while they are loaded. Modules that import it at their top are imported by
+    such functions."""
+    alone, seen = [], 0
+    for name, path in SOURCES.items():
+        tree = ast.parse(path.read_text())
+        for function in [node for node in ast.walk(tree) if isinstance(node, Function)]:
+            held = [inner for node in ast.walk(function) if isinstance(node, ast.With)
+                    and any(ast.unparse(item.context_expr) == "ONE_THREAD" for item in node.items)
+                    for inner in ast.walk(node)]
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
+                    seen += 1
+                    taken = "one_thread" in map(ast.unparse, function.decorator_list) or node in held
+                    alone += [] if taken or name in IN_TURN else [f"{name}:{node.lineno}"]
+    assert seen > 15 and not alone, alone
+
+
+# Who opens files for reading by itself, and why that is safe; all others use `forebay.rewriter.ir.files`.
+READ_BY_THEMSELVES = {
+    "forebay.rewriter.ir.files": "the one place",
+    **dict.fromkeys(("forebay.rewriter.checkpoints.checkpoint", "forebay.rewriter.checkpoints.identity",
+                     "forebay.rewriter.checkpoints.gguf_tensors", "forebay.rewriter.checkpoints.gguf_config",
+                     "forebay.exported.source",
+                     "forebay.runtime.disk.open_file", "forebay.runtime.disk.page_cache"),
+                    "weights, whose header was read there before"),
+    "forebay.commands.plain_tokenizer": "the folder is looked through first",
+    **dict.fromkeys(("forebay.rewriter.checkpoints.packed", "forebay.rewriter.checkpoints.resolve",
+                     "forebay.rewriter.checkpoints.conversions", "forebay.kernels.build.cache_folder",
+                     "forebay.kernels.build.compile", "forebay.drafts_seen"), "the user's own cache folder"),
+    **dict.fromkeys(("forebay.rewriter.checkpoints.module_weights", "forebay.kernels.build.process_limits",
+                     "forebay.runtime.measure.neighbours", "forebay.runtime.measure.kept",
+                     "forebay.runtime.comm.loops", "forebay.commands.process_memory"), "files of the kernel"),
+    **dict.fromkeys(("forebay.rewriter.checkpoints.packed_writer", "forebay.runtime.disk.spill_file",
+                     "forebay.runtime.disk.temporary", "forebay.commands.jobs"),
+                    "what it writes itself"),
+    "forebay.rewriter.checkpoints.named_errors": "a file in memory, of its own",
+    **dict.fromkeys(("forebay.kernels.products.linear.selection", "forebay.serving.app"), "installed with the package"),
+}
+
+
+def test_files_of_others_are_opened_in_one_place() -> None:
+    """There a pipe, a device and a socket are refused. Opened to be written does not count."""
+    found = set()
+    for name, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            mode = "".join(str(each.value) for each in [*node.args[1:2], *(k.value for k in node.keywords if k.arg
+                           == "mode")] if isinstance(each, ast.Constant))
+            if called.split(".")[-1] in ("read_text", "read_bytes", "from_file", "fromfile", "memmap") or (
+                    called in ("open", "io.open", "os.open") and not set(mode) & set("wax")
+                    and not any(word in ast.unparse(node) for word in ("WRONLY", "devnull", "(draft, "))):
+                found.add(name)
+    assert found == set(READ_BY_THEMSELVES)
+
+
+def test_cores_and_memory_are_asked_for_in_one_place() -> None:
+    """There a container's limits count. `neighbours` wants to know which cores they are, and not how many."""
+    asking = set()
+    for name, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (isinstance(node, ast.Attribute) and node.attr in ("cpu_count", "process_cpu_count", "sched_getaffinity",
+                                                                  "virtual_memory")) or (
+                    isinstance(node, ast.Constant) and isinstance(node.value, str)
+                    and node.value.startswith(("MemAvailable", "MemFree", "MemTotal", "SC_AVPHYS", "SC_PHYS",
+                                               "SC_NPROCESSORS"))):
+                asking.add(name)
+    assert asking == {"forebay.kernels.build.process_limits", "forebay.runtime.measure.neighbours"}
 
 
 # Who reads the environment: the cache folder, the compiler, the switches, how threads wait, what torchrun says; the

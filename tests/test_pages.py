@@ -109,3 +109,31 @@ def test_errors_of_the_proof_are_worded_as_the_page_says(made: tuple[Mapping[str
         with pytest.raises(ProgramError) as caught:
             verify_program(replace(program, step=tuple(step)), {"device": 910_000, "host": None})
         assert str(caught.value) == message
+
+
+def test_security_names_tests_that_there_are() -> None:
+    """`::test_…` alone is of the file that was named last."""
+    seen, file = 0, ROOT
+    for quoted in re.findall(r"`([^`]+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8")):
+        path, _, name = quoted.partition("::")
+        file = ROOT / path if path.startswith("tests/") else file
+        if path.startswith("tests/"):
+            assert file.exists(), quoted
+        if name:
+            seen += 1
+            assert re.search(rf"^def {name}\(", file.read_text(encoding="utf-8"), re.MULTILINE), quoted
+    assert seen > 12
+
+
+def test_every_recorded_result_is_named() -> None:
+    """By a page or by a script that reads it; names may hold * and {a,b}, and a name may be broken into two lines."""
+    texts = "\n".join(path.read_text() for path in (*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.py")))
+    names = {"".join(name.split()) for name in re.findall(r"[\w.*{},-]+(?:-\n +[\w.*{},-]+)?\.json", texts)}
+    names.add("kernel-audit-triton-*.json")  # which benchmarks/audit_record.py names by the version
+    known = []
+    for name in names:
+        pattern = re.escape(name).replace(r"\*", ".*")
+        known.append(re.sub(r"\\\{(.*?)\\\}", lambda m: f"({m[1].replace(',', '|')})", pattern))
+    unnamed = [path.name for path in ROOT.glob("benchmarks/results/*.json")
+               if not any(re.fullmatch(each, path.name) for each in known)]
+    assert len(known) > 40 and not unnamed, f"results that no page and no script names: {unnamed}"

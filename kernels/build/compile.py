@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forebay.kernels.build.cache_folder import locked, make_cache_folder
+from forebay.kernels.build.process_limits import available_nbytes, core_count
 
 LINK_FLAGS = ("-shared",)
 COMPILE_LIMIT_S = 300
+COMPILER_NBYTES = 640 << 20  # of one; 550 MiB were seen
 # What the system may give at another time, and what would help.
 SHORTAGES = {errno.EMFILE: "raise the limit of open files (ulimit -n)", errno.ENFILE: "end other programs",
              errno.ENOMEM: "free memory", errno.EAGAIN: "raise the limit of processes (ulimit -u)"}
@@ -87,10 +89,15 @@ def build(library: Library, cxx: str) -> Path:
         return trust(made)
     longest_first = sorted(texts, key=lambda path: -len(texts[path]))
     command = [cxx, *library.flags, *(f"-I{path}" for path in library.include)]
-    with locked(f"{library.name}.lock"), concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with locked(f"{library.name}.lock"), concurrent.futures.ThreadPoolExecutor(_compilers()) as pool:
         list(pool.map(lambda path: _make(objects[path], [*command, "-c", str(path)]), longest_first))
         _make(made, [cxx, *library.flags, *LINK_FLAGS, *(str(trust(path)) for path in objects.values())])
     return trust(made)
+
+
+def _compilers() -> int:
+    """Compilers to run at once: one a core, as many as find memory."""
+    return max(1, min(core_count(), available_nbytes() // COMPILER_NBYTES))
 
 
 def trust(path: Path) -> Path:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from forebay.rewriter.ir.files import open_input, written_whole
 
 COLUMNS = ("id", "lower", "upper", "size")
 
@@ -93,7 +96,7 @@ def read_csv(path: str | Path) -> list[Buffer]:
 
     Raises ValueError with the line number for a missing column, a malformed line or an id seen before.
     """
-    with open(path, newline="", encoding="utf-8-sig") as file:
+    with io.TextIOWrapper(open_input(path), newline="", encoding="utf-8-sig") as file:
         rows = csv.reader(file)
         header = [name.strip() for name in next(rows, [])]
         missing = [name for name in COLUMNS if name not in header]
@@ -129,7 +132,7 @@ def _whole(text: str, column: str) -> int:
 
 def write_csv(path: str | Path, buffers: Sequence[Buffer], offsets: Sequence[int] | None = None) -> None:
     """Write buffers as `id,lower,upper,size`, with an `offset` column when offsets are given."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with written_whole(path, newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS if offsets is None else (*COLUMNS, "offset"))
         places: list[tuple[int, ...]] = [()] * len(buffers) if offsets is None else [(offset,) for offset in offsets]

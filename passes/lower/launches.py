@@ -25,6 +25,7 @@ from forebay.passes.lower.out_variants import (
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, Gemm, is_collective, values_of
 from forebay.rewriter.ir.operator_names import called
+from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.products import Linear, is_product, linear_arguments
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, Launch, TensorRef, dtype_itemsize, row_major_strides, span_of
 
@@ -35,7 +36,7 @@ Workspace = Callable[[Launch], Launch]  # a launch with the memory that it takes
 AFTER = ("multiplier", "residual", "activation")  # what may follow a product
 
 
-class LoweringError(RuntimeError):
+class LoweringError(PrintableError, RuntimeError):
     """A node that cannot be lowered; the message names it and its operator."""
 
 

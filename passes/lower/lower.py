@@ -11,7 +11,7 @@ that the first brings is read by both.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -35,7 +35,7 @@ from forebay.passes.lower.recording import (
 from forebay.passes.lower.stage_cache import CacheStaging
 from forebay.passes.lower.take_turns import PieceTurn, turns
 from forebay.rewriter.ir.alignment import aligned
-from forebay.rewriter.ir.cache_layout import DECODING, staged_layers
+from forebay.rewriter.ir.cache_layout import staged_layers
 from forebay.rewriter.ir.draft import Arrive, Draft, Exchanged, Fetch, Found, Free, Lookup, Move
 from forebay.rewriter.ir.gathers import GATHER_BUFFER
 from forebay.rewriter.ir.graph import META, CacheInput, Layout, WeightInput, hands_on, values_of
@@ -65,48 +65,22 @@ class _Stamp:
 
 def lower(
     gm: fx.GraphModule, plan: Plan, files: Mapping[str, FileSlice], workspace: Workspace, name: str = "step",
-    decoding: tuple[fx.GraphModule, Plan] | None = None,
 ) -> Draft:
     """The draft of one step. `files` gives the bytes of every weight on the disk tier, `workspace` adds to a
-    launch what it takes outside the arenas. `decoding` is the graph of a step of one token, and its plan, that takes
-    turns with `gm`: its contents, inputs and outputs have `DECODING` before their names."""
-    draft, lookups = Draft(name), itertools.count()
-    parts = [_Lowering(draft, gm, plan, files, workspace, lookups)]
-    if decoding is not None:
-        parts.append(_Lowering(draft, *decoding, files, workspace, lookups, DECODING))
-    for part in parts:
-        part.record()
-    for other in parts[1:]:
-        _share_moves(parts[0], other)
-    beside = sum(other.count for other in parts[1:])
-    for turn in turns(len(parts[0].pieces), plan.schedule.block, beside, parts[0].last):
-        parts[turn.graph].stamp(turn)
+    launch what it takes outside the arenas."""
+    draft = Draft(name)
+    lowering = _Lowering(draft, gm, plan, files, workspace)
+    lowering.record()
+    for turn in turns(len(lowering.pieces), plan.schedule.block, lowering.last):
+        lowering.stamp(turn)
     return draft
 
 
-def _share_moves(first: _Lowering, other: _Lowering) -> None:
-    """Let the uses of one graph read what those of the other bring. LoweringError where they differ in that."""
-    if [_brought(piece) for piece in first.pieces] != [_brought(piece) for piece in other.pieces]:
-        raise LoweringError(f"lower: {first.draft.name} brings other weights, or in another order, than the step of "
-                            "one token that shares them; plan without plan.schedule.block.joined")
-    for piece, others in zip(first.pieces, other.pieces, strict=True):
-        for (_, one), (_, two) in zip(piece, others, strict=True):
-            two.moves = one.moves
-
-
-def _brought(piece: list[tuple[Recording, _Stamp]]) -> list[list[tuple[int, str, int, int]]]:
-    """The numbers, weights and rows that each recording of a piece fetches."""
-    return [[(e.number, stamp.names[e.source], e.lower, e.upper) for e in recording.entries if isinstance(e, Fetched)]
-            for recording, stamp in piece]
-
-
 class _Lowering:
-    """One graph of a step on its way into the draft: `record` cuts it into pieces, `stamp` adds one. What it adds has
-    `prefix` before its names."""
+    """The graph of a step on its way into the draft: `record` cuts it into pieces, `stamp` adds one."""
 
     def __init__(
         self, draft: Draft, gm: fx.GraphModule, plan: Plan, files: Mapping[str, FileSlice], workspace: Workspace,
-        lookups: Iterator[int], prefix: str = "",
     ) -> None:
         layout = gm.meta[META]
         assert isinstance(layout, Layout), "allocate_buffers runs before lower"
@@ -114,15 +88,14 @@ class _Lowering:
         self.count = plan.schedule.block.micro_batches
         self.buffers: dict[str, BufferPlacement] = {b.name: b for b in plan.buffers}
         self.slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device"]
-        self.draft, self.lookups, self.prefix = draft, lookups, prefix
+        self.draft, self.lookups = draft, itertools.count()
         self.outer = Addresses(gm, layout, "", {})
         self.recorded: dict[object, tuple[list[Recording], list[tuple[int, str]]]] = {}
         self.pieces: list[list[tuple[Recording, _Stamp]]] = []
         self.last = 0  # pieces from the exchange on in which all stages meet
         self.staging: CacheStaging | PlaceStaging | None = None
         self.activations = [
-            {symbol: (arena, offset, prefix + buffer) for symbol, (arena, offset, buffer) in micro_batch_symbols(
-                layout, k, plan.schedule.block).items()} for k in range(self.count)]
+            dict(micro_batch_symbols(layout, k, plan.schedule.block)) for k in range(self.count)]
         self.fetched = 0
         self.gathered = self.ring_at = 0  # weights gathered ahead, and where in their memory the next one lies
 
@@ -147,7 +120,7 @@ class _Lowering:
         for node in self.gm.graph.nodes:
             pending.append(node)
             if node.op == "placeholder" and node.meta.get(META) is None and values_of(node):
-                ref = draft.inputs[self.prefix + str(node.target)] = self._boundary(node)
+                ref = draft.inputs[str(node.target)] = self._boundary(node)
                 b = self.layout.buffers[self.outer.buffer(node, 0)]
                 draft.resident[ref.buffer] = Span(b.arena, b.offset, b.nbytes, ref.buffer)
             elif node.op == "call_module":
@@ -165,7 +138,7 @@ class _Lowering:
                 self.last = 2 if any(map(hands_on, pending)) else 0
                 for i, value in enumerate(flatten(node.args[0])):
                     if isinstance(value, fx.Node) and values_of(value):
-                        draft.outputs[f"{self.prefix}out{i}"] = settled(self._boundary(value), outer.symbols)
+                        draft.outputs[f"out{i}"] = settled(self._boundary(value), outer.symbols)
 
     def _boundary(self, node: fx.Node) -> TensorRef:
         """Where an input or output lies, of all micro-batches together: one after the other along the first
@@ -244,7 +217,7 @@ class _Lowering:
         symbols = instance.of_turn(k)
         for fetch, move in instance.moves.items():
             symbols[f"{TILE}{fetch}"] = self._landing(move)
-        before = f"{self.prefix}layer{layer}_" if layer >= 0 else self.prefix
+        before = f"layer{layer}_" if layer >= 0 else ""
         after = f"@{k}" if self.count > 1 else ""
         add = self.draft.items.append
         place: Address = "", 0, ""
@@ -290,7 +263,7 @@ class _Lowering:
             self.ring_at = 0
         at, number = self.ring_at, self.gathered
         self.ring_at, self.gathered = aligned(at + nbytes), number + 1
-        return ring.arena, ring.offset + at, f"{self.prefix}{GATHER_BUFFER}:{number}"
+        return ring.arena, ring.offset + at, f"{GATHER_BUFFER}:{number}"
 
     def _landing(self, move: int) -> Address:
         span = self.draft.moves[move].span

@@ -41,21 +41,19 @@ def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
     gm.meta[META] = replace(layout, buffers=placed)
 
 
-def place_activations(layout: Layout, plan: Plan, phase: str, above: int = 0) -> tuple[BufferPlacement, ...]:
-    """The buffers of `layout` for the steps of one phase, below `above` bytes at the top end of the device arena,
-    growing downwards.
+def place_activations(layout: Layout, plan: Plan, phase: str) -> tuple[BufferPlacement, ...]:
+    """The buffers of `layout` for the steps of one phase, at the top end of the device arena, growing downwards.
 
     PlanError when activations would meet what `plan`, which has no other phase's buffers, keeps at the lower end
     (weights, slots, cache).
     """
     arena = plan.arenas["device"]
-    top = (arena - above) // ALIGNMENT * ALIGNMENT if above else arena
     floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.kind in KEPT), default=0)
-    if layout.height > top - floor:
+    if layout.height > arena - floor:
         raise PlanError(f"plan.arenas.device: activations need {layout.height} bytes, but the arena of {arena} bytes "
-                        f"has {top - floor} left above weights, slots and cache; a smaller prefill chunk or batch "
+                        f"has {arena - floor} left above weights, slots and cache; a smaller prefill chunk or batch "
                         "needs less")
-    base = (top - layout.height) // ALIGNMENT * ALIGNMENT
+    base = (arena - layout.height) // ALIGNMENT * ALIGNMENT
     return tuple(replace(b, offset=base + b.offset, phase=phase) for b in layout.buffers.values())
 
 

@@ -17,13 +17,16 @@ from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, Gives
+from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["CaptureError", "capture_model"]
+__all__ = ["CaptureError", "capture_model", "tied_config"]
+MOST_TABLES_NBYTES = 256 << 20  # of masks and positions that a model computes when it is made
 
 
+@one_thread
 def capture_model(
     config_or_model: PreTrainedConfig | nn.Module, *, dtype: torch.dtype | None = None, gives: Gives = "last",
     architecture: type[PreTrainedModel] | None = None, runs: bool = True, embeds: bool = False,
@@ -44,6 +47,8 @@ def capture_model(
 
     cls, config = _model_class(config_or_model)
     cls = architecture or cls
+    if isinstance(config_or_model, nn.Module):
+        config = tied_config(config_or_model)
     title = f"{cls.__name__} (model type {config.model_type!r}) cannot be captured"
     if cls._is_stateful or config.get_text_config(decoder=True).__dict__.get("layers_block_type"):
         raise CaptureError(f"{title}: its layers keep a recurrent state, where a KV cache is all that is implemented")
@@ -73,6 +78,21 @@ def capture_model(
         except Exception as error:  # whatever the model's own code or the tracer objects to
             said = " ".join(str(error).split())[:200]
             raise CaptureError(f"{title}: its own code cannot be traced ({type(error).__name__}: {said})") from error
+
+
+def tied_config(model: Any) -> PreTrainedConfig:
+    """Get the config of a model in memory, which ties the output head to the embedding where the model does.
+
+    transformers unties a head that a checkpoint stores with values of its own, and leaves the config as it is.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    weights = [getattr(module, "weight", None) for module in (head, embedding)]
+    tied = weights[0] is weights[1]
+    if None in (head, embedding) or tied == bool(getattr(model.config, "tie_word_embeddings", False)):
+        return model.config
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = tied
+    return config
 
 
 @contextmanager
@@ -136,11 +156,25 @@ def _check_same_parameters(given: nn.Module, built: PreTrainedModel) -> None:
         raise CaptureError(f"its parameters are not those its config describes, first difference at {odd[0]!r}")
 
 
+def _refuse_large_tables(model: PreTrainedModel) -> None:
+    """CaptureError for non-persistent buffers that would take more memory than a model's do: a config alone says how
+    long they are."""
+    tables = {f"{name}.{key}": buffer for name, module in model.named_modules()
+              for key, buffer in module._buffers.items()
+              if buffer is not None and key in module._non_persistent_buffers_set}
+    total = sum(table.nbytes for table in tables.values())
+    if total > MOST_TABLES_NBYTES:
+        name, largest = max(tables.items(), key=lambda entry: entry[1].nbytes)
+        raise CaptureError(f"its config asks for {total} bytes of tables that no checkpoint holds, the largest {name} "
+                           f"of {list(largest.shape)}; {MOST_TABLES_NBYTES} are the most")
+
+
 def _fill_constants(model: PreTrainedModel) -> None:
     """Give every non-persistent buffer its real value, by the same call that transformers' own loading uses.
 
     Filling twice over different contents shows whether every element was written.
     """
+    _refuse_large_tables(model)
     for name, module in model.named_modules():
         buffers = {
             k: b for k, b in module._buffers.items() if b is not None and k in module._non_persistent_buffers_set

@@ -12,6 +12,8 @@ from torch import nn
 from torch.library import custom_op
 from torch.utils import _pytree as pytree
 
+from forebay.rewriter.ir.printable import PrintableError
+
 _SCALARS = (int, float, str, bool, type(None), torch.dtype)
 
 
@@ -19,7 +21,7 @@ _SCALARS = (int, float, str, bool, type(None), torch.dtype)
 _MODULE_STATE = frozenset(vars(nn.Module()))
 
 
-class CaptureError(Exception):
+class CaptureError(PrintableError):
     """The model cannot be captured; the message names what stands in the way."""
 
 

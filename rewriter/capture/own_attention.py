@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from forebay.kernels.operator import HOST_MEMORY
 from forebay.kernels.operators import ATTENTION
 from forebay.rewriter.capture.attention import starts
+from forebay.rewriter.capture.cache_name import find_cache
 from forebay.rewriter.capture.layers import CaptureError
 
 # Attention goes through transformers' interface here, though the class does not say so.
@@ -111,14 +111,14 @@ def _gpt_neo(module: Any) -> Callable[..., Any]:
 
 def _xglm(module: Any) -> Callable[..., Any]:
     def forward(
-        hidden_states: torch.Tensor, key_value_states: Any = None, past_key_values: Any = None, **others: Any
+        hidden_states: torch.Tensor, key_value_states: Any = None, **others: Any
     ) -> tuple[torch.Tensor, None]:
         if key_value_states is not None:
             raise CaptureError("it attends to an encoder")
         shape = (*hidden_states.shape[:2], module.num_heads, module.head_dim)
         q, k, v = (part(hidden_states).view(shape).transpose(1, 2)
                    for part in (module.q_proj, module.k_proj, module.v_proj))
-        k, v = past_key_values.update(k, v, None)
+        k, v = find_cache(others).update(k, v, None)
         return module.out_proj(_attend(q, k, v, module.scaling).flatten(2)), None
 
     return forward
@@ -163,9 +163,9 @@ def _falcon(module: Any) -> Callable[..., Any]:
 
 
 def _bloom(module: Any) -> Callable[..., Any]:
-    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    slopes = _get_alibi_slopes(module.num_heads, HOST_MEMORY)
+    slopes = build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), module.num_heads, torch.float32)[:, 0, 1]
 
     def forward(
         hidden_states: torch.Tensor, residual: torch.Tensor, alibi: Any, attention_mask: Any, layer_past: Any = None,
@@ -184,16 +184,15 @@ def _mpt(module: Any) -> Callable[..., Any]:
 
     slopes = -build_mpt_alibi_tensor(module.n_heads, 2)[:, 0, 0]  # of the position before the last
 
-    def forward(
-        hidden_states: torch.Tensor, position_bias: Any, past_key_values: Any = None, **others: Any
-    ) -> tuple[torch.Tensor, None]:
+    def forward(hidden_states: torch.Tensor, position_bias: Any, **others: Any) -> tuple[torch.Tensor, None]:
         fused = module.Wqkv(hidden_states)
         if module.clip_qkv:
             fused = fused.clamp(-module.clip_qkv, module.clip_qkv)
         shape = (*hidden_states.shape[:2], module.n_heads, module.head_dim)
         q, k, v = (part.reshape(shape).transpose(1, 2) for part in fused.chunk(3, 2))
         columns = _sloped(slopes, _positions(k), module.softmax_scale, q.dtype)
-        return module.out_proj(_attend_biased(q, k, v, past_key_values, module.softmax_scale, columns).flatten(2)), None
+        found = _attend_biased(q, k, v, find_cache(others), module.softmax_scale, columns)
+        return module.out_proj(found.flatten(2)), None
 
     return forward
 

@@ -66,6 +66,22 @@ def follow_length(model: nn.Module) -> Following:
     return Following(found, dynamic, max(originals) if renews else 0)  # the cache where it changes over to long factors
 
 
+class _Frequencies:
+    """Frequencies [B, 1, D / 2] in the place of a buffer [D / 2], in both forms in which rotary modules read it."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.values, name)  # `to`, and what is broadcast over positions [B, S, 1] then
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """`[None, :, None]` of the buffer, [B, D / 2, 1] for a product with positions [B, 1, S] (transformers 5.19)."""
+        if index != (None, slice(None), None):
+            raise CaptureError("it reads rotary frequencies, which follow the length of the call, in a form of its own")
+        return self.values.transpose(1, 2)
+
+
 def _following(module: nn.Module, plain: Callable[..., Any], kinds: dict[str, str]) -> Callable[..., Any]:
     """The module's `forward` with frequencies [B, 1, D / 2] in the place of its buffers [D / 2]."""
     state = vars(module)
@@ -73,7 +89,7 @@ def _following(module: nn.Module, plain: Callable[..., Any], kinds: dict[str, st
     def forward(*args: Any, **kwargs: Any) -> Any:
         names = {name: f"{name}_" if name else "" for name in kinds}
         try:
-            state.update({f"{prefix}inv_freq": _frequencies(module, name, prefix, kinds[name])
+            state.update({f"{prefix}inv_freq": _Frequencies(_frequencies(module, name, prefix, kinds[name]))
                           for name, prefix in names.items()})
             return plain(*args, **kwargs)
         finally:

@@ -179,7 +179,7 @@ def step_inputs(
 def own_sequences(captured: CapturedModel, batch: int, block: Block) -> int:
     """Sequences of a step over `batch` of them whose caches this rank has. PlanError where ranks would not have as many
     each, or where a block's caches move or its sequences enter: whose they are changes then."""
-    parts = max((spec.parts for spec in captured.cache), default=1)
+    parts = captured.cache_parts
     if parts == 1:
         return batch
     if block.staged or block.entering:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.attention import TracedCache, append_into, starting_at
+from forebay.rewriter.capture.cache_name import cache_argument
 from forebay.rewriter.capture.layers import (
     CaptureError,
     LayerCall,
@@ -88,7 +90,7 @@ class _Step(nn.Module):
                 out = self.model(
                     input_ids=input_ids,
                     **outer_inputs(self.model, positions),
-                    past_key_values=self.cache,
+                    **{cache_argument(self.model.forward): self.cache},
                     use_cache=True,
                     return_dict=True,
                 )
@@ -144,6 +146,11 @@ def _no_store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def trace_model(model: Any, wanted: Gives, embeds: bool = False) -> CapturedModel:
     """Trace `model`, which is on the meta device and has our attention, into a `CapturedModel`."""
+    with compile_lock:  # Dynamo may trace in another thread, and patches what this does
+        return _traced(model, wanted, embeds)
+
+
+def _traced(model: Any, wanted: Gives, embeds: bool) -> CapturedModel:
     found = find_layers(model)
     if found is None:
         raise CaptureError("it has no repeated layers")

@@ -11,21 +11,18 @@ import hashlib
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_state, sample_tensors
 from forebay.rewriter.checkpoints.named_errors import naming
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
-
-if TYPE_CHECKING:
-    from forebay.rewriter.checkpoints.packed import Packed
+from forebay.rewriter.ir.files import open_input, read_input
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -53,28 +50,6 @@ MAX_HEADER_NBYTES = 100_000_000  # the reference implementation's own limit
 
 Progress = Callable[[int, int], None]  # (done, in all)
 Spec = tuple[str, torch.dtype, tuple[int, ...]]  # of a tensor: name, dtype, shape
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; the message says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """Where one tensor lies: `nbytes` bytes at the absolute byte `offset` of the file `path`.
-
-    `dtype` and `shape` are those of the bytes; of a quantised weight, `packed` says what they mean. `opaque` names the
-    dtype of a tensor that nothing here computes with; `dtype` and `shape` are then those of plain bytes.
-    """
-
-    name: str
-    path: str
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    packed: Packed | None = None
-    opaque: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,21 +81,14 @@ class Checkpoint:
                                   "used. Start again with files that nobody writes to")
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
-    """Open a folder (model.safetensors, or model.safetensors.index.json and its shards; or a quantised model) or one
-    .safetensors file.
+def open_safetensors(path: Path, *, verify: bool = False) -> Checkpoint:
+    """Open a folder (model.safetensors, or model.safetensors.index.json and its shards) or one .safetensors file.
 
-    Only headers are read and every one is checked against its file, so a truncated file, a hole, an overlap or a
-    duplicate raises CheckpointError here and not in the middle of a run. Pickle checkpoints are refused. With `verify`
-    every weight is read and compared with its checksum, which only a quantised model has.
+    Raises:
+        CheckpointError: Nothing there can be read, or `verify` asks for checksums, which such files lack.
     """
-    path = Path(path).expanduser()
     states: dict[str, FileState] = {}
     if path.is_dir():
-        from forebay.rewriter.checkpoints.packed import is_quantized, open_quantized
-
-        if is_quantized(path):
-            return open_quantized(path, check="always" if verify else "changed")
         folder = path
         if (path / SINGLE).exists():
             tensors = _read_noted(path / SINGLE, states)
@@ -173,11 +141,8 @@ def read_tensor(record: TensorRecord) -> torch.Tensor:
 def read_header(path: str | os.PathLike[str]) -> dict[str, TensorRecord]:
     """The tensors of one safetensors file in file order, its header proved consistent with its size."""
     try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path} is not a regular file")
-            size = status.st_size
+        with open_input(path) as file:
+            size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise CheckpointError(
@@ -227,7 +192,7 @@ def fingerprint_of(tensors: Mapping[str, TensorRecord], folder: Path | None) -> 
     if folder is not None:
         digest.update(sample_tensors(tensors).encode())
     if folder is not None and (folder / "config.json").is_file():
-        digest.update((folder / "config.json").read_bytes())
+        digest.update(read_input(folder / "config.json"))
     return digest.hexdigest()
 
 
@@ -250,8 +215,10 @@ def _read_noted(path: Path, states: dict[str, FileState]) -> dict[str, TensorRec
 
 def _open_shards(folder: Path, states: dict[str, FileState]) -> dict[str, TensorRecord]:
     try:
-        weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        weight_map = json.loads(read_input(folder / INDEX))["weight_map"]
         named = {str(name): str(shard) for name, shard in weight_map.items()}
+    except OSError as error:
+        raise CheckpointError(f"{folder / INDEX} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / INDEX}: corrupt index: no usable weight_map ({error!r})") from error
     tensors: dict[str, TensorRecord] = {}

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.ir.files import read_input, special_kind, write_text
+from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -24,20 +27,33 @@ LOCAL_ONLY: dict[str, Any] = {"trust_remote_code": False, "local_files_only": Tr
 COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_encoder_layers",
           "decoder_layers", "encoder_layers")
 LENGTHS = ("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "ffn_dim", "vocab_size",
-           "num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts",
-           "n_routed_experts")
+           "num_attention_heads", "n_head", "num_key_value_heads", "head_dim")
+# Other counts, of which each is a Python object or many. Not every one has a tensor, so these many are let through.
+OTHER_COUNTS = re.compile(r"(^|_)(layers?|blocks?|depths?|stages?|experts?|codebooks?|quantizers?|inputs|labels)$")
+MOST_UNSTORED, MOST_LABELS = 1024, 1 << 16
+LABELS, LABELED = "labels", ("id2label", "label2id")  # the dicts are as large as the file has them
+# Where there is no checkpoint to compare with; each layer is built, if only on the meta device.
+MOST_LAYERS, MOST_LENGTH = 1000, 1 << 31
 
 
+@one_thread
 def read_config(folder: Path, tensors: Mapping[str, TensorRecord] | None = None) -> PreTrainedConfig:
-    """The config of the model in `folder`; CheckpointError, naming the file, where there is none that makes sense.
-    `tensors` are those of its checkpoint: what they cannot hold is refused before anything is built."""
+    """The config of the model in `folder`.
+
+    Args:
+        folder: The model's folder.
+        tensors: Those of its checkpoint: sizes that they cannot hold are refused before anything is built.
+
+    Raises:
+        CheckpointError: Where there is no config that makes sense; it names the file.
+    """
     from transformers import AutoConfig
 
     path = folder / "config.json"
+    require_regular_files(folder)
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: a model's folder needs it beside the weights")
-    if tensors is not None:
-        _check_sizes(path, len(tensors), max((math.prod(_shape(r)) for r in tensors.values()), default=0))
+    _check_sizes(path, tensors)
     try:
         return AutoConfig.from_pretrained(folder, **LOCAL_ONLY)
     except Exception as error:  # each architecture checks its config in its own way
@@ -47,36 +63,66 @@ def read_config(folder: Path, tensors: Mapping[str, TensorRecord] | None = None)
         raise CheckpointError(f"{path} describes no model that transformers knows: {error}") from error
 
 
-def _check_sizes(path: Path, tensors: int, elements: int) -> None:
+def require_regular_files(folder: Path) -> None:
+    """Raise CheckpointError for a pipe, a device or a socket in a model's folder, before transformers opens it."""
+    for place in (folder, folder / "additional_chat_templates"):
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            kind = special_kind(path.stat().st_mode) if path.exists() else None  # a link may lead nowhere
+            if kind is not None:
+                raise CheckpointError(f"{path} is {kind}, not a regular file; take it out of the model's folder")
+
+
+def _check_sizes(path: Path, tensors: Mapping[str, TensorRecord] | None) -> None:
     """Refuse counts of layers beyond the number of tensors, and lengths beyond the elements of the largest."""
     try:
-        settings = json.loads(path.read_bytes())
+        settings = json.loads(read_input(path))
     except (OSError, ValueError, RecursionError):
         return  # said by who reads it
-    found = oversized(settings, tensors, elements)
-    if found is not None:
-        name, value = found
-        has = f"{tensors} tensors" if name in COUNTS else f"{elements} elements in the largest tensor"
-        raise CheckpointError(f"{path}: {name} is {value}, but the checkpoint has {has}: they do not belong together")
+    layers, elements = MOST_LAYERS, MOST_LENGTH
+    if tensors is not None:
+        layers, elements = len(tensors), max((math.prod(_shape(r)) for r in tensors.values()), default=0)
+    found = oversized(settings, layers, elements)
+    if found is None:
+        return
+    name, value = found
+    if tensors is None or name.endswith(LABELS):
+        raise CheckpointError(f"{path}: {name} is {value}, more than any model has; correct it")
+    has = f"{elements} elements in the largest tensor" if name in LENGTHS else f"{layers} tensors"
+    raise CheckpointError(f"{path}: {name} is {value}, but the checkpoint has {has}: they do not belong together")
 
 
 def oversized(settings: Any, most_layers: int, most_elements: int) -> tuple[str, int | float] | None:
-    """The first count of layers, or length, anywhere in a config that is larger than that; None where none is."""
-    waiting = [settings]
+    """The first number anywhere in a config that sizes something and is too large for a model; None where none is.
+
+    Args:
+        settings: The config as JSON describes it.
+        most_layers: Bound of counts of layers.
+        most_elements: Bound of lengths.
+
+    Returns:
+        The number's name and value.
+    """
+    waiting: list[tuple[str, Any]] = [("", settings)]
     while waiting:
-        value = waiting.pop()
+        name, value = waiting.pop()
         if isinstance(value, list):
-            waiting += value
-            continue
-        if not isinstance(value, dict):
-            continue
-        waiting += value.values()
-        for names, most in ((COUNTS, most_layers), (LENGTHS, most_elements)):
-            for name in names:
-                found = value.get(name)
-                if isinstance(found, int | float) and found > most:
-                    return name, found
+            waiting += ((name, item) for item in value)
+        elif isinstance(value, dict):
+            waiting += ((key, item) for key, item in value.items() if key not in LABELED)
+        elif isinstance(value, int | float) and value > _bound_of(name, most_layers, most_elements):
+            return name, value
     return None
+
+
+def _bound_of(name: str, most_layers: int, most_elements: int) -> float:
+    """How large the number of that name may be."""
+    if name in COUNTS:
+        return most_layers
+    if name in LENGTHS:
+        return most_elements
+    if not OTHER_COUNTS.search(name):
+        return math.inf
+    return MOST_LABELS if name.endswith(LABELS) else max(most_layers, MOST_UNSTORED)
 
 
 def _shape(record: TensorRecord) -> tuple[int, ...]:
@@ -86,12 +132,13 @@ def _shape(record: TensorRecord) -> tuple[int, ...]:
 def brings_code(path: Path) -> bool:
     """Whether a JSON file of a model's folder names Python to be loaded with it."""
     try:
-        settings = json.loads(path.read_bytes())
+        settings = json.loads(read_input(path))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(settings, dict) and "auto_map" in settings
 
 
+@one_thread
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The causal language model of a config on the meta device, for its names and shapes; raises what its own code
     objects to."""
@@ -101,11 +148,13 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
 
 
+@one_thread
 def read_generation_config(folder: Path) -> GenerationConfig:
     """What the model in `folder` is to be asked for unless told otherwise: of generation_config.json where there is
     one, else of config.json, as transformers reads them. CheckpointError for a file that cannot be read as such."""
     from transformers import GenerationConfig
 
+    require_regular_files(folder)
     read_eos(folder)  # which refuses what are no tokens
     path = folder / "generation_config.json"
     try:
@@ -128,7 +177,7 @@ def read_eos(folder: Path) -> tuple[int, ...]:
         if not path.exists():
             continue
         try:
-            settings = json.loads(path.read_bytes())
+            settings = json.loads(read_input(path))
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not JSON: {error}; mend it or take it away") from error
         if not isinstance(settings, dict):
@@ -145,7 +194,7 @@ def read_eos(folder: Path) -> tuple[int, ...]:
 
 def write_dtype(path: Path, dtype: torch.dtype) -> None:
     """Say in a config.json what its model computes in."""
-    config = json.loads(path.read_bytes())
+    config = json.loads(read_input(path))
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(config, indent=2) + "\n")

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import SINGLE, CheckpointError, Progress, Spec
+from forebay.rewriter.checkpoints.checkpoint import SINGLE, Progress, Spec
 from forebay.rewriter.checkpoints.gguf_config import gguf_model
 from forebay.rewriter.checkpoints.gguf_files import write_model_files
 from forebay.rewriter.checkpoints.gguf_header import gguf_parts, read_gguf
 from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
 from forebay.rewriter.checkpoints.identity import changed_file, file_states
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.write_tensors import require_free, write_tensors
 
 OUTPUT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forebay.rewriter.checkpoints import gguf_keys as keys
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.config import meta_model
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader
 from forebay.rewriter.checkpoints.named_errors import panicking
+from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -57,6 +58,7 @@ def gguf_model(header: GgufHeader) -> PreTrainedModel:
         return meta_model(config)
 
 
+@one_thread
 def read_gguf_config(header: GgufHeader) -> PreTrainedConfig:
     """The config of the model that `header` describes, every key of whose architecture is obeyed.
 

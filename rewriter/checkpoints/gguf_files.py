@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY
 from forebay.rewriter.checkpoints.gguf_config import described
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader
+from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ AS_QWEN2 = ("stablelm2", "hunyuan", "solar-open")
 DIGITS = ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b")
 
 
+@one_thread
 def write_model_files(header: GgufHeader, model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """Write all that is not a weight of `model`, which `header` describes and which computes in `dtype`."""
     from transformers import GenerationConfig
@@ -57,6 +59,7 @@ def answer_ends(header: GgufHeader, eos: int | None, vocabulary: int, tokenizer:
     return list(dict.fromkeys(id for id in ids if isinstance(id, int) and 0 <= id < vocabulary))
 
 
+@one_thread
 def _read_tokenizer(header: GgufHeader) -> Any:
     from transformers import AutoTokenizer
 
@@ -67,6 +70,7 @@ def _read_tokenizer(header: GgufHeader) -> Any:
     return tokenizer
 
 
+@one_thread
 def _split_text(header: GgufHeader, tokenizer: Any) -> None:
     """Split text as the file's pre-tokenizer says, where transformers has left it as GPT-2 does; warn if that is a
     guess."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.gguf_keys import ARCHITECTURES
+from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.ir.files import open_input
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -181,9 +182,9 @@ def _parts(path: Path, metadata: dict[str, object]) -> tuple[Path, ...]:
 
 def _parse(path: Path) -> tuple[dict[str, object], list[GgufTensor]]:
     """Metadata and tensors of one file."""
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(f"no GGUF file at {path}")
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         fields = _Fields(file)
         if file.read(4) != b"GGUF":
             raise CheckpointError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")

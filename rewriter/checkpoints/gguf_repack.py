@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS, repack, representable
 from forebay.rewriter.checkpoints.gguf_config import gguf_model
 from forebay.rewriter.checkpoints.gguf_files import write_model_files
@@ -20,6 +19,9 @@ from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, ggu
 from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
 from forebay.rewriter.checkpoints.identity import FileState, file_states, read_whole
 from forebay.rewriter.checkpoints.named_errors import naming
+from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.ir.files import open_input
+from forebay.rewriter.one_thread import one_thread
 
 PIECE_NBYTES = 4 << 20
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that hold values as they are
@@ -53,6 +55,7 @@ class GgufSource:
         write_model_files(self.header, self.model, folder, self.dtype)
 
 
+@one_thread
 def open_gguf(path: Path) -> GgufSource:
     """The tensors of a GGUF model that the transformers model of its architecture has; no weight is read."""
     states = file_states(map(str, gguf_parts(path))) if path.is_file() else {}
@@ -141,7 +144,7 @@ class GgufWeight:
         width = self.tensor.nbytes // self.tensor.shape[0]
         out = np.empty((len(order), width), np.uint8)
         ends = np.flatnonzero(np.diff(np.append(order, -1)) != 1) + 1  # of runs that lie in a row
-        with naming(self.tensor.path), open(self.tensor.path, "rb", buffering=0) as file:
+        with naming(self.tensor.path), open_input(self.tensor.path, buffering=0) as file:
             for begin, end in zip((0, *ends), ends, strict=False):
                 at, nbytes = self.tensor.offset + int(order[begin]) * width, int(end - begin) * width
                 found = read_whole(file.fileno(), nbytes, at)

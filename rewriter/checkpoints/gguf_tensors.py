@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.gguf_config import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, require_readable
+from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,6 +53,7 @@ class PlacedTensor:
         return result.weights
 
 
+@one_thread
 def place_tensors(header: GgufHeader, model: PreTrainedModel) -> dict[str, PlacedTensor]:
     """The tensors of a GGUF model by the name of the parameter that each is; a tied one has its first name.
 

@@ -29,9 +29,11 @@ import torch
 
 from forebay.kernels.formats import packing
 from forebay.rewriter.checkpoints import known_settings
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, TensorRecord, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.known_settings import unknown_compressed, unknown_setting
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.word_codes import GroupLayout, awq_columns, gptq_zeros, unpack
+from forebay.rewriter.ir.files import read_input, write_text
 
 METHODS = ("awq", "gptq", "compressed-tensors")
 WIDEST = 128  # values of a group where one scale serves a longer run
@@ -69,7 +71,7 @@ class Scheme(NamedTuple):
 def quantization_settings(folder: Path) -> Mapping[str, Any] | None:
     """What config.json says of quantised weights, or None; whoever reads the config tells if it is damaged."""
     try:
-        found = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+        found = json.loads(read_input(folder / "config.json")).get("quantization_config")
     except (OSError, ValueError, RecursionError, AttributeError):
         return None
     if found and not isinstance(found, dict):
@@ -80,9 +82,9 @@ def quantization_settings(folder: Path) -> Mapping[str, Any] | None:
 
 def without_quantization(path: Path) -> None:
     """Take from a config.json what it says of quantised weights, if it does."""
-    config = json.loads(path.read_bytes())
+    config = json.loads(read_input(path))
     if config.pop("quantization_config", None) is not None:
-        path.write_text(json.dumps(config, indent=2) + "\n")
+        write_text(path, json.dumps(config, indent=2) + "\n")
 
 
 def read_scheme(settings: Mapping[str, Any], folder: Path) -> Scheme:

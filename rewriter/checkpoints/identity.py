@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from forebay.rewriter.checkpoints.named_errors import naming
+from forebay.rewriter.ir.files import read_input
 
 if TYPE_CHECKING:
-    from forebay.rewriter.checkpoints.checkpoint import TensorRecord
+    from forebay.rewriter.checkpoints.records import TensorRecord
 
 SAMPLE_NBYTES = 4096
 MOST_SAMPLES = 1024  # one per tensor; 0.1 s of random reads on an NVMe disk
@@ -109,7 +110,7 @@ def tokenizer_checksum(folder: Path) -> str:
     for path in sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}):
         if path.is_file():
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            digest.update(path.read_bytes())
+            digest.update(read_input(path))
     return digest.hexdigest()
 
 

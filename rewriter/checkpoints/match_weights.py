@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import DTYPES, Checkpoint, CheckpointError, TensorRecord, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import DTYPES, Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.config import meta_model, read_config
+from forebay.rewriter.checkpoints.identity import FileState, file_state
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat
 from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -62,10 +65,13 @@ def weight_records(
     Raises:
         CheckpointError: A weight is missing, has another shape or dtype, or is stored twice with different values.
     """
-    records = {rename(name): record for name, record in checkpoint.tensors.items()}
+    by_name: dict[str, list[TensorRecord]] = {}
+    for name, record in checkpoint.tensors.items():
+        by_name.setdefault(rename(name), []).append(record)
     found = {}
     for spec in captured.weights.values():
-        stored = [records[n] for tied in (spec.name, *spec.ties) for n in spellings(tied, prefix) if n in records]
+        names = [n for tied in (spec.name, *spec.ties) for n in spellings(tied, prefix)]
+        stored = [record for n in dict.fromkeys(names) for record in by_name.get(n, ())]
         if not stored:
             raise CheckpointError(f"{checkpoint.folder} holds no tensor for {spec.name} "
                                   f"(it has {len(checkpoint.tensors)} tensors): it is a checkpoint of another model")
@@ -99,35 +105,45 @@ def require_same(record: TensorRecord, others: Iterable[TensorRecord]) -> None:
                                   "their values differ; take the wrong one out of the checkpoint")
 
 
-def read_model_config(folder: Path, checkpoint: Checkpoint) -> PreTrainedConfig:
+def read_model_config(folder: Path, checkpoint: Checkpoint, quantized: Iterable[str] = ()) -> PreTrainedConfig:
     """Read the config of a model as its checkpoint has it.
 
     A config that ties the output head to the embedding is untied where both are stored with different values, as
     transformers does it.
 
+    Args:
+        folder: The model's folder.
+        checkpoint: Its tensors.
+        quantized: Names of weights that another tool quantized, each stored as several tensors. They are never the
+            same as another weight.
+
     Raises:
         CheckpointError: There is no config that makes sense beside the checkpoint.
     """
     config = read_config(folder, checkpoint.tensors)
-    if _stored_apart(config, checkpoint):
+    if _stored_apart(config, checkpoint, quantized):
         warn_once(f"{folder / 'config.json'} ties the output head to the embedding, and the checkpoint holds both with "
                   "different values: they are taken as they are stored")
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
     return config
 
 
-def _stored_apart(config: Any, checkpoint: Checkpoint) -> bool:
+def ties_head(config: Any) -> bool:
+    """Whether a config says that the output head is the embedding."""
+    return any(getattr(each, "tie_word_embeddings", False) for each in (config, config.get_text_config()))
+
+
+def _stored_apart(config: Any, checkpoint: Checkpoint, quantized: Iterable[str]) -> bool:
     """Whether names that the config ties are both stored, with different values."""
-    if not config.get_text_config().tie_word_embeddings:
+    tied: Any = getattr(causal_lm_class(config), "_tied_weights_keys", None)
+    if not ties_head(config) or not isinstance(tied, Mapping):
         return False
-    kind = causal_lm_class(config)
-    tied: Any = getattr(kind, "_tied_weights_keys", None)
     prefix, rename = checkpoint_names(config)
-    records = {rename(name): record for name, record in checkpoint.tensors.items()}
-    for target, source in tied.items() if isinstance(tied, Mapping) else ():
-        head, embedding = (next((records[n] for n in spellings(name, prefix) if n in records), None)
-                           for name in (target, source))
-        if head is not None and embedding is not None and not _same_contents(head, embedding):
+    records: dict[str, TensorRecord | None] = {rename(name): each for name, each in checkpoint.tensors.items()}
+    records |= dict.fromkeys(map(rename, quantized))
+    for pair in tied.items():
+        stored = [records[n] for name in pair if (n := next((n for n in spellings(name, prefix) if n in records), ""))]
+        if len(stored) == 2 and (stored[0] is None or stored[1] is None or not _same_contents(stored[0], stored[1])):
             return True
     return False
 
@@ -136,8 +152,16 @@ def _same_contents(one: TensorRecord, other: TensorRecord) -> bool:
     """Whether two tensors hold the same values; both are read where nothing else tells them apart."""
     if (one.path, one.offset) == (other.path, other.offset):
         return True
-    return (one.dtype, one.shape, one.packed) == (other.dtype, other.shape, other.packed) and all(
-        torch.equal(a, b) for a, b in zip(_bytes_of(one), _bytes_of(other), strict=True))
+    if (one.dtype, one.shape, one.packed, one.opaque) != (other.dtype, other.shape, other.packed, other.opaque):
+        return False
+    first, second = sorted((one, other), key=lambda record: (record.path, record.offset))
+    return _same_bytes(first, second, file_state(first.path), file_state(second.path))
+
+
+@functools.lru_cache(maxsize=64)
+def _same_bytes(one: TensorRecord, other: TensorRecord, *states: FileState) -> bool:
+    """Compare the bytes of two tensors, once while their files are in the given states."""
+    return all(torch.equal(a, b) for a, b in zip(_bytes_of(one), _bytes_of(other), strict=True))
 
 
 def _bytes_of(record: TensorRecord) -> Iterator[torch.Tensor]:
@@ -165,12 +189,19 @@ def check_unread(config: PreTrainedConfig, checkpoint: Checkpoint, used: Iterabl
     read = {(record.path, record.offset) for record in used if record.nbytes}
     left = [name for name, record in checkpoint.tensors.items() if (record.path, record.offset) not in read]
     unread = unread_tensors(config, left) if left else []
+    report_unread(checkpoint.folder, unread, any(each.packed is not None for each in checkpoint.tensors.values()))
+
+
+def report_unread(folder: Path, unread: Sequence[str], quantized: bool) -> None:
+    """Log once that nobody reads some tensors; CheckpointError for those of a quantized checkpoint."""
     if not unread:
         return
-    if any(record.packed is not None for record in checkpoint.tensors.values()):
-        raise CheckpointError(unread_in_quantized(checkpoint.folder, unread))
-    named, them = _named(unread)
-    warn_once(f"{checkpoint.folder}: {named} not read: the model has no place for {them}")
+    more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
+    named, them = f"{', '.join(unread[:NAMED])}{more}", "it" if len(unread) == 1 else "them"
+    if quantized:
+        raise CheckpointError(f"{folder}: the model has no place for {named}, and the quantized weights may count on "
+                              f"{them}: quantize the model that it was made from")
+    warn_once(f"{folder}: {named} not read: the model has no place for {them}")
 
 
 @functools.lru_cache(maxsize=256)
@@ -179,18 +210,7 @@ def warn_once(text: str) -> None:
     LOG.warning("%s", text)
 
 
-def unread_in_quantized(folder: Path, unread: Sequence[str]) -> str:
-    """Why a quantized checkpoint is refused that holds tensors nobody reads."""
-    named, them = _named(unread)
-    return (f"{folder}: the model has no place for {named}; the quantized weights may count on {them}, so the "
-            "checkpoint cannot be run")
-
-
-def _named(unread: Sequence[str]) -> tuple[str, str]:
-    more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
-    return f"{', '.join(unread[:NAMED])}{more}", "it" if len(unread) == 1 else "them"
-
-
+@one_thread
 def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
     """For a transformers config: the prefix that checkpoint names may lack, and the renaming of old checkpoint names
     that transformers itself applies when it loads them."""
@@ -205,8 +225,9 @@ def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
     return kind.base_model_prefix, (lambda name: rename_source_key(name, renames, [])[0]) if renames else str
 
 
+@one_thread
 def causal_lm_class(config: Any) -> Any:
-    """transformers' causal language model of a config."""
+    """transformers' causal language model of a config; None where it has none."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

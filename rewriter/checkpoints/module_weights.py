@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, Spec, fingerprint_of, read_header
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Spec, fingerprint_of, read_header
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.write_tensors import write_tensors
 
 PREFIX = ".forebay-spill-"

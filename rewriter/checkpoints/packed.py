@@ -13,29 +13,20 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
-from forebay.kernels.formats.packing import Packing
-from forebay.kernels.formats.table import Format, weight_format
 from forebay.kernels.quantization.quantize.operator import dequantize
-from forebay.rewriter.checkpoints.checkpoint import (
-    DTYPE_NAMES,
-    DTYPES,
-    Checkpoint,
-    CheckpointError,
-    Progress,
-    TensorRecord,
-    read_header,
-    read_tensor,
-)
+from forebay.rewriter.checkpoints.checkpoint import DTYPE_NAMES, DTYPES, Checkpoint, Progress, read_header, read_tensor
 from forebay.rewriter.checkpoints.identity import FileState, file_state
 from forebay.rewriter.checkpoints.named_errors import naming
+from forebay.rewriter.checkpoints.records import CheckpointError, Packed, TensorRecord
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.files import open_input, read_input
 
 MANIFEST, UNFINISHED = "forebay.json", "forebay.unfinished.json"
 FORMAT, VERSION = "forebay-quantized", 1
@@ -43,49 +34,6 @@ FILLER = "__filler_"  # begins the name of what lies between two tensors
 READ_NBYTES = 4 << 20
 NATIVE = "native"
 _CHECKS = ("changed", "always", "never")
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """What the rows of a quantised weight mean: a matrix of `shape` and `dtype` in the model, groups along its inputs.
-
-    `transposed`: the model holds it as [inputs, outputs] (GPT-2's Conv1D); rows are outputs always. Whether rows have
-    lows is in the format's name.
-    """
-
-    format: str
-    bits: int
-    group_size: int
-    scale_dtype: torch.dtype
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    transposed: bool = False
-
-    @property
-    def in_features(self) -> int:
-        return self.shape[0] if self.transposed else self.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        return self.shape[1] if self.transposed else self.shape[0]
-
-    @property
-    def rows(self) -> Packing:
-        """What the rows mean."""
-        return Packing(self.bits, self.in_features, self.group_size, self.scale_dtype,
-                       parse_format(self.format).symmetric)
-
-    @property
-    def row_nbytes(self) -> int:
-        return self.rows.row_nbytes
-
-
-def parse_format(name: str) -> Format:
-    """The weight format of that name. CheckpointError for a name that is none."""
-    try:
-        return weight_format(name)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def is_quantized(folder: Path) -> bool:
@@ -124,7 +72,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`, proved whole by its own checksum."""
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        text = read_input(path)
     except FileNotFoundError as error:
         if (folder / UNFINISHED).exists():
             raise CheckpointError(f"{folder} is a quantised model that was not finished; run the same "
@@ -152,7 +100,7 @@ def manifest_checksum(manifest: Mapping[str, Any]) -> str:
 
 def file_checksum(path: Path) -> str:
     """SHA-256 of a small file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_input(path)).hexdigest()
 
 
 def verify_tensors(
@@ -165,7 +113,7 @@ def verify_tensors(
     done, total = 0, sum(record.nbytes for record in tensors.values())
     for name, record in sorted(tensors.items(), key=lambda entry: (entry[1].path, entry[1].offset)):
         digest = hashlib.sha256()
-        with naming(record.path), open(record.path, "rb", buffering=0) as file:
+        with naming(record.path), open_input(record.path, buffering=0) as file:
             left, at = record.nbytes, record.offset
             while left:
                 piece = os.pread(file.fileno(), min(left, READ_NBYTES), at)

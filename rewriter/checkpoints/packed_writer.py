@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import DTYPE_NAMES, PICKLE_SUFFIXES, Checkpoint, CheckpointError, Progress
+from forebay.rewriter.checkpoints.checkpoint import DTYPE_NAMES, PICKLE_SUFFIXES, Checkpoint, Progress
 from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import (
     FILLER,
@@ -26,7 +26,6 @@ from forebay.rewriter.checkpoints.packed import (
     MANIFEST,
     UNFINISHED,
     VERSION,
-    Packed,
     describe_packed,
     file_checksum,
     manifest_checksum,
@@ -35,8 +34,10 @@ from forebay.rewriter.checkpoints.packed import (
     shard_records,
     verify_tensors,
 )
+from forebay.rewriter.checkpoints.records import CheckpointError, Packed
 from forebay.rewriter.checkpoints.write_tensors import require_free
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.files import read_input
 
 SHARD_NBYTES = 1 << 30
 FLUSH_NBYTES = 64 << 20  # written pages are forced to disk and dropped from the page cache after this many bytes
@@ -151,7 +152,7 @@ def _begun(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         if name not in names:
             continue
         try:
-            known = json.loads((out / name).read_bytes())
+            known = json.loads(read_input(out / name))
             before, shards = known["settings"], dict(known["shards"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{out / name} is torn or altered: {error!r}; remove the folder {out}") from error

@@ -16,18 +16,14 @@ from forebay.kernels.formats.row_sizes import product_refusal
 from forebay.kernels.formats.table import symmetric_name
 from forebay.kernels.quantization.quantize.operator import quantize
 from forebay.kernels.quantization.quantize.reference import ROUNDINGS
-from forebay.rewriter.checkpoints.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    Progress,
-)
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress
 from forebay.rewriter.checkpoints.config import write_dtype
 from forebay.rewriter.checkpoints.grouped import (
     GroupedTensor,
     quantization_settings,
 )
 from forebay.rewriter.checkpoints.identity import changed_file
-from forebay.rewriter.checkpoints.packed import NATIVE, Packed, parse_format
+from forebay.rewriter.checkpoints.packed import NATIVE
 from forebay.rewriter.checkpoints.packed_writer import (
     SHARD_NBYTES,
     PendingTensor,
@@ -41,6 +37,8 @@ from forebay.rewriter.checkpoints.quantize_source import (
     SourceTensor,
     open_folder_source,
 )
+from forebay.rewriter.checkpoints.records import CheckpointError, Packed, parse_format
+from forebay.rewriter.one_thread import one_thread
 
 KEEP = "keep"  # each GGUF matrix in the format it has
 
@@ -125,6 +123,7 @@ def quantize_model(
     return write_quantized(out, items, settings, prepare_all, shard_nbytes=shard_nbytes, progress=progress, check=check)
 
 
+@one_thread
 def find_matrices(model: nn.Module) -> dict[str, Matrix]:
     """The weight matrices of linear layers and embeddings, by the first name of each; a tied one is one."""
     from transformers.pytorch_utils import Conv1D

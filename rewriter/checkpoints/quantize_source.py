@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    TensorRecord,
-    open_checkpoint,
-    read_tensor,
-)
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.config import meta_model
 from forebay.rewriter.checkpoints.grouped import (
+    GroupedTensor,
     grouped_tensors,
     quantization_settings,
     read_scheme,
@@ -29,19 +24,19 @@ from forebay.rewriter.checkpoints.identity import FileState
 from forebay.rewriter.checkpoints.match_weights import (
     checkpoint_names,
     read_model_config,
+    report_unread,
     require_same,
     spellings,
-    unread_in_quantized,
+    ties_head,
     unread_tensors,
-    warn_once,
 )
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import is_quantized
-from forebay.rewriter.checkpoints.packed_writer import (
-    copy_model_files,
-)
+from forebay.rewriter.checkpoints.packed_writer import copy_model_files
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.ir.files import read_input, write_text
 
 PIECE_NBYTES = 4 << 20  # float32 bytes quantised at a time
-
 
 ReadRows = Callable[[int, int], torch.Tensor]  # rows [lower, upper)
 
@@ -98,8 +93,11 @@ def open_folder_source(path: Path) -> QuantizeSource:
         CheckpointError: A weight is missing, two names of one weight differ, or nobody reads a tensor of a quantized
             checkpoint.
     """
-    checkpoint, model = _open_folder(path)
+    if is_quantized(path):
+        raise CheckpointError(f"{path} is quantised already; quantise the model it was made from")
+    checkpoint = open_checkpoint(path)
     tensors = _file_tensors(checkpoint)
+    model = _described_model(checkpoint, [tensor.name for tensor in tensors if isinstance(tensor, GroupedTensor)])
     names = _match(model, [tensor.name for tensor in tensors])
 
     def prepare(folder: Path) -> None:
@@ -111,18 +109,16 @@ def open_folder_source(path: Path) -> QuantizeSource:
                           _contents_fingerprint(checkpoint), checkpoint.states)
 
 
-def _open_folder(folder: Path) -> tuple[Checkpoint, Any]:
-    """The checkpoint of a folder, and its model on the meta device."""
-    if is_quantized(folder):
-        raise CheckpointError(f"{folder} is quantised already; quantise the model it was made from")
-    checkpoint = open_checkpoint(folder)
-    config = read_model_config(folder, checkpoint)
+def _described_model(checkpoint: Checkpoint, quantized: Sequence[str]) -> Any:
+    """The model of a folder on the meta device."""
+    folder = checkpoint.folder
+    config = read_model_config(folder, checkpoint, quantized)
     try:
         model = meta_model(config)
     except Exception as error:  # whatever the model's own code objects to
         raise CheckpointError(f"{folder}: config.json does not describe a causal language model: {error}") from error
     model.tie_weights()
-    return checkpoint, model
+    return model
 
 
 def _match(model: Any, stored: Sequence[str]) -> dict[str, str]:
@@ -151,32 +147,43 @@ def _read_ones(
     if missing:
         raise CheckpointError(f"{folder} holds no tensor for {missing[0]} (it has {len(checkpoint.tensors)} tensors): "
                               "it is a checkpoint of another model, or not the whole of it")
-    stored: dict[str, list[TensorRecord]] = {}
+    stored: dict[str, list[SourceTensor]] = {}
     for tensor in tensors:
-        if isinstance(tensor, FileTensor) and tensor.name in names:
-            stored.setdefault(names[tensor.name], []).append(tensor.record)
-    for record, *others in stored.values():
-        require_same(record, others)
-        if record.opaque:
-            raise CheckpointError(f"{record.path}: {record.name} has dtype {record.opaque!r}, which cannot be "
-                                  "quantized from; save the checkpoint in float32 or bfloat16")
-    unread = unread_tensors(model.config, [tensor.name for tensor in tensors if tensor.name not in names])
-    if unread and quantization_settings(folder) is not None:
-        raise CheckpointError(unread_in_quantized(folder, unread))
-    if unread:
-        warn_once(f"{folder}: the model has no place for {', '.join(unread)}: left out")
+        if tensor.name in names:
+            stored.setdefault(names[tensor.name], []).append(tensor)
+    for name, same in stored.items():
+        records = [tensor.record for tensor in same if isinstance(tensor, FileTensor)]
+        if len(same) > max(1, len(records)):
+            raise CheckpointError(f"{folder}: {name} is stored twice, quantized and otherwise; take the wrong one out "
+                                  "of the checkpoint")
+        for record in records[:1]:
+            require_same(record, records[1:])
+            if record.opaque:
+                raise CheckpointError(f"{record.path}: {record.name} has dtype {record.opaque!r}, which cannot be "
+                                      "quantized from; save the checkpoint in float32 or bfloat16")
+    unread = set(unread_tensors(model.config, [tensor.name for tensor in tensors if tensor.name not in names]))
+    quantized = {tensor.name for tensor in tensors if isinstance(tensor, GroupedTensor)}
+    report_unread(folder, [tensor.name for tensor in tensors if tensor.name in unread and not _is_no_bias(
+        tensor, quantized)], quantization_settings(folder) is not None)
     return [tensor for tensor in tensors if tensor.name not in unread]
+
+
+def _is_no_bias(tensor: SourceTensor, quantized: Collection[str]) -> bool:
+    """Whether a tensor is the bias of a quantized matrix and all zeros, as AutoGPTQ writes it for layers without."""
+    module, _, last = tensor.name.rpartition(".")
+    return last == "bias" and f"{module}.weight" in quantized and not any(
+        bool(piece.any()) for piece in tensor.contents())
 
 
 def _write_ties(path: Path, config: Any) -> None:
     """Say in a config.json that head and embedding are two weights, where the checkpoint has them apart."""
-    if config.get_text_config().tie_word_embeddings:
+    if ties_head(config):
         return
-    settings = json.loads(path.read_bytes())
+    settings = json.loads(read_input(path))
     for each in (settings, settings.get("text_config")):
         if isinstance(each, dict) and each.get("tie_word_embeddings", each is settings):
             each["tie_word_embeddings"] = False
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(settings, indent=2) + "\n")
 
 
 def _file_tensors(checkpoint: Checkpoint) -> list[SourceTensor]:

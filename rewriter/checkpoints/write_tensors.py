@@ -11,14 +11,8 @@ from pathlib import Path
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import (
-    DTYPE_NAMES,
-    MAX_HEADER_NBYTES,
-    CheckpointError,
-    Progress,
-    Spec,
-    nbytes_of,
-)
+from forebay.rewriter.checkpoints.checkpoint import DTYPE_NAMES, MAX_HEADER_NBYTES, Progress, Spec, nbytes_of
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 
 FLUSH_NBYTES = 64 << 20  # written pages are forced to disk and dropped from the page cache after this many bytes

@@ -37,9 +37,7 @@ class Block:
 
     With `entering`, a prefill step computes so many sequences alone, for the places that its input names; the others
     keep their cache. Else it computes all of them. The sequences that enter stand in any micro-batches, so then all
-    caches of a layer lie on one tier, and `cache_device` and `cache_host` are whole layers of them. Where it is
-    `joined`, such a step decodes a token of every place as well: each piece computes those that enter, and then, over
-    the same weights, all the others.
+    caches of a layer lie on one tier, and `cache_device` and `cache_host` are whole layers of them.
 
     `speculative_steps` are the tokens per sequence of every step that checks drafted tokens, with logits at each, the
     largest first. Like decode steps they compute all places; no chunk of a prompt has one of these sizes, and their
@@ -58,7 +56,6 @@ class Block:
     cache_host: int = 0
     entering: int = 0
     cpu_attention: bool = False
-    joined: bool = False
     checkpoints: int = 0
     checkpoint_period: int = 0
     checkpoint_tokens: int = 0
@@ -80,14 +77,10 @@ class Block:
         """Whether a step over `tokens` tokens per sequence attends where caches in host memory lie."""
         return self.cpu_attention and tokens in (1, *self.speculative_steps)
 
-    def decodes(self, tokens: int) -> bool:
-        """Whether a step over `tokens` tokens per sequence also computes one of every place."""
-        return self.joined and self.is_prefill(tokens)
-
     @property
     def takes_turns(self) -> bool:
-        """Whether several micro-batches, or those that enter and the others, read a weight that was brought once."""
-        return self.order == "zigzag" and (self.micro_batches > 1 or self.joined)
+        """Whether several micro-batches read a weight that was brought once."""
+        return self.order == "zigzag" and self.micro_batches > 1
 
     def has_tails(self, tier: str) -> bool:
         """Whether the blocks that are not full yet of caches of this tier stay on the device."""

@@ -233,7 +233,6 @@ WHOLE_LOADS, WHOLE_STORES = "cache_whole_loads", "cache_whole_stores"
 RESTORED, CHECKPOINTED = "restored_positions", "checkpoint_rows"
 
 
-DECODING = "decode_"  # before the names of what a prefill step has for the places that it decodes for
 
 
 def loads_name(window: int) -> str:

@@ -204,6 +204,11 @@ class CapturedModel:
     def weight_nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.weights.values())
 
+    @property
+    def cache_parts(self) -> int:
+        """Among how many ranks the sequences of a step are divided."""
+        return max((spec.parts for spec in self.cache), default=1)
+
     def blocks(self) -> dict[str, fx.GraphModule]:
         """The distinct block graphs by name."""
         return {name: self.step.get_submodule(name) for name in dict.fromkeys(self.layers)}  # type: ignore[misc]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 from forebay.kernels.formats.table import cache_format, checkpoint_format, weight_format
 from forebay.rewriter.ir.block import ALONE, Block
+from forebay.rewriter.ir.files import StrPath, read_input, write_text
 from forebay.rewriter.ir.from_json import from_json
+from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.score_range import ScoreRange, check_ranges
 
 VERSION = 3
@@ -24,7 +25,7 @@ KEPT = ("weight", "constant", "slot", "cache")  # kinds of buffers that live as 
 MOVING = ("activation", "io")  # kinds of buffers that come and go within a step
 
 
-class PlanError(ValueError):
+class PlanError(PrintableError, ValueError):
     """A plan, budget or plan file that cannot be used; the message says which field and what would work."""
 
 
@@ -250,14 +251,14 @@ class Plan:
     def to_json(self, indent: int | None = 1) -> str:
         return json.dumps(asdict(self), indent=indent)
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+    def save(self, path: StrPath) -> None:
+        write_text(path, self.to_json() + "\n")
 
 
-def load_plan(path: str | Path) -> Plan:
+def load_plan(path: StrPath) -> Plan:
     """Read and validate a plan file; PlanError names the first bad field."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(read_input(path))
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -268,8 +269,7 @@ def load_plan(path: str | Path) -> Plan:
 def plan_from_dict(data: object) -> Plan:
     """Build a plan from parsed JSON; PlanError names the first bad field by its path."""
     if isinstance(data, dict) and data.get("version") != VERSION:
-        raise PlanError(f"plan.version: this plan says {data.get('version')!r}, this release reads {VERSION}; plan "
-                        "again")
+        raise PlanError(f"plan.version: this plan says {data.get('version')!r}, this release reads {VERSION}: replan")
     try:
         plan: Plan = from_json(Plan, data, "plan")
     except ValueError as error:
@@ -307,9 +307,6 @@ def _validate_block(plan: Plan) -> None:
     if not 0 <= s.block.entering <= plan.workload.batch:
         raise PlanError(f"plan.schedule.block.entering: {s.block.entering} is not between 0 and the batch of "
                         f"{plan.workload.batch} (plan.workload.batch)")
-    if s.block.joined and (s.block.staged or not s.block.entering or s.block.order == "row"):
-        raise PlanError("plan.schedule.block.joined: prefill steps decode as well where sequences enter "
-                        "(plan.schedule.block.entering), in zigzag order, with the cache on the device")
     if s.block.entering and s.prefill_chunks[-1] == 1:
         raise PlanError("plan.schedule.prefill_chunks: with plan.schedule.block.entering a step over 1 token decodes; "
                         "the shortest chunk must be 2")

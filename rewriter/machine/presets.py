@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from forebay.rewriter.ir.files import read_input_text
+from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.machine.profile import Link, Machine, Tier, machine_from_json
 
 GIB, TIB = 1 << 30, 1 << 40
 FITTED = "fitted, see docs/papers.md: "
 
 
-class PresetError(ValueError):
+class PresetError(PrintableError, ValueError):
     """A machine name or file that cannot be used; the message names the field."""
 
 
@@ -22,9 +24,9 @@ def load_machine_or_preset(machine: str) -> Machine:
     if found is not None:
         return found
     path = Path(machine)
-    if not path.is_file():
+    if not path.exists():
         raise PresetError(f"{machine!r} is neither a file nor a machine preset; presets are {', '.join(PRESETS)}")
-    text = path.read_text(encoding="utf-8")
+    text = read_input_text(path)
     if '"gemm_flops"' in text:
         raise PresetError(f"{machine}: a preset of an older release; write it again from this one's presets, as "
                           "rewriter/machine/presets.py has them")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay.kernels.formats.table import TIMED_WEIGHTS, packed_format, weight_format
+from forebay.rewriter.ir.files import read_input_text, write_text
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.machine.both_ways import BothWays, side_by_side
 from forebay.rewriter.machine.fits import Fit, fit_times, on_curve
@@ -346,7 +347,7 @@ def machine_from_json(text: str) -> Machine:
 def load_machine(path: str | os.PathLike[str]) -> Machine:
     """Read and validate the profile in a file; errors name the file and the field."""
     try:
-        return machine_from_json(Path(path).read_text())
+        return machine_from_json(read_input_text(path))
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from error
 
@@ -354,14 +355,8 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
 def save_machine(machine: Machine, path: str | os.PathLike[str]) -> None:
     """Validate and write a profile whole or not at all, making its folder."""
     machine.validate()
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        draft.write_text(machine.to_json())
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, machine.to_json())
 
 
 def _require(holds: bool, at: str, what: str, value: object) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import replace
 from typing import Literal
 
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
-from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import GraphsOf, plan_block
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
@@ -42,12 +39,6 @@ def entering_at_once(places: int | None) -> int | None:
     return -(-places // ENTERING) if places else None
 
 
-def joining_at_once(places: int, new_tokens: int) -> int:
-    """How many sequences a prefill step computes that decodes for `places` as well: the fewest with which whole prompts
-    in every step suffice for places that all answer."""
-    return -(-places // max(1, new_tokens - 1))
-
-
 def plan_places(
     graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches,
     places: int | None = None,
@@ -56,21 +47,18 @@ def plan_places(
 
     Unless all find room at once, and no way with fewer places is faster, its batch is a number of places that sequences
     enter and leave. Numbers that halve the job's are planned (or `places` alone), and the one whose Programs are
-    predicted to take least time a sequence is taken; its prefill steps decode for all places as well (`Block.joined`)
-    where that is predicted to be faster. With `rounds` wished, all that are computed begin together. Numbers whose
-    cache the device cannot hold have it on slower tiers too, for a job that takes `WORTH_S` else: from the fewest on,
-    as long as more are faster. Where none fits, the fewest are computed in rounds, which need less than places that are
-    entered. PlanError if these do not fit either.
+    predicted to take least time a sequence is taken. With `rounds` wished, all that are computed begin together.
+    Numbers whose cache the device cannot hold have it on slower tiers too, for a job that takes `WORTH_S` else: from
+    the fewest on, as long as more are faster. Where none fits, the fewest are computed in rounds, which need less than
+    places that are entered. PlanError if these do not fit either.
     """
     count = workload.batch
     sizes = [min(places, count)] if places else _halvings(count)
 
-    def planned(
-        size: int, tier: CacheTier, joined: bool = wishes.joined, rounds: bool = wishes.rounds
-    ) -> tuple[Pipeline, Plan]:
-        wished = replace(wishes, cache_tier=tier, joined=joined, rounds=rounds)
-        together = joining_at_once(size, workload.usual[1]) if joined else entering_at_once(size)
-        enters = wished if size == count or rounds else replace(wished, entering=wishes.entering or together)
+    def planned(size: int, tier: CacheTier, rounds: bool = wishes.rounds) -> tuple[Pipeline, Plan]:
+        wished = replace(wishes, cache_tier=tier, rounds=rounds)
+        together = wishes.entering or entering_at_once(size)
+        enters = wished if size == count or rounds else replace(wished, entering=together)
         return plan_block(graphs_of, budget, replace(workload, batch=size), enters, machine, switches)
 
     found: list[tuple[Pipeline, Plan]] = []
@@ -81,11 +69,6 @@ def plan_places(
         except PlanError as error:
             refused = error
             larger.append(size)
-    if found:
-        best = min((plan for _, plan in found), key=sequence_time_s)
-        if _may_join(best.schedule.block):
-            with contextlib.suppress(PlanError):
-                found.append(planned(best.workload.batch, wishes.cache_tier or "device", True))
     least = min((sequence_time_s(plan) for _, plan in found), default=math.inf)
     staging = wishes.cache_tier is None and least * count > WORTH_S
     for size in reversed(larger) if staging else ():
@@ -99,15 +82,10 @@ def plan_places(
         least = time_s
     if not found:
         assert refused is not None
-        if sizes[-1] == count or wishes.rounds or wishes.entering or wishes.joined:
+        if sizes[-1] == count or wishes.rounds or wishes.entering:
             raise refused
         found.append(planned(sizes[-1], wishes.cache_tier, rounds=True))
     return min(found, key=lambda way: sequence_time_s(way[1]))
-
-
-def _may_join(block: Block) -> bool:
-    """Whether prefill steps of such a block can decode as well, and do not."""
-    return block.entering > 0 and block.order == "zigzag" and not block.staged and not block.joined
 
 
 def _halvings(count: int) -> list[int]:
@@ -118,14 +96,9 @@ def _halvings(count: int) -> list[int]:
 
 def sequence_time_s(plan: Plan) -> float:
     """Predicted seconds of the block per sequence of a long job. Where sequences enter, places wait until as many are
-    free as enter at once: half of these are idle at any time. Where prefill steps decode as well, there are others only
-    where a place, which is taken for the steps of a prompt and of an answer, is taken for longer than those last."""
+    free as enter at once: half of these are idle at any time."""
     w, s = plan.workload, plan.schedule
-    prompt, new_tokens = w.paced(s.block)
+    _, new_tokens = w.paced(s.block)
     idle = (s.block.entering - 1) / 2 if s.block.entering else 0.0
-    if s.block.joined:
-        passes = sum(chunk_steps(prompt, s.prefill_chunks).values())
-        alone = max(0, passes + new_tokens - 1 - passes * s.block.prefills(w.batch))
-        return (plan.prediction.prefill_time_s + alone * plan.prediction.decode_time_s) / (w.batch - idle)
     decode = (new_tokens - 1) * plan.prediction.decode_time_s
     return plan.prediction.prefill_time_s / w.batch + decode / (w.batch - idle)

@@ -36,7 +36,6 @@ class Steps:
     micro_batches: int
     order: Literal["row", "zigzag"]
     entering: int
-    joined: bool
     prefill_chunk: int
     cache_format: str
     gather_buffers: int
@@ -45,7 +44,7 @@ class Steps:
     @staticmethod
     def of(plan: Plan) -> Steps:
         block = plan.schedule.block
-        return Steps(plan.workload, block.micro_batches, block.order, block.entering, block.joined,
+        return Steps(plan.workload, block.micro_batches, block.order, block.entering,
                      plan.schedule.prefill_chunk, plan.cache_format, block.gather_buffers,
                      plan.schedule.speculative_steps)
 
@@ -57,7 +56,7 @@ class Steps:
     def wished(self, wishes: Wishes) -> Wishes:
         """What is wished, with these steps."""
         return replace(wishes, micro_batches=self.micro_batches, order=self.order, entering=self.entering or None,
-                       joined=self.joined, prefill_chunk=self.prefill_chunk, gather_buffers=self.gather_buffers)
+                       prefill_chunk=self.prefill_chunk, gather_buffers=self.gather_buffers)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from forebay.passes.place.repeat_layout import repeats
 from forebay.rewriter.capture.concretise import inline_blocks
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
-from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.cache_layout import cache_buffers, cache_rows, staged_layers
 from forebay.rewriter.ir.draft import Draft
@@ -170,9 +169,8 @@ class Pipeline:
     def _filled(self, plan: Plan) -> Plan:
         """`plan` with activations placed and implementations chosen, if it has none."""
         if not any(b.kind in MOVING and b.phase != "all" for b in plan.buffers):
-            above = {"prefill": aligned(self._layout(1).height)} if plan.schedule.block.joined else {}
             moving = [b for phase, tokens in plan.schedule.largest_steps.items()
-                      for b in place_activations(self._layout(tokens), plan.during(tokens), phase, above.get(phase, 0))]
+                      for b in place_activations(self._layout(tokens), plan.during(tokens), phase)]
             plan = replace(plan, buffers=(*plan.buffers, *moving))
         shapes = () if plan.gemm else sorted(self._shapes(plan))
         most = self.needs.workspace(plan.schedule.prefill_chunk)
@@ -304,9 +302,6 @@ class Pipeline:
                             f"{', '.join(map(str, plan.schedule.step_sizes))}")
         stage, seen = self._placed(plan, tokens, f"{tokens}_tokens")
         beside: tuple[Any, ...] = self.graphs.files, self._workspace, f"step of {tokens} tokens"
-        if plan.schedule.block.decodes(tokens):
-            decoding, of_one = self._placed(plan, 1, f"{tokens}_tokens_decoding")
-            beside = *beside, (decoding.gm, of_one)
         program: Any = stage.gm
         for each in passes_in("lowered"):
             program = stage.lowered(each, program, seen, *(beside if each.name == "lower" else ()))

@@ -232,8 +232,6 @@ def _check_places(plan: Plan) -> None:
                             f"arena of {plan.arenas.get(b.arena, 0)} bytes (plan.arenas.{b.arena}), at a multiple of "
                             f"{step}")
     alive = {phase: plan.buffers_of(phase) for phase in ("prefill", "decode", "speculative")}
-    if plan.schedule.block.joined:
-        alive["prefill steps, which decode as well,"] = tuple(b for b in plan.buffers if b.phase != "speculative")
     for phase, buffers in alive.items():
         for b, other in _meetings(buffers):
             raise PlanError(f"plan.buffers[{number[id(b)]}].offset: during {phase} {b.name} would lie on {other.name}, "

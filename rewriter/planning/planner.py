@@ -188,12 +188,10 @@ def _cheapest(
 
     def cost(fit: _ChunkRoom, nbytes: int) -> float:
         steps = dict(prefill_steps(fit.chunk))
-        passes = sum(steps.values())
         held = needs.block.fetches * min(max(0, nbytes - kinds.tied_nbytes), _host_room(needs, budget, fit))
         nbytes *= needs.block.fetches
         copies = nbytes / kinds.products_nbytes * tiles(fit.slot_nbytes) if nbytes else 0
-        alone = new_tokens - 1 - (passes if needs.block.joined else 0)  # steps that decode, and no more
-        steps[1] = steps.get(1, 0) + max(0, alone)
+        steps[1] = steps.get(1, 0) + max(0, new_tokens - 1)
         return sum(count * needs.rates.step_time_s(tokens, nbytes, copies, fit.slots, held)
                    for tokens, count in steps.items())
 
@@ -213,9 +211,7 @@ def _upper(needs: ModelNeeds, chunk: int) -> tuple[int, bool]:
     """Bytes that cache, from below, and activations, from above, take together, and whether a prefill's activations
     may lie where decoding has cache, as its own ends with the prompt (FlashDecoding++Next, section V)."""
     need = needs.need(chunk).activations
-    decode = max(one := needs.need(1).activations, needs.speculative_activations)
-    if needs.block.decodes(chunk):  # at the same time, one below the other
-        need += aligned(one)
+    decode = max(needs.need(1).activations, needs.speculative_activations)
     whole, prompt = _aligned(needs.cache), _aligned(needs.cache_prompt)
     grows = needs.cache_prompt and (whole - prompt) * GROWTH_PARTS >= whole
     if grows and chunk > 1 and need > decode:  # a chunk of one token is a decode step, which has the whole cache

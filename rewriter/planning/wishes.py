@@ -41,7 +41,6 @@ class Wishes:
     hidden_shares: tuple[float, float] | None = None
     entering: int | None = None  # sequences of a prefill step; None: all at once
     rounds: bool = False  # sequences of a job that has more than there is room for begin together all the same
-    joined: bool = False  # prefill steps decode as well, where sequences enter
     drafted_tokens: int | Literal["auto"] | None = None  # that a step checks at most; None: no step checks any
     sparse_values: float = 1.0  # share of a sequence's tokens whose values decode steps read
     gather_buffers: int | None = None  # memory for weights that ranks gather ahead, in times of those read at once
@@ -62,8 +61,7 @@ class Wishes:
         """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
         return self.with_hidden(Block(
             min(self.micro_batches or 1, batch), self.order, entering=min(self.entering or 0, batch),
-            joined=self.joined and bool(self.entering), sparse_values=self.sparse_values,
-            gather_buffers=self.gather_buffers or 0))
+            sparse_values=self.sparse_values, gather_buffers=self.gather_buffers or 0))
 
     def with_hidden(self, block: Block) -> Block:
         """The block with hidden states of its micro-batches on the tiers that are wished; of one they stay."""

@@ -149,15 +149,13 @@ def rates_of(
             count * times.product_s(p.dtype, m + p.more * sequences // each, p.n, p.k, nbytes=p.nbytes)
             for p, count in counts.items())
         issued_s = parts * launches * times.dispatch_s
-        both_s = products_s + issued_s if times.serial else max(products_s, issued_s)
-        return both_s + (compute_s(1) if block.decodes(tokens) else 0.0)
+        return products_s + issued_s if times.serial else max(products_s, issued_s)
 
     @functools.cache
     def attend_s(tokens: int) -> float:
         share = block.of_step(tokens).micro_batches * block.sequences(batch, tokens) / block.sequences(batch, 1)
-        beside_s = attend_s(1) if block.decodes(tokens) else 0.0
         seen = {} if work is None else {tokens: work.before(tokens, block) + tokens}
-        return beside_s + share * sum(
+        return share * sum(
             count * work_time_s(over_tokens(launch, tokens), times, seen) for count, launch in cache)
 
     link = (tier, "device" if tier == "host" else times.near_disk)

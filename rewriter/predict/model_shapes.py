@@ -13,9 +13,12 @@ import torch
 from torch import fx
 
 from forebay.kernels import operators
-from forebay.rewriter.checkpoints.config import oversized
+from forebay.rewriter.checkpoints.config import MOST_LAYERS, MOST_LENGTH, oversized
+from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
+from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.program import dtype_itemsize
+from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.predict.preset_models import PRESET_CONFIGS
 
 aten = torch.ops.aten
@@ -25,11 +28,9 @@ PRODUCTS = frozenset((aten.linear.default, aten.mm.default, aten.addmm.default, 
 VIEWS = frozenset((aten.transpose.int, aten.t.default, aten.permute.default, aten.view.default, aten.reshape.default))
 ATTENTION, MLP = "attention", "mlp"
 DTYPES = ("float16", "bfloat16", "float32")
-# No tensors bear out what a config alone says, and each layer is built, if only on the meta device.
-MOST_LAYERS, MOST_LENGTH = 1000, 1 << 31
 
 
-class ModelError(ValueError):
+class ModelError(PrintableError, ValueError):
     """A model description that cannot be costed; the message says which field and what would work."""
 
 
@@ -210,6 +211,7 @@ def _captured_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     return shape_from_graphs(capture_config(config, runs=False), name)
 
 
+@one_thread
 def capture_config(config: Mapping[str, Any], runs: bool = True) -> CapturedModel:
     """The graphs of the model that a config describes, captured without weights; ModelError where transformers or the
     capture refuses it (`capture_model`)."""
@@ -252,7 +254,7 @@ def load_config(model: str) -> tuple[str, dict[str, Any]]:
         raise ModelError(f"{model!r} is neither a config.json nor a preset model; presets are "
                          f"{', '.join(PRESET_CONFIGS)}")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_input(path))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):

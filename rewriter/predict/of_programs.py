@@ -56,7 +56,6 @@ class StepTimes:
     entering: int
     prompt: int
     context: int
-    joined: bool
     chunks: tuple[int, ...]
     seconds: Mapping[int, tuple[float, float]]
 
@@ -68,10 +67,9 @@ class StepTimes:
         """A step of one token for all places, which see so many tokens together."""
         return self._between(1, seen / (self.places * self.context))
 
-    def prefill_s(self, chunk: int, reached: float, others: float = 0.0) -> float:
-        """A chunk up to `reached` tokens of each that enters; in a joined plan the other places see `others`."""
-        rows = self.entering + (self.places if self.joined else 0)
-        return self._between(chunk, (self.entering * reached + others) / (rows * self.context))
+    def prefill_s(self, chunk: int, reached: float) -> float:
+        """A chunk up to `reached` tokens of each that enters."""
+        return self._between(chunk, reached / self.context)
 
     def _between(self, tokens: int, share: float) -> float:
         nothing, everything = self.seconds[tokens]
@@ -94,4 +92,4 @@ def step_times(plan: Plan, program: Callable[[int], Program], machine: Machine) 
                         simulate(replace(each, seen={}), machine).time_s)
                for tokens, each in programs.items()}
     entering = s.block.entering or w.batch
-    return StepTimes(w.batch, entering, w.prompt, w.context, s.block.joined, s.prefill_chunks, seconds)
+    return StepTimes(w.batch, entering, w.prompt, w.context, s.prefill_chunks, seconds)

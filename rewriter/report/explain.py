@@ -11,6 +11,7 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import ARENAS, TIERS, BufferPlacement, Plan, WeightPlacement, Workload
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
+from forebay.rewriter.ir.printable import printable
 from forebay.rewriter.predict.simulate import CORES
 
 if TYPE_CHECKING:
@@ -46,12 +47,12 @@ def explain_plan(plan: Plan, captured: CapturedModel | None = None) -> str:
     """The whole plan as plain text of at most 110 columns; `captured` gives the exact layers instead of their numbers
     in the weights' names, and the rows of each matrix."""
     parts = [_head(plan), _table(layer_rows(plan, captured)), _arenas(plan), _prediction(plan)]
-    return "\n\n".join(part for part in parts if part)
+    return printable("\n\n".join(part for part in parts if part))
 
 
 def summarise_plan(plan: Plan) -> str:
     """The plan as text without the row per layer."""
-    return "\n".join(part for part in (_head(plan), _arenas(plan), _prediction(plan)) if part)
+    return printable("\n".join(part for part in (_head(plan), _arenas(plan), _prediction(plan)) if part))
 
 
 def layer_rows(plan: Plan, captured: CapturedModel | None = None) -> list[LayerRow]:
@@ -109,8 +110,7 @@ def _head(plan: Plan) -> str:
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
         ("schedule", _schedule(plan)),
         ("prefill", f"chunks of {s.prefill_chunk} tokens, {passes} pass{'es' if passes > 1 else ''} over the weights"
-                    + (f"; {s.block.entering} enter at once as places fall free" if s.block.entering else "")
-                    + (", while the others decode in the same passes" if s.block.joined else "")),
+                    + (f"; {s.block.entering} enter at once as places fall free" if s.block.entering else "")),
         ("cache", f"{plan.cache_format}, {_cache_tier(plan)}"),
         *([("hidden", _hidden_states(plan))] if s.block.hidden != "device" else []),
         *([("values", f"decode steps read those of {100 * s.block.sparse_values:g} % of the tokens, the weightiest")]

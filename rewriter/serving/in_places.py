@@ -53,8 +53,7 @@ class _Desk:
     def step(self) -> tuple[float, list[_Seat]]:
         """The next step: its seconds, and who has a token more behind it."""
         self.begin()
-        if self.entered and (self.times.joined or self.turns.prefills(
-                self.held, len(self.running), self.times.places)):
+        if self.entered and self.turns.prefills(self.held, len(self.running), self.times.places):
             self.held += 1
             return self.chunk()
         self.held = 0
@@ -65,9 +64,7 @@ class _Desk:
         longest = max(seat.prompt for seat in self.entered)
         chunk = self.times.chunk_for(longest - self.done)
         self.done = max(0, min(self.done, longest - chunk)) + chunk
-        others = sum(seat.cached + 1 for seat in self.running) if self.times.joined else 0
-        took = self.times.prefill_s(chunk, self.done, others)
-        told = self.decode() if self.times.joined else []
+        took, told = self.times.prefill_s(chunk, self.done), list[_Seat]()
         if self.done >= longest:
             for seat in self.entered:
                 seat.cached, seat.left = seat.prompt, seat.left - 1

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from forebay.rewriter.ir.files import read_input_text
+from forebay.rewriter.ir.printable import PrintableError
+
 MOST_TOKENS = 1 << 24  # of a prompt or an answer in a trace: beyond every model
 LATEST_S = 1e12  # of a trace: beyond clocks that count from 1970
 
 
-class TrafficError(ValueError):
+class TrafficError(PrintableError, ValueError):
     """Traffic that cannot be meant; the message names the field or the line, and what would do."""
 
 
@@ -94,7 +97,7 @@ def read_trace(path: str | Path) -> tuple[Arrival, ...]:
     """Requests from a JSONL file, each line {"arrival": seconds, "prompt": tokens, "output": tokens}, sorted by time;
     TrafficError names the line and the field."""
     found = []
-    for i, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for i, line in enumerate(read_input_text(path).splitlines(), 1):
         if not line.strip():
             continue
         try:

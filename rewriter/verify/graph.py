@@ -13,11 +13,12 @@ from torch.fx.node import map_aggregate
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, CacheInput, Gemm, Transfer, WeightInput, block_graphs, values_of
+from forebay.rewriter.ir.printable import PrintableError
 
 SMALL = (2, 3, 12)  # at these sizes captured graphs are looked at: sequences, tokens of each, room in the cache
 
 
-class GraphError(RuntimeError):
+class GraphError(PrintableError, RuntimeError):
     """A pass left a graph that does not hold together; the message names the pass, the graph and the node."""
 
 

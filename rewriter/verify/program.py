@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.program import (
     COMPUTE,
     DOWNLOAD,
@@ -33,7 +34,7 @@ from forebay.rewriter.verify.items import ItemFault, check_items, copy_spans, sp
 OUTWARD = (DOWNLOAD, WRITE)
 
 
-class ProgramError(RuntimeError):
+class ProgramError(PrintableError, RuntimeError):
     """A Program that could go wrong; the message names the item, the buffer and the two conflicting intervals."""
 
 

@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from pathlib import Path
 
+from forebay.rewriter.ir.files import open_input
 from forebay.runtime.disk.chunks import Chunk
 from forebay.runtime.disk.open_file import OpenFile
 from forebay.runtime.disk.page_cache import in_page_cache_filesystem
@@ -138,7 +139,9 @@ def _opened(path: str, direct: int) -> tuple[int, bool]:
 def _open_named(folder: str) -> tuple[int, bool, str]:
     """As _open_nameless, of a file that keeps its name, which is the third. A lock says that its process lives."""
     for left in Path(folder).glob(f"{NAMED}*"):
-        with open(left, "rb") as file:
+        if not left.is_file():  # a pipe that somebody else put there
+            continue
+        with open_input(left) as file:
             if _locked(file.fileno(), fcntl.LOCK_NB):
                 left.unlink(missing_ok=True)
     made, path = tempfile.mkstemp(dir=folder, prefix=NAMED)

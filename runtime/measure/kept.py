@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from forebay.kernels.build.cache_folder import cache_folder, locked
+from forebay.kernels.build.process_limits import memory_limit_nbytes
 from forebay.rewriter.machine.profile import Machine, load_machine, save_machine
 from forebay.rewriter.machine.quality import BUSY
 from forebay.runtime.devices.kinds import device_here
@@ -26,11 +27,12 @@ LOG = logging.getLogger("forebay")
 
 
 def machine_cache_path(folder: str | os.PathLike[str]) -> Path:
-    """Where the profile is kept of this environment and the disk of `folder`: versions, processor, cores, threads and
-    device are in its name, so that two environments have one each."""
+    """Where the profile is kept of this environment and the disk of `folder`: versions, processor, cores, threads,
+    device and a container's memory limit are in its name, so that two environments have one each."""
     kind = device_here()
+    limit = memory_limit_nbytes()
     facts = (measuring.versions(), _processor(), measuring.core_count(), torch.get_num_threads(), kind,
-             os.stat(folder).st_dev)
+             os.stat(folder).st_dev, *(() if limit is None else (limit,)))
     return cache_folder() / f"machine-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
 

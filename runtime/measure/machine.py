@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from forebay.kernels.build.process_limits import core_count
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.machine.both_ways import BothWays
 from forebay.rewriter.machine.points import Contention, GemmPoint
@@ -165,11 +166,6 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "kernel": platform.release(),
     }
-
-
-def core_count() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 # Disk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -164,7 +164,7 @@ class Prefill:
         self.done = 0  # tokens of each row that have been computed
         self.waiting = set(range(len(prompts)))  # rows whose last token has not been computed
         self.early: dict[int, torch.Tensor] = {}  # logits [V] by row
-        self.logits = self.decoded = torch.empty(0)
+        self.logits = torch.empty(0)
 
     @property
     def reached(self) -> int:
@@ -176,18 +176,14 @@ class Prefill:
     def _chunk(self) -> int:
         return self.session.plan.schedule.chunk_for(self.longest - self.done)
 
-    def step(self, decoding: Mapping[str, torch.Tensor] | None = None) -> bool:
-        """Compute the next chunk; whether it was the last. In a joined plan the step of one token that `decoding` gives
-        runs beside it, and leaves its logits as `decoded`."""
+    def step(self) -> bool:
+        """Compute the next chunk; whether it was the last."""
         chunk, start = self._chunk, self.reached - self._chunk
         last = self.lengths - 1 - start
         inputs = {"input_ids": self.ids[:, start : start + chunk], "start": torch.full_like(self.lengths, start),
                   "last": last.clamp(0, chunk - 1), **self.inputs,
                   **embedded(self.embeds, self.lengths.numel(), start, chunk)}
-        if decoding is None:
-            logits = self.session.step(inputs)
-        else:
-            logits, self.decoded = self.session.step_joined(inputs, decoding)
+        logits = self.session.step(inputs)
         self.done = start + chunk
         ends = sorted(row for row in self.waiting if last[row] < chunk)
         self.waiting.difference_update(ends)

@@ -77,8 +77,7 @@ def answer_all(
     `on_step` of every step.
 
     Prompts of like length enter together, the longest first. Their prefill takes `StepTurns` with the decoding of the
-    others. In a joined plan each of its chunks is computed with a token of the others; then the longest and the
-    shortest enter in turns, so that chunks suffice for places at any time. Where the plan computes all sequences of a
+    others. Where the plan computes all sequences of a
     prefill at once, they begin together, as many as there are places, when the last ones have ended. Steps that check
     drafts, if the plan has any, check those of `drafter`, whose rows are the places, else what is looked up; they must
     not be drawn, so that each sequence's draws are its own.
@@ -119,15 +118,6 @@ def answer_arriving(
     return loop.work
 
 
-def from_both_ends(numbers: Sequence[int], together: int) -> list[int]:
-    """The numbers in groups of so many neighbours, to be taken from the end: the last group, the first, the last but
-    one, …, and what is left over at the beginning of them behind all."""
-    rest = len(numbers) % together
-    groups = [list(numbers[at : at + together]) for at in range(rest, len(numbers), together)]
-    order = [groups.pop(0 if turn % 2 else -1) for turn in range(len(groups))]
-    return [*numbers[:rest], *(number for group in reversed(order) for number in group)]
-
-
 class _Loop:
     """Who stands in which place: `waiting` sequences by number, the next last; `entered` the places and numbers of
     those whose `prefill` is under way; `running` the number by place; `asked` all of these by number."""
@@ -140,7 +130,6 @@ class _Loop:
         self.session, self.sampling, self.eos, self.on_end, self.on_next = session, sampling, eos, on_end, on_next
         self.asked: dict[int, Asked] = {}
         self.batch, self.entering = session.plan.workload.batch, entering(session.plan)
-        self.joined = session.plan.schedule.block.joined
         self.waiting: list[int] = []
         self.held = 0  # chunks since the last step that decoded
         self.free = list(range(self.batch - 1, -1, -1))
@@ -174,14 +163,11 @@ class _Loop:
             self.waiting = [*reversed(list(asked)), *self.waiting]
             return
         self.waiting = sorted(asked, key=lambda i: (asked[i].ids.numel(), -i))
-        if self.joined:
-            self.waiting = from_both_ends(self.waiting, self.entering)
 
     def turn(self) -> None:
         """One step: of those that enter, or of those that decode."""
         self.begin()
-        if self.prefill is not None and (
-                self.joined or self.turns.prefills(self.held, len(self.running), self.batch)):
+        if self.prefill is not None and self.turns.prefills(self.held, len(self.running), self.batch):
             self.advance()
             self.held += 1
         else:
@@ -226,14 +212,10 @@ class _Loop:
         return self.asked[number].ids.numel() + len(self.new.get(number, []))
 
     def advance(self) -> None:
-        """Compute a chunk of those that enter, in a joined plan with a token of the others; behind the last chunk they
-        have their first tokens."""
+        """Compute a chunk of those that enter; behind the last chunk they have their first tokens."""
         assert self.prefill is not None
-        rows = sorted(self.running.items())
-        done = self.prefill.step(self._next_inputs(self.prefill.reached) if self.joined else None)
+        done = self.prefill.step()
         self.work.prefills += 1
-        if self.joined and rows:
-            self._decoded(rows, self.prefill.decoded)
         if not done:
             return
         entered, self.entered, self.prefill = self.entered, [], None

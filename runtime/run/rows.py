@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import TensorRef
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.generation import embedded, prefill, refuse_crossing
@@ -102,12 +103,7 @@ class SequenceRows:
         moved = (index != torch.arange(count)).nonzero()[:, 0]
         if moved.numel() == 0:
             return
-        if self.session.plan.schedule.block.staged:
-            raise RuntimeFault("rows of a cache that is staged cannot change places, as beam search asks; keep the "
-                               "cache on the device (wrap(cache_tier=\"device\"))")
-        if self.parts > 1:
-            raise RuntimeFault("rows of a cache that ranks have for some sequences each cannot change places, as beam "
-                               "search asks; take attention=heads in place of attention=batch")
+        require_movable_rows(self.session.plan, self.parts)
         if not self._grown:
             self.session.grow()
             self._grown = True
@@ -170,3 +166,14 @@ class SequenceRows:
             return 1
         chunk = plan.schedule.chunk_for(span)
         return chunk if chunk <= max(span, room) else max(c for c in (*plan.schedule.prefill_chunks, 1) if c <= span)
+
+
+def require_movable_rows(plan: Plan, parts: int) -> None:
+    """RuntimeFault where rows of the plan's cache, whose sequences are divided among `parts` ranks, cannot change
+    places."""
+    if plan.schedule.block.staged:
+        raise RuntimeFault("rows of a cache that is staged cannot change places, as beam search asks; keep the cache "
+                           "on the device (wrap(cache_tier=\"device\"))")
+    if parts > 1:
+        raise RuntimeFault("rows of a cache that ranks have for some sequences each cannot change places, as beam "
+                           "search asks; take attention=heads in place of attention=batch")

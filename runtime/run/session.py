@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from forebay.rewriter.ir.cache_layout import DECODING
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Item, Program, Span, TensorRef
 from forebay.rewriter.ir.shared_draft import SharedDraft
@@ -103,14 +102,6 @@ class Session:
         are -1 inputs_embeds [B, S, H]; returns logits [B, V], or with `every_position` [B, S, V], valid until the next
         step. A prefill of some sequences alone takes their `places` [B] too."""
         return self._step(inputs).outputs["out0"]
-
-    def step_joined(
-        self, inputs: Mapping[str, torch.Tensor], decoding: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one step of a joined plan: the inputs of a prefill, and those of a step of one token for all places.
-        Returns the logits of both, valid until the next step."""
-        bound = self._step({**inputs, **{DECODING + name: value for name, value in decoding.items()}})
-        return bound.outputs["out0"], bound.outputs[f"{DECODING}out0"]
 
     def _step(self, inputs: Mapping[str, torch.Tensor]) -> BoundProgram:
         tokens = inputs["input_ids"].shape[1]

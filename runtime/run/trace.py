@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from forebay.rewriter.ir.files import written_whole
 from forebay.rewriter.ir.program import Copy, Item, Launch, Wait, tier_of
 from forebay.runtime.devices.device import Call
 from forebay.runtime.devices.virtual import TimedSpan
@@ -139,8 +140,9 @@ def write_trace(
 ) -> None:
     """Write Chrome trace events (ui.perfetto.dev opens them): process 'actual' and process 'planned', a lane per
     stream, times in microseconds; a counter per link of the bytes `moved` so far (in order of time), and of what a
-    planned step moves. Events are written one by one: nothing of the trace's size is held in memory."""
-    with open(path, "w", encoding="utf-8") as file:
+    planned step moves. Events are written one by one, so that
+    nothing of the trace's size is held in memory, into a file that is there whole or not at all."""
+    with written_whole(path) as file:
         before = '{"traceEvents": [\n'
         for event in _events(actual, planned, moved, step_nbytes or {}):
             file.write(before + json.dumps(event))

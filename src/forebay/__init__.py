@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forebay.exported.export import export
     from forebay.exported.start import open_bundle
     from forebay.rewriter.capture.language_model import CaptureError
-    from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+    from forebay.rewriter.checkpoints.records import CheckpointError
     from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
     from forebay.rewriter.machine.profile import Machine, load_machine, save_machine
     from forebay.rewriter.switches import SwitchError
@@ -63,9 +63,20 @@ _HOMES = {
 }
 
 
+def _printable(record: logging.LogRecord) -> bool:
+    """Make a message of ours `printable`: it may hold names from files."""
+    from forebay.rewriter.ir.printable import printable
+
+    record.msg, record.args = printable(record.getMessage()), None
+    return True
+
+
+logging.getLogger("forebay").addFilter(_printable)
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.metadata.version("forebay")
+        return importlib.import_module("forebay.version").package_version()
     for module, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(module), name)

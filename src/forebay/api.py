@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from forebay.calibration import ranges_for
+from forebay.call_turns import CallTurns, ModelCall, TakesTurns
 from forebay.drafting import drafting_in_places
 from forebay.huggingface.emptied import empty_module
 from forebay.huggingface.module_habits import ModuleHabits, refuse_options
+from forebay.huggingface.served import causal_lm_class
 from forebay.model_kinds import MeshShape, made
 from forebay.open_model import capture_folder, known_machine, open_model
-from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.capture.language_model import capture_model, tied_config
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_generation_config
@@ -54,8 +55,8 @@ from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session, resident_copies
 from forebay.runtime.run.speculation import Tally
-from forebay.runtime.run.trace import Trace, write_trace
 from forebay.scoring_calls import ScoringCalls
+from forebay.trace_calls import TraceCalls
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
@@ -124,11 +125,11 @@ def wrap(
         empty_module(model)
         given: Any = model
         lm.config, lm.generation_config = given.config, given.generation_config
-        lm._capture = partial(capture_model, lm.config, dtype=captured.dtype, architecture=type(given))
+        lm._capture = partial(capture_model, tied_config(given), dtype=captured.dtype, architecture=type(given))
     return lm
 
 
-class LanguageModel(ScoringCalls, ModuleHabits):
+class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, ModuleHabits):
     """A captured model, its plan, and the session that runs it. Close it (or use `with`) to give memory back."""
 
     helper: LanguageModel | None = None  # drafts within the same budget (`DraftedModel`)
@@ -145,11 +146,10 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         self.captured, self.checkpoint, self.budget = captured, checkpoint, budget
         self.machine = machine or known_machine(checkpoint.folder)
         self.files, self.switches = files, read_switches()
-        self.trace: Trace | None = None
         self.tally = Tally()  # of the last `generate`
         self._fused: CapturedModel | None = None  # the captured graphs after the block passes, whatever the workload
         self._session: Session | None = None
-        self._lock = threading.RLock()  # one caller at a time has the arenas
+        self._turns = CallTurns()  # for the arenas
         self._held: SequenceRows | None = None  # whose tokens the cache holds between calls
         self._variants: dict[tuple[Gives, bool], LanguageModel] = {}  # the same model with steps of other kinds
         self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
@@ -183,7 +183,7 @@ class LanguageModel(ScoringCalls, ModuleHabits):
 
     def _adopt(self, pipeline: Pipeline, plan: Plan) -> None:
         if "plan" in vars(self):  # only now: where there is no plan, the one before still serves
-            self.close()
+            self._end_sessions()
         self._pipeline, self.plan = pipeline, plan
         work, nbytes = plan.workload, (plan.budget.device, plan.nbytes_on("device"), plan.prediction.streamed_nbytes)
         LOG.info("planned %d of %d + %d tokens within %s: %s of weights stay, %s stream in each step", work.batch,
@@ -245,11 +245,11 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         kind = gives, embeds
         if kind == (self.captured.gives, bool(self.captured.embeds)):
             return self
-        with self._lock:
+        with self._turns.lock:
             if kind not in self._variants:
                 other = LanguageModel(self._capture(gives=gives, embeds=embeds), self.checkpoint, self.files,
                                       self.budget, self.plan.workload, self.wishes.of_any_steps(), self.machine)
-                other._lock, other._capture, other._origin = self._lock, self._capture, weakref.ref(self)
+                other._turns, other._capture, other._origin = self._turns, self._capture, weakref.ref(self)
                 other.config, other.generation_config = self.config, self.generation_config
                 self._variants[kind] = other
             return self._variants[kind]
@@ -260,22 +260,24 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         return [origin, *origin._variants.values()]
 
     @contextmanager
-    def running(self, batch: int, prompt: int, new_tokens: int, in_places: bool = False) -> Iterator[Session]:
-        """The session, with a plan that serves so much (`reserve`), to run steps; other threads wait. An exception
+    def running(
+        self, batch: int, prompt: int, new_tokens: int, in_places: bool = False, *, call: ModelCall | None = None
+    ) -> Iterator[Session]:
+        """The session, with a plan that serves so much (`reserve`), to run steps of `call` (`turn`). An exception
         closes it, as a step that breaks off leaves copies under way that the next one does not expect. Raises
         CheckpointError, at the end too, if the weights' files are no longer those that were opened."""
-        with self._lock:
+        with self.turn(call or ModelCall("running")):
             for other in self._family():
                 if other is not self:
                     other._end_session()
-            self.reserve(batch, prompt, new_tokens, in_places)
+            self._reserve(batch, prompt, new_tokens, in_places)
             self.check_files()
             session, self._held = self.session, None
             try:
                 yield session
                 self.check_files()
             except BaseException:
-                self.close()
+                self._end_sessions()
                 raise
 
     def hold(self, rows: SequenceRows) -> None:
@@ -287,9 +289,10 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         return self._held is rows and self._session is rows.session
 
     @contextmanager
-    def resuming(self, rows: SequenceRows) -> Iterator[None]:
-        """The session that holds `rows`, to run further steps; RuntimeError if it has been used for others since."""
-        with self._lock:
+    def resuming(self, rows: SequenceRows, call: ModelCall) -> Iterator[None]:
+        """The session that holds `rows`, to run further steps of `call` (`turn`); RuntimeError if it has been used for
+        others since."""
+        with self.turn(call):
             if not self.holds(rows):
                 raise RuntimeError("this cache was given up when the model was used for something else; begin again "
                                    "with the whole prompt")
@@ -298,7 +301,7 @@ class LanguageModel(ScoringCalls, ModuleHabits):
                 yield
                 self.check_files()
             except BaseException:
-                self.close()
+                self._end_sessions()
                 raise
 
     def check_files(self) -> None:
@@ -306,10 +309,16 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         computed so far may come from both. A few microseconds per file."""
         self.checkpoint.require_unchanged()
 
-    def reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool = False) -> None:
+    def reserve(
+        self, batch: int, prompt: int, new_tokens: int, in_places: bool = False, *, call: ModelCall | None = None
+    ) -> None:
         """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
         serves them. With `in_places`, a plan serves whose places they enter one after the other. Where none of them
         checks as many drafted tokens as were wished for when it was wrapped, one that checks none does."""
+        with self.turn(call or ModelCall("reserve")):
+            self._reserve(batch, prompt, new_tokens, in_places)
+
+    def _reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool) -> None:
         have, (prompt, new_tokens) = self.plan.workload, with_renewal(prompt, new_tokens, self.captured.renewed_at)
         held = in_places if entering(self.plan) else batch <= have.batch
         if not (held and prompt <= have.prompt and prompt + new_tokens <= have.context):
@@ -342,10 +351,11 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         token begins. `attention_mask` [B, T] is 0 on padding, which may stand at either end of a row. What is not given
         comes from `generation_config`, then from the model's own. `generator` draws in place of torch's global one (one
         for each prompt: its draws are then its own, whatever batch it stands in); `on_token` sees each column [B] of
-        tokens as it is chosen. Calls from several threads take turns. ValueError where arguments do not fit.
+        tokens as it is chosen. Calls from several threads take turns. ValueError where arguments do not fit, and
+        RuntimeError in a callback of another call.
         """
-        prompts = self._causal_lm.take_prompts(inputs, generation_config, options)
-        return self._causal_lm.answer(prompts, generation_config, generator, on_token, options)
+        with self.turn(call := ModelCall("generate")):
+            return self._causal_lm(call).answer(inputs, generation_config, generator, on_token, options)
 
     def answer_all(
         self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
@@ -353,37 +363,20 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         """`runtime.run.places.answer_all` on the plan there is, however many are asked."""
         longest = max(each.ids.numel() for each in asked)
         most = max(each.ids.numel() + each.new_tokens for each in asked) - longest  # beside it in a place
-        with (self.running(min(len(asked), self.plan.workload.batch), longest, most, in_places=True) as session,
+        count, call = min(len(asked), self.plan.workload.batch), ModelCall("answer_all")
+        with (self.running(count, longest, most, in_places=True, call=call) as session,
               drafting_in_places(self.helper, session) as drafter):
             return answer_all(session, asked, sampling, eos, on_end=on_end, on_step=on_step, drafter=drafter)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Logits at every position, and the loss of `labels`: see `StreamedCausalLM.forward`."""
-        return self._causal_lm(*args, **kwargs)
+        with self.turn(call := ModelCall("lm(…)")):
+            return self._causal_lm(call)(*args, **kwargs)
 
-    @property  # made each time: kept, it would be a cycle that keeps the memory
-    def _causal_lm(self) -> StreamedCausalLM:
-        from forebay.huggingface.causal_lm import StreamedCausalLM
+    def _causal_lm(self, call: ModelCall) -> StreamedCausalLM:  # kept, it would be a cycle that keeps the memory
+        return causal_lm_class()(self, call)
 
-        return StreamedCausalLM(self)
-
-    def start_trace(self) -> None:
-        """Record every launch, wait and copy from here on (slower by a few microseconds each)."""
-        self.close()
-        self.trace = Trace()
-
-    def save_trace(self, path: str | Path) -> int:
-        """Write what is kept, beside the predicted step, for ui.perfetto.dev; how many of the first items are not."""
-        if self.trace is None:
-            raise RuntimeError("save_trace: call start_trace before generate")
-        from forebay.rewriter.predict.simulate import simulate
-
-        program, trace = self._pipeline.program(self.plan, 1), self.trace
-        write_trace(path, trace.spans(), simulate(program, self.machine).spans, trace.moved(), program.link_nbytes())
-        return trace.gone
-
-    def close(self) -> None:
-        """Give back memory; the next `generate` takes it again."""
+    def _end_sessions(self) -> None:
         for lm in self._family():
             lm._end_session()
         collect_when_due()
@@ -392,9 +385,3 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         session, self._session = self._session, None
         if session is not None:
             session.close()
-
-    def __enter__(self) -> LanguageModel:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -15,6 +15,7 @@ no tensor of the file is left, or by `restore`.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import errno
 import hashlib
 import re
@@ -45,7 +46,7 @@ from forebay.rewriter.capture.compiled_module import (
 )
 from forebay.rewriter.capture.released import sources_released
 from forebay.rewriter.capture.step_graphs import StepGraphs
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
@@ -86,16 +87,27 @@ watch(forebay_backend)  # torch.compile imports this file when the backend is as
 
 
 def restore(module: nn.Module) -> None:
-    """Bring a module's parameters and buffers back into memory; the next call of its compiled form moves them again."""
-    left = bring_back([*module.parameters(), *module.buffers()])
-    for memory in list(_memories.values()):
-        memory.close_if_using(left)
+    """Bring a module's parameters and buffers back into memory, once steps of other threads that read them have ended;
+    the next call of its compiled form moves them again. RuntimeError in an operator of such a step."""
+    with contextlib.ExitStack() as held:
+        for memory in sorted({graph.memory for graph in _graphs if _prepared_of(graph, module)}, key=id):
+            held.enter_context(memory.lock)
+            if memory.running:
+                raise RuntimeError("restore: an operator of a step that reads these weights has called it; call it "
+                                   "after the step")
+        left = bring_back([*module.parameters(), *module.buffers()])
+        for memory in list(_memories.values()):
+            memory.close_if_using(left)
 
 
 def prepared_for(module: nn.Module) -> list[Prepared]:
     """The plans and Programs kept for graphs that read this module's weights, one per set of input sizes."""
+    return [p for graph in _graphs for p in _prepared_of(graph, module)]
+
+
+def _prepared_of(graph: OffloadedGraph, module: nn.Module) -> list[Prepared]:
     held = {id(m) for t in (*module.parameters(), *module.buffers()) if (m := map_of(t)) is not None}
-    return [p for graph in _graphs for p in graph.prepared.values() if held & {id(m) for m in p.maps}]
+    return [p for p in list(graph.prepared.values()) if held & {id(m) for m in p.maps}]
 
 
 _graphs: weakref.WeakSet[OffloadedGraph] = weakref.WeakSet()
@@ -131,6 +143,10 @@ class OffloadedGraph:
         for i in self.scalars:
             args[i] = Scalar(args[i].item())
         with self.memory.lock:
+            if self.memory.running:
+                self._refuse(OffloadError("an operator of a step that runs in the same budget has called it; give it "
+                                          "an `options` object of its own"), args)
+                return self.gm(*given)
             plain = all(map(is_plain, args))
             # what a capture depends on, and whether it succeeds
             call = (_sizes(args), _aliases(args)) if plain else tuple(map(_kind, args))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from forebay.kernels.attention.scoring import HELD
+from forebay.rewriter.ir.files import read_input, write_text
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.score_range import ScoreRange
@@ -51,14 +52,14 @@ class Calibration:
     layers: tuple[LayerScores, ...]
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        """Write as JSON, whole or not at all."""
+        write_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Calibration:
         """Read what `save` wrote; PlanError if it is something else, OSError if it cannot be read."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(read_input(path))
             found: Calibration = from_json(Calibration, data, "calibration")
             known: set[int] = set()
             for i, seen in enumerate(found.layers):

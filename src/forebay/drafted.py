@@ -93,7 +93,7 @@ class DraftedModel(LanguageModel):
         """The share of drafted tokens that is expected to stand where all before them do."""
         return self.seen.chance
 
-    def reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool = False) -> None:
+    def _reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool) -> None:
         """As of every model; and where a draft was taken whose tokens stand so seldom that the whole budget without it
         is predicted to do better, plan without it."""
         split = self.split
@@ -104,7 +104,7 @@ class DraftedModel(LanguageModel):
                 LOG.info("of drafted tokens %.0f %% stood, which is too few: planning without a draft",
                          100 * self.chance)
                 self._prepare(self.plan.workload, self.wishes, plan_block)
-        super().reserve(batch, prompt, new_tokens, in_places)
+        super()._reserve(batch, prompt, new_tokens, in_places)
 
     def explain(self) -> str:
         """The plan as text, what drafts and why, and the plan of what drafts."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forebay.call_turns import ModelCall
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.shared_draft import DraftRecord
@@ -67,7 +68,8 @@ def drafting(
         with _sharing(session, sampling, draws) as drafter:
             yield drafter
         return
-    with (helper.running(len(rows), longest + 1, room) as other,  # the first token is known when drafts begin
+    call = ModelCall("drafting")
+    with (helper.running(len(rows), longest + 1, room, call=call) as other,  # the first token is known by then
           _recording(helper, other, sampling, draws) as drafter):
         yield drafter
 
@@ -85,7 +87,8 @@ def drafting_in_places(helper: LanguageModel | None, session: Session) -> Iterat
             helper.plan.workload.batch < session.plan.workload.batch):
         yield None
         return
-    with helper.running(1, 1, 1, in_places=True) as other, _recording(helper, other, Sampling(), ()) as drafter:
+    with (helper.running(1, 1, 1, in_places=True, call=ModelCall("drafting")) as other,
+          _recording(helper, other, Sampling(), ()) as drafter):
         yield drafter
 
 

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from forebay.exported.bundle import is_bundle, read_bundle
 from forebay.rewriter.capture.language_model import capture_model
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.match_weights import (
     check_unread,
     checkpoint_names,
     file_slices,
     read_model_config,
+    unread_tensors,
     weight_records,
     with_stored_formats,
 )
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.measure.kept import kept_machine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LOG = logging.getLogger("forebay")
 _guessed = False  # whether it has been told
@@ -45,7 +54,7 @@ def open_model(
         return read_bundle(folder, gives=gives, verify=verify)
     checkpoint = open_checkpoint(folder, verify=verify)
     config = read_model_config(folder, checkpoint)
-    captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), gives=gives, embeds=embeds)
+    captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint, config), gives=gives, embeds=embeds)
     records = weight_records(captured, checkpoint, *checkpoint_names(config))
     check_unread(config, checkpoint, records.values())
     return with_stored_formats(captured, records), checkpoint, file_slices(records)
@@ -67,13 +76,23 @@ def known_machine(folder: Path) -> Machine:
     return kept or Machine.default()
 
 
-def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The floating dtype that most of the checkpoint's bytes have."""
+def _checkpoint_dtype(checkpoint: Checkpoint, config: PreTrainedConfig) -> torch.dtype:
+    """The floating dtype that most bytes of the model's weights have."""
+    sizes = _dtype_sizes(checkpoint.tensors.values())
+    if not sizes:
+        raise CheckpointError(f"{checkpoint.folder} holds no tensor of floating-point numbers: not a language model's")
+    if len(sizes) > 1:
+        with contextlib.suppress(Exception):  # `capture_model` names what the model's own code objects to
+            unread = set(unread_tensors(config, checkpoint.tensors))
+            sizes = _dtype_sizes(r for name, r in checkpoint.tensors.items() if name not in unread) or sizes
+    return max(sizes, key=lambda d: sizes[d])
+
+
+def _dtype_sizes(records: Iterable[TensorRecord]) -> dict[torch.dtype, int]:
+    """Bytes of tensors by their floating dtype; of quantized ones by that of the model."""
     sizes: dict[torch.dtype, int] = {}
-    for record in checkpoint.tensors.values():
+    for record in records:
         dtype = record.dtype if record.packed is None else record.packed.dtype
         if dtype.is_floating_point:
             sizes[dtype] = sizes.get(dtype, 0) + record.nbytes
-    if not sizes:
-        raise CheckpointError(f"{checkpoint.folder} holds no tensor of floating-point numbers: not a language model's")
-    return max(sizes, key=lambda d: sizes[d])
+    return sizes

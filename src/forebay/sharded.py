@@ -13,7 +13,7 @@ import torch
 from forebay.api import LOG, LanguageModel
 from forebay.open_model import known_machine
 from forebay.rewriter.capture.step_graphs import StepGraphs
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
@@ -133,6 +133,7 @@ class ShardedModel(LanguageModel):
     def generate(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
         """As `LanguageModel.generate`, called alike on every rank: draws are those of rank 0's random state. PlanError
         for a model that is to draft, which each rank would run by itself."""
+        self._turns.refuse_within("generate")  # before ranks meet: not all need to have the callback
         listening = ("on_token", "streamer")  # not all ranks need to
         self._alike("generate", inputs, generation_config, {k: v for k, v in options.items() if k not in listening})
         if options.get("assistant_model") is not None:
@@ -144,12 +145,13 @@ class ShardedModel(LanguageModel):
 
     def answer_all(self, asked: Sequence[Asked], *args: Any, **kwargs: Any) -> Any:
         """As `LanguageModel.answer_all`, with the same prompts on every rank."""
+        self._turns.refuse_within("answer_all")
         self._alike("answer_all", [(each.ids, each.new_tokens, each.sampling) for each in asked], args)
         return self._told(lambda: super(ShardedModel, self).answer_all(asked, *args, **kwargs))
 
-    def reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool = False) -> None:
+    def _reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool) -> None:
         """As `LanguageModel.reserve`; behind it others wait for a rank that fails."""
-        super().reserve(batch, prompt, new_tokens, in_places)
+        super()._reserve(batch, prompt, new_tokens, in_places)
         self._awaited = True
 
     def _told(self, run: Callable[[], Any]) -> Any:
@@ -171,7 +173,7 @@ class ShardedModel(LanguageModel):
         if len({each for each, _ in said}) > 1:
             raise ValueError(f"{what}: ranks were given different arguments; give all the same, as torchrun does")
         if any(closed for _, closed in said):
-            self.close()
+            self._end_sessions()
         LOG.debug("rank %d of %s: %s", self.share.rank, self.share.name, what)
 
 

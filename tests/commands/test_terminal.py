@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 import warnings
+from pathlib import Path
 
 import pytest
+import torch
 import typer
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
+from forebay.commands.app import app
 from forebay.commands.process_memory import MemoryWatch
-from forebay.commands.terminal import clean_errors
+from forebay.commands.terminal import clean_errors, console, print_answer, printable_output
 from forebay.rewriter.capture.language_model import CaptureError
+from forebay.rewriter.machine.profile import Machine, save_machine
 
 
 @pytest.mark.parametrize(("error", "part"), [
@@ -70,3 +80,67 @@ def test_memory_is_watched_without_a_thread_too(monkeypatch: pytest.MonkeyPatch)
     with watch:
         held = bytearray(1 << 25)
     assert watch.peak >= watch.before > 0 and held
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J[/red]\x9b"
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A model whose folder, tensors and config have names that command a terminal, and break rich's markup."""
+    folder = tmp_path / f"model{EVIL}".replace("/", "\\")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                 num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32)
+                     ).save_pretrained(folder)
+    return folder
+
+
+def commands(text: str) -> list[str]:
+    return [each for each in text if (ord(each) < 32 and each not in "\n\t") or 127 <= ord(each) < 160]
+
+
+def test_names_from_files_reach_no_terminal_as_they_are(
+    hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    save_machine(Machine.default(), tmp_path / f"machine{EVIL[:5]}")
+    more = ("--budget", "device=1MiB", "--machine", str(tmp_path / f"machine{EVIL[:5]}"))
+    tensors = load_file(hostile / "model.safetensors")
+    save_file(tensors | {f"extra{EVIL}": torch.zeros(2)}, tmp_path / "renamed.safetensors", {"format": "pt"})
+    shutil.copy(tmp_path / "renamed.safetensors", hostile / "model.safetensors")
+    seen = 0
+    saved = str(tmp_path / f"plan{EVIL[:5]}")
+    for arguments in (("plan", str(hostile), *more), ("-v", "plan", str(hostile), *more, "--save", saved),
+                      ("explain", saved), ("plan", str(hostile), *more, "--json"),
+                      ("quantize", str(hostile), str(tmp_path / f"out{EVIL[:5]}"), "--weights", f"w{EVIL}"),
+                      ("run", str(hostile), "w", *more), ("allocate", str(hostile / "config.json")),
+                      ("plan", str(tmp_path / f"none{EVIL[:4]}"), *more), ("eval", str(hostile), "--text", f"t{EVIL}")):
+        done = CliRunner().invoke(app, list(arguments))
+        assert not commands(done.stdout + done.stderr), arguments
+        seen += "\\u001b" in done.stdout + done.stderr
+    assert seen >= 4, "names were shown"
+
+
+def test_tables_on_a_terminal_keep_their_own_styles_and_show_names_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout", screen)
+    with printable_output():
+        table = Table("name")
+        table.add_row(EVIL)
+        table.add_row("[bold]x[/bold] :smile:")
+        console(stderr=False).print(table)
+        print_answer(f"an answer {EVIL}")
+    shown = screen.getvalue()
+    assert "\\u001b]0;owned\\u0007\\u001b[2J[/red]\\u009b" in shown and "[bold]x[/bold] :smile:" in shown
+    assert "\x1b[1m" in shown and "\x1b]" not in shown and "\x1b[2J" not in shown and "an answer \\u001b" in shown
+
+
+def test_an_answer_goes_into_a_file_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with printable_output(), printable_output():
+        print_answer("\x1b[31mred", end="")
+        print("\x1b[31mred")
+    assert capsys.readouterr().out == "\x1b[31mred\\u001b[31mred\n"

@@ -19,6 +19,7 @@ from families import VOCAB, llama, phi3
 from opened import open_rewritten
 
 from forebay.api import LanguageModel, wrap
+from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.wishes import Wishes
@@ -181,7 +182,7 @@ def test_a_cache_that_is_continued_by_hand_begins_anew(cases: Callable[[str], Ca
     """With several tokens at once, and from what has been taken back."""
     case, prompt = cases("longrope"), prompts_of((35,))[0]
     with case.streamed((40,)) as lm, torch.no_grad():
-        held = lm(prompt[None, :20], use_cache=True).past_key_values
+        held = getattr(lm(prompt[None, :20], use_cache=True), CACHE_NAME)
         for upper in (22, 27, 30):
             found = lm(prompt[None, held.get_seq_length() : upper], past_key_values=held).logits
             expected = case.fresh()(prompt[None, :upper]).logits[:, -found.shape[1] :]

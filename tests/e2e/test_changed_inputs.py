@@ -157,7 +157,7 @@ def test_nothing_computed_from_changed_weights_is_written(
 
 def test_generate_does_not_return_what_came_from_changed_weights(folder: Path, tmp_path: Path) -> None:
     import forebay
-    from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+    from forebay.rewriter.checkpoints.records import CheckpointError
 
     model = tmp_path / "model"
     shutil.copytree(folder, model)

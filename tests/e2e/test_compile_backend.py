@@ -19,7 +19,7 @@ from forebay import PlanError
 from forebay.backend import prepared_for, restore
 from forebay.compiled.parameter_store import map_of
 from forebay.rewriter.capture.compiled_module import OffloadError
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.program import COMPUTE, Copy, FileSlice
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.runtime.disk.page_cache import resident_nbytes

@@ -98,6 +98,59 @@ def test_an_error_in_a_step_is_raised_and_the_next_is_right(tmp_path):
         close(run(x, rows), expected)
 
 
+class Calling(nn.Module):
+    """An operator in its middle calls `back`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = Wide(), nn.Linear(32, 64), Wide()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.ops.forebay_tests.call_back(self.middle(self.first(x))))
+
+
+back: Callable[[], object] = lambda: None  # noqa: E731
+
+
+@torch.library.custom_op("forebay_tests::call_back", mutates_args=())
+def call_back(x: torch.Tensor) -> torch.Tensor:
+    back()
+    return x.clone()
+
+
+call_back.register_fake(torch.empty_like)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs eagerly")
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_operator_that_calls_its_model_finds_no_memory(tmp_path, monkeypatch, strict):
+    """The step that runs has all of it: what the operator calls runs eagerly, with a warning, or is refused."""
+    model, x, other = Calling().eval(), torch.randn(3, 64), torch.randn(2, 64)
+    expected, wanted = model(x), model(other)
+    run, found = compiled(model, tmp_path, "700KiB", strict=strict), []
+    close(run(x), expected)
+    for inner in (lambda: run(x), lambda: run(other), lambda: restore(model)):
+        def enter(inner: Callable[[], object] = inner) -> None:
+            monkeypatch.setattr(__name__ + ".back", lambda: None)
+            try:
+                found.append(inner())
+            except RuntimeError as error:
+                found.append(str(error))
+
+        monkeypatch.setattr(__name__ + ".back", enter)
+        close(run(x), expected)
+        close(run(x), expected)
+    *ran, restored = found
+    assert len(ran) == 2 and restored.startswith("restore: an operator of a step that reads these weights")
+    if strict:
+        assert all("an operator of a step that runs in the same budget" in each for each in ran)
+    else:
+        close(ran[0], expected)
+        close(ran[1], wanted)
+    restore(model)
+    close(model(x), expected)
+
+
 def test_a_disk_error_is_raised_while_it_lasts_and_restore_does_not_repeat_it(tmp_path):
     model, x = Wide().eval(), torch.randn(3, 64)
     expected, run = model(x), compiled(model, tmp_path, strict=False)

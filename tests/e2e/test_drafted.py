@@ -19,9 +19,9 @@ from forebay import drafted
 from forebay.api import wrap
 from forebay.commands.app import app
 from forebay.rewriter.checkpoints import resolve
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.conversions import list_conversions
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import packed_copy
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.pipeline.plan_draft import PAYS

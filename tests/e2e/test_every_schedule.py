@@ -24,7 +24,7 @@ from late import make_late
 from opened import open_rewritten
 
 from forebay.api import LanguageModel
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import ATTEND, Launch

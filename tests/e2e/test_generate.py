@@ -18,7 +18,7 @@ from e2e.agreement import assert_same_tokens
 
 import forebay.api as model_module
 from forebay.api import LanguageModel, wrap
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import PlanError, load_plan
 from forebay.rewriter.ir.program import LOOKUP, UNORDERED, UPLOAD, Copy, Rows, Span
 from forebay.rewriter.planning.wishes import Wishes

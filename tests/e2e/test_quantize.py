@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from forebay.api import wrap
 from forebay.commands.quantize import quantize_command
-from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import MANIFEST, UNFINISHED, read_dequantized
 
 app = typer.Typer()

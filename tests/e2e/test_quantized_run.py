@@ -23,9 +23,10 @@ from forebay.api import LanguageModel
 from forebay.commands.app import app
 from forebay.passes.quantize.quantize_weights import quantize_weights
 from forebay.rewriter.checkpoints import quantize
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice, Launch
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured

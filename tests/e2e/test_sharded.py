@@ -379,6 +379,19 @@ def refusals(folder: str) -> list[str]:
             lm.generate(torch.tensor([PROMPTS[1]]), max_new_tokens=3, num_beams=2, do_sample=False)
         except RuntimeError as error:
             found.append(str(error))
+        prompt, said = torch.tensor([PROMPTS[1]]), ["the other rank asks for nothing"]
+
+        def again(column: torch.Tensor) -> None:
+            try:
+                said.append(str(lm.generate(prompt, max_new_tokens=2)))
+            except RuntimeError as error:
+                said.append(str(error))
+
+        alone = lm.generate(prompt, max_new_tokens=3)
+        whole = lm.generate(prompt, max_new_tokens=3, on_token=None if rank else again)
+        assert torch.equal(alone, whole) and all(
+            each.startswith("generate: the model is in the middle of generate") for each in said[1:])
+        assert len(said) == (1 if rank else 4)
     return found
 
 

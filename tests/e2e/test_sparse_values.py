@@ -104,7 +104,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     ("llama", {}), ("llama", HOST | {"cpu_attention": True}), ("llama", DISK | {"order": "row"}),
     ("opt", {"entering": 2}), ("opt", HOST), ("opt", DISK | {"checkpoints": (1, 2)}),
     ("gpt2", {}), ("gpt2", HOST | {"cpu_attention": True, "entering": 2}),
-    ("gemma2", {}), ("gemma2", DISK), ("gemma2", {"entering": 2, "joined": True, "micro_batches": 2})])
+    ("gemma2", {}), ("gemma2", DISK), ("gemma2", {"entering": 2, "micro_batches": 2})])
 def test_answers_are_those_of_transformers(
     cases: Callable[[str], Case], name: str, wishes: dict[str, Any]
 ) -> None:

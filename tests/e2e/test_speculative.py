@@ -132,7 +132,7 @@ def test_sequences_in_places_check_drafts(
     monkeypatch.setattr(generation, "choose", lambda logits, *how: (chosen.append(logits.clone()), choose(
         logits, *how))[1])
     wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5,
-                    entering=entering or None, joined=entering > 0 and drafts)
+                    entering=entering or None)
     samplings = [Sampling(), Sampling(True, 1.2, 5, 0.9)]
     with (language_model(folders[weights], wishes) as lm, lm.running(4, 20, NEW, in_places=True) as session,
           language_model(folders["w4"], Wishes(cache_tier="device", entering=entering or None)) as helper,
@@ -140,7 +140,7 @@ def test_sequences_in_places_check_drafts(
         assert lm.plan.schedule.block.entering == helper.plan.schedule.block.entering == entering
         asked = [Asked(ids, NEW - 3 * i, lambda i=i: torch.Generator().manual_seed(i), samplings[i % 3 == 2])
                  for i, ids in enumerate([*PROMPTS, *PROMPTS[:2]])]
-        with language_model(folders[weights], replace(wishes, entering=None, joined=False)) as plain, plain.running(
+        with language_model(folders[weights], replace(wishes, entering=None)) as plain, plain.running(
                 4, 20, NEW) as apart:
             free = generate_tokens(apart, [asked[0].ids], Sampling(), Stop(NEW))
             eos = frozenset(free[:, NEW // 2].tolist())

@@ -26,10 +26,12 @@ from forebay.api import LanguageModel
 from forebay.exported import bundle, export
 from forebay.exported.bundle import read_bundle
 from forebay.exported.captured_data import captured_from_data, captured_to_data
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names, file_slices, weight_records
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import manifest_checksum, open_quantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.run.generation import Stop, generate_tokens
@@ -282,9 +284,9 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: py
     path = tmp_path / "export.json"
     for kind, known in (("forebay-bundle", True), ("onnx", False), ("pt2", False)):
         path.write_text(json.dumps({"format": kind, "version": 1}))
-        monkeypatch.setattr(bundle, "open", lambda path, mode: io.BufferedReader(_Slow(path)), raising=False)
+        monkeypatch.setattr(bundle, "open_input", lambda path: io.BufferedReader(_Slow(path)))
         assert bundle.is_bundle(tmp_path) == known
-    monkeypatch.setattr(bundle, "open", lambda path, mode: io.BufferedReader(_Broken(path)), raising=False)
+    monkeypatch.setattr(bundle, "open_input", lambda path: io.BufferedReader(_Broken(path)))
     with pytest.raises(OSError, match=r"export\.json"):
         bundle.is_bundle(tmp_path)
 

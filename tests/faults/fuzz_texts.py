@@ -23,9 +23,9 @@ from forebay.commands.plain_tokenizer import plain_tokenizer
 from forebay.commands.prompts import JobError, Request, encode, load_tokenizer
 from forebay.huggingface.served import asks_nothing_more
 from forebay.kernels.build.cache_folder import cache_folder
-from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.conversions import list_conversions
 from forebay.rewriter.checkpoints.grouped import grouped_tensors, quantization_settings, read_scheme
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.resolve import MODELS, SOURCE
 from forebay.rewriter.ir.score_range import check_ranges
 from forebay.rewriter.predict.model_shapes import ModelError, load_config, shape_from_config

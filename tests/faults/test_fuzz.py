@@ -28,10 +28,10 @@ from forebay.commands.jobs import AnswerFile
 from forebay.commands.prompts import JobError, read_requests
 from forebay.commands.terminal import message_of
 from forebay.rewriter.checkpoints import identity
-from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_eos, read_generation_config
 from forebay.rewriter.checkpoints.gguf_repack import open_gguf
 from forebay.rewriter.checkpoints.grouped import METHODS
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import MANIFEST, manifest_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_quantized
 from forebay.rewriter.ir.byte_sizes import parse_budget

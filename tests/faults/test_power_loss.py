@@ -16,9 +16,10 @@ import torch
 
 from forebay.commands.jobs import AnswerFile, Ask, run_job
 from forebay.commands.prompts import Prompt, Request
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.packed import MANIFEST, file_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_json, write_quantized
+from forebay.rewriter.checkpoints.records import CheckpointError
 from tests.e2e.test_jobs import Counter
 from tests.faults.power import Recorder, crashes
 

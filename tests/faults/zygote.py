@@ -252,6 +252,8 @@ def _child(request: dict[str, Any]) -> int:
     for thread in threading.enumerate():  # as the interpreter does at its end
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
+    if "spill" in PLANNED:
+        PLANNED["spill"].close()  # at its end too: a spill file that has a name loses it
     with keep(case / "faults.json", "w") as file:
         json.dump({"struck": faults.struck, "seen": [[*key, n] for key, n in faults.seen.items()]}, file)
     sys.stdout.flush()

@@ -14,8 +14,10 @@ import transformers
 from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 
 from forebay.api import LanguageModel, wrap
+from forebay.call_turns import ModelCall
 from forebay.huggingface import causal_lm
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.capture.cache_name import CACHE_NAME
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.session import Session
 
@@ -227,18 +229,18 @@ def test_going_on_beyond_the_room_of_a_cache(streamed: LanguageModel, llama_chec
     with llama_checkpoint.language_model(0.6, batch=3, prompt=10, new_tokens=3) as lm:
         begun = lm.generate(ids, attention_mask=mask, max_new_tokens=3, **options)
         grown = torch.cat((mask, mask.new_ones(3, 3)), 1)
-        found = lm.generate(begun.sequences, attention_mask=grown, past_key_values=begun.past_key_values,
+        found = lm.generate(begun.sequences, attention_mask=grown, past_key_values=getattr(begun, CACHE_NAME),
                             max_new_tokens=NEW - 3, **options)
         assert torch.equal(found.sequences, llama_checkpoint.expected[:, : 10 + NEW])
-        assert found.past_key_values is begun.past_key_values
+        assert getattr(found, CACHE_NAME) is getattr(begun, CACHE_NAME)
         lm.generate(ids[:1])  # its memory is another's now, so it is begun anew too
         grown = torch.cat((mask, mask.new_ones(3, NEW)), 1)
-        again = lm.generate(found.sequences, attention_mask=grown, past_key_values=found.past_key_values,
+        again = lm.generate(found.sequences, attention_mask=grown, past_key_values=getattr(found, CACHE_NAME),
                             max_new_tokens=1, **options)
         assert torch.equal(again.sequences, llama_checkpoint.expected)
         with pytest.raises(RuntimeFault, match="room for"):
             lm.generate(again.sequences[:, -1:], attention_mask=torch.cat((grown, mask.new_ones(3, 1)), 1),
-                        past_key_values=found.past_key_values, max_new_tokens=60, **options)
+                        past_key_values=getattr(found, CACHE_NAME), max_new_tokens=60, **options)
 
 
 def test_new_tokens_alone_are_not_taken_for_the_whole(llama_checkpoint: Any) -> None:
@@ -246,7 +248,7 @@ def test_new_tokens_alone_are_not_taken_for_the_whole(llama_checkpoint: Any) -> 
     options = dict(pad_token_id=0, eos_token_id=None, return_dict_in_generate=True)
     ids, ones = llama_checkpoint.ids[2:], llama_checkpoint.mask.new_ones
     with llama_checkpoint.language_model(0.6, batch=1, prompt=10, new_tokens=20) as lm:
-        held = lm.generate(ids[:, :4], max_new_tokens=1, **options).past_key_values
+        held = getattr(lm.generate(ids[:, :4], max_new_tokens=1, **options), CACHE_NAME)
         lm.generate(ids)
         with pytest.raises(RuntimeError, match="given up"):
             lm.generate(ids[:, 4:], attention_mask=ones(1, 10), max_new_tokens=1, past_key_values=held, **options)
@@ -399,7 +401,8 @@ def test_stop_strings_and_healed_prompts() -> None:
         stopped = lm.generate(**asked, max_new_tokens=24, stop_strings=[word], tokenizer=tokenizer)[0]
         asked = tokenizer("The link is <a href=\"http:", return_tensors="pt")
         healed = lm.generate(**asked, max_new_tokens=2, token_healing=True, tokenizer=tokenizer)
-        wanted = lm._causal_lm.heal_tokens(asked.input_ids.clone(), tokenizer)
+        healing = causal_lm.StreamedCausalLM(lm, ModelCall("heal_tokens"))
+        wanted = healing.heal_tokens(asked.input_ids.clone(), tokenizer)
     assert tokenizer.decode(stopped) == free[: free.index(word) + len(word)] != free
     assert torch.equal(healed[:, : wanted.shape[1]], wanted) and not torch.equal(wanted, asked.input_ids)
 
@@ -407,7 +410,9 @@ def test_stop_strings_and_healed_prompts() -> None:
 @pytest.mark.parametrize(("options", "message"), [
     (dict(output_attentions=True, return_dict_in_generate=True), "output_attentions cannot be had"),
     (dict(guidance_scale=1.5), "guidance_scale needs a second cache"),
-    (dict(past_key_values=transformers.DynamicCache()), "must be what this model returned, not a DynamicCache"),
+    (dict(past_key_values=transformers.DynamicCache()), "past_key_values must be what this model returned, not a Dyn"),
+    (dict(cache=transformers.DynamicCache()), "cache must be what this model returned, not a DynamicCache"),
+    (dict(past_key_values=((),)), "past_key_values must be what this model returned, not a tuple"),
     (dict(streamer=transformers.TextStreamer(None), on_token=print), "not both"),  # type: ignore[arg-type]
     (dict(num_beams=2, streamer=transformers.TextStreamer(None)), "beam search"),  # type: ignore[arg-type]
     (dict(custom_generate="some/repository"), "never run"), (dict(trust_remote_code=True), "never run"),
@@ -465,11 +470,11 @@ def test_going_on_from_a_cache_with_new_tokens_alone(
     for whole in (False, True):
         begun = streamed.generate(ids, attention_mask=mask, max_new_tokens=3, **options)
         given = begun.sequences if whole else begun.sequences[:, -1:]
-        found = streamed.generate(given, attention_mask=grown, past_key_values=begun.past_key_values,
+        found = streamed.generate(given, attention_mask=grown, past_key_values=getattr(begun, CACHE_NAME),
                                   max_new_tokens=NEW - 3, **options)
         assert torch.equal(found.sequences[:, 10 if whole else 0 :], wanted[:, 10 if whole else 12 :])
     with pytest.raises(ValueError, match="cannot be copied"):
-        copy.deepcopy(found.past_key_values)
+        copy.deepcopy(getattr(found, CACHE_NAME))
     with pytest.raises(ValueError, match="attention_mask has shape"):
         streamed.generate(given[:, -1:], attention_mask=grown, max_new_tokens=1)
 

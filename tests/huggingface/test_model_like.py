@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import transformers
 
 from forebay import open_model as opening
 from forebay.api import LanguageModel, wrap
+from forebay.rewriter.capture.cache_name import CACHE_NAME, CACHE_NAMES
 from forebay.runtime.run.session import Session
 
 TOLERANCE: dict[str, Any] = dict(rtol=1e-3, atol=1e-4)
@@ -33,7 +35,7 @@ def test_logits_at_every_position_and_the_loss(streamed: LanguageModel, llama_ch
     with torch.no_grad():
         theirs = llama_checkpoint.model(ids, attention_mask=mask, labels=labels)
     assert ours.logits.shape == theirs.logits.shape
-    assert streamed(ids, use_cache=False).past_key_values is None
+    assert getattr(streamed(ids, use_cache=False), CACHE_NAME) is None
     torch.testing.assert_close(ours.logits[mask.bool()], theirs.logits[mask.bool()], **TOLERANCE)
     assert not ours.logits[~mask.bool()].any()
     whole = streamed(ids, labels=ids)
@@ -65,21 +67,21 @@ def test_a_loop_of_ones_own_over_the_cache(streamed: LanguageModel, llama_checkp
     for _ in range(4):
         tokens = torch.cat((tokens, found.logits[:, -1:].argmax(-1)), 1)
         mask = torch.cat((mask, torch.ones(3, 1, dtype=mask.dtype)), 1)
-        found = streamed(tokens[:, -1:], attention_mask=mask, past_key_values=found.past_key_values, use_cache=True)
-        assert found.past_key_values.get_seq_length() == tokens.shape[1]
+        found = streamed(tokens[:, -1:], attention_mask=mask, cache=getattr(found, CACHE_NAME), use_cache=True)
+        assert getattr(found, CACHE_NAME).get_seq_length() == tokens.shape[1]
     assert torch.equal(tokens, llama_checkpoint.expected[:, :14])
-    more = streamed(llama_checkpoint.expected[:, 14:16], past_key_values=found.past_key_values)
+    more = streamed(llama_checkpoint.expected[:, 14:16], past_key_values=getattr(found, CACHE_NAME))
     assert more.logits.shape[:2] == (3, 2)
     with torch.no_grad():
         whole = llama_checkpoint.model(llama_checkpoint.expected[2:, :16]).logits
     torch.testing.assert_close(more.logits[2:], whole[:, -2:], **TOLERANCE)
     with pytest.raises(ValueError, match="attention_mask must keep every token"):
-        streamed(tokens[:, -1:], attention_mask=torch.ones(3, 17), past_key_values=found.past_key_values)
+        streamed(tokens[:, -1:], attention_mask=torch.ones(3, 17), past_key_values=getattr(found, CACHE_NAME))
     with pytest.raises(ValueError, match="holds 3 sequences, input_ids 1"):
-        streamed(tokens[:1, -1:], past_key_values=found.past_key_values)
+        streamed(tokens[:1, -1:], past_key_values=getattr(found, CACHE_NAME))
     streamed.next_logits(ids)
     with pytest.raises(RuntimeError, match="cache was given up"):
-        streamed(tokens[:, -1:], past_key_values=found.past_key_values)
+        streamed(tokens[:, -1:], past_key_values=getattr(found, CACHE_NAME))
 
 
 def test_a_cache_comes_back_unasked_with_the_room_there_is(llama_checkpoint: Any) -> None:
@@ -91,11 +93,11 @@ def test_a_cache_comes_back_unasked_with_the_room_there_is(llama_checkpoint: Any
         for at in range(10, 12):
             token = found.logits[:, -1:].argmax(-1)
             assert torch.equal(token, llama_checkpoint.expected[2:, at : at + 1])
-            found = lm(token, past_key_values=found.past_key_values)
+            found = lm(token, cache=getattr(found, CACHE_NAME))
         assert lm.giving("all").plan is plan
         room = plan.workload.context - 12
         with pytest.raises(RuntimeError, match=f"room for {room} more tokens"):
-            lm(ids[:, :1].expand(1, room + 1), past_key_values=found.past_key_values)
+            lm(ids[:, :1].expand(1, room + 1), past_key_values=getattr(found, CACHE_NAME))
 
 
 def test_the_cache_that_generate_returns_goes_on(streamed: LanguageModel, llama_checkpoint: Any) -> None:
@@ -104,8 +106,29 @@ def test_the_cache_that_generate_returns_goes_on(streamed: LanguageModel, llama_
     with llama_checkpoint.language_model(0.6, batch=1, prompt=10, new_tokens=12) as lm:
         first = lm.generate(ids, max_new_tokens=12, stopping_criteria=[lambda ids, scores: ids.shape[1] >= 14],
                             **options)
-        second = lm.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=4, **options)
+        second = lm.generate(first.sequences, cache=getattr(first, CACHE_NAME), max_new_tokens=4, **options)
     assert torch.equal(second.sequences, llama_checkpoint.expected[2:])
+
+
+def test_a_cache_goes_by_its_former_name_too(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    """Whichever release of transformers is installed, and by any other that a release may yet give it; what is handed
+    on to transformers has the name of today, so that nothing warns of the former."""
+    ids, token = llama_checkpoint.ids[2:], llama_checkpoint.expected[2:, 10:11]
+    options = dict(pad_token_id=0, eos_token_id=None, max_new_tokens=3, repetition_penalty=1.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        whole = streamed.generate(ids, **options)
+        wanted = streamed(torch.cat((ids, token), 1)).logits[:, -1]
+        for name in (*CACHE_NAMES, "another"):
+            held = getattr(streamed(ids, use_cache=True), CACHE_NAME)
+            torch.testing.assert_close(streamed(token, **{name: held}).logits[:, -1], wanted, rtol=1e-4, atol=1e-4)
+            begun = streamed.generate(ids, **options | dict(max_new_tokens=1), return_dict_in_generate=True)
+            more = {name: getattr(begun, CACHE_NAME)}
+            assert torch.equal(streamed.generate(begun.sequences, **options | dict(max_new_tokens=2), **more), whole)
+    given = dict.fromkeys(CACHE_NAMES, held)
+    for call in (lambda: streamed(token, **given), lambda: streamed.generate(ids, **options, **given)):
+        with pytest.raises(ValueError, match="cache and past_key_values: the cache is given twice"):
+            call()
 
 
 def test_position_ids_that_say_what_the_mask_says(streamed: LanguageModel, llama_checkpoint: Any) -> None:
@@ -119,7 +142,7 @@ def test_position_ids_that_say_what_the_mask_says(streamed: LanguageModel, llama
         streamed(ids, attention_mask=mask, position_ids=torch.arange(10)[None])
     grown, token = torch.cat((mask, mask.new_ones(3, 1)), 1), llama_checkpoint.expected[:, 10:11]
     for given in (None, grown):
-        held = streamed(ids, attention_mask=mask, use_cache=True).past_key_values
+        held = getattr(streamed(ids, attention_mask=mask, use_cache=True), CACHE_NAME)
         with pytest.raises(ValueError, match="position_ids"):
             streamed(token, attention_mask=given, past_key_values=held, position_ids=counted[:, -1:] + 2)
         after = streamed(token, attention_mask=given, past_key_values=held, position_ids=counted[:, -1:] + 1)

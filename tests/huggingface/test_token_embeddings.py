@@ -13,6 +13,7 @@ from families import gpt2, llama
 
 from forebay.api import LanguageModel, wrap
 from forebay.exported.export import export
+from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 
@@ -66,10 +67,10 @@ def test_forward_its_cache_and_right_padding(streamed: LanguageModel, llama_chec
     found = streamed(inputs_embeds=embeds, attention_mask=mask, use_cache=True)
     token = torch.tensor([[5], [6], [7]])
     grown = torch.cat((mask, mask.new_ones(3, 1)), 1)
-    after = streamed(token, attention_mask=grown, past_key_values=found.past_key_values).logits
+    after = streamed(token, attention_mask=grown, past_key_values=getattr(found, CACHE_NAME)).logits
     with torch.no_grad():
         theirs = llama_checkpoint.model(inputs_embeds=embeds, attention_mask=mask, use_cache=True)
-        wanted = llama_checkpoint.model(token, attention_mask=grown, past_key_values=theirs.past_key_values).logits
+        wanted = llama_checkpoint.model(token, attention_mask=grown, **{CACHE_NAME: getattr(theirs, CACHE_NAME)}).logits
     torch.testing.assert_close(found.logits[mask.bool()], theirs.logits[mask.bool()], **TOLERANCE)
     torch.testing.assert_close(after, wanted, **TOLERANCE)
     right = torch.stack([row.roll(int(n), 0) for row, n in zip(embeds, mask.sum(1), strict=True)])
@@ -134,7 +135,7 @@ def test_what_cannot_be_is_refused(streamed: LanguageModel, llama_checkpoint: An
             streamed.generate(max_new_tokens=3, **options)
     with pytest.raises(ValueError, match="not both"):
         streamed(ids, inputs_embeds=embeds)
-    held = streamed(ids, use_cache=True).past_key_values
+    held = getattr(streamed(ids, use_cache=True), CACHE_NAME)
     with pytest.raises(ValueError, match="this cache was begun with ids"):
         streamed(inputs_embeds=embeds[:, :1], past_key_values=held)
     export(llama_checkpoint.folder, tmp_path / "bundle")
@@ -157,12 +158,12 @@ def test_embeddings_behind_a_cache(llama_checkpoint: Any, start: str) -> None:
         new = begun.sequences[:, -3:]
         rest = lm.generate(inputs_embeds=torch.cat((embeds, table(new).detach()), 1), max_new_tokens=NEW - 3,
                            attention_mask=torch.cat((mask, mask.new_ones(3, 3)), 1),
-                           past_key_values=begun.past_key_values, **options)
+                           past_key_values=getattr(begun, CACHE_NAME), **options)
         wanted = llama_checkpoint.model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=NEW,
                                                  **options)
         assert torch.equal(torch.cat((new, rest), 1), wanted)
         if start == "embeds":
-            held = lm(inputs_embeds=embeds[:, :6], attention_mask=mask[:, :6].clamp(min=1)).past_key_values
+            held = getattr(lm(inputs_embeds=embeds[:, :6], attention_mask=mask[:, :6].clamp(min=1)), CACHE_NAME)
             after = lm(inputs_embeds=embeds[:, 6:9], past_key_values=held).logits
             with torch.no_grad():
                 whole = llama_checkpoint.model(inputs_embeds=embeds[:, :9]).logits
@@ -177,7 +178,7 @@ def test_a_cache_begun_with_embeddings_is_not_begun_anew_from_ids(llama_checkpoi
                             return_dict_in_generate=True, **options)
         options["attention_mask"] = torch.cat((llama_checkpoint.mask, llama_checkpoint.mask.new_ones(3, 3)), 1)
         with pytest.raises(RuntimeError, match="room for"):
-            lm.generate(begun.sequences, past_key_values=begun.past_key_values, max_new_tokens=20, **options)
+            lm.generate(begun.sequences, past_key_values=getattr(begun, CACHE_NAME), max_new_tokens=20, **options)
 
 
 def test_a_model_that_computes_a_cache_anew_takes_ids_alone() -> None:

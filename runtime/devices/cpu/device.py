@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from forebay.kernels.build.process_limits import core_count, limited_cores
 from forebay.kernels.cpu_support.native import chained
 from forebay.rewriter.ir.program import (
     COLLECT,
@@ -303,16 +304,25 @@ class ThreadDevice:
 
 
 def open_cpu(opening: Opening) -> ThreadDevice:
-    """Open the CPU, with a warning where its threads would spin."""
-    _warn_of_spinning()
+    """Open the CPU, with a warning where its threads would slow each other."""
+    _warn_of_threads()
     switches = opening.switches
     return ThreadDevice(opening.reader, lookups=opening.lookups, loads=opening.loads, poison=switches.poison,
                         sync=switches.sync, trace=opening.trace, spill=opening.spill)
 
 
-def _warn_of_spinning() -> None:
-    """On few cores OpenMP threads that spin while they wait take the core the reader needs (seen: 4 times slower)."""
+def _warn_of_threads() -> None:
+    """Warn of threads that slow each other.
+
+    More threads than the cores that a container may use are stopped in turn. On few cores OpenMP threads that spin
+    while they wait take the core the reader needs (seen: 4 times slower).
+    """
     calm = os.environ.get("GOMP_SPINCOUNT") == "0" or os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
-    if (os.cpu_count() or 1) <= 4 and not calm and torch.get_num_threads() > 1:
+    limit, threads = limited_cores(), torch.get_num_threads()
+    if limit is not None and threads > limit:
+        warnings.warn(f"torch computes in {threads} threads, but this container may use {limit} cores: call "
+                      f"torch.set_num_threads({limit}), or set OMP_NUM_THREADS={limit} before Python starts (the "
+                      "forebay command does)", RuntimeWarning, stacklevel=4)
+    if core_count() <= 4 and not calm and threads > 1:
         warnings.warn("OpenMP threads spin while they wait, which slows streaming on few cores: set GOMP_SPINCOUNT=0 "
                       "before Python starts (the forebay command does)", RuntimeWarning, stacklevel=4)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from statistics import median
 
 import torch
 
+from forebay.kernels.build.process_limits import available_nbytes
 from forebay.rewriter.machine.profile import Link, Tier
 from forebay.runtime.measure.copies import BUFFER_NBYTES, copy_link, time_s
 from forebay.runtime.measure.kernels import GEMM_SHAPES, MIB, cold_products, gemm_points
@@ -48,7 +48,7 @@ def read_bytes_per_s(rounds: int) -> float:
 
 def device_tier(rounds: int) -> Tier:
     """RAM that is free now, and how fast it is read."""
-    return Tier(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), read_bytes_per_s(rounds))
+    return Tier(available_nbytes(), read_bytes_per_s(rounds))
 
 
 def dispatch_s(rounds: int) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forebay.commands.terminal import FAILED, clean_errors, say
+from forebay.commands.terminal import FAILED, clean_errors, console, say
 
 if TYPE_CHECKING:
     from forebay.passes.allocators import Allocation
@@ -75,10 +75,9 @@ def _print(found: Allocation, buffers: int, capacity: int | None, where: Path) -
         for name, value in rows:
             print(f"{name}: {value}")
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(show_header=False)
     for name, value in rows:
         table.add_row(name, value)
-    Console().print(table)
+    console(stderr=False).print(table)

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-import forebay
 from forebay.commands.allocate import allocate
 from forebay.commands.calibrate import calibrate_command
 from forebay.commands.chat import chat
@@ -20,6 +19,8 @@ from forebay.commands.quantize import quantize_command
 from forebay.commands.run import run
 from forebay.commands.serve import serve
 from forebay.commands.serve_plan import serve_plan
+from forebay.commands.terminal import printable_output
+from forebay.version import package_version
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Run language models larger than the fast memory you have.")
@@ -27,12 +28,14 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False,
 
 @app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     verbose: Annotated[int, typer.Option("-v", "--verbose", count=True, help="Say what is planned and loaded; twice: "
                                          "and what is compiled.")] = 0,
 ) -> None:
+    context.with_resource(printable_output())
     if version:
-        print(forebay.__version__)
+        print(package_version())
         raise typer.Exit
     if verbose:
         logger, handler = logging.getLogger("forebay"), logging.StreamHandler()

@@ -24,7 +24,7 @@ from forebay.commands.options import (
     prepare_draft,
 )
 from forebay.commands.process_memory import available_nbytes
-from forebay.commands.terminal import clean_errors, console, say
+from forebay.commands.terminal import clean_errors, console, print_answer, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -174,13 +174,13 @@ def _stream(
         made.append(int(column[0]))
         text = ids_text(tokenizer, made)
         if text.startswith(shown) and not text.endswith("\ufffd"):  # else the next token may complete a character
-            print(text[len(shown) :], end="", flush=True)
+            print_answer(text[len(shown) :], end="")
             shown = text
 
     _generate(lm, ids, new_tokens, stop_ids(lm.checkpoint.folder, tokenizer), sampling,
               torch.Generator().manual_seed(seed), on_token)
     text = ids_text(tokenizer, made)
-    print(text.removeprefix(shown))
+    print_answer(text.removeprefix(shown))
     first, last, count = times[1], times[-1], len(times) - 1
     say(f"{count} tokens: {times[0] - began:.1f} s to load, {first - times[0]:.1f} s of prefill, {last - first:.1f} s "
         "of decode" + (f" ({(count - 1) / (last - first):.1f} tokens/s)" if count > 1 else "")

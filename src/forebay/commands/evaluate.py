@@ -18,6 +18,7 @@ from forebay.commands.machine import machine_profile
 from forebay.commands.options import ActivationsOption, CacheOption, DequantizeOption, model_folder
 from forebay.commands.prompts import JobError, load_tokenizer, text_ids
 from forebay.commands.terminal import clean_errors, console, progress_bar
+from forebay.rewriter.ir.files import read_input_text
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
@@ -171,7 +172,7 @@ def _spans(count: int, window: int, stride: int, fresh: int) -> list[tuple[int, 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_input_text(path, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise JobError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
 

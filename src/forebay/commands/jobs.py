@@ -23,6 +23,7 @@ from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, t
 from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
+from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone
 from forebay.runtime.run.sampling import Sampling
@@ -162,7 +163,7 @@ class AnswerFile:
         path = self._settings_path
         advice = "--force goes on and mixes them; else name another output"
         try:
-            known = json.loads(path.read_text(encoding="utf-8"))
+            known = json.loads(read_input(path))
             if not isinstance(known, dict):
                 raise ValueError(f"expected an object, found {type(known).__name__}")
         except (OSError, ValueError, RecursionError) as error:

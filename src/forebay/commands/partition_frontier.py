@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.commands.prompts import JobError
+from forebay.rewriter.ir.files import write_text
 from forebay.rewriter.partition.choose import PartitionError, PartitionProblem, choose
 
 
@@ -60,4 +61,4 @@ def draw_cost(points: Sequence[dict[str, Any]], path: Path) -> None:
         figure.savefig(path, dpi=120)
     except ValueError as error:
         raise JobError(f"--pareto: cannot write the picture {path}: {error}") from error
-    path.with_suffix(".json").write_text(json.dumps(list(points), indent=1) + "\n", encoding="utf-8")
+    write_text(path.with_suffix(".json"), json.dumps(list(points), indent=1) + "\n")

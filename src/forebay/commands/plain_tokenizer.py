@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from forebay.commands.tokenizer_bounds import check_folder
+from forebay.rewriter.checkpoints.config import require_regular_files
 from forebay.rewriter.checkpoints.named_errors import panicking
+from forebay.rewriter.ir.files import read_input
 
 CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # those that add no code of their own
 # entries of tokenizer_config.json that change neither the ids of a text nor the text of ids
@@ -38,8 +40,9 @@ class PlainTokenizer:
 
 def plain_tokenizer(folder: Path) -> PlainTokenizer | None:
     """The tokenizer of a folder, where it is plain: its config says nothing that transformers would have to do."""
+    require_regular_files(folder)
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+        settings = json.loads(read_input(folder / "tokenizer_config.json"))
         if set(settings) - KNOWN or settings.get("tokenizer_class") not in CLASSES:
             return None
         if (folder / "special_tokens_map.json").exists() or (folder / "added_tokens.json").exists():

@@ -376,7 +376,6 @@ def show_plan(made: Plan, captured: CapturedModel | None = None) -> None:
     if not sys.stdout.isatty():
         print(explain_plan(made, captured), *filter(None, [advice]), sep="\n")
         return
-    from rich.console import Console
     from rich.table import Table
 
     rows = layer_rows(made, captured)
@@ -393,8 +392,8 @@ def show_plan(made: Plan, captured: CapturedModel | None = None) -> None:
     table.add_column("format", overflow="fold")
     for row in rows:
         table.add_row(row.title, *(cell(name, getattr(row, name)) for name in shown.values()), "+".join(row.formats))
-    terminal = Console(highlight=False)
-    terminal.print(summarise_plan(made), markup=False, soft_wrap=True)
+    terminal = console(stderr=False)
+    terminal.print(summarise_plan(made), soft_wrap=True)
     terminal.print(table)
     if advice:
-        terminal.print(advice, markup=False, soft_wrap=True)
+        terminal.print(advice, soft_wrap=True)

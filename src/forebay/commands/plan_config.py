@@ -19,6 +19,7 @@ from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.alignment import whole_pages
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.files import write_text
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
@@ -217,7 +218,7 @@ def draw_frontier(curves: dict[str, Sequence[Point]], path: Path) -> None:
     except ValueError as error:
         raise PlanError(f"cannot write the picture {path}: {error}") from error
     data = [point for points in curves.values() for point in frontier_data(points)]
-    path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write_text(path.with_suffix(".json"), json.dumps(data, indent=1) + "\n")
 
 
 def _budget(machine: Machine, given: dict[str, int], captured: CapturedModel) -> tuple[Budget, int]:

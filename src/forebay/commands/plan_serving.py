@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -116,10 +115,6 @@ def _best_way(given: tuple[Any, ...], wanted: ServingWanted, goals: ServingGoals
         assert refused is not None
         raise refused
     best = min(ways, key=_order)
-    with contextlib.suppress(PlanError):
-        if (plan := best.planned[1]).schedule.slots and plan.schedule.block.entering and not plan.schedule.block.staged:
-            ways.append(_way(_planned(given, plan.workload.batch, joined=True), given, goals))
-    best = min(ways, key=_order)
     if goals is not None and not best.rate:
         raise PlanError(_missed(ways, given, goals))
     return best
@@ -132,17 +127,14 @@ def _order(way: _ServingWay) -> tuple[float, float]:
     return -(way.rate or 0.0), sequence_time_s(way.planned[1])
 
 
-def _planned(
-    given: tuple[Any, ...], count: int, *, joined: bool = False, alone: bool = False
-) -> tuple[Pipeline, Any]:
+def _planned(given: tuple[Any, ...], count: int, *, alone: bool = False) -> tuple[Pipeline, Any]:
     """So many places; one that is `alone` is entered by none beside it, and takes no memory for who enters."""
     from forebay.rewriter.pipeline.plan_block import plan_block
-    from forebay.rewriter.pipeline.plan_places import entering_at_once, joining_at_once
+    from forebay.rewriter.pipeline.plan_places import entering_at_once
 
     graphs_of, limits, workload, wishes, profile, switches = given
-    entering = joining_at_once(count, workload.usual[1]) if joined else entering_at_once(count)
     wished = replace(wishes, entering=None, cache_tier="device") if alone else replace(
-        wishes, entering=entering, joined=joined)
+        wishes, entering=entering_at_once(count))
     return plan_block(graphs_of, limits, replace(workload, batch=count), wished, profile, switches)
 
 
@@ -167,7 +159,7 @@ def _way(planned: tuple[Pipeline, Any], given: tuple[Any, ...], goals: ServingGo
     alone = float(in_places([Arrival(0.0, goals.prompt, goals.output)], times).last[0])
     traffic = Traffic(1.0, REQUESTS, goals.prompt, goals.output)
     rates = {}
-    for turns in (USUAL_TURNS, *(StepTurns(0.0, held) for held in HELD if not times.joined)):
+    for turns in (USUAL_TURNS, *(StepTurns(0.0, held) for held in HELD)):
         found = Simulated(lambda requests, seed, turns=turns: in_places(requests, times, turns), alone)  # type: ignore[misc]
         rates[turns] = greatest_rate(found, traffic, level)[1]
     turns = max(rates, key=lambda each: rates[each])

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from forebay.kernels.build.process_limits import available_nbytes as available_nbytes
 from forebay.runtime.disk.page_cache import resident_nbytes
 
 if TYPE_CHECKING:
@@ -104,9 +105,3 @@ def disk_read_nbytes() -> int:
             return next((int(line.split()[1]) for line in file if line.startswith("read_bytes:")), 0)
     except OSError:
         return 0
-
-
-def available_nbytes() -> int:
-    """Bytes of memory that the system could give to a new process."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

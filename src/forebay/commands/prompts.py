@@ -11,12 +11,15 @@ from typing import Any
 
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.tokenizer_bounds import UnboundedTokenizer, check_folder, check_loaded
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
-from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos
+from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos, require_regular_files
 from forebay.rewriter.checkpoints.named_errors import panicking
+from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.ir.files import read_input
+from forebay.rewriter.ir.printable import PrintableError
+from forebay.rewriter.one_thread import one_thread
 
 
-class JobError(ValueError):
+class JobError(PrintableError, ValueError):
     """A job that cannot start or go on; the message says what to do. Answers already written stay."""
 
 
@@ -64,7 +67,7 @@ def read_requests(path: str | Path) -> tuple[list[Request], list[BadLine]]:
     one is bad; a byte order mark at the beginning is passed over. Raises JobError if the file cannot be read.
     """
     try:
-        lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+        lines = read_input(path).removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         raise JobError(f"cannot read the prompts {path}: {error.strerror}") from error
     requests: list[Request] = []
@@ -198,11 +201,13 @@ def check_ids(ids: Sequence[int], most_tokens: int | None, vocab_size: int) -> N
                         "not belong together")
 
 
+@one_thread
 def load_tokenizer(folder: Path) -> Any:
     """The folder's own tokenizer; JobError where it has none that works, or one that may make too much of a text."""
     from transformers import AutoTokenizer
 
     try:
+        require_regular_files(folder)
         check_folder(folder)
         with panicking():
             tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL_ONLY)
@@ -210,6 +215,8 @@ def load_tokenizer(folder: Path) -> Any:
         return tokenizer
     except ModuleNotFoundError:
         raise
+    except CheckpointError as error:
+        raise JobError(str(error)) from error
     except UnboundedTokenizer as error:
         raise JobError(f"{folder} holds no usable tokenizer: {error}") from error
     except Exception as error:  # the tokenizers library raises plain Exception, and transformers whatever it meets

@@ -65,8 +65,8 @@ def quantize_command(
 
 
 def _parse_dtype(name: str) -> torch.dtype:
-    from forebay.rewriter.checkpoints.checkpoint import CheckpointError
     from forebay.rewriter.checkpoints.gguf import OUTPUT_DTYPES
+    from forebay.rewriter.checkpoints.records import CheckpointError
 
     if name not in OUTPUT_DTYPES:
         raise CheckpointError(f"--dtype {name!r}: there are {', '.join(sorted(OUTPUT_DTYPES))}")
@@ -74,7 +74,7 @@ def _parse_dtype(name: str) -> torch.dtype:
 
 
 def _parse_override(text: str) -> tuple[str, str]:
-    from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+    from forebay.rewriter.checkpoints.records import CheckpointError
 
     pattern, equals, format = text.rpartition("=")
     if not equals or not pattern or not format:

@@ -253,9 +253,11 @@ def _answer(
             raise typer.Exit(128 + (stopped[0] if stopped else signal.SIGINT)) from None
         finally:
             elapsed_s = time.monotonic() - began
-            if trace and (gone := lm.save_trace(trace)):
-                say(f"{trace}: the first {gone} launches, waits and copies are left out")
-            lm.close()
+            try:
+                if trace and (gone := lm.save_trace(trace)):
+                    say(f"{trace}: the first {gone} launches, waits and copies are left out")
+            finally:
+                lm.close()
     calls, tokens = sum(calls_of(part._pipeline, part.plan) for part in parts), sum(len(p.ids) for p in encoded)
     calls += 0 if lm.shared_draft is None else len(lm.shared_draft.program.step)
     beside = beside_nbytes(calls, total, tokens, lm.captured.vocab_size if ask.sampling.do_sample else 0,

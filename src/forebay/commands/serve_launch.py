@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forebay.rewriter.ir.files import write_text
+
 if TYPE_CHECKING:
     from forebay.rewriter.serving.goodput import Goodput, ServiceLevel
     from forebay.rewriter.serving.strategies import ServiceWanted, Strategy
@@ -119,12 +121,12 @@ def write_launch(data: dict[str, Any], folder: Path) -> list[str]:
     choice = {"kind": "serve-choice", "model": data["model"], "best": data["strategies"][0], "launch": launch} | {
         key: data[key] for key in ("rate", "isl", "osl", "ttft_ms", "tpot_ms", "percentile")}
     path = folder / "choice.json"
-    path.write_text(json.dumps(choice, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(choice, indent=1, allow_nan=False) + "\n")
     return [*map(str, written), str(path)]
 
 
 def _script(path: Path, lines: list[str]) -> Path:
-    path.write_text("\n".join(["#!/bin/sh", *lines]) + "\n", encoding="utf-8")
+    write_text(path, "\n".join(["#!/bin/sh", *lines]) + "\n")
     path.chmod(0o755)
     return path
 

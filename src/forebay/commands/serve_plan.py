@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forebay.commands.options import DebugOption
-from forebay.commands.terminal import clean_errors, progress_bar
+from forebay.commands.terminal import clean_errors, console, progress_bar
+from forebay.rewriter.ir.files import read_input_text, write_text
 
 if TYPE_CHECKING:
     from forebay.rewriter.machine.profile import Machine
@@ -125,7 +125,7 @@ def _load(path: Path | None, given: dict[str, Any]) -> LoadWanted:
         import yaml
 
         try:
-            read = yaml.safe_load(path.read_text(encoding="utf-8"))
+            read = yaml.safe_load(read_input_text(path))
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise JobError(f"{path} is not YAML: {error}") from error
         if not isinstance(read, dict):
@@ -229,12 +229,13 @@ def _search(
     service: ServiceWanted, level: ServiceLevel, rate: float | None, space: tuple[int, tuple[int, ...], int],
     how: tuple[int, Prices | None],
 ) -> tuple[list[Goodput], dict[str, str]]:
+    from forebay.kernels.build.process_limits import core_count
     from forebay.rewriter.serving.goodput import UNPRICED
     from forebay.rewriter.serving.search import search_services
     from forebay.rewriter.serving.strategies import strategies
 
     (jobs, prices), (candidates, refused) = how, strategies(service, *space)
-    workers = min(jobs or os.cpu_count() or 1, len(candidates))
+    workers = min(jobs or core_count(), len(candidates))
     with progress_bar() as bar:
         task = bar.add_task("simulating", total=len(candidates), note="")
         found, later = search_services(candidates, service, level, rate, workers,
@@ -281,7 +282,6 @@ def _data(
 
 
 def _show(data: dict[str, Any], level: ServiceLevel) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     share, rate = f"P{level.share:g}", data["rate"]
@@ -302,7 +302,10 @@ def _show(data: dict[str, Any], level: ServiceLevel) -> None:
         cost = row["cost_per_million_tokens"]
         cells += ["-" if cost is None else f"{cost:.3g}"] if costs else []
         table.add_row(*cells)
-    Console(width=None if Console().is_terminal else 120).print(table)
+    terminal = console(stderr=False)
+    if not terminal.is_terminal:
+        terminal.width = 120
+    terminal.print(table)
     for reason in _reasons(data["refused"]):
         print(f"left out: {reason}")
     best = data["strategies"][0]
@@ -349,5 +352,5 @@ def _save(best: Goodput, service: ServiceWanted, level: ServiceLevel, data: dict
     top = 1.3 * (best.rate or rate)
     points = [measure(found, service.traffic, level, top * (i + 1) / RATES) for i in range(RATES)]
     draw_against_rate(points, level, title.rpartition(",")[0], paths[1])
-    paths[2].write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(paths[2], json.dumps(data, indent=1, allow_nan=False) + "\n")
     return [str(path) for path in paths]

@@ -6,11 +6,13 @@ import errno
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
+
+from forebay.rewriter.ir.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +93,7 @@ def message_of(error: Exception) -> str | None:
     from forebay.passes.lower.launches import LoweringError
     from forebay.passes.shard.split import ShardError
     from forebay.rewriter.capture.language_model import CaptureError
-    from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+    from forebay.rewriter.checkpoints.records import CheckpointError
     from forebay.rewriter.ir.plan import PlanError
     from forebay.rewriter.pipeline.run_passes import StoppedAfter
     from forebay.rewriter.switches import SwitchError
@@ -125,10 +127,55 @@ def one_line(text: str) -> str:
     return text if len(text) <= 1000 else f"{text[:700]} … {text[-280:]}"
 
 
-def console() -> Console:
-    from rich.console import Console
+class _PrintableStream:
+    """A text stream that is given everything `printable`."""
 
-    return Console(stderr=True)
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def printable_output() -> Iterator[None]:
+    """Make whatever is written to stdout and stderr meanwhile `printable`: names from files are part of most lines."""
+    with (redirect_stdout(_PrintableStream(sys.stdout)),  # type: ignore[type-var]
+          redirect_stderr(_PrintableStream(sys.stderr))):  # type: ignore[type-var]
+        yield
+
+
+def _unfiltered(stream: TextIO) -> TextIO:
+    """The stream that a `_PrintableStream` writes to; of others themselves."""
+    while isinstance(stream, _PrintableStream):
+        stream = stream.stream
+    return stream
+
+
+def print_answer(text: str, end: str = "\n") -> None:
+    """Print what a model says: on a terminal `printable`, into a file or a pipe as it is."""
+    print(text, end=end, flush=True, file=sys.stdout if sys.stdout.isatty() else _unfiltered(sys.stdout))
+
+
+def console(*, stderr: bool = True) -> Console:
+    """A console of rich on stderr or stdout, whose own control sequences pass; text is `printable`, and no markup."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class PrintableConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
+    return PrintableConsole(file=_unfiltered(sys.stderr if stderr else sys.stdout), markup=False, emoji=False,
+                            highlight=False)
 
 
 def progress_bar(remaining: bool = True) -> Progress:
@@ -143,4 +190,4 @@ def progress_bar(remaining: bool = True) -> Progress:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)

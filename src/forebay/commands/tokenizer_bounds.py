@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from forebay.rewriter.ir.files import read_input
+
 MOST_GROWTH = 64  # bytes of a text for each of its bytes, after all steps of one kind
 MOST_STEPS = 256  # of one kind
 MOST_TOKENS = 1024  # that templates make of a text of one
@@ -34,7 +36,7 @@ def check_folder(folder: Path) -> None:
     """
     for path in sorted(folder.glob("tokenizer*.json")):
         try:
-            content = json.loads(path.read_bytes()) if path.is_file() else None
+            content = json.loads(read_input(path)) if path.is_file() else None
         except (OSError, ValueError, RecursionError):
             continue  # the library says what is wrong
         if isinstance(content, dict):

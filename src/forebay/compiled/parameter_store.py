@@ -20,8 +20,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.module_weights import UnnamedFile, spill_tensors
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.program import FileSlice
 from forebay.runtime.run.arena import return_freed_memory
 

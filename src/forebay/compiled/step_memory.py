@@ -49,13 +49,15 @@ class Memory:
     """The memory of one compiled model: the arenas of one prepared graph at a time, since each may fill the budget.
 
     Whoever calls holds `lock`. `holds` is None while a step runs, so that after one that broke off, which leaves copies
-    under way that no other step expects, memory is always taken anew.
+    under way that no other step expects, memory is always taken anew. The lock orders threads alone: an operator of the
+    step that runs (`running`) may call a compiled module, for which there is no memory then.
     """
 
     def __init__(self, options: object) -> None:
         self.options = options  # held, so that its identity stays its own
         self.lock = threading.RLock()
         self.holds: Prepared | None = None
+        self.running = False
         self._session: Session | None = None
         self._bound: BoundProgram | None = None
         self._seen: tuple[int, ...] = ()  # changes of the weights' files when resident weights were read
@@ -96,7 +98,7 @@ class Memory:
         """One step of what is ready. If it breaks off, memory is given back."""
         prepared, bound = self.holds, self._bound
         assert prepared is not None and bound is not None
-        self.holds = None
+        self.holds, self.running = None, True
         try:
             for name, position in prepared.captured.inputs.items():
                 target = bound.inputs.get(name)
@@ -107,6 +109,8 @@ class Memory:
         except BaseException:
             self.close()
             raise
+        finally:
+            self.running = False
         self.holds = prepared
         return results
 

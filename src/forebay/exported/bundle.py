@@ -24,13 +24,15 @@ import torch
 
 from forebay.exported.captured_data import captured_from_data, captured_to_data
 from forebay.exported.whole_folder import MANIFEST
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, Progress, read_header, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress, read_header, read_tensor
 from forebay.rewriter.checkpoints.identity import file_states
 from forebay.rewriter.checkpoints.match_weights import file_slices, weight_records, with_stored_formats
 from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import file_checksum, manifest_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_json, write_quantized
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.write_tensors import write_tensors
+from forebay.rewriter.ir.files import open_input, read_input
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.program import FileSlice
 
@@ -76,10 +78,10 @@ def _constant_key(value: torch.Tensor, kept: dict[str, torch.Tensor]) -> str:
 
 def seal(out: Path) -> None:
     """Write the manifest: from here on the folder is a bundle."""
-    import forebay
+    from forebay.version import package_version
 
     files = {path.name: file_checksum(path) for path in sorted(out.iterdir()) if _is_checked(path.name)}
-    manifest: dict[str, Any] = {"format": FORMAT, "version": VERSION, "written_by": forebay.__version__, "files": files}
+    manifest: dict[str, Any] = {"format": FORMAT, "version": VERSION, "written_by": package_version(), "files": files}
     write_json(out / MANIFEST, manifest | {"checksum": manifest_checksum(manifest)})
 
 
@@ -92,7 +94,7 @@ def is_bundle(folder: Path) -> bool:
     path = folder / MANIFEST
     if not path.is_file():
         return False
-    with naming(path), open(path, "rb") as file:
+    with naming(path), open_input(path) as file:
         return not re.search(rb'"format": "(onnx|pt2|aoti)"', file.read(200))
 
 
@@ -167,4 +169,4 @@ def _parse(path: Path) -> Any:
     with naming(path):
         if path.stat().st_size > MOST_NBYTES:
             raise ValueError(f"{path.stat().st_size} bytes are more than any graph has")
-        return json.loads(path.read_bytes())
+        return json.loads(read_input(path))

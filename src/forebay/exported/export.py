@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-import forebay
 from forebay.commands.process_memory import available_nbytes
 from forebay.exported.bundle import GIVES, MACHINE, PLAN, read_bundle, seal, write_bundle
 from forebay.exported.errors import ExportError
@@ -27,6 +26,7 @@ from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import read_switches
+from forebay.version import package_version
 
 FORMATS = ("bundle", "onnx", "pt2", "aoti")
 DIALECTS = get_args(OnnxForm)
@@ -175,7 +175,7 @@ def _onnx_writers() -> _OnnxWriters:
 
 
 def _write_manifest(folder: Path, format: str, **described: Any) -> None:
-    write_json(folder / MANIFEST, {"format": format, **described, "written_by": forebay.__version__})
+    write_json(folder / MANIFEST, {"format": format, **described, "written_by": package_version()})
 
 
 def _write_plan(folder: Path, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.convert_frame import compile_lock
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental import _config
@@ -42,7 +43,7 @@ class TracedModule:
         return [node for node in self.gm.graph.find_nodes(op="placeholder") if META not in node.meta]
 
     def program(self) -> ExportedProgram:
-        with _tracing():
+        with compile_lock, _tracing():
             return torch.export.export(BoundCall(self), self.inputs, dynamic_shapes=self.shapes, strict=False)
 
 
@@ -62,7 +63,7 @@ def trace_module(module: nn.Module, inputs: Sequence[Any], shapes: Any, switches
         raise ExportError(f"{type(module).__name__} is in training mode; call its eval() first")
     check_switches(PASSES, switches)
     try:
-        with _tracing():
+        with compile_lock, _tracing():
             program = torch.export.export(module, tuple(inputs), dynamic_shapes=shapes, strict=False)
             if any(_writes(node) for node in program.graph.nodes):
                 program = program.run_decompositions({})  # makes it functional; norms and products stay whole

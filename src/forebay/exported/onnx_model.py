@@ -17,7 +17,6 @@ import onnx
 import torch
 from torch import fx
 
-import forebay
 from forebay.exported.errors import ExportError
 from forebay.exported.onnx_convert import Conversion
 from forebay.exported.onnx_file import DATA, write_model
@@ -27,6 +26,7 @@ from forebay.kernels.onnx_meaning import OnnxForm, OnnxValue, Parts
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor
 from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, RowFormat, WeightInput
+from forebay.version import package_version
 
 ADVICE = "export the model as a bundle"
 UNKNOWN = "of the step: "  # begins the name of an input that the ONNX model has not
@@ -45,7 +45,7 @@ def write_onnx(
     g.table_of = partial(_table, captured, env)
     logits = Conversion(g, ADVICE, _positions).convert(captured.step, env, "the model outside its layers")
     g.nodes.append(onnx.helper.make_node("Identity", [logits], ["logits"]))
-    model = g.model(*_interface(captured, g.in_place), ("forebay", forebay.__version__))
+    model = g.model(*_interface(captured, g.in_place), ("forebay", package_version()))
     odd = sorted({name for node in model.graph.node for name in node.input if name.startswith(UNKNOWN)})
     if odd:
         raise ExportError(f"the model computes with the number of tokens ({odd[0].removeprefix(UNKNOWN)}) itself, "

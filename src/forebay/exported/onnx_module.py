@@ -9,7 +9,6 @@ import onnx
 import torch
 from torch import fx
 
-import forebay
 from forebay.exported.errors import ExportError
 from forebay.exported.modules import TracedModule
 from forebay.exported.onnx_convert import Conversion
@@ -18,6 +17,7 @@ from forebay.exported.onnx_graph import TYPES, Graph, value_info
 from forebay.kernels.onnx_meaning import OnnxForm, OnnxValue
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.ir.graph import META, WeightInput
+from forebay.version import package_version
 
 
 def write_module(out: Path, traced: TracedModule, form: OnnxForm, progress: Progress | None) -> None:
@@ -46,7 +46,7 @@ def write_module(out: Path, traced: TracedModule, form: OnnxForm, progress: Prog
         if isinstance(node, fx.Node):
             g.nodes.append(onnx.helper.make_node("Identity", [g.used(found)], [name]))
             outputs.append(value_info(name, node.meta["val"].dtype, _shape(name, node.meta["val"], names)))
-    write_model(out, g, g.model(inputs, outputs, ("forebay", forebay.__version__)), progress, lambda: None)
+    write_model(out, g, g.model(inputs, outputs, ("forebay", package_version())), progress, lambda: None)
 
 
 def _shape(name: str, value: torch.Tensor, names: dict[str, str]) -> list[int | str]:

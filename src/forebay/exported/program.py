@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.convert_frame import compile_lock
 from torch.export import Dim, ExportedProgram
 
 from forebay.rewriter.capture.concretise import inline_blocks
@@ -64,7 +65,7 @@ def step_program(captured: CapturedModel, weights: Mapping[str, torch.Tensor]) -
     caches = inputs[len(single) :]
     examples: dict[str, Any] = {node.name: _example(node) for node in single} | {"caches": list(map(_example, caches))}
     shapes: dict[str, Any] = {node.name: _dims(node) for node in single} | {"caches": list(map(_dims, caches))}
-    with torch.no_grad():
+    with compile_lock, torch.no_grad():
         return torch.export.export(BoundStep(flat, weights), (), examples, dynamic_shapes=shapes, strict=False)
 
 

@@ -16,11 +16,11 @@ from forebay.exported.errors import ExportError
 from forebay.open_model import open_model
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints import packed
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names, read_model_config, weight_records
 from forebay.rewriter.checkpoints.module_weights import named_tensors
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, copy_model_files
 from forebay.rewriter.checkpoints.quantize_source import FileTensor
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forebay.api import LanguageModel
 from forebay.exported.bundle import PLAN, checked_file, read_bundle
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, load_plan
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.wishes import Wishes

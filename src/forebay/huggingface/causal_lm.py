@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
-from transformers.generation import BaseStreamer, GenerationMode, LogitsProcessor
+from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from forebay.call_turns import ModelCall
 from forebay.drafting import drafting
-from forebay.huggingface.inputs import Prompts, read_embeds, read_prompts, take_prompts
+from forebay.huggingface.drawing import DrawEach, Generators, drawing_from
+from forebay.huggingface.inputs import (
+    Prompts,
+    check_positions,
+    merge_mapping,
+    read_embeds,
+    read_prompts,
+    take_prompts,
+)
+from forebay.huggingface.listener import Listener
 from forebay.huggingface.module_habits import ModuleHabits
-from forebay.huggingface.refusals import refuse_generation
-from forebay.huggingface.row_cache import RowCache, require_own
+from forebay.huggingface.refusals import NoPositionsError, refuse_generation
+from forebay.huggingface.row_cache import RowCache, take_cache
 from forebay.huggingface.same_tokenizer import refuse_other_tokenizer
 from forebay.huggingface.served import SERVED
+from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.rewriter.ir.graph import Gives
 from forebay.runtime.run.generation import Stop
 from forebay.runtime.run.loops import generate_as_planned
-from forebay.runtime.run.rows import SequenceRows
-from forebay.runtime.run.sampling import Sampling, choose
+from forebay.runtime.run.rows import SequenceRows, require_movable_rows
+from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.speculation import Tally
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel, OnToken
 
-Generators = torch.Generator | Sequence[torch.Generator] | None
 DEFAULT_NEW_TOKENS = 20  # as transformers has it
 _PASSED_ON = ("tokenizer", "assistant_tokenizer")  # by generate, which needed them itself
 
 
 class StreamedCausalLM(GenerationMixin):
     """What transformers' generation needs of a model, over `lm`: its forward runs steps, its cache is the session's.
+    One is made for each `call`, whose turn it is.
 
     Calls that need nothing beyond greedy decoding or sampling by temperature, top-k and top-p take the runtime's own
     loop instead; the tokens are the same.
@@ -44,8 +55,8 @@ class StreamedCausalLM(GenerationMixin):
     base_model_prefix = "model"
     _is_stateful = False
 
-    def __init__(self, lm: LanguageModel) -> None:
-        self.lm = lm
+    def __init__(self, lm: LanguageModel, call: ModelCall) -> None:
+        self.lm, self.call = lm, call
         self.draws: tuple[torch.Generator, ...] = ()  # one for each prompt, if any
 
     @property
@@ -73,26 +84,22 @@ class StreamedCausalLM(GenerationMixin):
     def get_experts_implementation(self) -> dict[str, str]:
         return {}
 
-    def take_prompts(self, inputs: Any, config: GenerationConfig | None, options: dict[str, Any]) -> Prompts:
-        """The prompts of a call, taken out of its arguments; without any, the model's first token (bos) is one."""
-        named = (options, {} if config is None else config.to_dict(), self.generation_config.to_dict())
-        bos = next((given["bos_token_id"] for given in named if given.get("bos_token_id") is not None), None)
-        held = options.get("past_key_values")
-        return take_prompts(inputs, options, self.lm.captured.vocab_size, self.lm.captured.token_types, bos,
-                            held.seen if isinstance(held, RowCache) else 0)
-
     def answer(
-        self, prompts: Prompts, generation_config: GenerationConfig | None, generator: Generators,
-        on_token: OnToken | None, options: dict[str, Any],
+        self, inputs: Any, generation_config: GenerationConfig | None, generator: Generators, on_token: OnToken | None,
+        options: dict[str, Any],
     ) -> Any:
-        """What transformers' `generate` returns for these prompts and arguments."""
+        """What transformers' `generate` returns for these arguments."""
+        inputs = merge_mapping(inputs, options)
+        held = take_cache(options)
+        prompts = self._take_prompts(inputs, generation_config, options, held)
+        if held is not None:
+            options[CACHE_NAME] = held
         if any(options.get(name) is not None for name in ("max_new_tokens", "max_length")):
             _check_lengths(options, prompts)
         config, rest = cast(Any, self)._prepare_generation_config(generation_config, **options)
         rest = {name: value for name, value in rest.items() if value is not None}
         ends = [] if config.eos_token_id is None else [*torch.as_tensor(config.eos_token_id).reshape(-1).tolist()]
-        held = options.get("past_key_values")
-        seen = held.seen if isinstance(held, RowCache) else 0
+        seen = 0 if held is None else held.seen
         if not prompts.masked and prompts.ids.shape[1] > seen and config.pad_token_id not in (None, *ends):
             prompts = prompts.without(config.pad_token_id)
         new_tokens = self._new_tokens(config, prompts, options)
@@ -105,11 +112,20 @@ class StreamedCausalLM(GenerationMixin):
                             config.top_k or 0, 1.0 if config.top_p is None else config.top_p)
         rows = prompts.rows()
         stop = Stop(new_tokens, frozenset(ends), int(pad))
-        with self.lm.running(len(rows), prompts.longest, new_tokens, in_places=True) as session:
+        with self.lm.running(len(rows), prompts.longest, new_tokens, in_places=True, call=self.call) as session:
             self.lm.tally = Tally()
             with drafting(helper or self.lm.helper, session, rows, new_tokens, sampling, generator) as drafter:
                 new = generate_as_planned(session, rows, sampling, stop, generator, on_token, self.lm.tally, drafter)
         return torch.cat((prompts.ids, new), 1)
+
+    def _take_prompts(
+        self, inputs: Any, config: GenerationConfig | None, options: dict[str, Any], held: RowCache | None
+    ) -> Prompts:
+        """The prompts of a call, taken out of its arguments; without any, the model's first token (bos) is one."""
+        named = (options, {} if config is None else config.to_dict(), self.generation_config.to_dict())
+        bos = next((given["bos_token_id"] for given in named if given.get("bos_token_id") is not None), None)
+        return take_prompts(inputs, options, self.lm.captured.vocab_size, self.lm.captured.token_types, bos,
+                            0 if held is None else held.seen)
 
     def _drafter_of(self, rest: dict[str, Any]) -> LanguageModel | None:
         """The wrapped model that is to draft for the plan's speculative steps, where a call asks for that alone.
@@ -148,9 +164,11 @@ class StreamedCausalLM(GenerationMixin):
         if wanted < 1:
             raise ValueError(f"generate: max_length {config.max_length} leaves no room for a new token behind a prompt "
                              f"of {width}")
+        if getattr(config, "is_assistant", False) and 0 < limit - longest < wanted:  # of drafts a few will do
+            options["max_new_tokens"] = wanted = limit - longest
         if limit and longest + wanted > limit:
-            raise ValueError(f"generate: {longest} prompt tokens and {wanted} new ones exceed the model's "
-                             f"{limit} positions")
+            raise NoPositionsError(f"generate: {longest} prompt tokens and {wanted} new ones exceed the model's "
+                                   f"{limit} positions")
         return wanted
 
     def _answer_through_mixin(
@@ -165,11 +183,10 @@ class StreamedCausalLM(GenerationMixin):
         if on_token is not None:
             if options.get("streamer") is not None:
                 raise ValueError("generate: give a streamer or on_token, not both")
-            options["streamer"] = _Listener(on_token)
+            options["streamer"] = Listener(on_token)
         copies = max(config.num_beams or 1, config.num_return_sequences or 1)
         shown, count = prompts.at_the_right(), len(prompts.ids) * copies
-        held = options.pop("past_key_values", None)
-        require_own(held)
+        held: RowCache | None = options.pop(CACHE_NAME, None)
         # one pass checks several tokens there, so every position's logits are wanted
         assisted = mode == GenerationMode.ASSISTED_GENERATION
         embeds = prompts.embeds is not None
@@ -179,19 +196,28 @@ class StreamedCausalLM(GenerationMixin):
             if config.do_sample and (copies > 1 or len(generator) != len(prompts.ids)):
                 raise ValueError("generate: with several generators each draws for one prompt and one answer to it")
             self.draws, generator = tuple(generator), None
-        with _drawing_from(generator):
+        looked_up = min(config.prompt_lookup_num_tokens or 0, new_tokens - 1) if assisted else 0
+        limit = shown.mask.shape[1] + new_tokens - 1 if assisted and options.get("custom_generate") is None else 0
+        with drawing_from(generator):
             if held is not None and held.serves(shown, new_tokens):
-                return self._generate(shown, given, options, past_key_values=held)
+                with held.model.turn(self.call), held.limited(limit):
+                    held.call = self.call
+                    return self._generate(shown, given, options, **{CACHE_NAME: held})
             if held is not None:  # as long an answer as planned for, lest a draft's every few tokens be a new plan
                 new_tokens = max(new_tokens, lm.plan.workload.new_tokens)
             if not config.use_cache and prompts.embeds is None:
-                with lm.running(count, prompts.longest + new_tokens, 1):
+                with lm.running(count, prompts.longest + new_tokens, 1, call=self.call):
                     found = self._generate(shown, given, options)
             else:
-                with lm.running(count, prompts.longest, new_tokens):
-                    cache = RowCache(lm) if held is None else held
-                    cache.empty(lm, new_tokens)
-                    found = self._generate(shown, given, options, past_key_values=cache)
+                if (config.num_beams or 1) > 1:
+                    lm.reserve(count, prompts.longest, new_tokens, call=self.call)
+                    require_movable_rows(lm.plan, lm.captured.cache_parts)
+                # the first drafts are computed with the prompt
+                with lm.running(count, prompts.longest + looked_up, new_tokens - looked_up, call=self.call):
+                    cache = RowCache(lm, self.call) if held is None else held
+                    cache.empty(lm, prompts.longest + new_tokens, self.call)
+                    with cache.limited(limit):
+                        found = self._generate(shown, given, options, **{CACHE_NAME: cache})
         return found if shown is prompts or config.token_healing else self._restored(found, prompts)
 
     def _admit(self, helper: LanguageModel, prompts: Prompts, new_tokens: int, config: GenerationConfig) -> None:
@@ -208,14 +234,24 @@ class StreamedCausalLM(GenerationMixin):
         """transformers' own, and last, where each prompt has a generator, what draws from it."""
         found = super()._get_logits_processor(generation_config, *args, **options)  # type: ignore[misc]
         if self.draws and generation_config.do_sample:
-            found.append(_DrawEach(self.draws))
+            found.append(DrawEach(self.draws))
         return found
 
-    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, model_kwargs: Any, *args: Any) -> Any:
+    def _get_candidate_generator(self, *args: Any, **options: Any) -> Any:
+        """transformers' own; a wrapped assistant without positions for more drafts makes none."""
+        made: Any = super()._get_candidate_generator(*args, **options)  # type: ignore[misc]
+        made.get_candidates = partial(_drafts_or_none, made.get_candidates)
+        return made
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: Any, mode: GenerationMode, *args: Any
+    ) -> Any:
         """transformers' own, but for the cache that it makes where a call within a call has none."""
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = RowCache(self.lm)
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        if generation_config.use_cache and model_kwargs.get(CACHE_NAME) is None:
+            made = model_kwargs[CACHE_NAME] = RowCache(self.lm, self.call)
+            if mode == GenerationMode.ASSISTED_GENERATION:
+                made.limit = generation_config.max_length - 1
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args)  # type: ignore[misc]
 
     def _generate(self, prompts: Prompts, config: GenerationConfig | None, options: dict[str, Any], **more: Any) -> Any:
         """`GenerationMixin.generate`; where the cache lies and how a prompt is cut into chunks is the plan's affair."""
@@ -240,7 +276,7 @@ class StreamedCausalLM(GenerationMixin):
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: RowCache | None = None,
+        cache: RowCache | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
@@ -253,13 +289,19 @@ class StreamedCausalLM(GenerationMixin):
         [B, T] (-100 does not count) the loss: the mean cross-entropy of each label given the tokens before it.
 
         The logits at padding are 0. They are the caller's memory, beside the budget. Attention masks as for `generate`;
-        past_key_values is the cache, for tokens that follow: as many as the plan answers with `use_cache`, none of it
-        with False, else as many as there happens to be room for. `position_ids` [B, T] or [1, T] may say what the mask
-        says, and `inputs_embeds` [B, T, H] stand for the ids. ValueError for other inputs of transformers' models,
-        which a step does not have.
+        `cache`, or by its former name `past_key_values`, is the cache, for tokens that follow: as many as the plan
+        answers with `use_cache`, none of it with False, else as many as there happens to be room for. `position_ids`
+        [B, T] or [1, T] may say what the mask says, and `inputs_embeds` [B, T, H] stand for the ids. ValueError for
+        other inputs of transformers' models, which a step does not have.
         """
+        if cache is not None:
+            others["cache"] = cache
+        held = take_cache(others)
+        if held is not None and (beyond := held.beyond(input_ids)):
+            return self._forward_within(beyond, input_ids, attention_mask, held, logits_to_keep, position_ids,
+                                        dict(use_cache=use_cache, **others))
         if isinstance(logits_to_keep, torch.Tensor):
-            found = self.forward(input_ids, attention_mask, past_key_values, labels, use_cache, 0, True, position_ids,
+            found = self.forward(input_ids, attention_mask, held, labels, use_cache, 0, True, position_ids,
                                  inputs_embeds, **others)
             found.logits = found.logits[:, logits_to_keep]
             return found.to_tuple() if return_dict is False else found
@@ -267,29 +309,27 @@ class StreamedCausalLM(GenerationMixin):
                    and name not in _PASSED_ON]
         if unknown:
             raise ValueError(f"{unknown[0]}: a captured step reads input_ids and attention_mask alone; leave it out")
-        require_own(past_key_values)
         if inputs_embeds is not None and input_ids is not None:
             raise ValueError("give input_ids or inputs_embeds, not both")
-        if past_key_values is not None and past_key_values.seen:
+        if held is not None and held.seen:
             ids = torch.full(inputs_embeds.shape[:2], -1) if inputs_embeds is not None else (
                 torch.as_tensor(input_ids).cpu())
-            _check_positions(position_ids, attention_mask, past_key_values.lengths, ids.shape[1])
-            logits = past_key_values.extend(ids, attention_mask, logits_to_keep or ids.shape[1], inputs_embeds)
-            cache: RowCache | None = past_key_values
+            check_positions(position_ids, attention_mask, held.lengths, ids.shape[1])
+            logits = held.extend(self.call, ids, attention_mask, logits_to_keep or ids.shape[1], inputs_embeds)
         else:
             vocab_size = self.lm.captured.vocab_size
             holes = position_ids is not None  # these say, then, that the mask's are no positions
             prompts = read_prompts(input_ids, attention_mask, vocab_size, 0, holes) if inputs_embeds is None else (
                 read_embeds(inputs_embeds, None, attention_mask, vocab_size, holes))
-            _check_positions(position_ids, prompts.mask, None, prompts.ids.shape[1])
-            logits, cache = self._begin(prompts, past_key_values, use_cache, logits_to_keep)
+            check_positions(position_ids, prompts.mask, None, prompts.ids.shape[1])
+            logits, held = self._begin(prompts, held, use_cache, logits_to_keep)
         loss = None
         if labels is not None:
             if logits.shape[1] != labels.shape[1]:
                 raise ValueError(f"labels has {labels.shape[1]} columns, the logits {logits.shape[1]}")
             targets = labels[:, 1:].reshape(-1).cpu()
             loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(len(targets), -1).float(), targets)
-        made = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+        made = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_NAME: held})  # type: ignore[arg-type]
         return made.to_tuple() if return_dict is False else made
 
     def _begin(
@@ -303,16 +343,15 @@ class StreamedCausalLM(GenerationMixin):
         if prompts.embeds is not None and prompts.embeds.shape[2] != lm.captured.embeds:
             raise ValueError(f"inputs_embeds has width {prompts.embeds.shape[2]}, the model's embeddings "
                              f"{lm.captured.embeds}")
-        new_tokens = cache.new_tokens if cache is not None else 1
+        new_tokens = cache.expected(prompts.longest) if cache is not None else 1
         if cache is None and (use_cache or (use_cache is None and getattr(self.config, "use_cache", True))):
-            cache, new_tokens = RowCache(lm), self.lm.plan.workload.new_tokens if use_cache else 1
-        with lm.running(count, prompts.longest, new_tokens) as session:
-            rows = SequenceRows(session, [spec.kv_heads for spec in lm.captured.cache],
-                                max(spec.parts for spec in lm.captured.cache))
+            cache, new_tokens = RowCache(lm, self.call), self.lm.plan.workload.new_tokens if use_cache else 1
+        with lm.running(count, prompts.longest, new_tokens, call=self.call) as session:
+            rows = SequenceRows(session, [spec.kv_heads for spec in lm.captured.cache], lm.captured.cache_parts)
             if cache is None:
                 found = rows.begin(prompts.rows(), 1, prompts.embed_rows())
             else:
-                found = cache.begin(rows, prompts, new_tokens)
+                found = cache.begin(self.call, rows, prompts, new_tokens)
                 lm.hold(rows)
         if found.dim() == 2:
             return found[:, None], cache
@@ -321,36 +360,29 @@ class StreamedCausalLM(GenerationMixin):
             logits[i, keeps] = found[i, : int(keeps.sum())]
         return logits[:, -keep:], cache
 
+    def _forward_within(
+        self, beyond: int, ids: Any, mask: torch.Tensor | None, cache: RowCache, keep: Any,
+        positions: torch.Tensor | None, options: dict[str, Any],
+    ) -> Any:
+        """`forward` without the last `beyond` tokens, drafts of tokens that nobody wants: their logits are 0."""
+        found = self.forward(ids[:, :-beyond], None if mask is None else mask[:, :-beyond], cache,
+                             logits_to_keep=max(1, keep - beyond) if keep else 0,
+                             position_ids=None if positions is None else positions[:, :-beyond], **options)
+        found.logits = torch.nn.functional.pad(found.logits, (0, 0, 0, beyond))
+        cache.skip(beyond)
+        return found
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             return self.forward(*args, **kwargs)
 
 
-class _DrawEach(LogitsProcessor):
-    """Leaves of each row's scores the one token that the row's own generator draws."""
-
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self.generators = generators
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        token = choose(scores, Sampling(True, 1.0, 0, 1.0), self.generators)[:, None]
-        return torch.full_like(scores, float("-inf")).scatter(1, token, 0.0)  # type: ignore[return-value]
-
-
-class _Listener(BaseStreamer):
-    """Hands on each column of new tokens; the first thing a streamer gets is the prompt."""
-
-    def __init__(self, on_token: OnToken) -> None:
-        self.on_token, self.begun = on_token, False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.begun:
-            for column in value.reshape(len(value), -1).T if value.dim() > 1 else (value,):
-                self.on_token(column)
-        self.begun = True
-
-    def end(self) -> None:
-        """Nothing is held back."""
+def _drafts_or_none(draft: Callable[..., Any], input_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """What `draft` gives, ids [1, T] with drafts and their logits or None; `input_ids` alone without positions."""
+    try:
+        return draft(input_ids, *args, **options)
+    except NoPositionsError:
+        return input_ids, None
 
 
 def _check_lengths(options: dict[str, Any], prompts: Prompts) -> None:
@@ -360,34 +392,3 @@ def _check_lengths(options: dict[str, Any], prompts: Prompts) -> None:
     if wanted is None and most is not None and most <= prompts.ids.shape[1]:
         raise ValueError(f"generate: max_length {most} leaves no room for a new token behind a prompt of "
                          f"{prompts.ids.shape[1]}")
-
-
-@contextmanager
-def _drawing_from(generator: torch.Generator | None) -> Iterator[None]:
-    """Let torch's global draws come from `generator`, which must be on the CPU, and go on where they end."""
-    if generator is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(generator.get_state())
-        yield
-        generator.set_state(torch.get_rng_state())
-
-
-
-def _check_positions(
-    positions: torch.Tensor | None, mask: torch.Tensor | None, held: torch.Tensor | None, width: int
-) -> None:
-    """ValueError unless `positions` [B, width] count the tokens that `mask` keeps, behind the `held` [B] of a cache."""
-    if positions is None:
-        return
-    if mask is not None:
-        kept = mask.cpu().bool()
-        counted, kept = (kept.cumsum(1) - 1)[:, -width:], kept[:, -width:]
-    else:
-        counted = torch.arange(width) + (0 if held is None else held[:, None])
-        kept = torch.ones_like(counted, dtype=torch.bool)
-    found = torch.as_tensor(positions).cpu()
-    if found.dim() != 2 or found.shape[1] != width or len(found) not in (1, len(counted)) or bool(
-            ((found != counted) & kept).any()):
-        raise ValueError("position_ids: a step counts the tokens that attention_mask keeps, from 0; leave them out")

@@ -117,21 +117,26 @@ def read_embeds(embeds: Any, ids: Any, attention_mask: Any, vocab_size: int, hol
                    masked=known.masked or ids is None)
 
 
+def merge_mapping(inputs: Any, options: dict[str, Any]) -> Any:
+    """Move the entries of `inputs`, where it is a mapping such as a BatchEncoding, to `options`; what is left of it."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    twice = sorted(inputs.keys() & options.keys())
+    if twice:
+        raise ValueError(f"{twice[0]} is given twice, in the first argument and by name")
+    options.update(inputs)
+    return None
+
+
 def take_prompts(
     inputs: Any, options: dict[str, Any], vocab_size: int, token_types: bool, bos: int | None = None, seen: int = 0
 ) -> Prompts:
-    """The prompts of a call, taken out of `inputs` (ids, or a mapping such as a BatchEncoding) and `options`; where
-    there are none, one that is the token `bos`. `seen` as for `read_prompts`; `inputs_embeds` as for `read_embeds`.
+    """The prompts of a call, taken out of `inputs` and `options`; where there are none, one that is the token `bos`.
+    `seen` as for `read_prompts`; `inputs_embeds` as for `read_embeds`.
 
     `token_type_ids` are dropped unless the model gives them a meaning (`token_types`), which is refused: a step reads
     input_ids alone.
     """
-    if isinstance(inputs, Mapping):
-        twice = sorted(inputs.keys() & options.keys())
-        if twice:
-            raise ValueError(f"{twice[0]} is given twice, in the first argument and by name")
-        options.update(inputs)
-        inputs = None
     names = {"input_ids": options.pop("input_ids", None), "inputs": options.pop("inputs", None)}
     given = [ids for ids in (inputs, *names.values()) if ids is not None]
     if len(given) > 1:
@@ -147,3 +152,21 @@ def take_prompts(
         given = [[[bos]]]
     return read_prompts(given[0] if given else None, options.pop("attention_mask", None), vocab_size, seen,
                         True)
+
+
+def check_positions(
+    positions: torch.Tensor | None, mask: torch.Tensor | None, held: torch.Tensor | None, width: int
+) -> None:
+    """ValueError unless `positions` [B, width] count the tokens that `mask` keeps, behind the `held` [B] of a cache."""
+    if positions is None:
+        return
+    if mask is not None:
+        kept = mask.cpu().bool()
+        counted, kept = (kept.cumsum(1) - 1)[:, -width:], kept[:, -width:]
+    else:
+        counted = torch.arange(width) + (0 if held is None else held[:, None])
+        kept = torch.ones_like(counted, dtype=torch.bool)
+    found = torch.as_tensor(positions).cpu()
+    if found.dim() != 2 or found.shape[1] != width or len(found) not in (1, len(counted)) or bool(
+            ((found != counted) & kept).any()):
+        raise ValueError("position_ids: a step counts the tokens that attention_mask keeps, from 0; leave them out")

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 
 from forebay.kernels.operator import HOST_MEMORY
+from forebay.rewriter.one_thread import ONE_THREAD
 
 _WEIGHTS = ("its weights lie where the plan puts them, most of them in files: look at the module before it is wrapped, "
             "or at `plan.weights`")
@@ -94,7 +95,8 @@ class ModuleHabits:
     def compute_transition_scores(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The score of each token that `generate` chose, of the `sequences` and `scores` it returned, as transformers
         has it."""
-        from transformers import GenerationMixin
+        with ONE_THREAD:
+            from transformers import GenerationMixin
 
         return GenerationMixin.compute_transition_scores(self, *args, **kwargs)  # type: ignore[arg-type]
 

@@ -13,6 +13,10 @@ _FETCHED = {GenerationMode.CONTRASTIVE_SEARCH: "contrastive search (penalty_alph
             GenerationMode.CONSTRAINED_BEAM_SEARCH: "constrained beam search (constraints, force_words_ids)"}
 
 
+class NoPositionsError(ValueError):
+    """The model has no positions for the tokens that a call of `generate` asks for."""
+
+
 def refuse_generation(config: GenerationConfig, mode: GenerationMode, options: dict[str, Any]) -> None:
     """ValueError for a call of `generate` that cannot be answered, with what to do."""
     for name in ("output_attentions", "output_hidden_states"):

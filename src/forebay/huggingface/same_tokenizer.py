@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from forebay.rewriter.ir.files import read_input
+
 
 def refuse_other_tokenizer(folder: Path, other: Path, given: str = "assistant_model") -> None:
     """ValueError, naming what differs, if both folders have a tokenizer.json whose tokens have not the same ids;
@@ -23,7 +25,7 @@ def refuse_other_tokenizer(folder: Path, other: Path, given: str = "assistant_mo
 def _token_ids(file: Path) -> dict[str, int] | None:
     """The id of each token, special ones too; None where there is no such file or it lists no tokens by name."""
     try:
-        read = json.loads(file.read_bytes())
+        read = json.loads(read_input(file))
         listed = read["model"]["vocab"]
         found = dict(listed) if isinstance(listed, dict) else {piece[0]: i for i, piece in enumerate(listed)}
         return found | {added["content"]: added["id"] for added in read.get("added_tokens") or ()}

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forebay.rewriter.ir.files import read_input
+from forebay.rewriter.one_thread import one_thread
+
+if TYPE_CHECKING:
+    from forebay.huggingface.causal_lm import StreamedCausalLM
 
 # what the loop of `generate_tokens` serves by itself, or what changes no token
 SERVED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
@@ -11,11 +19,20 @@ SERVED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "
           "disable_compile", "compile_config", "transformers_version"}
 
 
+@functools.cache
+@one_thread
+def causal_lm_class() -> type[StreamedCausalLM]:
+    """What answers as transformers' models do; loaded when it is first asked for."""
+    from forebay.huggingface.causal_lm import StreamedCausalLM
+
+    return StreamedCausalLM
+
+
 def asks_nothing_more(folder: Path) -> bool:
     """Whether the generation_config.json in a model's folder asks for nothing that the loop does not do; False where
     there is none, or none that can be read."""
     try:
-        asked = json.loads((folder / "generation_config.json").read_bytes())
+        asked = json.loads(read_input(folder / "generation_config.json"))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(asked, dict) and all(

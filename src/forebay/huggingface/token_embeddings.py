@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from forebay.kernels.quantization.dequantize_rows.reference import reference as dequantize_rows
-from forebay.rewriter.checkpoints.checkpoint import TensorRecord, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import read_tensor
+from forebay.rewriter.checkpoints.records import TensorRecord
 from forebay.rewriter.ir.graph import CapturedModel, WeightSpec, weight_name
 from forebay.rewriter.ir.program import FileSlice
 

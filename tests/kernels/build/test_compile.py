@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,33 @@ def test_what_the_system_never_gives_is_no_shortage(library: Library, cache: Pat
     monkeypatch.setattr(compile.ctypes, "CDLL", refused)
     with pytest.raises(BuildError, match="Permission denied"):
         load_library(library)
+
+
+@pytest.mark.parametrize(("cores", "more", "room"), [(1, 0, 1 << 40), (3, 0, 1 << 40), (2, 5, 1500 << 20), (1, 5, 0)])
+def test_no_more_compilers_at_once_than_there_are_cores_and_memory_for(
+    library: Library, cache: Path, monkeypatch: pytest.MonkeyPatch, cores: int, more: int, room: int
+) -> None:
+    """`more` cores than find memory for a compiler."""
+    folder, lock = library.sources[0].parent, threading.Lock()
+    running, most, all_begun = 0, 0, threading.Barrier(cores)
+    make = compile._make
+
+    def counted(target: Path, command: list[str]) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        if "-c" in command:
+            all_begun.wait(60)  # as many as may begin at once, and no fewer
+        make(target, command)
+        with lock:
+            running -= 1
+
+    monkeypatch.setattr(compile, "core_count", lambda: cores + more)
+    monkeypatch.setattr(compile, "available_nbytes", lambda: room)
+    monkeypatch.setattr(compile, "_make", counted)
+    sources = [folder / f"{n}.cpp" for n in range(2 * cores)]
+    for path in sources:
+        path.write_text(f'extern "C" int f{path.stem}() {{ return 0; }}\n')
+    load_library(Library("many", tuple(sources), FLAGS))
+    assert most == cores

@@ -36,20 +36,6 @@ def test_weights_come_before_their_first_turn_and_leave_after_the_last(pieces: i
     assert not here and set(opened.values()) <= {block.fetches}
 
 
-@given(st.integers(0, 6), st.integers(1, 3), st.integers(1, 4))
-def test_a_second_graph_reads_what_the_first_brought(pieces: int, count: int, beside: int) -> None:
-    found = list(turns(pieces, Block(count), beside))
-    for graph, size in ((0, count), (1, beside)):
-        for k in range(size):
-            assert [t.piece for t in found if (t.graph, t.micro_batch) == (graph, k)] == list(range(pieces))
-    assert [t.piece for t in found] == sorted(t.piece for t in found)
-    for piece in range(pieces):
-        here = [t for t in found if t.piece == piece]
-        assert [t.graph for t in here] == [0] * count + [1] * beside
-        assert [t.opens for t in here] == [True] + [False] * (count + beside - 1)
-        assert [t.closes for t in here] == [False] * (count + beside - 1) + [True]
-
-
 @given(st.integers(0, 6), st.integers(0, 3), blocks)
 def test_the_last_pieces_are_behind_all_others(pieces: int, last: int, block: Block) -> None:
     found = list(turns(pieces + last, block, last=last))

@@ -10,6 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from forebay.kernels import operators
+from forebay.rewriter.capture.cache_name import find_cache
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
 from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, weight_name
@@ -304,8 +305,10 @@ def test_a_window_in_a_layer_of_full_attention_is_refused():
 
 
 def test_chunks_need_their_size():
+    config = FAMILIES["llama4"]()
+    config.attention_chunk_size = None
     with pytest.raises(CaptureError, match="chunked_attention but no attention_chunk_size"):
-        capture_model(FAMILIES["llama4"](attention_chunk_size=None))
+        capture_model(config)
 
 
 def test_layers_are_of_one_kind_where_their_attention_sees_the_same():
@@ -322,9 +325,8 @@ def test_a_layer_that_counts_cached_tokens_is_refused(monkeypatch):
 
     plain = LlamaAttention.forward
 
-    def counting(self, hidden_states, past_key_values=None, **kwargs):
-        return plain(self, hidden_states * (1 + past_key_values.get_seq_length()), past_key_values=past_key_values,
-                     **kwargs)
+    def counting(self, hidden_states, **kwargs):
+        return plain(self, hidden_states * (1 + find_cache(kwargs).get_seq_length()), **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward", counting)
     with pytest.raises(CaptureError, match="number of cached tokens"):

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import forebay.rewriter.checkpoints.write_tensors as writing
-from forebay.rewriter.checkpoints.checkpoint import DTYPES, CheckpointError, open_checkpoint, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import DTYPES, read_tensor
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.write_tensors import write_tensors
 from forebay.runtime.disk.page_cache import in_page_cache_filesystem, resident_nbytes
 

@@ -13,14 +13,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
+from transformers import GPTJConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
 
 import forebay
 from forebay.commands.prompts import JobError, load_tokenizer
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
-from forebay.rewriter.checkpoints.config import meta_model, read_config
+from forebay.rewriter.capture.language_model import CaptureError, capture_model
+from forebay.rewriter.checkpoints.config import meta_model, read_config, read_generation_config
 from forebay.rewriter.checkpoints.gguf import convert_gguf
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.checkpoints.records import CheckpointError
 from tests.rewriter.checkpoints.test_gguf import write_model
 
 ROOT = Path(forebay.__file__).parents[2]
@@ -172,7 +174,8 @@ def test_the_folder_of_the_fixture_would_run_its_code_if_it_were_trusted(planted
 @pytest.mark.parametrize(("name", "value"), [
     ("num_hidden_layers", 1_000_000), ("num_hidden_layers", 10**30), ("num_hidden_layers", 1e9), ("n_layer", 1 << 40),
     ("hidden_size", 1 << 40), ("vocab_size", 1 << 50), ("intermediate_size", 1 << 45), ("num_attention_heads", 1 << 33),
-    ("head_dim", 1 << 33), ("num_local_experts", 1 << 33),
+    ("head_dim", 1 << 33), ("num_local_experts", 1 << 33), ("num_local_experts", 2000), ("moe_num_experts", 2000),
+    ("num_nextn_predict_layers", 2000), ("depths", [1, 2000]), ("num_codebooks", 1e9), ("altup_num_inputs", 10**8),
 ])
 def test_sizes_that_no_tensor_bears_out_are_refused_before_anything_is_built(
     planted: Planted, monkeypatch: pytest.MonkeyPatch, name: str, value: float
@@ -189,3 +192,30 @@ def test_sizes_that_no_tensor_bears_out_are_refused_before_anything_is_built(
         with pytest.raises(CheckpointError, match=rf"config.json: {name} is "):
             quantize_model(planted.folder, planted.folder.with_name("out"), Wish("w8g32"))
         (planted.folder / "config.json").write_text(json.dumps(known))
+
+
+@pytest.mark.parametrize("value", [1_000_000, 10**8, 1e8])
+def test_labels_that_a_config_only_counts_are_refused(planted: Planted, value: float) -> None:
+    """transformers makes a name for each, a kilobyte of memory; those that a config spells out are as long as it is."""
+    planted.write("config.json", num_labels=value)
+    (planted.folder / "generation_config.json").unlink()  # then it is made of config.json
+    for read in (lambda: read_config(planted.folder), lambda: forebay.wrap(planted.folder, "device=1MiB"),
+                 lambda: read_generation_config(planted.folder)):
+        with pytest.raises(CheckpointError, match=r"config.json: num_labels is 1.*, more than any model has"):
+            read()
+    planted.write("config.json", num_labels=3, id2label={str(i): "layers" for i in range(3)}, label2id={"layers": 9999})
+    assert read_config(planted.folder).num_labels == 3
+
+
+def test_numbers_that_size_nothing_may_be_large(planted: Planted) -> None:
+    """Parameters that are counted for readers, positions that are computed, and what a tiny model has by default."""
+    planted.write("config.json", num_parameters=10**12, rope_theta=10**9, max_position_embeddings=10_485_760,
+                  sliding_window=1 << 30, max_window_layers=1000, layer_norm_eps=1e-6, seed=1 << 62, block_size=1 << 20)
+    assert read_config(planted.folder, open_checkpoint(planted.folder).tensors).max_position_embeddings == 10_485_760
+
+
+def test_tables_that_no_checkpoint_holds_are_bounded() -> None:
+    """GPT-J computes a row of sines for each position when it is made."""
+    config = GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8, n_positions=1 << 24)
+    with pytest.raises(CaptureError, match=r"tables that no checkpoint holds.*embed_positions of \[16777216, 8\]"):
+        capture_model(config)

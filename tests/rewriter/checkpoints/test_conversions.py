@@ -10,8 +10,8 @@ from tiny_gguf import write_model
 from typer.testing import CliRunner
 
 from forebay.commands.app import app
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.conversions import delete_conversion, list_conversions
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import held, resolve_model
 
 

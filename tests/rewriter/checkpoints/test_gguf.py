@@ -13,9 +13,10 @@ from tiny_gguf import write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import forebay.rewriter.checkpoints.write_tensors as writing
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from forebay.rewriter.checkpoints.gguf import convert_gguf
 from forebay.rewriter.checkpoints.gguf_keys import ARCHITECTURES
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.records import CheckpointError
 
 
 def loaded_by_transformers(path) -> dict[str, torch.Tensor]:

@@ -13,11 +13,11 @@ import torch
 from tiny_gguf import write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.gguf import convert_gguf
 from forebay.rewriter.checkpoints.gguf_config import read_gguf_config
 from forebay.rewriter.checkpoints.gguf_header import read_gguf
 from forebay.rewriter.checkpoints.gguf_repack import open_gguf
+from forebay.rewriter.checkpoints.records import CheckpointError
 
 
 def config_of(folder: Path, architecture: str, **options: Any) -> Any:

@@ -12,10 +12,12 @@ import pytest
 import torch
 from tiny_gguf import write_model
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.conversions import list_conversions
 from forebay.rewriter.checkpoints.gguf_header import gguf_parts, read_gguf
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import packed_copy, resolve_model
 
 

@@ -14,11 +14,11 @@ from tiny_gguf import write_model
 from transformers import AutoModelForCausalLM
 
 from forebay.rewriter.checkpoints import gguf_keys as keys
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.gguf_config import gguf_model
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader, read_gguf
 from forebay.rewriter.checkpoints.gguf_keys import ARCHITECTURES, HARMLESS, NEUTRAL, SAME_IN_WINDOWS
 from forebay.rewriter.checkpoints.gguf_tensors import place_tensors
+from forebay.rewriter.checkpoints.records import CheckpointError
 
 IDS = torch.tensor([[3, 40, 50, 60] * 12])  # longer than the window of 32
 # Another value of each key than the tiny file's and than the default.

@@ -11,12 +11,12 @@ import torch
 from tiny_gguf import write_model
 from transformers import AutoModelForCausalLM
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.gguf import convert_gguf
 from forebay.rewriter.checkpoints.gguf_config import gguf_model
 from forebay.rewriter.checkpoints.gguf_header import read_gguf
 from forebay.rewriter.checkpoints.gguf_repack import open_gguf
 from forebay.rewriter.checkpoints.gguf_tensors import place_tensors
+from forebay.rewriter.checkpoints.records import CheckpointError
 
 QKV = {f"blk.{i}.attn_{x}.bias": n for i in range(2) for x, n in (("q", 64), ("k", 32), ("v", 32))}
 OUT = {f"blk.{i}.attn_output.bias": 64 for i in range(2)}

@@ -21,9 +21,10 @@ from forebay.api import wrap
 from forebay.kernels.formats.packing import unpack_rows
 from forebay.kernels.quantization.quantize.reference import dequantize_reference
 from forebay.rewriter.checkpoints import resolve
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from forebay.rewriter.checkpoints.grouped import grouped_tensors, read_scheme
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import resolve_model
 
 SHAPE = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -396,3 +397,44 @@ def test_tensors_that_every_loader_makes_anew_may_lie_beside(tmp_path: Path) -> 
         {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
     with wrap(tmp_path / "model", "8MB", prompt=8, new_tokens=2) as lm:
         assert lm(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_a_quantized_head_leaves_the_embedding_its_values(tmp_path: Path, method: str) -> None:
+    """Whatever the config ties: codes of a head are never the embedding."""
+    values = make(tmp_path / "model", method)
+    parts, head = quantized(method, 4, 64, True, 64, 128, torch.float16)
+
+    def change(stored: dict[str, torch.Tensor]) -> None:
+        del stored["lm_head.weight"]
+        stored.update({f"lm_head.{part}": tensor for part, tensor in parts.items()})
+
+    change_tensors(tmp_path / "model", change)
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    found = open_checkpoint(resolve_model(tmp_path / "model")).tensors
+    embedding = load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(read_dequantized(found["model.embed_tokens.weight"]), embedding)
+    assert torch.equal(read_dequantized(found["lm_head.weight"]).double(), head.half().double())
+    assert values.keys() < found.keys()
+    with wrap(tmp_path / "model", "8MB", prompt=8, new_tokens=2) as lm:
+        assert {"lm_head.weight", "model.embed_tokens.weight"} <= lm.captured.weights.keys()
+
+
+def test_a_matrix_stored_quantized_and_plain_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "model", "gptq")
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_tensors(tmp_path / "model", lambda stored: stored.update({name: torch.ones(256, 128).half()}))
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} is stored twice, quantized and otherwise"):
+        resolve_model(tmp_path / "model")
+
+
+def test_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
+    """AutoGPTQ stored one for each matrix, whether the model had it or not."""
+    make(tmp_path / "model", "gptq")
+    change_tensors(tmp_path / "model", lambda stored: stored.update(
+        {f"model.layers.{i}.self_attn.q_proj.bias": torch.zeros(128).half() for i in range(2)}))
+    assert not any(name.endswith("bias") for name in open_checkpoint(resolve_model(tmp_path / "model")).tensors)
+    change_tensors(tmp_path / "model", lambda stored: stored["model.layers.1.self_attn.q_proj.bias"].__setitem__(7, 1))
+    with pytest.raises(CheckpointError, match=r"no place for model\.layers\.1\.self_attn\.q_proj\.bias, "):
+        resolve_model(tmp_path / "model")

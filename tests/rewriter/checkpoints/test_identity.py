@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from forebay.rewriter.checkpoints.identity import (
     MOST_SAMPLES,
     changed_file,
@@ -18,6 +17,8 @@ from forebay.rewriter.checkpoints.identity import (
     states_checksum,
     tokenizer_checksum,
 )
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.runtime.disk.page_cache import resident_nbytes
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.grouped import METHODS, Scheme, quantization_settings, read_scheme
+from forebay.rewriter.checkpoints.records import CheckpointError
 from tests.rewriter.checkpoints.test_grouped import settings
 
 AUTOGPTQ = {

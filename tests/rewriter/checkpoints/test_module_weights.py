@@ -14,8 +14,9 @@ from torch import nn
 
 import forebay.rewriter.checkpoints.write_tensors as writing
 from forebay.rewriter.checkpoints import module_weights as spill
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.module_weights import PREFIX, spill_module, spill_tensors
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.runtime.disk.chunks import Read
 from forebay.runtime.disk.page_cache import in_page_cache_filesystem, resident_nbytes
 from forebay.runtime.disk.reader import open_reader

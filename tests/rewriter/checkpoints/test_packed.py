@@ -20,18 +20,19 @@ from forebay.kernels.formats import packing
 from forebay.kernels.formats.table import symmetric_name
 from forebay.kernels.quantization.quantize.operator import dequantize, quantize
 from forebay.rewriter.checkpoints import packed_writer as quantized_writer
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.gguf import convert_gguf
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import (
     FILLER,
     MANIFEST,
     UNFINISHED,
     manifest_checksum,
     open_quantized,
-    parse_format,
     read_dequantized,
 )
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.checkpoints.records import CheckpointError, parse_format
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 
 pytestmark = pytest.mark.usefixtures("private_cache")  # notes on verified checkpoints are kept there

@@ -14,8 +14,10 @@ from tiny_gguf import write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from forebay.rewriter.checkpoints import resolve as demo
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import read_tensor
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf, resolve_model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,22 +95,6 @@ def test_caches_off_the_device_where_more_places_take_less_time_a_sequence() -> 
     assert sequence_time_s(plan) < 0.7 * sequence_time_s(on_device)
     assert sum(plan.arenas.values()) <= 32 << 20
     assert not planned(1 << 30).schedule.block.staged
-
-
-@pytest.mark.usefixtures("planned_with_our_kernels")
-def test_prefill_steps_decode_as_well_where_that_is_faster() -> None:
-    """Which of both plans is faster the link decides: a slow one hides the chunks."""
-    job, budget, joined = Workload(100, 60, 40), 1_800_000, []
-    for bytes_per_s in (2e7, 1e12):
-        machine = Machine.default()
-        links = tuple(replace(link, bandwidth_bytes_per_s=bytes_per_s) for link in machine.links)
-        machine = replace(machine, links=links)
-        chosen, forced = (plan_places(graphs, Budget(budget), job, Wishes(cache_tier="device", joined=wish), machine,
-                                      Switches(), 16)[1] for wish in (False, True))
-        assert forced.schedule.block.joined and sequence_time_s(chosen) <= sequence_time_s(forced)
-        assert chosen.prediction.streamed_nbytes > 0
-        joined.append(chosen.schedule.block.joined)
-    assert joined == [True, False]
 
 
 def test_places_with_caches_on_several_tiers() -> None:

@@ -113,7 +113,7 @@ def test_caches_off_the_device_keep_their_shares_in_such_steps() -> None:
         assert len(loads) == staged
 
 
-@pytest.mark.parametrize("block", [Block(1, entering=1), Block(2, entering=2), Block(2, entering=1, joined=True)])
+@pytest.mark.parametrize("block", [Block(1, entering=1), Block(2, entering=2)])
 def test_steps_over_all_places_check_drafts_where_sequences_enter(block: Block) -> None:
     """They are decode steps, of all places; a prompt's are of those that enter, whose rows alone are staged."""
     work = Workload(4, 40, 24)

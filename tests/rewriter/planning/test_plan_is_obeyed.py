@@ -36,9 +36,9 @@ LENDING = Workload(batch=2, prompt=40, new_tokens=4)
 RECORDS = ("plan.machine", "plan.prediction")
 BLOCKS = {"row": Block(2, "row"), "cache on disk": Block(2, "zigzag", "disk", 16, 3),
           "cache in shares": Block(2, "zigzag", "disk", 16, 3, 1, 1), "entering": Block(2, entering=1),
-          "joined": Block(2, entering=1, joined=True), "hidden on disk": Block(2, hidden="disk", hidden_slots=1),
+          "hidden on disk": Block(2, hidden="disk", hidden_slots=1),
           "speculative": Block(speculative_steps=(6, 3)),
-          "speculative in places": Block(2, entering=1, joined=True, speculative_steps=(6, 3))}
+          "speculative in places": Block(2, entering=1, speculative_steps=(6, 3))}
 EVERY = os.environ.get("FOREBAY_TEST_ALL") == "1"
 LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 

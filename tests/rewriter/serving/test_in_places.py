@@ -19,7 +19,7 @@ from forebay.rewriter.serving.in_places import in_places
 from forebay.rewriter.serving.traffic import Arrival, Traffic, TrafficError, arrivals
 from forebay.runtime.run.places import Asked, answer_arriving
 
-TIMES = StepTimes(4, 1, 32, 48, False, (16, 8), {1: (0.5, 0.5), 8: (1.0, 1.0), 16: (1.75, 1.75)})
+TIMES = StepTimes(4, 1, 32, 48, (16, 8), {1: (0.5, 0.5), 8: (1.0, 1.0), 16: (1.75, 1.75)})
 
 
 class ClockedSession:
@@ -28,7 +28,7 @@ class ClockedSession:
     renewed_at = 0
 
     def __init__(self, times: StepTimes) -> None:
-        block = Block(entering=times.entering, joined=times.joined)
+        block = Block(entering=times.entering)
         work = Workload(times.places, times.prompt, times.context - times.prompt + 1)
         self.plan = Plan("f", "m", Limits(1 << 20), work, Schedule(prefill_chunks=times.chunks, block=block), ())
         self.times, self.now = times, 0.0
@@ -37,9 +37,6 @@ class ClockedSession:
         rows, tokens = inputs["input_ids"].shape
         self.now += self.times.seconds[tokens][0]
         return torch.zeros(rows, 2)
-
-    def step_joined(self, inputs: Any, decoding: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.step(inputs), torch.zeros(self.times.places, 2)
 
 
 def run_by_the_loop(requests: Sequence[Arrival], times: StepTimes, turns: StepTurns) -> tuple[list[float], list[float]]:
@@ -75,9 +72,9 @@ def run_by_the_loop(requests: Sequence[Arrival], times: StepTimes, turns: StepTu
 
 
 @pytest.mark.parametrize("turns", [USUAL_TURNS, StepTurns(0.0, 1), StepTurns(0.0, 3), StepTurns(0.5, 2)])
-@pytest.mark.parametrize(("entering", "joined"), [(1, False), (2, False), (3, False), (1, True), (2, True)])
-def test_the_simulation_is_what_the_loop_does(entering: int, joined: bool, turns: StepTurns) -> None:
-    times = replace(TIMES, entering=entering, joined=joined)
+@pytest.mark.parametrize("entering", [1, 2, 3])
+def test_the_simulation_is_what_the_loop_does(entering: int, turns: StepTurns) -> None:
+    times = replace(TIMES, entering=entering)
     for seed, rate in enumerate((0.05, 0.4, 3.0)):
         chance = random.Random(seed)
         requests = [replace(r, prompt=chance.randint(1, 32), output=chance.randint(1, 16))
@@ -93,9 +90,6 @@ def test_what_steps_see_takes_time() -> None:
     prefill = 4.0 + 16 + 2.0 + 20  # seconds a token that one place sees: 1
     assert list(run.first) == pytest.approx([prefill])
     assert list(run.last) == pytest.approx([prefill + 2 * 1.0 + 0.25 * (21 + 22)])
-    joined = replace(times, joined=True)
-    two = in_places([Arrival(0.0, 16, 3), Arrival(0.1, 8, 1)], joined)
-    assert two.first[1] - two.first[0] == pytest.approx(2.0 + 48 * (8 + 17) / (5 * 48))  # decodes beside the chunk
 
 
 def test_goals_of_answers_hold_chunks_up() -> None:

@@ -55,6 +55,9 @@ def test_two_environments_have_a_profile_each(
         with monkeypatch.context() as other:
             other.setattr(measuring, name, lambda value=value: value)
             assert machine_cache_path(tmp_path) != first
+    with monkeypatch.context() as other:
+        other.setattr(kept, "memory_limit_nbytes", lambda: 1 << 30)
+        assert machine_cache_path(tmp_path) != first, "what a container has is not what its machine has"
     monkeypatch.setattr("torch.get_num_threads", lambda: 99)
     assert machine_cache_path(tmp_path) != first
 

@@ -17,15 +17,12 @@ import torch
 import transformers
 from budgets import operators_nbytes
 from families import gemma2, gpt2, llama, opt
-from hypothesis import given
-from hypothesis import strategies as st
 from late import make_late
 from opened import open_rewritten
 
 from forebay.api import LanguageModel
-from forebay.rewriter.ir.cache_layout import DECODING
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict, validate
-from forebay.rewriter.ir.program import Copy, Wait
+from forebay.rewriter.ir.program import Wait
 from forebay.rewriter.ir.turns import USUAL_TURNS
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
@@ -36,7 +33,6 @@ from forebay.runtime.run.places import (
     answer_all,
     answer_arriving,
     entering,
-    from_both_ends,
 )
 from forebay.runtime.run.sampling import Sampling
 
@@ -46,7 +42,6 @@ PLACES, PROMPT, NEW, COUNT = 6, 14, 9, 17
 GREEDY = Sampling()
 DRAWN = Sampling(True, 1.3, 40, 0.95)
 DISK = {"cache_tier": "disk", "cache_tokens": 4}
-JOINED = {"joined": True}
 HOST_NBYTES = 1 << 22
 STAGED = [  # every way that places' caches move, and who attends over them
     DISK | {"micro_batches": 2}, DISK | {"cache_tier": "host", "micro_batches": 2},
@@ -122,9 +117,6 @@ def answers(
 @pytest.mark.parametrize(("name", "more"), [
     ("llama", {"entering": 2}), ("llama", {"entering": 6}), ("llama", {"entering": 1, "prefill_chunk": 14}),
     ("llama", {"entering": 4, "micro_batches": 3}), ("opt", {"entering": 3}), ("gpt2", {"entering": 2}),
-    ("llama", {"entering": 1} | JOINED), ("llama", {"entering": 2, "micro_batches": 3} | JOINED),
-    ("llama", {"entering": 6, "prefill_chunk": 14} | JOINED), ("opt", {"entering": 1, "micro_batches": 2} | JOINED),
-    ("gpt2", {"entering": 2} | JOINED), ("gemma2", {"entering": 1} | JOINED),
     ("gemma2", {"entering": 2}), ("gemma2", {"entering": 3, "micro_batches": 2, "order": "row"}),
     ("llama", {"entering": 2, "micro_batches": 2} | DISK), ("llama", {"entering": 5, "micro_batches": 3} | DISK),
     ("gemma2", {"entering": 2, "micro_batches": 3, "order": "row"} | DISK),
@@ -137,7 +129,6 @@ def test_answers_are_those_of_each_prompt_alone(
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
     with case.language_model(3.0 if name == "opt" else 1.6, **more) as lm:
-        assert lm.plan.schedule.block.joined is more.get("joined", False)
         assert entering(lm.plan) == more.get("entering", 0) and lm.plan.workload.batch == PLACES
         assert answers(lm, case.asked())[0] == case.expected()
         assert answers(lm, case.asked(), eos=case.eos)[0] == case.expected(case.eos)
@@ -166,7 +157,7 @@ def test_draws_are_a_prompts_own(cases: Callable[[str], Case]) -> None:
 
 
 @pytest.mark.parametrize("more", [
-    {"entering": 2}, {"entering": 1} | JOINED, {"entering": 3, "micro_batches": 2} | DISK])
+    {"entering": 2}, {"entering": 3, "micro_batches": 2} | DISK])
 def test_sequences_may_arrive_at_any_step(cases: Callable[[str], Case], more: dict[str, Any]) -> None:
     """Some drawn beside greedy ones, some that nobody wants on after a token or three; they enter as they come."""
     case, chance = cases("llama"), random.Random(11)
@@ -204,7 +195,7 @@ def test_sequences_do_not_arrive_where_all_begin_together(cases: Callable[[str],
         answer_arriving(lm.session, lambda free, idle: None, on_next=lambda *_: True, on_end=lambda *_: None)
 
 
-@pytest.mark.parametrize("more", [{}, JOINED, *STAGED])
+@pytest.mark.parametrize("more", [{}, *STAGED])
 def test_copies_that_overtake_each_other(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
@@ -216,7 +207,7 @@ def test_copies_that_overtake_each_other(
         assert answers(lm, case.asked(), eos=case.eos)[0] == case.expected(case.eos)
 
 
-@pytest.mark.parametrize("more", [{}, JOINED, *STAGED])
+@pytest.mark.parametrize("more", [{}, *STAGED])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_without_any_one_wait_a_step_is_refused(
     cases: Callable[[str], Case], more: dict[str, Any], tokens: int
@@ -233,43 +224,6 @@ def test_without_any_one_wait_a_step_is_refused(
                 verify_program(replace(program, step=tuple(rest)))
                 verify_program(replace(program, step=tuple(
                     item for k, item in enumerate(program.step) if k not in (*earlier, i))))
-
-
-def test_a_joined_step_brings_weights_once(cases: Callable[[str], Case]) -> None:
-    """For the chunk of those that enter and for a token of every place; both stand in its Program."""
-    with cases("llama").language_model(1.2, entering=1, **JOINED) as lm:
-        one, both = (lm._pipeline.program(lm.plan, tokens) for tokens in (1, 5))
-        brought = [[(item.label, item.dst) for item in program.step if isinstance(item, Copy) and item.stream == "disk"]
-                   for program in (one, both)]
-        assert brought[0] == brought[1] and len(brought[0]) > 3
-        decoding = [launch.label for launch in both.launches() if launch.label.startswith(DECODING)]
-        assert decoding == [DECODING + launch.label for launch in one.launches()]
-        assert {DECODING + name for name in one.inputs} == {name for name in both.inputs if name.startswith(DECODING)}
-
-
-def test_chunks_suffice_for_places_of_a_joined_plan(cases: Callable[[str], Case]) -> None:
-    """A token of all others beside each chunk: no step prefills alone once places are taken."""
-    case = cases("llama")
-    lengths = [2, NEW, 3, 2] * 15
-    asked = [Asked(case.prompts[i % COUNT], new) for i, new in enumerate(lengths)]
-    seen: list[WorkDone] = []
-    with case.language_model(4.0, entering=1, prefill_chunk=PROMPT, **JOINED) as lm:
-        work = answer_all(lm.session, asked, GREEDY, on_end=lambda number, tokens: None,
-                          on_step=lambda work: seen.append(replace(work)))
-    assert work.prefills == len(asked) and sum(lengths) == work.tokens
-    alone = [b for a, b in itertools.pairwise(seen) if a.decodes == b.decodes]
-    assert len(alone) < 10 and work.decodes < len(asked) + NEW
-    assert sum(b.tokens - a.tokens > 1 for a, b in itertools.pairwise(seen) if b.prefills > a.prefills) > 40
-
-
-@given(st.integers(0, 40), st.integers(1, 7))
-def test_neighbours_enter_together_from_both_ends(count: int, together: int) -> None:
-    order = from_both_ends(range(count), together)[::-1]
-    assert sorted(order) == list(range(count))
-    groups = [order[at : at + together] for at in range(0, count, together)]
-    assert all(max(group) - min(group) == len(group) - 1 for group in groups)
-    middles = [sum(a) + sum(b) for a, b in itertools.pairwise(groups[: count // together])]
-    assert not middles or max(middles) - min(middles) <= together**2
 
 
 def test_places_are_taken_as_they_are_left(cases: Callable[[str], Case]) -> None:

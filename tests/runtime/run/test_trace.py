@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 import time
 import tracemalloc
@@ -146,3 +147,23 @@ def test_a_traced_step_shows_every_launch_and_every_read(tmp_path: Path) -> None
     assert plan.prediction.streamed_nbytes > 0
     for lane, _, start, end in spans:
         assert start <= end, lane
+
+
+@pytest.mark.parametrize("before", [None, "an older trace"])
+def test_a_trace_that_finds_no_room_is_named_and_leaves_no_half(tmp_path: Path, before: str | None) -> None:
+    """The system allows fewer bytes than it takes, as a full disk does."""
+    path = tmp_path / "trace.json"
+    if before is not None:
+        path.write_text(before)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            write_trace(path, [("lane", "label", i, i + 1) for i in range(10_000)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.filename == str(path)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [
+        ("trace.json", text) for text in (before,) if text]
+    write_trace(path, [("lane", "label", 0, 1)])
+    assert json.loads(path.read_text())["traceEvents"]

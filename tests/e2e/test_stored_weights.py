@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from families import gpt2, llama
+from families import gpt2, gpt_neox, llama
 from safetensors.torch import load_file, save_file
+from tiny_gguf import write_model
 
 from forebay.api import wrap
 from forebay.exported.export import export
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from forebay.open_model import open_model
+from forebay.rewriter.capture.language_model import CaptureError
+from forebay.rewriter.checkpoints import match_weights, quantize, resolve
 from forebay.rewriter.checkpoints.match_weights import warn_once
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_quantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.checkpoints.records import CheckpointError
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 IDS = torch.tensor([[3, 5, 8, 13]])
@@ -133,3 +139,94 @@ def test_a_weight_of_an_exotic_dtype_is_refused_by_name(tmp_path: Path) -> None:
     for attempt in (logits, lambda folder: quantize_model(folder, tmp_path / "q", Wish("w8g64"))):
         with pytest.raises(CheckpointError, match=rf"{name} has dtype 'F8_E4M3FNUZ'"):
             attempt(folder)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_the_head_of_a_gguf_file_is_the_one_it_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, dequantize: bool
+) -> None:
+    """Expanded or kept packed; without an output tensor it is the embedding."""
+    import transformers
+
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(resolve, "cache_folder", lambda: tmp_path / "cache")
+    write_model(tmp_path / "m.gguf", "llama", tied, kinds=("F32",))
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+        expected = model.eval()(IDS).logits
+    with wrap(tmp_path / "m.gguf", "8MB", prompt=8, new_tokens=2, dequantize=dequantize) as lm:
+        assert (lm(IDS).logits - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("head", ["loaded apart", "tied by hand"])
+def test_a_module_keeps_the_ties_that_it_has(tmp_path: Path, head: str) -> None:
+    """transformers unties a head that was stored with other values, and its config goes on to say that it is tied."""
+    import transformers
+
+    folder = saved(tmp_path, llama(2, tie_word_embeddings=False), {"tie_word_embeddings": head == "loaded apart"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    if head == "tied by hand":
+        model.lm_head.weight = model.model.embed_tokens.weight
+    with torch.no_grad():
+        expected = model(IDS).logits
+    with wrap(model, "8MB", prompt=8, new_tokens=2) as lm:
+        assert (HEAD in lm.captured.weights) == (head == "loaded apart")
+        torch.testing.assert_close(lm(IDS).logits, expected, rtol=1e-4, atol=1e-5)  # of steps captured anew
+
+
+def test_the_old_and_the_new_name_of_one_weight_must_agree(tmp_path: Path) -> None:
+    """GPT-NeoX's head was called embed_out: both names are one weight to the model."""
+    folder = saved(tmp_path / "model", gpt_neox(1))
+    value = load_file(folder / "model.safetensors")["embed_out.weight"]
+    saved(folder, gpt_neox(1), {}, (), **{HEAD: value + 1})
+    for attempt in (logits, lambda folder: quantize_model(folder, tmp_path / "q", Wish("w8g64"))):
+        with pytest.raises(CheckpointError, match=r"(embed_out|lm_head)\.weight are one weight to the model"):
+            attempt(folder)
+
+
+@pytest.mark.parametrize("kind", ["T5Config", "ViTConfig"])
+def test_models_of_another_kind_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """With a tied embedding, or without the word; no class of ours is asked for either."""
+    import transformers
+
+    config = getattr(transformers, kind)(num_hidden_layers=1, num_layers=1, num_decoder_layers=1)
+    config.save_pretrained(tmp_path / "model")
+    save_file({name: torch.zeros(1000, 100) for name in "abcd"}, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(CaptureError, match=f"'{config.model_type}' is not a causal language model"):
+        open_model(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"config\.json does not describe a causal language model"):
+        quantize_model(tmp_path / "model", tmp_path / "q", Wish("w8g64"))
+
+
+def test_tensors_that_nobody_reads_do_not_choose_the_dtype(tmp_path: Path) -> None:
+    folder = saved(tmp_path, llama(1, dtype=torch.bfloat16), {}, (), **{"vision.weight": torch.ones(300, 1000)})
+    assert open_model(folder)[0].dtype == torch.bfloat16
+
+
+def test_equal_copies_are_compared_once_while_their_file_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path, llama(1, tie_word_embeddings=True))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, folder / "model.safetensors", {"format": "pt"})
+    read: list[str] = []
+    plain = match_weights.read_tensor
+    monkeypatch.setattr(match_weights, "read_tensor", lambda record: read.append(record.name) or plain(record))
+    assert HEAD not in open_model(folder)[0].weights and sorted(read) == [HEAD, EMBEDDING]
+    assert HEAD not in open_model(folder)[0].weights and len(read) == 2
+    save_file(tensors | {HEAD: tensors[EMBEDDING] + 1}, folder / "model.safetensors", {"format": "pt"})
+    assert HEAD in open_model(folder)[0].weights and len(read) == 4
+
+
+def test_a_quantized_folder_with_a_tensor_nobody_reads_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of our own format, as another release may write it."""
+    name = "model.layers.0.mlp.act.scales"
+    extra = PendingTensor(name, torch.float32, (4,), lambda: (None, iter([torch.ones(4)])))
+    monkeypatch.setattr(quantize, "write_quantized", lambda out, items, *rest, **options: write_quantized(
+        out, [*items, extra], *rest, **options))
+    out = quantize_model(saved(tmp_path / "model", llama(1)), tmp_path / "q", Wish("w8g32")).folder
+    with pytest.raises(CheckpointError, match=f"no place for {name}, and the quantized weights may count on it"):
+        open_model(out)

@@ -1,0 +1,76 @@
+"""What is known of a stored tensor: where it lies, and what its bytes mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.formats.table import Format, weight_format
+from forebay.rewriter.ir.printable import PrintableError
+
+
+class CheckpointError(PrintableError, ValueError):
+    """A checkpoint that cannot be read or written; the message says why and what to do."""
+
+
+def parse_format(name: str) -> Format:
+    """The weight format of that name. CheckpointError for a name that is none."""
+    try:
+        return weight_format(name)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What the rows of a quantised weight mean: a matrix of `shape` and `dtype` in the model, groups along its inputs.
+
+    `transposed`: the model holds it as [inputs, outputs] (GPT-2's Conv1D); rows are outputs always. Whether rows have
+    lows is in the format's name.
+    """
+
+    format: str
+    bits: int
+    group_size: int
+    scale_dtype: torch.dtype
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    transposed: bool = False
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[0] if self.transposed else self.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[1] if self.transposed else self.shape[0]
+
+    @property
+    def rows(self) -> Packing:
+        """What the rows mean."""
+        return Packing(self.bits, self.in_features, self.group_size, self.scale_dtype,
+                       parse_format(self.format).symmetric)
+
+    @property
+    def row_nbytes(self) -> int:
+        return self.rows.row_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """Where one tensor lies: `nbytes` bytes at the absolute byte `offset` of the file `path`.
+
+    `dtype` and `shape` are those of the bytes; of a quantised weight, `packed` says what they mean. `opaque` names the
+    dtype of a tensor that nothing here computes with; `dtype` and `shape` are then those of plain bytes.
+    """
+
+    name: str
+    path: str
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    packed: Packed | None = None
+    opaque: str = ""

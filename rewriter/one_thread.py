@@ -1,0 +1,26 @@
+"""Work that one thread at a time does, because it changes what all threads share."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+# Whoever loads parts of transformers, or traces, holds it. transformers' modules take each other's place while they
+# are loaded, so that another thread finds half of them; building a model sets torch's default dtype and patches its
+# initialization; tracing patches the classes of modules. A thread that holds it may take it again.
+ONE_THREAD = threading.RLock()
+
+
+def one_thread(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+    """Make threads take turns in all functions with this decorator, and wherever ONE_THREAD is held."""
+
+    @functools.wraps(function)
+    def in_turn(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
+        with ONE_THREAD:
+            return function(*args, **kwargs)
+
+    return in_turn
