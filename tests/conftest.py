@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from selection import ALL, DURATIONS, KINDS, TESTS, checks_graphs, kind_of, longest_first, read_durations
+from selection import (
+    ALL,
+    DURATIONS,
+    KINDS,
+    TESTS,
+    checks_graphs,
+    kind_of,
+    longest_first,
+    mark_uncovered,
+    read_durations,
+)
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's own functions look at it when they are imported
 
@@ -36,15 +46,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
     for kind, meaning in KINDS.items():
         config.addinivalue_line("markers", f"{kind}: {meaning}")
+    config.addinivalue_line("markers", "covering(strength): make test runs some of its cases (tests/selection.py)")
     if config.option.write_durations and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Durations())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with its kind, unless the test says another itself; order the longest files first."""
+    """Mark each test with its kind, unless it has one itself, and the cases that only `make test-all` runs; order the
+    longest files first."""
     for item in items:
         if not {mark.name for mark in item.iter_markers()} & (KINDS.keys() - {"all"}):
             item.add_marker(kind_of(item.path))
+    mark_uncovered(items)
     longest_first(items)
 
 

@@ -65,37 +65,47 @@ def longest_first(items: list[pytest.Item]) -> None:
     items.sort(key=key)
 
 
+def at_length(*case: Any) -> Any:
+    """A case for `parametrize` that runs in `make test-all` only."""
+    return pytest.param(*case, marks=pytest.mark.all)
+
+
 def beyond(cases: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
     """All `cases` for `parametrize`; those that are not among `kept` run in `make test-all` only."""
-    wanted = list(kept)
-    assert wanted, "make test would keep none"
-    found = [case if case in wanted else _for_all(case) for case in cases]
-    assert sum(case in wanted for case in found) >= len(wanted), "kept cases are among all cases"
-    return found
+    every, wanted = list(cases), list(kept)
+    strange = [case for case in wanted if case not in every]
+    assert wanted and not strange, f"cases that are none of all: {strange}"
+    return [case if case in wanted else at_length(*(case if isinstance(case, tuple) else (case,))) for case in every]
 
 
-def _for_all(case: Any) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.all)
+def mark_uncovered(items: Sequence[pytest.Item]) -> None:
+    """Leave cases of tests that are marked `covering(strength)` to `make test-all`. `make test` runs cases that have
+    each value of any parameter (strength 1), or each pair of values (strength 2)."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("covering") and not item.get_closest_marker("all"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        mark = of_test[0].get_closest_marker("covering")
+        assert mark is not None
+        cells = [tuple(map(repr, item.callspec.params.values())) for item in of_test]  # type: ignore[attr-defined]
+        chosen = covering(cells, mark.args[0])
+        for i, item in enumerate(of_test):
+            if i not in chosen:
+                item.add_marker("all")
 
 
-def pairwise(*choices: Sequence[Any]) -> list[Any]:
-    """The full product of `choices` for `parametrize`. `make test` runs some cells of it, in which each two choices
-    stand together."""
-    cells = list(itertools.product(*choices))
-    return beyond(cells, covering(cells))
+def covering(cells: Sequence[Cell], strength: int) -> list[int]:
+    """The places of some cells, among which each `strength` values that any cell has together stand together."""
+    def parts(cell: Cell) -> set[Any]:
+        return set(itertools.combinations(enumerate(cell), min(strength, len(cell))))
 
-
-def covering(cells: Sequence[Cell]) -> list[Cell]:
-    """Some of the cells, in which each two choices that any cell has together stand together."""
-    def pairs(cell: Cell) -> set[Any]:
-        return set(itertools.combinations(enumerate(cell), 2))
-
-    of_cell = {cell: pairs(cell) for cell in cells}
-    left, found = set[Any]().union(*of_cell.values()), []
+    of_cell = [parts(cell) for cell in cells]
+    left, found = set[Any]().union(*of_cell), []
     while left:
-        found.append(max(cells, key=lambda cell: len(of_cell[cell] & left)))
+        found.append(max(range(len(cells)), key=lambda i: len(of_cell[i] & left)))
         left -= of_cell[found[-1]]
-    return found
+    return sorted(found)
 
 
 def examples(most: int, usual: int = 25) -> Any:

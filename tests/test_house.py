@@ -225,12 +225,13 @@ def test_a_covering_sample_has_every_pair() -> None:
 
     choices = ("abcd", "xyz", (1, 2), (True, False))
     every = list(itertools.product(*choices))
-    sample = covering(every)
+    sample = [every[i] for i in covering(every, 2)]
     assert len(sample) < len(every) / 3
     for (i, some), (k, others) in itertools.combinations(enumerate(choices), 2):
         assert {(cell[i], cell[k]) for cell in sample} == set(itertools.product(some, others))
-    marked = [case for case in beyond(every, sample) if case not in every]
-    assert len(marked) == len(every) - len(sample)
+    few = [every[i] for i in covering(every, 1)]
+    assert [{cell[i] for cell in few} for i in range(4)] == [set(some) for some in choices] and len(few) == 4
+    assert sum(case in every for case in beyond(every, sample)) == len(sample)
     with pytest.raises(AssertionError):
         beyond(every, ["a case that is none of all"])
 

@@ -23,6 +23,7 @@ def test_a_share_between_is_the_best() -> None:
         at[i][0] / at[i][1] - balanced_share(found[0, 1], found[1, 1])))) <= 1, "within one step of the balance"
 
 
+@pytest.mark.all
 def test_the_faster_the_link_the_less_checkpoints_are_worth() -> None:
     work, gained = Workload(128, 512, 128), []
     for rate in (10e9, 25e9):

@@ -89,6 +89,7 @@ print(json.dumps([[kernel_audit.audit_case(c, a) == kernel_audit.audit_case(c, a
 """
 
 
+@pytest.mark.all
 def test_the_record_says_what_the_compiler_makes() -> None:
     """Five or so of its rows, others every day of the month, are compiled again."""
     if not audit_record.record_path().is_file():

@@ -61,6 +61,7 @@ def test_flexgen_ablations_have_the_right_sign_and_size() -> None:
             assert row.paper < own[0].paper and row.predicted < own[0].predicted, row.row
 
 
+@pytest.mark.all
 def test_the_planner_never_loses_to_the_papers_policy() -> None:
     for row in flexgen.planned():
         assert row.predicted >= row.paper, row.row

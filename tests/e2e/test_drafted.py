@@ -13,6 +13,7 @@ import transformers
 from budgets import WITH_KERNELS
 from e2e.drafting import Paying, refused
 from families import llama
+from selection import at_length
 from typer.testing import CliRunner
 
 from forebay import drafted
@@ -89,7 +90,7 @@ def test_tokens_are_those_of_the_model_alone(
         assert lm._session is None and lm.helper._session is None
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [at_length(False), True])
 def test_what_enters_places_has_drafts_too(
     llama_checkpoint: Any, smaller: Path, own: bool, begun: list[bool]
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_copy_in_fewer_bits_drafts_and_is_made_once_of_these_weights(
     assert states.pop(packed.folder.name) == "changed" and len(states) == 2
 
 
+@pytest.mark.all
 @WITH_KERNELS
 def test_a_draft_whose_tokens_seldom_stand_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What answers have shown counts for the next one, and for the next process; predicted times are a guess's."""

@@ -98,6 +98,7 @@ def test_packed_weights_of_an_fp32_model(tmp_path: Path, monkeypatch: pytest.Mon
     assert (found["NVIDIA H200"] - found["cpu"]).norm() < 1e-4 * found["cpu"].norm()
 
 
+@pytest.mark.all
 def test_a_quantised_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits are those of the CPU's kernels over such a cache, and the plan counts the shares of a decode step."""
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ import torch
 import transformers as T
 from budgets import attention_nbytes
 from on_ranks import Nursery
+from selection import at_length, covering
 
 import forebay
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
@@ -187,7 +188,15 @@ if MORE:
              for mesh in ("stages=4", "stages=2,tensor=2")]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, [*TWO, *MORE]), (4, [*FOUR, *MORE]), (8, EIGHT)])
+def each_once(cases: list[Case]) -> list[Case]:
+    """Some of the cases, in which each model, each mesh and each other option comes about."""
+    cells = [(case.kind, repr(case.wrapped.get("mesh")), repr({**case.wrapped, "mesh": ""})) for case in cases]
+    return [cases[i] for i in covering(cells, 1)]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [
+    (2, each_once(TWO)), (4, each_once(FOUR)), at_length(2, [*TWO, *MORE]), at_length(4, [*FOUR, *MORE]),
+    at_length(8, EIGHT)])
 def test_tokens_are_those_of_transformers(folder: Path, nursery: Nursery, ranks: int, cases: list[Case]) -> None:
     placed = _placed(folder, cases)
     by_rank = answers_of_ranks(nursery, ranks, placed)

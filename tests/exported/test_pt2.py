@@ -14,6 +14,7 @@ from conftest import Checkpointed
 from exported.clients import by_torch
 from families import FAMILIES, captured
 from networks import NETWORKS, evaluated
+from selection import beyond
 from torch.export import Dim
 
 import forebay
@@ -109,6 +110,7 @@ def test_progress_is_told_and_weights_are_mapped(
     assert len(weights) > 25 and [name for name in outside if name.endswith(".weight")] == []
 
 
+@pytest.mark.all
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_a_compiled_package_of_a_network(tmp_path: Path) -> None:
     """Two operators of ours and one of torch's, for another batch than it was traced for."""
@@ -121,7 +123,7 @@ def test_a_compiled_package_of_a_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-@pytest.mark.skipif(not ALL, reason="a package takes half a minute; FOREBAY_TEST_ALL=1 runs it")
+@pytest.mark.all
 def test_a_compiled_package_gives_the_tokens(tmp_path: Path) -> None:
     import transformers
 
@@ -153,7 +155,7 @@ def network(name: str) -> tuple[Any, TracedModule, torch.Tensor, list[torch.Tens
             [wanted] if isinstance(wanted, torch.Tensor) else list(wanted))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", beyond(NETWORKS, ("BERT", "U-Net")))
 def test_networks_that_are_no_language_models(name: str, tmp_path: Path) -> None:
     _, traced, x, wanted = network(name)
     save_program(tmp_path, traced.program(), None, lambda: None)

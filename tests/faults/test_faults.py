@@ -28,7 +28,7 @@ from forebay.rewriter.machine.profile import Machine, save_machine
 ROOT = Path(__file__).parents[2]
 ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "0"))
-SAMPLE = {"run": 4, "quantize": 8, "packed": 2, "job": 12, "spilled": 8, "generate": 12, "spill": 12, "compiled": 8,
+SAMPLE = {"run": 2, "quantize": 8, "packed": 2, "job": 8, "spilled": 8, "generate": 8, "spill": 8, "compiled": 8,
           "served": 8}
 PLANNING = ("run", "packed")  # that capture and plan each time
 COUNT = 3  # prompts

@@ -31,6 +31,7 @@ def flags_here() -> set[str]:
     return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
 
 
+@pytest.mark.all
 @pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("kind", KINDS if os.environ.get("FOREBAY_TEST_ALL") else ALWAYS)
 def test_kernels_for(kind: str) -> None:
