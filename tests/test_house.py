@@ -220,6 +220,20 @@ def test_every_kind_of_test_has_tests() -> None:
     assert kind_of(TESTS / "runtime/run/test_places.py") == "e2e" and kind_of(TESTS / "test_house.py") == "static"
 
 
+def test_what_make_test_leaves_out_is_listed() -> None:
+    """Each test that only make test-all runs has a row, which says what make test has in its place."""
+    page = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(\S+::\w+)` \| \S+", page, re.MULTILINE))
+    marked = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and "pytest.mark.all" in map(ast.unparse, node.decorator_list):
+                marked.add(f"{path.relative_to(ROOT / 'tests')}::{node.name}")
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+                assert "mark.all" not in ast.unparse(node.value), f"{path}: mark each test, so that the page names it"
+    assert len(marked) > 20 and listed == marked
+
+
 def test_a_covering_sample_has_every_pair() -> None:
     from selection import beyond, covering
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import socket
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 import torch
 import transformers as T
 from forked import start_code
-from selection import at_length
+from selection import ALL, at_length
 from typer.testing import CliRunner
 
 from forebay.commands.app import app
@@ -60,7 +59,7 @@ def launched(command: Sequence[str], told: Path) -> list[CompletedProcess[str]]:
     run, ranks, no_python, forebay, *arguments = command
     count = int(ranks.removeprefix("--nproc-per-node="))
     assert (run, no_python, forebay) == ("torchrun", "--no-python", "forebay")
-    if os.environ.get("FOREBAY_TEST_ALL"):
+    if ALL:
         python = [sys.executable, "-m", "torch.distributed.run", ranks, "-m", "forebay", *arguments]
         return [subprocess.run(python, capture_output=True, text=True, timeout=300, check=False)]
     with socket.socket() as free:

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from e2e.block_case import COUNT, NEW, PROMPT, Case
+from selection import ALL
 
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import verify_program
 
-DRAWN = 200 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 16
+DRAWN = 200 if ALL else 16
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "0"))
 CHOICES: dict[str, tuple[float, tuple[Any, ...]]] = {  # how often each is wished at all, and what of it
     "cache_tier": (0.85, ("device", "host", "host", "disk", "disk")), "micro_batches": (0.6, (1, 2, 3, 5, 7)),

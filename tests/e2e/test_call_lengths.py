@@ -6,7 +6,6 @@ FOREBAY_TEST_ALL=1 (`make test-all`) runs all with all."""
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import transformers
 from budgets import operators_nbytes
 from families import VOCAB, llama, phi3
 from opened import open_rewritten
+from selection import ALL
 
 from forebay.api import LanguageModel, wrap
 from forebay.rewriter.capture.cache_name import CACHE_NAME
@@ -39,7 +39,6 @@ CONFIGS = {
 }
 BATCHES = {"shorter": (9, 4), "one of two longer": (5, 30), "longer": (40, 33), "across": (20, 20),
            "one of two across": (7, 20), "across at the first token": (24, 11), "across at the last": (17, 3)}
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 
 
 def with_some(*lists: Sequence[Any]) -> list[tuple[str, Any]]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from e2e.block_case import COUNT, Case
 from late import make_late
-from selection import at_length
+from selection import ALL, at_length
 
 from forebay.commands.process_memory import anonymous_nbytes
 from forebay.rewriter.ir.plan import PlanError
@@ -27,7 +27,6 @@ from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.run.places import Asked, answer_all
 from forebay.runtime.run.sampling import Sampling
 
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 DISK = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 10, "micro_batches": 2}
 SHARES = [(1, 1), (1, 2), (2, 3), (1, 3)]
 WAYS: list[dict[str, Any]] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import transformers
 from budgets import WITH_KERNELS
 from e2e.drafting import Paying, refused
 from families import llama
-from selection import at_length
+from selection import ALL, at_length
 from typer.testing import CliRunner
 
 from forebay import drafted
@@ -44,7 +43,6 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 
 
 @pytest.fixture
@@ -186,7 +184,6 @@ def test_a_copy_in_fewer_bits_drafts_and_is_made_once_of_these_weights(
     assert states.pop(packed.folder.name) == "changed" and len(states) == 2
 
 
-@pytest.mark.all
 @WITH_KERNELS
 def test_a_draft_whose_tokens_seldom_stand_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What answers have shown counts for the next one, and for the next process; predicted times are a guess's."""

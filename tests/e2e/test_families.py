@@ -6,7 +6,6 @@ FOREBAY_TEST_ALL=1 (`make test-all`) runs all with all."""
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from budgets import operators_nbytes
 from e2e.agreement import assert_same_tokens
 from families import FAMILIES
 from opened import open_rewritten
-from selection import beyond
+from selection import ALL, beyond
 
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, Workload
@@ -34,7 +33,6 @@ RENAMED = {
 }
 PROMPT, NEW = 11, 12
 BUDGETS = ((1.0, None), (0.5, 1), (0.5, 2), (0.5, 3), (0.15, 1), (0.15, 2), (0.15, 3))
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 CASES = [(name, *budget) for i, name in enumerate(sorted(FAMILIES)) for budget in (
     BUDGETS if ALL or name == "llama" else (BUDGETS[0], BUDGETS[1 + i % 6]))]
 

@@ -6,7 +6,6 @@ all."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 import transformers
 from opened import open_rewritten
-from selection import beyond
+from selection import ALL, beyond
 from typer.testing import CliRunner
 
 import forebay
@@ -38,7 +37,6 @@ WIDE = {"llama": {"hidden_size": 256, "intermediate_size": 2048}, "gpt2": {"n_em
 CACHES = {"kv8": 0.02, "kv4": 0.3}  # the most that logits may differ by, relative to theirs
 # A plain one, which streams; matrices stored the other way; windows and softcaps; fused products; experts.
 VARIED = ("llama", "gpt2", "gemma2", "phi3")
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 KEPT = {family: list(CACHES) if ALL or family in ("llama", "gemma2") else [list(CACHES)[i % 2]]
         for i, family in enumerate(families.FAMILIES)}
 

@@ -15,7 +15,7 @@ import torch
 import transformers as T
 from budgets import attention_nbytes
 from on_ranks import Nursery
-from selection import at_length, covering
+from selection import ALL, at_length, covering
 
 import forebay
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
@@ -176,7 +176,7 @@ FOUR += [Case("opt", {"mesh": f"{WIDE_OWN['mesh']},chunks=2/1,gather_chunks=2/1"
          Case("opt", {"mesh": f"{WIDE['mesh']},gather_chunks=2"})]
 EIGHT = [Case("bigcode", {"mesh": "stages=2,tensor=2x2,layout=2d,attention=batch"})]
 MORE = [Case(kind, share=500_000) for kind in (
-    "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if os.environ.get("FOREBAY_TEST_ALL") else []
+    "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if ALL else []
 if MORE:
     EIGHT += [Case(kind, {"mesh": "stages=2,tensor=2x2,layout=2d"}) for kind in DEEP]
     FOUR += [Case(kind, wide, share=500_000) for wide in (WIDE, WIDE_OWN) for kind in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import transformers
 from budgets import WITH_KERNELS
 from e2e.drafting import Paying, refused
 from families import FAMILIES
-from selection import at_length
+from selection import ALL, at_length
 
 import forebay.api as model_module
 from forebay import drafted
@@ -32,7 +31,6 @@ from forebay.runtime.run.speculation import Tally, generate_speculatively
 
 NEW = 24
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7, 8, 9] * 4, [11, 12, 13], [3, 4, 5, 6, 3, 4, 5], [9])]
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ are Forebay's.
 from __future__ import annotations
 
 import importlib
-import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,6 +16,7 @@ import onnxruntime
 import pytest
 import torch
 from exported.clients import EXAMPLES, by_genai, by_onnxruntime, by_torch
+from selection import ALL
 
 import forebay
 from forebay.kernels.build.compile import compiler
@@ -25,7 +25,6 @@ from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 
 PROMPTS = ("The capital of France is", "Once upon a time, in a village by the sea, there lived", "Water boils at")
 NEW = 32
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 
 
 class Demo(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from conftest import Checkpointed
 from exported.clients import by_torch
 from families import FAMILIES, captured
 from networks import NETWORKS, evaluated
-from selection import beyond
+from selection import ALL, beyond
 from torch.export import Dim
 
 import forebay
@@ -29,7 +28,6 @@ from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 # Positions from a table and products that are `addmm`. The others in make test-all.
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 NAMED = ("gpt2",) if not ALL else (
     "opt", "gpt2", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
 BATCH = ({0: Dim("batch", min=1)},)

@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 import torch
+from selection import ALL
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from forebay.rewriter.machine.profile import Machine, save_machine
 
 ROOT = Path(__file__).parents[2]
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "0"))
 SAMPLE = {"run": 2, "quantize": 8, "packed": 2, "job": 8, "spilled": 8, "generate": 8, "spill": 8, "compiled": 8,
           "served": 8}

@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from selection import ALL
 
 from forebay.kernels.build import compile
 from forebay.passes.allocators import native
 
 ROOT = Path(__file__).parents[2]
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 
 pytestmark = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 
