@@ -10,6 +10,7 @@ from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.planning.checkpoint_share import balanced_share
 
 
+@pytest.mark.all
 def test_a_share_between_is_the_best() -> None:
     found = plans("opt-6.7b", 2, PRESETS["rtx4090"], Workload(128, 512, 128), 16)
     table = {share: row for share, row in zip(ALL, rows(found, 128), strict=True)}

@@ -23,6 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.all
 def test_checks_pass_under_the_interpreter() -> None:
     done = run("--interpret", "--ops", FAST)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -137,6 +137,7 @@ def test_tables_print() -> None:
     assert json.loads(as_json(rows))[0]["error"] == pytest.approx(0.5)
 
 
+@pytest.mark.all
 def test_command_prints_json() -> None:
     ran = subprocess.run([sys.executable, "-m", "benchmarks.papers", "bestserve", "--json"], cwd=ROOT, check=True,
                          capture_output=True, text=True)

@@ -39,7 +39,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 @pytest.mark.parametrize(("name", "micro_batches", "order"), beyond([
     (*case, order) for case in (("llama", 2), ("llama", 5), ("opt", 3), ("gpt2", 2), ("gemma2", 3), ("gpt2", 99))
     for order in ("row", "zigzag")],
-    [("llama", 2, "row"), ("llama", 5, "zigzag"), ("opt", 3, "row"), ("gemma2", 3, "zigzag"), ("gpt2", 99, "row")]))
+    [("llama", 5, "row"), ("gemma2", 3, "zigzag"), ("gpt2", 99, "row")]))
 def test_tokens_equal_transformers(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, order: str
 ) -> None:

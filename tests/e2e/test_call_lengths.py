@@ -16,7 +16,7 @@ import transformers
 from budgets import operators_nbytes
 from families import VOCAB, llama, phi3
 from opened import open_rewritten
-from selection import ALL
+from selection import ALL, beyond
 
 from forebay.api import LanguageModel, wrap
 from forebay.rewriter.capture.cache_name import CACHE_NAME
@@ -162,7 +162,7 @@ def test_sequences_that_enter_and_leave_follow_their_own_length(
     assert [found[i] for i in range(len(lengths))] == [case.alone(prompt) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", list(CONFIGS)[: None if ALL else 2])
+@pytest.mark.parametrize("name", beyond(CONFIGS, ("longrope",)))
 def test_forward_and_scores_are_those_of_the_whole_length(cases: Callable[[str], Case], name: str) -> None:
     """Scores, which come from steps of another plan, after all forwards."""
     case = cases(name)

@@ -279,6 +279,7 @@ def test_a_plan_leaves_alone_what_another_answered(folder: Path, tmp_path: Path)
     assert (result := _forebay(*replayed)).exit_code == 0 and "3 of 3 prompts are answered" in result.stderr
 
 
+@pytest.mark.all
 def test_one_prompt_too_long_for_the_batch_stops_no_job(folder: Path, tmp_path: Path) -> None:
     """Nor does one whose answer is to be too long, by a line's own word."""
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -49,7 +49,7 @@ def request(folder: Path, **asked: Any) -> PlanRequest:
     return replace(PlanRequest(str(folder), str(folder / "machine.json"), 24, 6, batch=2), **asked)
 
 
-@pytest.mark.parametrize("wishes", [Wishes(), Wishes(slots=3, cache_format="kv8")])
+@pytest.mark.parametrize("wishes", [at_length(Wishes()), Wishes(slots=3, cache_format="kv8")])
 def test_the_plan_is_the_one_that_the_model_runs_with(folder: Path, wishes: Wishes) -> None:
     """But for whose weights they are."""
     import forebay
