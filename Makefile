@@ -1,4 +1,5 @@
-# make demo: the main job on a real model.   make test: lint, types and the whole suite.   make test-all: at full length.
+# make demo: the main job on a real model.   make test: lint, types and tests of everything, in 15 minutes on two cores.
+# make test-all: every test, at full length (docs/testing.md).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where a machine sets it, each of the processes that tests start compiles all of our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-opinfo lint types check check-all clean
+.PHONY: demo test test-all test-opinfo lint types check durations check-all clean
 
 demo: $(STAMP)
 	mkdir -p out
@@ -23,7 +24,7 @@ demo: $(STAMP)
 
 test: lint types check
 
-# As `make test`, with every random comparison and every fault (some two hours more, most of them for the faults).
+# Every test, every random comparison and every fault (some hours, most of them for the faults).
 test-all: lint types check-all test-opinfo
 
 lint: $(DEV_STAMP)
@@ -33,7 +34,11 @@ types: $(DEV_STAMP)
 	$(BIN)/mypy
 
 check: $(DEV_STAMP)
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile -m "not all"
+
+# What each file takes, by which workers begin with the longest.
+durations: $(DEV_STAMP)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not all" --write-durations
 
 # Every operator and module of torch's own databases over the compile backend, of which the suite has a sample.
 test-opinfo: $(DEV_STAMP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import logging
 import os
 import signal
@@ -13,27 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selection import (
+    ALL,
+    DURATIONS,
+    KINDS,
+    TESTS,
+    checks_graphs,
+    kind_of,
+    longest_first,
+    mark_uncovered,
+    read_durations,
+)
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's own functions look at it when they are imported
 
-
-# Files that take longest for their number of tests, the longest first: workers that are given whole files begin with
-# these, else one of them is what the last worker still runs while the others have nothing left.
-LONG = ("e2e/test_memory_budget", "e2e/test_sharded", "e2e/test_cli", "e2e/test_quantized_run", "e2e/test_generate",
-        "e2e/test_smollm2", "exported/test_pt2", "runtime/run/test_places", "exported/test_bundle",
-        "commands/test_first_use", "test_examples", "benchmarks/test_gpu_offload_benchmark", "e2e/test_every_schedule",
-        "e2e/test_quantize", "e2e/test_compile_smallest", "test_readme", "runtime/run/test_acceptance",
-        "kernels/attention/decode_attention/test_gpu", "e2e/test_changed_inputs", "exported/test_demo_clients",
-        "e2e/test_speculative", "rewriter/pipeline/test_plan_places", "rewriter/planning/test_plan_is_obeyed",
-        "e2e/test_any_wishes", "runtime/measure/test_machine", "benchmarks/test_throughput",
-        "runtime/comm/test_failures", "serving/test_goals", "exported/test_graph_data", "exported/test_export",
-        "kernels/attention/attention_q/test_gpu", "serving/test_launch", "rewriter/capture/test_released",
-        "runtime/run/test_bind", "rewriter/checkpoints/test_resolve", "faults/test_faults", "exported/test_onnx",
-        "huggingface/test_token_embeddings", "e2e/test_block_schedules", "e2e/test_gpu_bindings",
-        "e2e/test_plan_config", "benchmarks/test_gpu_benchmark", "e2e/test_calibrate",
-        "rewriter/pipeline/test_plan_block")
 ONE_THREAD = tuple(Path(__file__).parent / f"{name}.py" for name in (  # whose tiny models hardly use a second one
     "e2e/test_every_schedule", "e2e/test_generate", "e2e/test_quantized_run", "runtime/run/test_places"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-durations", action="store_true", help="note what each file took in tests/durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,13 +44,37 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(10_000, 20, 50)  # else collections took 4 of 20 s of test_plan_is_obeyed; files end with one
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+    for kind, meaning in KINDS.items():
+        config.addinivalue_line("markers", f"{kind}: {meaning}")
+    config.addinivalue_line("markers", "covering(strength): make test runs some of its cases (tests/selection.py)")
+    if config.option.write_durations and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Durations())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, the others as they are found."""
-    folder = Path(__file__).parent
-    place = {folder / f"{name}.py": i for i, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path, len(LONG)))
+    """Mark each test with its kind, unless it has one itself, and the cases that only `make test-all` runs; order the
+    longest files first."""
+    for item in items:
+        if not {mark.name for mark in item.iter_markers()} & (KINDS.keys() - {"all"}):
+            item.add_marker(kind_of(item.path))
+    mark_uncovered(items)
+    longest_first(items)
+
+
+class _Durations:
+    """Adds up what each file takes, and writes it to the end; files that did not run keep what they have."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0].removeprefix("tests/")
+        self.seconds[file] = self.seconds.get(file, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        known = {file: seconds for file, seconds in read_durations().items() if (TESTS / file).is_file()}
+        found = known | {file: round(seconds, 1) for file, seconds in self.seconds.items()}
+        DURATIONS.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,13 +86,14 @@ def collections_see_one_file() -> Iterator[None]:
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def graphs_are_checked() -> Iterator[None]:
-    """Whatever a test puts through the passes, each of them must leave sound graphs."""
+@pytest.fixture(scope="module", autouse=True)
+def graphs_are_checked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test of passes puts through them, each must leave sound graphs; in make test-all, whatever any test
+    does."""
     import forebay.rewriter.pipeline.run_passes as run_passes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_passes, "ALWAYS_CHECK", True)
+        patch.setattr(run_passes, "ALWAYS_CHECK", ALL or checks_graphs(request.path))
         yield
 
 
@@ -79,7 +104,7 @@ def one_thread_where_models_are_tiny(request: pytest.FixtureRequest) -> Iterator
     import torch
 
     before = torch.get_num_threads()
-    if request.path not in ONE_THREAD or os.environ.get("FOREBAY_TEST_ALL") == "1":
+    if request.path not in ONE_THREAD or ALL:
         yield
         return
     torch.set_num_threads(1)

@@ -4,11 +4,13 @@ off the files."""
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("rewriter", "passes", "kernels", "runtime")
@@ -201,13 +203,51 @@ def test_tests_lie_as_their_sources_do() -> None:
 WIDTH, NARROW = 120, ("docs/architecture.md", "CONTRIBUTING.md", "passes/README.md")
 
 
-def test_files_that_begin_are_there() -> None:
-    """Else a file that was given another name is the last that a worker runs."""
-    tree = ast.parse((ROOT / "tests/conftest.py").read_text())
-    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-    names = ast.literal_eval(assigned["LONG"])
-    assert len(set(names)) == len(names) > 0
-    assert not [name for name in names if not (ROOT / "tests" / f"{name}.py").is_file()]
+def test_durations_are_of_files_that_exist() -> None:
+    """Else a file that was given another name begins with those that nobody measured."""
+    from selection import read_durations
+
+    seconds = read_durations()
+    assert seconds and not [name for name in seconds if not (ROOT / "tests" / name).is_file()]
+
+
+def test_every_kind_of_test_has_tests() -> None:
+    from selection import KIND_OF_PATH, KINDS, TESTS, kind_of
+
+    assert not [name for name in KIND_OF_PATH if not (TESTS / name).exists()]
+    kinds = {kind_of(path) for path in TESTS.rglob("test_*.py")}
+    assert kinds == KINDS.keys() - {"all"}
+    assert kind_of(TESTS / "runtime/run/test_places.py") == "e2e" and kind_of(TESTS / "test_house.py") == "static"
+
+
+def test_what_make_test_leaves_out_is_listed() -> None:
+    """Each test that only make test-all runs has a row, which says what make test has in its place."""
+    page = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(\S+::\w+)` \| \S+", page, re.MULTILINE))
+    marked = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and "pytest.mark.all" in map(ast.unparse, node.decorator_list):
+                marked.add(f"{path.relative_to(ROOT / 'tests')}::{node.name}")
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+                assert "mark.all" not in ast.unparse(node.value), f"{path}: mark each test, so that the page names it"
+    assert len(marked) > 20 and listed == marked
+
+
+def test_a_covering_sample_has_every_pair() -> None:
+    from selection import beyond, covering
+
+    choices = ("abcd", "xyz", (1, 2), (True, False))
+    every = list(itertools.product(*choices))
+    sample = [every[i] for i in covering(every, 2)]
+    assert len(sample) < len(every) / 3
+    for (i, some), (k, others) in itertools.combinations(enumerate(choices), 2):
+        assert {(cell[i], cell[k]) for cell in sample} == set(itertools.product(some, others))
+    few = [every[i] for i in covering(every, 1)]
+    assert [{cell[i] for cell in few} for i in range(4)] == [set(some) for some in choices] and len(few) == 4
+    assert sum(case in every for case in beyond(every, sample)) == len(sample)
+    with pytest.raises(AssertionError):
+        beyond(every, ["a case that is none of all"])
 
 
 def test_pages_are_wrapped() -> None:

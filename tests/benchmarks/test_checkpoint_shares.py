@@ -10,6 +10,7 @@ from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.planning.checkpoint_share import balanced_share
 
 
+@pytest.mark.all
 def test_a_share_between_is_the_best() -> None:
     found = plans("opt-6.7b", 2, PRESETS["rtx4090"], Workload(128, 512, 128), 16)
     table = {share: row for share, row in zip(ALL, rows(found, 128), strict=True)}
@@ -23,6 +24,7 @@ def test_a_share_between_is_the_best() -> None:
         at[i][0] / at[i][1] - balanced_share(found[0, 1], found[1, 1])))) <= 1, "within one step of the balance"
 
 
+@pytest.mark.all
 def test_the_faster_the_link_the_less_checkpoints_are_worth() -> None:
     work, gained = Workload(128, 512, 128), []
     for rate in (10e9, 25e9):

@@ -23,6 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.all
 def test_checks_pass_under_the_interpreter() -> None:
     done = run("--interpret", "--ops", FAST)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -100,6 +101,7 @@ torch.cuda.empty_cache = lambda: None
 """
 
 
+@pytest.mark.all
 def test_a_run_whose_process_loses_its_gpu_in_every_case_still_writes_all_rows(tmp_path: Path) -> None:
     """Every case is checked; what then touches the GPU fails here, so each is answered by a process of its own."""
     (tmp_path / "sitecustomize.py").write_text(STAND_IN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from budgets import WITH_KERNELS
 from forked import run_code
 
@@ -48,6 +49,7 @@ if not large_steps.flexgen.installed():
 """
 
 
+@pytest.mark.all
 @WITH_KERNELS
 def test_the_checks_and_measurements_of_every_kind(tmp_path: Path) -> None:
     done = run_code(CODE, str(tmp_path))

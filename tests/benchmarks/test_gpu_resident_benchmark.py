@@ -39,6 +39,7 @@ assert len(kept) == len(bench.jobs("135M;8B")) == 16 and all("no time left" in r
 """
 
 
+@pytest.mark.all
 def test_every_contestant_decodes_and_late_jobs_are_named(tmp_path: Path) -> None:
     done = run_code(CODE, str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

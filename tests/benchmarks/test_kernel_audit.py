@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from selection import ALL
 
 from benchmarks import audit_record, kernel_audit
 from benchmarks.chips import Hot
@@ -32,7 +33,7 @@ ENVIRONMENT = os.environ | {"TRITON_INTERPRET": "0"}
 def audited() -> list[dict]:
     """What the command line prints for the cases of the suite, made in a process of its own. What is as it was when the
     record was made is not compiled again, but for all of it under FOREBAY_TEST_ALL."""
-    changed = () if os.environ.get("FOREBAY_TEST_ALL") else ("--changed",)
+    changed = () if ALL else ("--changed",)
     command = [sys.executable, "-m", "benchmarks.kernel_audit", "--json", "--suite", "--jobs", "2", *changed]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=1800)
     assert done.returncode in (0, 1), done.stderr
@@ -89,6 +90,7 @@ print(json.dumps([[kernel_audit.audit_case(c, a) == kernel_audit.audit_case(c, a
 """
 
 
+@pytest.mark.all
 def test_the_record_says_what_the_compiler_makes() -> None:
     """Five or so of its rows, others every day of the month, are compiled again."""
     if not audit_record.record_path().is_file():

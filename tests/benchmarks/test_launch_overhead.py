@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.all
 def test_later_launches_enter_few_functions_and_compile_nothing() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "benchmarks.launch_overhead", "--json"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from budgets import WITH_KERNELS
+from selection import beyond
 
 from benchmarks import memory
 from forebay.rewriter.ir.plan import Workload
@@ -25,7 +26,7 @@ def test_allocations_are_counted_at_their_peak() -> None:
 
 
 @WITH_KERNELS
-@pytest.mark.parametrize("kind", memory.SHAPES)
+@pytest.mark.parametrize("kind", beyond(memory.SHAPES, ("llama",)))
 def test_measured_peak_is_the_planned_one_and_below_eager(kind: str, tmp_path: Path) -> None:
     prefill, decode = memory.compare(kind, memory.random_model(kind, tmp_path), Workload(2, 64, 8), inductor=False,
                                      machine=Machine.default())  # not the profile that lies about, if one does

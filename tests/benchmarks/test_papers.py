@@ -61,6 +61,7 @@ def test_flexgen_ablations_have_the_right_sign_and_size() -> None:
             assert row.paper < own[0].paper and row.predicted < own[0].predicted, row.row
 
 
+@pytest.mark.all
 def test_the_planner_never_loses_to_the_papers_policy() -> None:
     for row in flexgen.planned():
         assert row.predicted >= row.paper, row.row
@@ -136,6 +137,7 @@ def test_tables_print() -> None:
     assert json.loads(as_json(rows))[0]["error"] == pytest.approx(0.5)
 
 
+@pytest.mark.all
 def test_command_prints_json() -> None:
     ran = subprocess.run([sys.executable, "-m", "benchmarks.papers", "bestserve", "--json"], cwd=ROOT, check=True,
                          capture_output=True, text=True)

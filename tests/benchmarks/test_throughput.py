@@ -28,6 +28,7 @@ def order(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
             "batch": 12, "prompt": 64, "new": 8, "steps": 2, "prefill": True, "whole": False, "most": 64}
 
 
+@pytest.mark.covering(1)
 @WITH_KERNELS
 @pytest.mark.parametrize("tier", ["device", "disk"])
 def test_a_sampled_answer_moves_what_the_plan_says_it_moves_in_its_middle(order: dict[str, Any], tier: str) -> None:
@@ -46,6 +47,7 @@ def test_a_sampled_answer_moves_what_the_plan_says_it_moves_in_its_middle(order:
         assert found["read_nbytes"] == pytest.approx(plan["planned_read_nbytes"], rel=0.25)
 
 
+@pytest.mark.all
 @WITH_KERNELS
 @pytest.mark.parametrize("order", TINY[:1], indirect=True, ids=lambda sizes: sizes.family)
 def test_more_sequences_fit_with_their_cache_on_disk(order: dict[str, Any]) -> None:

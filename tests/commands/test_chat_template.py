@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from selection import at_length
 from serving.served import save_model
 from typer.testing import CliRunner
 
@@ -58,9 +59,8 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 
 @pytest.mark.parametrize("template", [
-    ENDLESS, "{{ range(99999) | map('string') | map('length') | list | sum * 0 }}" + ENDLESS,
-    "{% for a in range(9999) %}{{ 'x' * (a * 99999) }}{% endfor %}",
-])
+    ENDLESS, at_length("{{ range(99999) | map('string') | map('length') | list | sum * 0 }}" + ENDLESS),
+    at_length("{% for a in range(9999) %}{{ 'x' * (a * 99999) }}{% endfor %}")])
 def test_a_template_that_does_not_end_is_left(quick: None, template: str) -> None:
     bad_first = "{% if messages[0].content == 'slow' %}" + template + "{% endif %}<{{ messages[0].content }}>"
     with ChatTemplate(Tokenizer(bad_first)) as rendered:

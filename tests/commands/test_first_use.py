@@ -50,6 +50,7 @@ def test_what_a_run_measured_as_json(answered: tuple[str, dict]) -> None:
     assert min(found["prefill_s"], found["decode_s"], found["load_s"]) > 0 and parts <= found["time_s"]
 
 
+@pytest.mark.all
 def test_a_process_is_as_large_as_plan_said(tmp_path: Path) -> None:
     """In a process of its own, for the suite's own memory is not Python's and its imports'."""
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One, two, three,"}) + "\n")

@@ -24,7 +24,7 @@ def command(*options: str, **env: str) -> subprocess.Popen[str]:
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-@pytest.mark.skipif(not os.environ.get("FOREBAY_TEST_ALL"), reason="a minute, two beside other work")
+@pytest.mark.all
 def test_two_ranks_measure_what_they_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import socket
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 import torch
 import transformers as T
 from forked import start_code
+from selection import ALL, at_length
 from typer.testing import CliRunner
 
 from forebay.commands.app import app
@@ -59,7 +59,7 @@ def launched(command: Sequence[str], told: Path) -> list[CompletedProcess[str]]:
     run, ranks, no_python, forebay, *arguments = command
     count = int(ranks.removeprefix("--nproc-per-node="))
     assert (run, no_python, forebay) == ("torchrun", "--no-python", "forebay")
-    if os.environ.get("FOREBAY_TEST_ALL"):
+    if ALL:
         python = [sys.executable, "-m", "torch.distributed.run", ranks, "-m", "forebay", *arguments]
         return [subprocess.run(python, capture_output=True, text=True, timeout=300, check=False)]
     with socket.socket() as free:
@@ -86,7 +86,7 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
     return answers(out)
 
 
-@pytest.mark.parametrize(("mesh", "rates"), [("4", "1"), ("2x2", "0.5,100")])
+@pytest.mark.parametrize(("mesh", "rates"), [at_length("4", "1"), ("2x2", "0.5,100")])
 def test_the_command_that_is_printed_runs_with_the_plans_that_are_written(
     folder: Path, tmp_path: Path, expected: list[str], mesh: str, rates: str
 ) -> None:

@@ -19,6 +19,7 @@ from e2e.agreement import assert_same_tokens
 from e2e.block_case import ATTENDED, CHUNKS, COUNT, DISK, HOST, HOST_NBYTES, NEW, PROMPT, SHARED, Case
 from e2e.waits import assert_waits_are_needed
 from late import make_late
+from selection import at_length, beyond
 
 import forebay.runtime.disk.spill as spill_module
 from forebay.api import LanguageModel
@@ -35,9 +36,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
 
 
-@pytest.mark.parametrize("order", ["row", "zigzag"])
-@pytest.mark.parametrize(("name", "micro_batches"), [
-    ("llama", 2), ("llama", 5), ("opt", 3), ("gpt2", 2), ("gemma2", 3), ("gpt2", 99)])
+@pytest.mark.parametrize(("name", "micro_batches", "order"), beyond([
+    (*case, order) for case in (("llama", 2), ("llama", 5), ("opt", 3), ("gpt2", 2), ("gemma2", 3), ("gpt2", 99))
+    for order in ("row", "zigzag")],
+    [("llama", 5, "row"), ("gemma2", 3, "zigzag"), ("gpt2", 99, "row")]))
 def test_tokens_equal_transformers(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, order: str
 ) -> None:
@@ -80,8 +82,8 @@ def test_activations_of_one_micro_batch_at_a_time(cases: Callable[[str], Case], 
 
 
 @pytest.mark.parametrize(("order", "more"), [
-    ("row", CHUNKS), ("zigzag", CHUNKS), ("zigzag", DISK), ("row", DISK | {"cache_slots": 2}), ("zigzag", HOST),
-    ("zigzag", SHARED), ("row", SHARED), ("zigzag", ATTENDED)])
+    ("row", CHUNKS), at_length("zigzag", CHUNKS), ("zigzag", DISK), at_length("row", DISK | {"cache_slots": 2}),
+    at_length("zigzag", HOST), at_length("zigzag", SHARED), ("row", SHARED), ("zigzag", ATTENDED)])
 def test_without_any_one_wait_the_program_is_refused(
     cases: Callable[[str], Case], order: str, more: dict[str, Any]
 ) -> None:
@@ -91,8 +93,9 @@ def test_without_any_one_wait_the_program_is_refused(
 
 
 @pytest.mark.parametrize(("order", "more"), [
-    ("row", CHUNKS), ("zigzag", CHUNKS), ("zigzag", DISK), ("row", DISK), ("zigzag", HOST), ("zigzag", SHARED),
-    ("row", SHARED), ("zigzag", ATTENDED), ("zigzag", SHARED | {"cpu_attention": True})])
+    ("row", CHUNKS), at_length("zigzag", CHUNKS), at_length("zigzag", DISK), at_length("row", DISK),
+    ("zigzag", HOST), at_length("zigzag", SHARED), at_length("row", SHARED), at_length("zigzag", ATTENDED),
+    ("zigzag", SHARED | {"cpu_attention": True})])
 def test_copies_that_overtake_each_other(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, order: str, more: dict[str, Any]
 ) -> None:
@@ -105,8 +108,9 @@ def test_copies_that_overtake_each_other(
 
 
 @pytest.mark.parametrize(("name", "micro_batches", "order", "tokens", "slots"), [
-    ("llama", 1, "zigzag", 4, 3), ("llama", 3, "zigzag", 4, 2), ("llama", 5, "row", 2, 3), ("opt", 2, "zigzag", 16, 1),
-    ("gpt2", 2, "zigzag", 4, 4), ("gemma2", 3, "zigzag", 4, 3), ("gemma2", 2, "row", 2, 3)])
+    at_length("llama", 1, "zigzag", 4, 3), ("llama", 3, "zigzag", 4, 2), at_length("llama", 5, "row", 2, 3),
+    ("opt", 2, "zigzag", 16, 1), at_length("gpt2", 2, "zigzag", 4, 4), at_length("gemma2", 3, "zigzag", 4, 3),
+    ("gemma2", 2, "row", 2, 3)])
 def test_tokens_with_the_cache_on_disk(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, order: str,
     tokens: int, slots: int,
@@ -205,7 +209,7 @@ def test_host_memory_that_cannot_hold_its_share_is_named(cases: Callable[[str], 
         LanguageModel(*case.opened, Budget(edited.budget.device, HOST_NBYTES), edited.workload, Wishes(), plan=edited)
 
 
-@pytest.mark.parametrize("cache", ["kv8", "kv4"])
+@pytest.mark.parametrize("cache", [at_length("kv8"), "kv4"])
 def test_packed_rows_move_as_they_are(cases: Callable[[str], Case], cache: str) -> None:
     case = cases("llama")
     with case.language_model(3.0, cache_format=cache, prefill_chunk=6) as lm:
@@ -259,6 +263,7 @@ class _CountingWriter:
         self.writer.close()
 
 
+@pytest.mark.all
 def test_more_sequences_than_the_device_could_cache(cases: Callable[[str], Case]) -> None:
     """A budget that holds a fraction of the cache, whichever way it is laid out: the planner puts it on disk."""
     case = cases("llama")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from e2e.block_case import ATTENDED, COUNT, DISK, HOST, SHARED, Case
+from selection import at_length
 
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.program import LOOKUP, Copy, Program, Rows, copy_nbytes, tier_of
@@ -67,8 +68,9 @@ def of_attention(lm: LanguageModel, layers: int, heads: int, kv_heads: int, widt
 
 
 @pytest.mark.parametrize(("order", "micro_batches", "more"), [
-    ("zigzag", 3, DISK), ("row", 2, DISK), ("zigzag", 2, HOST), ("row", 5, HOST), ("zigzag", 3, SHARED),
-    ("row", 2, SHARED), ("zigzag", 3, ATTENDED), ("zigzag", 2, SHARED | {"cpu_attention": True})])
+    ("zigzag", 3, DISK), at_length("row", 2, DISK), at_length("zigzag", 2, HOST), ("row", 5, HOST),
+    at_length("zigzag", 3, SHARED), ("row", 2, SHARED), at_length("zigzag", 3, ATTENDED),
+    ("zigzag", 2, SHARED | {"cpu_attention": True})])
 def test_bytes_on_every_link_are_the_plans(
     cases: Callable[[str], Case], order: str, micro_batches: int, more: dict[str, Any]
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import operators_nbytes
+from selection import at_length
 
 from forebay.api import wrap
 from forebay.calibrate import calibrate, score_extremes
@@ -46,7 +47,7 @@ def scores_of(model: Any, prompts: list[torch.Tensor]) -> dict[int, tuple[float,
     return found
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [at_length(1), 2])
 def test_extremes_are_those_of_the_model(llama_checkpoint: Any, tmp_path: Path, batch: int) -> None:
     """Prompts of unequal length, padding not counted, weights streamed from disk."""
     generator = torch.Generator().manual_seed(4)

@@ -6,7 +6,6 @@ FOREBAY_TEST_ALL=1 (`make test-all`) runs all with all."""
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import transformers
 from budgets import operators_nbytes
 from families import VOCAB, llama, phi3
 from opened import open_rewritten
+from selection import ALL, beyond
 
 from forebay.api import LanguageModel, wrap
 from forebay.rewriter.capture.cache_name import CACHE_NAME
@@ -39,7 +39,6 @@ CONFIGS = {
 }
 BATCHES = {"shorter": (9, 4), "one of two longer": (5, 30), "longer": (40, 33), "across": (20, 20),
            "one of two across": (7, 20), "across at the first token": (24, 11), "across at the last": (17, 3)}
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 
 
 def with_some(*lists: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -163,7 +162,7 @@ def test_sequences_that_enter_and_leave_follow_their_own_length(
     assert [found[i] for i in range(len(lengths))] == [case.alone(prompt) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", list(CONFIGS)[: None if ALL else 2])
+@pytest.mark.parametrize("name", beyond(CONFIGS, ("longrope",)))
 def test_forward_and_scores_are_those_of_the_whole_length(cases: Callable[[str], Case], name: str) -> None:
     """Scores, which come from steps of another plan, after all forwards."""
     case = cases(name)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import at_length
 from transformers import LlamaForCausalLM
 
 from forebay.calibrate import calibrate
@@ -70,10 +71,9 @@ def _another_end(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "part"), [
-    (_another_model, "with another model"), (_one_byte, "before the model's files were last written"),
-    (_another_vocabulary, "with another tokenizer"), (_another_template, "with another"),
-    (_another_end, "with eos [2]"),
-])
+    at_length(_another_model, "with another model"), (_one_byte, "before the model's files were last written"),
+    (_another_vocabulary, "with another tokenizer"), at_length(_another_template, "with another"),
+    at_length(_another_end, "with eos [2]")])
 def test_answers_of_two_models_are_not_mixed(folder: Path, half: tuple[Path, Path], change: Any, part: str) -> None:
     model, output = half
     change(model)
@@ -114,7 +114,8 @@ def test_an_unchanged_model_goes_on(folder: Path, half: tuple[Path, Path], refer
     assert result.exit_code == 0 and _answers(output) == reference, result.output
 
 
-@pytest.mark.parametrize(("after", "how"), [(0, "replaced"), (1, "in place"), (1, "replaced"), (4, "in place")])
+@pytest.mark.parametrize(("after", "how"), [
+    (0, "replaced"), at_length(1, "in place"), (1, "replaced"), (4, "in place")])
 def test_nothing_computed_from_changed_weights_is_written(
     folder: Path, reference: dict[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, how: str
 ) -> None:
@@ -169,7 +170,7 @@ def test_generate_does_not_return_what_came_from_changed_weights(folder: Path, t
             lm.next_logits(torch.tensor([[5, 6]]))
 
 
-@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("seen", [at_length(True), False])
 def test_a_tampered_shard_with_its_time_set_back_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:

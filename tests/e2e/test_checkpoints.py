@@ -18,6 +18,7 @@ import pytest
 import torch
 from e2e.block_case import COUNT, Case
 from late import make_late
+from selection import ALL, at_length
 
 from forebay.commands.process_memory import anonymous_nbytes
 from forebay.rewriter.ir.plan import PlanError
@@ -26,14 +27,13 @@ from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.run.places import Asked, answer_all
 from forebay.runtime.run.sampling import Sampling
 
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 DISK = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 10, "micro_batches": 2}
 SHARES = [(1, 1), (1, 2), (2, 3), (1, 3)]
 WAYS: list[dict[str, Any]] = [
     {}, {"order": "row"}, {"cache_tier": "host"}, {"cache_slots": 1}, {"entering": 2}, {"prefill_chunk": 37},
     {"cache_tokens": 8, "micro_batches": 5}, {"cache_tier": "disk", "cache_shares": (0.0, 0.5)}]
-SAMPLE = [("opt", (1, 1), 0), ("opt", (2, 3), 4), ("gpt2", (1, 2), 1), ("gpt2", (1, 1), 5), ("gemma2", (1, 2), 0),
-          ("llama", (2, 3), 2), ("llama", (1, 2), 6), ("opt", (1, 3), 7), ("gpt2", (2, 3), 3)]
+SAMPLE = [("opt", (1, 1), 0), ("opt", (2, 3), 4), ("gpt2", (1, 2), 1), ("gemma2", (1, 2), 5), ("llama", (2, 3), 2),
+          ("llama", (1, 2), 6), ("opt", (1, 3), 7), ("gpt2", (2, 3), 3)]  # every way and family
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_tables_whose_rates_are_expanded_to_all_sequences(tmp_path: Path, monkey
         case.check(lm)
 
 
-@pytest.mark.skipif(not ALL, reason="a minute each; make test-all")
+@pytest.mark.all
 @pytest.mark.parametrize("way", [0, 1, 2, 4])
 @pytest.mark.parametrize("share", SHARES)
 def test_real_weights_whose_heads_share_keys(tmp_path: Path, share: tuple[int, int], way: int) -> None:
@@ -132,7 +132,7 @@ def test_beside_packed_keys_and_values(
             assert 1e-5 < error < 0.05
 
 
-@pytest.mark.parametrize("share", [(1, 1), (1, 2)])
+@pytest.mark.parametrize("share", [at_length((1, 1)), (1, 2)])
 def test_copies_that_overtake_each_other(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, share: tuple[int, int]
 ) -> None:
@@ -151,7 +151,7 @@ def test_without_any_one_wait_the_program_is_refused(cases: Callable[[str], Case
                 verify_program(replace(program, step=(*program.step[:i], *program.step[i + 1 :])))
 
 
-@pytest.mark.parametrize("share", [(1, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("share", [at_length((1, 1)), (1, 2), at_length((2, 3))])
 def test_bytes_are_those_of_both_kinds_of_blocks(cases: Callable[[str], Case], share: tuple[int, int]) -> None:
     """In every decode step: of the tokens before it the blocks of K and V and of checkpoints that got full, and a store
     where one does."""

@@ -163,6 +163,7 @@ def test_killed_job_resumes_without_loss_or_repetition(
     assert output.read_bytes() == before
 
 
+@pytest.mark.all
 def test_interrupt_before_the_first_answer_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     """In a process that Python ends, as none does that is forked."""
     output = tmp_path / "out.jsonl"
@@ -223,16 +224,16 @@ def test_prompts_that_the_budget_cannot_hold_are_named_and_the_others_answered(f
 def test_a_job_takes_room_for_its_longest_line_not_for_both_maxima(folder: Path, tmp_path: Path) -> None:
     """A long prompt with a short answer, and the reverse: each line fits what the longest takes."""
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [{"prompt": "w1 " * 90, "max_new_tokens": 4}, {"prompt": "w2", "max_new_tokens": 93},
-             {"prompt": "w3 " * 50, "max_new_tokens": 20}, {"prompt": "w4 " * 80, "max_new_tokens": 40}]
+    lines = [{"prompt": "w1 " * 30, "max_new_tokens": 4}, {"prompt": "w2", "max_new_tokens": 33},
+             {"prompt": "w3 " * 17, "max_new_tokens": 7}, {"prompt": "w4 " * 27, "max_new_tokens": 13}]
     _write_lines(prompts, 4 * lines[:1])
     refused = _forebay(*_run_arguments(folder, output, prompts=prompts, budget="device=20KiB", batch=1)).stderr
     _write_lines(prompts, lines)
     budget = f"device={refused.split('(')[1].split(' bytes')[0]}"
     result = _forebay(*_run_arguments(folder, output, prompts=prompts, budget=budget, batch=1))
-    assert result.exit_code == 3 and "line 4: a prompt of 80 tokens and an answer of 40" in result.stderr, result.output
-    assert "the plan has room for 94 together, 90 of a prompt" in result.stderr, result.stderr
-    assert {key: answer["tokens"] for key, answer in _answers(output).items()} == {1: 4, 2: 93, 3: 20}
+    assert result.exit_code == 3 and "line 4: a prompt of 27 tokens and an answer of 13" in result.stderr, result.output
+    assert "the plan has room for 34 together, 30 of a prompt" in result.stderr, result.stderr
+    assert {key: answer["tokens"] for key, answer in _answers(output).items()} == {1: 4, 2: 33, 3: 7}
     alone = tmp_path / "alone.jsonl"
     assert _forebay(*_run_arguments(folder, alone, prompts=prompts, batch=1)).exit_code == 0
     assert {k: a["text"] for k, a in _answers(alone).items() if k < 4} == {
@@ -278,6 +279,7 @@ def test_a_plan_leaves_alone_what_another_answered(folder: Path, tmp_path: Path)
     assert (result := _forebay(*replayed)).exit_code == 0 and "3 of 3 prompts are answered" in result.stderr
 
 
+@pytest.mark.all
 def test_one_prompt_too_long_for_the_batch_stops_no_job(folder: Path, tmp_path: Path) -> None:
     """Nor does one whose answer is to be too long, by a line's own word."""
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import transformers
 from budgets import WITH_KERNELS
 from e2e.drafting import Paying, refused
 from families import llama
+from selection import ALL, at_length
 from typer.testing import CliRunner
 
 from forebay import drafted
@@ -43,7 +43,6 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def test_tokens_are_those_of_the_model_alone(
         assert lm._session is None and lm.helper._session is None
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [at_length(False), True])
 def test_what_enters_places_has_drafts_too(
     llama_checkpoint: Any, smaller: Path, own: bool, begun: list[bool]
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 import transformers as T
 from e2e.prompter import Answers, Prompter
 from on_ranks import Nursery
+from selection import at_length
 
 import forebay
 from forebay.rewriter.ir.plan import PlanError
@@ -85,7 +86,7 @@ def checked(folder: str, cases: list[tuple[Asking, Answers]]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), at_length(4, FOUR)])
 def test_tokens_are_those_of_transformers(folder: Path, nursery: Nursery, ranks: int, cases: list[Asking]) -> None:
     """Drafts of seven tokens, another one wrong each time."""
     given = [(case, answers_of(folder / case[0])) for case in cases]

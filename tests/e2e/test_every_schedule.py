@@ -1,15 +1,13 @@
 """Every order of micro-batches x tier of their caches x who attends x cache format x family, with sequences that enter
 places as others leave them, and every stream late at random: each answer is that of the prompt alone.
 
-The suite tries cells of small models that cover every pair of choices, and three of SmolLM2, which take as long as all
-of these; FOREBAY_TEST_ALL=1 (`make test-all`) tries all cells of both.
+`make test` tries cells of small models that cover every pair of choices, `make test-all` all cells, of SmolLM2 too.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ from budgets import operators_nbytes
 from families import gemma2, gpt2, llama, opt
 from late import make_late
 from opened import open_rewritten
+from selection import at_length
 
 from forebay.api import LanguageModel
 from forebay.rewriter.checkpoints.records import CheckpointError
@@ -43,27 +42,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "host, attended there": {"cache_tier": "host", "cpu_attention": True},
     "mixed, attended on the host": {"cache_tier": "disk", "cache_shares": (0.4, 0.4), "cpu_attention": True}}
 CHOICES = (tuple(CONFIGS), tuple(TIERS), ("row", "zigzag"), ("native", "kv8"))
-LARGE = [("smollm2", "device", "row", "native"), ("smollm2", "disk", "zigzag", "kv8"),
-         ("smollm2", "mixed, attended on the host", "row", "native")]
-Cell = tuple[str, ...]
-
-
-def covering(cells: list[Cell]) -> list[Cell]:
-    """Some of the cells, in which each two choices that any cell has together stand together."""
-    def pairs(cell: Cell) -> set[Any]:
-        return set(itertools.combinations(enumerate(cell), 2))
-
-    of_cell = {cell: pairs(cell) for cell in cells}
-    left, found = set[Any]().union(*of_cell.values()), []
-    while left:
-        found.append(max(cells, key=lambda cell: len(of_cell[cell] & left)))
-        left -= of_cell[found[-1]]
-    return found
-
-
-ALL = list(itertools.product(*CHOICES))
-CELLS = [*ALL, *itertools.product(("smollm2",), *CHOICES[1:])] if os.environ.get("FOREBAY_TEST_ALL") == "1" else [
-    *covering(ALL), *LARGE]
+CELLS = [*itertools.product(*CHOICES), *(at_length(*cell) for cell in itertools.product(("smollm2",), *CHOICES[1:]))]
 
 
 class Case:
@@ -127,13 +106,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
 
 
-def test_a_covering_sample_has_every_pair() -> None:
-    sample = covering(ALL)
-    assert len(sample) < len(ALL) / 3
-    for (i, some), (k, others) in itertools.combinations(enumerate(CHOICES), 2):
-        assert {(cell[i], cell[k]) for cell in sample} == set(itertools.product(some, others))
-
-
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("name", "tier", "order", "cache"), CELLS)
 def test_answers_are_those_of_each_prompt_alone(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, tier: str, order: Any, cache: str

@@ -76,6 +76,7 @@ def test_a_half_precision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (logits.amax(-1) - chosen).max() <= 5e-3 * logits.abs().max()
 
 
+@pytest.mark.all
 def test_packed_weights_of_an_fp32_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are dequantised for torch's product, in memory that is counted, and give the logits of the CPU's kernels."""
     torch.manual_seed(0)
@@ -98,6 +99,7 @@ def test_packed_weights_of_an_fp32_model(tmp_path: Path, monkeypatch: pytest.Mon
     assert (found["NVIDIA H200"] - found["cpu"]).norm() < 1e-4 * found["cpu"].norm()
 
 
+@pytest.mark.all
 def test_a_quantised_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits are those of the CPU's kernels over such a cache, and the plan counts the shares of a decode step."""
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ import torch
 from e2e.block_case import ATTENDED, COUNT, DISK, HOST, SHARED, Case
 from e2e.drafting import refused
 from e2e.prompter import Prompter, answers_of
+from selection import at_length
 
 from forebay import drafted
 from forebay.api import wrap
@@ -114,10 +115,11 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 
 @pytest.mark.parametrize(("name", "micro_batches", "order", "more"), [
-    ("llama", 3, "zigzag", DISK), ("llama", 3, "zigzag", HOST), ("llama", 3, "zigzag", ATTENDED),
-    ("llama", 2, "row", SHARED), ("llama", 3, "zigzag", SHARED | {"cpu_attention": True}),
-    ("llama", 3, "zigzag", DISK | {"entering": 2}), ("gemma2", 3, "zigzag", SHARED | {"cpu_attention": True}),
-    ("llama", 2, "zigzag", DISK | {"cache_format": "kv8", "cache_tokens": 64}), ("opt", 5, "zigzag", HOST),
+    at_length("llama", 3, "zigzag", DISK), at_length("llama", 3, "zigzag", HOST), ("llama", 3, "zigzag", ATTENDED),
+    ("llama", 2, "row", SHARED), at_length("llama", 3, "zigzag", SHARED | {"cpu_attention": True}),
+    at_length("llama", 3, "zigzag", DISK | {"entering": 2}),
+    at_length("gemma2", 3, "zigzag", SHARED | {"cpu_attention": True}),
+    ("llama", 2, "zigzag", DISK | {"cache_format": "kv8", "cache_tokens": 64}), at_length("opt", 5, "zigzag", HOST),
     ("llama", 5, "zigzag", DISK | {"hidden_tier": "disk", "hidden_shares": (0.0, 0.4)})])
 def test_tokens(
     cases: Callable[[str], Case], driver: None, name: str, micro_batches: int, order: str, more: dict[str, Any]
@@ -139,8 +141,8 @@ def test_tokens(
 
 
 @pytest.mark.parametrize(("name", "more"), [
-    ("llama", DISK), ("llama", SHARED | {"cpu_attention": True}), ("gemma2", ATTENDED),
-    ("llama", DISK | {"hidden_tier": "disk", "micro_batches": 5})])
+    at_length("llama", DISK), ("llama", SHARED | {"cpu_attention": True}), at_length("gemma2", ATTENDED),
+    at_length("llama", DISK | {"hidden_tier": "disk", "micro_batches": 5})])
 def test_drafts(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -> None:
     """They are checked by steps that attend where decode steps do."""
     case = Case(name, tmp_path, new=23)
@@ -156,7 +158,7 @@ def test_drafts(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -
         assert found.tolist() == [*answers.values()] and tally.refused and tally.passes < 22
 
 
-@pytest.mark.parametrize("host", [1 << 20, 1 << 23])
+@pytest.mark.parametrize("host", [1 << 20, at_length(1 << 23)])
 def test_its_own_steps_draft(tmp_path: Path, driver: None, monkeypatch: pytest.MonkeyPatch, host: int) -> None:
     """By packed rows of what streams, beside the model's weights, cache and lookups."""
     case, fixed = Case("llama", tmp_path, 12, 10), dict(batch=COUNT, prompt=12, new_tokens=10, machine=GPU)
@@ -177,7 +179,7 @@ def test_its_own_steps_draft(tmp_path: Path, driver: None, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("name", "more"), [
-    ("opt", HOST), ("opt", DISK | {"checkpoints": (1, 1), "checkpoint_format": "act8"}),
+    at_length("opt", HOST), ("opt", DISK | {"checkpoints": (1, 1), "checkpoint_format": "act8"}),
     ("gpt2", DISK | {"entering": 2, "order": "row"})])
 def test_checkpoints(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -> None:
     """Prompts leave blocks of them; from the disk they pass through host slots as others do."""

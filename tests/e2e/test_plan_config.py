@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selection import at_length
 
 from forebay.commands.explore_config import explore_config, explore_text
 from forebay.commands.plan_config import (
@@ -48,7 +49,7 @@ def request(folder: Path, **asked: Any) -> PlanRequest:
     return replace(PlanRequest(str(folder), str(folder / "machine.json"), 24, 6, batch=2), **asked)
 
 
-@pytest.mark.parametrize("wishes", [Wishes(), Wishes(slots=3, cache_format="kv8")])
+@pytest.mark.parametrize("wishes", [at_length(Wishes()), Wishes(slots=3, cache_format="kv8")])
 def test_the_plan_is_the_one_that_the_model_runs_with(folder: Path, wishes: Wishes) -> None:
     """But for whose weights they are."""
     import forebay
@@ -98,6 +99,7 @@ def test_objectives(folder: Path) -> None:
             plan_config(request(folder, **asked))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("complete", [False, True])
 def test_caches_beyond_the_device_lie_on_slower_tiers(monkeypatch: pytest.MonkeyPatch, complete: bool) -> None:
     """As a block of micro-batches that are planned as they would run, and where larger batches pay."""
@@ -183,7 +185,8 @@ def test_quantising_is_never_slower() -> None:
 
 
 @pytest.mark.parametrize(("capacity", "says"), [
-    ((("device", 10**8),), "binding tier is device"), ((("host", 10**9), ("disk", 10**9)), "device.*host.*disk")])
+    ((("device", 10**8),), "binding tier is device"),
+    at_length((("host", 10**9), ("disk", 10**9)), "device.*host.*disk")])
 def test_a_policy_that_fits_nowhere_names_the_tier(capacity: tuple, says: str) -> None:
     with pytest.raises(BudgetError, match=says):
         explore_config(PlanRequest("opt-30b", "t4", batch=1, capacity=capacity))

@@ -15,6 +15,7 @@ import torch
 import transformers as T
 from budgets import attention_nbytes
 from on_ranks import Nursery
+from selection import ALL, at_length, covering
 
 import forebay
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
@@ -175,7 +176,7 @@ FOUR += [Case("opt", {"mesh": f"{WIDE_OWN['mesh']},chunks=2/1,gather_chunks=2/1"
          Case("opt", {"mesh": f"{WIDE['mesh']},gather_chunks=2"})]
 EIGHT = [Case("bigcode", {"mesh": "stages=2,tensor=2x2,layout=2d,attention=batch"})]
 MORE = [Case(kind, share=500_000) for kind in (
-    "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if os.environ.get("FOREBAY_TEST_ALL") else []
+    "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if ALL else []
 if MORE:
     EIGHT += [Case(kind, {"mesh": "stages=2,tensor=2x2,layout=2d"}) for kind in DEEP]
     FOUR += [Case(kind, wide, share=500_000) for wide in (WIDE, WIDE_OWN) for kind in (
@@ -187,7 +188,15 @@ if MORE:
              for mesh in ("stages=4", "stages=2,tensor=2")]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, [*TWO, *MORE]), (4, [*FOUR, *MORE]), (8, EIGHT)])
+def each_once(cases: list[Case]) -> list[Case]:
+    """Some of the cases, in which each model, each mesh and each other option comes about."""
+    cells = [(case.kind, repr(case.wrapped.get("mesh")), repr({**case.wrapped, "mesh": ""})) for case in cases]
+    return [cases[i] for i in covering(cells, 1)]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [
+    (2, each_once(TWO)), (4, each_once(FOUR)), at_length(2, [*TWO, *MORE]), at_length(4, [*FOUR, *MORE]),
+    at_length(8, EIGHT)])
 def test_tokens_are_those_of_transformers(folder: Path, nursery: Nursery, ranks: int, cases: list[Case]) -> None:
     placed = _placed(folder, cases)
     by_rank = answers_of_ranks(nursery, ranks, placed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import transformers
 from budgets import WITH_KERNELS
 from e2e.drafting import Paying, refused
 from families import FAMILIES
+from selection import ALL, at_length
 
 import forebay.api as model_module
 from forebay import drafted
@@ -31,7 +31,6 @@ from forebay.runtime.run.speculation import Tally, generate_speculatively
 
 NEW = 24
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7, 8, 9] * 4, [11, 12, 13], [3, 4, 5, 6, 3, 4, 5], [9])]
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +61,8 @@ def drafting_model(folder: Path, share: float = 0.5, draft: str = "w8", **option
     return lm
 
 
-FEW = [("llama", "native", 0.5), ("opt", "native", 0.7), ("gpt2", "kv8", 0.5), ("gemma2", "native", 0.6)]
+FEW = [("llama", "native", 0.5), at_length("opt", "native", 0.7), ("gpt2", "kv8", 0.5),
+       at_length("gemma2", "native", 0.6)]
 SOME = [(family, cache, share) for family in FAMILIES for cache in ("native", "kv8") for share in (0.5, 0.8)]
 
 
@@ -158,7 +158,7 @@ def test_a_step_that_writes_what_is_the_models_is_refused(llama_checkpoint: Any)
             check_beside(shared.program, replace(shared.draft, buffers=tuple(moved)), main)
 
 
-@pytest.mark.parametrize("entering", [False, True])
+@pytest.mark.parametrize("entering", [at_length(False), True])
 def test_sequences_in_places_have_drafts(llama_checkpoint: Any, entering: bool) -> None:
     """More of them than places, of unequal lengths, drawn or not: the tokens of each alone."""
     places: Any = dict(places=2) if entering else dict(batch=2)
@@ -199,7 +199,7 @@ def test_longer_answers_are_planned_anew_and_closed_ones_loaded_again(llama_chec
             lm.close()
 
 
-@pytest.mark.parametrize("host", ["800KiB", "4MiB"])
+@pytest.mark.parametrize("host", ["800KiB", at_length("4MiB")])
 def test_through_host_slots_as_a_gpu_would(
     llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
@@ -235,6 +235,7 @@ def test_where_it_cannot_be_it_says_why(llama_checkpoint: Any) -> None:
         wrap(llama_checkpoint.folder, nbytes, prompt_lookup_num_tokens=3, **fixed)
 
 
+@pytest.mark.all
 @WITH_KERNELS
 def test_what_stood_is_kept_for_such_a_share_of_packed_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

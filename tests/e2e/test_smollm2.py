@@ -10,6 +10,7 @@ import torch
 import transformers
 from e2e.agreement import assert_same_tokens
 from opened import open_rewritten
+from selection import at_length
 
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, Workload
@@ -21,7 +22,8 @@ PROMPTS = (
     "Water boils at", "1, 1, 2, 3, 5, 8,", "The best way to learn a language is to", "In 1969", "My favourite colour",
 )
 # share of the weights, slots (None: the planner's choice), new tokens
-RUNS = ((1.0, None, 64), (0.5, 2, 12), (0.5, 1, 12), (0.5, 3, 12), (0.15, 3, 64), (0.15, 1, 12), (0.15, 2, 12))
+RUNS = (at_length(1.0, None, 64), (0.5, 2, 12), at_length(0.5, 1, 12), at_length(0.5, 3, 12), at_length(0.15, 3, 64),
+        at_length(0.15, 1, 12), at_length(0.15, 2, 12))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import transformers as T
@@ -20,7 +18,7 @@ def answer(folder: str, ids: list[list[int]], mesh: str, budget: str) -> list[li
         return lm.generate(torch.tensor(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None).tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.skipif(not os.environ.get("FOREBAY_TEST_ALL"), reason="half a minute")
+@pytest.mark.all
 def test_ranks_give_transformers_tokens() -> None:
     folder = str(demo_checkpoint())
     ids = T.AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids

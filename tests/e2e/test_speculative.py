@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import transformers
 from families import FAMILIES
 from opened import open_rewritten
+from selection import ALL
 
 from forebay.api import LanguageModel, wrap
 from forebay.kernels.logits.sampling.operator import SAMPLING
@@ -50,7 +50,6 @@ def language_model(folder: Path, wishes: Wishes) -> LanguageModel:
     return LanguageModel(*opened, Budget(least + (16 << 10)), work, wishes)
 
 
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 NEAR = 1e-3  # of logits that are mostly below 1: those of one token were seen to differ by 1e-4
 KINDS = [(weights, cache) for weights in ("native", "w4") for cache in ("native", "kv8")]
 SOME = {"opt": [("w4", "native")], "gpt2": [("native", "kv8")], "gemma2": [("native", "native"), ("w4", "kv8")]}

@@ -13,6 +13,7 @@ from e2e.block_case import ATTENDED, COUNT, DISK, HOST, SHARED, Case
 from e2e.prompter import Prompter, answers_of
 from e2e.waits import assert_waits_are_needed
 from late import make_late
+from selection import at_length
 
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.program import ATTEND, Launch, Program
@@ -35,11 +36,12 @@ def steps_that_check(lm: LanguageModel) -> list[Program]:
     return [lm._pipeline.program(lm.plan, tokens) for tokens in lm.plan.schedule.speculative_steps]
 
 
-WAYS: list[tuple[str, int, dict[str, Any]]] = [
-    ("llama", 1, DISK), ("llama", 3, DISK), ("llama", 2, DISK | {"order": "row"}), ("llama", 2, HOST),
-    ("llama", 3, SHARED), ("llama", 3, ATTENDED), ("opt", 2, SHARED | {"cpu_attention": True}),
-    ("gemma2", 3, DISK | {"cache_tokens": 3}), ("gemma2", 2, ATTENDED), ("opt", 2, DISK | {"checkpoints": (1, 2)}),
-    ("llama", 5, {"cache_tier": "device", "hidden_tier": "disk", "prefill_chunk": 6}),
+WAYS: list[Any] = [
+    at_length("llama", 1, DISK), at_length("llama", 3, DISK), ("llama", 2, DISK | {"order": "row"}),
+    at_length("llama", 2, HOST), at_length("llama", 3, SHARED), at_length("llama", 3, ATTENDED),
+    ("opt", 2, SHARED | {"cpu_attention": True}), ("gemma2", 3, DISK | {"cache_tokens": 3}),
+    at_length("gemma2", 2, ATTENDED), ("opt", 2, DISK | {"checkpoints": (1, 2)}),
+    at_length("llama", 5, {"cache_tier": "device", "hidden_tier": "disk", "prefill_chunk": 6}),
     ("gpt2", 5, DISK | {"hidden_tier": "host"})]
 
 
@@ -69,7 +71,7 @@ def test_tokens_equal_transformers(
 
 
 @pytest.mark.parametrize(("entering", "wishes"), [
-    (0, DISK), (2, DISK), (1, SHARED), (2, ATTENDED), (2, DISK | {"micro_batches": 2})])
+    at_length(0, DISK), (2, DISK), at_length(1, SHARED), (2, ATTENDED), at_length(2, DISK | {"micro_batches": 2})])
 def test_sequences_in_places(cases: Callable[[str], Case], entering: int, wishes: dict[str, Any]) -> None:
     """More of them than places, of unequal lengths; one is drawn, as its seed has it without drafts."""
     case = cases("llama")
@@ -120,7 +122,8 @@ class Wrong:
 
 
 @pytest.mark.parametrize(("order", "more"), [
-    ("zigzag", DISK), ("row", DISK), ("zigzag", HOST), ("zigzag", SHARED), ("zigzag", ATTENDED)])
+    at_length("zigzag", DISK), ("row", DISK), at_length("zigzag", HOST), ("zigzag", SHARED),
+    at_length("zigzag", ATTENDED)])
 def test_without_any_one_wait_the_program_is_refused(
     cases: Callable[[str], Case], order: str, more: dict[str, Any]
 ) -> None:

@@ -8,7 +8,6 @@ are Forebay's.
 from __future__ import annotations
 
 import importlib
-import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,6 +16,7 @@ import onnxruntime
 import pytest
 import torch
 from exported.clients import EXAMPLES, by_genai, by_onnxruntime, by_torch
+from selection import ALL
 
 import forebay
 from forebay.kernels.build.compile import compiler
@@ -25,8 +25,6 @@ from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 
 PROMPTS = ("The capital of France is", "Once upon a time, in a village by the sea, there lived", "Water boils at")
 NEW = 32
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
-at_length = pytest.mark.skipif(not ALL, reason="takes a minute; FOREBAY_TEST_ALL=1 runs it")
 
 
 class Demo(NamedTuple):
@@ -55,6 +53,7 @@ def tokens(model: Path, rows: list[torch.Tensor]) -> torch.Tensor:
                            pad_token_id=0)[:, width:]
 
 
+@pytest.mark.all
 def test_onnx(demo: Demo, tmp_path: Path) -> None:
     out = forebay.export(demo.folder, tmp_path / "out", "onnx")
     assert by_onnxruntime(out, demo.rows, NEW) == demo.wanted.tolist()
@@ -63,7 +62,7 @@ def test_onnx(demo: Demo, tmp_path: Path) -> None:
         assert found == wanted[: len(found)] and (len(found) == NEW or wanted[len(found)] in read_eos(out))
 
 
-@at_length
+@pytest.mark.all
 @pytest.mark.parametrize("kind", ["pt2", pytest.param("aoti", marks=pytest.mark.skipif(
     compiler() is None, reason="no C++ compiler"))])
 def test_torch_program(demo: Demo, kind: Literal["pt2", "aoti"], tmp_path: Path) -> None:
@@ -72,13 +71,13 @@ def test_torch_program(demo: Demo, kind: Literal["pt2", "aoti"], tmp_path: Path)
     assert torch.equal(found, demo.wanted)
 
 
-@at_length
+@pytest.mark.all
 def test_bundle(demo: Demo, tmp_path: Path) -> None:
     out = forebay.export(demo.folder, tmp_path / "out", budget="300MB")
     assert torch.equal(tokens(out, demo.rows), demo.wanted)
 
 
-@at_length
+@pytest.mark.all
 @pytest.mark.parametrize("weights", ["w4g32", "w8"])
 def test_logits_over_packed_weights(demo: Demo, weights: str, tmp_path: Path) -> None:
     """Activations are float32 on both sides; lows of groups are no multiples of their scales."""

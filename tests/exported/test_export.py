@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from budgets import WITH_KERNELS
 from conftest import Checkpointed
 from families import FAMILIES
 from safetensors.torch import save_file
+from selection import at_length
 
 import forebay
 from forebay.exported import onnx_file
@@ -65,8 +65,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 @WITH_KERNELS
-@pytest.mark.parametrize("kind", ["bundle", "onnx", pytest.param("pt2", marks=pytest.mark.skipif(
-    os.environ.get("FOREBAY_TEST_ALL") != "1", reason="test_pt2 finds weights mapped; FOREBAY_TEST_ALL=1 runs it"))])
+@pytest.mark.parametrize("kind", ["bundle", "onnx", at_length("pt2")])  # test_pt2 finds weights mapped
 def test_a_model_is_never_held(kind: Literal["bundle", "onnx", "pt2"], large: tuple[Path, int], tmp_path: Path) -> None:
     """The largest tensor is a seventh of the model, and each is turned or copied by itself. What capture and imports
     take is a fifth; the largest, held whole while it is turned, made it 0.41."""

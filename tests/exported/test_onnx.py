@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from conftest import Checkpointed
 from exported.clients import by_genai, by_onnxruntime
 from families import FAMILIES
+from selection import ALL, beyond
 
 import forebay
 from forebay.exported import export, onnx_convert
@@ -44,7 +44,7 @@ from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 DIALECTS: tuple[Dialect, ...] = ("microsoft", "standard")
 # Products that are `addmm` and a table of positions; norms of heads; softcap and windows; a part of each head turned.
 # The others in make test-all.
-NAMED = ("gpt2", "qwen3", "gemma2", "gpt_neox") if os.environ.get("FOREBAY_TEST_ALL") != "1" else (
+NAMED = ("gpt2", "qwen3", "gemma2", "gpt_neox") if not ALL else (
     "opt", "gpt2", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
 both = pytest.mark.parametrize("dialect", DIALECTS)
 
@@ -326,7 +326,7 @@ def test_attention_turns_queries_and_keys_itself(rotary_dim: int, packed: bool) 
     close(found, attention_reference(q, *caches, lengths - 1, 0.3, 0, 0.0), 1e-5)
 
 
-@pytest.mark.parametrize("family", NAMED)
+@pytest.mark.parametrize("family", beyond(NAMED, ("gpt2", "gemma2")))
 def test_greedy_tokens_of_each_family(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from conftest import Checkpointed
 from exported.clients import by_torch
 from families import FAMILIES, captured
 from networks import NETWORKS, evaluated
+from selection import ALL, beyond
 from torch.export import Dim
 
 import forebay
@@ -28,7 +28,6 @@ from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 # Positions from a table and products that are `addmm`. The others in make test-all.
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 NAMED = ("gpt2",) if not ALL else (
     "opt", "gpt2", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
 BATCH = ({0: Dim("batch", min=1)},)
@@ -109,6 +108,7 @@ def test_progress_is_told_and_weights_are_mapped(
     assert len(weights) > 25 and [name for name in outside if name.endswith(".weight")] == []
 
 
+@pytest.mark.all
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_a_compiled_package_of_a_network(tmp_path: Path) -> None:
     """Two operators of ours and one of torch's, for another batch than it was traced for."""
@@ -121,7 +121,7 @@ def test_a_compiled_package_of_a_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-@pytest.mark.skipif(not ALL, reason="a package takes half a minute; FOREBAY_TEST_ALL=1 runs it")
+@pytest.mark.all
 def test_a_compiled_package_gives_the_tokens(tmp_path: Path) -> None:
     import transformers
 
@@ -153,7 +153,7 @@ def network(name: str) -> tuple[Any, TracedModule, torch.Tensor, list[torch.Tens
             [wanted] if isinstance(wanted, torch.Tensor) else list(wanted))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", beyond(NETWORKS, ("BERT", "U-Net")))
 def test_networks_that_are_no_language_models(name: str, tmp_path: Path) -> None:
     _, traced, x, wanted = network(name)
     save_program(tmp_path, traced.program(), None, lambda: None)

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import attention_nbytes
+from selection import ALL
 
 from forebay.api import LanguageModel, open_model
 from forebay.commands.jobs import AnswerFile
@@ -42,7 +43,7 @@ from tests.faults import fuzz_texts
 from tests.faults.spoil import Format, mutated_json
 from tests.rewriter.ir.test_plan import PLAN
 
-COUNT = 10_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 80
+COUNT = 10_000 if ALL else 80
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "0"))
 TIME_S = 10
 NBYTES = 256 << 20  # of address space, beyond what a case began with

@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from selection import ALL, at_length
 
 from forebay.kernels.build import compile
 from forebay.passes.allocators import native
 
 ROOT = Path(__file__).parents[2]
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 
 pytestmark = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 
@@ -169,7 +169,7 @@ thread.start(); thread.join()
 """
 
 
-@pytest.mark.parametrize("limit", ["256", "8192"])
+@pytest.mark.parametrize("limit", [at_length("256"), "8192"])
 def test_the_search_keeps_to_its_threads_stack(limit: str) -> None:
     """Of whatever size the shell lets it be: a search that would need more is given up."""
     native.load()

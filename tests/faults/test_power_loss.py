@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import ALL
 
 from forebay.commands.jobs import AnswerFile, Ask, run_job
 from forebay.commands.prompts import Prompt, Request
@@ -23,7 +24,7 @@ from forebay.rewriter.checkpoints.records import CheckpointError
 from tests.e2e.test_jobs import Counter
 from tests.faults.power import Recorder, crashes
 
-EACH = 40 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 2
+EACH = 40 if ALL else 2
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "0"))
 SETTINGS = {"model": "m", "max_new_tokens": 8}
 

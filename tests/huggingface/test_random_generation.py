@@ -6,18 +6,18 @@ A few in the suite; `FOREBAY_TEST_ALL=1` draws two hundred.
 from __future__ import annotations
 
 import copy
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from selection import ALL
 
 from forebay.api import LanguageModel
 
 VOCAB = 997
-CASES = 200 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 16
+CASES = 200 if ALL else 16
 MANY = list(range(3, 500))
 # name -> values, and how often it is given
 ALWAYS: dict[str, tuple[list[Any], float]] = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from families import gpt2, llama
+from selection import at_length
 
 from forebay.api import LanguageModel, wrap
 from forebay.exported.export import export
@@ -79,7 +80,7 @@ def test_forward_its_cache_and_right_padding(streamed: LanguageModel, llama_chec
     assert torch.equal(turned, streamed.generate(inputs_embeds=embeds, attention_mask=mask, **options))
 
 
-@pytest.mark.parametrize("family", ["llama", "dynamic rope", "gpt2", "gemma3", "opt"])
+@pytest.mark.parametrize("family", [at_length("llama"), at_length("dynamic rope"), "gpt2", "gemma3", at_length("opt")])
 def test_rows_are_the_modules_own(family: str, tmp_path: Path) -> None:
     """Whatever the module computes of a row (Gemma3 scales it, OPT's is narrower than the hidden state), from a folder
     or, for some, from memory; a tied table too."""

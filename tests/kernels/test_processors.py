@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from selection import ALL
 
 from forebay.kernels.build import compile
 from tests.kernels import emulated
@@ -31,8 +32,9 @@ def flags_here() -> set[str]:
     return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
 
 
+@pytest.mark.all
 @pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("kind", KINDS if os.environ.get("FOREBAY_TEST_ALL") else ALWAYS)
+@pytest.mark.parametrize("kind", KINDS if ALL else ALWAYS)
 def test_kernels_for(kind: str) -> None:
     """Their own tests pass; "x86-64" forbids all that is not on every such processor, so the portable code runs."""
     if kind in emulated.PROCESSORS and platform.machine() == "x86_64":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selection import ALL
 from serving.served import (
     ASK,
     NEW,
@@ -42,7 +43,7 @@ from forebay.serving.batcher import TRIES
 from forebay.serving.metrics import Metrics
 from forebay.serving.run_server import bound_socket
 
-FUZZED = 10_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 300
+FUZZED = 10_000 if ALL else 300
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from selection import beyond
 
 pytest.importorskip("triton")
 
@@ -101,9 +102,9 @@ def with_ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 SHAPES = [(4, 128, 4), (4, 128, 8), (3, 64, 4), (2, 64, 8), (9, 64, 4), (3, 80, 8), (1, 80, 4), (2, 96, 4), (2, 256, 4)]
-# the first of each bits with both dtypes, the others with one; FOREBAY_TEST_ALL=1: all with both
-CASES = [(*shape, dtype) for i, shape in enumerate(SHAPES) for k, dtype in enumerate(HALVES)
-         if i < 2 or i % 2 == k or os.environ.get("FOREBAY_TEST_ALL") == "1"]
+# each number of bits with one dtype and whole blocks, and a row of groups that are none; in make test-all every one
+CASES = beyond([(*shape, dtype) for shape in SHAPES for dtype in HALVES],
+               [(*SHAPES[0], torch.float16), (*SHAPES[3], torch.bfloat16), (*SHAPES[6], torch.bfloat16)])
 
 
 @pytest.mark.parametrize(("heads", "dim", "bits", "dtype"), CASES)

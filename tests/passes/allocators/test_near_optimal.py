@@ -27,6 +27,7 @@ def flat_graph(captured: CapturedModel, tokens: int, batch: int = 2) -> fx.Graph
     return inline_blocks(concretise(captured.step, step_inputs(captured, workload, tokens)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fused", [False, True], ids=["as captured", "fused"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_language_models_take_what_is_live(family: str, fused: bool) -> None:
@@ -37,6 +38,7 @@ def test_language_models_take_what_is_live(family: str, fused: bool) -> None:
         assert layout.lower_bound <= layout.height <= NEAR * layout.lower_bound, f"{tokens} tokens, batch {batch}"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_networks_with_skips_take_what_is_live(network: str, batch: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import gpt2, llama, llama4, opt
+from selection import at_length
 from transformers import BloomConfig, Gemma3TextConfig
 
 from forebay.kernels.operators import KV_APPEND_Q
@@ -34,7 +35,7 @@ def bloom() -> BloomConfig:
     return BloomConfig(vocab_size=199, hidden_size=64, n_layer=2, n_head=4)
 
 
-@pytest.mark.parametrize("make", [opt, gpt2, lambda: llama(2), gemma3])
+@pytest.mark.parametrize("make", [opt, at_length(gpt2), at_length(lambda: llama(2)), gemma3])
 def test_weights_are_read_as_often_as_before(make: Any) -> None:
     """New tokens and checkpoints share a product, so a weight that streams is brought once."""
     plain = captured(make())

@@ -7,17 +7,17 @@ FOREBAY_TEST_ALL=1 (`make test-all`) does so 1 000 times.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
 import transformers
 from budgets import attention_nbytes
 from forked import run_code
+from selection import ALL
 
 # Without our kernels torch's operators take more than all the rest.
 DEVICE_NBYTES = (1 << 20) + max(0, attention_nbytes(1, 4, 12, 16))
-CYCLES = 1000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 1  # counts are compared exactly: what stays shows
+CYCLES = 1000 if ALL else 1  # counts are compared exactly: what stays shows
 # In a process of its own: pytest keeps what torch logs of a trace. The first cycles fill caches that are bounded.
 USE = """
 import gc, json, linecache, os, sys, warnings

@@ -39,6 +39,7 @@ def conversions(tmp_path, monkeypatch):
     return done
 
 
+@pytest.mark.all
 def test_demo_equals_transformers_bit_for_bit(monkeypatch):
     path = demo_gguf()
     folder = demo_checkpoint()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from families import rewritten
+from selection import ALL
 
 import forebay.rewriter.pipeline.run_passes as run_passes
 from forebay.rewriter.capture.step_graphs import step_graphs
@@ -39,7 +39,6 @@ BLOCKS = {"row": Block(2, "row"), "cache on disk": Block(2, "zigzag", "disk", 16
           "hidden on disk": Block(2, hidden="disk", hidden_slots=1),
           "speculative": Block(speculative_steps=(6, 3)),
           "speculative in places": Block(2, entering=1, speculative_steps=(6, 3))}
-EVERY = os.environ.get("FOREBAY_TEST_ALL") == "1"
 LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 
 
@@ -77,7 +76,7 @@ def programs(made: Pipeline, plan: Plan) -> Iterator[Program | None]:
 def changes_programs(made: Pipeline, plan: Plan, before: list[Program | None]) -> bool:
     """Whether any Program of `plan` is not that of `before`; once one is found, the others are not made."""
     after = programs(made, plan)
-    if EVERY:
+    if ALL:
         return [*after] != before
     return any(program != known for program, known in itertools.zip_longest(after, before, fillvalue=...))
 
@@ -184,7 +183,7 @@ def test_every_field_is_obeyed_or_refused_by_name(kind: str, monkeypatch: pytest
     silent, unnamed, found = [], [], 0
     effects: dict[str, bool] = {}
     every = changes(Plan, json.loads(plan.to_json()), "plan")
-    for path, keys, value in every if EVERY else one_of_each(every, kind):
+    for path, keys, value in every if ALL else one_of_each(every, kind):
         found += 1
         told = f"{path} = {value!r}"
         try:
@@ -207,7 +206,7 @@ def test_every_field_is_obeyed_or_refused_by_name(kind: str, monkeypatch: pytest
     assert all(effects.values()), [path for path, effect in effects.items() if not effect]
     fields = {re.sub(r"\[\d+\]", "", path) for path in effects}
     missed = [leaf for leaf in leaves(Plan, "plan") if not any(f"{field}.".startswith(f"{leaf}.") for field in fields)]
-    assert found > (100 if EVERY else 50) and not missed, f"no value of these was changed: {missed}"
+    assert found > (100 if ALL else 50) and not missed, f"no value of these was changed: {missed}"
     assert {"plan.version", "plan.fingerprint", "plan.schedule.lead", "plan.buffers.last",
             "plan.weights.tile_rows", "plan.gemm.impl", "plan.prediction.bottleneck"} <= fields
 

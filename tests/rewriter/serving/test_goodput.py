@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -232,7 +231,7 @@ def test_objectives_that_cannot_be_meant_are_refused(level: ServiceLevel) -> Non
         find_goodput(Strategy(1, both=1), SMALL, level)
 
 
-@pytest.mark.skipif(not os.environ.get("FOREBAY_TEST_ALL"), reason="the paper's search: a minute; FOREBAY_TEST_ALL=1")
+@pytest.mark.all
 def test_the_papers_search_finds_goodput_for_most() -> None:
     candidates, _ = strategies(PAPER, 40)
     found, refused = search_services(candidates, PAPER, LEVEL, workers=2)

@@ -26,6 +26,7 @@ import transformers
 from budgets import operators_nbytes
 from carried import Carried
 from families import llama
+from selection import ALL
 
 from forebay.api import LanguageModel, open_model
 from forebay.backend import prepared_for
@@ -54,7 +55,7 @@ from forebay.rewriter.verify.items import ItemFault, check_items
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from tests.rewriter.verify import oracle
 
-COUNT = 400 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 12
+COUNT = 400 if ALL else 12
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "0"))
 DISK_CACHE = {"cache_tier": "disk", "cache_tokens": 4, "micro_batches": 2, "prefill_chunk": 4}
 SCHEDULES: dict[str, dict[str, Any]] = {

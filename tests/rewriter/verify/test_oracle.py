@@ -10,6 +10,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from selection import ALL
 
 from forebay.rewriter.ir.program import (
     COMPUTE,
@@ -30,7 +31,7 @@ from forebay.rewriter.ir.program import (
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from tests.rewriter.verify import oracle
 
-COUNT = 100_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 2_000
+COUNT = 100_000 if ALL else 2_000
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "0"))
 PARTS = 8
 SLOT = 64

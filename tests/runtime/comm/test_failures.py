@@ -178,7 +178,7 @@ def test_ranks_whose_link_is_lost_end_on_both_sides(folder: Path, tmp_path: Path
         end(ranks)
 
 
-@pytest.mark.skipif(not os.environ.get("FOREBAY_TEST_ALL"), reason="a job of the command line on two ranks")
+@pytest.mark.all
 def test_a_job_under_torchrun_is_gone_on_with_by_one_process(folder: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 

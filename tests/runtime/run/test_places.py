@@ -19,6 +19,7 @@ from budgets import operators_nbytes
 from families import gemma2, gpt2, llama, opt
 from late import make_late
 from opened import open_rewritten
+from selection import at_length
 
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict, validate
@@ -115,10 +116,12 @@ def answers(
 
 
 @pytest.mark.parametrize(("name", "more"), [
-    ("llama", {"entering": 2}), ("llama", {"entering": 6}), ("llama", {"entering": 1, "prefill_chunk": 14}),
-    ("llama", {"entering": 4, "micro_batches": 3}), ("opt", {"entering": 3}), ("gpt2", {"entering": 2}),
-    ("gemma2", {"entering": 2}), ("gemma2", {"entering": 3, "micro_batches": 2, "order": "row"}),
-    ("llama", {"entering": 2, "micro_batches": 2} | DISK), ("llama", {"entering": 5, "micro_batches": 3} | DISK),
+    at_length("llama", {"entering": 2}), ("llama", {"entering": 6}),
+    at_length("llama", {"entering": 1, "prefill_chunk": 14}), ("llama", {"entering": 4, "micro_batches": 3}),
+    ("opt", {"entering": 3}), at_length("gpt2", {"entering": 2}), at_length("gemma2", {"entering": 2}),
+    ("gemma2", {"entering": 3, "micro_batches": 2, "order": "row"}),
+    ("llama", {"entering": 2, "micro_batches": 2} | DISK),
+    at_length("llama", {"entering": 5, "micro_batches": 3} | DISK),
     ("gemma2", {"entering": 2, "micro_batches": 3, "order": "row"} | DISK),
     ("opt", {"entering": 3, "micro_batches": 1, "cache_slots": 1} | DISK), ("gpt2", {"micro_batches": 2}),
     ("llama", {})])

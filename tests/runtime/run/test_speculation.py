@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
+from selection import ALL
 
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
@@ -314,7 +314,7 @@ def test_drawn_drafts_of_another_model_leave_the_distribution(least: float, monk
     was drawn is checked, though a step without it would pay."""
     monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (2, least))
     sampling, prompt = Sampling(True, 0.9, 4, 0.97), [1, 2]
-    count = 100_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 1000
+    count = 100_000 if ALL else 1000
     expected: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         expected = {(*path, token): chance * float(p) for path, chance in expected.items()

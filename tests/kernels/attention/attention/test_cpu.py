@@ -33,6 +33,7 @@ def make(
     return q, k, v, torch.tensor(start)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     ("start", "queries"),
     (([0], 1), ([70], 1), ([5, 130, 64], 1), ([0, 0], 7), ([0], 200), ([9, 9], 33), ([3, 0, 65], 20)),

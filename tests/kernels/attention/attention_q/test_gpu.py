@@ -9,6 +9,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+from selection import ALL
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -53,7 +54,7 @@ SHAPES = [(6, 2, 64, 4, 32, 0, 0.0), (2, 1, 128, 8, 64, 0, 0.0), (2, 2, 80, 4, 4
           (4, 2, 64, 8, 64, -40, 2.0)]
 # each shape with both numbers of new tokens, the first with each dtype, others with one; FOREBAY_TEST_ALL=1: all
 CASES = [(*shape, new, dtype) for i, shape in enumerate(SHAPES) for k, new in enumerate((1, 11)) for dtype in (
-    DTYPES if i == 0 or os.environ.get("FOREBAY_TEST_ALL") == "1" else [DTYPES[(i + k) % 3]])]
+    DTYPES if i == 0 or ALL else [DTYPES[(i + k) % 3]])]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+from selection import ALL
 
 pytest.importorskip("triton")
 
@@ -32,7 +33,6 @@ def filled(
     return native_cache(ends, kv_heads, dim, dtype, strength)
 
 
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 SHAPES = [(0, 5, 1, 80, 137), (0, 4, 2, 64, 41), (8, 3, 1, 80, 73), (4, 4, 2, 64, 137), (4, 2, 2, 24, 41)]
 # each kind of rows with both dtypes; FOREBAY_TEST_ALL=1: each shape
 CASES = [(*shape, dtype) for i, shape in enumerate(SHAPES) for k, dtype in enumerate((torch.float16, torch.bfloat16))

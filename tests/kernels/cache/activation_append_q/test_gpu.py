@@ -28,6 +28,7 @@ def append(cache: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, bits: int, 
     gpu.bind_activation_append_q(cache, x, rows, bits, group)()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32), ids=("fp16", "bf16", "fp32"))
 @pytest.mark.parametrize(
     ("features", "bits", "group"), ((100, 8, 64), (1100, 8, 64), (50, 8, 128), (37, 8, 32), (100, 4, 64))

@@ -42,6 +42,7 @@ def values(cache: Tensor, args: list) -> Tensor:
     return op.unpack(written(cache, args), args[2].shape[3], *args[5:]).double()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=("fp16", "bf16", "fp32"))
 @pytest.mark.parametrize(
     ("dim", "bits", "group"),

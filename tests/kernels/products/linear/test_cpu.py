@@ -48,6 +48,7 @@ def assert_close(
     assert ((out.double() - want).abs() <= tolerance * scale + 1e-7).all()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("conv1d", (False, True))

@@ -94,6 +94,7 @@ def tolerance(impl: str, x: Tensor, weight: Tensor, group: int, out: Tensor, bia
     return off @ weight.abs().mT + sums * (ROUNDING[out.dtype] + 2e-6 + 2.01 * BF16 * (impl == "bf16")) + 1e-7
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("bits", "impl"), IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", (1, 2, 7, 8, 67))
@@ -121,6 +122,7 @@ def test_matches_float64(bits: int, impl: str, dtype: torch.dtype, m: int, symme
             assert (wide[:, :5] == 7).all() and (wide[:, 5 + n :] == 7).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("bits", "impl"), IMPLS)
 @pytest.mark.parametrize("m", (1, 4, 7, 40))
 def test_symmetric_rows_give_what_rows_with_their_lows_give(bits: int, impl: str, m: int) -> None:
@@ -139,6 +141,7 @@ def test_symmetric_rows_give_what_rows_with_their_lows_give(bits: int, impl: str
     assert torch.allclose(got, want, rtol=0, atol=1e-4) if begins else torch.equal(got, want)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("bits", "impl"), IMPLS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activation_multiplier_and_residual(bits: int, impl: str, activation: str) -> None:

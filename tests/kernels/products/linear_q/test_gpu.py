@@ -32,6 +32,7 @@ def weight(
     return packing.pack_rows(*parts[:2], None if symmetric else parts[2]), made
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bits", (4, 8))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 @pytest.mark.parametrize(

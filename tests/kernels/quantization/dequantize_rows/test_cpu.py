@@ -14,6 +14,7 @@ from forebay.kernels.quantization.quantize.cpu import quantize_rows
 from forebay.kernels.quantization.quantize.operator import dequantize, quantize
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("k", "group"), [(64, 32), (70, 32), (33, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -27,6 +27,7 @@ def packed(
     return packing.pack_rows(codes, scale, None if symmetric else low)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("n", "k", "group"), [(7, 64, 32), (5, 70, 32), (33, 203, 64), (1, 33, 128), (3, 90, 96)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -29,6 +29,7 @@ def assert_same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scale_dtype", (torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("bits", (4, 8))
 @pytest.mark.parametrize(("shape", "dim", "group"), SHAPES)
