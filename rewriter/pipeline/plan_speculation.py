@@ -69,10 +69,11 @@ def forced_sizes(graphs: StepGraphs, workload: Workload, wishes: Wishes) -> tupl
     if graphs.speculate is None:
         raise PlanError("prompt_lookup_num_tokens: no step checks drafts in models whose rotary follows the length "
                         "of the call; leave it out")
-    sizes = tuple(n for n in _wished_sizes(wishes) if 1 < n <= workload.new_tokens and n != wishes.prefill_chunk)
+    chunk = min(wishes.prefill_chunk or 1, workload.prompt)
+    sizes = tuple(n for n in _wished_sizes(wishes) if 1 < n <= workload.new_tokens and n != chunk)
     if not sizes:
         raise PlanError(f"prompt_lookup_num_tokens: {_no_size(workload, wishes)}")
-    return sizes
+    return tuple(n for n in sizes if n != workload.prompt) or sizes  # a prompt in one step is worth more than a size
 
 
 def smallest_checking(pipeline: Pipeline, plan: Plan, wishes: Wishes) -> int:
