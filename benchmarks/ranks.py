@@ -42,6 +42,7 @@ from forebay.rewriter.predict.ranks import simulate_ranks
 from forebay.rewriter.predict.simulate import STEPS
 from forebay.runtime.comm.launched import has_launcher
 from forebay.runtime.comm.ranks import from_all, join_ranks, leave_ranks
+from forebay.runtime.devices.kinds import HOST
 from forebay.runtime.devices.streams import Worker
 from forebay.runtime.measure.machine import measure_machine
 from forebay.runtime.measure.mesh import ExchangeTurns, measure_mesh
@@ -107,7 +108,7 @@ class MeshProbe:
         self.nbytes = sum(s.nbytes for s in exchange.writes)
         self.known_s = machine.mesh.exchange_s(self.kind, len(group), self.nbytes)
         self.worker = Worker(COLLECT)
-        self.turns = ExchangeTurns(self.kind, group, self.worker, "cpu")
+        self.turns = ExchangeTurns(self.kind, group, self.worker, HOST)
 
     def now(self) -> tuple[float, ...]:
         """Paces of products in decode and in prefill, bytes per second of plain reads, and the pace of exchanges; the

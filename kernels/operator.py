@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -136,10 +137,10 @@ class Operator:
         place = self.arguments.index(name)
         return args[place] if place < len(args) else self.overload._schema.arguments[place].default_value
 
-    def accepts(self, tensors: Mapping[str, Any]) -> bool:
-        """Tell whether tensors, by argument, lie as `layouts` says; whatever has no strides does."""
-        return all(_lies(tensors[name], layout) for name, layout in self.layouts.items()
-                   if isinstance(tensors.get(name), torch.Tensor))
+    def accepts(self, args: tuple[Any, ...]) -> bool:
+        """Tell whether the tensors among positional arguments have the layouts that `layouts` asks for."""
+        return all(_lies(value, layout) for name, layout in self.layouts.items()
+                   if isinstance(value := self.argument(args, name), torch.Tensor))
 
     def given_caches(self, args: tuple[Any, ...]) -> list[Any]:
         """What positional arguments hold for K and V; nothing of an operator that touches no cache."""
@@ -161,14 +162,10 @@ def _lies(tensor: torch.Tensor, layout: OperandLayout) -> bool:
         return tensor.is_contiguous()
     if tensor.dim() < 1 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
         return False
-    expected = None
-    for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
-        if layout == "columns" or size == 1:  # its stride may be anything
-            continue
-        if expected is not None and stride != expected:
-            return False
-        expected = stride * size
-    return True
+    if layout == "columns":
+        return True
+    outer = [(n, s) for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n != 1]
+    return all(stride == n * s for (_, stride), (n, s) in itertools.pairwise(outer))
 
 
 def in_columns(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,9 @@ from typing import ParamSpec, TypeVar
 
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
-# Whoever loads parts of transformers, or traces, holds it. transformers' modules take each other's place while they
-# are loaded, so that another thread finds half of them; building a model sets torch's default dtype and patches its
-# initialization; tracing patches the classes of modules. A thread that holds it may take it again.
+# Hold it to import parts of transformers, to build a model or to trace. Imports of transformers replace modules while
+# other threads read them. Building sets torch's default dtype and patches its initialization. Tracing patches the
+# classes of modules. A thread that holds the lock may take it again. Take it before `compile_lock`.
 ONE_THREAD = threading.RLock()
 
 

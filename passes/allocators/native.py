@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 LIBRARY = Library("allocators", (HERE / "search.cpp", HERE / "improve.cpp"), ("-std=c++17", "-O2", "-pthread", "-fPIC"))
 NO_MEMORY = -2  # what any of its functions returns where the system gives none
 FOREVER_S = 1e6  # what C++ is told where there is no limit
-log = logging.getLogger(__name__)
+log = logging.getLogger("forebay")
 
 
 class BufferColumns(ctypes.Structure):

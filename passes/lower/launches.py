@@ -207,9 +207,8 @@ class Launches:
 
 def _has_kernel(operator: Operator, node: fx.Node) -> bool:
     """Whether launches of one of our operators can compute a node: its operands lie as the record says."""
-    tensors = {name: operator.argument(node.args, name) for name in operator.layouts}
-    return bool(operator.bind) and operator.accepts({
-        name: value.meta.get("val") for name, value in tensors.items() if isinstance(value, fx.Node)})
+    return bool(operator.bind) and operator.accepts(tuple(
+        value.meta.get("val") if isinstance(value, fx.Node) else value for value in node.args))
 
 
 def _narrow(ref: TensorRef, dim: int, lower: int, length: int) -> TensorRef:

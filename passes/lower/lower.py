@@ -3,9 +3,6 @@
 A block graph is recorded once, with symbols for what differs between the layers that call it (weights, cache, staged
 tiles) and between micro-batches (activations). The recording is settled for each micro-batch, and then stamped for
 every layer: that is why compile time hardly grows with depth.
-
-A step may be of two graphs, of the sequences that enter and of all that decode. Their pieces take turns, and a weight
-that the first brings is read by both.
 """
 
 from __future__ import annotations
@@ -94,8 +91,7 @@ class _Lowering:
         self.pieces: list[list[tuple[Recording, _Stamp]]] = []
         self.last = 0  # pieces from the exchange on in which all stages meet
         self.staging: CacheStaging | PlaceStaging | None = None
-        self.activations = [
-            dict(micro_batch_symbols(layout, k, plan.schedule.block)) for k in range(self.count)]
+        self.activations = [micro_batch_symbols(layout, k, plan.schedule.block) for k in range(self.count)]
         self.fetched = 0
         self.gathered = self.ring_at = 0  # weights gathered ahead, and where in their memory the next one lies
 

@@ -33,5 +33,3 @@ def _views(node: fx.Node) -> Iterator[fx.Node]:
         if user.op == "call_function" and user.meta.get("alias_of") is not None:
             yield user
             yield from _views(user)
-
-

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from forebay.rewriter.ir.graph import META, Gemm
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.products import product_shape
-
-aten = torch.ops.aten
 
 
 def select_gemm(gm: fx.GraphModule, plan: Plan) -> None:
@@ -25,5 +22,3 @@ def select_gemm(gm: fx.GraphModule, plan: Plan) -> None:
             raise PlanError(f"plan.gemm: {node.name} is a product of {dtype} with m={m}, n={n}, k={k}, for which the "
                             "plan names no implementation; add one, or plan again")
         node.meta[META] = Gemm(table[shape])
-
-

@@ -16,6 +16,7 @@ from torch import nn
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.garbage import no_collection
+from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.one_thread import one_thread
 
@@ -156,17 +157,21 @@ def _check_same_parameters(given: nn.Module, built: PreTrainedModel) -> None:
         raise CaptureError(f"its parameters are not those its config describes, first difference at {odd[0]!r}")
 
 
+def _tables(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The module's own non-persistent buffers: tables that no checkpoint holds."""
+    return {k: b for k, b in module._buffers.items() if b is not None and k in module._non_persistent_buffers_set}
+
+
 def _refuse_large_tables(model: PreTrainedModel) -> None:
-    """CaptureError for non-persistent buffers that would take more memory than a model's do: a config alone says how
-    long they are."""
-    tables = {f"{name}.{key}": buffer for name, module in model.named_modules()
-              for key, buffer in module._buffers.items()
-              if buffer is not None and key in module._non_persistent_buffers_set}
+    """Refuse a config whose computed tables exceed `MOST_TABLES_NBYTES`: no checkpoint bounds their length."""
+    tables = {f"{name}.{key}": table for name, module in model.named_modules()
+              for key, table in _tables(module).items()}
     total = sum(table.nbytes for table in tables.values())
     if total > MOST_TABLES_NBYTES:
         name, largest = max(tables.items(), key=lambda entry: entry[1].nbytes)
-        raise CaptureError(f"its config asks for {total} bytes of tables that no checkpoint holds, the largest {name} "
-                           f"of {list(largest.shape)}; {MOST_TABLES_NBYTES} are the most")
+        raise CaptureError(f"its config asks for {format_nbytes(total)} of tables that no checkpoint holds, the "
+                           f"largest {name} of {list(largest.shape)}; at most {format_nbytes(MOST_TABLES_NBYTES)} are "
+                           "allowed")
 
 
 def _fill_constants(model: PreTrainedModel) -> None:
@@ -176,9 +181,7 @@ def _fill_constants(model: PreTrainedModel) -> None:
     """
     _refuse_large_tables(model)
     for name, module in model.named_modules():
-        buffers = {
-            k: b for k, b in module._buffers.items() if b is not None and k in module._non_persistent_buffers_set
-        }
+        buffers = _tables(module)
         if not buffers:
             continue
         filled: list[dict[str, torch.Tensor]] = []

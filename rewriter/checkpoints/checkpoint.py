@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 
 from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_state, sample_tensors
-from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
-from forebay.rewriter.ir.files import open_input, read_input
+from forebay.rewriter.ir.files import naming, open_input, read_input
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forebay.kernels.build.cache_folder import cache_folder
-from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import MODELS, SOURCE, held, source_state
+from forebay.rewriter.ir.files import naming
 
 PARTIAL = re.compile(r"\.(.+)\.[^.]+\.partial")  # of a conversion or a deletion that was killed
 

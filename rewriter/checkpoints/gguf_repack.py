@@ -18,9 +18,8 @@ from forebay.rewriter.checkpoints.gguf_files import write_model_files
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, gguf_parts, read_gguf
 from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
 from forebay.rewriter.checkpoints.identity import FileState, file_states, read_whole
-from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.records import CheckpointError
-from forebay.rewriter.ir.files import open_input
+from forebay.rewriter.ir.files import naming, open_input
 from forebay.rewriter.one_thread import one_thread
 
 PIECE_NBYTES = 4 << 20

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from forebay.rewriter.checkpoints.named_errors import naming
-from forebay.rewriter.ir.files import read_input
+from forebay.rewriter.ir.files import naming, read_input
 
 if TYPE_CHECKING:
     from forebay.rewriter.checkpoints.records import TensorRecord

@@ -1,4 +1,4 @@
-"""Errors that others raise without a name: of reads and writes through a descriptor, and of Rust."""
+"""Panics of the tokenizers library, which is written in Rust, as errors of Python."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-
-from forebay.rewriter.ir.files import naming as naming
 
 
 @contextmanager

@@ -23,10 +23,9 @@ from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 from forebay.kernels.quantization.quantize.operator import dequantize
 from forebay.rewriter.checkpoints.checkpoint import DTYPE_NAMES, DTYPES, Checkpoint, Progress, read_header, read_tensor
 from forebay.rewriter.checkpoints.identity import FileState, file_state
-from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.records import CheckpointError, Packed, TensorRecord
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.ir.files import open_input, read_input
+from forebay.rewriter.ir.files import naming, open_input, read_input
 
 MANIFEST, UNFINISHED = "forebay.json", "forebay.unfinished.json"
 FORMAT, VERSION = "forebay-quantized", 1

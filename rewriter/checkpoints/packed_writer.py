@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from forebay.rewriter.checkpoints.checkpoint import DTYPE_NAMES, PICKLE_SUFFIXES, Checkpoint, Progress
-from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import (
     FILLER,
     FORMAT,
@@ -37,7 +36,7 @@ from forebay.rewriter.checkpoints.packed import (
 from forebay.rewriter.checkpoints.records import CheckpointError, Packed
 from forebay.rewriter.checkpoints.write_tensors import require_free
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.ir.files import read_input
+from forebay.rewriter.ir.files import naming, read_input
 
 SHARD_NBYTES = 1 << 30
 FLUSH_NBYTES = 64 << 20  # written pages are forced to disk and dropped from the page cache after this many bytes

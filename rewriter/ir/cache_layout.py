@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,11 +14,17 @@ from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import META, CacheInput, values_of
 from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.ir.program import (
-    dtype_itemsize,
-)
+from forebay.rewriter.ir.program import dtype_itemsize
 
 OPERANDS = "operands"  # host memory for what a turn's launches there read and write; a buffer for each micro-batch
+# inputs of a step with staged caches, each with one part for every micro-batch: rows of its table of blocks
+# [B * blocks] that are loaded and stored, and [B] the row of each sequence's tail before and behind the step
+LOADS, STORES, BEFORE, BEHIND = "cache_loads", "cache_stores", "cache_before", "cache_behind"
+# the same rows of caches without tails: of their last blocks too
+WHOLE_LOADS, WHOLE_STORES = "cache_whole_loads", "cache_whole_stores"
+# inputs of a step graph with checkpoints: [B, 1, rows] the position that K and V of each row of a checkpoint go to, and
+# [B, S] the row that each new token's checkpoint goes to; what is nobody's goes to the last position and row
+RESTORED, CHECKPOINTED = "restored_positions", "checkpoint_rows"
 
 
 class OperandSizes(NamedTuple):
@@ -197,42 +202,23 @@ def moved_shares(layer: StagedLayer, block: Block, work: Workload, tokens: int) 
     return loaded, stored
 
 
-def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
-    """Every cache buffer of a step graph by name, as rows of tokens."""
-    found = {}
+def _cache_inputs(step: fx.GraphModule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the cache buffers of a step graph: the name and value of each."""
     for node in step.graph.find_nodes(op="placeholder"):
         mark = node.meta.get(META)
         if isinstance(mark, CacheInput):
-            batch, heads, _, width = node.meta["val"].shape
-            found[f"cache_{mark.side}_{mark.layer}"] = CacheRows(batch * heads, width, str(node.meta["val"].dtype)[6:])
-    return found
+            yield f"cache_{mark.side}_{mark.layer}", node.meta["val"]
+
+
+def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
+    """Every cache buffer of a step graph by name, as rows of tokens."""
+    return {name: CacheRows(value.shape[0] * value.shape[1], value.shape[3], str(value.dtype)[6:])
+            for name, value in _cache_inputs(step)}
 
 
 def cache_buffers(step: fx.GraphModule) -> dict[str, int]:
     """Name and bytes of every cache buffer of a step graph."""
-    sizes = {}
-    for node in step.graph.find_nodes(op="placeholder"):
-        mark = node.meta.get(META)
-        if isinstance(mark, CacheInput):
-            value = node.meta["val"]
-            sizes[f"cache_{mark.side}_{mark.layer}"] = math.prod(value.shape) * value.element_size()
-    return sizes
-
-
-# inputs of a step with staged caches, each with one part for every micro-batch: rows of its table of blocks
-# [B * blocks] that are loaded and stored, and [B] the row of each sequence's tail before and behind the step
-LOADS, STORES, BEFORE, BEHIND = "cache_loads", "cache_stores", "cache_before", "cache_behind"
-
-
-# the same rows of caches without tails: of their last blocks too
-WHOLE_LOADS, WHOLE_STORES = "cache_whole_loads", "cache_whole_stores"
-
-
-# inputs of a step graph with checkpoints: [B, 1, rows] the position that K and V of each row of a checkpoint go to, and
-# [B, S] the row that each new token's checkpoint goes to; what is nobody's goes to the last position and row
-RESTORED, CHECKPOINTED = "restored_positions", "checkpoint_rows"
-
-
+    return {name: value.numel() * value.element_size() for name, value in _cache_inputs(step)}
 
 
 def loads_name(window: int) -> str:

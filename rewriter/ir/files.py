@@ -13,24 +13,24 @@ from typing import IO, BinaryIO
 
 StrPath = str | os.PathLike[str]
 # Kinds of files that have no end, that wait for somebody, or that do something when they are opened.
-_KINDS = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),
+_SPECIAL_KINDS = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),
           (stat.S_ISBLK, "a device"))
 
 
 @contextmanager
-def naming(path: StrPath) -> Iterator[None]:
-    """Raise an OSError that names no file anew with `path`."""
+def naming(path: StrPath, draft: Path | None = None) -> Iterator[None]:
+    """Add `path` to an OSError that names no file, or its `draft`."""
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        if error.errno is None or error.filename not in (None, draft and os.fspath(draft)):
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def special_kind(mode: int) -> str | None:
-    """What a file of this `st_mode` is, if it is neither a regular file nor a folder."""
-    return next((kind for is_kind, kind in _KINDS if is_kind(mode)), None)
+    """Name the kind of a special file, as in "a named pipe"; None for regular files and folders."""
+    return next((kind for is_kind, kind in _SPECIAL_KINDS if is_kind(mode)), None)
 
 
 def open_input(path: StrPath, buffering: int = -1) -> BinaryIO:
@@ -57,7 +57,7 @@ def read_input_text(path: StrPath, encoding: str = "utf-8") -> str:
 
 def _open_regular(path: str, flags: int) -> int:
     _require_regular(os.stat(path), path)
-    opened = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # what took its place since does not make this wait
+    opened = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe may have replaced it meanwhile
     try:
         _require_regular(os.fstat(opened), path)
     except BaseException:
@@ -76,11 +76,10 @@ def _require_regular(status: os.stat_result, path: str) -> None:
 
 @contextmanager
 def written_whole(path: StrPath, mode: str = "w", newline: str | None = None) -> Iterator[IO]:
-    """A file to write, in text (`mode` "w", as UTF-8) or bytes ("wb"), that takes the place of `path` at the end by one
-    rename, on disk by then.
+    """Open a file to write that replaces `path` in one rename, once its bytes are on disk.
 
-    If anything fails, what was at `path` before stays and nothing else is left. A pipe or device is written to as it
-    is, and so is a file in a folder that cannot be written.
+    `mode` is "w" for text in UTF-8, "wb" for bytes. If anything fails, the file at `path` stays and nothing else is
+    left. A pipe or device is written to directly, and so is a file in a folder that cannot be written.
 
     Raises:
         OSError: For what cannot be written; it names `path`.
@@ -94,7 +93,7 @@ def written_whole(path: StrPath, mode: str = "w", newline: str | None = None) ->
         return
     draft = target.with_name(f".{target.name[:200]}.{os.getpid()}.{threading.get_ident()}.draft")
     try:
-        with _naming_target(path, draft):
+        with naming(path, draft):
             with open(draft, mode, encoding=encoding, newline=newline) as file:
                 yield file
                 file.flush()
@@ -104,17 +103,6 @@ def written_whole(path: StrPath, mode: str = "w", newline: str | None = None) ->
             draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
-
-
-@contextmanager
-def _naming_target(path: StrPath, draft: Path) -> Iterator[None]:
-    """Raise an OSError that names no file, or the draft, anew with `path`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename not in (None, os.fspath(draft)):
-            raise
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def write_text(path: StrPath, text: str) -> None:

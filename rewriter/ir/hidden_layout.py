@@ -10,11 +10,7 @@ from forebay.rewriter.ir.cache_layout import CACHE_STAGING
 from forebay.rewriter.ir.plan import BufferPlacement
 
 HIDDEN_STAGING = "hidden"  # of regions that micro-batches share
-
-
 HIDDEN_STORE_STAGING = "hidden_out"  # host staging buffers of stores to disk, where copies hop
-
-
 HIDDEN_HOME_ARENAS = {"host": "host", "disk": CACHE_STAGING}  # by the tier that hidden states are on between turns
 
 

@@ -269,7 +269,8 @@ def load_plan(path: StrPath) -> Plan:
 def plan_from_dict(data: object) -> Plan:
     """Build a plan from parsed JSON; PlanError names the first bad field by its path."""
     if isinstance(data, dict) and data.get("version") != VERSION:
-        raise PlanError(f"plan.version: this plan says {data.get('version')!r}, this release reads {VERSION}: replan")
+        raise PlanError(f"plan.version: this plan says {data.get('version')!r}, this release reads {VERSION}; plan "
+                        "again")
     try:
         plan: Plan = from_json(Plan, data, "plan")
     except ValueError as error:

@@ -57,8 +57,7 @@ def is_product(node: fx.Node) -> bool:
 def _lies_in_rows(linear: Linear) -> bool:
     """Whether the operands lie as the product's record says."""
     operator = LINEAR if linear.packing is None else LINEAR_Q
-    values = (None if value is None else value.meta["val"] for value in linear[:5])
-    return operator.accepts(dict(zip(operator.arguments, values, strict=False)))
+    return operator.accepts(tuple(None if value is None else value.meta["val"] for value in linear[:5]))
 
 
 def _is_empty(x: Any, weight: Any) -> bool:
@@ -155,4 +154,4 @@ def tileable(user: fx.Node, weight: fx.Node) -> bool:
 def _is_rows(x: Any) -> bool:
     """Whether x [..., K] is rows [M, K] as the product's record says: tiles are computed without a copy of it."""
     value = x.meta["val"]
-    return value.dim() > 1 and value.shape[-1] > 0 and LINEAR.accepts({"x": value})
+    return value.dim() > 1 and value.shape[-1] > 0 and LINEAR.accepts((value,))

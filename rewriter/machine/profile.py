@@ -322,7 +322,7 @@ class Machine:
             Link("device", "host", 4e9, 1e-6, "memcpy"),
         )
         tiers = {"device": Tier(4 << 30, memory), "host": Tier(4 << 30, memory), "disk": Tier(32 << 30, 0.0)}
-        return Machine("default-guess", "", {}, 2, 2, str(HOST.here()), tiers, links, gemm, 4e9, 5e-6, 4e9,
+        return Machine("default-guess", "", {}, 2, 2, HOST.name, tiers, links, gemm, 4e9, 5e-6, 4e9,
                        product_flops=8e9, attention_flops=8e9)
 
     def to_json(self) -> str:
@@ -337,7 +337,7 @@ def machine_from_json(text: str) -> Machine:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"machine profile is not JSON: {error}") from error
     if isinstance(value, dict) and "copy_issue_s" not in value and not (
-            kind_of(str(value.get("device_kind", HOST.here()))).on_host_cores):
+            kind_of(str(value.get("device_kind", HOST.name))).on_host_cores):
         value["copy_issue_s"] = 0.0  # a profile of a GPU, older than this number
     machine: Machine = from_json(Machine, value, "machine profile")
     machine.validate()

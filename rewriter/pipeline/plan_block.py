@@ -66,7 +66,9 @@ def plan_block(
     def pipeline_of(block: Block) -> Pipeline:
         return _pipeline_of(graphs_of, workload, machine, switches, block)
 
-    sizes = forced_sizes(graphs_of(workload, ALONE), workload, wishes) if wishes.drafted_tokens else ()
+    sizes: tuple[int, ...] = ()
+    if isinstance(wishes.drafted_tokens, int):
+        sizes = forced_sizes(graphs_of(workload, ALONE), _whole(workload, wishes.block(workload.batch)), wishes)
     if wishes.cache_tier in (None, "device"):
         pipeline = pipeline_of(replace(wishes.block(workload.batch), speculative_steps=sizes))
         try:
@@ -132,10 +134,15 @@ def closed_form_way(
 def _pipeline_of(
     graphs_of: GraphsOf, workload: Workload, machine: Machine, switches: Switches, block: Block
 ) -> Pipeline:
+    whole = _whole(workload, block)
+    return Pipeline(graphs_of(whole, block), whole, machine, switches)
+
+
+def _whole(workload: Workload, block: Block) -> Workload:
+    """Round a workload up to whole micro-batches, and to a prompt that a prefill step can compute."""
     count = block.micro_batches
     prompt = max(workload.prompt, 2) if block.entering else workload.prompt  # a step over one token decodes
-    whole = replace(workload, batch=-(-workload.batch // count) * count, prompt=prompt)
-    return Pipeline(graphs_of(whole, block), whole, machine, switches)
+    return replace(workload, batch=-(-workload.batch // count) * count, prompt=prompt)
 
 
 def _ahead(

@@ -58,7 +58,7 @@ def plan_draft(
         drafting = drafter.plan(part, asked)
         checking, plan = plan_speculation(pipeline, plain, rest, checked)
     except PlanError as error:
-        why = _lacking(part, (pipeline, plain, checked), budget) or str(error)
+        why = _lacking(part, (pipeline, checked), budget) or str(error)
         if forced:
             raise PlanError(f"draft: {why}") from error
         return DraftedPlan(pipeline, plain, None, f"none: {why}", plain_token_s, plain_s)
@@ -140,13 +140,10 @@ def _size_of_draft(draft: Pipeline, budget: Budget, wishes: Wishes) -> Budget:
     return Budget(whole["device"], None if budget.host is None else whole.get("host", 0), budget.disk)
 
 
-def _lacking(part: Budget, model: tuple[Pipeline, Plan, Wishes], budget: Budget) -> str:
+def _lacking(part: Budget, model: tuple[Pipeline, Wishes], budget: Budget) -> str:
     """What a device budget is short of beside the `part` of a draft; "" where it is not that."""
-    pipeline, plain, wishes = model
-    if pipeline.graphs.speculate is None:
-        return ""
     try:
-        least = smallest_checking(pipeline, plain, wishes)
+        least = smallest_checking(*model)
     except PlanError:
         return ""
     if part.device + least <= budget.device:

@@ -25,31 +25,26 @@ def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, wishes: Wis
     """
     if wishes.drafted_tokens is None or wishes.sparse_values < 1:
         return pipeline, plan
-    forced = wishes.drafted_tokens != "auto"
-    if forced and plan.schedule.speculative_steps and plan.budget == budget.limits:
-        return pipeline, plan  # `plan_block` made it so
-    if forced:
-        sizes = forced_sizes(pipeline.graphs, pipeline.workload, wishes)
-    elif pipeline.graphs.speculate is None:
-        return pipeline, plan
-    else:
-        sizes = _sizes(pipeline, plan, wishes)
+    if wishes.drafted_tokens != "auto":
+        if plan.schedule.speculative_steps and plan.budget == budget.limits:
+            return pipeline, plan  # `plan_block` has planned these steps already
+        checking = pipeline.with_speculative(forced_sizes(pipeline.graphs, pipeline.workload, wishes))
+        return checking, checking.plan(budget, wishes)
+    sizes = () if pipeline.graphs.speculate is None else _sizes(pipeline, plan, wishes)
     while sizes:
         found = pipeline.with_speculative(sizes)
         try:
             drafting = found.plan(budget, wishes)
         except PlanError:
-            if forced:
-                raise
             sizes = sizes[1:]
             continue
         kept = tuple(size for size, time_s in zip(sizes, drafting.prediction.speculative_times_s, strict=True)
                      if time_s <= DEAR * plan.prediction.decode_time_s)
         pays = _pays(drafting, plan)
-        if not (pays or forced) and kept == sizes:
+        if not pays and kept == sizes:
             drafting = _in_slots_of(plan, found, budget, wishes) or drafting
             pays = _pays(drafting, plan)
-        if forced or (kept == sizes and pays):
+        if kept == sizes and pays:
             return found, drafting
         sizes = kept if kept != sizes else sizes[1:]
     return pipeline, plan
@@ -62,7 +57,7 @@ def forced_sizes(graphs: StepGraphs, workload: Workload, wishes: Wishes) -> tupl
         Tokens per sequence of each, the largest first; none where `wishes` name no number.
 
     Raises:
-        PlanError: No budget gives such steps.
+        PlanError: The model or the request has no such step, whatever the budget.
     """
     if not isinstance(wishes.drafted_tokens, int) or wishes.sparse_values < 1:
         return ()
@@ -71,18 +66,19 @@ def forced_sizes(graphs: StepGraphs, workload: Workload, wishes: Wishes) -> tupl
                         "of the call; leave it out")
     chunk = min(wishes.prefill_chunk or 1, workload.prompt)
     sizes = tuple(n for n in _wished_sizes(wishes) if 1 < n <= workload.new_tokens and n != chunk)
-    if not sizes:
+    beside_prompt = tuple(n for n in sizes if n != workload.prompt)
+    if not (beside_prompt or (sizes and not wishes.entering)):
         raise PlanError(f"prompt_lookup_num_tokens: {_no_size(workload, wishes)}")
-    return tuple(n for n in sizes if n != workload.prompt) or sizes  # a prompt in one step is worth more than a size
+    return beside_prompt or sizes  # a prompt in one step is worth more than a size
 
 
-def smallest_checking(pipeline: Pipeline, plan: Plan, wishes: Wishes) -> int:
-    """The least device budget in bytes of a plan whose steps check as many drafted tokens as `wishes` name, where
-    `plan` checks none. PlanError where none does whatever it has."""
-    sizes = _sizes(pipeline, plan, wishes)
-    if not sizes:
-        raise PlanError(_no_size(plan.workload, wishes))
-    return pipeline.with_speculative(sizes).smallest_budget(wishes)
+def smallest_checking(pipeline: Pipeline, wishes: Wishes) -> int:
+    """Find the least device budget, in bytes, of a plan with the steps of `forced_sizes`.
+
+    Raises:
+        PlanError: There is none, whatever the budget.
+    """
+    return pipeline.with_speculative(forced_sizes(pipeline.graphs, pipeline.workload, wishes)).smallest_budget(wishes)
 
 
 def _no_size(workload: Workload, wishes: Wishes) -> str:
@@ -95,8 +91,7 @@ def _no_size(workload: Workload, wishes: Wishes) -> str:
 
 def _wished_sizes(wishes: Wishes) -> list[int]:
     """The sizes that steps are to have, the largest first."""
-    if not isinstance(wishes.drafted_tokens, int):
-        return [*SIZES]
+    assert isinstance(wishes.drafted_tokens, int)
     sizes = [wishes.drafted_tokens + 1]
     while sizes[-1] > 3:
         sizes.append(-(-sizes[-1] // 2))
@@ -121,8 +116,6 @@ def _in_slots_of(plan: Plan, pipeline: Pipeline, budget: Budget, wishes: Wishes)
 
 
 def _sizes(pipeline: Pipeline, plan: Plan, wishes: Wishes) -> tuple[int, ...]:
-    """The sizes that steps may have, the largest first: none that a chunk of the prompt must have, and none longer than
-    an answer."""
-    sizes = _wished_sizes(wishes)
+    """The sizes that steps may have, the largest first: no chunk of the prompt, and none longer than an answer."""
     taken = {wishes.prefill_chunk, min(plan.schedule.prefill_chunk, pipeline.workload.prompt)}
-    return tuple(size for size in sizes if 1 < size <= pipeline.workload.new_tokens and size not in taken)
+    return tuple(size for size in SIZES if size <= pipeline.workload.new_tokens and size not in taken)

@@ -241,10 +241,6 @@ class Pipeline:
             return {}
         return {dtype: known_names(dtype) for dtype, *_ in self._shapes(plan)}
 
-    def _workspace(self, launch: Launch) -> Launch:
-        """A launch with what it takes outside the arenas."""
-        return self.machine.kind.with_memory(launch)
-
     def _best_gemm(self, shape: Shape, most: int | None = None) -> str:
         """What computes a product; on a CPU with at most `most` bytes of workspace, if anything does."""
         product = Product(*shape)
@@ -256,7 +252,7 @@ class Pipeline:
 
     def _launches(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> list[Launch]:
         """The launches of a flat graph, and those that are products of ours once their weights come in tiles."""
-        launches = Launches(unplaced, self._workspace)
+        launches = Launches(unplaced, self.machine.kind.with_memory)
         for node in flat.graph.nodes:
             shape = product_shape(node)
             if shape is not None:
@@ -292,22 +288,17 @@ class Pipeline:
 
         return runs
 
-    def _placed(self, plan: Plan, tokens: int, folder: str) -> tuple[Stage, Plan]:
-        """A fresh graph of a step behind all passes on graphs, and `plan` as it sees it."""
-        gm, seen = self._step(plan, tokens), plan.during(tokens)
-        gm.meta[META] = self._layout(tokens)
-        stage = Stage(gm, self.switches, folder, runs=self._runs(seen))
-        for each in passes_in("planned"):
-            stage.run(each, lambda _: (seen,))
-        return stage, seen
-
     def _lowered(self, plan: Plan, tokens: int) -> Program:
         """Run all passes on a fresh graph, lower it and prove the Program."""
         if tokens not in plan.schedule.step_sizes:
             raise PlanError(f"plan.schedule.prefill_chunks: no step over {tokens} tokens is planned, only over "
                             f"{', '.join(map(str, plan.schedule.step_sizes))}")
-        stage, seen = self._placed(plan, tokens, f"{tokens}_tokens")
-        beside: tuple[Any, ...] = self.graphs.files, self._workspace, f"step of {tokens} tokens"
+        gm, seen = self._step(plan, tokens), plan.during(tokens)
+        gm.meta[META] = self._layout(tokens)
+        stage = Stage(gm, self.switches, f"{tokens}_tokens", runs=self._runs(seen))
+        for each in passes_in("planned"):
+            stage.run(each, lambda _: (seen,))
+        beside = self.graphs.files, self.machine.kind.with_memory, f"step of {tokens} tokens"
         program: Any = stage.gm
         for each in passes_in("lowered"):
             program = stage.lowered(each, program, seen, *(beside if each.name == "lower" else ()))

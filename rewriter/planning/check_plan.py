@@ -231,9 +231,8 @@ def _check_places(plan: Plan) -> None:
             raise PlanError(f"plan.buffers[{i}].offset: {b.name} [{b.offset}:+{b.nbytes}] must lie in the {b.arena} "
                             f"arena of {plan.arenas.get(b.arena, 0)} bytes (plan.arenas.{b.arena}), at a multiple of "
                             f"{step}")
-    alive = {phase: plan.buffers_of(phase) for phase in ("prefill", "decode", "speculative")}
-    for phase, buffers in alive.items():
-        for b, other in _meetings(buffers):
+    for phase in ("prefill", "decode", "speculative"):
+        for b, other in _meetings(plan.buffers_of(phase)):
             raise PlanError(f"plan.buffers[{number[id(b)]}].offset: during {phase} {b.name} would lie on {other.name}, "
                             "which is alive at the same time")
     wide = {b.name: b for b in plan.buffers if b.kind == "cache" and b.phase == "decode"}

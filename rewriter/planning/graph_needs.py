@@ -133,5 +133,3 @@ def _reading(node: fx.Node, order: dict[fx.Node, int]) -> _Reading | None:
     rows = max((u.meta["val"].numel() // max(1, u.meta["val"].shape[-1]) for u in others if tileable(u, node)),
                default=0)
     return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others), rows)
-
-

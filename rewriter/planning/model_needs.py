@@ -64,7 +64,7 @@ class ModelNeeds:
     layers: Mapping[int, tuple[str | None, ...]] = field(default_factory=dict)  # the weights that each layer is given
     cache_format: str = "native"
     staged: StagedCache | None = None  # of caches off the device, whose tails stand in `cache`
-    together: tuple[frozenset[str], ...] = ()  # the weights that one operator reads as a whole, where it reads several
+    read_together: tuple[frozenset[str], ...] = ()  # sets of several weights that one operator reads whole
 
     @property
     def speculative(self) -> tuple[int, ...]:

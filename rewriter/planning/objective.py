@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 from forebay.rewriter.ir.plan import Plan
 
@@ -32,6 +31,6 @@ class Objective:
     `batch` sequences. budget: least device bytes that reach `tokens_per_s`."""
 
     kind: Literal["throughput", "latency", "budget"] = "throughput"
-    latency_s: float = np.inf
+    latency_s: float = math.inf
     tokens_per_s: float = 0.0
     batch: int = 1

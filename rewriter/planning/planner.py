@@ -73,6 +73,8 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tu
     def fits(nbytes: int) -> list[_ChunkRoom]:
         return _candidates(needs, kinds, Budget(nbytes, None), workload, least)
 
+    if not _chunks(needs, workload, least):
+        raise PlanError(f"prefill_chunk: steps over {needs.speculative} tokens check drafts; name another chunk")
     high = 1 << 20
     while not fits(high):
         high *= 2
@@ -116,6 +118,7 @@ class _Kinds:
     products_nbytes: int
     tied_nbytes: int  # of products that are looked up too: these never lie in host memory
     sizes: tuple[tuple[int, int], ...]  # bytes of a product's weight, and how many are as large
+    least_slots: int  # the most of `products` that one operator reads
 
     def tiles(self, slot_nbytes: int) -> int:
         """Copies that all products take through slots of this size."""
@@ -126,9 +129,11 @@ def _kinds(needs: ModelNeeds) -> _Kinds:
     pinned = tuple(u for u in needs.uses if _pinned(u))
     products = tuple(u for u in needs.uses if not _pinned(u) and u.product)
     tables = tuple(u for u in needs.uses if not _pinned(u) and not u.product)
+    streamed = {u.name for u in products}
     return _Kinds(pinned, products, tables, sum(aligned(u.nbytes) for u in pinned),
                   sum(aligned(u.nbytes) for u in products),
-                  sum(u.nbytes for u in products if u.lookup), tuple(Counter(u.nbytes for u in products).items()))
+                  sum(u.nbytes for u in products if u.lookup), tuple(Counter(u.nbytes for u in products).items()),
+                  max((len(names & streamed) for names in needs.read_together), default=1))
 
 
 @dataclass(frozen=True)
@@ -141,18 +146,23 @@ class _ChunkRoom:
     slot_nbytes: int
 
 
+def _chunks(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> list[int]:
+    """The tokens per sequence that a chunk of the prompt may have, the largest first."""
+    shortest = _shortest(needs, workload.prompt)
+    chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else [
+        *(chunk for chunk in halvings(workload.prompt) if chunk > shortest), shortest]
+    return [chunk for chunk in chunks if chunk not in needs.speculative]
+
+
 def _candidates(
     needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes
 ) -> list[_ChunkRoom]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
-    shortest = _shortest(needs, workload.prompt)
-    chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else [
-        *(chunk for chunk in halvings(workload.prompt) if chunk > shortest), shortest]
-    choices = _slot_choices(kinds.products, wishes, needs.block, _least_slots(needs, kinds))
+    choices = _slot_choices(kinds, wishes, needs.block)
     cached = needs.host_nbytes
     hops = budget.host and needs.weight_tier == "disk" and needs.host_hop
     found = []
-    for chunk in (chunk for chunk in chunks if chunk not in needs.speculative):
+    for chunk in _chunks(needs, workload, wishes):
         upper, _ = _upper(needs, chunk)
         fixed = upper + needs.workspace(chunk) + _aligned(needs.constants)
         fixed += needs.staged.device_nbytes if needs.staged is not None else 0
@@ -327,18 +337,16 @@ def _smallest_tile(u: WeightUse) -> int:
     return max(row, min(u.nbytes, PAGE_NBYTES)) if u.tileable else u.nbytes
 
 
-def _least_slots(needs: ModelNeeds, kinds: _Kinds) -> int:
-    """The most streamed weights that one operator reads at once, if all stream that may."""
-    streamed = {u.name for u in kinds.products}
-    return max((len(names & streamed) for names in needs.together), default=1)
+def _slot_choices(kinds: _Kinds, wishes: Wishes, block: Block) -> list[tuple[int, int]]:
+    """List the (count, bytes) of staging slots to compare.
 
+    Counts are at least `kinds.least_slots`; a wish of fewer has none. Where micro-batches take turns layer by layer,
+    slots hold a layer's weights until the last of them has run through it.
 
-def _slot_choices(
-    products: Sequence[WeightUse], wishes: Wishes, block: Block, least_slots: int
-) -> list[tuple[int, int]]:
-    """Numbers, `least_slots` or more, and bytes of staging slots; none for a wish of fewer. PlanError for a wish that
-    some piece does not fit. Where micro-batches take turns layer by layer, slots hold a layer's weights until the last
-    of them has run through it."""
+    Raises:
+        PlanError: `wishes` name a size that some piece does not fit.
+    """
+    products, least_slots = kinds.products, kinds.least_slots
     if not products:
         return []
     low = max(max(_smallest_tile(u) for u in products), max((u.nbytes for u in products if not u.tileable), default=0))

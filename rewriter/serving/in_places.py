@@ -64,12 +64,14 @@ class _Desk:
         longest = max(seat.prompt for seat in self.entered)
         chunk = self.times.chunk_for(longest - self.done)
         self.done = max(0, min(self.done, longest - chunk)) + chunk
-        took, told = self.times.prefill_s(chunk, self.done), list[_Seat]()
-        if self.done >= longest:
-            for seat in self.entered:
-                seat.cached, seat.left = seat.prompt, seat.left - 1
-            told, self.running, self.entered = told + self.entered, self.running + self.entered, []
-        return took, told
+        took = self.times.prefill_s(chunk, self.done)
+        if self.done < longest:
+            return took, []
+        prefilled, self.entered = self.entered, []
+        for seat in prefilled:
+            seat.cached, seat.left = seat.prompt, seat.left - 1
+        self.running += prefilled
+        return took, prefilled
 
     def decode(self) -> list[_Seat]:
         for seat in self.running:

@@ -30,11 +30,11 @@ class DeviceKind:
     """Facts of one kind of device. Nothing outside its folder compares device names.
 
     Attributes:
-        name: The key of its backend in `backends.BACKENDS`.
+        name: The key of its opener in `open_device.OPENERS`.
         kernels: The key of operators' bindings that run on it ("cpu", "cuda").
         title: What messages call it.
         covers: Whether a profile's `device_kind` ("cpu", "NVIDIA H100 80GB HBM3") is of this kind.
-        here: The `device_kind` of such a device on this machine; None where there is none.
+        here: The `device_kind` of such a device on this machine; None where there is none, and for the CPU.
         on_host_cores: It computes with the cores that also issue copies and read files. Launches then take the issuing
             thread's time, other processes slow them, and products are chosen by measurement.
         near_disk: The tier that disk reads land in. "host" means that copies hop: disk, pinned host memory, device.
@@ -45,7 +45,6 @@ class DeviceKind:
         exchange_step_s: Cautious guess of seconds for one ring step of an exchange.
         exchange_bytes_per_s: Cautious guess of an exchange's bandwidth.
         with_memory: Adds to a launch what it takes outside the arenas on this device.
-        least_workspace_nbytes: Bytes that every plan counts beside its arena.
         select: Makes the device of this number the process's own.
         visible: The environment in which a process sees only the device of this number.
     """
@@ -64,7 +63,6 @@ class DeviceKind:
     exchange_step_s: float = 2e-5
     exchange_bytes_per_s: float = 5e9
     with_memory: Callable[[Launch], Launch] = lambda launch: launch
-    least_workspace_nbytes: Callable[[], int] = lambda: 0
     select: Callable[[int], None] = lambda number: None
     visible: Callable[[int], Mapping[str, str]] = lambda number: {}
 

@@ -8,7 +8,7 @@ from forebay.runtime.devices.kind import DeviceKind
 from forebay.runtime.devices.null.kind import NULL
 
 KINDS = [CPU, NULL, CUDA, TPU]  # the first that covers a name counts
-HOST = CPU  # what computes beside a device whose copies hop
+HOST = CPU  # it computes beside any other device
 
 
 def register_kind(kind: DeviceKind) -> None:
@@ -23,4 +23,4 @@ def kind_of(device_kind: str) -> DeviceKind:
 
 def device_here() -> str:
     """The `device_kind` of this machine: an accelerator's where one is found, otherwise the CPU's."""
-    return next((name for kind in KINDS if kind is not HOST and (name := kind.here())), None) or str(HOST.here())
+    return next((name for kind in KINDS if (name := kind.here())), HOST.name)

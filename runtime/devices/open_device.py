@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.switches import Switches
 from forebay.runtime.devices.cpu.device import open_cpu
 from forebay.runtime.devices.cuda.kind import ACCELERATOR, CUDA
-from forebay.runtime.devices.device import Device
+from forebay.runtime.devices.device import Device, RuntimeFault
 from forebay.runtime.devices.kind import DeviceKind
 from forebay.runtime.devices.kinds import HOST, register_kind
 from forebay.runtime.devices.null.device import NullDevice
@@ -57,20 +58,23 @@ def open_device(
     Raises:
         RuntimeFault: No such device is here.
     """
-    near = machine.near_disk
+    near, opener = machine.near_disk, OPENERS.get(machine.kind.name)
+    if opener is None:
+        raise RuntimeFault(f"this plan is for {machine.device_kind}, which is only predicted; plan for this machine")
     link, back = machine.link("disk", near), machine.link(near, "disk")
-    opened: list[DiskReader] = []
-    try:
-        how = {"depth": link.depth or None, "chunk_nbytes": link.chunk_nbytes or None}  # a data sheet says neither
-        opened.append(open_reader(link.method or "auto", **how))
-        for kind, depth in readers_beside():
-            opened.append(open_reader(kind, depth=depth))
-    except BaseException:
-        for each in opened:
-            each.close()
-        raise
-    reader, loads, lookups = opened
     method = back.method if back.method in KINDS else "auto"
     spill = SpillSpace(folder or machine.folder or tempfile.gettempdir(), method, back.depth or None,
                        back.chunk_nbytes or None)
-    return OPENERS[machine.kind.name](Opening(reader, loads, lookups, spill, switches, trace))
+    with contextlib.ExitStack() as opened:
+
+        def read_by(kind: str, **how: int | None) -> DiskReader:
+            reader = open_reader(kind, **how)
+            opened.callback(reader.close)
+            return reader
+
+        reader = read_by(link.method or "auto", depth=link.depth or None,  # a data sheet says neither
+                         chunk_nbytes=link.chunk_nbytes or None)
+        loads, lookups = (read_by(kind, depth=depth) for kind, depth in readers_beside())
+        device = opener(Opening(reader, loads, lookups, spill, switches, trace))
+        opened.pop_all()
+    return device

@@ -6,15 +6,11 @@ name until it is closed or the process ends; one that a killed process left is r
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from pathlib import Path
 
 from forebay.runtime.disk.reader import DiskWriter, open_writer
-from forebay.runtime.disk.spill_file import SpillError, SpillFile, _refusal, _sync_range
-
-if _sync_range is not None:
-    _sync_range.argtypes = (ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_uint)
+from forebay.runtime.disk.spill_file import SpillError, SpillFile, spill_refusal
 
 
 class SpillSpace:
@@ -36,7 +32,7 @@ class SpillSpace:
                 try:
                     Path(self.folder).mkdir(parents=True, exist_ok=True)
                 except OSError as error:
-                    raise _refusal(self.folder, error) from error
+                    raise spill_refusal(self.folder, error) from error
                 self._files[name] = SpillFile(name, self.folder, nbytes)
             elif there.nbytes != nbytes:
                 raise SpillError(f"the spill file {name} has {there.nbytes} bytes, and a program means {nbytes}: plan "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -23,6 +24,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 _sync_range = getattr(_libc, "sync_file_range", None)  # Linux's own
+if _sync_range is not None:
+    _sync_range.argtypes = (ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_uint)
 
 
 NAMED = ".forebay-run-"  # begins the names of files that need one
@@ -54,7 +57,7 @@ class SpillFile(OpenFile):
                 os.close(self.fd)
                 self.fd, self.direct, self.path = _open_named(folder)
         except OSError as error:
-            raise _refusal(folder, error) from error
+            raise spill_refusal(folder, error) from error
         self.forget = weakref.finalize(self, _unlink, self.path, os.getpid())
         try:
             if nbytes:
@@ -99,10 +102,10 @@ def require_spill_folder(folder: str | None) -> None:
         if not os.access(above, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise _refusal(folder, error) from error
+        raise spill_refusal(folder, error) from error
 
 
-def _refusal(folder: str, error: OSError) -> SpillError:
+def spill_refusal(folder: str, error: OSError) -> SpillError:
     return SpillError(f"{folder}: no spill file can be made here ({error.strerror}); choose another folder on a local "
                       "disk (budget disk=FOLDER)")
 
@@ -139,9 +142,7 @@ def _opened(path: str, direct: int) -> tuple[int, bool]:
 def _open_named(folder: str) -> tuple[int, bool, str]:
     """As _open_nameless, of a file that keeps its name, which is the third. A lock says that its process lives."""
     for left in Path(folder).glob(f"{NAMED}*"):
-        if not left.is_file():  # a pipe that somebody else put there
-            continue
-        with open_input(left) as file:
+        with contextlib.suppress(OSError), open_input(left) as file:  # another user's, gone by now, or a pipe
             if _locked(file.fileno(), fcntl.LOCK_NB):
                 left.unlink(missing_ok=True)
     made, path = tempfile.mkstemp(dir=folder, prefix=NAMED)

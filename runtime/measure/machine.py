@@ -122,7 +122,8 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
     believed = kind.on_host_cores and not busy
     gemm = () if busy else own.gemm_points(quick, say)
     say("attention", 0.9)
-    device, host = (each.device_tier(3 if quick else 9) for each in (own, MEASURES[HOST.kernels]))
+    host = MEASURES[HOST.kernels].device_tier(3 if quick else 9)
+    device = host if kind.on_host_cores else own.device_tier(3 if quick else 9)  # RAM is measured once
     machine = Machine(
         name=platform.node() or "this machine",
         date=datetime.date.today().isoformat(),
@@ -288,6 +289,3 @@ def landing_memory(nbytes: int) -> Arena:
     arena = Arena(nbytes)
     arena.bytes.fill_(1)
     return arena
-
-
-# Kernels

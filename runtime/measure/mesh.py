@@ -77,7 +77,7 @@ class ExchangeTurns:
 
     def __init__(self, kind: str, group: tuple[int, ...], worker: Worker, on: DeviceKind) -> None:
         self.kind, self.ranks, self.worker, self.device = kind, group, worker, on.kernels
-        self.synchronize = (lambda: None) if on.on_host_cores else torch.cuda.synchronize
+        self.synchronize = torch.get_device_module(on.kernels).synchronize
         self.group, self.exchange = group_of(group), EXCHANGES[getattr(functional, kind).default]
         weight, x = torch.ones(BETWEEN, device=self.device), torch.ones(BETWEEN[1], device=self.device)
         out = torch.empty(BETWEEN[0], device=self.device)

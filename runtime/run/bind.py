@@ -12,11 +12,14 @@ from forebay.kernels import operators
 from forebay.kernels.operator import Operator, Tensors
 from forebay.rewriter.ir.operator_names import is_called, overload_of
 from forebay.rewriter.ir.program import COLLECT, Launch, TensorRef
+from forebay.runtime.devices.cuda.kind import CUDA
 from forebay.runtime.devices.device import Call, RuntimeFault
-from forebay.runtime.devices.kinds import HOST, KINDS
+from forebay.runtime.devices.kinds import HOST
 
 aten = torch.ops.aten
 TensorOf = Callable[[TensorRef], torch.Tensor]
+
+TITLES = {kind.kernels: kind.title for kind in (HOST, CUDA)}  # by the key of operators' bindings
 
 
 def bind_launch(launch: Launch, tensor: TensorOf) -> Call:
@@ -70,7 +73,7 @@ def bind_operator(operator: Operator, launch: Launch, use: Tensors, kernels: str
                            "has this product")
     bind = operator.bind.get(kernels)
     if bind is None:
-        raise RuntimeFault(f"{launch.label}: {launch.op} has no kernel for a {_title(kernels)}")
+        raise RuntimeFault(f"{launch.label}: {launch.op} has no kernel for a {TITLES.get(kernels, kernels)}")
     try:
         return bind(use)
     except ImportError as error:
@@ -79,17 +82,14 @@ def bind_operator(operator: Operator, launch: Launch, use: Tensors, kernels: str
             "triton that belongs to this torch (`pip install triton`)"
         ) from error
     except ValueError as error:
-        raise RuntimeFault(f"{launch.label}: {launch.op} does not run on this {_title(kernels)}: {error}") from error
+        raise RuntimeFault(f"{launch.label}: {launch.op} does not run on this {TITLES.get(kernels, kernels)}: {error}"
+                           ) from error
 
 
 def _kernels_for(*values: Any) -> str:
     """The bindings for tensors as they lie: those of the first that host cores do not reach."""
     types = {value.device.type for value in values if isinstance(value, torch.Tensor)}
     return next(iter(types - {HOST.kernels}), HOST.kernels)
-
-
-def _title(kernels: str) -> str:
-    return next((kind.title for kind in KINDS if kind.kernels == kernels), kernels)
 
 
 def _bind_functional(op: Any, args: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) -> Call:

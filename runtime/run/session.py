@@ -101,9 +101,6 @@ class Session:
         """Run one step over input_ids [B, S], start [B], last [B], length [B] (int64; `CapturedModel`), and where ids
         are -1 inputs_embeds [B, S, H]; returns logits [B, V], or with `every_position` [B, S, V], valid until the next
         step. A prefill of some sequences alone takes their `places` [B] too."""
-        return self._step(inputs).outputs["out0"]
-
-    def _step(self, inputs: Mapping[str, torch.Tensor]) -> BoundProgram:
         tokens = inputs["input_ids"].shape[1]
         bound = self.bound(tokens)
         if self._blocks is not None:
@@ -113,7 +110,7 @@ class Session:
             bound.start()
             self._started = True
         self._run(bound)
-        return bound
+        return bound.outputs["out0"]
 
     def draft(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Run the step that drafts over one token of each sequence, inputs and result as of `step`. What it writes to

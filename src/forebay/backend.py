@@ -58,7 +58,6 @@ from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import SwitchError, read_switches
 from forebay.rewriter.verify.bisect import PassChangedResult
 from forebay.rewriter.verify.graph import GraphError
-from forebay.runtime.devices.kinds import KINDS
 
 __all__ = ["forebay_backend", "is_offloaded", "offload_report", "prepared_for", "restore"]
 KEPT = 4  # plans per graph, for as many sets of input sizes
@@ -89,9 +88,10 @@ watch(forebay_backend)  # torch.compile imports this file when the backend is as
 def restore(module: nn.Module) -> None:
     """Bring a module's parameters and buffers back into memory, once steps of other threads that read them have ended;
     the next call of its compiled form moves them again. RuntimeError in an operator of such a step."""
-    with contextlib.ExitStack() as held:
-        for memory in sorted({graph.memory for graph in _graphs if _prepared_of(graph, module)}, key=id):
-            held.enter_context(memory.lock)
+    maps = _maps_of(module)
+    with contextlib.ExitStack() as locks:
+        for memory in sorted({graph.memory for graph in _graphs if _prepared_of(graph, maps)}, key=id):
+            locks.enter_context(memory.lock)
             if memory.running:
                 raise RuntimeError("restore: an operator of a step that reads these weights has called it; call it "
                                    "after the step")
@@ -102,12 +102,17 @@ def restore(module: nn.Module) -> None:
 
 def prepared_for(module: nn.Module) -> list[Prepared]:
     """The plans and Programs kept for graphs that read this module's weights, one per set of input sizes."""
-    return [p for graph in _graphs for p in _prepared_of(graph, module)]
+    maps = _maps_of(module)
+    return [p for graph in _graphs for p in _prepared_of(graph, maps)]
 
 
-def _prepared_of(graph: OffloadedGraph, module: nn.Module) -> list[Prepared]:
-    held = {id(m) for t in (*module.parameters(), *module.buffers()) if (m := map_of(t)) is not None}
-    return [p for p in list(graph.prepared.values()) if held & {id(m) for m in p.maps}]
+def _maps_of(module: nn.Module) -> set[int]:
+    """The ids of the maps that hold a module's parameters and buffers."""
+    return {id(m) for t in (*module.parameters(), *module.buffers()) if (m := map_of(t)) is not None}
+
+
+def _prepared_of(graph: OffloadedGraph, maps: set[int]) -> list[Prepared]:
+    return [p for p in list(graph.prepared.values()) if maps & {id(m) for m in p.maps}]
 
 
 _graphs: weakref.WeakSet[OffloadedGraph] = weakref.WeakSet()
@@ -310,7 +315,7 @@ def _kind(arg: object) -> object:
 
 
 def _autocast() -> bool:
-    return any(torch.is_autocast_enabled(kind.kernels) for kind in KINDS)
+    return torch._C._is_any_autocast_enabled()
 
 
 def _sizes(args: Sequence[Any]) -> tuple[object, ...]:

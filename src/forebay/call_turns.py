@@ -85,7 +85,7 @@ class TakesTurns:
 
 def _reason(name: str, outer: str) -> str:
     if name in ("close", "reserve", "start_trace"):
-        return (f"{name}: the model is in the middle of {outer}, which needs its memory; call {name} after {outer} has "
-                "returned")
-    return (f"{name}: the model is in the middle of {outer}, whose KV cache {name} would overwrite; call it after "
-            f"{outer} has returned, or wrap the model a second time")
+        return (f"{name}: the model is in the middle of {outer}, which needs its memory; call {name} after {outer} "
+                "returns")
+    return (f"{name}: the model is in the middle of {outer}, whose KV cache {name} would overwrite; call {name} after "
+            f"{outer} returns, or wrap the model a second time")

@@ -52,7 +52,7 @@ class ShardedModel(LanguageModel):
         workload: Workload, wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
         choose: PlanChoice = plan_block,
     ) -> None:
-        rank, ranks = join_ranks(str(HOST.here()) if machine is None else machine.device_kind)
+        rank, ranks = join_ranks(HOST.name if machine is None else machine.device_kind)
         alike = (share.mesh, checkpoint.fingerprint, wishes.cache_format, wishes.activations, wishes.drafted_tokens,
                  plan is None)
         if len(set(from_all(alike))) > 1:

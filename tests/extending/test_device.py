@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from forebay.rewriter.ir.program import Item, Launch
 from forebay.rewriter.machine.profile import Machine
@@ -52,6 +53,16 @@ def test_a_device_from_outside_plans_and_runs_a_model(llama_checkpoint: Any, mac
         assert isinstance(lm.session.device, CountingDevice)
     assert tokens.tolist() == llama_checkpoint.expected.tolist()
     assert CountingDevice.launches > before
+
+
+def test_a_compiled_module_runs_beside_a_device_with_kernels_of_its_own(machine: Machine) -> None:
+    register_device(replace(HOST, name="other", kernels="other", covers=lambda name: name == "other 1"), CountingDevice)
+    layer = torch.nn.Linear(64, 64).eval()
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        expected = layer(x)
+        fast = torch.compile(layer, backend="forebay", options={"budget": {"device": "1MB"}, "strict": True})
+        torch.testing.assert_close(fast(x), expected)
 
 
 def test_the_null_device_walks_a_step_and_computes_nothing(llama_checkpoint: Any) -> None:

@@ -6,7 +6,7 @@ from forebay.kernels.operator import HOST_KERNELS as KERNELS
 from forebay.runtime.devices.kind import DeviceKind, with_workspace
 
 CPU = DeviceKind(
-    name="cpu", kernels=KERNELS, title="CPU", covers=lambda device_kind: device_kind == KERNELS, here=lambda: KERNELS,
+    name="cpu", kernels=KERNELS, title="CPU", covers=lambda device_kind: device_kind == KERNELS,
     on_host_cores=True, near_disk="device", halves_alike=False,
     exchange_step_s=5e-4, exchange_bytes_per_s=5e8,  # cautious: gloo through a loopback took 0.2 to 1.4 ms a step
     with_memory=lambda launch: with_workspace(launch, KERNELS))

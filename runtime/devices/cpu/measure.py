@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -18,19 +19,15 @@ DISPATCHES = 301
 
 
 def links(read: Link, write: Link, quick: bool) -> list[Link]:
-    """Links beside the disk's own: `host` is the same RAM, so the same disk links, and copies from and to `device`."""
+    """The links other than disk to device: `host` and `device` are the same RAM, so both have the same disk links."""
     source = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
     target = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
     return [
-        Link("disk", "host", *_link_facts(read)),
-        Link("host", "disk", *_link_facts(write)),
+        replace(read, dst="host"),
+        replace(write, src="host"),
         copy_link(("host", "device", "memcpy"), source, target, quick),
         copy_link(("device", "host", "memcpy"), target, source, quick),
     ]
-
-
-def _link_facts(x: Link) -> tuple[float, float, str, int, int, float]:
-    return x.bandwidth_bytes_per_s, x.latency_s, x.method, x.depth, x.chunk_nbytes, x.r2
 
 
 def copy_bytes_per_s(rounds: int) -> float:

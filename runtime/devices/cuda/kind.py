@@ -6,26 +6,18 @@ from dataclasses import replace
 
 import torch
 
-from forebay.rewriter.ir.program import Launch
-from forebay.runtime.devices.cuda.memory import least_workspace_nbytes, with_cuda_memory
+from forebay.runtime.devices.cuda.memory import KERNELS, with_cuda_memory
 from forebay.runtime.devices.kind import DeviceKind
-
-KERNELS = "cuda"
 
 
 def _here() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-def _with_memory(launch: Launch) -> Launch:
-    return with_cuda_memory(launch, KERNELS)
-
-
 CUDA = DeviceKind(
     name="cuda", kernels=KERNELS, title="GPU",
     covers=lambda device_kind: device_kind.startswith(("NVIDIA", "Tesla")), here=_here,
-    collectives="cpu:gloo,cuda:nccl", with_memory=_with_memory, least_workspace_nbytes=least_workspace_nbytes,
-    select=torch.cuda.set_device,
+    collectives="cpu:gloo,cuda:nccl", with_memory=with_cuda_memory, select=torch.cuda.set_device,
     visible=lambda number: {"CUDA_VISIBLE_DEVICES": str(number)})
 # Whatever no other kind covers: planned and predicted as a GPU with host memory beside it.
 ACCELERATOR = replace(CUDA, name="accelerator", covers=lambda device_kind: True, here=lambda: None, runs=False)

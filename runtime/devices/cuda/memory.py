@@ -8,6 +8,7 @@ from forebay.kernels import operators
 from forebay.kernels.products.linear import choices
 from forebay.rewriter.ir.program import SCRATCH, Launch
 
+KERNELS = "cuda"  # the key of operators' bindings
 # How torch's allocator takes memory from a GPU (CUDACachingAllocator.cpp, torch 2.13): blocks of at most SMALL lie in
 # segments of SMALL_SEGMENT, below LARGE of LARGE_SEGMENT, and others are rounded up to a multiple of ROUND.
 MIB = 1 << 20
@@ -21,7 +22,7 @@ def reserved_nbytes(nbytes: int) -> int:
     return SMALL_SEGMENT
 
 
-def with_cuda_memory(launch: Launch, kernels: str) -> Launch:
+def with_cuda_memory(launch: Launch) -> Launch:
     """Add what a launch takes on a GPU beside what it says already.
 
     Forebay's kernels share one scratch, and torch's products one workspace of cuBLAS. Both are kept. A run whose plan
@@ -29,7 +30,7 @@ def with_cuda_memory(launch: Launch, kernels: str) -> Launch:
     take and give back is counted twice: a launch runs once by itself, and its graph has memory of its own.
     """
     operator = operators.find(launch.op)
-    own = 0 if operator is None else operator.workspace_nbytes(launch, kernels)
+    own = 0 if operator is None else operator.workspace_nbytes(launch, KERNELS)
     back = 0 if operator is None else operator.passing(launch)
     passing = reserved_nbytes(launch.workspace_nbytes + back)
     held = {"rounding of the arena": ROUND, "graphs": passing, SCRATCH: own - back,

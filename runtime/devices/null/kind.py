@@ -6,5 +6,4 @@ from dataclasses import replace
 
 from forebay.runtime.devices.cpu.kind import CPU
 
-NULL = replace(CPU, name="null", title="null device", covers=lambda device_kind: device_kind == "null",
-               here=lambda: None)
+NULL = replace(CPU, name="null", title="null device", covers=lambda device_kind: device_kind == "null")

@@ -23,7 +23,6 @@ from forebay.commands.options import (
     model_folder,
     prepare_draft,
 )
-from forebay.commands.process_memory import available_nbytes
 from forebay.commands.terminal import clean_errors, console, print_answer, say
 
 if TYPE_CHECKING:
@@ -119,6 +118,7 @@ def _planned(
     from forebay.drafted import told
     from forebay.exported.bundle import is_bundle
     from forebay.exported.start import open_bundle, stored_plan
+    from forebay.kernels.build.process_limits import available_nbytes
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import Budget
     from forebay.rewriter.planning.wishes import activations_of

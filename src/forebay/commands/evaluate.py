@@ -231,7 +231,8 @@ def eval_command(
     Long: a third of it is the options, one by one.
     """
     with clean_errors(debug):
-        from forebay.commands.process_memory import MemoryWatch, available_nbytes
+        from forebay.commands.process_memory import MemoryWatch
+        from forebay.kernels.build.process_limits import available_nbytes
         from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
         from forebay.rewriter.ir.plan import Budget
         from forebay.runtime.disk.page_cache import drop_file

@@ -20,10 +20,9 @@ import torch
 from forebay.commands.prompts import QUESTION, JobError, Prompt, Request
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, tokenizer_checksum
-from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
-from forebay.rewriter.ir.files import read_input
+from forebay.rewriter.ir.files import naming, read_input
 from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone
 from forebay.runtime.run.sampling import Sampling

@@ -48,8 +48,10 @@ def plain_tokenizer(folder: Path) -> PlainTokenizer | None:
         if (folder / "special_tokens_map.json").exists() or (folder / "added_tokens.json").exists():
             return None
         eos = settings.get("eos_token")
+        if not (eos is None or isinstance(eos, str)):
+            return None
         check_folder(folder)
         with panicking():
-            return PlainTokenizer(folder, eos) if eos is None or isinstance(eos, str) else None
+            return PlainTokenizer(folder, eos)
     except Exception:  # the tokenizers library raises plain Exception; transformers says what is wrong
         return None

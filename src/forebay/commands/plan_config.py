@@ -116,7 +116,7 @@ def plan_config(request: PlanRequest, wishes: Wishes | None = None, *, complete:
     fingerprint = f"config:{name}:{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
 
     def graphs_of(workload: Workload, block: Block) -> StepGraphs:
-        return step_graphs(graphs, files, workload, fingerprint, host_hop=machine.near_disk == "host", block=block)
+        return step_graphs(graphs, files, workload, fingerprint, host_hop=machine.kind.host_hop, block=block)
 
     def work_of(batch: int) -> Workload:
         return Workload(batch, request.prompt, request.output, *(request.usual or ()))
@@ -228,7 +228,7 @@ def _budget(machine: Machine, given: dict[str, int], captured: CapturedModel) ->
     if room["disk"] < captured.weight_nbytes:
         raise PlanError(f"budget.disk: the weights' files take {format_nbytes(captured.weight_nbytes)} "
                         f"({captured.weight_nbytes} bytes), {format_nbytes(room['disk'])} are given")
-    beside = room.get("host", 0) if machine.near_disk == "host" else given.get("host", 0)
+    beside = room.get("host", 0) if machine.kind.host_hop else given.get("host", 0)
     return Budget(room["device"], beside), room["disk"] - captured.weight_nbytes
 
 

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from forebay.kernels.build.process_limits import available_nbytes as available_nbytes
 from forebay.runtime.disk.page_cache import resident_nbytes
 
 if TYPE_CHECKING:

@@ -51,14 +51,14 @@ def _rendered(render: Callable[[Messages], str], messages: Messages, most: int) 
     text = render(messages)
     if len(text) > most:
         raise ValueError(f"it writes {len(text)} characters, more than {most}")
-    if missing := _missing(render, messages, text):
-        raise ValueError(f"it leaves out messages[{missing[0]}], of role {messages[missing[0]]['role']!r:.80}; use a "
-                         "role that it renders")
+    if (missing := _missing(render, messages, text)) is not None:
+        raise ValueError(f"it leaves out messages[{missing}], of role {messages[missing]['role']!r:.80}; use a role "
+                         "that it renders")
     return text
 
 
-def _missing(render: Callable[[Messages], str], messages: Messages, text: str) -> list[int]:
-    """The numbers of messages whose content is not in the rendered `text`.
+def _missing(render: Callable[[Messages], str], messages: Messages, text: str) -> int | None:
+    """The number of the first message whose content is not in the rendered `text`.
 
     A second rendering, with digits drawn at random after each content, shows the difference between a content that is
     left out and one that is trimmed or escaped, or whose words stand in the text anyway.
@@ -72,8 +72,8 @@ def _missing(render: Callable[[Messages], str], messages: Messages, text: str) -
     except MemoryError:
         raise
     except Exception:  # the template refuses digits: the content itself must be there
-        return [number for number in marks if messages[number]["content"].strip() not in text]
-    return [number for number, mark in marks.items() if mark not in seen]
+        return next((number for number in marks if messages[number]["content"].strip() not in text), None)
+    return next((number for number, mark in marks.items() if mark not in seen), None)
 
 
 if __name__ == "__main__":

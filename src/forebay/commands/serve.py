@@ -21,7 +21,7 @@ from forebay.commands.options import (
     model_folder,
     prepare_draft,
 )
-from forebay.commands.terminal import FAILED, clean_errors, console, message_of, one_line, say
+from forebay.commands.terminal import FAILED, clean_errors, console, reason_of, say
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
@@ -114,13 +114,12 @@ def serve(
 
             try:
                 failure = run.run(socket, started)
-            except OSError as error:  # another that was bound there as well listens by now
+            except OSError as error:  # another took the address just before this one listened
                 if error.errno != errno.EADDRINUSE:
                     raise
                 raise _cannot_listen(host, port, error) from error
         if failure is not None:
-            why = (message_of(failure) if isinstance(failure, Exception) else None) or one_line(repr(failure))
-            say(f"error: the model failed: {why}")
+            say(f"error: the model failed: {reason_of(failure)}")
             raise typer.Exit(FAILED)
         say("stopped")
 

@@ -48,7 +48,7 @@ def stopping() -> Iterator[list[int]]:
 
 @contextmanager
 def clean_errors(debug: bool) -> Iterator[None]:
-    """Errors that a user can mend become one line on stderr and exit code 2; with `debug` they keep their traceback.
+    """Errors that a user can fix become one line on stderr and exit code 2; with `debug` they keep their traceback.
     Warnings become one line, too."""
     before, warnings.formatwarning = warnings.formatwarning, _warning_line
     try:
@@ -75,7 +75,7 @@ def _warning_line(
 
 
 def message_of(error: Exception) -> str | None:
-    """What to tell the user, or None for an error that is not theirs to mend."""
+    """What to tell the user, or None for an error that is not theirs to fix."""
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
         extras = "models,cli,serve" if missing in ("starlette", "uvicorn") else "models,cli"
@@ -108,6 +108,11 @@ def message_of(error: Exception) -> str | None:
              PassChangedResult, ProgramError, LoweringError, ShardError, RuntimeFault, ReaderBrokenError, SpillError,
              OSError)
     return one_line(str(error)) if isinstance(error, known) else None
+
+
+def reason_of(error: BaseException) -> str:
+    """Say in one line what went wrong, whether or not a user can fix it."""
+    return (message_of(error) if isinstance(error, Exception) else None) or one_line(repr(error))
 
 
 def _lacks_memory(error: BaseException | None) -> bool:

@@ -6,12 +6,12 @@ Steps are known by their fields, as the tokenizers library knows them too where 
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.files import read_input
 
 MOST_GROWTH = 64  # bytes of a text for each of its bytes, after all steps of one kind
@@ -34,14 +34,15 @@ def check_folder(folder: Path) -> None:
     Raises:
         UnboundedTokenizer: One makes too much of a text.
     """
-    for path in sorted(folder.glob("tokenizer*.json")):
-        try:
-            content = json.loads(read_input(path)) if path.is_file() else None
-        except (OSError, ValueError, RecursionError):
-            continue  # the library says what is wrong
-        if isinstance(content, dict):
-            check_steps(path.name, {kind: content.get(kind) for kind in KINDS})
-            _check_model(path.name, content.get("model"))
+    with no_collection():  # a vocabulary is many small objects
+        for path in sorted(folder.glob("tokenizer*.json")):
+            try:
+                content = json.loads(read_input(path)) if path.is_file() else None
+            except (OSError, ValueError, RecursionError):
+                continue  # the library says what is wrong
+            if isinstance(content, dict):
+                check_steps(path.name, {kind: content.get(kind) for kind in KINDS})
+                _check_model(path.name, content.get("model"))
 
 
 def check_loaded(tokenizer: Any) -> None:
@@ -60,7 +61,8 @@ def check_steps(name: str, steps_by_kind: dict[str, Any]) -> None:
     for kind, component in steps_by_kind.items():
         steps = list(_steps(component))
         if len(steps) > MOST_STEPS:
-            raise UnboundedTokenizer(f"the {kind} of {name} has {len(steps)} steps; at most {MOST_STEPS} are run")
+            raise UnboundedTokenizer(f"the {kind} of {name} has {len(steps)} steps; at most {MOST_STEPS} are "
+                                     "allowed")
         if (growth := _growth(steps)) > MOST_GROWTH:
             raise UnboundedTokenizer(f"the {kind} of {name} may make a text {growth} times as long; at most "
                                      f"{MOST_GROWTH} times are allowed")
@@ -72,9 +74,9 @@ def check_steps(name: str, steps_by_kind: dict[str, Any]) -> None:
 def _check_model(name: str, model: Any) -> None:
     if not isinstance(model, dict):
         return
-    for field, most in (("continuing_subword_prefix", MOST_AFFIX), ("end_of_word_suffix", MOST_AFFIX)):
-        if len(_text(model.get(field))) > most:
-            raise UnboundedTokenizer(f"{field} of {name} has {len(model[field])} characters; at most {most} are "
+    for field in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if len(_text(model.get(field))) > MOST_AFFIX:
+            raise UnboundedTokenizer(f"{field} of {name} has {len(model[field])} characters; at most {MOST_AFFIX} are "
                                      "allowed")
     longest = model.get("max_input_chars_per_word")
     if isinstance(longest, int) and longest > MOST_WORD:
@@ -113,7 +115,8 @@ def _growth(steps: list[dict[str, Any]]) -> int:
             written += f"{content}\0"
         elif "precompiled_charsmap" in step:
             longest = _longest_mapped(step["precompiled_charsmap"])
-            growth *= 1 if longest <= MOST_MAPPED else longest
+            if longest > MOST_MAPPED:
+                growth *= longest
         elif step.get("type") in ("ByteLevel", "BertNormalizer") or "use_regex" in step:
             growth *= 2
     return growth
@@ -137,7 +140,7 @@ def _longest_mapped(charsmap: Any) -> int:
     that size, then the texts, each up to a zero."""
     try:
         found = base64.b64decode(_text(charsmap), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         return 0
     texts = found[4 + int.from_bytes(found[:4], "little") :]
     return max(map(len, texts.split(b"\0")), default=0)

@@ -27,14 +27,14 @@ from forebay.exported.whole_folder import MANIFEST
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress, read_header, read_tensor
 from forebay.rewriter.checkpoints.identity import file_states
 from forebay.rewriter.checkpoints.match_weights import file_slices, weight_records, with_stored_formats
-from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import file_checksum, manifest_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_json, write_quantized
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.write_tensors import write_tensors
-from forebay.rewriter.ir.files import open_input, read_input
+from forebay.rewriter.ir.files import naming, open_input, read_input
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.program import FileSlice
+from forebay.version import package_version
 
 FORMAT, VERSION = "forebay-bundle", 1
 CONSTANTS, PLAN, MACHINE, WEIGHTS = "constants.safetensors", "plan.json", "machine.json", "forebay.json"
@@ -78,8 +78,6 @@ def _constant_key(value: torch.Tensor, kept: dict[str, torch.Tensor]) -> str:
 
 def seal(out: Path) -> None:
     """Write the manifest: from here on the folder is a bundle."""
-    from forebay.version import package_version
-
     files = {path.name: file_checksum(path) for path in sorted(out.iterdir()) if _is_checked(path.name)}
     manifest: dict[str, Any] = {"format": FORMAT, "version": VERSION, "written_by": package_version(), "files": files}
     write_json(out / MANIFEST, manifest | {"checksum": manifest_checksum(manifest)})

@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from forebay.commands.process_memory import available_nbytes
 from forebay.exported.bundle import GIVES, MACHINE, PLAN, read_bundle, seal, write_bundle
 from forebay.exported.errors import ExportError
 from forebay.exported.modules import trace_module
 from forebay.exported.pt2 import compile_program, describe_inputs, language_model_program, save_program
 from forebay.exported.source import Source, open_source
 from forebay.exported.whole_folder import MANIFEST, whole_folder
+from forebay.kernels.build.process_limits import available_nbytes
 from forebay.kernels.onnx_meaning import OnnxForm
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.packed import open_quantized, remember_verified

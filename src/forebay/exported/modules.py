@@ -21,6 +21,7 @@ from forebay.exported.errors import ExportError
 from forebay.exported.program import BoundGraph
 from forebay.rewriter.capture.released import sources_released
 from forebay.rewriter.ir.graph import META, WeightInput
+from forebay.rewriter.one_thread import ONE_THREAD
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
 from forebay.rewriter.pipeline.run_passes import check_switches
 from forebay.rewriter.switches import Switches
@@ -43,7 +44,7 @@ class TracedModule:
         return [node for node in self.gm.graph.find_nodes(op="placeholder") if META not in node.meta]
 
     def program(self) -> ExportedProgram:
-        with compile_lock, _tracing():
+        with ONE_THREAD, compile_lock, _tracing():
             return torch.export.export(BoundCall(self), self.inputs, dynamic_shapes=self.shapes, strict=False)
 
 
@@ -63,7 +64,7 @@ def trace_module(module: nn.Module, inputs: Sequence[Any], shapes: Any, switches
         raise ExportError(f"{type(module).__name__} is in training mode; call its eval() first")
     check_switches(PASSES, switches)
     try:
-        with compile_lock, _tracing():
+        with ONE_THREAD, compile_lock, _tracing():
             program = torch.export.export(module, tuple(inputs), dynamic_shapes=shapes, strict=False)
             if any(_writes(node) for node in program.graph.nodes):
                 program = program.run_decompositions({})  # makes it functional; norms and products stay whole

@@ -11,8 +11,8 @@ import torch
 
 from forebay.exported.onnx_graph import ExternalTensor, Graph
 from forebay.rewriter.checkpoints.checkpoint import Progress
-from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.write_tensors import FLUSH_NBYTES, require_free
+from forebay.rewriter.ir.files import naming
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 BAND_NBYTES = 16 << 20  # of a matrix that is turned: strips of 8 KiB where it has 2048 columns

@@ -15,6 +15,7 @@ from torch.export import Dim, ExportedProgram
 
 from forebay.rewriter.capture.concretise import inline_blocks
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
+from forebay.rewriter.one_thread import ONE_THREAD
 
 # Example sizes: unequal, and none is 1, which tracing would specialise.
 _B, _S, _L = 3, 7, 19
@@ -65,7 +66,7 @@ def step_program(captured: CapturedModel, weights: Mapping[str, torch.Tensor]) -
     caches = inputs[len(single) :]
     examples: dict[str, Any] = {node.name: _example(node) for node in single} | {"caches": list(map(_example, caches))}
     shapes: dict[str, Any] = {node.name: _dims(node) for node in single} | {"caches": list(map(_dims, caches))}
-    with compile_lock, torch.no_grad():
+    with ONE_THREAD, compile_lock, torch.no_grad():
         return torch.export.export(BoundStep(flat, weights), (), examples, dynamic_shapes=shapes, strict=False)
 
 

@@ -17,9 +17,9 @@ from forebay.exported.source import Source
 from forebay.kernels.build.compile import compiler
 from forebay.rewriter.capture.released import sources_released
 from forebay.rewriter.checkpoints.checkpoint import Progress
-from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed_writer import Writer
 from forebay.rewriter.checkpoints.write_tensors import require_free
+from forebay.rewriter.ir.files import naming
 from forebay.rewriter.ir.graph import CapturedModel
 
 PROGRAM = "model.pt2"

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from forebay.commands.terminal import message_of
+from forebay.commands.terminal import reason_of
 from forebay.serving.answer_text import AnswerText
 from forebay.serving.batcher import STOPPING, Batcher, Heard, Pending
 from forebay.serving.metrics import TYPE, Metrics
@@ -82,7 +82,7 @@ def _no_route(request: HttpRequest, error: Exception) -> Response:
 
 
 def _failed(request: HttpRequest, error: Exception) -> Response:
-    return JSONResponse(Refusal(500, f"the server failed: {message_of(error) or repr(error)}").body(), 500)
+    return JSONResponse(Refusal(500, f"the server failed: {reason_of(error)}").body(), 500)
 
 
 class _Guard:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from forebay.api import LanguageModel
-from forebay.commands.terminal import message_of, one_line
+from forebay.commands.terminal import reason_of
 from forebay.drafting import drafting_in_places
 from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.runtime.run.places import Asked, WorkDone, answer_arriving, fits
@@ -149,7 +149,7 @@ class Batcher:
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        why = (message_of(error) if isinstance(error, Exception) else None) or one_line(repr(error))
+        why = reason_of(error)
         LOG.warning("the model failed: %s", why)
         with self._changed:
             self._failures += 1
@@ -194,7 +194,7 @@ class Batcher:
             more = pending.answer.add(token)
         except Exception as error:  # the tokenizer's; of no concern to the others
             pending.left = True
-            pending.hear(Heard(refusal=Refusal(500, message_of(error) or one_line(repr(error)))))
+            pending.hear(Heard(refusal=Refusal(500, reason_of(error))))
             return False
         if more and len(pending.answer.ids) < pending.new_tokens and (text := pending.answer.tell(last=False)):
             pending.hear(Heard(text))

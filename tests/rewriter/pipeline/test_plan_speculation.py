@@ -13,6 +13,7 @@ from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, validate
 from forebay.rewriter.ir.program import Copy, FileSlice
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline.plan_block import plan_block
 from forebay.rewriter.pipeline.plan_speculation import SIZES, plan_speculation
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes, check_choices
@@ -180,6 +181,28 @@ def test_chunks_have_other_sizes(prompt: int) -> None:
     assert plan.schedule.speculative_steps and not set(plan.schedule.speculative_steps) & set(
         plan.schedule.prefill_chunks)
     assert plan.schedule.prefill_chunk == prompt, "the prompt runs in smaller chunks for the sake of drafts"
+
+
+def test_no_budget_is_sought_where_the_chunk_is_a_step_that_checks() -> None:
+    made = pipeline(Workload(1, 4, 24)).with_speculative((4, 2))
+    with pytest.raises(PlanError, match=r"prefill_chunk: steps over \(4, 2\) tokens check drafts"):
+        made.smallest_budget(Wishes(prefill_chunk=32))
+
+
+@pytest.mark.parametrize(("prompt", "drafted"), [(1, 3), (2, 3), (1, 1), (2, 1)])
+def test_a_short_prompt_that_enters_is_computed_by_a_prefill_step(prompt: int, drafted: int) -> None:
+    """A prefill step has at least 2 tokens, so a prompt of 1 takes the size that a prompt of 2 takes."""
+
+    def graphs_of(work: Workload, block: Block) -> Any:
+        return pipeline(work, block).graphs
+
+    work, wishes = Workload(1, prompt, 24), Wishes(drafted_tokens=drafted, entering=1)
+    if drafted == 1:
+        with pytest.raises(PlanError, match="steps over 2 tokens compute the prompt, in chunks of as many"):
+            plan_block(graphs_of, Budget(1 << 24), work, wishes, Machine.default(), Switches())
+        return
+    _, plan = plan_block(graphs_of, Budget(1 << 24), work, wishes, Machine.default(), Switches())
+    assert plan.schedule.speculative_steps == (4,) and plan.schedule.prefill_chunk == 2
 
 
 @pytest.mark.parametrize(("steps", "message"), [
