@@ -47,25 +47,16 @@ class Scheme(NamedTuple):
 
     Attributes:
         method: One of METHODS.
-        bits: As in `GroupLayout`, for most matrices.
-        group: As in `GroupLayout`.
+        layouts: The layout of most matrices, then those of single ones. The shapes of a matrix's tensors tell which it
+            has.
         zero_offset: The number to be added to each stored zero point.
-        symmetric: As in `GroupLayout`.
-        others: The layouts that single matrices may have instead, told apart by the shapes of their tensors.
         ordered: Whether groups were made in the order of activations, so that the group of each input must be stored.
     """
 
     method: str
-    bits: int
-    group: int
+    layouts: tuple[GroupLayout, ...]
     zero_offset: int = 0
-    symmetric: bool | None = None
-    others: tuple[GroupLayout, ...] = ()
     ordered: bool = False
-
-    @property
-    def layouts(self) -> tuple[GroupLayout, ...]:
-        return (GroupLayout(self.bits, self.group, self.symmetric), *self.others)
 
 
 def quantization_settings(folder: Path) -> Mapping[str, Any] | None:
@@ -106,9 +97,9 @@ def _gptq(settings: Mapping[str, Any], folder: Path) -> Scheme:
     if len(said) > 1 or not said <= {"gptq", "gptq_v2"}:
         raise _refused(folder, f"gptq in checkpoint_format {' and '.join(map(repr, sorted(said)))}; gptq or gptq_v2 is "
                                "read")
-    return _with_overrides(Scheme("gptq", int(settings["bits"]), max(0, int(settings["group_size"])),
-                                  0 if said == {"gptq_v2"} else 1, _flag(settings, "sym"),
-                                  ordered=bool(settings.get("desc_act"))), settings, folder)
+    layout = GroupLayout(int(settings["bits"]), max(0, int(settings["group_size"])), _flag(settings, "sym"))
+    return _with_overrides(Scheme("gptq", (layout,), 0 if said == {"gptq_v2"} else 1, bool(settings.get("desc_act"))),
+                           settings, folder)
 
 
 def _awq(settings: Mapping[str, Any], folder: Path) -> Scheme:
@@ -117,24 +108,26 @@ def _awq(settings: Mapping[str, Any], folder: Path) -> Scheme:
             raise _refused(folder, f"awq in {key} {settings[key]!r}; gemm is read")
     if settings.get("backend") == "llm-awq":
         raise _refused(folder, "awq for the backend 'llm-awq', whose layout differs; version gemm is read")
-    return _with_overrides(Scheme("awq", int(settings["bits"]), max(0, int(settings["group_size"]))), settings, folder)
+    layout = GroupLayout(int(settings["bits"]), max(0, int(settings["group_size"])))
+    return _with_overrides(Scheme("awq", (layout,)), settings, folder)
 
 
 def _with_overrides(scheme: Scheme, settings: Mapping[str, Any], folder: Path) -> Scheme:
     """`scheme` with the layouts that `dynamic` gives single modules. Its patterns are not matched: a matrix's shapes
     tell which layout it has, and the plain weight of a module that it leaves out ("-:") is read as such."""
     odd = unknown_setting(settings, known_settings.GPTQ if scheme.method == "gptq" else known_settings.AWQ)
-    layouts, ordered = [], scheme.ordered
+    usual, ordered = scheme.layouts[0], scheme.ordered
+    layouts = [usual]
     for pattern, given in (settings.get("dynamic") or {}).items():
         if pattern.startswith("-:"):
             continue
         odd = odd or unknown_setting(given, known_settings.OVERRIDE, f"dynamic[{pattern!r}].")
-        bits, group = int(given.get("bits", scheme.bits)), max(0, int(given.get("group_size", scheme.group)))
-        layouts.append(GroupLayout(bits, group, _flag(given, "sym", scheme.symmetric)))
+        bits, group = int(given.get("bits", usual.bits)), max(0, int(given.get("group_size", usual.group)))
+        layouts.append(GroupLayout(bits, group, _flag(given, "sym", usual.symmetric)))
         ordered = ordered or bool(given.get("desc_act"))
     if odd:
         raise _not_read(folder, scheme.method, odd)
-    return scheme._replace(others=tuple(layouts), ordered=ordered)
+    return scheme._replace(layouts=tuple(layouts), ordered=ordered)
 
 
 def _compressed(settings: Mapping[str, Any], folder: Path) -> Scheme:
@@ -156,8 +149,7 @@ def _compressed(settings: Mapping[str, Any], folder: Path) -> Scheme:
         raise _not_read(folder, "compressed-tensors", odd)
     if not layouts:
         raise _refused(folder, "compressed-tensors, but config_groups is empty")
-    first, *others = layouts
-    return Scheme("compressed-tensors", first.bits, first.group, 0, first.symmetric, tuple(others), ordered)
+    return Scheme("compressed-tensors", tuple(layouts), ordered=ordered)
 
 
 def _flag(settings: Mapping[str, Any], key: str, default: bool | None = None) -> bool | None:

@@ -135,7 +135,7 @@ def ties_head(config: Any) -> bool:
 
 def _stored_apart(config: Any, checkpoint: Checkpoint, quantized: Iterable[str]) -> bool:
     """Whether names that the config ties are both stored, with different values."""
-    tied: Any = getattr(causal_lm_class(config), "_tied_weights_keys", None)
+    tied: Any = getattr(model_class(config), "_tied_weights_keys", None)
     if not ties_head(config) or not isinstance(tied, Mapping):
         return False
     prefix, rename = checkpoint_names(config)
@@ -214,7 +214,7 @@ def warn_once(text: str) -> None:
 def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
     """For a transformers config: the prefix that checkpoint names may lack, and the renaming of old checkpoint names
     that transformers itself applies when it loads them."""
-    kind = causal_lm_class(config)
+    kind = model_class(config)
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
         from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -226,7 +226,7 @@ def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
 
 
 @one_thread
-def causal_lm_class(config: Any) -> Any:
+def model_class(config: Any) -> Any:
     """transformers' causal language model of a config; None where it has none."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
