@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 TESTS = Path(__file__).parent
@@ -33,6 +32,8 @@ KIND_OF_PATH = {
     "commands": "e2e", "serving": "e2e", "extending": "e2e", "benchmarks": "e2e", "test_examples.py": "e2e",
     "test_readme.py": "e2e", "test_drafts_seen.py": "e2e", "exported": "peer", "huggingface": "peer",
     "faults": "fault", "runtime/comm/test_failures.py": "fault"}
+# Tests of passes, of every family and of every schedule: whatever they put through a pass must leave sound graphs.
+CHECKED = ("passes", "rewriter", "extending", "test_pages.py", "e2e/test_families.py", "e2e/test_every_schedule.py")
 DURATIONS = TESTS / "durations.json"  # seconds of each file of `make test`, which `make durations` writes
 Cell = tuple[Any, ...]
 
@@ -45,8 +46,8 @@ def kind_of(path: Path) -> str:
 
 
 def checks_graphs(path: Path) -> bool:
-    """Whether each pass checks the graphs that it leaves while tests of a file run: where passes are tested."""
-    return path.relative_to(TESTS).parts[0] in ("passes", "rewriter", "extending", "test_pages.py")
+    """Whether each pass checks the graphs that it leaves while tests of a file run."""
+    return any(path.is_relative_to(TESTS / each) for each in CHECKED)
 
 
 def read_durations() -> dict[str, float]:
@@ -106,8 +107,3 @@ def covering(cells: Sequence[Cell], strength: int) -> list[int]:
         found.append(max(range(len(cells)), key=lambda i: len(of_cell[i] & left)))
         left -= of_cell[found[-1]]
     return sorted(found)
-
-
-def examples(most: int, usual: int = 25) -> Any:
-    """Settings of a hypothesis test of `most` examples, of which `make test` draws `usual` at most."""
-    return hypothesis.settings(deadline=None, max_examples=most if ALL else min(most, usual))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from forebay.rewriter.ir.plan import (
     Workload,
 )
 from forebay.rewriter.ir.products import product_shape
-from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Program, Span
+from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Item, Program, Span
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
@@ -207,3 +208,16 @@ def planned(model: Tiny, budget: Budget, wishes: Wishes | None = None, **options
     pipeline = model.pipeline(**options)  # type: ignore[arg-type]
     plan = pipeline.plan(budget, wishes)
     return plan, pipeline.program(plan, 1)
+
+
+def issue(target: ThreadDevice, *items: Item) -> None:
+    """Bind and issue items of a Program on a device by themselves."""
+    for item in items:
+        call = target.bind(item, None)
+        if call is not None:
+            call()
+
+
+def bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    """The bytes of memory at an address, as a tensor that does not own them."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

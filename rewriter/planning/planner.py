@@ -16,11 +16,11 @@ from forebay.rewriter.ir.prefill_chunks import SHORTEST_CHUNK, chunk_sizes, chun
 from forebay.rewriter.ir.program import DISK, UPLOAD
 from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
+from forebay.rewriter.planning.spread_resident import halving_order, spread_resident
 from forebay.rewriter.planning.tiles import most_tiles, room_beside_slots, tile_rows_of
 from forebay.rewriter.planning.wishes import Wishes
 
 SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
-LIGHT_NBYTES = 1 << 20  # below this what a copy costs beside its bytes (0.1 ms of the computing thread) is a third more
 # What may be chosen. None of it depends on the budget, so that whatever works with less works with more.
 SLOTS = (1, 2, 3, 4, 6, 8)
 SLOT_NBYTES = (4 << 20, 8 << 20, 2 << 20, 1 << 20)  # of equals the first: 4 MiB are near an NVMe disk's best rate
@@ -175,7 +175,7 @@ def _candidates(
             if left < 0 or (hops and held + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
                 continue
             if slots and wishes.slots and needs.block.takes_turns:
-                left = room_beside_slots(_halving_order(kinds.products), left, slots, slot)
+                left = room_beside_slots(halving_order(kinds.products), left, slots, slot)
             if left >= 0:
                 found.append(_ChunkRoom(chunk, left, slots, slot))
     return found
@@ -194,7 +194,7 @@ def _cheapest(
 
     @functools.cache
     def kept(room: int) -> int:
-        return sum(aligned(u.nbytes) for u in _spread(kinds.products, room))
+        return sum(aligned(u.nbytes) for u in spread_resident(kinds.products, room))
 
     def cost(fit: _ChunkRoom, nbytes: int) -> float:
         steps = dict(prefill_steps(fit.chunk))
@@ -238,7 +238,7 @@ def _resident(kinds: _Kinds, fit: _ChunkRoom) -> set[str]:
     """Names of the weights that stay on the device."""
     chosen = {u.name for u in kinds.pinned}
     if fit.slots:
-        return chosen | {u.name for u in _spread(kinds.products, fit.room)}
+        return chosen | {u.name for u in spread_resident(kinds.products, fit.room)}
     chosen |= {u.name for u in kinds.products}
     room = fit.room - kinds.products_nbytes
     for u in kinds.tables:  # these come last: on disk they cost little
@@ -363,28 +363,6 @@ def _slot_choices(kinds: _Kinds, wishes: Wishes, block: Block) -> list[tuple[int
     least = {slot: max(least_slots, most_tiles(products, slot)) for slot in sizes}
     return [(least[slot] + ahead, slot) for slot in sizes
             for ahead in dict.fromkeys((0, 1, 2, least[slot] // 2, least[slot]))]
-
-
-def _spread(products: Sequence[WeightUse], room: int) -> list[WeightUse]:
-    """The weights to keep resident: first fit, the light ones first, else in an order that halves the step again and
-    again, so that copies always have compute beside them. The order does not depend on the room; with more of it first
-    fit never keeps fewer bytes."""
-    chosen = []
-    for u in _halving_order(tuple(products)):
-        if aligned(u.nbytes) <= room:
-            chosen.append(u)
-            room -= aligned(u.nbytes)
-    return chosen
-
-
-@functools.lru_cache(maxsize=8)
-def _halving_order(products: tuple[WeightUse, ...]) -> tuple[WeightUse, ...]:
-    """Products by the reversed bits of their number: the middle, the quarters, the eighths, and so on; before all
-    others those that are light."""
-    width = max(1, (len(products) - 1).bit_length())
-    ranks = [int(format(i, f"0{width}b")[::-1], 2) for i in range(len(products))]
-    return tuple(u for _, u in sorted(
-        zip(ranks, products, strict=True), key=lambda pair: (pair[1].nbytes > LIGHT_NBYTES, pair[0])))
 
 
 def _place(u: WeightUse, resident: bool, slot: int, tier: str) -> WeightPlacement:

@@ -147,8 +147,8 @@ def test_nothing_computed_from_changed_weights_is_written(
     if not after:
         from forebay.api import LanguageModel
 
-        reserve = LanguageModel.reserve
-        monkeypatch.setattr(LanguageModel, "reserve", lambda self, *a: (reserve(self, *a), spoil())[0])
+        reserve = LanguageModel._reserve
+        monkeypatch.setattr(LanguageModel, "_reserve", lambda self, *a: (reserve(self, *a), spoil())[0])
     result = _forebay(*_run_arguments(model, output))
     assert result.exit_code == 2, result.output
     assert "model.safetensors was changed or replaced while it was in use" in result.stderr

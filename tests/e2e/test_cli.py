@@ -18,11 +18,10 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-import torch
 from budgets import attention_nbytes
 from forked import start_code
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from serving.served import WORDS, save_model
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from forebay.commands.app import app
@@ -33,9 +32,6 @@ from forebay.rewriter.pipeline import plan_draft
 from forebay.runtime.measure.kept import machine_cache_path
 from forebay.runtime.run.draft_choice import DraftChoice
 
-WORDS = [f"w{i}" for i in range(196)]
-TEMPLATE = ("{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-            "{% if add_generation_prompt %}w9{% endif %}")
 NEW = 16
 DEVICE = (1200 << 10) + attention_nbytes(2, 4, 32, 32)  # the weights take 2.4 MiB
 BUDGET = f"device={DEVICE}"
@@ -46,18 +42,7 @@ COUNT = 14
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a random Llama, its tokenizer of whole words, a machine profile, and prompts."""
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=200, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4,
-        intermediate_size=256, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    save_model(folder)
     save_machine(Machine.default(), folder / "machine.json")
     lines = [{"id": f"p{i}", "prompt": " ".join(WORDS[i : i + 2 + 5 * i % 11])} for i in range(COUNT)]
     _write_lines(folder / "prompts.jsonl", lines)
@@ -163,7 +148,6 @@ def test_killed_job_resumes_without_loss_or_repetition(
     assert output.read_bytes() == before
 
 
-@pytest.mark.all
 def test_interrupt_before_the_first_answer_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     """In a process that Python ends, as none does that is forked."""
     output = tmp_path / "out.jsonl"

@@ -16,6 +16,7 @@ import torch
 from e2e.block_case import ATTENDED, COUNT, DISK, HOST, SHARED, Case
 from e2e.drafting import refused
 from e2e.prompter import Prompter, answers_of
+from no_gpu import Event, Stream
 from selection import at_length
 
 from forebay import drafted
@@ -33,24 +34,6 @@ from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.speculation import Tally, generate_speculatively
 
 GPU = replace(Machine.default(), device_kind="NVIDIA H200", host_attention_bytes_per_s=9e9)
-
-
-class Stream:
-    """What is issued on it is done at once."""
-
-    cuda_stream = 0
-
-    def wait_stream(self, other: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Event:
-    def record(self, stream: object) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 class Pretended(cuda.CudaDevice):

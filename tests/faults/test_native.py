@@ -100,7 +100,7 @@ def test_each_allocation_of_the_search_may_fail(tmp_path: Path) -> None:
 LOOPS = """
 import ctypes, os, torch
 from forebay.kernels.cpu_support import native
-from tests.kernels.cpu_support.test_team import calls
+from tests.kernels.cpu_support.team_calls import calls
 torch.set_num_threads(4)
 shim, (steps, made) = ctypes.CDLL(None), calls(2)
 native.scratch(1 << 14)  # torch's own

@@ -1,4 +1,4 @@
-"""A pipe, a device or a socket in the place of any file that is read ends a command at once with one line."""
+"""A pipe or a device in the place of any file that is read ends a command at once with one line."""
 
 from __future__ import annotations
 

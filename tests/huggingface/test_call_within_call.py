@@ -194,12 +194,12 @@ def test_another_thread_closes_the_model_when_the_answer_is_there(
 
     def on_token(column: torch.Tensor) -> None:
         if not threads:
-            threads.append(threading.Thread(target=close))
+            threads.append(threading.Thread(target=close, daemon=True))
             threads[0].start()
             assert not closed.wait(0.2)
 
     found = streamed.generate(llama_checkpoint.ids[2:], **GREEDY, on_token=on_token)
-    threads[0].join()
+    threads[0].join(60)
     assert closed.is_set() and streamed._session is None and torch.equal(found, expected)
     assert torch.equal(streamed.generate(llama_checkpoint.ids[2:], **GREEDY), expected)
 
@@ -215,9 +215,9 @@ def test_threads_that_go_on_from_caches_take_turns(streamed: LanguageModel, llam
         started.set()
         failed.append(torch.equal(streamed.generate(OTHER, **GREEDY), alone))
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=other, daemon=True)
     found = streamed.generate(ids, **GREEDY, past_key_values=cache, on_token=lambda column: (
-        started.is_set() or thread.start(), started.wait()))
-    thread.join()
+        started.is_set() or thread.start(), started.wait(60)))
+    thread.join(60)
     assert failed == [True]
     assert torch.equal(found, llama_checkpoint.model.generate(ids, **GREEDY))

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from selection import ALL
+from selection import ALL, beyond
 
 from forebay.kernels.build import compile
 from tests.kernels import emulated
@@ -32,9 +32,8 @@ def flags_here() -> set[str]:
     return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
 
 
-@pytest.mark.all
 @pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("kind", KINDS if ALL else ALWAYS)
+@pytest.mark.parametrize("kind", beyond(KINDS if ALL else ALWAYS, ("x86-64",)))
 def test_kernels_for(kind: str) -> None:
     """Their own tests pass; "x86-64" forbids all that is not on every such processor, so the portable code runs."""
     if kind in emulated.PROCESSORS and platform.machine() == "x86_64":

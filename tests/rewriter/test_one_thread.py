@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from transformers import AutoModelForCausalLM
 
 import forebay
 from forebay.rewriter.capture import trace
-from tests.families import FAMILIES
 
 # In a process of its own, which has not loaded transformers yet.
 OPENING = """
@@ -49,7 +49,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_threads_that_are_the_first_to_load_transformers(folders: list[Path]) -> None:
-    done = subprocess.run([sys.executable, "-c", OPENING, str(folders[0])], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", OPENING, str(folders[0])], capture_output=True, text=True, check=False,
+                          timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
@@ -82,11 +83,12 @@ def test_models_opened_and_run_at_once_answer_as_one_after_the_other(
     for folder in folders:
         answer(folder)
     monkeypatch.setattr(trace, "_traced", counted)
-    threads = [threading.Thread(target=answer, args=(folder,)) for folder in folders for _ in range(2)]
+    threads = [threading.Thread(target=answer, args=(folder,), daemon=True) for folder in folders for _ in range(2)]
     for each in threads:
         each.start()
     for each in threads:
-        each.join()
+        each.join(300)
+    assert not any(each.is_alive() for each in threads)
     assert most == 1
     for first, *others in found.values():
         assert isinstance(first, list) and others == [first, first]

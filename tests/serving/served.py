@@ -129,9 +129,10 @@ def asked(server: Running, **fields: Any) -> socket.socket:
     return at
 
 
-def read_all(at: socket.socket) -> bytes:
+def read_all(at: socket.socket, end: bytes | None = None) -> bytes:
+    """Read until the connection is closed, or until `end` has come."""
     found = b""
-    while part := at.recv(65536):
+    while (end is None or end not in found) and (part := at.recv(65536)):
         found += part
     return found
 

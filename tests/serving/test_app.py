@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import openai
 import pytest
 import torch
 from budgets import attention_nbytes
-from serving.served import BUDGET, NEW, PLACES, PROMPT, TEMPLATE, WORDS, Running, save_model, serving, wait_until
+from serving.served import BUDGET, NEW, PLACES, PROMPT, TEMPLATE, WORDS, Running, serving, wait_until
 from transformers import PreTrainedTokenizerFast
 
 import forebay
@@ -23,19 +22,6 @@ from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.pipeline import plan_draft
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.serving.requests import read_inquiry
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served")
-    save_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Running]:
-    with serving(folder) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +21,11 @@ from serving.served import (
     made,
     read_all,
     request_bytes,
-    save_model,
     serving,
     wait_until,
 )
 
 from forebay.serving.run_server import bound_socket
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served")
-    save_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Running]:
-    with serving(folder) as running:
-        yield running
 
 
 def refused(said: bytes, status: int) -> str:
@@ -52,13 +37,6 @@ def refused(said: bytes, status: int) -> str:
     return str(error["message"])
 
 
-def read_until(at: socket.socket, end: bytes) -> bytes:
-    found = b""
-    while end not in found and (part := at.recv(65536)):
-        found += part
-    return found
-
-
 def test_headers_that_do_not_arrive_are_given_up(folder: Path) -> None:
     """Of a new connection, and of one that has had an answer; a silent connection is closed without a word."""
     begun = b"POST /v1/completions HTTP/1.1\r\nHost: local"
@@ -66,7 +44,7 @@ def test_headers_that_do_not_arrive_are_given_up(folder: Path) -> None:
         new, silent, used, slow = (connected(server) for _ in range(4))
         new.sendall(begun)
         used.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert read_until(used, b"}").startswith(b"HTTP/1.1 200")
+        assert read_all(used, b"}").startswith(b"HTTP/1.1 200")
         used.sendall(begun)
         whole = request_bytes(json.dumps(ASK).encode())
         slow.sendall(whole[:-5])
@@ -91,7 +69,7 @@ def test_connections_that_send_nothing_shut_nobody_out(folder: Path) -> None:
         assert server.send("GET", "/health")[0] == 200
         server.gate.set()
         assert server.complete(**ASK)[0] == 200
-        assert b"data: [DONE]" in read_until(answered, b"[DONE]")
+        assert b"data: [DONE]" in read_all(answered, b"[DONE]")
         for at in silent:
             with contextlib.suppress(ConnectionResetError):
                 assert at.recv(64) == b""

@@ -47,13 +47,6 @@ FUZZED = 10_000 if ALL else 300
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served")
-    save_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
     with serving(folder, body_s=1.0) as running:
         yield running
@@ -290,11 +283,11 @@ def test_weights_that_change_on_disk_end_the_server(tmp_path: Path) -> None:
 
 def _fail_steps(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> None:
     """Steps from here on that raise, by their number."""
-    step, count = Session._step, iter(range(1 << 30))
+    step, count = Session.step, iter(range(1 << 30))
 
     def spoilt_step(session: Session, inputs: Any) -> Any:
         if fails(next(count)):
             raise RuntimeFault("a spoilt step")
         return step(session, inputs)
 
-    monkeypatch.setattr(Session, "_step", spoilt_step)
+    monkeypatch.setattr(Session, "step", spoilt_step)

@@ -16,11 +16,7 @@ from selection import at_length
 
 from forebay.kernels.build import compile
 from forebay.kernels.cpu_support import native
-from forebay.kernels.cpu_support.native import NativeCall
-from forebay.kernels.formats.packing import Packing
-from forebay.kernels.products.linear.cpu import bind_linear
-from forebay.kernels.products.linear_q.cpu import bind_linear_q
-from forebay.kernels.quantization.quantize.cpu import quantize_rows
+from tests.kernels.cpu_support.team_calls import calls, run
 
 pytestmark = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 
@@ -30,25 +26,6 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def calls(seed: int) -> tuple[list[NativeCall], list[torch.Tensor]]:
-    """Loops of some 10 to 500 µs, long enough to be shared, and their results."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(3, 512, generator=generator)
-    weight = torch.randn(1500, 512, generator=generator)
-    rows, made = quantize_rows(weight, 4, 32), [torch.empty(3, 1500), torch.empty(1, 1500), torch.empty(3, 1500)]
-    return [bind_linear_q("flat", x, rows, None, made[0], Packing(4, 512, 32)),
-            bind_linear_q("flat", x[:1], rows, None, made[1], Packing(4, 512, 32)),
-            bind_linear("flat", x, weight, None, made[2])], made  # type: ignore[list-item]
-
-
-def run(steps: list[NativeCall], made: list[torch.Tensor]) -> list[torch.Tensor]:
-    for tensor in made:
-        tensor.fill_(torch.nan)
-    for step in native.chained(steps):
-        step()
-    return [tensor.clone() for tensor in made]
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
@@ -85,7 +62,7 @@ def test_callers_at_once_do_not_meet() -> None:
 
 FORKING = """
 import os, torch
-from tests.kernels.cpu_support.test_team import calls, run
+from tests.kernels.cpu_support.team_calls import calls, run
 torch.set_num_threads(2)
 steps, made = calls(1)
 want = run(steps, made)
@@ -120,7 +97,7 @@ int pthread_create(pthread_t* thread, const pthread_attr_t* how, void* (*run)(vo
 """
 WITHOUT_THREADS = """
 import ctypes, sys, torch
-from tests.kernels.cpu_support.test_team import calls, run
+from tests.kernels.cpu_support.team_calls import calls, run
 shim = ctypes.CDLL(None)
 allowed, asked = ctypes.c_int.in_dll(shim, "allowed"), ctypes.c_int.in_dll(shim, "asked")
 torch.set_num_threads(1)
@@ -179,7 +156,7 @@ int sched_setaffinity(int pid, size_t size, const cpu_set_t* mask) {
 """
 ON_ONE_PROCESSOR = """
 import ctypes, time, torch
-from tests.kernels.cpu_support.test_team import calls, run
+from tests.kernels.cpu_support.team_calls import calls, run
 shim = ctypes.CDLL(None)
 names = ("at", "alone", "left", "came_back", "otherwise")
 at, alone, left, came_back, otherwise = (ctypes.c_int.in_dll(shim, name) for name in names)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from carried import COUNT, PAGE, Carried
+from tiny import bytes_at, issue
 
 from forebay.rewriter.ir.program import (
     COMPUTE,
@@ -184,8 +185,8 @@ class Slow:
             runs = list(read.runs or [(0, 0, read.nbytes)])
             for source, target, nbytes in self.chance.sample(runs, len(runs)):
                 data, to = os.pread(fd, nbytes, read.offset + source), read.address + target
-                _bytes_at(to - read.room_before, read.room_before + nbytes + read.room_after).fill_(0x55)
-                _bytes_at(to, nbytes).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                bytes_at(to - read.room_before, read.room_before + nbytes + read.room_after).fill_(0x55)
+                bytes_at(to, nbytes).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             os.close(fd)
             read.on_done(None)
 
@@ -196,7 +197,7 @@ class Slow:
 
     def write(self, file: object, write: Write) -> None:
         def run() -> None:
-            data = b"".join(bytes(_bytes_at(address, nbytes).numpy()) for address, nbytes in write.pieces)
+            data = b"".join(bytes(bytes_at(address, nbytes).numpy()) for address, nbytes in write.pieces)
             fd = os.open(file.path, os.O_WRONLY)  # type: ignore[attr-defined]
             os.pwrite(fd, data.ljust(write.nbytes, b"\0"), write.offset)
             os.close(fd)
@@ -207,12 +208,6 @@ class Slow:
     def close(self) -> None:
         for thread in self.threads:
             thread.join()
-
-
-def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
-    import ctypes
-
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 class SlowSpace(SpillSpace):
@@ -286,13 +281,6 @@ def rows_device(folder: Path, seed: int | None = None) -> ThreadDevice:
     for i in range(4):
         bytes_of(target, "device", (1 + i) * PAGE, PAGE).fill_(i + 1)
     return target
-
-
-def issue(target: ThreadDevice, *items: object) -> None:
-    for item in items:
-        call = target.bind(item, None)  # type: ignore[arg-type]
-        if call is not None:
-            call()
 
 
 def say(target: ThreadDevice, index: list[int] | None = None, count: int | None = None) -> None:

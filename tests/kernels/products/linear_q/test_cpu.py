@@ -67,6 +67,7 @@ def make(
 @pytest.mark.parametrize("bits", (4, 8))
 def test_what_formats_say_of_rows_is_what_products_read(bits: int) -> None:
     """By every implementation that is here: `quantize` and plans ask `product_refusal` alone."""
+    read = 0
     for group, k in itertools.product((2, 8, 10, 16, 20, 32, 48, 64, 96, 160, 512, 544), (16, 48, 64, 112, 160)):
         x, out, stored = torch.randn(7, k), torch.empty(7, 5), Packing(bits, k, group)
         if row_sizes.product_refusal(k, group):
@@ -74,6 +75,7 @@ def test_what_formats_say_of_rows_is_what_products_read(bits: int) -> None:
             with pytest.raises(ValueError, match=r"linear_q: (group_size|in_features) must be"):
                 bind_linear_q("upcast", x, rows, None, out, stored)
             continue
+        read += 1
         rows, weight = make(bits, 5, k, group)
         for impl in implementations(bits):
             if impl == "int8" and not takes_int8(bits, group):
@@ -82,6 +84,7 @@ def test_what_formats_say_of_rows_is_what_products_read(bits: int) -> None:
                 continue
             bind_linear_q(impl, x, rows, None, out, stored)()
             assert ((out - x.double() @ weight.t()).abs() <= tolerance(impl, x, weight, group, out, None)).all()
+    assert read > 10
 
 
 def tolerance(impl: str, x: Tensor, weight: Tensor, group: int, out: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Tiny, aten, chain, lowered, placements, plan_for, planned, run_program, tiny
+from tiny import Tiny, aten, bytes_at, chain, issue, lowered, placements, plan_for, planned, run_program, tiny
 
 from forebay.rewriter.ir.plan import Budget, Plan
 from forebay.rewriter.ir.program import (
@@ -86,12 +86,6 @@ class SlowReader:
             thread.join()
 
 
-def bytes_at(address: int, nbytes: int) -> torch.Tensor:
-    import ctypes
-
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-
-
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_slow_reads_that_overtake_each_other(tmp_path: Path, slots: int, seed: int) -> None:
@@ -117,13 +111,6 @@ def device(**options: bool) -> ThreadDevice:
     return found
 
 
-def run(target: ThreadDevice, *items: object) -> None:
-    for item in items:
-        call = target.bind(item, None)  # type: ignore[arg-type]
-        if call is not None:
-            call()
-
-
 def bytes_of(target: ThreadDevice, span: Span) -> torch.Tensor:
     return target.tensor(TensorRef(span.arena, span.offset, "uint8", (span.nbytes,), (1,), span.buffer))
 
@@ -135,7 +122,7 @@ def test_a_wait_on_either_stream_sees_the_copy_complete(tmp_path: Path) -> None:
     with_hop = device()
     for _ in range(20):
         bytes_of(with_hop, end).zero_()
-        run(with_hop, Copy(DISK, FileSlice(str(path), 3, 4000), host, "down"), Record(DISK, 1), Wait(UPLOAD, 1),
+        issue(with_hop, Copy(DISK, FileSlice(str(path), 3, 4000), host, "down"), Record(DISK, 1), Wait(UPLOAD, 1),
             Copy(UPLOAD, host, end, "up"), Record(UPLOAD, 2), Wait(COMPUTE, 2))
         assert bytes_of(with_hop, end).tolist() == list((bytes(range(256)) * 16)[3:4003])
     with_hop.close()
@@ -144,7 +131,7 @@ def test_a_wait_on_either_stream_sees_the_copy_complete(tmp_path: Path) -> None:
 def test_poison_is_nan_in_every_float_format_and_out_of_range_in_every_integer_one() -> None:
     poisoned = device(poison=True)
     span = Span("device", 0, 64, "b")
-    run(poisoned, Release(COMPUTE, span))
+    issue(poisoned, Release(COMPUTE, span))
     for dtype in ("float32", "float16", "bfloat16", "float64"):
         assert poisoned.tensor(TensorRef("device", 0, dtype, (8,), (1,), "b")).isnan().all()
     assert (poisoned.tensor(TensorRef("device", 0, "int64", (8,), (1,), "b")) < 0).all()
@@ -161,7 +148,7 @@ def test_poison_on_the_upload_stream_waits_its_turn(tmp_path: Path) -> None:
     host, end = Span("host", 0, 64, "h"), Span("device", 0, 64, "d")
     bytes_of(poisoned, host).fill_(7)
     poisoned._worker(UPLOAD).submit(gate.wait)
-    run(poisoned, Copy(UPLOAD, host, end, "up"), Release(UPLOAD, host))
+    issue(poisoned, Copy(UPLOAD, host, end, "up"), Release(UPLOAD, host))
     gate.set()
     poisoned.finish()
     assert (bytes_of(poisoned, end) == 7).all()
@@ -188,9 +175,9 @@ def test_sync_finishes_every_copy_before_the_next_item(tmp_path: Path) -> None:
     path.write_bytes(b"\x05" * 4096)
     one_by_one = device(sync=True)
     host, end = Span("host", 0, 4096, "h"), Span("device", 0, 4096, "d")
-    run(one_by_one, Copy(DISK, FileSlice(str(path), 0, 4096), host, "down"))
+    issue(one_by_one, Copy(DISK, FileSlice(str(path), 0, 4096), host, "down"))
     assert (bytes_of(one_by_one, host) == 5).all()
-    run(one_by_one, Copy(UPLOAD, host, end, "up"))
+    issue(one_by_one, Copy(UPLOAD, host, end, "up"))
     assert (bytes_of(one_by_one, end) == 5).all()
     one_by_one.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from no_gpu import Event, Stream
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forebay.kernels.gpu_support.scratch import Scratch
@@ -23,20 +24,6 @@ class Reader:
     def fault(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Stream:
-    def wait_stream(self, other: Stream) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Event:
-    def record(self, stream: Stream) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 class Graph(TorchDispatchMode):
