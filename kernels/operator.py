@@ -132,6 +132,11 @@ class Operator:
         written = (a for a in self.overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
         return tuple(a.name for a in written)
 
+    @property
+    def appends(self) -> bool:
+        """Whether it writes K and V of new tokens into a cache."""
+        return bool(self.caches and self.writes)
+
     def argument(self, args: tuple[Any, ...], name: str) -> Any:
         """What positional arguments hold for `name`; the schema's default where they end before it."""
         place = self.arguments.index(name)

@@ -1,44 +1,71 @@
-"""The list of our operators, and how to find one: by the name that a Launch has, or by the target of a node."""
+"""The list of our operators, and how to find one: by the name that a Launch has, or by the target of a node.
+
+Each folder below `kernels/` with an `operator.py` holds records, and all of them are found: a new operator is a folder.
+What lies elsewhere is added by `register_operator`. Those that others ask for by name are imported here.
+"""
 
 from __future__ import annotations
 
-from forebay.kernels.attention.attention.operator import ATTENTION
-from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
-from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
-from forebay.kernels.cache.activation_append_q.operator import ACTIVATION_APPEND_Q
-from forebay.kernels.cache.kv_append.operator import KV_APPEND
-from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from forebay.kernels.attention.attention.operator import ATTENTION as ATTENTION
+from forebay.kernels.cache.activation_append_q.operator import ACTIVATION_APPEND_Q as ACTIVATION_APPEND_Q
+from forebay.kernels.cache.kv_append.operator import KV_APPEND as KV_APPEND
 from forebay.kernels.formats.table import packed_format
-from forebay.kernels.logits.sampling.operator import SAMPLING
-from forebay.kernels.norms.layer_norm.operator import LAYER_NORM
-from forebay.kernels.norms.rms_norm.operator import RMS_NORM
+from forebay.kernels.logits.sampling.operator import SAMPLING as SAMPLING
+from forebay.kernels.norms.layer_norm.operator import LAYER_NORM as LAYER_NORM
+from forebay.kernels.norms.rms_norm.operator import RMS_NORM as RMS_NORM
 from forebay.kernels.operator import Operator
-from forebay.kernels.positions.rotary.operator import ROTARY
+from forebay.kernels.positions.rotary.operator import ROTARY as ROTARY
 from forebay.kernels.products.linear.operator import LINEAR
 from forebay.kernels.products.linear_q.operator import LINEAR_Q
-from forebay.kernels.quantization.dequantize_rows.operator import DEQUANTIZE_ROWS
-from forebay.kernels.quantization.quantize.operator import DEQUANTIZE, QUANTIZE
+from forebay.kernels.quantization.dequantize_rows.operator import DEQUANTIZE_ROWS as DEQUANTIZE_ROWS
 
-OPERATORS = (
-    LINEAR, LINEAR_Q,
-    ATTENTION, ATTENTION_Q, SPARSE_ATTENTION,
-    KV_APPEND, KV_APPEND_Q, ACTIVATION_APPEND_Q,
-    RMS_NORM, LAYER_NORM, ROTARY, QUANTIZE, DEQUANTIZE, DEQUANTIZE_ROWS, SAMPLING,
-)  # fmt: skip
-_OF_NAME = {operator.name: operator for operator in OPERATORS}
-_OF_OVERLOAD = {operator.overload: operator for operator in OPERATORS}
+OPERATORS: list[Operator] = []
+_BY_KEY: dict[object, Operator] = {}  # by the name of each, and by its overload
+
+
+def register_operator(operator: Operator) -> Operator:
+    """Add the record of an operator, which has been defined with `torch.library`; returns it.
+
+    Raises:
+        ValueError: An operator of this name has a record already.
+    """
+    if operator.name in _BY_KEY:
+        raise ValueError(f"register_operator: {operator.name} has a record already; take a name of your own")
+    OPERATORS.append(operator)
+    _BY_KEY[operator.name] = _BY_KEY[operator.overload] = operator
+    return operator
 
 
 def find(name: str) -> Operator | None:
     """The operator that a Launch names; None for torch's own."""
-    return _OF_NAME.get(name)
+    return _BY_KEY.get(name)
 
 
 def of_target(target: object) -> Operator | None:
     """The operator that a node calls; None for everything else."""
-    return _OF_OVERLOAD.get(target)  # type: ignore[call-overload]
+    return _BY_KEY.get(target) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def product_with(weight: str) -> Operator:
     """The product that reads weights of a dtype ("float32") or of a format of packed rows ("w4g64")."""
     return LINEAR if packed_format(weight) is None else LINEAR_Q
+
+
+def _of_folders() -> Iterator[Operator]:
+    """The records of all folders, each from the module that makes it."""
+    here = Path(__file__).parent
+    for path in sorted(here.glob("*/*/operator.py")):
+        module = importlib.import_module(".".join((__name__.rpartition(".")[0], *path.relative_to(here).parent.parts,
+                                                   path.stem)))
+        yield from {id(v): v for v in vars(module).values() if isinstance(v, Operator)}.values()
+
+
+for _operator in _of_folders():
+    if _operator.name not in _BY_KEY:  # modules name records of others too
+        register_operator(_operator)

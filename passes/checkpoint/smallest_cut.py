@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from forebay.kernels.operators import KV_APPEND, KV_APPEND_Q, of_target
+from forebay.kernels.operators import of_target
 from forebay.rewriter.ir.graph import META, values_of
 from forebay.rewriter.ir.products import linear_arguments
 
@@ -23,7 +23,6 @@ from forebay.rewriter.ir.products import linear_arguments
 LEAST_PRICE = 2.0**-20
 
 Price = Callable[[fx.Node], float]
-APPENDS = (KV_APPEND, KV_APPEND_Q)
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,8 @@ def smallest_cut(
     token, of which as many could be moved in the time. With `behind_products` K and V must be made again by their
     products, whatever is smaller.
     """
-    append = next((node for node in block.graph.nodes if of_target(node.target) in APPENDS), None)
+    append = next((node for node in block.graph.nodes
+                   if (operator := of_target(node.target)) is not None and operator.appends), None)
     if append is None:
         return None
     ends = [node for node in append.args[2:4] if isinstance(node, fx.Node)]

@@ -29,10 +29,11 @@ from forebay.passes.shard.take_stage import take_stage
 from forebay.rewriter.pipeline.run_passes import Pass
 
 # Every pass in the order in which they run, with its phase, what it is run on, and the reason why it stands there.
-PASSES: tuple[Pass, ...] = (
+PASSES: list[Pass] = [
     # once per kind of layer, before there is a plan: what these fold, the planner never sees
-    Pass(take_stage, "captured", "whole step", "first, where stages share the layers: what others do goes"),
-    Pass(shard, "captured", "whole step", "where ranks share a layer, before all else: it knows torch's operators"),
+    Pass(take_stage, "captured", "whole step", "first, where stages share the layers: what others do goes", asked=True),
+    Pass(shard, "captured", "whole step", asked=True,
+         why="where ranks share a layer, before all else: it knows torch's operators"),
     Pass(fuse_rms_norm, "captured", "each graph", "norms stand between all else: no pattern holds one", optional=True),
     Pass(fuse_layer_norm, "captured", "each graph", "beside the other norm: no pattern contains it", optional=True),
     Pass(fuse_rotary, "captured", "each graph", "queries and keys, before attention reads them", optional=True),
@@ -41,12 +42,14 @@ PASSES: tuple[Pass, ...] = (
     Pass(fuse_residual, "captured", "each graph", "it takes the products that the others leave", optional=True),
     Pass(shorten_lifetimes, "captured", "each graph", optional=True,
          why="after fusing: it orders what is left; queries are made after keys and values are stored"),
-    Pass(quantize_cache, "captured", "each graph", rounds=True,
+    Pass(quantize_cache, "captured", "each graph", rounds=True, asked=True,
          why="it changes operators and no order, and is fused with nothing: behind all that fuse"),
-    Pass(quantize_weights, "captured", "each graph", "the products have what they took over, and keep it"),
+    Pass(quantize_weights, "captured", "each graph", "the products have what they took over, and keep it", asked=True),
     Pass(fuse_dequantize, "captured", "each graph", "it folds what quantize_weights put there into its readers"),
-    Pass(checkpoint_kv, "captured", "whole step", "last, where a block keeps checkpoints: what it moves is final"),
-    Pass(drop_values, "captured", "each graph", "of steps that decode: it puts operators in the place of others"),
+    Pass(checkpoint_kv, "captured", "whole step", asked=True,
+         why="last, where a block keeps checkpoints: what it moves is final"),
+    Pass(drop_values, "captured", "each graph", asked=True,
+         why="of steps that decode: it puts operators in the place of others"),
     # once per step size, on graphs of fixed sizes
     Pass(specialise_blocks, "planned", "whole step",
          "first: the rest see a weight's placement, which layers of one kind need not share"),
@@ -65,9 +68,27 @@ PASSES: tuple[Pass, ...] = (
     Pass(hoist_prefetch, "lowered", "draft", "copies cross the borders of layers", optional=True),
     Pass(offload_hidden, "lowered", "draft", "the other copies stand where they stay: a turn's items are together"),
     Pass(place_copies, "lowered", "draft", "the order of copies is final: they get their streams and events"),
-)
+]
 
 
 def passes_in(name: str) -> list[Pass]:
     """The passes of a phase, in order."""
     return [each for each in PASSES if each.phase == name]
+
+
+def register_pass(each: Pass, *, after: str) -> None:
+    """Let a pass run behind the one named `after`, checked, dumped, compared and left out as the others are.
+
+    Its function is given a graph and, from the phase "planned" on, the plan; of the phase "lowered" it is given the
+    draft and the plan, and edits the draft or returns another.
+
+    Raises:
+        ValueError: Its name is taken, or no pass of its phase is named `after`.
+    """
+    names = [known.name for known in PASSES]
+    if each.name in names:
+        raise ValueError(f"register_pass: there is a pass {each.name} already")
+    if after not in names or PASSES[names.index(after)].phase != each.phase:
+        raise ValueError(f"register_pass: no pass {after!r} of phase {each.phase}; they are "
+                         f"{', '.join(known.name for known in passes_in(each.phase))}")
+    PASSES.insert(names.index(after) + 1, each)

@@ -25,7 +25,6 @@ from forebay.rewriter.planning.wishes import Activations
 from forebay.rewriter.switches import SwitchError, Switches
 
 ACTIVATIONS: tuple[Activations, ...] = ("native", "bf16", "int8")
-WHERE_ASKED = ("take_stage", "shard", "quantize_cache", "quantize_weights", "checkpoint_kv", "drop_values")
 
 
 @no_collection()
@@ -67,7 +66,7 @@ def rewrite_captured(
         given["quantize_weights"] = lambda graph: (stored[graph],)
     stage = Stage(step, switches, "captured", formats)
     for each in passes_in("captured"):
-        if each.name in given or (each.name not in WHERE_ASKED and not done):
+        if each.name in given or (not each.asked and not done):
             stage.run(each, given.get(each.name, lambda _: ()))
         else:
             stage.stop(each)

@@ -26,6 +26,7 @@ class Pass:
     Phases: "captured" graphs have symbolic sizes and know no plan; "planned" ones have fixed sizes; from "lowered" on
     the step is a list. Scope: a pass is run on the step graph alone, or on it and on each block that it calls, or on
     the draft. `optional`: without it the result is slower, not wrong. `rounds`: it changes values to those of a format.
+    `asked`: it runs where somebody asks for what it makes.
     """
 
     run: Callable[..., Any]
@@ -34,6 +35,7 @@ class Pass:
     why: str
     optional: bool = False
     rounds: bool = False
+    asked: bool = False
 
     @property
     def name(self) -> str:

@@ -116,7 +116,7 @@ def work_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> fl
     if operator is not None and operator.timed_as == "attention":
         return _attention_time_s(item, operator, times, seen)
     time_s = times.touch_s(touched_nbytes(item))
-    if operator is not None and operator.caches and operator.writes:
+    if operator is not None and operator.appends:
         values = sum(math.prod(ref.shape) for ref in _tensors(item) if ref.dtype not in ("uint8", "int64"))
         time_s = max(time_s, times.pack_s(operator.cache_format(item.args), values))
     return time_s
@@ -159,7 +159,7 @@ def touched_nbytes(item: Launch) -> int:
     if item.op in LOOKUPS:
         return 2 * writes
     operator = find(item.op)
-    if item.op in APPENDS or (operator is not None and operator.caches and operator.writes):
+    if item.op in APPENDS or (operator is not None and operator.appends):
         # new positions, as large as what it reads else
         grown = {s.buffer for s in item.writes}
         return 2 * sum(s.nbytes for s in item.reads if s.buffer not in grown)

@@ -21,7 +21,9 @@ from transformers.modeling_utils import AttentionInterface
 
 import forebay
 from forebay.api import LanguageModel
-from forebay.kernels.operators import ATTENTION, ATTENTION_Q, SPARSE_ATTENTION
+from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
+from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
+from forebay.kernels.operators import ATTENTION
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict
 from forebay.rewriter.ir.program import ATTEND, Launch
 from forebay.rewriter.planning.wishes import Wishes

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from forebay.kernels import operators
+from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
 from forebay.kernels.operator import Operator, Tensors
 from forebay.kernels.operators import OPERATORS
 
@@ -78,7 +79,7 @@ def test_cost_of_appending_is_of_the_new_positions() -> None:
         cost = operators.KV_APPEND.cost(Tensors((cache, cache, k, k, start), {}, ()))
         assert cost == (0, 2 * k.nbytes + start.nbytes, 2 * k.nbytes)
         rows = torch.empty(2, 2, length, 40, dtype=torch.uint8)
-        cost = operators.KV_APPEND_Q.cost(Tensors((rows, rows, k, k, start, 4, 32), {}, ()))
+        cost = KV_APPEND_Q.cost(Tensors((rows, rows, k, k, start, 4, 32), {}, ()))
         assert cost == (0, 2 * k.nbytes + start.nbytes, 2 * 2 * 2 * 3 * 40)
 
 

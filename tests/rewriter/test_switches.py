@@ -12,7 +12,7 @@ from tiny import chain, planned, run_program
 from forebay.rewriter.ir.plan import Budget, load_plan
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
-from forebay.rewriter.pipeline.rewrite_captured import WHERE_ASKED, rewrite_captured
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.run_passes import StoppedAfter
 from forebay.rewriter.switches import SwitchError, Switches, read_switches
 from forebay.rewriter.verify.program import ProgramError
@@ -102,7 +102,7 @@ def test_stop_after_a_pass_on_captured_graphs(tmp_path: Path, name: str) -> None
     with pytest.raises(StoppedAfter, match=name):
         rewrite_captured(captured("llama"), switches)
     fusing = FUSING[: FUSING.index(name) + 1]
-    done = [n for n in fusing if n not in WHERE_ASKED]
+    done = [each.name for each in PASSES if each.name in fusing and not each.asked]
     assert sorted(p.name for p in (tmp_path / "captured").iterdir()) == sorted(
         f"{i:02d}_{n}.{when}.py" for i, n in enumerate(done) for when in ("before", "after"))
 

@@ -11,7 +11,7 @@ from families import gpt2, llama, llama4, opt
 from selection import at_length
 from transformers import BloomConfig, Gemma3TextConfig
 
-from forebay.kernels.operators import KV_APPEND_Q
+from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
 from forebay.passes.checkpoint.checkpoint_kv import follows_positions
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import _block_nbytes, checkpoint_tokens

@@ -6,7 +6,9 @@ import pytest
 import torch
 from families import captured, rewritten
 
-from forebay.kernels.operators import ATTENTION, ATTENTION_Q, SPARSE_ATTENTION
+from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
+from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
+from forebay.kernels.operators import ATTENTION
 from forebay.passes.quantize.drop_values import drop_values
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import Block

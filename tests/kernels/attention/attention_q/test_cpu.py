@@ -7,15 +7,16 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from forebay.kernels import operators
 from forebay.kernels.attention.attention import reference as attention
 from forebay.kernels.attention.attention_q import cpu as attention_q_cpu
 from forebay.kernels.attention.attention_q import operator as attention_q_operator
 from forebay.kernels.attention.attention_q import reference as attention_q_reference
+from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.cache.kv_append_q import cpu as kv_append_q_cpu
 from forebay.kernels.cache.kv_append_q import operator as kv_append_q_operator
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q_reference
+from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
 from forebay.kernels.cpu_support import native
 from forebay.kernels.formats import packing, row_sizes
 from forebay.kernels.quantization.quantize import reference as quantize
@@ -220,11 +221,11 @@ def test_usual_groups_divide_heads_and_waste_little() -> None:
 @pytest.mark.parametrize("bits", (4, 8))
 def test_opcheck(bits: int) -> None:
     args = make([2, 5], 1, bits)
-    torch.library.opcheck(operators.KV_APPEND_Q.overload, args)
+    torch.library.opcheck(KV_APPEND_Q.overload, args)
     for cache in args[:2]:
         cache.copy_(kv_append_q_reference.pack(torch.randn(*cache.shape[:3], 20), bits, 20))
     q = torch.randn(2, 6, 1, 20)
-    torch.library.opcheck(operators.ATTENTION_Q.overload, (q, *args[:2], args[4], 0.3, 4, 2.0, bits, 20))
+    torch.library.opcheck(ATTENTION_Q.overload, (q, *args[:2], args[4], 0.3, 4, 2.0, bits, 20))
 
 
 def test_stack_of_the_native_kernel_is_what_is_stated() -> None:

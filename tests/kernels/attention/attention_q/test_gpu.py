@@ -20,6 +20,7 @@ from forebay.kernels import operators
 from forebay.kernels.attention.attention import reference as attention
 from forebay.kernels.attention.attention_q import gpu
 from forebay.kernels.attention.attention_q import reference as attention_q
+from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
 from forebay.kernels.attention.costs import gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
@@ -170,7 +171,7 @@ def test_a_range_reaches_the_kernel(bits: int) -> None:
         scores = (0.125, 0, 0.0, *((4, cache.group) if bits else ()))
         found = []
         for softmax in ((), (0.0, 0.0, 0.0), (0.0, -9.0, 11.0), (40.0, -1e4, 1e4)):
-            operator = operators.ATTENTION_Q if bits else operators.ATTENTION
+            operator = ATTENTION_Q if bits else operators.ATTENTION
             operator.bind["cuda"](Tensors((q, cache.k, cache.v, start, *scores, *softmax), {}, (out,)))()
             found.append(out.clone())
         assert torch.equal(found[0], found[1]) and relative_error(found[2], found[0]) <= 1e-3

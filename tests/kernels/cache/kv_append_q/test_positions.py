@@ -9,11 +9,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
-from forebay.kernels import operators
 from forebay.kernels.cache.kv_append_q import reference
+from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
 from forebay.kernels.formats import row_sizes
 
-OP = operators.KV_APPEND_Q.overload
+OP = KV_APPEND_Q.overload
 PLACES = torch.tensor([[5, 0, 3], [1, 6, 2]])
 
 

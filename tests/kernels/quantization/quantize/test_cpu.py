@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forebay.kernels import operators
 from forebay.kernels.build import compile
 from forebay.kernels.cpu_support import native
 from forebay.kernels.formats import packing, row_sizes
 from forebay.kernels.quantization.quantize.cpu import quantize_rows
-from forebay.kernels.quantization.quantize.operator import dequantize, quantize
+from forebay.kernels.quantization.quantize.operator import DEQUANTIZE, QUANTIZE, dequantize, quantize
 from forebay.kernels.quantization.quantize.reference import reference
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16)
@@ -298,6 +297,6 @@ def test_dequantize_refuses_by_name(argument: str, change: dict) -> None:
 @pytest.mark.parametrize("dim", (0, 1))
 def test_opcheck(dim: int) -> None:
     x = torch.randn(37, 45)
-    torch.library.opcheck(operators.QUANTIZE.overload, (x, 4, 32, dim, torch.float16))
+    torch.library.opcheck(QUANTIZE.overload, (x, 4, 32, dim, torch.float16))
     parts = quantize(x, 4, 32, dim, torch.float16)
-    torch.library.opcheck(operators.DEQUANTIZE.overload, (*parts, 4, 32, dim, x.shape[dim], torch.bfloat16))
+    torch.library.opcheck(DEQUANTIZE.overload, (*parts, 4, 32, dim, x.shape[dim], torch.bfloat16))

@@ -1,0 +1,75 @@
+"""An operator from outside the package: its definition and its record, and no other line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from extending.made_models import greedy, prompts, saved, streamed
+from families import llama
+from transformers.activations import ACT2FN
+
+from forebay.kernels import operators
+from forebay.kernels.operator import Operator, Tensors, each_once
+from forebay.kernels.operators import register_operator
+
+
+@torch.library.custom_op("extending::squared_relu", mutates_args=())
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """The square of what is positive, in one launch over x of any shape."""
+    return x.clamp_min(0).square_()
+
+
+@squared_relu.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def bind_squared_relu(use: Tensors) -> object:
+    (x,), (out,) = use.args, use.out
+    return lambda: torch.clamp_min(x, 0, out=out).square_()
+
+
+SQUARED_RELU = Operator(
+    torch.ops.extending.squared_relu.default,
+    reference=lambda x: torch.nn.functional.relu(x).square(),
+    cost=each_once,  # each operand read once, each result written once
+    bind={"cpu": bind_squared_relu},
+    overwrites=("x",),  # an element is read just before its result is written
+)
+
+
+class SquaredRelu(torch.nn.Module):
+    """The activation of a model whose code calls the operator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return squared_relu(x)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "OPERATORS", [*operators.OPERATORS])
+    monkeypatch.setattr(operators, "_BY_KEY", {**operators._BY_KEY})
+    monkeypatch.setitem(ACT2FN, "squared_relu", SquaredRelu)
+    register_operator(SQUARED_RELU)
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_operator_from_outside_runs_in_a_streamed_model(tmp_path: Path) -> None:
+    folder, model = saved(llama(hidden_act="relu2"), tmp_path / "model")  # transformers' own squared ReLU
+    ids = prompts()
+    expected = greedy(model, ids)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "squared_relu"}))
+    found, launches = streamed(folder, ids)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert SQUARED_RELU.name in launches
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_record_is_found_and_its_name_is_taken() -> None:
+    assert operators.find("extending.squared_relu") is operators.of_target(SQUARED_RELU.overload) is SQUARED_RELU
+    with pytest.raises(ValueError, match=r"extending.squared_relu has a record already"):
+        register_operator(SQUARED_RELU)
