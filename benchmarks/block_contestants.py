@@ -67,29 +67,29 @@ class Ours:
                 "planned_peak_nbytes": p.prediction.peak_nbytes["device"], "held_nbytes": anonymous_nbytes(),
                 "predicted_step_s": p.prediction.decode_time_s, "predicted_prefill_s": p.prediction.prefill_time_s}
 
-    def _planned(self, order: Order, batch: int, **wishes: Any) -> Any:
+    def _planned(self, order: Order, batch: int, **options: Any) -> Any:
         from forebay.api import LanguageModel
         from forebay.rewriter.ir.plan import Budget, Workload
         from forebay.rewriter.machine.profile import load_machine
-        from forebay.rewriter.planning.wishes import Wishes
+        from forebay.rewriter.planning.options import Options
 
         budget = Budget(UNLIMITED if order["ram"] else order["budget"], disk=order["scratch"])
         share = order.get("checkpoints")
         hybrid = {} if share is None else {"checkpoints": tuple(share), "cache_tier": "disk"}
-        forced = {"cache_format": order["cache_format"], "order": order["order"], **hybrid, **order.get("forced", {}),
-                  **wishes}
-        return LanguageModel(*self.opened, budget, Workload(batch, order["prompt"], order["new"]), Wishes(**forced),
+        forced = {"cache": order["cache_format"], "order": order["order"], **hybrid, **order.get("forced", {}),
+                  **options}
+        return LanguageModel(*self.opened, budget, Workload(batch, order["prompt"], order["new"]), Options(**forced),
                              load_machine(order["machine"]))
 
     def fits(self, order: Order) -> dict[str, Any]:
         """The largest batch within the budget with its cache on the device, and on any tier (at most `most`)."""
         from forebay.rewriter.ir.plan import PlanError
 
-        def largest(most: int, **wishes: Any) -> int:
+        def largest(most: int, **options: Any) -> int:
             low, high = 0, 1  # planned, not planned yet
             while high <= most:
                 try:
-                    self._planned(order, high, **wishes)
+                    self._planned(order, high, **options)
                 except PlanError:
                     break
                 low, high = high, 2 * high
@@ -97,7 +97,7 @@ class Ours:
             while high - low > max(1, low // 16):
                 middle = (low + high) // 2
                 try:
-                    self._planned(order, middle, **wishes)
+                    self._planned(order, middle, **options)
                     low = middle
                 except PlanError:
                     high = middle

@@ -28,7 +28,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import plan_block
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.checkpoint_share import SHARES, balanced_share
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.model_shapes import capture_config, load_config
 from forebay.rewriter.switches import Switches
 
@@ -52,9 +52,9 @@ def plans(
 
     tiers = machine.tiers
     budget = Budget(tiers["device"].capacity_nbytes, tiers["host"].capacity_nbytes)
-    return {share: plan_block(graphs_of, budget, work, Wishes(
+    return {share: plan_block(graphs_of, budget, work, Options(
         cache_tier="host", micro_batches=-(-work.batch // micro), cpu_attention=False, checkpoints=share,
-        checkpoint_format=kept, cache_format=cache), machine, Switches())[1] for share in ALL}
+        checkpoint_format=kept, cache=cache), machine, Switches())[1] for share in ALL}
 
 
 def rows(found: dict[tuple[int, int], Plan], batch: int) -> list[Row]:

@@ -19,7 +19,7 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
 
 STAGES = ("capture and fuse", "fix sizes", "plan, lower, prove")
@@ -44,7 +44,7 @@ def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, .
     pipeline = Pipeline(source, workload, Machine.default(), Switches())
     times.append(time.perf_counter())
     cache = sum(pipeline.needs.cache.values())
-    plan = pipeline.plan(Budget(end // 2 + cache + (16 << 20)), Wishes())
+    plan = pipeline.plan(Budget(end // 2 + cache + (16 << 20)), Options())
     for tokens in {1, plan.schedule.prefill_chunk}:
         pipeline.program(plan, tokens)
     times.append(time.perf_counter())

@@ -34,7 +34,7 @@ from forebay.open_model import known_machine
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 from forebay.rewriter.machine.profile import load_machine
 from forebay.rewriter.pipeline.plan_places import entering_at_once
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.run.places import Asked
 from forebay.runtime.run.sampling import Sampling
 
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Row]:
             fixed: Any = dict(places=places, prompt=longest, new_tokens=args.new, machine=machine)
             with forebay.wrap(folder, 1 << 40, **fixed) as whole:
                 nbytes = whole.captured.weight_nbytes
-                least = whole._pipeline.smallest_budget(Wishes(entering=entering_at_once(places)))
+                least = whole._pipeline.smallest_budget(Options(entering=entering_at_once(places)))
             budget = least + int(share * nbytes)
             lms = {who: forebay.wrap(folder, budget, **fixed, **OURS[who]) for who in args.contestants}
             asked = [Asked(prompts[i % len(prompts)], args.new - 8 * (i % 2)) for i in range(places + -(-places // 2))]

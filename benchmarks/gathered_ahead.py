@@ -24,7 +24,7 @@ from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLi
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.ranks import RankLine, simulate_ranks
 from forebay.rewriter.switches import Switches
 
@@ -43,7 +43,7 @@ def simulated(captured: CapturedModel, mesh: str, work: Workload, machine: Machi
     """The step over all prompts, of rank 0 beside the others."""
     files = {name: FileSlice(name, 0, spec.nbytes) for name, spec in captured.weights.items()}
     budget = Budget(int(machine.tiers["device"].capacity_nbytes), 0)
-    planners = rank_planners(captured, "", files, read_mesh(mesh), budget, Wishes(prefill_chunk=work.prompt), machine,
+    planners = rank_planners(captured, "", files, read_mesh(mesh), budget, Options(prefill_chunk=work.prompt), machine,
                              Switches())
     planned = plan_together([planner for _, planner in planners], work)
     return simulate_ranks([pipeline.program(plan, work.prompt) for pipeline, plan in planned], machine)[0]

@@ -46,7 +46,7 @@ from forebay.commands.prompts import Prompt, Request
 from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.pipeline.plan_places import plan_places
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.run.places import WorkDone
 
 AIM = 1.5  # tokens/s of `entering` over those of `static`
@@ -136,14 +136,14 @@ def measure(name: str, options: argparse.Namespace, say: Any) -> dict[str, Any]:
         opened = open_model("demo" if name == "smollm2" else tiny_model(Path(folder)), dequantize=True)
         job = Workload(count, prompts[1], answers[1], sum(prompts) // 2, sum(answers) // 2)
         began = time.monotonic()
-        with LanguageModel(*opened, parse_budget({"device": budget}), job, Wishes(cache_tier="device"),
+        with LanguageModel(*opened, parse_budget({"device": budget}), job, Options(cache_tier="device"),
                            choose=partial(plan_places, places=places)) as lm:
             plan = lm.plan
             say(f"{name}: planned in {time.monotonic() - began:.1f} s; {places} places, "
                 f"{plan.schedule.block.entering} enter at once, chunks of {plan.schedule.prefill_chunk} tokens; "
                 f"{plan.prediction.streamed_nbytes / 1e6:.1f} MB stream in each step")
-            with (LanguageModel(*opened, lm.budget, plan.workload, Wishes(), plan=plan) as other,
-                  LanguageModel(*opened, lm.budget, plan.workload, Wishes(cache_tier="device")) as padded):
+            with (LanguageModel(*opened, lm.budget, plan.workload, Options(), plan=plan) as other,
+                  LanguageModel(*opened, lm.budget, plan.workload, Options(cache_tier="device")) as padded):
                 sizes = {"entering": (lm, count), "static": (padded, places), "sorted": (other, places)}
                 found: dict[str, list[ContestantTurn]] = {label: [] for label in sizes}
                 for one, _ in sizes.values():

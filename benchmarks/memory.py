@@ -21,7 +21,7 @@ import torch
 from forebay.api import LanguageModel, open_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.report.explain import lasting, phases
 
 PATTERN = 0xA5
@@ -118,7 +118,7 @@ def compare(
     model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=captured.dtype).eval()
     found = []
     with LanguageModel(captured, checkpoint, files, Budget(16 << 30), workload,
-                       Wishes(prefill_chunk=workload.prompt), machine=machine) as lm:
+                       Options(prefill_chunk=workload.prompt), machine=machine) as lm:
         assert all(w.tier == "device" for w in lm.plan.weights)
         for tokens in (workload.prompt, 1):
             resident, planned, measured = ours(lm, tokens)

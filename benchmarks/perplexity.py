@@ -46,9 +46,9 @@ CHUNK = 64
 CHECKPOINTS: dict[str, Any] = {"checkpoints": (1, 1)}
 # the caches of Programs, by row
 PROGRAMS: dict[str, dict[str, Any]] = {
-    "native": {}, "kv8": {"cache_format": "kv8"}, "kv4": {"cache_format": "kv4"}, "checkpoints": CHECKPOINTS,
+    "native": {}, "kv8": {"cache": "kv8"}, "kv4": {"cache": "kv4"}, "checkpoints": CHECKPOINTS,
     "act8": CHECKPOINTS | {"checkpoint_format": "act8"},
-    "act8 of half + kv4": {"checkpoints": (1, 2), "checkpoint_format": "act8", "cache_format": "kv4"}}
+    "act8 of half + kv4": {"checkpoints": (1, 2), "checkpoint_format": "act8", "cache": "kv4"}}
 SPARSE = (0.2, 0.1, 0.05)  # shares of the tokens whose values are read
 
 Treat = Callable[[torch.Tensor], torch.Tensor]
@@ -193,11 +193,11 @@ def by_programs(folder: Path, ids: torch.Tensor, kept: Mapping[str, Any]) -> flo
     from forebay.api import LanguageModel, open_model
     from forebay.commands.evaluate import perplexity
     from forebay.rewriter.ir.plan import Budget, Workload
-    from forebay.rewriter.planning.wishes import Wishes
+    from forebay.rewriter.planning.options import Options
 
-    wishes = Wishes(cache_tier="disk", cache_tokens=16, prefill_chunk=CHUNK, **kept)
+    options = Options(cache_tier="disk", cache_tokens=16, prefill_chunk=CHUNK, **kept)
     opened = open_model(folder, gives="scores")
-    with LanguageModel(*opened, Budget(2 << 30), Workload(1, WINDOW, 1), wishes) as lm:
+    with LanguageModel(*opened, Budget(2 << 30), Workload(1, WINDOW, 1), options) as lm:
         return perplexity(lm, ids, WINDOW).perplexity
 
 
@@ -206,13 +206,13 @@ def by_decode_steps(folder: Path, ids: torch.Tensor, kept: float) -> float:
     that all run at once."""
     from forebay.api import LanguageModel, open_model
     from forebay.rewriter.ir.plan import Budget, Workload
-    from forebay.rewriter.planning.wishes import Wishes
+    from forebay.rewriter.planning.options import Options
 
     windows = [ids[start : start + WINDOW + 1] for start in range(0, ids.numel() - 1, WINDOW)]
     rows = torch.stack([torch.nn.functional.pad(each, (0, WINDOW + 1 - each.numel())) for each in windows])
     loss, batch = 0.0, len(windows)
-    wishes = Wishes(sparse_values=kept)
-    with LanguageModel(*open_model(folder), Budget(8 << 30), Workload(batch, 2, WINDOW), wishes) as lm:
+    options = Options(sparse_values=kept)
+    with LanguageModel(*open_model(folder), Budget(8 << 30), Workload(batch, 2, WINDOW), options) as lm:
         for at in range(WINDOW):
             logits = lm.session.step({"input_ids": rows[:, at : at + 1], "start": torch.full((batch,), at),
                                       "last": torch.zeros(batch, dtype=torch.int64)})

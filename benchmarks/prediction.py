@@ -66,9 +66,9 @@ class PredictedCell:
     prompt: int
     new: int
 
-    def wrap(self, budget: int, **wishes: Any) -> LanguageModel:
+    def wrap(self, budget: int, **options: Any) -> LanguageModel:
         return forebay.wrap(self.folder, {"device": budget}, batch=self.batch, prompt=self.prompt, new_tokens=self.new,
-                            machine=self.machine, **wishes)
+                            machine=self.machine, **options)
 
 
 class Probe:

@@ -146,7 +146,7 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[l
         fixed = dict(prompt=longest, new_tokens=args.new, machine=machine)
         with forebay.wrap(folder, 1 << 40, cache_tier="disk" if args.context else None, **fixed) as whole:
             nbytes = whole.captured.weight_nbytes
-            budget = whole._pipeline.smallest_budget(whole.wishes) + int(share * nbytes)
+            budget = whole._pipeline.smallest_budget(whole.options) + int(share * nbytes)
         lms = {who: forebay.wrap(folder, budget, **fixed, **drafts)  # type: ignore[arg-type]
                for who, drafts in OURS.items()}
         plain, checking = lms["plain"].plan, lms["lookup"].plan

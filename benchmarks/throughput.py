@@ -162,9 +162,9 @@ def measure(args: argparse.Namespace, sizes: Sizes, scratch: Path, processes: di
         note("planned; press Enter to measure")
         input()
     until = time.monotonic() + args.limit
-    for cell, wishes in planned:
-        turns += run_cell(args, sizes, cell, wishes, processes, str(models["bf16"]), until)
-        plans += [{k: v for k, v in wish.items() if k != "order_given"} for wish in wishes]
+    for cell, options in planned:
+        turns += run_cell(args, sizes, cell, options, processes, str(models["bf16"]), until)
+        plans += [{k: v for k, v in wish.items() if k != "order_given"} for wish in options]
     return {"sizes": asdict(sizes), "weights_nbytes": nbytes_of(models["bf16"]), "budget": order["budget"],
             "baselines": baselines, "fits": fits, "plans": plans, "turns": turns,
             "machine": json.loads(Path(order["machine"]).read_text())}

@@ -19,7 +19,7 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.switches import Switches
 
@@ -44,7 +44,7 @@ def main(folder: Path) -> Plan:
     pipeline = Pipeline(step_graphs(captured, files, WORKLOAD, "one graph"), WORKLOAD, Machine.default(), switches)
     torch.set_num_threads(THREADS)
     try:
-        plan = pipeline.plan(Budget(BUDGET), Wishes(SLOTS, SLOT_NBYTES, prefill_chunk=CHUNK))
+        plan = pipeline.plan(Budget(BUDGET), Options(slots=SLOTS, slot_nbytes=SLOT_NBYTES, prefill_chunk=CHUNK))
         for tokens in (1, plan.schedule.prefill_chunk):
             pipeline.program(plan, tokens)
     finally:

@@ -12,7 +12,7 @@ from forebay.kernels.attention.attention.cpu import NATIVE_NBYTES, workspace_nby
 from forebay.kernels.build.compile import compiler
 from forebay.kernels.cpu_support import native
 from forebay.rewriter.ir.plan import Budget, Workload
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 
 WITH_KERNELS = pytest.mark.skipif(
     compiler() is None, reason="the budget has room for our kernels, which need a C++ compiler")
@@ -31,7 +31,7 @@ def alone() -> bool:
     return len(os.sched_getaffinity(0)) == 1
 
 
-def operators_nbytes(opened: tuple[Any, ...], workload: Workload, wishes: Wishes | None = None, host: int = 0) -> int:
+def operators_nbytes(opened: tuple[Any, ...], workload: Workload, options: Options | None = None, host: int = 0) -> int:
     """Bytes of workspace that steps take here beyond what they take with our C++ kernels and two threads. `opened` is
     what `open_model` gave."""
     threads, ours = torch.get_num_threads(), native.load() is not None
@@ -39,7 +39,7 @@ def operators_nbytes(opened: tuple[Any, ...], workload: Workload, wishes: Wishes
         return 0
     from forebay.api import LanguageModel
 
-    with LanguageModel(*opened, Budget(1 << 30, host), workload, wishes or Wishes()) as lm:
+    with LanguageModel(*opened, Budget(1 << 30, host), workload, options or Options()) as lm:
         taken = lm._pipeline.needs.workspace(lm.plan.schedule.prefill_chunk)
     if ours:  # a step whose attention is the host's takes none
         return NATIVE_NBYTES * (threads - THREADS) if taken >= NATIVE_NBYTES * threads else 0

@@ -209,22 +209,22 @@ class Checkpointed:
         vars(made)["opened"] = open_model(self.folder)
         return made
 
-    def share(self, part: float, workload: Any = None, wishes: Any = None, host: int = 0) -> int:
+    def share(self, part: float, workload: Any = None, options: Any = None, host: int = 0) -> int:
         """Bytes of a budget: such a share of the weights, beside what operators take here (`operators_nbytes`)."""
         from budgets import operators_nbytes
 
         from forebay.rewriter.ir.plan import Workload
 
-        return int(part * self.nbytes) + operators_nbytes(self.opened, workload or Workload(3, 10, 8), wishes, host)
+        return int(part * self.nbytes) + operators_nbytes(self.opened, workload or Workload(3, 10, 8), options, host)
 
     def language_model(self, device: int | float, host: int = 0, batch: int = 3, prompt: int = 10, new_tokens: int = 8,
-                       **wishes: Any) -> Any:
+                       **options: Any) -> Any:
         """A LanguageModel on a budget of so many bytes, or such a share of the weights (`share`)."""
         from forebay.api import LanguageModel
         from forebay.rewriter.ir.plan import Budget, Workload
-        from forebay.rewriter.planning.wishes import Wishes
+        from forebay.rewriter.planning.options import Options
 
-        workload, wanted = Workload(batch, prompt, new_tokens), Wishes(**wishes)
+        workload, wanted = Workload(batch, prompt, new_tokens), Options(**options)
         nbytes = device if isinstance(device, int) else self.share(device, workload, wanted, host)
         return LanguageModel(*self.opened, Budget(nbytes, host), workload, wanted)
 

@@ -33,7 +33,7 @@ from forebay.rewriter.ir.products import product_shape
 from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Item, Program, Span
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
 from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.disk.reader import DiskReader, open_reader
@@ -203,10 +203,10 @@ def run_program(
         device.close()
 
 
-def planned(model: Tiny, budget: Budget, wishes: Wishes | None = None, **options: object) -> tuple[Plan, Program]:
+def planned(model: Tiny, budget: Budget, options: Options | None = None, **more: object) -> tuple[Plan, Program]:
     """The pipeline's plan for `budget` and its verified Program."""
-    pipeline = model.pipeline(**options)  # type: ignore[arg-type]
-    plan = pipeline.plan(budget, wishes)
+    pipeline = model.pipeline(**more)  # type: ignore[arg-type]
+    plan = pipeline.plan(budget, options)
     return plan, pipeline.program(plan, 1)
 
 

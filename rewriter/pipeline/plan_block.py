@@ -21,8 +21,8 @@ from forebay.rewriter.pipeline.plan_speculation import forced_sizes
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.checkpoint_share import balanced_share, link_binds, shares_beside
 from forebay.rewriter.planning.objective import latency_s
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan, plan_fits
-from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.switches import Switches
 
@@ -40,11 +40,11 @@ STAMPS = 512  # layers times micro-batches that are simulated where fewer may do
 BESIDE = 4  # other shares of a number of micro-batches that are simulated
 
 GraphsOf = Callable[[Workload, Block], StepGraphs]
-PlanChoice = Callable[[GraphsOf, Budget, Workload, Wishes, Machine, Switches], tuple[Pipeline, Plan]]
+PlanChoice = Callable[[GraphsOf, Budget, Workload, Options, Machine, Switches], tuple[Pipeline, Plan]]
 
 
 def plan_block(
-    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches
+    graphs_of: GraphsOf, budget: Budget, workload: Workload, options: Options, machine: Machine, switches: Switches
 ) -> tuple[Pipeline, Plan]:
     """The plan for (at least) the batch of `workload`, and the pipeline of its Programs.
 
@@ -58,7 +58,7 @@ def plan_block(
 
     Long: what fits, and what was refused and why, is one search.
     """
-    if wishes.entering and wishes.prefill_chunk == 1:
+    if options.entering and options.prefill_chunk == 1:
         raise PlanError("prefill_chunk: 1 is a step that decodes for all places; where sequences enter them, a chunk "
                         "has at least 2 tokens")
     refused: list[tuple[Pipeline, PlanError]] = []
@@ -67,36 +67,36 @@ def plan_block(
         return _pipeline_of(graphs_of, workload, machine, switches, block)
 
     sizes: tuple[int, ...] = ()
-    if isinstance(wishes.drafted_tokens, int):
-        sizes = forced_sizes(graphs_of(workload, ALONE), _whole(workload, wishes.block(workload.batch)), wishes)
-    if wishes.cache_tier in (None, "device"):
-        pipeline = pipeline_of(replace(wishes.block(workload.batch), speculative_steps=sizes))
+    if isinstance(options.prompt_lookup_num_tokens, int):
+        sizes = forced_sizes(graphs_of(workload, ALONE), _whole(workload, options.block(workload.batch)), options)
+    if options.cache_tier in (None, "device"):
+        pipeline = pipeline_of(replace(options.block(workload.batch), speculative_steps=sizes))
         try:
-            planned = pipeline, pipeline.plan(budget, wishes)
+            planned = pipeline, pipeline.plan(budget, options)
         except PlanError as error:
             refused.append((pipeline, error))
         else:
-            return planned if wishes.gather_buffers is not None else _ahead(*planned, budget, wishes, pipeline_of)
+            return planned if options.gather_buffers is not None else _ahead(*planned, budget, options, pipeline_of)
     ways: list[Way] = []
-    for block in (replace(each, speculative_steps=sizes) for each in staged_blocks(graphs_of, workload, wishes)):
+    for block in (replace(each, speculative_steps=sizes) for each in staged_blocks(graphs_of, workload, options)):
         pipeline = pipeline_of(block)
-        found = _in_shares(pipeline, block, budget, wishes)
+        found = _in_shares(pipeline, block, budget, options)
         best: dict[tuple[int, bool], Way] = {}
         for way in found:
             at = way.block.cache_host, way.block.cpu_attention
             best[at] = min(best.get(at, way), way, key=lambda way: way.time_s)
         ways += best.values()
         if not found:
-            least = pipeline.with_block(_wished_shares(pipeline, block, wishes))
+            least = pipeline.with_block(_wished_shares(pipeline, block, options))
             try:
-                least.plan(budget, wishes)
+                least.plan(budget, options)
             except PlanError as error:
                 refused.append((least, error))
     fitting: list[tuple[Pipeline, Plan]] = []
 
     def simulate(pipeline: Pipeline) -> Plan | None:
         try:  # layers that cannot share addresses take more than was known
-            fitting.append((pipeline, pipeline.plan(budget, wishes)))
+            fitting.append((pipeline, pipeline.plan(budget, options)))
         except PlanError as error:
             refused.append((pipeline, error))
             return None
@@ -107,27 +107,28 @@ def plan_block(
         some = [way for way in ways if way.block.cpu_attention == attends]
         known += _try_near(some, known, lambda way: simulate(way.pipeline.with_block(way.block)))
     if fitting:
-        if wishes.hidden_tier is None:
-            _try_hidden(*min(fitting, key=_answer_time_s), wishes, lambda block: simulate(pipeline_of(block)))
-        if wishes.checkpoints is None:
-            _try_checkpoints(min(fitting, key=_answer_time_s)[1], graphs_of, workload, wishes,
+        if options.hidden_tier is None:
+            _try_hidden(*min(fitting, key=_answer_time_s), options, lambda block: simulate(pipeline_of(block)))
+        if options.checkpoints is None:
+            _try_checkpoints(min(fitting, key=_answer_time_s)[1], graphs_of, workload, options,
                              lambda block: simulate(pipeline_of(block)))
         return min(fitting, key=_answer_time_s)
     if len(refused) == 1:
         raise refused[0][1]
-    raise min(refused, key=lambda pair: pair[0].smallest_budget(wishes))[1]
+    raise min(refused, key=lambda pair: pair[0].smallest_budget(options))[1]
 
 
 def closed_form_way(
-    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches,
+    graphs_of: GraphsOf, budget: Budget, workload: Workload, options: Options, machine: Machine, switches: Switches,
     spill_nbytes: int,
 ) -> Way | None:
     """The way with its cache off the device that the closed form finds fastest, of few shares of each, and with at most
     so many bytes of it on the disk; None where none fits. For a model too large to lower each way that may be best."""
     ways: list[Way] = []
-    for block in staged_blocks(graphs_of, workload, wishes):
+    for block in staged_blocks(graphs_of, workload, options):
         with contextlib.suppress(PlanError):
-            ways += _in_shares(_pipeline_of(graphs_of, workload, machine, switches, block), block, budget, wishes, 1, 1)
+            pipeline = _pipeline_of(graphs_of, workload, machine, switches, block)
+            ways += _in_shares(pipeline, block, budget, options, 1, 1)
     return min((way for way in ways if way.spilled_nbytes <= spill_nbytes), key=lambda way: way.time_s, default=None)
 
 
@@ -146,7 +147,7 @@ def _whole(workload: Workload, block: Block) -> Workload:
 
 
 def _ahead(
-    pipeline: Pipeline, plain: Plan, budget: Budget, wishes: Wishes, pipeline_of: Callable[[Block], Pipeline]
+    pipeline: Pipeline, plain: Plan, budget: Budget, options: Options, pipeline_of: Callable[[Block], Pipeline]
 ) -> tuple[Pipeline, Plan]:
     """The plan with memory for weights that ranks gather ahead, where there are such and prompt and answer are then
     predicted to take less time: by what gathers take from the products beside them less than their Programs say."""
@@ -154,7 +155,7 @@ def _ahead(
     if pipeline.graphs.gathers and shown > 0:
         with contextlib.suppress(PlanError):
             other = pipeline_of(replace(plain.schedule.block, gather_buffers=GATHER_BUFFERS))
-            ahead = other.plan(budget, wishes)
+            ahead = other.plan(budget, options)
             if shown * (latency_s(plain) - latency_s(ahead)) > WORTH * latency_s(plain):
                 return other, ahead
     return pipeline, plain
@@ -164,26 +165,26 @@ def _answer_time_s(pair: tuple[Pipeline, Plan]) -> float:
     return latency_s(pair[1])
 
 
-def _try_hidden(pipeline: Pipeline, plain: Plan, wishes: Wishes, simulate: Callable[[Block], Plan | None]) -> None:
+def _try_hidden(pipeline: Pipeline, plain: Plan, options: Options, simulate: Callable[[Block], Plan | None]) -> None:
     """Simulate the block of `plain` with hidden states off the device, on the fastest tier that has room, where a
     prompt comes in chunks and bringing the weights for each takes most of a prefill: for larger ones they come fewer
     times."""
     block, prompt = plain.schedule.block, plain.workload.paced(plain.schedule.block)[0]
     chunks = chunk_steps(prompt, plain.schedule.prefill_chunks)
-    if sum(chunks.values()) == 1 or wishes.prefill_chunk or block.entering or block.order == "row":
+    if sum(chunks.values()) == 1 or options.prefill_chunk or block.entering or block.order == "row":
         return
     brought_s = sum(chunks.values()) * plain.prediction.streamed_nbytes / pipeline.needs.rates.bytes_per_s
     if brought_s < BROUGHT * plain.prediction.prefill_time_s:
         return
     tiers: tuple[Literal["host", "disk"], ...] = ("host", "disk")
     for tier in tiers[0 if plain.budget.host != 0 else 1 :]:
-        away = replace(wishes, hidden_tier=tier).with_hidden(block)
+        away = replace(options, hidden_tier=tier).with_hidden(block)
         if offloaded_regions(away) and simulate(away) is not None:
             return
 
 
 def _try_checkpoints(
-    plain: Plan, graphs_of: GraphsOf, workload: Workload, wishes: Wishes, simulate: Callable[[Block], Plan | None]
+    plain: Plan, graphs_of: GraphsOf, workload: Workload, options: Options, simulate: Callable[[Block], Plan | None]
 ) -> None:
     """Simulate the block of `plain` with checkpoints, where a link binds it and they are smaller than K and V: of all
     tokens, and the shares next to the one with which computing and that link end together. What passes through host
@@ -193,7 +194,7 @@ def _try_checkpoints(
     if not (block.staged and link_binds(plain)) or block.cpu_attention or hops:
         return
     try:
-        full = _with_checkpoints(block, graphs_of, workload, (1, 1), wishes.checkpoint_format)
+        full = _with_checkpoints(block, graphs_of, workload, (1, 1), options.checkpoint_format)
     except PlanError:  # the model has no place for them
         return
     if full.checkpoint_tokens <= full.cache_tokens:
@@ -267,7 +268,7 @@ def _try_near(
 
 
 def _in_shares(
-    pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes, on_device: int = 4, on_host: int = 2
+    pipeline: Pipeline, block: Block, budget: Budget, options: Options, on_device: int = 4, on_host: int = 2
 ) -> list[Way]:
     """The block with shares of its caches on faster tiers: as wished, or from none to all that fit, in so many parts of
     each tier."""
@@ -278,7 +279,7 @@ def _in_shares(
 
     def fits(way: Block) -> bool:
         return not (way.checkpoints and way.cache_device) and plan_fits(
-            needs.staging(layers, way, workload), budget, workload, wishes)
+            needs.staging(layers, way, workload), budget, workload, options)
 
     def most(way: Callable[[int], Block]) -> int:
         """The most caches that a faster tier has room for; all of them need no slots for what comes from the disk."""
@@ -286,26 +287,26 @@ def _in_shares(
             return total
         return max(0, bisect_right(range(total), 0, key=lambda n: int(not fits(way(n)))) - 1)
 
-    if wishes.cache_tier is not None or wishes.cache_shares is not None:
-        ways = [_wished_shares(pipeline, block, wishes)]
+    if options.cache_tier is not None or options.cache_shares is not None:
+        ways = [_wished_shares(pipeline, block, options)]
     else:
         host = most(lambda n: _in_whole_layers(block, 0, n)) if block.cache == "disk" and budget.host else 0
         device = most(lambda n: _in_whole_layers(block, n, min(host, total - n)))
         ways = [_in_whole_layers(block, d, min(h, total - d))
                 for d in parts_of(device, on_device) for h in parts_of(host, on_host)]
-    if wishes.cpu_attention is None and host_attends(pipeline.machine):
+    if options.cpu_attention is None and host_attends(pipeline.machine):
         ways += [replace(way, cpu_attention=True) for way in ways if way.cache_host or way.cache == "host"]
     found = []
     for way in filter(fits, dict.fromkeys(ways)):
-        plan = make_plan(needs.staging(layers, way, workload), budget, workload, wishes, pipeline.machine.name)
+        plan = make_plan(needs.staging(layers, way, workload), budget, workload, options, pipeline.machine.name)
         found.append(Way(plan, pipeline, way))
     return found
 
 
-def _wished_shares(pipeline: Pipeline, block: Block, wishes: Wishes) -> Block:
-    """The block with the shares of its caches that `wishes` name on faster tiers, none where they name none. PlanError
+def _wished_shares(pipeline: Pipeline, block: Block, options: Options) -> Block:
+    """The block with the shares of its caches that `options` name on faster tiers, none where they name none. PlanError
     for shares that are none."""
-    device_share, host_share = wishes.cache_shares or (0.0, 0.0)
+    device_share, host_share = options.cache_shares or (0.0, 0.0)
     if min(device_share, host_share) < 0 or device_share + host_share > 1:
         raise PlanError(f"cache_shares: {device_share} on the device and {host_share} in host memory must be "
                         "shares of one whole")
@@ -343,33 +344,33 @@ def block_tokens(cache: Mapping[str, int], workload: Workload) -> int:
 
 
 def plan_batches(
-    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches
+    graphs_of: GraphsOf, budget: Budget, workload: Workload, options: Options, machine: Machine, switches: Switches
 ) -> list[Plan]:
     """Plans for the same prompts and answers, from one sequence at once to many; those that fit no budget are left out.
     """
     found = []
     for batch in BATCHES:
         with contextlib.suppress(PlanError):
-            found.append(plan_block(graphs_of, budget, replace(workload, batch=batch), wishes, machine, switches)[1])
+            found.append(plan_block(graphs_of, budget, replace(workload, batch=batch), options, machine, switches)[1])
     return found
 
 
-def staged_blocks(graphs_of: GraphsOf, workload: Workload, wishes: Wishes) -> list[Block]:
+def staged_blocks(graphs_of: GraphsOf, workload: Workload, options: Options) -> list[Block]:
     """The blocks to try for a cache off the device, on the furthest tier first: with micro-batches as wished, or of
     several sizes."""
-    if wishes.cache_tier == "device":
+    if options.cache_tier == "device":
         return []
     batch = workload.batch
-    tokens = wishes.cache_tokens or block_tokens(cache_buffers(graphs_of(workload, ALONE).step(1)), workload)
-    counts = [wishes.micro_batches] if wishes.micro_batches else [
+    tokens = options.cache_tokens or block_tokens(cache_buffers(graphs_of(workload, ALONE).step(1)), workload)
+    counts = [options.micro_batches] if options.micro_batches else [
         math.ceil(batch / size) for size in reversed(SIZES) if size == 1 or size < 2 * batch]
-    entering = min(wishes.entering or 0, batch)
-    block = Block(1, wishes.order, wishes.cache_tier or "disk", tokens, wishes.cache_slots, entering=entering,
-                  cpu_attention=bool(wishes.cpu_attention), sparse_values=wishes.sparse_values)
-    share = wishes.checkpoints or (0, 1)
+    entering = min(options.entering or 0, batch)
+    block = Block(1, options.order, options.cache_tier or "disk", tokens, options.cache_slots, entering=entering,
+                  cpu_attention=bool(options.cpu_attention), sparse_values=options.sparse_values)
+    share = options.checkpoints or (0, 1)
     if share[0]:
-        block = _with_checkpoints(block, graphs_of, workload, share, wishes.checkpoint_format)
-    return [wishes.with_hidden(replace(block, micro_batches=count))
+        block = _with_checkpoints(block, graphs_of, workload, share, options.checkpoint_format)
+    return [options.with_hidden(replace(block, micro_batches=count))
             for count in dict.fromkeys(min(count, batch) for count in counts)]
 
 

@@ -11,7 +11,7 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError
 from forebay.rewriter.pipeline.plan_shared_draft import PackedCopy, SharedPlan, plan_shared_draft
 from forebay.rewriter.pipeline.plan_speculation import plan_speculation, smallest_checking
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 
 DRAFTED = 15  # tokens that a step checks at most, unless a wish says how many: steps over 16, 8, 4 and 2 are planned
 PAYS = 1.05  # times as fast as without a draft: what is predicted to gain less is left
@@ -39,16 +39,16 @@ class DraftedPlan:
 
 
 def plan_draft(
-    model: tuple[Pipeline, Plan, Wishes], draft: tuple[Pipeline, Wishes], budget: Budget, chance: float
+    model: tuple[Pipeline, Plan, Options], draft: tuple[Pipeline, Options], budget: Budget, chance: float
 ) -> DraftedPlan:
     """Split `budget` between `model`, with its plan without a draft, and the model of `draft`, where an answer is
     predicted to take less time so; a drafted token is taken to stand with `chance` where all before it do. As texts
     differ, and what the draft has of the budget slows every step, it must pay with the square of that chance too. With
-    a number of drafted tokens in the model's wishes a split is taken whatever it costs; PlanError where there is none.
+    a number of drafted tokens in the model's options a split is taken whatever it costs; PlanError where there is none.
     """
-    (pipeline, plain, wishes), (drafter, asked) = model, draft
-    forced, plain_token_s = isinstance(wishes.drafted_tokens, int), plain.prediction.decode_time_s
-    checked, part = replace(wishes, drafted_tokens=_tokens(wishes)), Budget(0)
+    (pipeline, plain, options), (drafter, asked) = model, draft
+    forced, plain_token_s = isinstance(options.prompt_lookup_num_tokens, int), plain.prediction.decode_time_s
+    checked, part = replace(options, prompt_lookup_num_tokens=_tokens(options)), Budget(0)
     plain_s = _answer_s(plain, plain_token_s)
     try:
         part = _size_of_draft(drafter, budget, asked)
@@ -72,15 +72,15 @@ def plan_draft(
 
 
 def plan_own_draft(
-    model: tuple[Pipeline, Plan, Wishes], copy: PackedCopy, budget: Budget, chance_of: Callable[[float], float]
+    model: tuple[Pipeline, Plan, Options], copy: PackedCopy, budget: Budget, chance_of: Callable[[float], float]
 ) -> DraftedPlan:
     """As `plan_draft`, with steps of the model itself that draft in its own memory by weights of `copy`; `chance_of`
     gives the chance of their tokens by the share of weights that are packed."""
-    pipeline, plain, wishes = model
-    forced, plain_token_s = isinstance(wishes.drafted_tokens, int), plain.prediction.decode_time_s
+    pipeline, plain, options = model
+    forced, plain_token_s = isinstance(options.prompt_lookup_num_tokens, int), plain.prediction.decode_time_s
     plain_s = _answer_s(plain, plain_token_s)
     try:
-        found = plan_shared_draft(pipeline, plain, wishes, copy, budget, _tokens(wishes))
+        found = plan_shared_draft(pipeline, plain, options, copy, budget, _tokens(options))
     except PlanError as error:
         if forced:
             raise PlanError(f"draft: {error}") from error
@@ -95,9 +95,9 @@ def plan_own_draft(
     return DraftedPlan(found.pipeline, found.plan, None, told, plain_token_s, _answer_s(found.plan, token_s), found)
 
 
-def _tokens(wishes: Wishes) -> int:
+def _tokens(options: Options) -> int:
     """Drafted tokens that a step checks at most."""
-    return wishes.drafted_tokens if isinstance(wishes.drafted_tokens, int) else DRAFTED
+    return options.prompt_lookup_num_tokens if isinstance(options.prompt_lookup_num_tokens, int) else DRAFTED
 
 
 def drafted_time_s(plan: Plan, draft: Plan, chance: float) -> float:
@@ -133,14 +133,14 @@ def _answer_s(plan: Plan, token_s: float) -> float:
     return plan.prediction.prefill_time_s + max(0, plan.workload.paced(plan.schedule.block)[1] - 1) * token_s
 
 
-def _size_of_draft(draft: Pipeline, budget: Budget, wishes: Wishes) -> Budget:
+def _size_of_draft(draft: Pipeline, budget: Budget, options: Options) -> Budget:
     """The part of the budget with which all of the draft's weights are resident. With half of them SmolLM2 at 15 % of
     its bytes lost 22 % to plain steps on plain text where a gain was predicted: both models' reads share the disk."""
-    whole = draft.plan(Budget(1 << 50, budget.host, budget.disk), wishes).prediction.peak_nbytes
+    whole = draft.plan(Budget(1 << 50, budget.host, budget.disk), options).prediction.peak_nbytes
     return Budget(whole["device"], None if budget.host is None else whole.get("host", 0), budget.disk)
 
 
-def _lacking(part: Budget, model: tuple[Pipeline, Wishes], budget: Budget) -> str:
+def _lacking(part: Budget, model: tuple[Pipeline, Options], budget: Budget) -> str:
     """What a device budget is short of beside the `part` of a draft; "" where it is not that."""
     try:
         least = smallest_checking(*model)

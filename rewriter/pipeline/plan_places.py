@@ -10,7 +10,7 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import GraphsOf, plan_block
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes, require_sizes
+from forebay.rewriter.planning.options import Options, require_sizes
 from forebay.rewriter.switches import Switches
 
 CacheTier = Literal["device", "host", "disk"] | None
@@ -20,17 +20,17 @@ ENTERING = 8  # a prefill step computes one in so many places: idle ones, which 
 
 
 def plan_answers(
-    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches
+    graphs_of: GraphsOf, budget: Budget, workload: Workload, options: Options, machine: Machine, switches: Switches
 ) -> tuple[Pipeline, Plan]:
     """The plan for sequences that need not all be computed at once. They are where their cache fits the device; else it
     is as `plan_places` finds, unless a wish says how many are."""
     try:
-        tier = wishes.cache_tier if wishes.entering else wishes.cache_tier or "device"
-        return plan_block(graphs_of, budget, workload, replace(wishes, cache_tier=tier), machine, switches)
+        tier = options.cache_tier if options.entering else options.cache_tier or "device"
+        return plan_block(graphs_of, budget, workload, replace(options, cache_tier=tier), machine, switches)
     except PlanError:
-        if wishes.entering or wishes.cache_tier in ("host", "disk") or wishes.micro_batches:
+        if options.entering or options.cache_tier in ("host", "disk") or options.micro_batches:
             raise
-    return plan_places(graphs_of, budget, workload, wishes, machine, switches)
+    return plan_places(graphs_of, budget, workload, options, machine, switches)
 
 
 def entering_at_once(places: int | None) -> int | None:
@@ -40,7 +40,7 @@ def entering_at_once(places: int | None) -> int | None:
 
 
 def plan_places(
-    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches,
+    graphs_of: GraphsOf, budget: Budget, workload: Workload, options: Options, machine: Machine, switches: Switches,
     places: int | None = None,
 ) -> tuple[Pipeline, Plan]:
     """The plan for a job of as many sequences as the batch of `workload`, and the pipeline of its Programs.
@@ -55,9 +55,9 @@ def plan_places(
     count = workload.batch
     sizes = [min(places, count)] if places else _halvings(count)
 
-    def planned(size: int, tier: CacheTier, rounds: bool = wishes.rounds) -> tuple[Pipeline, Plan]:
-        wished = replace(wishes, cache_tier=tier, rounds=rounds)
-        together = wishes.entering or entering_at_once(size)
+    def planned(size: int, tier: CacheTier, rounds: bool = options.rounds) -> tuple[Pipeline, Plan]:
+        wished = replace(options, cache_tier=tier, rounds=rounds)
+        together = options.entering or entering_at_once(size)
         enters = wished if size == count or rounds else replace(wished, entering=together)
         return plan_block(graphs_of, budget, replace(workload, batch=size), enters, machine, switches)
 
@@ -65,12 +65,12 @@ def plan_places(
     larger, refused = [], None
     for size in sizes:
         try:
-            found.append(planned(size, wishes.cache_tier or "device"))
+            found.append(planned(size, options.cache_tier or "device"))
         except PlanError as error:
             refused = error
             larger.append(size)
     least = min((sequence_time_s(plan) for _, plan in found), default=math.inf)
-    staging = wishes.cache_tier is None and least * count > WORTH_S
+    staging = options.cache_tier is None and least * count > WORTH_S
     for size in reversed(larger) if staging else ():
         try:
             found.append(planned(size, None))
@@ -82,9 +82,9 @@ def plan_places(
         least = time_s
     if not found:
         assert refused is not None
-        if sizes[-1] == count or wishes.rounds or wishes.entering:
+        if sizes[-1] == count or options.rounds or options.entering:
             raise refused
-        found.append(planned(sizes[-1], wishes.cache_tier, rounds=True))
+        found.append(planned(sizes[-1], options.cache_tier, rounds=True))
     return min(found, key=lambda way: sequence_time_s(way[1]))
 
 

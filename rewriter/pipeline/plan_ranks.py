@@ -19,7 +19,7 @@ from forebay.rewriter.pipeline.plan_speculation import plan_speculation
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.shard_captured import rank_files, shard_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.ranks import beside_readers
 from forebay.rewriter.switches import Switches
 
@@ -53,9 +53,9 @@ class Steps:
         """What takes less memory comes first."""
         return self.workload.batch // self.micro_batches, self.prefill_chunk, self.workload.batch
 
-    def wished(self, wishes: Wishes) -> Wishes:
+    def wished(self, options: Options) -> Options:
         """What is wished, with these steps."""
-        return replace(wishes, micro_batches=self.micro_batches, order=self.order, entering=self.entering or None,
+        return replace(options, micro_batches=self.micro_batches, order=self.order, entering=self.entering or None,
                        prefill_chunk=self.prefill_chunk, gather_buffers=self.gather_buffers)
 
 
@@ -66,16 +66,16 @@ class RankPlanner:
     share: RankShare
     graphs_of: GraphsOf
     budget: Budget
-    wishes: Wishes
+    options: Options
     machine: Machine
     switches: Switches
 
     def planned(self, workload: Workload, choose: PlanChoice) -> Planned:
-        return choose(self.graphs_of, self.budget, workload, self.wishes, self.machine, self.switches)
+        return choose(self.graphs_of, self.budget, workload, self.options, self.machine, self.switches)
 
     def follow(self, asked: Steps) -> Planned:
         """A plan with these steps; PlanError where there is none."""
-        found = plan_block(self.graphs_of, self.budget, asked.workload, asked.wished(self.wishes), self.machine,
+        found = plan_block(self.graphs_of, self.budget, asked.workload, asked.wished(self.options), self.machine,
                            self.switches)
         if Steps.of(found[1]) != asked:
             raise PlanError(f"{self.share.name} has no steps of {asked.workload.batch} sequences in "
@@ -89,7 +89,7 @@ def plan_together(
     """The plans of some ranks; what they say of them `gather` brings together with what all others say. All take the
     steps of one of the plans: of those that all can follow within their budgets the first, least memory last.
     PlanError, the same on all ranks, names one that cannot."""
-    together = ranks[0].share.sharers * (ranks[0].wishes.micro_batches or 1)  # sequences, as many of each rank
+    together = ranks[0].share.sharers * (ranks[0].options.micro_batches or 1)  # sequences, as many of each rank
     workload = replace(workload, batch=-(-workload.batch // together) * together)
     own = [_tried(partial(rank.planned, workload, choose)) for rank in ranks]
     proposals = gather([found if isinstance(found, str) else Steps.of(found[1]) for found in own])
@@ -111,28 +111,28 @@ def _checking_drafts(
 ) -> Sequence[Planned]:
     """The plans, or such with the steps that check drafts which every rank would take for itself. PlanError, the same
     on all ranks, where a number of drafted tokens is wished and one has no room."""
-    wished = [asked.wished(rank.wishes) for rank in ranks]
-    if wished[0].drafted_tokens is None:
+    wished = [asked.wished(rank.options) for rank in ranks]
+    if wished[0].prompt_lookup_num_tokens is None:
         return planned
-    forced = wished[0].drafted_tokens != "auto"
-    own = [_tried(partial(plan_speculation, *mine, rank.budget, wishes))
-           for mine, rank, wishes in zip(planned, ranks, wished, strict=True)]
+    forced = wished[0].prompt_lookup_num_tokens != "auto"
+    own = [_tried(partial(plan_speculation, *mine, rank.budget, options))
+           for mine, rank, options in zip(planned, ranks, wished, strict=True)]
     said = gather([each if isinstance(each, str) else each[1].schedule.speculative_steps for each in own])
     if forced:
         require_all(said)
     sizes = tuple(size for size in said[0] if all(size in steps for steps in said))
     found = [mine if isinstance(mine, str) or mine[1].schedule.speculative_steps == sizes else _tried(
-        partial(_with_sizes, before[0], sizes, rank.budget, wishes))
-        for mine, before, rank, wishes in zip(own, planned, ranks, wished, strict=True)] if sizes else planned
+        partial(_with_sizes, before[0], sizes, rank.budget, options))
+        for mine, before, rank, options in zip(own, planned, ranks, wished, strict=True)] if sizes else planned
     refused = gather([each if isinstance(each, str) else "" for each in found])
     if forced:
         require_all([text or None for text in refused])
     return planned if any(refused) else [each for each in found if not isinstance(each, str)]
 
 
-def _with_sizes(pipeline: Pipeline, sizes: tuple[int, ...], budget: Budget, wishes: Wishes) -> Planned:
+def _with_sizes(pipeline: Pipeline, sizes: tuple[int, ...], budget: Budget, options: Options) -> Planned:
     checking = pipeline.with_speculative(sizes)
-    return checking, checking.plan(budget, wishes)
+    return checking, checking.plan(budget, options)
 
 
 def require_all(said: Sequence[Any]) -> None:
@@ -176,44 +176,44 @@ def _with_chunks(pipeline: Pipeline, plan: Plan, chunks: tuple[int, ...]) -> Pla
     return pipeline, pipeline.complete(bare)
 
 
-def rank_wishes(share: RankShare, wishes: Wishes) -> Wishes:
+def rank_options(share: RankShare, options: Options) -> Options:
     """What is wished of a rank. PlanError for what ranks cannot do: hidden states of a stage that leave the device,
     which the next stage may still read; where each attends for sequences of its own, what moves these or their caches.
     """
     if share.gather_buffers is not None:
-        wishes = replace(wishes, gather_buffers=share.gather_buffers)
+        options = replace(options, gather_buffers=share.gather_buffers)
     if share.stages > 1:
-        if wishes.hidden_tier not in (None, "device"):
-            raise PlanError(f"hidden_tier {wishes.hidden_tier}: the next stage may still read them; leave stages out")
-        if wishes.score_ranges:
+        if options.hidden_tier not in (None, "device"):
+            raise PlanError(f"hidden_tier {options.hidden_tier}: the next stage may still read them; leave stages out")
+        if options.score_ranges:
             raise PlanError("calibration: it numbers the layers of one device; leave stages out")
-        wishes = replace(wishes, hidden_tier="device")
+        options = replace(options, hidden_tier="device")
     if share.sharers > 1:
-        if wishes.cache_tier not in (None, "device"):
-            raise PlanError(f"cache_tier {wishes.cache_tier}: with attention=batch each rank keeps the caches of its "
+        if options.cache_tier not in (None, "device"):
+            raise PlanError(f"cache_tier {options.cache_tier}: with attention=batch each rank keeps the caches of its "
                             "own sequences on the device; leave cache_tier out, or take attention=heads")
-        if wishes.entering:
+        if options.entering:
             raise PlanError("places: with attention=batch each rank has sequences of its own, which begin together; "
                             "leave places out, or take attention=heads")
-        wishes = replace(wishes, cache_tier="device", rounds=True)
-    return wishes
+        options = replace(options, cache_tier="device", rounds=True)
+    return options
 
 
 def rank_planners(
     captured: CapturedModel, fingerprint: str, files: Mapping[str, FileSlice], mesh: RankShare, budget: Budget,
-    wishes: Wishes, machine: Machine, switches: Switches
+    options: Options, machine: Machine, switches: Switches
 ) -> list[tuple[CapturedModel, RankPlanner]]:
     """Every rank's part of a model and its planner, in one process, of which none exchanges anything; all ranks are to
     run on this machine."""
     found = []
-    wishes, own = rank_wishes(mesh, wishes), beside_readers(machine, mesh.ranks)
+    options, own = rank_options(mesh, options), beside_readers(machine, mesh.ranks)
     for rank in range(mesh.ranks):
         share = replace(mesh, rank=rank)
         sharded, parts = shard_captured(captured, share, switches)
-        fused = rewrite_captured(sharded, switches, wishes.cache_format, wishes.activations)
+        fused = rewrite_captured(sharded, switches, options.cache, options.activations)
         graphs_of = partial(_graphs, fused, rank_files(captured, parts, files), f"{fingerprint} {share.name}",
                             machine.kind.host_hop)
-        found.append((sharded, RankPlanner(share, graphs_of, budget, wishes, own, switches)))
+        found.append((sharded, RankPlanner(share, graphs_of, budget, options, own, switches)))
     return found
 
 

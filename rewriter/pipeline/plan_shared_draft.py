@@ -13,8 +13,8 @@ from forebay.rewriter.ir.program import DEVICE, Program
 from forebay.rewriter.pipeline.lay_beside import apart, check_beside, laid_beside
 from forebay.rewriter.pipeline.plan_speculation import plan_speculation
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import host_rows_nbytes
-from forebay.rewriter.planning.wishes import Wishes
 
 LOG = logging.getLogger("forebay")
 TRIES = 8  # plans of the model, each with more room beside it than the one before
@@ -45,7 +45,7 @@ class SharedPlan:
 
 
 def plan_shared_draft(
-    pipeline: Pipeline, plain: Plan, wishes: Wishes, copy: PackedCopy, budget: Budget, tokens: int
+    pipeline: Pipeline, plain: Plan, options: Options, copy: PackedCopy, budget: Budget, tokens: int
 ) -> SharedPlan:
     """Plan steps of the model that check `tokens` drafted tokens within `budget`, and beside them the step that drafts:
     what streams there is resident here, packed. The more room that takes, the more streams, so parts are tried until
@@ -54,7 +54,7 @@ def plan_shared_draft(
     if pipeline.graphs.speculate is None:
         raise PlanError("no step checks drafts in models whose rotary follows the length of the call")
     plan, checking, part = plain, pipeline, 0
-    checked = replace(wishes, drafted_tokens=tokens)
+    checked = replace(options, prompt_lookup_num_tokens=tokens)
     for _ in range(TRIES):
         _refuse_scattered(plan)
         own = _own(plan, pipeline)
@@ -107,8 +107,8 @@ def _share(own: Collection[str], pipeline: Pipeline, copy: PackedCopy) -> float:
 
 def _beside(pipeline: Pipeline, plan: Plan, budget: Budget) -> tuple[Plan, Program]:
     """The draft's step in the memory of `plan`, and its Program, proved by itself and beside the model's plan."""
-    alone = pipeline.plan(Budget(WHOLE.device, budget.host), Wishes(
-        cache_format=plan.cache_format, cache_tier="device", prefill_chunk=1))
+    alone = pipeline.plan(Budget(WHOLE.device, budget.host), Options(
+        cache=plan.cache_format, cache_tier="device", prefill_chunk=1))
     looked_up = {use.name for use in pipeline.needs.uses if use.lookup and not use.product}
     limits = Budget(WHOLE.device, budget.host).limits
     draft = pipeline.replay(laid_beside(alone, plan, looked_up, host_rows_nbytes(pipeline.needs, 1), limits))

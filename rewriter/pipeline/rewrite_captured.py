@@ -21,7 +21,7 @@ from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
 from forebay.rewriter.pipeline.run_passes import Stage, check_switches
 from forebay.rewriter.planning.best_product import rounding_names
-from forebay.rewriter.planning.wishes import Activations
+from forebay.rewriter.planning.options import Activations
 from forebay.rewriter.switches import SwitchError, Switches
 
 ACTIVATIONS: tuple[Activations, ...] = ("native", "bf16", "int8")

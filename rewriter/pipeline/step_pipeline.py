@@ -43,10 +43,10 @@ from forebay.rewriter.planning.graph_needs import (
 )
 from forebay.rewriter.planning.launch_memory import phase_workspace, product_launch, unplaced
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
 from forebay.rewriter.planning.product_shapes import ProductUse, planned_shapes, product_uses, weights_of_layers
 from forebay.rewriter.planning.staged_cache import staged_places
-from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.of_programs import predict, usually_seen
@@ -104,11 +104,11 @@ class Pipeline:
         return other
 
     @no_collection()
-    def plan(self, budget: Budget, wishes: Wishes | None = None) -> Plan:
+    def plan(self, budget: Budget, options: Options | None = None) -> Plan:
         """The complete plan for `budget`."""
-        plan = self._choose(budget, wishes or Wishes())
+        plan = self._choose(budget, options or Options())
         if not self._layers_repeat(plan):
-            plan = self._choose(budget, wishes or Wishes())
+            plan = self._choose(budget, options or Options())
         return self.complete(plan)
 
     @no_collection()
@@ -133,9 +133,9 @@ class Pipeline:
         plan = self._filled(replace(plan, schedule=replace(s, prefill_chunks=chunks)))
         return self._keep(replace(plan, prediction=self._predicted(plan)))
 
-    def smallest_budget(self, wishes: Wishes | None = None) -> int:
+    def smallest_budget(self, options: Options | None = None) -> int:
         """The least device budget in bytes that a plan exists for."""
-        return smallest_budget(self.needs, self.workload, wishes or Wishes())[0]
+        return smallest_budget(self.needs, self.workload, options or Options())[0]
 
     @no_collection()
     def program(self, plan: Plan, tokens: int) -> Program:
@@ -169,8 +169,8 @@ class Pipeline:
 
     # -- what plans are made from
 
-    def _choose(self, budget: Budget, wishes: Wishes) -> Plan:
-        return make_plan(self.needs, budget, self.workload, wishes, self._record)
+    def _choose(self, budget: Budget, options: Options) -> Plan:
+        return make_plan(self.needs, budget, self.workload, options, self._record)
 
     def _filled(self, plan: Plan) -> Plan:
         """`plan` with activations placed and implementations chosen, if it has none."""

@@ -16,9 +16,9 @@ from forebay.rewriter.ir.prefill_chunks import SHORTEST_CHUNK, chunk_sizes, chun
 from forebay.rewriter.ir.program import DISK, UPLOAD
 from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.spread_resident import halving_order, spread_resident
 from forebay.rewriter.planning.tiles import most_tiles, room_beside_slots, tile_rows_of
-from forebay.rewriter.planning.wishes import Wishes
 
 SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
 # What may be chosen. None of it depends on the budget, so that whatever works with less works with more.
@@ -28,7 +28,7 @@ HUGE_TILES = 16  # of weights over 256 MiB, whose tiles of 8 MiB would be tens o
 GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself moves in 1000 copies, by a token in 7000
 
 
-def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan:
+def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Options, machine: str) -> Plan:
     """The plan that is predicted to take prompt and answer the least time; PlanError names the smallest budget that
     works.
 
@@ -40,11 +40,11 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wis
     if budget.host is not None and held > budget.host:
         raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the {format_nbytes(held)} ({held} "
                         "bytes) of cache that are to lie in host memory (plan.schedule.block.cache_host); give more")
-    best = _cheapest(needs, kinds, budget, workload, _candidates(needs, kinds, budget, workload, wishes))
+    best = _cheapest(needs, kinds, budget, workload, _candidates(needs, kinds, budget, workload, options))
     if best is None:
-        refuse_wishes(needs, budget, workload, wishes)
-        smallest, parts = smallest_budget(needs, workload, wishes)
-        hidden = needs.hidden_host_nbytes(wishes.prefill_chunk or _shortest(needs, workload.prompt))
+        refuse_forced(needs, budget, workload, options)
+        smallest, parts = smallest_budget(needs, workload, options)
+        hidden = needs.hidden_host_nbytes(options.prefill_chunk or _shortest(needs, workload.prompt))
         if budget.device >= smallest and (budget.host or hidden):
             what = "hidden states that wait there" if hidden else (
                 "slots that copies from disk pass through on their way to the device")
@@ -55,20 +55,20 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wis
             f"{workload.prompt}, {workload.new_tokens} new tokens; the smallest that can is {format_nbytes(smallest)} "
             f"({smallest} bytes: {', '.join(f'{k} {format_nbytes(v)}' for k, v in parts.items())}). "
             f"A smaller batch, shorter prompts or fewer new tokens need less")
-    return _planned(needs, kinds, budget, workload, wishes, machine, best)
+    return _planned(needs, kinds, budget, workload, options, machine, best)
 
 
-def plan_fits(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wishes) -> bool:
+def plan_fits(needs: ModelNeeds, budget: Budget, workload: Workload, options: Options) -> bool:
     """Whether there is a plan for `budget`."""
     held = needs.host_nbytes
     return (budget.host is None or held <= budget.host) and bool(
-        _candidates(needs, _kinds(needs), budget, workload, wishes))
+        _candidates(needs, _kinds(needs), budget, workload, options))
 
 
-def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tuple[int, dict[str, int]]:
+def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> tuple[int, dict[str, int]]:
     """The least device budget in bytes that a plan exists for, and what takes it; by bisection."""
     kinds = _kinds(needs)
-    least = replace(wishes, prefill_chunk=wishes.prefill_chunk or _shortest(needs, workload.prompt))
+    least = replace(options, prefill_chunk=options.prefill_chunk or _shortest(needs, workload.prompt))
 
     def fits(nbytes: int) -> list[_ChunkRoom]:
         return _candidates(needs, kinds, Budget(nbytes, None), workload, least)
@@ -83,7 +83,7 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tu
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     best = _cheapest(needs, kinds, Budget(high), workload, fits(high))
-    plan = _planned(needs, kinds, Budget(high), workload, wishes, "", best or fits(high)[0])
+    plan = _planned(needs, kinds, Budget(high), workload, options, "", best or fits(high)[0])
     parts: dict[str, int] = {}
     for b in plan.buffers_of("decode"):
         if b.arena == "device":
@@ -96,11 +96,11 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tu
     return high, parts
 
 
-def refuse_wishes(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wishes) -> None:
+def refuse_forced(needs: ModelNeeds, budget: Budget, workload: Workload, options: Options) -> None:
     """Raise PlanError, naming what is forced, for a budget that would be enough without it."""
-    free, _ = smallest_budget(needs, workload, replace(wishes, slots=None, slot_nbytes=None, prefill_chunk=None))
-    needed, _ = smallest_budget(needs, workload, wishes)
-    forced = ", ".join(f"{n}={v}" for n in ("slots", "slot_nbytes", "prefill_chunk") if (v := getattr(wishes, n)))
+    free, _ = smallest_budget(needs, workload, replace(options, slots=None, slot_nbytes=None, prefill_chunk=None))
+    needed, _ = smallest_budget(needs, workload, options)
+    forced = ", ".join(f"{n}={v}" for n in ("slots", "slot_nbytes", "prefill_chunk") if (v := getattr(options, n)))
     if free <= budget.device < needed:
         raise PlanError(f"{forced} cannot work within a device budget of {format_nbytes(budget.device)} "
                         f"({budget.device} bytes): it needs {format_nbytes(needed)} ({needed} bytes); left to the "
@@ -146,23 +146,23 @@ class _ChunkRoom:
     slot_nbytes: int
 
 
-def _chunks(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> list[int]:
+def _chunks(needs: ModelNeeds, workload: Workload, options: Options) -> list[int]:
     """The tokens per sequence that a chunk of the prompt may have, the largest first."""
     shortest = _shortest(needs, workload.prompt)
-    chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else [
+    chunks = [min(options.prefill_chunk, workload.prompt)] if options.prefill_chunk else [
         *(chunk for chunk in halvings(workload.prompt) if chunk > shortest), shortest]
     return [chunk for chunk in chunks if chunk not in needs.speculative]
 
 
 def _candidates(
-    needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes
+    needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, options: Options
 ) -> list[_ChunkRoom]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
-    choices = _slot_choices(kinds, wishes, needs.block)
+    choices = _slot_choices(kinds, options, needs.block)
     cached = needs.host_nbytes
     hops = budget.host and needs.weight_tier == "disk" and needs.host_hop
     found = []
-    for chunk in _chunks(needs, workload, wishes):
+    for chunk in _chunks(needs, workload, options):
         upper, _ = _upper(needs, chunk)
         fixed = upper + needs.workspace(chunk) + _aligned(needs.constants)
         fixed += needs.staged.device_nbytes if needs.staged is not None else 0
@@ -174,7 +174,7 @@ def _candidates(
             left = room - slots * slot_stride(slot)
             if left < 0 or (hops and held + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
                 continue
-            if slots and wishes.slots and needs.block.takes_turns:
+            if slots and options.slots and needs.block.takes_turns:
                 left = room_beside_slots(halving_order(kinds.products), left, slots, slot)
             if left >= 0:
                 found.append(_ChunkRoom(chunk, left, slots, slot))
@@ -267,7 +267,8 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: _ChunkRoom) -> int:
 
 
 def _planned(
-    needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes, machine: str, fit: _ChunkRoom
+    needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, options: Options, machine: str,
+    fit: _ChunkRoom,
 ) -> Plan:
     """The plan that spends the budget as `fit` says."""
     resident = _resident(kinds, fit)
@@ -277,9 +278,10 @@ def _planned(
     piece = max((w.nbytes // rows[w.name] * (w.tile_rows or rows[w.name])
                  for w in weights if w.tier != "device" and w.name in rows), default=0)
     chunks = chunk_sizes(fit.chunk, needs.speculative)
-    schedule = Schedule(fit.slots, piece, min(wishes.lead or fit.slots, fit.slots), chunks, needs.host_hop, needs.block)
+    lead = min(options.lead or fit.slots, fit.slots)
+    schedule = Schedule(fit.slots, piece, lead, chunks, needs.host_hop, needs.block)
     plan = Plan(needs.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
-                cache_format=needs.cache_format, score_ranges=wishes.score_ranges)
+                cache_format=needs.cache_format, score_ranges=options.score_ranges)
     upper, lends = _upper(needs, fit.chunk)
     caches = {"prefill": needs.cache_prompt, "decode": needs.cache} if lends else {"all": needs.cache}
     plan = lay_out(plan, needs.constants, caches, upper, host_rows_nbytes(needs, fit.chunk),
@@ -337,28 +339,28 @@ def _smallest_tile(u: WeightUse) -> int:
     return max(row, min(u.nbytes, PAGE_NBYTES)) if u.tileable else u.nbytes
 
 
-def _slot_choices(kinds: _Kinds, wishes: Wishes, block: Block) -> list[tuple[int, int]]:
+def _slot_choices(kinds: _Kinds, options: Options, block: Block) -> list[tuple[int, int]]:
     """List the (count, bytes) of staging slots to compare.
 
     Counts are at least `kinds.least_slots`; a wish of fewer has none. Where micro-batches take turns layer by layer,
     slots hold a layer's weights until the last of them has run through it.
 
     Raises:
-        PlanError: `wishes` name a size that some piece does not fit.
+        PlanError: `options` name a size that some piece does not fit.
     """
     products, least_slots = kinds.products, kinds.least_slots
     if not products:
         return []
     low = max(max(_smallest_tile(u) for u in products), max((u.nbytes for u in products if not u.tileable), default=0))
-    if wishes.slot_nbytes is not None and wishes.slot_nbytes < low:
-        raise PlanError(f"slot_nbytes: {wishes.slot_nbytes} is below {low}, the largest piece that must stream whole")
+    if options.slot_nbytes is not None and options.slot_nbytes < low:
+        raise PlanError(f"slot_nbytes: {options.slot_nbytes} is below {low}, the largest piece that must stream whole")
     largest = max(u.nbytes for u in products)
     huge = [largest // HUGE_TILES] if largest // HUGE_TILES > SLOT_NBYTES[1] * 2 else []
     small = [low << i for i in range(8) if low << i < SLOT_NBYTES[-1]]
-    sizes = [wishes.slot_nbytes] if wishes.slot_nbytes else list(dict.fromkeys(
+    sizes = [options.slot_nbytes] if options.slot_nbytes else list(dict.fromkeys(
         [*(max(low, min(largest, n)) for n in SLOT_NBYTES), *huge, *small, low]))
-    if not block.takes_turns or wishes.slots:
-        counts = [wishes.slots] if wishes.slots else sorted({least_slots, *SLOTS})
+    if not block.takes_turns or options.slots:
+        counts = [options.slots] if options.slots else sorted({least_slots, *SLOTS})
         return [(slots, slot) for slots in counts if slots >= least_slots for slot in sizes]
     least = {slot: max(least_slots, most_tiles(products, slot)) for slot in sizes}
     return [(least[slot] + ahead, slot) for slot in sizes

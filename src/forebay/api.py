@@ -44,7 +44,7 @@ from forebay.rewriter.pipeline.plan_speculation import plan_speculation
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.check_plan import require_within
-from forebay.rewriter.planning.wishes import Activations, Wishes, check_choices, usual_lengths
+from forebay.rewriter.planning.options import Activations, Options, check_choices, usual_lengths
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
@@ -104,12 +104,16 @@ def wrap(
     `calibration` layers share a softmax maximum on a GPU.
 
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
+    Long: most of it is the options, one by one.
     """
     refuse_options(others)
     require_spill_folder((sizes := parse_budget(budget)).disk)
-    wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache, micro_batches, order, cache_tier, cache_shares,
-                    cpu_attention, checkpoints=checkpoints, checkpoint_format=checkpoint_format,
-                    entering=entering_at_once(places), drafted_tokens=prompt_lookup_num_tokens, activations=activations)
+    options = Options(
+        slots=slots, slot_nbytes=slot_nbytes, lead=lead, prefill_chunk=prefill_chunk, cache=cache, order=order,
+        micro_batches=micro_batches, cache_tier=cache_tier, cache_shares=cache_shares, cpu_attention=cpu_attention,
+        checkpoints=checkpoints, checkpoint_format=checkpoint_format, entering=entering_at_once(places),
+        prompt_lookup_num_tokens=prompt_lookup_num_tokens, activations=activations, sparse_values=sparse_values,
+        hidden_tier=hidden_tier, hidden_shares=hidden_shares)
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
@@ -117,10 +121,10 @@ def wrap(
     else:
         captured, checkpoint, files = open_model(model, dequantize=dequantize)
     prompt = prompt if prompt is not None else min(128, max(1, (captured.max_positions or 256) // 2))
-    wishes = replace(wishes, sparse_values=sparse_values, hidden_tier=hidden_tier, hidden_shares=hidden_shares,
+    options = replace(options, sparse_values=sparse_values, hidden_tier=hidden_tier, hidden_shares=hidden_shares,
                      score_ranges=ranges_for(calibration, checkpoint.fingerprint, captured.dtype))
     workload = Workload(places or batch, prompt, new_tokens, *usual_lengths(usual))
-    lm = made(draft, mesh, captured, checkpoint, files, sizes, workload, wishes, machine, plan)
+    lm = made(draft, mesh, captured, checkpoint, files, sizes, workload, options, machine, plan)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         empty_module(model)
         given: Any = model
@@ -138,7 +142,7 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, ModuleHabits):
 
     def __init__(
         self, captured: CapturedModel, checkpoint: Checkpoint, files: dict[str, FileSlice], budget: Budget,
-        workload: Workload, wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
+        workload: Workload, options: Options, machine: Machine | None = None, plan: Plan | None = None,
         choose: PlanChoice = plan_block,
     ) -> None:
         # Where one is let go unclosed, what is due is looked for then, not while the next one is made.
@@ -154,32 +158,32 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, ModuleHabits):
         self._variants: dict[tuple[Gives, bool], LanguageModel] = {}  # the same model with steps of other kinds
         self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
         self._capture: Callable[..., CapturedModel] = partial(capture_folder, checkpoint.folder)
-        check_choices(workload, wishes, plan)
+        check_choices(workload, options, plan)
         if plan is not None:
             require_within(plan, budget)
-        self.wishes = wishes if plan is None else wishes.as_planned(plan)
-        self._prepare(plan.workload if plan else workload, wishes, choose, plan)
+        self.options = options if plan is None else options.as_planned(plan)
+        self._prepare(plan.workload if plan else workload, options, choose, plan)
 
-    def _prepare(self, workload: Workload, wishes: Wishes, choose: PlanChoice, plan: Plan | None = None) -> None:
+    def _prepare(self, workload: Workload, options: Options, choose: PlanChoice, plan: Plan | None = None) -> None:
         limit = self.captured.max_positions
         if limit and workload.context > limit:
             if workload.prompt + 1 > limit:
                 raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
             workload = workload.of(workload.batch, workload.prompt, limit - workload.prompt)
-        self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format,
-                                                      self.wishes.activations)
+        self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.options.cache,
+                                                      self.options.activations)
         if plan is None:
             asked = with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at)
             workload = workload.of(workload.batch, *asked)
-            pipeline, plan = self._plan_anew(workload, wishes, choose)
+            pipeline, plan = self._plan_anew(workload, options, choose)
         else:
             pipeline = Pipeline(self._graphs(workload, plan.schedule.block), workload, self.machine, self.switches)
             plan = pipeline.replay(plan)
         self._adopt(pipeline, plan)
 
-    def _plan_anew(self, workload: Workload, wishes: Wishes, choose: PlanChoice) -> tuple[Pipeline, Plan]:
-        pipeline, plan = choose(self._graphs, self.budget, workload, wishes, self.machine, self.switches)
-        return plan_speculation(pipeline, plan, self.budget, wishes)
+    def _plan_anew(self, workload: Workload, options: Options, choose: PlanChoice) -> tuple[Pipeline, Plan]:
+        pipeline, plan = choose(self._graphs, self.budget, workload, options, self.machine, self.switches)
+        return plan_speculation(pipeline, plan, self.budget, options)
 
     def _adopt(self, pipeline: Pipeline, plan: Plan) -> None:
         if "plan" in vars(self):  # only now: where there is no plan, the one before still serves
@@ -248,7 +252,7 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, ModuleHabits):
         with self._turns.lock:
             if kind not in self._variants:
                 other = LanguageModel(self._capture(gives=gives, embeds=embeds), self.checkpoint, self.files,
-                                      self.budget, self.plan.workload, self.wishes.of_any_steps(), self.machine)
+                                      self.budget, self.plan.workload, self.options.output_agnostic(), self.machine)
                 other._turns, other._capture, other._origin = self._turns, self._capture, weakref.ref(self)
                 other.config, other.generation_config = self.config, self.generation_config
                 self._variants[kind] = other
@@ -324,16 +328,16 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, ModuleHabits):
         if not (held and prompt <= have.prompt and prompt + new_tokens <= have.context):
             LOG.info("planning anew for %d of %d + %d tokens; the plan was for %d of %d + %d", batch, prompt,
                      new_tokens, have.batch, have.prompt, have.new_tokens)
-            batch = have.batch if in_places and self.wishes.entering else max(1, batch)
-            wishes = self.wishes if in_places else replace(self.wishes, entering=None)
+            batch = have.batch if in_places and self.options.entering else max(1, batch)
+            options = self.options if in_places else replace(self.options, entering=None)
             work, choose = have.of(batch, prompt, new_tokens), plan_answers if in_places else plan_block
             try:
-                self._prepare(work, wishes, choose)
+                self._prepare(work, options, choose)
             except PlanError as error:
-                if not isinstance(wishes.drafted_tokens, int):
+                if not isinstance(options.prompt_lookup_num_tokens, int):
                     raise
                 LOG.info("no step checks drafts of this call: %s", error)
-                self._prepare(work, replace(wishes, drafted_tokens=None), choose)
+                self._prepare(work, replace(options, prompt_lookup_num_tokens=None), choose)
 
     def generate(
         self,

@@ -32,7 +32,7 @@ from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 
 from forebay.compiled.left_to_python import watch
-from forebay.compiled.options import Options, parse_options
+from forebay.compiled.options import CompileOptions, parse_options
 from forebay.compiled.parameter_store import StoreMap, bring_back, map_of, move_out
 from forebay.compiled.report import is_offloaded, note_reason, offload_report
 from forebay.compiled.step_memory import Memory, Prepared
@@ -53,8 +53,8 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.run_passes import StoppedAfter
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.planner import make_plan, refuse_wishes, smallest_budget
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
+from forebay.rewriter.planning.planner import make_plan, refuse_forced, smallest_budget
 from forebay.rewriter.switches import SwitchError, read_switches
 from forebay.rewriter.verify.bisect import PassChangedResult
 from forebay.rewriter.verify.graph import GraphError
@@ -130,7 +130,7 @@ def _memory_of(options: object) -> Memory:
 class OffloadedGraph:
     """One graph of torch.compile, called with its parameters and inputs."""
 
-    def __init__(self, gm: fx.GraphModule, weights: Mapping[int, str], options: Options, memory: Memory) -> None:
+    def __init__(self, gm: fx.GraphModule, weights: Mapping[int, str], options: CompileOptions, memory: Memory) -> None:
         self.gm, self.weights, self.options, self.memory = gm, weights, options, memory
         self.switches = read_switches()
         self.machine = options.machine or Machine.default()
@@ -227,15 +227,15 @@ class OffloadedGraph:
         source = StepGraphs(_fingerprint(captured), lambda _: captured.flat(), files, captured.constants,
                         self.machine.kind.host_hop)
         pipeline = Pipeline(source, ONCE, self.machine, self.switches)
-        budget, wishes = self.options.budget, self.options.wishes
+        budget, options = self.options.budget, self.options.planned
         try:
-            make_plan(pipeline.needs, budget, ONCE, wishes, self.machine.name)
+            make_plan(pipeline.needs, budget, ONCE, options, self.machine.name)
         except PlanError as error:
             inputs = [arg for i, arg in enumerate(args) if i not in self.weights]
-            raise _explained(error, pipeline, budget, wishes, inputs) from None
+            raise _explained(error, pipeline, budget, options, inputs) from None
         move = move_out([args[i] for i in self.weights], budget.disk or tempfile.gettempdir())
         files.update(zip(self.weights.values(), move.files(), strict=True))
-        plan = pipeline.plan(budget, wishes)
+        plan = pipeline.plan(budget, options)
         program = pipeline.program(plan, 1)
         move.commit()
         self._watch(move.maps())
@@ -340,11 +340,11 @@ def _fingerprint(captured: ModuleGraph) -> str:
 
 
 def _explained(
-    error: PlanError, pipeline: Pipeline, budget: Budget, wishes: Wishes, inputs: Sequence[Any]
+    error: PlanError, pipeline: Pipeline, budget: Budget, options: Options, inputs: Sequence[Any]
 ) -> PlanError:
     """The planner's refusal in terms of this call."""
-    refuse_wishes(pipeline.needs, budget, ONCE, wishes)
-    smallest, parts = smallest_budget(pipeline.needs, ONCE, wishes)
+    refuse_forced(pipeline.needs, budget, ONCE, options)
+    smallest, parts = smallest_budget(pipeline.needs, ONCE, options)
     if smallest <= budget.device:
         return error
     shapes = ", ".join(str(list(x.shape)) for x in inputs if isinstance(x, torch.Tensor))

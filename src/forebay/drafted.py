@@ -23,7 +23,7 @@ from forebay.rewriter.pipeline.plan_shared_draft import PackedCopy
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.check_plan import require_within
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.report.explain_shared import explain_shared
 from forebay.runtime.run.session import Session, resident_copies
 
@@ -39,7 +39,7 @@ class DraftedModel(LanguageModel):
 
     def __init__(
         self, draft: str | os.PathLike[str], captured: Any, checkpoint: Any, files: Any, budget: Budget,
-        workload: Workload, wishes: Wishes, machine: Any = None, plan: Plan | None = None,
+        workload: Workload, options: Options, machine: Any = None, plan: Plan | None = None,
         choose: PlanChoice = plan_block,
     ) -> None:
         if plan is not None:
@@ -56,10 +56,10 @@ class DraftedModel(LanguageModel):
         self.split: DraftedPlan | None = None
         self._copied = draft_format(draft) is not None
         whole = replace(budget, device=NO_LIMIT)  # until its part is known; no memory is taken before
-        self._helper = LanguageModel(*opened, whole, Workload(1, 1, 1), _draft_wishes(wishes), machine)
+        self._helper = LanguageModel(*opened, whole, Workload(1, 1, 1), _draft_options(options), machine)
         self._seen = DraftsSeen(checkpoint.fingerprint, opened[1].fingerprint, _assumed(draft))
         self._helper.drafts_seen = self._seen
-        super().__init__(captured, checkpoint, files, budget, workload, wishes, machine, choose=choose)
+        super().__init__(captured, checkpoint, files, budget, workload, options, machine, choose=choose)
 
     @property
     def helper(self) -> LanguageModel | None:  # type: ignore[override]
@@ -98,12 +98,12 @@ class DraftedModel(LanguageModel):
         is predicted to do better, plan without it."""
         split = self.split
         if split is not None and split.drafting is not None and self.seen.known >= KNOWN and not (
-                isinstance(self.wishes.drafted_tokens, int)):
+                isinstance(self.options.prompt_lookup_num_tokens, int)):
             with_s = token_time_s(split.plan, split.drafting, self.chance, split.shared is None)
             if with_s > split.plain_time_s > 0 and self.chance < self._expected - FEWER:
                 LOG.info("of drafted tokens %.0f %% stood, which is too few: planning without a draft",
                          100 * self.chance)
-                self._prepare(self.plan.workload, self.wishes, plan_block)
+                self._prepare(self.plan.workload, self.options, plan_block)
         super()._reserve(batch, prompt, new_tokens, in_places)
 
     def explain(self) -> str:
@@ -114,14 +114,14 @@ class DraftedModel(LanguageModel):
             draft = [explain_shared(shared.draft, self.plan)]
         return "\n\n".join([super().explain(), f"draft       {self.split.told}; {self.seen}", *draft])
 
-    def _plan_anew(self, workload: Workload, wishes: Wishes, choose: PlanChoice) -> tuple[Pipeline, Plan]:
-        pipeline, plain = self._plan_alone(workload, wishes, choose)
-        helper, asked = self._helper, _draft_wishes(wishes, plain.schedule.block.entering)
+    def _plan_anew(self, workload: Workload, options: Options, choose: PlanChoice) -> tuple[Pipeline, Plan]:
+        pipeline, plain = self._plan_alone(workload, options, choose)
+        helper, asked = self._helper, _draft_options(options, plain.schedule.block.entering)
         limit = helper.captured.max_positions or NO_LIMIT
         prompt = min(plain.workload.prompt + 1, limit - 1)  # the answer's first token is known when drafts begin
         work = plain.workload.of(plain.workload.batch, prompt, min(plain.workload.new_tokens, limit - prompt))
         draft = Pipeline(helper._graphs(work, asked.block(work.batch)), work, self.machine, self.switches)
-        found = self._best((pipeline, plain, wishes), (draft, asked))
+        found = self._best((pipeline, plain, options), (draft, asked))
         self.split = found
         self._expected = self.chance
         if found.shared is not None:
@@ -133,22 +133,22 @@ class DraftedModel(LanguageModel):
             helper.budget = replace(self.budget, device=part.device, host=part.host)
         return found.pipeline, found.plan
 
-    def _plan_alone(self, workload: Workload, wishes: Wishes, choose: PlanChoice) -> tuple[Pipeline, Plan]:
+    def _plan_alone(self, workload: Workload, options: Options, choose: PlanChoice) -> tuple[Pipeline, Plan]:
         """The model's plan as if nothing drafted. Where drafts are forced and the budget is too small for that already,
         it is as if there were no budget: what both need is then named, not what one needs."""
         try:
-            return super()._plan_anew(workload, wishes, choose)
+            return super()._plan_anew(workload, options, choose)
         except PlanError:
-            if not isinstance(wishes.drafted_tokens, int):
+            if not isinstance(options.prompt_lookup_num_tokens, int):
                 raise
         given = self.budget
         self.budget = replace(given, device=NO_LIMIT)
         try:
-            return super()._plan_anew(workload, wishes, choose)
+            return super()._plan_anew(workload, options, choose)
         finally:
             self.budget = given
 
-    def _best(self, model: tuple[Pipeline, Plan, Wishes], draft: tuple[Pipeline, Wishes]) -> DraftedPlan:
+    def _best(self, model: tuple[Pipeline, Plan, Options], draft: tuple[Pipeline, Options]) -> DraftedPlan:
         """By a copy of the model, in memory of its own or in the model's, whichever is predicted to answer sooner; any
         other draft has its own. PlanError where drafts are forced and there is room for neither."""
         found, refused = [], []
@@ -164,10 +164,10 @@ class DraftedModel(LanguageModel):
             best = replace(best, told=BOTH.join(split.told for split in found))
         return best
 
-    def _apart(self, model: tuple[Pipeline, Plan, Wishes], draft: tuple[Pipeline, Wishes]) -> DraftedPlan:
+    def _apart(self, model: tuple[Pipeline, Plan, Options], draft: tuple[Pipeline, Options]) -> DraftedPlan:
         return plan_draft(model, draft, self.budget, self._seen.chance)
 
-    def _beside(self, model: tuple[Pipeline, Plan, Wishes], draft: tuple[Pipeline, Wishes]) -> DraftedPlan:
+    def _beside(self, model: tuple[Pipeline, Plan, Options], draft: tuple[Pipeline, Options]) -> DraftedPlan:
         return plan_own_draft(model, self._copy(model[1]), self.budget, lambda packed: self._seen_with(packed).chance)
 
     def _seen_with(self, packed: float) -> DraftsSeen:
@@ -233,7 +233,7 @@ def _assumed(draft: str | os.PathLike[str]) -> float:
     return ASSUMED if format is None else COPY_STANDS[format.bits]
 
 
-def _draft_wishes(wishes: Wishes, entering: int = 0) -> Wishes:
+def _draft_options(options: Options, entering: int = 0) -> Options:
     """Its cache stays on the device, for what comes from elsewhere would come for each drafted token; sequences enter
     its places as they do the model's, so many at once."""
-    return Wishes(cache_format=wishes.cache_format, cache_tier="device", entering=entering or None)
+    return Options(cache=options.cache, cache_tier="device", entering=entering or None)

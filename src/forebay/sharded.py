@@ -24,13 +24,13 @@ from forebay.rewriter.pipeline.plan_ranks import (
     RankPlanner,
     Steps,
     plan_together,
-    rank_wishes,
+    rank_options,
     require_alike,
     require_all,
 )
 from forebay.rewriter.pipeline.shard_captured import rank_files, shard_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.ranks import beside_readers
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.comm.launched import ranks_here
@@ -49,12 +49,12 @@ class ShardedModel(LanguageModel):
 
     def __init__(
         self, share: RankShare, captured: CapturedModel, checkpoint: Any, files: Any, budget: Any,
-        workload: Workload, wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
+        workload: Workload, options: Options, machine: Machine | None = None, plan: Plan | None = None,
         choose: PlanChoice = plan_block,
     ) -> None:
         rank, ranks = join_ranks(HOST.name if machine is None else machine.device_kind)
-        alike = (share.mesh, checkpoint.fingerprint, wishes.cache_format, wishes.activations, wishes.drafted_tokens,
-                 plan is None)
+        alike = (share.mesh, checkpoint.fingerprint, options.cache, options.activations,
+                 options.prompt_lookup_num_tokens, plan is None)
         if len(set(from_all(alike))) > 1:
             raise PlanError("mesh: ranks were given different models, meshes or formats, or some a plan and others "
                             "none; give all the same")
@@ -62,7 +62,7 @@ class ShardedModel(LanguageModel):
         if self.share.ranks != ranks:
             raise PlanError(f"mesh: {share.mesh} has {self.share.ranks} ranks, and {ranks} processes "
                             f"run; start as many with torchrun --nproc-per-node={self.share.ranks}")
-        wishes = rank_wishes(share, wishes)
+        options = rank_options(share, options)
         refused = None
         try:
             sharded, parts = shard_captured(captured, self.share, read_switches())
@@ -71,7 +71,7 @@ class ShardedModel(LanguageModel):
             refused = str(error)
         require_all(from_all(refused))
         machine = beside_readers(machine or known_machine(checkpoint.folder), ranks_here(ranks))
-        super().__init__(sharded, checkpoint, own, budget, workload, wishes, machine, plan, choose)
+        super().__init__(sharded, checkpoint, own, budget, workload, options, machine, plan, choose)
 
     def _graphs(self, workload: Workload, block: Block) -> StepGraphs:
         """Graphs of this part of the model, which no other part's plan suits."""
@@ -88,8 +88,8 @@ class ShardedModel(LanguageModel):
 
     # -- plans that go together
 
-    def _plan_anew(self, workload: Workload, wishes: Wishes, choose: PlanChoice) -> tuple[Pipeline, Plan]:
-        planner = RankPlanner(self.share, self._graphs, self.budget, wishes, self.machine, self.switches)
+    def _plan_anew(self, workload: Workload, options: Options, choose: PlanChoice) -> tuple[Pipeline, Plan]:
+        planner = RankPlanner(self.share, self._graphs, self.budget, options, self.machine, self.switches)
         try:
             return plan_together([planner], workload, choose, lambda said: from_all(said[0]))[0]
         except PlanError:
@@ -98,14 +98,14 @@ class ShardedModel(LanguageModel):
             tell_others(error)
             raise
 
-    def _prepare(self, workload: Workload, wishes: Wishes, choose: PlanChoice, plan: Plan | None = None) -> None:
+    def _prepare(self, workload: Workload, options: Options, choose: PlanChoice, plan: Plan | None = None) -> None:
         """As for one device; plans that are replayed must be those of ranks that were planned together."""
         if plan is None:
-            super()._prepare(workload, wishes, choose)
+            super()._prepare(workload, options, choose)
             return
         said: Any = Steps.of(plan), plan.schedule.prefill_chunks
         try:
-            super()._prepare(workload, wishes, choose, plan)
+            super()._prepare(workload, options, choose, plan)
         except PlanError as error:
             said = str(error)
         except BaseException as error:

@@ -18,7 +18,7 @@ from forebay.api import LanguageModel
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 
 CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=997), "opt": opt, "gpt2": gpt2,
            "gemma2": gemma2}
@@ -54,25 +54,25 @@ class Case:
                                                 pad_token_id=0, eos_token_id=None)
         self.nbytes = sum(p.numel() * 4 for p in self.model.parameters())
 
-    def language_model(self, device: int | float, machine: Machine | None = None, **wishes: Any) -> LanguageModel:
+    def language_model(self, device: int | float, machine: Machine | None = None, **options: Any) -> LanguageModel:
         """On so many bytes, or on such a share of the model's beside what operators take here, and, where caches lie in
         host memory or a GPU's copies pass through it, `HOST_NBYTES` of that, or an eighth of a large model's."""
-        hosted = "host" in (wishes.get("cache_tier"), wishes.get("hidden_tier")) or (
-            {"cache_shares", "hidden_shares"} & {*wishes}) or machine
+        hosted = "host" in (options.get("cache_tier"), options.get("hidden_tier")) or (
+            {"cache_shares", "hidden_shares"} & {*options}) or machine
         host = max(HOST_NBYTES, self.nbytes // 8) if hosted else 0
         workload = Workload(COUNT, self.prompt, self.new)
-        wanted = Wishes(**{"cache_tier": "device"} | wishes)
+        wanted = Options(**{"cache_tier": "device"} | options)
         nbytes = device if isinstance(device, int) else int(device * self.nbytes) + (
             0 if machine else operators_nbytes(self.opened, workload, wanted, host))
         return LanguageModel(*self.opened, Budget(nbytes, host), workload, wanted, machine)
 
-    def tight(self, **wishes: Any) -> LanguageModel:
+    def tight(self, **options: Any) -> LanguageModel:
         """On a budget hardly larger than the smallest."""
         with pytest.raises(PlanError) as refused:
-            self.language_model(self.nbytes // 10, **wishes)
+            self.language_model(self.nbytes // 10, **options)
         found = re.search(r"the smallest that can is .*?\((\d+) bytes", str(refused.value))
         assert found
-        return self.language_model(int(1.03 * int(found[1])), **wishes)
+        return self.language_model(int(1.03 * int(found[1])), **options)
 
     def answer(self, lm: LanguageModel, **options: Any) -> torch.Tensor:
         return lm.generate(self.ids, attention_mask=self.mask, max_new_tokens=self.new, pad_token_id=0,

@@ -21,7 +21,7 @@ from forebay.kernels.products.linear_q.cpu import implementations
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import PlanError, load_plan
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
-from forebay.rewriter.planning.wishes import activations_of, told_activations
+from forebay.rewriter.planning.options import activations_of, told_activations
 from forebay.rewriter.switches import Switches
 
 pytestmark = [pytest.mark.usefixtures("private_cache"),

@@ -26,7 +26,7 @@ from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict, validate
 from forebay.rewriter.ir.program import ATTEND, LOAD, Copy, FileSlice, Launch
 from forebay.rewriter.planning.objective import latency_s
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.rows import SequenceRows
 
@@ -185,10 +185,10 @@ def test_what_the_host_attends_with_is_counted_there(cases: Callable[[str], Case
         assert program.workspace_nbytes("host") == there > 0 and program.workspace_nbytes() == here
         assert plan.prediction.peak_nbytes["host"] == plan.arenas["host"] + there
         assert elsewhere._pipeline.program(elsewhere.plan, 1).workspace_nbytes() == max(here, there)
-    least, wishes = plan.prediction.peak_nbytes["host"], Wishes(micro_batches=3, **ATTENDED)  # type: ignore[arg-type]
+    least, options = plan.prediction.peak_nbytes["host"], Options(micro_batches=3, **ATTENDED)  # type: ignore[arg-type]
     for host, fits in ((least, True), (least - 1, False)):
         try:
-            LanguageModel(*case.opened, Budget(3 * case.nbytes, host), Workload(COUNT, PROMPT, NEW), wishes)
+            LanguageModel(*case.opened, Budget(3 * case.nbytes, host), Workload(COUNT, PROMPT, NEW), options)
         except PlanError as error:
             assert not fits and "budget.host" in str(error)
         else:
@@ -199,26 +199,26 @@ def test_host_memory_that_cannot_hold_its_share_is_named(cases: Callable[[str], 
     case = cases("llama")
     with pytest.raises(PlanError, match=r"budget.host: 1000 B cannot hold the .*of cache that are to lie in host"):
         LanguageModel(*case.opened, Budget(3 * case.nbytes, 1000), Workload(COUNT, PROMPT, NEW),
-                      Wishes(cache_tier="host", micro_batches=2))
+                      Options(cache_tier="host", micro_batches=2))
     with pytest.raises(PlanError, match=r"cache_shares: 0.7 on the device and 0.4 in host memory"):
         case.language_model(3.0, micro_batches=2, **DISK, cache_shares=(0.7, 0.4))
     with case.language_model(3.0, micro_batches=2, **SHARED) as lm:
         plan = lm.plan
     edited = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, cache_host=99)))
     with pytest.raises(PlanError, match=r"cache_host: 100 cannot lie on faster tiers; 3 layers of 2"):
-        LanguageModel(*case.opened, Budget(edited.budget.device, HOST_NBYTES), edited.workload, Wishes(), plan=edited)
+        LanguageModel(*case.opened, Budget(edited.budget.device, HOST_NBYTES), edited.workload, Options(), plan=edited)
 
 
 @pytest.mark.parametrize("cache", [at_length("kv8"), "kv4"])
 def test_packed_rows_move_as_they_are(cases: Callable[[str], Case], cache: str) -> None:
     case = cases("llama")
-    with case.language_model(3.0, cache_format=cache, prefill_chunk=6) as lm:
+    with case.language_model(3.0, cache=cache, prefill_chunk=6) as lm:
         expected = case.answer(lm)
-    with case.language_model(3.0, cache_format=cache, micro_batches=2, cache_tier="disk", cache_tokens=64,
+    with case.language_model(3.0, cache=cache, micro_batches=2, cache_tier="disk", cache_tokens=64,
                              prefill_chunk=6) as lm:
         assert torch.equal(case.answer(lm), expected)
         file = sum(b.nbytes for b in lm.plan.buffers if b.arena == "cache")
-    with case.language_model(3.0, cache_format=cache, micro_batches=2, cache_tier="host", cache_tokens=64,
+    with case.language_model(3.0, cache=cache, micro_batches=2, cache_tier="host", cache_tokens=64,
                              prefill_chunk=6, cpu_attention=True) as lm:
         assert torch.equal(case.answer(lm), expected)
     with case.language_model(3.0, micro_batches=2, cache_tier="disk", cache_tokens=64) as lm:
@@ -273,15 +273,15 @@ def test_more_sequences_than_the_device_could_cache(cases: Callable[[str], Case]
         expected = case.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
                                        pad_token_id=0, eos_token_id=None)
     workload = Workload(count, length, new)
-    with LanguageModel(*case.opened, Budget(1 << 30), workload, Wishes()) as lm:
+    with LanguageModel(*case.opened, Budget(1 << 30), workload, Options()) as lm:
         whole = sum(b.nbytes for b in lm.plan.buffers_of("decode") if b.kind == "cache")
-    budget = Budget(int(0.75 * whole) + operators_nbytes(case.opened, workload, Wishes(prefill_chunk=1)))
+    budget = Budget(int(0.75 * whole) + operators_nbytes(case.opened, workload, Options(prefill_chunk=1)))
     with pytest.raises(PlanError, match="cannot work for batch 24"):
-        LanguageModel(*case.opened, budget, workload, Wishes(cache_tier="device"))
-    with LanguageModel(*case.opened, budget, workload, Wishes()) as lm:
+        LanguageModel(*case.opened, budget, workload, Options(cache_tier="device"))
+    with LanguageModel(*case.opened, budget, workload, Options()) as lm:
         block = lm.plan.schedule.block
         assert block.cache == "disk" and block.micro_batches > 1
-        others = [Wishes(cache_tier="disk", micro_batches=count) for count in (2, 6, 24)]
+        others = [Options(cache_tier="disk", micro_batches=count) for count in (2, 6, 24)]
         for other in others:  # none of those that work is predicted to be faster
             try:
                 with LanguageModel(*case.opened, budget, workload, other) as forced:
@@ -316,10 +316,10 @@ def test_an_edited_staging_is_obeyed_or_refused(cases: Callable[[str], Case], ch
     edited = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, **change)))
     with pytest.raises(PlanError, match=message):
         again = plan_from_dict(json.loads(edited.to_json()))
-        LanguageModel(*case.opened, Budget(again.budget.device), again.workload, Wishes(), plan=again)
+        LanguageModel(*case.opened, Budget(again.budget.device), again.workload, Options(), plan=again)
     fewer = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, cache_slots=2)),
                     buffers=tuple(b for b in plan.buffers if b.name != "cache2"), prediction=Prediction())
-    with LanguageModel(*case.opened, Budget(fewer.budget.device), fewer.workload, Wishes(), plan=fewer) as lm:
+    with LanguageModel(*case.opened, Budget(fewer.budget.device), fewer.workload, Options(), plan=fewer) as lm:
         used = {i.dst.buffer.partition(":")[0] for i in lm._pipeline.program(lm.plan, 1).step
                 if isinstance(i, Copy) and i.stream == LOAD}
         assert used == {"cache0", "cache1"}
@@ -332,14 +332,14 @@ def test_a_saved_block_runs_again_and_an_edited_one_is_obeyed(cases: Callable[[s
         plan = lm.plan
         plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
-    with LanguageModel(*case.opened, Budget(plan.budget.device), plan.workload, Wishes(), plan=plan) as lm:
+    with LanguageModel(*case.opened, Budget(plan.budget.device), plan.workload, Options(), plan=plan) as lm:
         assert lm.plan.schedule.block == plan.schedule.block
         case.check(lm)
         fetches = sum(isinstance(i, Copy) and isinstance(i.src, FileSlice) for i in lm._pipeline.program(plan, 1).step)
     kept = tuple(b for b in plan.buffers if b.phase == "all" or b.kind == "cache")
     row = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, order="row")), buffers=kept,
                   prediction=Prediction())  # what another order makes other is left out, and planned
-    with LanguageModel(*case.opened, Budget(row.budget.device), row.workload, Wishes(), plan=row) as lm:
+    with LanguageModel(*case.opened, Budget(row.budget.device), row.workload, Options(), plan=row) as lm:
         program = lm._pipeline.program(lm.plan, 1)
         again = sum(isinstance(i, Copy) and isinstance(i.src, FileSlice) for i in program.step)
     assert again > 3 * fetches
@@ -357,11 +357,11 @@ def test_shares_that_no_budget_of_the_device_holds_are_refused_with_what_they_ne
     cases: Callable[[str], Case]
 ) -> None:
     """Also where the same block without shares would fit."""
-    wishes = SHARED | {"cache_shares": (1.0, 0.0)}
+    options = SHARED | {"cache_shares": (1.0, 0.0)}
     with cases("llama").language_model(0.9, micro_batches=2, **DISK):
         pass
     with pytest.raises(PlanError, match=r"cannot work for batch 6.*the smallest that can is") as refused:
-        cases("llama").language_model(0.2, micro_batches=2, **wishes)
+        cases("llama").language_model(0.2, micro_batches=2, **options)
     parts = re.findall(r"([a-z]+) (-?[\d.]+) [KM]?i?B[,)]", str(refused.value))
     assert {"cache", "activation", "workspace"} <= {name for name, _ in parts}
     assert all(float(size) >= 0 for _, size in parts)

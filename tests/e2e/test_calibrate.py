@@ -17,7 +17,7 @@ from forebay.api import wrap
 from forebay.calibrate import calibrate, score_extremes
 from forebay.calibration import Calibration, LayerScores, ranges_for
 from forebay.rewriter.ir.plan import PlanError, Workload
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 
 
 def scores_of(model: Any, prompts: list[torch.Tensor]) -> dict[int, tuple[float, float]]:
@@ -122,7 +122,7 @@ def test_a_spoiled_calibration_is_an_error_of_one_line(layers: Any, reason: str,
 def test_the_cache_stays_where_its_launches_are_looked_at(llama_checkpoint: Any) -> None:
     """A budget for which a cache on disk would do: 24 prompts of 120 tokens take 3.3 MB of cache."""
     prompts = [torch.full((120,), 5)] * 24
-    budget = 2_500_000 + operators_nbytes(llama_checkpoint.opened, Workload(1, 120, 1), Wishes(prefill_chunk=8))
+    budget = 2_500_000 + operators_nbytes(llama_checkpoint.opened, Workload(1, 120, 1), Options(prefill_chunk=8))
     with pytest.raises(PlanError, match="cannot work for batch 24"):
         calibrate(llama_checkpoint.folder, prompts, budget, batch=24)
     with llama_checkpoint.language_model(budget, batch=24, prompt=120, new_tokens=1) as lm:

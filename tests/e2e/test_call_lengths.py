@@ -22,7 +22,7 @@ from forebay.api import LanguageModel, wrap
 from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.places import Asked, answer_all
 from forebay.runtime.run.sampling import Sampling
@@ -65,9 +65,9 @@ class Case:
         made.load_state_dict(self.model.state_dict())
         return made
 
-    def streamed(self, lengths: Sequence[int], new: int = NEW, **wishes: Any) -> LanguageModel:
-        work = Workload(wishes.pop("rows", len(lengths)), max(lengths), new)
-        wanted = Wishes(**dict(prefill_chunk=8) | wishes)
+    def streamed(self, lengths: Sequence[int], new: int = NEW, **options: Any) -> LanguageModel:
+        work = Workload(options.pop("rows", len(lengths)), max(lengths), new)
+        wanted = Options(**dict(prefill_chunk=8) | options)
         budget = Budget(900_000 + operators_nbytes(self.opened, work, wanted))
         return LanguageModel(*self.opened, budget, work, wanted, Machine.default())
 

@@ -118,10 +118,10 @@ def test_beside_packed_keys_and_values(
     rounding of what is kept."""
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases("opt")
-    with case.language_model(12.0, cache_format=cache, prefill_chunk=10) as lm:
+    with case.language_model(12.0, cache=cache, prefill_chunk=10) as lm:
         wanted, logits = case.answer(lm), lm.next_logits(case.ids, case.mask)
     with case.language_model(
-            12.0, **DISK | {"checkpoints": (1, 1), "checkpoint_format": kept, "cache_format": cache}) as lm:
+            12.0, **DISK | {"checkpoints": (1, 1), "checkpoint_format": kept, "cache": cache}) as lm:
         assert lm.plan.schedule.block.checkpoints
         found = [lm.next_logits(case.ids, case.mask) for _ in range(2)]
         assert torch.equal(*found)
@@ -214,8 +214,8 @@ def test_nothing_stays_of_sequences_that_left(cases: Callable[[str], Case], kept
             held.append(anonymous_nbytes())
             files.append(len(os.listdir("/proc/self/fd")))
 
-    wishes = DISK | {"checkpoints": (1, 2), "checkpoint_format": kept, "entering": 2}
-    with case.language_model(12.0, **wishes) as lm:
+    options = DISK | {"checkpoints": (1, 2), "checkpoint_format": kept, "entering": 2}
+    with case.language_model(12.0, **options) as lm:
         answer_all(lm.session, asked, Sampling(), on_end=on_end)
     assert sorted(ended) == list(range(count))
     assert len(held) == 5 and min(b - a for a, b in itertools.pairwise(held)) < 256 << 10
@@ -224,11 +224,11 @@ def test_nothing_stays_of_sequences_that_left(cases: Callable[[str], Case], kept
 
 def test_what_cannot_be_is_refused(cases: Callable[[str], Case]) -> None:
     case = cases("opt")
-    for wishes, said in (
+    for options, said in (
             ({"checkpoints": (2, 1)}, "checkpoints: 2 of 1"), ({"checkpoints": (1, 0)}, "checkpoints: 1 of 0"),
             ({"checkpoints": (1, 2), "cache_tier": "host", "cpu_attention": True}, "leave out one of both"),
             ({"checkpoints": (1, 2), "cache_shares": (0.5, 0.0)}, "cache_device"),
             ({"checkpoints": (0, 1), "checkpoint_format": "act8"}, r"act8: with checkpoints \(0, …\) none are kept"),
             ({"cache_tier": "device", "checkpoint_format": "act8"}, "act8: with cache_tier device none are kept")):
         with pytest.raises(PlanError, match=said):
-            case.language_model(12.0, **DISK | wishes)
+            case.language_model(12.0, **DISK | options)

@@ -67,11 +67,11 @@ def answers_of(folder: Path) -> Answers:
 def checked(folder: str, cases: list[tuple[Asking, Answers]]) -> list[Any]:
     """On this rank: each case's tokens, sizes of steps, what was checked, and which steps that took."""
     found = []
-    for (kind, mesh, wishes), answers in cases:
+    for (kind, mesh, options), answers in cases:
         prompter, tally = Prompter(answers), Tally()
         with forebay.wrap(f"{folder}/{kind}", {"device": BUDGET, "disk": folder}, prompt=10, new_tokens=NEW, mesh=mesh,
-                          **{"batch": 3, "prompt_lookup_num_tokens": 7} | wishes) as lm:
-            with lm.running(lm.plan.workload.batch, 10, NEW, in_places="places" in wishes) as session:
+                          **{"batch": 3, "prompt_lookup_num_tokens": 7} | options) as lm:
+            with lm.running(lm.plan.workload.batch, 10, NEW, in_places="places" in options) as session:
                 prompts = [torch.tensor(p) for p in answers]
                 if lm.plan.schedule.block.entering:
                     ended: dict[int, list[int]] = {}

@@ -27,7 +27,7 @@ from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import ATTEND, Launch
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.run.places import Asked, answer_all
 from forebay.runtime.run.sampling import Sampling
 
@@ -67,9 +67,9 @@ class Case:
         self.wanted = [1, NEW, *(chance.randint(2, NEW) for _ in range(COUNT - 2))]
         self.alone = functools.cache(self._alone)
 
-    def language_model(self, places: int, cache: str, **wishes: Any) -> LanguageModel:
+    def language_model(self, places: int, cache: str, **options: Any) -> LanguageModel:
         """On a budget of a bit less than the weights of a large model; a small one needs more than its weights."""
-        workload, wanted = Workload(places, PROMPT, NEW), Wishes(cache_format=cache, **wishes)
+        workload, wanted = Workload(places, PROMPT, NEW), Options(cache=cache, **options)
         most = int(0.9 * self.nbytes) if self.nbytes > 1 << 28 else (
             4 * self.nbytes + operators_nbytes(self.opened, workload, wanted, HOST_NBYTES))
         return LanguageModel(*self.opened, Budget(most, HOST_NBYTES), workload, wanted)

@@ -21,7 +21,7 @@ from selection import ALL, beyond
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 
 WIDE = dict(hidden_size=192, intermediate_size=512, vocab_size=2048, head_dim=48)
 RENAMED = {
@@ -67,9 +67,9 @@ def test_tokens_equal_transformers(
     families: Callable[[str], tuple[Any, ...]], name: str, share: float, slots: int | None
 ) -> None:
     model, opened, ids, mask, expected, nbytes = families(name)
-    workload, wishes = Workload(3, PROMPT, NEW), Wishes(slots=slots)
-    budget = int(nbytes * share) + operators_nbytes(opened, workload, wishes)
-    with LanguageModel(*opened, Budget(budget), workload, wishes) as lm:
+    workload, options = Workload(3, PROMPT, NEW), Options(slots=slots)
+    budget = int(nbytes * share) + operators_nbytes(opened, workload, options)
+    with LanguageModel(*opened, Budget(budget), workload, options) as lm:
         ours = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=None)
         streamed = lm.plan.prediction.streamed_nbytes
         if share < 1:

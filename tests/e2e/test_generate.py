@@ -21,7 +21,7 @@ from forebay.api import LanguageModel, wrap
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import PlanError, load_plan
 from forebay.rewriter.ir.program import LOOKUP, UNORDERED, UPLOAD, Copy, Rows, Span
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.program import verify_program
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.disk.open_file import TruncatedFileError
@@ -375,11 +375,11 @@ def test_a_saved_plan_is_replayed_as_it_is(llama_checkpoint: Any, tmp_path: Path
         lm.plan.save(tmp_path / "plan.json")
     plan = load_plan(tmp_path / "plan.json")
     captured, checkpoint, files = llama_checkpoint.opened
-    with LanguageModel(captured, checkpoint, files, plan.budget, plan.workload, Wishes(), plan=plan) as again:
+    with LanguageModel(captured, checkpoint, files, plan.budget, plan.workload, Options(), plan=plan) as again:
         assert again.plan == lm.plan
         check(again, llama_checkpoint)
     with pytest.raises(PlanError, match="made for another model"):
-        LanguageModel(captured, checkpoint, files, plan.budget, plan.workload, Wishes(),
+        LanguageModel(captured, checkpoint, files, plan.budget, plan.workload, Options(),
                       plan=replace(plan, fingerprint="else"))
 
 
@@ -397,7 +397,7 @@ def test_a_replayed_plan_keeps_no_wish_that_it_was_not_made_for(
 
 @pytest.fixture(scope="module")
 def replayed(llama_checkpoint: Any) -> tuple[Any, dict[str, Any]]:
-    """A plan made for wishes, with which it can be replayed."""
+    """A plan made for options, with which it can be replayed."""
     wished = {"slots": 3, "slot_nbytes": 8192, "lead": 2, "prefill_chunk": 4}
     with llama_checkpoint.language_model(0.5, **wished) as lm:
         plan = lm.plan

@@ -22,7 +22,7 @@ from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.devices.cuda.memory import least_workspace_nbytes
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.run import bind, executor
@@ -63,7 +63,7 @@ def test_a_half_precision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     nbytes = sum(p.numel() * 2 for p in reference.parameters())
     workload = Workload(2, 6, 3)
     budget = Budget(4 * nbytes + least_workspace_nbytes(), 4 * nbytes)
-    with LanguageModel(*open_model(tmp_path), budget, workload, Wishes(), machine) as lm:
+    with LanguageModel(*open_model(tmp_path), budget, workload, Options(), machine) as lm:
         assert {choice.impl.split("_")[0] for choice in lm.plan.gemm} <= {"gemv", "flat", "large"}
         found = lm.generate(prompt, attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert {op for op, _ in gpu.bound} == OURS
@@ -88,7 +88,7 @@ def test_packed_weights_of_an_fp32_model(tmp_path: Path, monkeypatch: pytest.Mon
     found = {}
     for kind in ("cpu", "NVIDIA H200"):
         gpu = GpuOfThreads(monkeypatch) if kind != "cpu" else None
-        with LanguageModel(*opened, budget, workload, Wishes(), replace(Machine.default(), device_kind=kind)) as lm:
+        with LanguageModel(*opened, budget, workload, Options(), replace(Machine.default(), device_kind=kind)) as lm:
             tokens = lm.generate(prompt, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
             found[kind] = lm.next_logits(tokens).double()
             program = lm._pipeline.program(lm.plan, 1)
@@ -111,7 +111,7 @@ def test_a_quantised_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for kind in ("cpu", "NVIDIA H200"):
         machine = replace(Machine.default(), device_kind=kind)
         gpu = GpuOfThreads(monkeypatch) if kind != "cpu" else None
-        with LanguageModel(*opened, budget, workload, Wishes(cache_format="kv4"), machine) as lm:
+        with LanguageModel(*opened, budget, workload, Options(cache="kv4"), machine) as lm:
             tokens = lm.generate(prompt, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
             found[kind] = lm.next_logits(tokens).double()
             program = lm._pipeline.program(lm.plan, 1)

@@ -102,7 +102,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     ("llama", 2, "row", SHARED), at_length("llama", 3, "zigzag", SHARED | {"cpu_attention": True}),
     at_length("llama", 3, "zigzag", DISK | {"entering": 2}),
     at_length("gemma2", 3, "zigzag", SHARED | {"cpu_attention": True}),
-    ("llama", 2, "zigzag", DISK | {"cache_format": "kv8", "cache_tokens": 64}), at_length("opt", 5, "zigzag", HOST),
+    ("llama", 2, "zigzag", DISK | {"cache": "kv8", "cache_tokens": 64}), at_length("opt", 5, "zigzag", HOST),
     ("llama", 5, "zigzag", DISK | {"hidden_tier": "disk", "hidden_shares": (0.0, 0.4)})])
 def test_tokens(
     cases: Callable[[str], Case], driver: None, name: str, micro_batches: int, order: str, more: dict[str, Any]
@@ -114,8 +114,8 @@ def test_tokens(
         assert isinstance(lm.session.device, Pretended)
         step = lm._pipeline.program(lm.plan, 1).step
         assert any(isinstance(i, Launch) and i.stream == ATTEND for i in step) == more["cpu_attention"]
-        if "cache_format" in more:
-            with case.language_model(4.0, cache_format="kv8", prefill_chunk=6) as plain:
+        if "cache" in more:
+            with case.language_model(4.0, cache="kv8", prefill_chunk=6) as plain:
                 expected = case.answer(plain)
             assert torch.equal(case.answer(lm), expected)
             return
@@ -130,7 +130,7 @@ def test_drafts(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -
     """They are checked by steps that attend where decode steps do."""
     case = Case(name, tmp_path, new=23)
     answers = answers_of(case)
-    more = {"cpu_attention": False, "micro_batches": 3, "drafted_tokens": 7} | more
+    more = {"cpu_attention": False, "micro_batches": 3, "prompt_lookup_num_tokens": 7} | more
     with case.language_model(400.0, GPU, **more) as lm, lm.running(COUNT, case.prompt, 23) as session:
         assert isinstance(session.device, Pretended)
         step = lm._pipeline.program(lm.plan, 8).step
@@ -150,7 +150,7 @@ def test_its_own_steps_draft(tmp_path: Path, driver: None, monkeypatch: pytest.M
     monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
     asked: dict[str, Any] = fixed | {"prompt_lookup_num_tokens": 3}
     with wrap(tmp_path, {"device": 1 << 40, "host": host}, **asked) as whole:
-        least = whole._pipeline.smallest_budget(whole.wishes)
+        least = whole._pipeline.smallest_budget(whole.options)
     with wrap(tmp_path, {"device": least + 7 * case.nbytes // 10, "host": host}, draft="w8", **asked) as lm:
         shared = lm.split.shared  # type: ignore[attr-defined]
         assert isinstance(lm.session.device, Pretended) and lm.plan.prediction.streamed_nbytes

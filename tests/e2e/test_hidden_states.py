@@ -17,7 +17,7 @@ from late import make_late
 import forebay
 from forebay.rewriter.ir.plan import PlanError, plan_from_dict
 from forebay.rewriter.ir.program import UNORDERED, Copy, Launch, Program, Wait, tier_of
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
 
@@ -38,26 +38,27 @@ def moved(program: Program) -> list[Copy]:
     return [i for i in program.step if isinstance(i, Copy) and "hidden" in f"{i.src} {i.dst}"]
 
 
-@pytest.mark.parametrize(("name", "micro_batches", "wishes"), [
+@pytest.mark.parametrize(("name", "micro_batches", "options"), [
     ("llama", 5, AWAY), ("llama", 2, {"hidden_tier": "host"}),
     ("llama", 5, AWAY | SHARED | {"hidden_shares": (0.2, 0.4)}),
     ("opt", 5, AWAY | DISK | {"hidden_shares": (0.0, 0.4)}), ("opt", 5, AWAY | ATTENDED),
     ("gpt2", 5, {"hidden_tier": "host", "hidden_shares": (0.4, 0.0), "prefill_chunk": 4}),
-    ("gemma2", 5, AWAY | DISK | {"cache_format": "native", "prefill_chunk": 5})])
+    ("gemma2", 5, AWAY | DISK | {"cache": "native", "prefill_chunk": 5})])
 def test_tokens_equal_transformers(
-    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, wishes: dict[str, Any]
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int,
+    options: dict[str, Any],
 ) -> None:
     """With copies that overtake each other, and memory that is poisoned where its contents end."""
     make_late(monkeypatch)
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
-    with case.language_model(1.0 if name == "llama" else 2.5, micro_batches=micro_batches, **wishes) as lm:
+    with case.language_model(1.0 if name == "llama" else 2.5, micro_batches=micro_batches, **options) as lm:
         block, copies = lm.plan.schedule.block, moved(prefill(lm))
-        assert block.hidden == wishes["hidden_tier"] and block.micro_batches == micro_batches
-        device, host = wishes.get("hidden_shares", (0.0, 0.0))
+        assert block.hidden == options["hidden_tier"] and block.micro_batches == micro_batches
+        device, host = options.get("hidden_shares", (0.0, 0.0))
         assert block.hidden_homes().count("device") == int(device * micro_batches)
         tiers = {tier_of(i.src) for i in copies} | {tier_of(i.dst) for i in copies}
-        assert tiers == {"device", wishes["hidden_tier"], *(["host"] if host else [])}
+        assert tiers == {"device", options["hidden_tier"], *(["host"] if host else [])}
         assert f"{micro_batches} micro-batches" in lm.explain() and not moved(lm._pipeline.program(lm.plan, 1))
         case.check(lm)
 
@@ -66,8 +67,8 @@ def test_what_goes_is_what_outlives_a_turn(cases: Callable[[str], Case]) -> None
     """Of each micro-batch the hidden state goes out once in each layer, and comes back before the next; what no layer
     changes goes once. Fewer regions take less of the device, and the bytes that are kept are those that go."""
     case, kept = cases("llama"), {}
-    for wishes in ({}, AWAY):
-        with case.language_model(1.0, micro_batches=5, prefill_chunk=11, **wishes) as lm:
+    for options in ({}, AWAY):
+        with case.language_model(1.0, micro_batches=5, prefill_chunk=11, **options) as lm:
             own = [b for b in lm.plan.buffers if b.phase == "prefill" and b.kind == "activation" and "@" in b.name]
             kept[lm.plan.schedule.block.hidden] = sum(b.nbytes for b in own)
             program = prefill(lm)
@@ -126,30 +127,30 @@ def test_a_state_of_another_micro_batch_is_refused(cases: Callable[[str], Case])
         verify_program(replace(program, step=tuple(early)))
 
 
-@pytest.mark.parametrize(("wishes", "message"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"hidden_tier": "ram"}, "hidden_tier must be one of"), ({"hidden_shares": (0.5, 0.0)}, "give a hidden_tier too"),
     ({"hidden_tier": "disk", "hidden_shares": (0.5, 2)}, "hidden_shares must be two numbers"),
     ({"hidden_tier": "disk", "hidden_shares": (0.6, 0.6)}, "must be shares of one whole"),
     ({"hidden_tier": "disk", "order": "row"}, r"hidden_tier disk: with order='row'"),
     ({"hidden_tier": "disk", "places": 2}, r"hidden_tier disk: with places")])
-def test_a_wish_that_is_none_is_refused(cases: Callable[[str], Case], wishes: dict, message: str) -> None:
+def test_a_wish_that_is_none_is_refused(cases: Callable[[str], Case], options: dict, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        forebay.wrap(cases("llama").opened[1].folder, "64MiB", micro_batches=2, **wishes)
+        forebay.wrap(cases("llama").opened[1].folder, "64MiB", micro_batches=2, **options)
 
 
 def test_host_memory_is_counted(cases: Callable[[str], Case]) -> None:
     """A host budget that the states of the largest chunk exceed takes a smaller one; one that none fits is refused."""
     case = cases("llama")
-    wishes = {"cache_tier": "device", "micro_batches": 5, "hidden_tier": "host"}
-    with case.language_model(1.0, **wishes) as lm:
+    options = {"cache_tier": "device", "micro_batches": 5, "hidden_tier": "host"}
+    with case.language_model(1.0, **options) as lm:
         held = {b.name: b.nbytes for b in lm.plan.buffers if b.arena == "host" and b.name.startswith("hidden")}
         assert lm.plan.schedule.prefill_chunk == 11 and held["hidden_host"] < HOST_NBYTES
         lower = replace(lm.budget, host=held["hidden_host"] - 1)
-        smaller = forebay.LanguageModel(*case.opened, lower, lm.plan.workload, lm.wishes)
+        smaller = forebay.LanguageModel(*case.opened, lower, lm.plan.workload, lm.options)
         assert smaller.plan.schedule.prefill_chunk < 11 and smaller.plan.arenas["host"] <= lower.host
-        none = forebay.LanguageModel(*case.opened, replace(lm.budget, host=1000), lm.plan.workload, lm.wishes)
+        none = forebay.LanguageModel(*case.opened, replace(lm.budget, host=1000), lm.plan.workload, lm.options)
         assert none.plan.schedule.prefill_chunk == 1, "a token at a time leaves nothing to keep"
-    forced = replace(lm.wishes, prefill_chunk=6)
+    forced = replace(lm.options, prefill_chunk=6)
     for host in (0, 1000):
         with pytest.raises(PlanError, match=r"budget.host: .* cannot hold the hidden states that wait there"):
             forebay.LanguageModel(*case.opened, replace(lm.budget, host=host), lm.plan.workload, forced)
@@ -160,7 +161,7 @@ def test_a_plan_is_replayed(cases: Callable[[str], Case]) -> None:
     with case.language_model(1.0, micro_batches=5, **AWAY | {"hidden_shares": (0.2, 0.0)}) as lm:
         plan = plan_from_dict(json.loads(lm.plan.to_json()))
         case.check(lm)
-    again = forebay.LanguageModel(*case.opened, lm.budget, plan.workload, Wishes(), plan=plan)
+    again = forebay.LanguageModel(*case.opened, lm.budget, plan.workload, Options(), plan=plan)
     with again:
         assert again.plan.schedule == plan.schedule and moved(prefill(again)) == moved(prefill(lm))
         case.check(again)

@@ -14,7 +14,7 @@ from forebay.api import LanguageModel
 from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
 from forebay.rewriter.ir.program import Launch, span_of
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.generation import Stop, generate_tokens, next_logits
 from forebay.runtime.run.sampling import Sampling
@@ -81,15 +81,15 @@ def test_every_cached_token_is_moved_and_the_rest_is_zero(llama_checkpoint: Any)
 def test_it_runs_in_less_than_was_the_least_before(llama_checkpoint: Any) -> None:
     """The smallest budget is that of one arena for both phases; a byte less is refused, and it still is right."""
     captured, checkpoint, files = llama_checkpoint.opened
-    workload, wishes = Workload(BATCH, PROMPT, NEW), Wishes(prefill_chunk=PROMPT)
-    with LanguageModel(captured, checkpoint, files, Budget(1 << 30), workload, wishes) as lm:
-        smallest = lm._pipeline.smallest_budget(wishes)
+    workload, options = Workload(BATCH, PROMPT, NEW), Options(prefill_chunk=PROMPT)
+    with LanguageModel(captured, checkpoint, files, Budget(1 << 30), workload, options) as lm:
+        smallest = lm._pipeline.smallest_budget(options)
         lm._pipeline.needs = replace(lm._pipeline.needs, cache_prompt={})
-        apart = lm._pipeline.smallest_budget(wishes)
+        apart = lm._pipeline.smallest_budget(options)
     assert smallest < apart
     with pytest.raises(PlanError, match=rf"prefill_chunk={PROMPT} .* needs .* \({smallest} bytes\)"):
-        LanguageModel(captured, checkpoint, files, Budget(smallest - 1), workload, wishes)
-    with LanguageModel(captured, checkpoint, files, Budget(smallest), workload, wishes) as lm:
+        LanguageModel(captured, checkpoint, files, Budget(smallest - 1), workload, options)
+    with LanguageModel(captured, checkpoint, files, Budget(smallest), workload, options) as lm:
         assert lm.plan.lends
         check(lm, llama_checkpoint)
 
@@ -98,7 +98,7 @@ def test_a_saved_plan_lends_as_before(llama_checkpoint: Any, tmp_path: Path) -> 
     with lending(llama_checkpoint) as lm:
         lm.plan.save(tmp_path / "plan.json")
     plan = load_plan(tmp_path / "plan.json")
-    with LanguageModel(*llama_checkpoint.opened, plan.budget, plan.workload, Wishes(), plan=plan) as again:
+    with LanguageModel(*llama_checkpoint.opened, plan.budget, plan.workload, Options(), plan=plan) as again:
         assert again.plan.lends
         check(again, llama_checkpoint)
 
@@ -112,7 +112,7 @@ def test_an_edited_plan_whose_cache_cannot_grow_is_refused(llama_checkpoint: Any
     edited = replace(plan, buffers=tuple(
         replace(b, offset=turned[b.offset]) if b.kind == "cache" and b.phase == "decode" else b for b in plan.buffers))
     with pytest.raises(PlanError, match=r"cache_\w+ lies higher during prefill than later; a cache only moves up"):
-        LanguageModel(*llama_checkpoint.opened, plan.budget, plan.workload, Wishes(), plan=edited)
+        LanguageModel(*llama_checkpoint.opened, plan.budget, plan.workload, Options(), plan=edited)
     with lending(llama_checkpoint) as lm, pytest.raises(PlanError, match=r"cache cannot grow .*moves up; plan again"):
         lm._pipeline.growth(edited)
 

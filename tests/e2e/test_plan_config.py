@@ -24,7 +24,7 @@ from forebay.rewriter.ir.plan import PlanError, plan_from_dict
 from forebay.rewriter.machine.presets import PresetError
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.planning.objective import BudgetError
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.model_shapes import ModelError
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1024,
@@ -49,15 +49,15 @@ def request(folder: Path, **asked: Any) -> PlanRequest:
     return replace(PlanRequest(str(folder), str(folder / "machine.json"), 24, 6, batch=2), **asked)
 
 
-@pytest.mark.parametrize("wishes", [at_length(Wishes()), Wishes(slots=3, cache_format="kv8")])
-def test_the_plan_is_the_one_that_the_model_runs_with(folder: Path, wishes: Wishes) -> None:
+@pytest.mark.parametrize("options", [at_length(Options()), Options(slots=3, cache="kv8")])
+def test_the_plan_is_the_one_that_the_model_runs_with(folder: Path, options: Options) -> None:
     """But for whose weights they are."""
     import forebay
 
     budget = WEIGHTS // 2
-    found = plan_config(request(folder, capacity=(("device", budget),)), wishes)
+    found = plan_config(request(folder, capacity=(("device", budget),)), options)
     model = forebay.wrap(folder, {"device": budget}, batch=2, prompt=24, new_tokens=6, machine=Machine.default(),
-                         slots=wishes.slots, cache=wishes.cache_format)
+                         slots=options.slots, cache=options.cache)
     try:
         assert model.plan.nbytes_on("disk") > 0 and found.complete
         assert replace(found.plan, fingerprint=model.plan.fingerprint) == model.plan
@@ -122,12 +122,12 @@ def test_caches_beyond_the_device_lie_on_slower_tiers(monkeypatch: pytest.Monkey
 def test_a_machine_elsewhere_and_a_step_of_many_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies in host memory is uploaded; a plan of many copies is made and not lowered."""
     request = PlanRequest("opt-125m", "t4", 32, 4, batch=1, capacity=(("device", 11 * 10**7),))
-    found = plan_config(request, Wishes(slots=2))
+    found = plan_config(request, Options(slots=2))
     assert found.complete and found.plan.schedule.host_hop and "upload" in found.plan.prediction.busy_time_s
     assert found.plan.nbytes_on("host") > 10**7 and found.plan.machine.startswith("t4")
     monkeypatch.setattr("forebay.commands.plan_config.COMPLETED_COPIES", step_copies(found.plan) - 1)
     same = PlanRequest("opt-125m", "t4", 32, 4, batch=1, capacity=(("device", 11 * 10**7),))
-    dry, whole = plan_config(same, Wishes(slots=2)), plan_config(same, Wishes(slots=2), complete=True)
+    dry, whole = plan_config(same, Options(slots=2)), plan_config(same, Options(slots=2), complete=True)
     assert not dry.complete and "by the closed form" in plan_text(dry) and not dry.plan.gemm
     assert whole.complete and whole.plan == found.plan
     assert (dry.plan.weights, dry.plan.schedule.slots) == (whole.plan.weights, whole.plan.schedule.slots)

@@ -30,7 +30,7 @@ from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice, Launch
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 
 pytestmark = pytest.mark.usefixtures("private_cache")  # notes on verified checkpoints are kept there
 WIDE = {"llama": {"hidden_size": 256, "intermediate_size": 2048}, "gpt2": {"n_embd": 384}}
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_the_unpacked_model(tmp_path: Path, family: str, for
     opened, work = open_rewritten(packed), Workload(3, 9, 8)
     budget = 1 << 30
     for streams in (False, True) if family in WIDE else (False,):
-        with LanguageModel(*opened, Budget(budget), work, Wishes()) as lm:
+        with LanguageModel(*opened, Budget(budget), work, Options()) as lm:
             assert any(w.format == format and w.tier == "disk" for w in lm.plan.weights) is streams
             smallest = lm._pipeline.smallest_budget()
             budget = int(smallest + 0.15 * (lm.plan.arenas["device"] + (1 << 22) - smallest))
@@ -174,7 +174,7 @@ def test_a_packed_cache_gives_nearly_the_logits_of_a_plain_one(tmp_path: Path, f
     ids, mask = prompts()
     found, sizes = {}, {}
     for cache in ("native", *KEPT[family]):
-        with LanguageModel(*opened, Budget(1 << 30), Workload(3, 9, 4), Wishes(cache_format=cache)) as lm:
+        with LanguageModel(*opened, Budget(1 << 30), Workload(3, 9, 4), Options(cache=cache)) as lm:
             lm.generate(ids, attention_mask=mask, max_new_tokens=3, eos_token_id=None, pad_token_id=0)
             found[cache] = lm.next_logits(ids, mask).float()
             sizes[cache] = sum(lm._pipeline.needs.cache.values())

@@ -330,12 +330,12 @@ def job_answers(folder: str, budget: int, mesh: str, places: int) -> tuple[int, 
     from forebay.open_model import open_model
     from forebay.rewriter.ir.plan import Workload
     from forebay.rewriter.pipeline.plan_places import plan_places
-    from forebay.rewriter.planning.wishes import Wishes
+    from forebay.rewriter.planning.options import Options
     from forebay.runtime.run.places import Asked
     from forebay.runtime.run.sampling import Sampling
 
     found: dict[int, list[int]] = {}
-    with made(None, mesh, *open_model(folder), Budget(budget, 0), Workload(5, 8, NEW), Wishes(), None, None,
+    with made(None, mesh, *open_model(folder), Budget(budget, 0), Workload(5, 8, NEW), Options(), None, None,
               partial(plan_places, places=places)) as lm:
         lm.answer_all([Asked(torch.tensor(ids), NEW) for ids in (*PROMPTS, *PROMPTS[:2])], Sampling(), frozenset(),
                       on_end=found.__setitem__, on_step=lambda work: None)

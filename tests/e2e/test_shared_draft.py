@@ -53,7 +53,7 @@ def drafting_model(folder: Path, share: float = 0.5, draft: str = "w8", **option
     """Planned so that such a share of the weights stays beside the smallest plan, and so many tokens are drafted."""
     fixed: Any = dict(prompt=20, new_tokens=NEW, prompt_lookup_num_tokens=3, **options)
     with wrap(folder, 1 << 28, **fixed) as whole:
-        least = whole._pipeline.smallest_budget(whole.wishes)
+        least = whole._pipeline.smallest_budget(whole.options)
         nbytes = least + int(share * whole.captured.weight_nbytes)
     lm = wrap(folder, nbytes, draft=draft, **fixed)
     assert isinstance(lm, DraftedModel) and lm.split is not None and lm.split.shared is not None and lm.helper is None
@@ -122,7 +122,7 @@ def test_every_budget_is_kept(folder: Path, batch: int) -> None:
     """Steps of the model take their workspace beside what is the draft's, and the other way round."""
     fixed: Any = dict(prompt=60, new_tokens=NEW, prompt_lookup_num_tokens=3, batch=batch)
     with wrap(folder, 1 << 28, **fixed) as whole:
-        least, nbytes = whole._pipeline.smallest_budget(whole.wishes), whole.captured.weight_nbytes
+        least, nbytes = whole._pipeline.smallest_budget(whole.options), whole.captured.weight_nbytes
     found = 0
     for i in range(steps := 20 if ALL else 3):
         budget = least + int((0.35 + 0.6 * i / steps) * nbytes) + 64 * i
@@ -223,7 +223,7 @@ def test_through_host_slots_as_a_gpu_would(
 def test_where_it_cannot_be_it_says_why(llama_checkpoint: Any) -> None:
     fixed: Any = dict(prompt=20, new_tokens=NEW, draft="w8")
     with wrap(llama_checkpoint.folder, 1 << 28, **fixed) as whole:
-        nbytes = whole._pipeline.smallest_budget(whole.wishes) + (32 << 10)
+        nbytes = whole._pipeline.smallest_budget(whole.options) + (32 << 10)
     with wrap(llama_checkpoint.folder, nbytes, **fixed) as lm:
         assert lm.split.shared is None and "no room for packed rows" in lm.explain()  # type: ignore[attr-defined]
         assert lm.plan.budget.device == nbytes

@@ -14,7 +14,7 @@ from selection import at_length
 
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, Workload
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 
 NEW = 64
 PROMPTS = (
@@ -55,7 +55,7 @@ def test_tokens_equal_transformers(
     assert len(set(reference.mask.sum(1).tolist())) >= 5, "the prompts are of unequal length"
     budget = int(reference.nbytes * share)
     width = reference.ids.shape[1]
-    with LanguageModel(*reference.opened, Budget(budget), Workload(8, width, NEW), Wishes(slots=slots)) as lm:
+    with LanguageModel(*reference.opened, Budget(budget), Workload(8, width, NEW), Options(slots=slots)) as lm:
         ours = lm.generate(reference.ids, attention_mask=reference.mask, max_new_tokens=new, eos_token_id=None,
                            pad_token_id=0)
         found = assert_same_tokens(ours, reference.expected[:, : width + new], reference.mask, reference.model,

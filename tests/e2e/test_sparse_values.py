@@ -26,7 +26,7 @@ from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
 from forebay.kernels.operators import ATTENTION
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict
 from forebay.rewriter.ir.program import ATTEND, Launch
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 
 SHARE, COUNT, PROMPT, NEW, HOST_NBYTES = 0.2, 4, 23, 8, 1 << 24
 CONFIGS = {"llama": llama, "opt": opt, "gpt2": lambda: gpt2(initializer_range=0.2), "gemma2": gemma2}
@@ -83,8 +83,8 @@ class Case:
         found: list[int] = whole[0, len(ids) :].tolist()
         return found
 
-    def language_model(self, **wishes: Any) -> LanguageModel:
-        workload, wanted = Workload(COUNT, PROMPT, NEW), Wishes(**{"sparse_values": SHARE} | wishes)
+    def language_model(self, **options: Any) -> LanguageModel:
+        workload, wanted = Workload(COUNT, PROMPT, NEW), Options(**{"sparse_values": SHARE} | options)
         nbytes = 4 * self.nbytes + operators_nbytes(self.opened, workload, wanted, HOST_NBYTES)
         return LanguageModel(*self.opened, Budget(nbytes, HOST_NBYTES), workload, wanted)
 
@@ -103,26 +103,26 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
 
 
-@pytest.mark.parametrize(("name", "wishes"), [
+@pytest.mark.parametrize(("name", "options"), [
     at_length("llama", {}), ("llama", HOST | {"cpu_attention": True}), ("llama", DISK | {"order": "row"}),
     ("opt", {"entering": 2}), at_length("opt", HOST), ("opt", DISK | {"checkpoints": (1, 2)}),
     at_length("gpt2", {}), ("gpt2", HOST | {"cpu_attention": True, "entering": 2}), at_length("gemma2", {}),
     ("gemma2", DISK), at_length("gemma2", {"entering": 2, "micro_batches": 2})])
 def test_answers_are_those_of_transformers(
-    cases: Callable[[str], Case], name: str, wishes: dict[str, Any]
+    cases: Callable[[str], Case], name: str, options: dict[str, Any]
 ) -> None:
     case = cases(name)
     assert case.expected != case.dense, "a share of the values gives other answers"
-    with case.language_model(**wishes) as lm:
+    with case.language_model(**options) as lm:
         assert case.answers(lm) == case.expected
         assert lm.plan.schedule.block.sparse_values == SHARE and "20 % of the tokens" in lm.explain()
         decode, prefill = (lm._pipeline.program(lm.plan, n) for n in (1, lm.plan.schedule.prefill_chunk))
         ops = {i.op: i.stream for i in decode.step if isinstance(i, Launch)}
         assert SPARSE_ATTENTION.name in ops and ATTENTION.name not in ops
-        assert (ops[SPARSE_ATTENTION.name] == ATTEND) == wishes.get("cpu_attention", False)
+        assert (ops[SPARSE_ATTENTION.name] == ATTEND) == options.get("cpu_attention", False)
         assert ATTENTION.name in {i.op for i in prefill.step if isinstance(i, Launch)}
         again = plan_from_dict(json.loads(lm.plan.to_json()))
-    with LanguageModel(*case.opened, lm.budget, lm.plan.workload, Wishes(), plan=again) as lm:
+    with LanguageModel(*case.opened, lm.budget, lm.plan.workload, Options(), plan=again) as lm:
         assert case.answers(lm) == case.expected
 
 
@@ -132,7 +132,7 @@ def test_packed_caches(cases: Callable[[str], Case]) -> None:
     found = {}
     for share in (1.0, 0.999, SHARE):
         for tier in ({}, HOST | {"cpu_attention": True, "cache_tokens": 64}):
-            with case.language_model(cache_format="kv8", sparse_values=share, **tier) as lm:
+            with case.language_model(cache="kv8", sparse_values=share, **tier) as lm:
                 found[share, bool(tier)] = case.answers(lm)
                 ops = {i.op for i in lm._pipeline.program(lm.plan, 1).step if isinstance(i, Launch)}
                 assert (SPARSE_ATTENTION.name in ops) == (share < 1) != (ATTENTION_Q.name in ops)
@@ -154,16 +154,16 @@ def test_transformers_loop_reads_as_few(cases: Callable[[str], Case]) -> None:
     assert one.tolist() != other.tolist()
 
 
-@pytest.mark.parametrize(("wishes", "told"), [
+@pytest.mark.parametrize(("options", "told"), [
     ({"sparse_values": 0}, "sparse_values must be a number above 0 and at most 1"),
     ({"sparse_values": "0.1"}, "sparse_values must be a number above 0 and at most 1"),
     ({"sparse_values": True}, "sparse_values must be a number above 0 and at most 1"),
     ({"sparse_values": 0.1, "prompt_lookup_num_tokens": 4}, "sparse_values: steps that check drafts"),
     ({"sparse_values": 0.1, "prefill_chunk": 1}, "sparse_values: a step over 1 token")])
-def test_wishes_that_cannot_be_met_are_told(cases: Callable[[str], Case], wishes: dict[str, Any], told: str) -> None:
+def test_options_that_cannot_be_met_are_told(cases: Callable[[str], Case], options: dict[str, Any], told: str) -> None:
     folder = cases("llama").opened[1].folder
     with pytest.raises(PlanError, match=told):
-        forebay.wrap(folder, "64MiB", **wishes)
+        forebay.wrap(folder, "64MiB", **options)
 
 
 def test_a_replayed_plan_has_its_own_share(cases: Callable[[str], Case]) -> None:

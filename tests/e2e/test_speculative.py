@@ -18,7 +18,7 @@ from forebay.api import LanguageModel, wrap
 from forebay.kernels.logits.sampling.operator import SAMPLING
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload, plan_from_dict
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.run import generation
 from forebay.runtime.run.drafts import PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
@@ -42,12 +42,12 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return {"native": folder, "w4": packed}
 
 
-def language_model(folder: Path, wishes: Wishes) -> LanguageModel:
+def language_model(folder: Path, options: Options) -> LanguageModel:
     """Planned for a little more than what every plan with such steps takes."""
     opened, work = open_rewritten(folder), Workload(4, 20, NEW)
-    with LanguageModel(*opened, Budget(1 << 25), work, wishes) as whole:
-        least = whole._pipeline.smallest_budget(wishes)
-    return LanguageModel(*opened, Budget(least + (16 << 10)), work, wishes)
+    with LanguageModel(*opened, Budget(1 << 25), work, options) as whole:
+        least = whole._pipeline.smallest_budget(options)
+    return LanguageModel(*opened, Budget(least + (16 << 10)), work, options)
 
 
 NEAR = 1e-3  # of logits that are mostly below 1: those of one token were seen to differ by 1e-4
@@ -61,8 +61,8 @@ SOME = {"opt": [("w4", "native")], "gpt2": [("native", "kv8")], "gemma2": [("nat
     indirect=["folders"])
 def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: str) -> None:
     """All families with all kinds under FOREBAY_TEST_ALL=1, the first of them always."""
-    wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5)
-    with language_model(folders[weights], wishes) as lm:
+    options = Options(prompt_lookup_num_tokens=7, cache=cache, cache_tier="device", prefill_chunk=5)
+    with language_model(folders[weights], options) as lm:
         assert lm.plan.schedule.speculative_steps == (8, 4, 2) and lm.plan.prediction.streamed_nbytes > 0
         with lm.running(4, 20, NEW) as session:
             for count in (1, 2, 3, 4) if ALL else (1, 4):
@@ -86,9 +86,9 @@ def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: 
 def test_a_models_drafts_change_no_token(folders: dict[str, Path], weights: str, cache: str) -> None:
     """Drafts of the same weights in fewer bits: many are right, others are taken back, from both caches. All families
     under FOREBAY_TEST_ALL=1."""
-    wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5)
-    with (language_model(folders[weights], wishes) as lm,
-          language_model(folders["w4"], Wishes(cache_tier="device")) as helper,
+    options = Options(prompt_lookup_num_tokens=7, cache=cache, cache_tier="device", prefill_chunk=5)
+    with (language_model(folders[weights], options) as lm,
+          language_model(folders["w4"], Options(cache_tier="device")) as helper,
           lm.running(4, 20, NEW) as session, helper.running(4, 21, NEW) as drafting):
         for count in (1, 2, 3, 4) if ALL else (4,):
             prompts = PROMPTS[:count]
@@ -130,16 +130,16 @@ def test_sequences_in_places_check_drafts(
     chosen: list[torch.Tensor] = []
     monkeypatch.setattr(generation, "choose", lambda logits, *how: (chosen.append(logits.clone()), choose(
         logits, *how))[1])
-    wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5,
+    options = Options(prompt_lookup_num_tokens=7, cache=cache, cache_tier="device", prefill_chunk=5,
                     entering=entering or None)
     samplings = [Sampling(), Sampling(True, 1.2, 5, 0.9)]
-    with (language_model(folders[weights], wishes) as lm, lm.running(4, 20, NEW, in_places=True) as session,
-          language_model(folders["w4"], Wishes(cache_tier="device", entering=entering or None)) as helper,
+    with (language_model(folders[weights], options) as lm, lm.running(4, 20, NEW, in_places=True) as session,
+          language_model(folders["w4"], Options(cache_tier="device", entering=entering or None)) as helper,
           helper.running(4, 21, NEW, in_places=True) as other):
         assert lm.plan.schedule.block.entering == helper.plan.schedule.block.entering == entering
         asked = [Asked(ids, NEW - 3 * i, lambda i=i: torch.Generator().manual_seed(i), samplings[i % 3 == 2])
                  for i, ids in enumerate([*PROMPTS, *PROMPTS[:2]])]
-        with language_model(folders[weights], replace(wishes, entering=None)) as plain, plain.running(
+        with language_model(folders[weights], replace(options, entering=None)) as plain, plain.running(
                 4, 20, NEW) as apart:
             free = generate_tokens(apart, [asked[0].ids], Sampling(), Stop(NEW))
             eos = frozenset(free[:, NEW // 2].tolist())

@@ -24,7 +24,7 @@ from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.speculation import Tally, generate_speculatively
 
-NEW, DRAFTED = 23, {"drafted_tokens": 7}
+NEW, DRAFTED = 23, {"prompt_lookup_num_tokens": 7}
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,10 @@ WAYS: list[Any] = [
     ("gpt2", 5, DISK | {"hidden_tier": "host"})]
 
 
-@pytest.mark.parametrize(("name", "micro_batches", "wishes"), WAYS)
+@pytest.mark.parametrize(("name", "micro_batches", "options"), WAYS)
 def test_tokens_equal_transformers(
-    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, wishes: dict[str, Any]
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int,
+    options: dict[str, Any],
 ) -> None:
     """Drafts reach across blocks of four tokens, so that blocks with refused ones were stored and are written again.
     Copies overtake each other, and memory is poisoned where its contents end."""
@@ -56,11 +57,11 @@ def test_tokens_equal_transformers(
     case = cases(name)
     answers = answers_of(case)
     with case.language_model(1.2 if name == "llama" else 6.0, micro_batches=micro_batches,
-                             **DRAFTED | wishes) as lm:
+                             **DRAFTED | options) as lm:
         assert lm.plan.schedule.speculative_steps == (8, 4, 2)
-        assert lm.plan.schedule.block.staged or "hidden_tier" in wishes
+        assert lm.plan.schedule.block.staged or "hidden_tier" in options
         attends = any(isinstance(i, Launch) and i.stream == ATTEND for i in steps_that_check(lm)[0].step)
-        assert attends == wishes.get("cpu_attention", False)
+        assert attends == options.get("cpu_attention", False)
         with lm.running(COUNT, case.prompt, NEW) as session:
             for _ in range(2):  # the second finds the first one's blocks
                 tally, prompter = Tally(), Prompter(answers)
@@ -70,9 +71,9 @@ def test_tokens_equal_transformers(
                 assert max(prompter.taken_back) == 7 and 0 in prompter.taken_back and tally.passes < NEW - 1
 
 
-@pytest.mark.parametrize(("entering", "wishes"), [
+@pytest.mark.parametrize(("entering", "options"), [
     at_length(0, DISK), (2, DISK), at_length(1, SHARED), (2, ATTENDED), at_length(2, DISK | {"micro_batches": 2})])
-def test_sequences_in_places(cases: Callable[[str], Case], entering: int, wishes: dict[str, Any]) -> None:
+def test_sequences_in_places(cases: Callable[[str], Case], entering: int, options: dict[str, Any]) -> None:
     """More of them than places, of unequal lengths; one is drawn, as its seed has it without drafts."""
     case = cases("llama")
     answers = answers_of(case)
@@ -80,7 +81,7 @@ def test_sequences_in_places(cases: Callable[[str], Case], entering: int, wishes
     asked[1] = replace(asked[1], generator=lambda: torch.Generator().manual_seed(3), sampling=Sampling(True, 0.9, 20))
     drawn: list[list[int]] = []
     for drafter in (Prompter(answers), None):
-        with case.language_model(2.5, entering=entering or None, **DRAFTED | wishes) as lm, lm.running(
+        with case.language_model(2.5, entering=entering or None, **DRAFTED | options) as lm, lm.running(
                 COUNT, case.prompt, NEW, in_places=True) as session:
             found: dict[int, list[int]] = {}
             assert lm.plan.schedule.block.staged and lm.plan.schedule.block.entering == entering

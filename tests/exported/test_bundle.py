@@ -34,7 +34,7 @@ from forebay.rewriter.checkpoints.packed import manifest_checksum, open_quantize
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import Budget, Workload
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.sampling import Sampling
 
@@ -64,8 +64,8 @@ def _source(make: Any, model: Path, *gives: Any) -> Any:
     return replace(made, capture=functools.cache(made.capture))
 
 
-def tokens(model: Path, known: Checkpointed, **wishes: Any) -> torch.Tensor:
-    with forebay.wrap(model, BUDGET, batch=3, prompt=10, new_tokens=8, **wishes) as lm:
+def tokens(model: Path, known: Checkpointed, **options: Any) -> torch.Tensor:
+    with forebay.wrap(model, BUDGET, batch=3, prompt=10, new_tokens=8, **options) as lm:
         return lm.generate(known.ids, attention_mask=known.mask, max_new_tokens=8, do_sample=False, pad_token_id=0,
                            eos_token_id=None)
 
@@ -118,7 +118,7 @@ def test_tokens_of_each_family(family: str, tmp_path: Path) -> None:
     data = json.loads(json.dumps(captured_to_data(model, {name: name for name in model.constants})))
     found = []
     for each in (captured(family), captured_from_data(data, model.constants)):
-        lm = LanguageModel(each, checkpoint, files, Budget(1 << 22), Workload(3, 10, 8), Wishes())
+        lm = LanguageModel(each, checkpoint, files, Budget(1 << 22), Workload(3, 10, 8), Options())
         with lm, lm.running(3, 10, 8) as session:
             found.append(generate_tokens(session, rows, Sampling(), Stop(8, frozenset(), 0), None, None))
     assert torch.equal(*found)

@@ -38,7 +38,7 @@ from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_quan
 from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Budget, Workload, load_plan
 from forebay.rewriter.machine.profile import Machine, load_machine
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from tests.faults import fuzz_texts
 from tests.faults.spoil import Format, mutated_json
 from tests.rewriter.ir.test_plan import PLAN
@@ -168,14 +168,14 @@ def _replayed(folder: Path) -> Format:
 
     AutoModelForCausalLM.from_config(llama(1)).save_pretrained(folder / "model")
     opened = open_model(folder / "model")
-    machine, wishes = Machine.default(), Wishes(prefill_chunk=24)
+    machine, options = Machine.default(), Options(prefill_chunk=24)
     budget = Budget((400 << 10) + max(0, attention_nbytes(2, 4, 28, 16, 24)))
-    with LanguageModel(*opened, budget, Workload(2, 24, 4), wishes, machine) as lm:
+    with LanguageModel(*opened, budget, Workload(2, 24, 4), options, machine) as lm:
         lm.plan.save(folder / "plan.json")
 
     def read() -> None:
         plan = load_plan(folder / "plan.json")
-        LanguageModel(*opened, Budget(plan.budget.device), plan.workload, Wishes(), machine, plan=plan).close()
+        LanguageModel(*opened, Budget(plan.budget.device), plan.workload, Options(), machine, plan=plan).close()
 
     return Format(folder / "plan.json", read)
 

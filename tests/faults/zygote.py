@@ -33,7 +33,7 @@ from forebay.kernels.cpu_support import native
 from forebay.rewriter.checkpoints.config import read_config
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import load_machine
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.disk.uring import uring_available
 from forebay.serving.app import ServingOptions
 from forebay.serving.batcher import TRIES
@@ -175,11 +175,11 @@ def planned(model: Path) -> dict[str, Any]:
     workload, disk = Workload(2, 8, NEW), {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 4}
     lines = (model / "prompts.jsonl").read_text().splitlines()
     prompts = [Prompt(Request(i, i, line), tuple(range(5 + i, 6 + 3 * i))) for i, line in enumerate(lines, start=1)]
-    return {"generate": LanguageModel(*opened, Budget(260 << 10), workload, Wishes(), machine),
+    return {"generate": LanguageModel(*opened, Budget(260 << 10), workload, Options(), machine),
             "spill": LanguageModel(*opened, Budget(500 << 10, disk=str(model)), workload,
-                                   Wishes(micro_batches=2, **disk), machine),
-            "served": LanguageModel(*opened, Budget(260 << 10), workload, Wishes(entering=1), machine),
-            "job": (LanguageModel(*opened, Budget(260 << 10), workload, Wishes(), machine), prompts)}
+                                   Options(micro_batches=2, **disk), machine),
+            "served": LanguageModel(*opened, Budget(260 << 10), workload, Options(entering=1), machine),
+            "job": (LanguageModel(*opened, Budget(260 << 10), workload, Options(), machine), prompts)}
 
 
 PLANNED: dict[str, Any] = {}  # made before a child is

@@ -119,11 +119,11 @@ def test_a_call_in_a_callback_is_refused_by_name(
         assert torch.equal(found, expected), name
 
 
-@pytest.mark.parametrize("wishes", [dict(entering=1), dict(drafted_tokens=3)])
+@pytest.mark.parametrize("options", [dict(entering=1), dict(prompt_lookup_num_tokens=3)])
 def test_places_and_drafts_have_the_same_turns(
-    llama_checkpoint: Any, expected: torch.Tensor, wishes: dict[str, Any]
+    llama_checkpoint: Any, expected: torch.Tensor, options: dict[str, Any]
 ) -> None:
-    with llama_checkpoint.language_model(1.5, batch=2, prompt=10, new_tokens=6, **wishes) as lm:
+    with llama_checkpoint.language_model(1.5, batch=2, prompt=10, new_tokens=6, **options) as lm:
         for name in ("the runtime's loop", "scores", "the end"):
             said, back = refusals(lm, ENTRANCES[name][1])
             found = lm.generate(llama_checkpoint.ids[2:], **GREEDY, on_token=lambda column, back=back: back())
@@ -158,7 +158,7 @@ def test_a_refusal_that_nobody_catches_ends_the_outer_call_alone(
 
 def test_the_model_that_drafts_is_in_the_middle_of_an_answer(llama_checkpoint: Any, expected: torch.Tensor) -> None:
     ids = llama_checkpoint.ids[2:]
-    with (llama_checkpoint.language_model(1.5, batch=1, prompt=10, new_tokens=6, drafted_tokens=3) as lm,
+    with (llama_checkpoint.language_model(1.5, batch=1, prompt=10, new_tokens=6, prompt_lookup_num_tokens=3) as lm,
           llama_checkpoint.language_model(0.6, batch=1, prompt=10, new_tokens=6) as helper):
         said, back = refusals(lm, lambda lm: lm.generate(OTHER, assistant_model=helper, **GREEDY))
         assert torch.equal(helper.generate(ids, **GREEDY, on_token=lambda column: back()), expected)

@@ -128,7 +128,7 @@ def test_scores_and_logits_are_transformers(streamed: LanguageModel, llama_check
 def test_beams_move_every_part_of_a_row(llama_checkpoint: Any, cache: str) -> None:
     """Two prompts whose beams cross: a cache that was not reordered, or only in part, gives other tokens."""
     options = dict(num_beams=6, num_return_sequences=6, repetition_penalty=1.1)
-    with llama_checkpoint.language_model(0.6, batch=18, prompt=10, new_tokens=NEW, cache_format=cache) as lm:
+    with llama_checkpoint.language_model(0.6, batch=18, prompt=10, new_tokens=NEW, cache=cache) as lm:
         if cache == "native":
             ours, theirs = both(lm, llama_checkpoint, **options)
             assert torch.equal(ours, theirs)

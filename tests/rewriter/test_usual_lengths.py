@@ -19,7 +19,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_places import plan_places, sequence_time_s
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.objective import latency_s
-from forebay.rewriter.planning.wishes import Wishes, check_choices, usual_lengths
+from forebay.rewriter.planning.options import Options, check_choices, usual_lengths
 from forebay.rewriter.policy.block_costs import BlockShape
 from forebay.rewriter.policy.policy_search import Problem
 from forebay.rewriter.predict.model_shapes import load_model_shape
@@ -37,9 +37,9 @@ SLOW = replace(Machine.default(), attention_bytes_per_s=1e6, attention_flops=1e9
 
 
 def places_of(
-    job: Workload, budget: int = 16 << 20, places: int | None = 8, **wishes: Any
+    job: Workload, budget: int = 16 << 20, places: int | None = 8, **options: Any
 ) -> tuple[Pipeline, Plan]:
-    wished = Wishes(cache_tier="device", **wishes)
+    wished = Options(cache_tier="device", **options)
     return plan_places(graphs, Budget(budget), job, wished, SLOW, Switches(), places)
 
 
@@ -107,7 +107,7 @@ def test_what_runs_between_prompt_and_answer_is_the_prompts() -> None:
     """A cache that is moved to its wider place, once an answer."""
     work = Workload(4, 300, 200)
     pipeline = Pipeline(graphs(work, ALONE), work, SLOW, Switches())
-    plan = pipeline.plan(Budget(pipeline.smallest_budget()), Wishes())
+    plan = pipeline.plan(Budget(pipeline.smallest_budget()), Options())
     growth = pipeline.growth(plan)
     assert plan.lends and growth is not None
     with_s, without_s = (predict(plan, lambda tokens: pipeline.program(plan, tokens), SLOW, each).prefill_time_s
@@ -130,10 +130,10 @@ def test_usual_lengths_beyond_the_longest_are_refused(field: str, value: int) ->
         plan_from_dict(json.loads(bad.to_json()))
 
 
-def test_wishes_for_usual_lengths_beyond_the_longest_are_refused() -> None:
+def test_options_for_usual_lengths_beyond_the_longest_are_refused() -> None:
     with pytest.raises(PlanError, match=r"usual: 401 tokens are more than the longest has \(prompt=400\)"):
-        check_choices(replace(USUAL, usual_prompt=401), Wishes())
-    check_choices(USUAL, Wishes())
+        check_choices(replace(USUAL, usual_prompt=401), Options())
+    check_choices(USUAL, Options())
 
 
 @pytest.mark.parametrize("usual", [(1,), (1, 2, 3), (0, 5), (2.5, 3), 7, "1,2"])

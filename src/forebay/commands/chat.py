@@ -121,7 +121,7 @@ def _planned(
     from forebay.kernels.build.process_limits import available_nbytes
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import Budget
-    from forebay.rewriter.planning.wishes import activations_of
+    from forebay.rewriter.planning.options import activations_of
 
     profile = machine_profile(machine, folder)
     saved = stored_plan(folder) if budget is None and is_bundle(folder) and draft is None else None

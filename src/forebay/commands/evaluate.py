@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from forebay.rewriter.checkpoints.checkpoint import Progress
     from forebay.rewriter.ir.plan import Budget
     from forebay.rewriter.machine.profile import Machine
-    from forebay.rewriter.planning.wishes import Activations
+    from forebay.rewriter.planning.options import Activations
 
 CONTEXT = 512
 
@@ -73,7 +73,7 @@ def open_scorer(
     from forebay.api import LanguageModel, open_model
     from forebay.rewriter.checkpoints.resolve import resolve_model
     from forebay.rewriter.ir.plan import Workload
-    from forebay.rewriter.planning.wishes import Wishes
+    from forebay.rewriter.planning.options import Options
 
     folder = resolve_model(model)
     scoring, checkpoint, files = open_model(folder, gives="scores")
@@ -81,7 +81,7 @@ def open_scorer(
     if limit and context >= limit:
         raise JobError(f"a context of {context} tokens is too long: at most {limit - 1} fit the model's positions")
     return LanguageModel(scoring, checkpoint, files, budget, Workload(batch, context, 1),
-                         Wishes(cache_format=cache, activations=activations), machine)
+                         Options(cache=cache, activations=activations), machine)
 
 
 def perplexity(

@@ -80,7 +80,7 @@ def write_plans(
     from forebay.commands.prompts import JobError
     from forebay.rewriter.ir.plan import Budget, Workload
     from forebay.rewriter.machine.presets import load_machine_or_preset
-    from forebay.rewriter.planning.wishes import Wishes
+    from forebay.rewriter.planning.options import Options
 
     if runs is None:
         raise JobError(f"--plans: {why}")
@@ -88,7 +88,7 @@ def write_plans(
         raise JobError(f"--plans: {model} is no folder with a model's weights, whose places in files plans name")
     work = Workload(problem.batch, problem.prompt, problem.new_tokens)
     budget = Budget(int(problem.capacity_nbytes), 0)
-    save_ranks(plans_of_ranks(open_model(model_folder(model)), mesh_option(problem, runs), budget, work, Wishes(),
+    save_ranks(plans_of_ranks(open_model(model_folder(model)), mesh_option(problem, runs), budget, work, Options(),
                               load_machine_or_preset(machine)), folder)
     return folder
 

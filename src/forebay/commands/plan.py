@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from forebay.rewriter.ir.graph import CapturedModel
     from forebay.rewriter.ir.plan import Plan, Workload
     from forebay.rewriter.machine.profile import Machine
-    from forebay.rewriter.planning.wishes import Wishes
+    from forebay.rewriter.planning.options import Options
 
 
 def plan(
@@ -93,7 +93,7 @@ def plan(
     """
     with clean_errors(debug):
         from forebay.rewriter.ir.plan import PlanError
-        from forebay.rewriter.planning.wishes import Wishes
+        from forebay.rewriter.planning.options import Options
 
         if (model is None) == (config is None):
             raise PlanError("name a MODEL, or a --config to plan without one")
@@ -118,7 +118,7 @@ def plan(
             if given:
                 raise PlanError(f"{name} needs --config and --explore")
         if config is not None:
-            _plan_config(request, Wishes(slots, cache_format=cache), as_json, save, pareto)
+            _plan_config(request, Options(slots=slots, cache=cache), as_json, save, pareto)
             return
         only = {"--objective": objective != "throughput", "--latency": latency is not None, "--explore": explore,
                 "--tokens-per-s": tokens_per_s is not None}
@@ -135,17 +135,17 @@ def plan(
                     raise PlanError(f"{name} is for the plan of one model; leave it or --draft out")
             _plan_drafted(model, draft, budget, shape, cache, machine, dequantize)
             return
-        wishes = Wishes(slots, cache_format=cache, activations=activations)  # type: ignore[arg-type]
+        options = Options(slots=slots, cache=cache, activations=activations)  # type: ignore[arg-type]
         if mesh is not None:
             if picture or pareto:
                 raise PlanError("--picture and --pareto are for the plan of one device; leave them or --mesh out")
-            _plan_mesh(model, mesh, rank or 0, budget, shape, wishes, machine, as_json, save, dequantize)
+            _plan_mesh(model, mesh, rank or 0, budget, shape, options, machine, as_json, save, dequantize)
             return
-        _plan_model(model, budget, shape, wishes, machine, as_json, save, (picture, pareto), dequantize)
+        _plan_model(model, budget, shape, options, machine, as_json, save, (picture, pareto), dequantize)
 
 
 def _plan_model(
-    model: str, budget: str | None, shape: tuple[int, ...], wishes: Wishes, machine: str | None,
+    model: str, budget: str | None, shape: tuple[int, ...], options: Options, machine: str | None,
     as_json: bool, save: Path | None, pictures: tuple[Path | None, Path | None], dequantize: bool,
 ) -> None:
     from forebay.api import open_model
@@ -158,7 +158,7 @@ def _plan_model(
     from forebay.rewriter.pipeline.plan_block import plan_batches, plan_block
     from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
     from forebay.rewriter.planning.objective import latency_s, tokens_per_s
-    from forebay.rewriter.planning.wishes import check_choices
+    from forebay.rewriter.planning.options import check_choices
     from forebay.rewriter.policy.plan_search import plan_frontier
     from forebay.rewriter.predict.simulate import simulate
     from forebay.rewriter.switches import read_switches
@@ -166,7 +166,7 @@ def _plan_model(
     if budget is None:
         raise PlanError("say how much memory may be used, as --budget device=120MiB")
     sizes, workload, switches = parse_budget(budget), Workload(*shape), read_switches()
-    check_choices(workload, wishes)
+    check_choices(workload, options)
     require_writable(save, "--save")
     picture, pareto = pictures
     require_writable(picture, "--picture")
@@ -176,14 +176,14 @@ def _plan_model(
     with console().status("capturing the model"):
         captured, checkpoint, files = open_model(folder)
     with console().status("planning"):
-        fused = rewrite_captured(captured, switches, wishes.cache_format, wishes.activations)
+        fused = rewrite_captured(captured, switches, options.cache, options.activations)
 
         def graphs_of(whole: Workload, block: Block) -> StepGraphs:
             return step_graphs(fused, files, whole, checkpoint.fingerprint, block=block, host_hop=profile.kind.host_hop)
 
-        pipeline, made = plan_block(graphs_of, sizes, workload, wishes, profile, switches)
-        smallest = pipeline.smallest_budget(wishes)
-        others = plan_batches(graphs_of, sizes, workload, wishes, profile, switches) if pareto else []
+        pipeline, made = plan_block(graphs_of, sizes, workload, options, profile, switches)
+        smallest = pipeline.smallest_budget(options)
+        others = plan_batches(graphs_of, sizes, workload, options, profile, switches) if pareto else []
     frontier = [(latency_s(p), tokens_per_s(p), p.workload.batch) for p in plan_frontier([made, *others])]
     if save:
         made.save(save)
@@ -206,7 +206,7 @@ def _plan_model(
 
 
 def _plan_mesh(
-    model: str, mesh: str, rank: int, budget: str | None, shape: tuple[int, ...], wishes: Wishes, machine: str | None,
+    model: str, mesh: str, rank: int, budget: str | None, shape: tuple[int, ...], options: Options, machine: str | None,
     as_json: bool, save: Path | None, dequantize: bool,
 ) -> None:
     """Plan all ranks, write their plans, and show one."""
@@ -215,19 +215,19 @@ def _plan_mesh(
     from forebay.model_kinds import read_mesh
     from forebay.rewriter.ir.byte_sizes import parse_budget
     from forebay.rewriter.ir.plan import PlanError, Workload
-    from forebay.rewriter.planning.wishes import check_choices
+    from forebay.rewriter.planning.options import check_choices
 
     if budget is None:
         raise PlanError("say how much memory each rank may use, as --budget device=120MiB")
     ranks, workload = read_mesh(mesh).ranks, Workload(*shape)
     if rank >= ranks:
         raise PlanError(f"--rank {rank}: the mesh {mesh} has ranks 0 to {ranks - 1}")
-    check_choices(workload, wishes)
+    check_choices(workload, options)
     folder = model_folder(model, dequantize)
     profile = _profile(machine, folder)
     with console().status("capturing the model"):
         opened = open_model(folder)
-    made = plans_of_ranks(opened, mesh, parse_budget(budget), workload, wishes, profile)
+    made = plans_of_ranks(opened, mesh, parse_budget(budget), workload, options, profile)
     if save:
         save_ranks(made, save)
     captured, _, plan = made[rank]
@@ -321,7 +321,7 @@ def _explore(request: PlanRequest, as_json: bool, **choices: Any) -> None:
     print(json.dumps(found, indent=1) if as_json else explore_text(found))
 
 
-def _plan_config(request: PlanRequest, wishes: Wishes, as_json: bool, save: Path | None, pareto: Path | None) -> None:
+def _plan_config(request: PlanRequest, options: Options, as_json: bool, save: Path | None, pareto: Path | None) -> None:
     import json
 
     from forebay.commands.plan_config import draw_frontier, plan_config, plan_data, plan_text
@@ -329,7 +329,7 @@ def _plan_config(request: PlanRequest, wishes: Wishes, as_json: bool, save: Path
 
     try:
         with console().status("capturing and planning"):
-            found = plan_config(request, wishes, complete=save is not None)
+            found = plan_config(request, options, complete=save is not None)
     except ValueError as error:
         raise PlanError(str(error)) from error
     if save:

@@ -29,8 +29,8 @@ from forebay.rewriter.pipeline.plan_block import Way, closed_form_way
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.objective import Objective, latency_s, tokens_per_s
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan
-from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.policy.block_costs import BlockShape
 from forebay.rewriter.policy.plan_search import best_plan, blocks, plan_frontier, search_plans
 from forebay.rewriter.predict.model_shapes import capture_config, load_config
@@ -95,7 +95,7 @@ class ConfigPlan:
     frontier: tuple[Point, ...]
 
 
-def plan_config(request: PlanRequest, wishes: Wishes | None = None, *, complete: bool = False) -> ConfigPlan:
+def plan_config(request: PlanRequest, options: Options | None = None, *, complete: bool = False) -> ConfigPlan:
     """The best plan that runs, as the model itself would be planned on that machine; lowered and simulated, with
     `complete` also where that takes long. Where weights or cache of a batch are beyond the device, it may be a block
     of micro-batches whose caches lie on slower tiers: the fastest of a few by the closed form. (For the least device
@@ -104,7 +104,7 @@ def plan_config(request: PlanRequest, wishes: Wishes | None = None, *, complete:
     Raises PlanError, BudgetError, ModelError or PresetError (all ValueErrors) that name the field, or the smallest
     budget that works.
     """
-    objective, wishes = request.wanted(), wishes or Wishes()
+    objective, options = request.wanted(), options or Options()
     (name, values), machine = load_config(request.config), load_machine_or_preset(request.machine)
     captured = capture_config(values)
     limit = captured.max_positions
@@ -112,7 +112,7 @@ def plan_config(request: PlanRequest, wishes: Wishes | None = None, *, complete:
         raise PlanError(f"prompt: {request.prompt} and {request.output} new tokens exceed the model's {limit} "
                         "positions")
     switches, (budget, spill_nbytes) = read_switches(), _budget(machine, dict(request.capacity), captured)
-    graphs, files = rewrite_captured(captured, switches, wishes.cache_format), _one_file(captured)
+    graphs, files = rewrite_captured(captured, switches, options.cache), _one_file(captured)
     fingerprint = f"config:{name}:{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
 
     def graphs_of(workload: Workload, block: Block) -> StepGraphs:
@@ -123,19 +123,19 @@ def plan_config(request: PlanRequest, wishes: Wishes | None = None, *, complete:
 
     @functools.cache
     def pipeline_of(batch: int) -> Pipeline:
-        return Pipeline(graphs_of(work_of(batch), wishes.block(batch)), work_of(batch), machine, switches)
+        return Pipeline(graphs_of(work_of(batch), options.block(batch)), work_of(batch), machine, switches)
 
     ways: list[Way] = []
 
     def way_of(batch: int) -> Way | None:
-        way = closed_form_way(graphs_of, budget, work_of(batch), wishes, machine, switches, spill_nbytes)
+        way = closed_form_way(graphs_of, budget, work_of(batch), options, machine, switches, spill_nbytes)
         ways.extend([way] if way else [])
         return way
 
     def plan_for(block: BlockShape, budget: Budget) -> Plan:
         pipeline = pipeline_of(block.size)
         try:
-            plan = make_plan(pipeline.needs, budget, pipeline.workload, wishes, machine.name)
+            plan = make_plan(pipeline.needs, budget, pipeline.workload, options, machine.name)
         except PlanError:
             if objective.kind == "budget" or (way := way_of(block.size)) is None:
                 raise
@@ -153,7 +153,7 @@ def plan_config(request: PlanRequest, wishes: Wishes | None = None, *, complete:
     if complete:
         way = next((way for way in ways if way.plan is best), None)
         pipeline = way.pipeline.with_block(way.block) if way else pipeline_of(best.workload.batch)
-        best = pipeline.plan(Budget(best.budget.device, best.budget.host), wishes)
+        best = pipeline.plan(Budget(best.budget.device, best.budget.host), options)
     return ConfigPlan(name, best, complete, captured, frontier)
 
 

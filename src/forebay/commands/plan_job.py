@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from forebay.api import LanguageModel
     from forebay.rewriter.ir.plan import Plan
     from forebay.rewriter.machine.profile import Machine
-    from forebay.rewriter.planning.wishes import Wishes
+    from forebay.rewriter.planning.options import Options
 
 
 def fit_job(
     opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, new_tokens: int, batch: int | None,
-    wishes: Wishes, saved: Plan | None, machine: Machine, first: int | None = None, mesh: str | None = None,
+    options: Options, saved: Plan | None, machine: Machine, first: int | None = None, mesh: str | None = None,
     draft: str | None = None,
 ) -> tuple[LanguageModel, list[Prompt]]:
     """The model planned once for the whole job, and the prompts that the budget holds.
@@ -38,7 +38,7 @@ def fit_job(
     if saved is not None:
         if batch is not None and batch != saved.workload.batch:
             raise PlanError(f"the plan is for batches of {saved.workload.batch}, not of {batch}; leave --batch out")
-        return made(draft, mesh, *opened, sizes, saved.workload, wishes, machine, saved), encoded
+        return made(draft, mesh, *opened, sizes, saved.workload, options, machine, saved), encoded
     needs = sorted({_tokens(p, new_tokens) for p in encoded})
 
     def up_to(most: int) -> list[Prompt]:
@@ -51,7 +51,7 @@ def fit_job(
 
         def made_for(answer: int) -> LanguageModel:
             work = Workload(len(kept), max(prompts), answer, round(fmean(prompts)), min(usual, answer))
-            return made(draft, mesh, *opened, sizes, work, wishes, machine, None, how)
+            return made(draft, mesh, *opened, sizes, work, options, machine, None, how)
 
         with console().status("planning the job"):
             if usual > beside:  # where long prompts have short answers, times of the usual one want more room

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from forebay.rewriter.ir.plan import Budget, Plan, Workload
     from forebay.rewriter.machine.profile import Machine
     from forebay.rewriter.pipeline.step_pipeline import Pipeline
-    from forebay.rewriter.planning.wishes import Wishes
+    from forebay.rewriter.planning.options import Options
 
 Ranks = list[tuple["CapturedModel", "Pipeline", "Plan"]]
 
 
 def plans_of_ranks(
-    opened: tuple[Any, Any, Any], mesh: str, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine
+    opened: tuple[Any, Any, Any], mesh: str, budget: Budget, workload: Workload, options: Options, machine: Machine
 ) -> Ranks:
     """Each rank's part of an opened model and its plan, with the pipeline of its Programs. PlanError where one has
     none."""
@@ -28,7 +28,7 @@ def plans_of_ranks(
 
     captured, checkpoint, files = opened
     with console().status("planning all ranks"):
-        ranks = rank_planners(captured, checkpoint.fingerprint, files, read_mesh(mesh), budget, wishes, machine,
+        ranks = rank_planners(captured, checkpoint.fingerprint, files, read_mesh(mesh), budget, options, machine,
                               read_switches())
         planned = plan_together([planner for _, planner in ranks], workload)
     return [(part, *each) for (part, _), each in zip(ranks, planned, strict=True)]

@@ -73,7 +73,7 @@ def plan_serving(folder: Path, wanted: ServingWanted, goals: ServingGoals | None
     from forebay.rewriter.ir.byte_sizes import parse_budget
     from forebay.rewriter.ir.plan import Workload
     from forebay.rewriter.pipeline.plan_places import entering_at_once
-    from forebay.rewriter.planning.wishes import Wishes
+    from forebay.rewriter.planning.options import Options
     from forebay.runtime.disk.spill_file import require_spill_folder
 
     sizes = parse_budget(wanted.budget)
@@ -84,11 +84,11 @@ def plan_serving(folder: Path, wanted: ServingWanted, goals: ServingGoals | None
         chosen.append(_best_way(given, wanted, goals))
         return chosen[-1].planned
 
-    wishes = Wishes(cache_format=wanted.cache, entering=entering_at_once(wanted.places or 1),
-                    drafted_tokens="auto" if wanted.speculate else None)
+    options = Options(cache=wanted.cache, entering=entering_at_once(wanted.places or 1),
+                    prompt_lookup_num_tokens="auto" if wanted.speculate else None)
     usual = (min(goals.prompt, wanted.prompt), min(goals.output, wanted.new_tokens)) if goals is not None else (0, 0)
     work = Workload(wanted.places or 1, wanted.prompt, wanted.new_tokens, *usual)
-    lm = made(wanted.draft, None, *open_model(folder), sizes, work, wishes, machine_profile(wanted.machine, folder),
+    lm = made(wanted.draft, None, *open_model(folder), sizes, work, options, machine_profile(wanted.machine, folder),
               None, choose)
     return ServingChoice(lm, chosen[-1].turns, chosen[-1].rate)
 
@@ -132,9 +132,9 @@ def _planned(given: tuple[Any, ...], count: int, *, alone: bool = False) -> tupl
     from forebay.rewriter.pipeline.plan_block import plan_block
     from forebay.rewriter.pipeline.plan_places import entering_at_once
 
-    graphs_of, limits, workload, wishes, profile, switches = given
-    wished = replace(wishes, entering=None, cache_tier="device") if alone else replace(
-        wishes, entering=entering_at_once(count))
+    graphs_of, limits, workload, options, profile, switches = given
+    wished = replace(options, entering=None, cache_tier="device") if alone else replace(
+        options, entering=entering_at_once(count))
     return plan_block(graphs_of, limits, replace(workload, batch=count), wished, profile, switches)
 
 

@@ -98,7 +98,7 @@ def run(
         from forebay.drafted import told
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
-        from forebay.rewriter.planning.wishes import Wishes, activations_of, told_activations
+        from forebay.rewriter.planning.options import Options, activations_of, told_activations
         from forebay.runtime.disk.spill_file import require_spill_folder
         from forebay.runtime.run.sampling import Sampling
 
@@ -176,10 +176,10 @@ def run(
                 answers.check_batch(batch if saved is None else saved.workload.batch)
                 prepare_draft(draft, folder, sizes.device)
                 lm, fitting = fit_job((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
-                                       Wishes(slots, cache_format=cache, score_ranges=ranges,
+                                       Options(slots=slots, cache=cache, score_ranges=ranges,
                                               activations=activations,  # type: ignore[arg-type]
-                                              drafted_tokens=None if speculate is False else "auto"), saved, profile,
-                                       first=answers.batch, mesh=mesh, draft=draft)
+                                              prompt_lookup_num_tokens=None if speculate is False else "auto"),
+                                       saved, profile, first=answers.batch, mesh=mesh, draft=draft)
                 if draft is not None:
                     say(f"draft: {told(lm)}")
                 if batch is None and answers.batch not in (None, lm.plan.workload.batch):

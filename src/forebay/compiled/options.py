@@ -10,11 +10,11 @@ from typing import Any
 from forebay.rewriter.ir.byte_sizes import parse_budget, parse_nbytes
 from forebay.rewriter.ir.plan import Budget
 from forebay.rewriter.machine.profile import Machine, load_machine
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 
 
 @dataclass(frozen=True)
-class Options:
+class CompileOptions:
     """`options` of torch.compile. `strict`: raise where a graph would fall back to eager; `slots`, `slot_nbytes` and
     `lead` force choices of the planner; `machine` is a profile or the path of one."""
 
@@ -26,15 +26,15 @@ class Options:
     machine: Machine | None = None
 
     @property
-    def wishes(self) -> Wishes:
-        return Wishes(self.slots, self.slot_nbytes, self.lead)
+    def planned(self) -> Options:
+        return Options(slots=self.slots, slot_nbytes=self.slot_nbytes, lead=self.lead)
 
 
-def parse_options(options: Mapping[str, Any] | None) -> Options:
+def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
     """Validate; ValueError names an unknown or missing option and those there are, PlanError a size that is wrong."""
     if options is not None and not isinstance(options, Mapping):
         raise ValueError(f'options: expected a mapping such as {{"budget": "500MB"}}, not {options!r}')
-    known = [f.name for f in fields(Options)]
+    known = [f.name for f in fields(CompileOptions)]
     given = dict(options or {})
     for name in given:
         if name not in known:
@@ -55,4 +55,4 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         given["machine"] = load_machine(machine)
     elif machine is not None and not isinstance(machine, Machine):
         raise ValueError(f"options: machine is a profile or the path of one, not {machine!r}")
-    return Options(**given)
+    return CompileOptions(**given)

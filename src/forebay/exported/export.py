@@ -24,7 +24,7 @@ from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import read_switches
 from forebay.version import package_version
 
@@ -87,7 +87,7 @@ def export(
         _write_bundle(source, folder, progress)
         seal(folder)
         workload = Workload(batch, _prompt_for(source) if prompt is None else prompt, new_tokens)
-        _write_plan(folder, sizes, workload, Wishes(cache_format=cache), machine)
+        _write_plan(folder, sizes, workload, Options(cache=cache), machine)
         seal(folder)
     remember_verified(open_quantized(made, check="never"))
     return made
@@ -178,10 +178,10 @@ def _write_manifest(folder: Path, format: str, **described: Any) -> None:
     write_json(folder / MANIFEST, {"format": format, **described, "written_by": package_version()})
 
 
-def _write_plan(folder: Path, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine | None) -> None:
+def _write_plan(folder: Path, budget: Budget, workload: Workload, options: Options, machine: Machine | None) -> None:
     """Plan the bundle in `folder` for the machine."""
     from forebay.api import LanguageModel
 
-    lm = LanguageModel(*read_bundle(folder), budget, workload, wishes, machine)
+    lm = LanguageModel(*read_bundle(folder), budget, workload, options, machine)
     lm.plan.save(folder / PLAN)
     save_machine(lm.machine, folder / MACHINE)

@@ -11,7 +11,7 @@ from forebay.exported.bundle import PLAN, checked_file, read_bundle
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, load_plan
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 
 LOG = logging.getLogger("forebay")
 
@@ -27,15 +27,15 @@ def open_bundle(folder: str | os.PathLike[str], *, disk: str | None = None, mach
     opened = read_bundle(Path(folder).expanduser())
     plan = stored_plan(Path(folder).expanduser())
     budget = Budget(plan.budget.device, plan.budget.host, disk)
-    wishes = Wishes(cache_format=plan.cache_format)
+    options = Options(cache=plan.cache_format)
     try:
-        lm = LanguageModel(*opened, budget, plan.workload, wishes, machine, plan)
+        lm = LanguageModel(*opened, budget, plan.workload, options, machine, plan)
         if lm.plan.machine == plan.machine:
             return lm
         LOG.info("the plan in %s was made for %s: planning anew", folder, plan.machine)
     except PlanError as error:
         LOG.info("the plan in %s does not suit this machine, planning anew: %s", folder, error)
-    return LanguageModel(*opened, budget, plan.workload, wishes, machine)
+    return LanguageModel(*opened, budget, plan.workload, options, machine)
 
 
 def stored_plan(folder: Path) -> Plan:

@@ -143,7 +143,8 @@ class StreamedCausalLM(GenerationMixin):
     @property
     def _checks_drafts(self) -> bool:
         """Whether steps check drafts, of this plan or, where it is of calls too short for them, of others."""
-        return bool(self.lm.plan.schedule.speculative_steps) or isinstance(self.lm.wishes.drafted_tokens, int)
+        forced = isinstance(self.lm.options.prompt_lookup_num_tokens, int)
+        return forced or bool(self.lm.plan.schedule.speculative_steps)
 
     def _plain(self, config: GenerationConfig) -> bool:
         """Whether the runtime's loop gives what `config` asks for."""

@@ -29,7 +29,7 @@ from forebay.rewriter.ir.program import (
 )
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(12, 30, 10)
@@ -44,7 +44,7 @@ def made() -> Made:
     def program(block: Block) -> tuple[Program, Plan, Pipeline]:
         graphs = step_graphs(lm, files, WORK, "llama", block=block)
         pipeline = Pipeline(graphs, WORK, Machine.default(), Switches())
-        plan = pipeline.plan(Budget(1 << 24, 1 << 24), Wishes(prefill_chunk=20))
+        plan = pipeline.plan(Budget(1 << 24, 1 << 24), Options(prefill_chunk=20))
         return pipeline.program(plan, 1), plan, pipeline
 
     return program

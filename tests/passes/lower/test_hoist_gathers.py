@@ -21,7 +21,7 @@ from forebay.rewriter.ir.program import COLLECT, COMPUTE, FileSlice, Launch, Pro
 from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.ranks import simulate_ranks
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.program import ProgramError, verify_program
@@ -43,7 +43,7 @@ def ranks(family: str, mesh: str, budget: int = 8 << 20, machine: Machine | None
     for name, spec in captured.weights.items():
         files[name] = FileSlice("/nothing", at, spec.nbytes)
         at += spec.nbytes
-    planners = rank_planners(captured, "", files, read_mesh(mesh), Budget(budget, 0), Wishes(prefill_chunk=TOKENS),
+    planners = rank_planners(captured, "", files, read_mesh(mesh), Budget(budget, 0), Options(prefill_chunk=TOKENS),
                              machine or Machine.default(), Switches())
     return plan_together([planner for _, planner in planners], WORK)
 

@@ -14,7 +14,7 @@ from forebay.rewriter.ir.program import FileSlice, Launch
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import plan_block
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
 
 CALLED = {
@@ -24,14 +24,14 @@ CALLED = {
 }
 
 
-def launched(model: CapturedModel, wishes: Wishes | None = None) -> set[str]:
+def launched(model: CapturedModel, options: Options | None = None) -> set[str]:
     """Names of our operators in the Programs of a prompt's chunk and of a decode step."""
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(model.weights.values())}
 
     def graphs_of(work: Workload, block: Block) -> StepGraphs:
         return step_graphs(model, files, work, "model", block=block)
 
-    pipeline, plan = plan_block(graphs_of, Budget(1 << 28, 1 << 24), Workload(2, 9, 4), wishes or Wishes(),
+    pipeline, plan = plan_block(graphs_of, Budget(1 << 28, 1 << 24), Workload(2, 9, 4), options or Options(),
                                 Machine.default(), Switches())
     programs = [pipeline.program(plan, tokens) for tokens in (1, plan.schedule.prefill_chunk)]
     items = [item for program in programs for item in (*program.prologue, *program.step)]
@@ -39,10 +39,10 @@ def launched(model: CapturedModel, wishes: Wishes | None = None) -> set[str]:
 
 
 def test_every_operator_is_launched_by_some_program() -> None:
-    staged = Wishes(cache_tier="host", cache_tokens=4, micro_batches=2, checkpoints=(1, 1), checkpoint_format="act8")
+    staged = Options(cache_tier="host", cache_tokens=4, micro_batches=2, checkpoints=(1, 1), checkpoint_format="act8")
     rows = rewrite_captured(packed(captured("llama"), embedding=True), Switches(), "kv8")
     found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(rows) | (
-        launched(rewritten("opt"), Wishes(sparse_values=0.5)))
+        launched(rewritten("opt"), Options(sparse_values=0.5)))
     ours = {operator.name for operator in OPERATORS}
     unused, both = ours - found - CALLED.keys(), found & CALLED.keys()
     assert found | CALLED.keys() == ours and not both, (unused, both)

@@ -30,7 +30,7 @@ from forebay.rewriter.ir.program import (
     Rows,
     Wait,
 )
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.program import ProgramError, verify_program
 
 
@@ -155,8 +155,8 @@ def test_lookup_moves_only_the_rows_it_names_and_the_tied_head_streams(tmp_path:
 def test_two_hops_through_host_slots(tmp_path: Path, slots: int) -> None:
     """What a GPU needs, run here: disk to host slot, host slot to device slot, each freed by an event of its reader."""
     model = chain(tmp_path, layers=3, width=64)
-    wishes = Wishes(slots=slots, slot_nbytes=5000)
-    plan, program = planned(model, Budget(2 * 4096 + slots * 12288 + 4000), wishes, host_hop=True)
+    options = Options(slots=slots, slot_nbytes=5000)
+    plan, program = planned(model, Budget(2 * 4096 + slots * 12288 + 4000), options, host_hop=True)
     assert plan.schedule.host_hop and plan.schedule.slots == slots and plan.nbytes_on("disk") > 30_000
     assert {i.stream for i in program.step} == {COMPUTE, DISK, UPLOAD}
     assert all(i.dst.arena == "host" for i in program.step if isinstance(i, Copy) and i.stream == DISK)

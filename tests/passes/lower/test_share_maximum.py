@@ -15,7 +15,7 @@ from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(batch=2, prompt=9, new_tokens=4)
@@ -36,10 +36,10 @@ def attending(program: Program) -> list[Launch]:
 @pytest.mark.parametrize("cache", ("native", "kv4"))
 def test_a_layers_range_is_behind_its_launches_arguments(cache: str) -> None:
     made = pipeline(cache)
-    wishes = Wishes(cache_format=cache)
-    budget = Budget(2 * made.smallest_budget(wishes))
-    without = made.program(made.plan(budget, wishes), 1)
-    program = made.program(made.plan(budget, replace(wishes, score_ranges=(RANGE,))), 1)
+    options = Options(cache=cache)
+    budget = Budget(2 * made.smallest_budget(options))
+    without = made.program(made.plan(budget, options), 1)
+    program = made.program(made.plan(budget, replace(options, score_ranges=(RANGE,))), 1)
     assert len(attending(program)) > 1 and {launch.layer for launch in attending(program)} >= {0, 1}
     for launch, plain in zip(attending(program), attending(without), strict=True):
         arguments = find(launch.op).arguments  # type: ignore[union-attr]

@@ -24,7 +24,7 @@ from forebay.rewriter.pipeline.plan_block import block_tokens, plan_block, stage
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.graph_needs import launch_count
 from forebay.rewriter.planning.objective import latency_s
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.switches import Switches
@@ -50,16 +50,16 @@ def test_blocks_are_whole_pages_with_little_padding_where_that_can_be(token: int
 @given(st.integers(1, 300))
 def test_every_way_has_room_for_the_batch_and_none_is_empty(batch: int) -> None:
     work = replace(WORK, batch=batch)
-    ways = staged_blocks(graphs, work, Wishes(cache_tokens=16))
+    ways = staged_blocks(graphs, work, Options(cache_tokens=16))
     assert len({way.micro_batches for way in ways}) == len(ways) >= 1
     for way in ways:
         each = math.ceil(batch / way.micro_batches)
         assert 1 <= way.micro_batches <= batch and way.cache == "disk" and each <= 128
     assert any(way.micro_batches == batch for way in ways)
-    wished = staged_blocks(graphs, work, Wishes(micro_batches=7, order="row", cache_slots=4, cache_tokens=32))
+    wished = staged_blocks(graphs, work, Options(micro_batches=7, order="row", cache_slots=4, cache_tokens=32))
     assert wished == [Block(min(7, batch), "row", "disk", 32, 4)]
-    assert staged_blocks(graphs, work, Wishes(cache_tier="host", cache_tokens=16))[0].cache == "host"
-    assert not staged_blocks(graphs, work, Wishes(cache_tier="device"))
+    assert staged_blocks(graphs, work, Options(cache_tier="host", cache_tokens=16))[0].cache == "host"
+    assert not staged_blocks(graphs, work, Options(cache_tier="device"))
 
 
 def graphs(work: Workload, block: Block) -> StepGraphs:
@@ -71,7 +71,7 @@ def graphs(work: Workload, block: Block) -> StepGraphs:
 def needed(tier: str) -> int:
     """The smallest budget for a cache on this tier, of micro-batches of one on disk."""
     block = Block() if tier == "device" else Block(WORK.batch, "zigzag", "disk", 16, 3)
-    return Pipeline(graphs(WORK, block), WORK, Machine.default(), Switches()).smallest_budget(Wishes())
+    return Pipeline(graphs(WORK, block), WORK, Machine.default(), Switches()).smallest_budget(Options())
 
 
 @pytest.mark.parametrize("change", [
@@ -94,21 +94,21 @@ def test_other_shares_need_what_a_pipeline_of_their_own_finds(change: dict) -> N
 
 
 def test_a_cache_that_fits_the_device_stays_there() -> None:
-    for wishes, count in ((Wishes(), 1), (Wishes(micro_batches=3), 3)):
-        _, plan = plan_block(graphs, Budget(1 << 24), WORK, wishes, Machine.default(), Switches())
+    for options, count in ((Options(), 1), (Options(micro_batches=3), 3)):
+        _, plan = plan_block(graphs, Budget(1 << 24), WORK, options, Machine.default(), Switches())
         assert plan.schedule.block == Block(count)
 
 
 def test_one_that_does_not_goes_to_disk_in_the_fastest_way() -> None:
     work = Workload(24, 200, 50)
-    device = Pipeline(graphs(work, Block()), work, Machine.default(), Switches()).smallest_budget(Wishes())
+    device = Pipeline(graphs(work, Block()), work, Machine.default(), Switches()).smallest_budget(Options())
     budget = Budget(device - 200_000)
     with pytest.raises(PlanError, match="cannot work for batch 24"):
-        plan_block(graphs, budget, work, Wishes(cache_tier="device"), Machine.default(), Switches())
-    _, plan = plan_block(graphs, budget, work, Wishes(), Machine.default(), Switches())
+        plan_block(graphs, budget, work, Options(cache_tier="device"), Machine.default(), Switches())
+    _, plan = plan_block(graphs, budget, work, Options(), Machine.default(), Switches())
     assert plan.schedule.block.cache == "disk" and plan.workload.batch >= 24
     for count in (3, 6, 24):
-        _, other = plan_block(graphs, budget, work, Wishes(micro_batches=count), Machine.default(), Switches())
+        _, other = plan_block(graphs, budget, work, Options(micro_batches=count), Machine.default(), Switches())
         assert latency_s(plan) <= latency_s(other)
 
 
@@ -116,11 +116,11 @@ def test_host_memory_takes_caches_where_it_is_given() -> None:
     """No slower by the Programs than with all on disk, and within both budgets."""
     work = Workload(24, 200, 50)
     staged = graphs(work, Block(6, "zigzag", "disk", 16, 3))
-    device = Pipeline(staged, work, Machine.default(), Switches()).smallest_budget(Wishes())
+    device = Pipeline(staged, work, Machine.default(), Switches()).smallest_budget(Options())
     plans = {}
     for host in (0, 1 << 20, 1 << 24):
         budget = Budget(device + 200_000, host)
-        _, plan = plan_block(graphs, budget, work, Wishes(micro_batches=6), Machine.default(), Switches())
+        _, plan = plan_block(graphs, budget, work, Options(micro_batches=6), Machine.default(), Switches())
         assert plan.arenas.get("host", 0) <= host and plan.arenas["device"] <= budget.device
         plans[host] = plan
     assert plans[0].schedule.block.cache_host == 0
@@ -131,12 +131,12 @@ def test_host_memory_takes_caches_where_it_is_given() -> None:
 def test_where_nothing_fits_the_smallest_need_is_named() -> None:
     least = min(needed("device"), needed("disk"))
     with pytest.raises(PlanError, match=r"the smallest that can is .*?\((\d+) bytes") as refused:
-        plan_block(graphs, Budget(1000), WORK, Wishes(), Machine.default(), Switches())
+        plan_block(graphs, Budget(1000), WORK, Options(), Machine.default(), Switches())
     named = int(str(refused.value).split(" bytes: ")[0].rsplit("(", 1)[1])
     assert named <= least
-    plan_block(graphs, Budget(named), WORK, Wishes(), Machine.default(), Switches())
+    plan_block(graphs, Budget(named), WORK, Options(), Machine.default(), Switches())
     with pytest.raises(PlanError, match="the smallest that can is"):
-        plan_block(graphs, Budget(named - 1), WORK, Wishes(), Machine.default(), Switches())
+        plan_block(graphs, Budget(named - 1), WORK, Options(), Machine.default(), Switches())
 
 
 def on_gpu(work: Workload, block: Block) -> StepGraphs:
@@ -146,15 +146,15 @@ def on_gpu(work: Workload, block: Block) -> StepGraphs:
 @pytest.mark.parametrize("slots", [2, 4])
 def test_with_few_slots_the_smallest_named_is_enough(slots: int) -> None:
     """Micro-batches that take turns hold a layer's weights: with fewer slots than their tiles more stays resident."""
-    wishes = Wishes(slots, cache_tier="disk", micro_batches=3)
+    options = Options(slots=slots, cache_tier="disk", micro_batches=3)
     with pytest.raises(PlanError, match=r"the smallest that can is .*?\((\d+) bytes") as refused:
-        plan_block(graphs, Budget(20_000), WORK, wishes, Machine.default(), Switches())
+        plan_block(graphs, Budget(20_000), WORK, options, Machine.default(), Switches())
     least = int(re.search(r"\((\d+) bytes", str(refused.value))[1])
     for budget in (least, 5 * least // 4):
-        _, plan = plan_block(graphs, Budget(budget), WORK, wishes, Machine.default(), Switches())
+        _, plan = plan_block(graphs, Budget(budget), WORK, options, Machine.default(), Switches())
         assert plan.schedule.slots in (0, slots)
     with pytest.raises(PlanError):
-        plan_block(graphs, Budget(least - 1), WORK, wishes, Machine.default(), Switches())
+        plan_block(graphs, Budget(least - 1), WORK, options, Machine.default(), Switches())
 
 
 def test_on_a_gpu_the_host_attends_where_that_is_faster() -> None:
@@ -167,7 +167,7 @@ def test_on_a_gpu_the_host_attends_where_that_is_faster() -> None:
     found = {}
     for rate in (t4.host_attention_bytes_per_s, t4.host_attention_bytes_per_s / 100):
         machine = replace(t4, host_attention_bytes_per_s=rate)
-        ways = {wish: plan_block(on_gpu, budget, work, Wishes(cache_tier="host", micro_batches=4, cpu_attention=wish),
+        ways = {wish: plan_block(on_gpu, budget, work, Options(cache_tier="host", micro_batches=4, cpu_attention=wish),
                                  machine, Switches())[1] for wish in (True, False, None)}
         taken = ways[None].schedule.block.cpu_attention
         assert taken is (latency_s(ways[True]) < latency_s(ways[False]))
@@ -180,8 +180,8 @@ def test_on_a_gpu_the_host_attends_where_that_is_faster() -> None:
 def test_beside_a_gpu_a_region_is_loaded_into_behind_what_was_stored_of_it(count: int) -> None:
     """Also where the next of its micro-batches takes its turn at once: without that wait it is refused."""
     work, budget = Workload(32, 32, 8), Budget(80 << 20, 1 << 28)
-    wishes = Wishes(cache_tier="host", micro_batches=count, hidden_tier="host", prefill_chunk=16)
-    pipeline, plan = plan_block(on_gpu, budget, work, wishes, load_machine_or_preset("t4"), Switches())
+    options = Options(cache_tier="host", micro_batches=count, hidden_tier="host", prefill_chunk=16)
+    pipeline, plan = plan_block(on_gpu, budget, work, options, load_machine_or_preset("t4"), Switches())
     program = pipeline.program(plan, 16)
     loads = [i for i, item in enumerate(program.step) if isinstance(item, Copy) and item.stream == RETURN
              and item.label.startswith("load") and item.label.endswith("@0") and "cache" not in item.label]
@@ -207,7 +207,7 @@ def test_few_ways_are_simulated_and_the_best_of_all_is_near(monkeypatch: pytest.
         monkeypatch.setattr(module, "_try_near", found)
         plan = Pipeline.plan
         monkeypatch.setattr(Pipeline, "plan", lambda *a, plan=plan, plans=plans: plans.append(p := plan(*a)) or p)
-        _, best = plan_block(on_gpu, budget, work, Wishes(cache_tier="host"), t4, Switches())
+        _, best = plan_block(on_gpu, budget, work, Options(cache_tier="host"), t4, Switches())
         monkeypatch.setattr(Pipeline, "plan", plan)
         taken.append((len(plans), latency_s(best)))
     assert taken[0][0] <= 12 < len(tried)
@@ -215,9 +215,9 @@ def test_few_ways_are_simulated_and_the_best_of_all_is_near(monkeypatch: pytest.
 
 
 def test_without_a_gpu_it_attends_only_where_that_is_wished() -> None:
-    wishes = Wishes(cache_tier="host", micro_batches=3)
+    options = Options(cache_tier="host", micro_batches=3)
     for wish, expected in ((None, False), (True, True)):
-        _, plan = plan_block(graphs, Budget(needed("disk") * 2, 1 << 24), WORK, replace(wishes, cpu_attention=wish),
+        _, plan = plan_block(graphs, Budget(needed("disk") * 2, 1 << 24), WORK, replace(options, cpu_attention=wish),
                              replace(Machine.default(), host_attention_bytes_per_s=1e15), Switches())
         assert plan.schedule.block.cpu_attention is expected
 
@@ -241,12 +241,12 @@ def test_hidden_states_leave_the_device_for_larger_chunks_where_weights_bind() -
     fast = replace(slow, dispatch_s=0.0, copy_issue_s=0.0, row_request_s=0.0, attention_bytes_per_s=4e12,
                    memory_bytes_per_s=4e12, links=links,
                    gemm=tuple(replace(point, time_s=point.time_s / 1000) for point in slow.gemm))
-    work, wishes = Workload(4, 64, 4), Wishes(cache_tier="disk", micro_batches=4)
+    work, options = Workload(4, 64, 4), Options(cache_tier="disk", micro_batches=4)
     staged = graphs(work, Block(4, "zigzag", "disk", 16, 3))
-    budget = Budget(int(1.05 * Pipeline(staged, work, fast, Switches()).smallest_budget(Wishes())))
-    _, away = plan_block(graphs, budget, work, wishes, fast, Switches())
-    _, stays = plan_block(graphs, budget, work, replace(wishes, hidden_tier="device"), fast, Switches())
-    _, other = plan_block(graphs, budget, work, wishes, slow, Switches())
+    budget = Budget(int(1.05 * Pipeline(staged, work, fast, Switches()).smallest_budget(Options())))
+    _, away = plan_block(graphs, budget, work, options, fast, Switches())
+    _, stays = plan_block(graphs, budget, work, replace(options, hidden_tier="device"), fast, Switches())
+    _, other = plan_block(graphs, budget, work, options, slow, Switches())
     assert (away.schedule.block.hidden, stays.schedule.block.hidden, other.schedule.block.hidden) == (
         "disk", "device", "device")
     assert away.schedule.prefill_chunk > stays.schedule.prefill_chunk

@@ -15,7 +15,7 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_places import entering_at_once, plan_answers, plan_places, sequence_time_s
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
 from tests.rewriter.pipeline.test_plan_block import graphs
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("planned_with_our_kernels")
 JOB = Workload(100, 60, 40)
 
 
-def places_of(budget: int, job: Workload = JOB, wished: int | None = None, **wishes: Any) -> Plan:
-    wish = Wishes(**{"cache_tier": "device"} | wishes)
+def places_of(budget: int, job: Workload = JOB, wished: int | None = None, **options: Any) -> Plan:
+    wish = Options(**{"cache_tier": "device"} | options)
     return plan_places(graphs, Budget(budget), job, wish, Machine.default(), Switches(), wished)[1]
 
 
@@ -69,9 +69,9 @@ def test_a_prompt_of_one_token_enters() -> None:
 
 def test_answers_begin_together_where_the_device_caches_them() -> None:
     for budget, entering in ((1 << 28, False), (4 << 20, True)):
-        _, plan = plan_answers(graphs, Budget(budget), JOB, Wishes(), Machine.default(), Switches())
+        _, plan = plan_answers(graphs, Budget(budget), JOB, Options(), Machine.default(), Switches())
         assert bool(plan.schedule.block.entering) is entering and (plan.workload.batch == JOB.batch) is not entering
-    _, plan = plan_answers(graphs, Budget(4 << 20), JOB, Wishes(cache_tier="disk"), Machine.default(), Switches())
+    _, plan = plan_answers(graphs, Budget(4 << 20), JOB, Options(cache_tier="disk"), Machine.default(), Switches())
     assert plan.schedule.block.cache == "disk" and plan.workload.batch >= JOB.batch
 
 
@@ -85,7 +85,7 @@ def test_caches_off_the_device_where_more_places_take_less_time_a_sequence() -> 
 
     def planned(budget: int, tier: Any = None) -> Plan:
         job, machine = Workload(8, 300, 200), Machine.default()
-        return plan_places(large, Budget(budget), job, Wishes(cache_tier=tier), machine, Switches())[1]
+        return plan_places(large, Budget(budget), job, Options(cache_tier=tier), machine, Switches())[1]
 
     plan, on_device = planned(32 << 20), planned(32 << 20, "device")
     block = plan.schedule.block
@@ -99,8 +99,8 @@ def test_caches_off_the_device_where_more_places_take_less_time_a_sequence() -> 
 
 def test_places_with_caches_on_several_tiers() -> None:
     """Whole layers of them, so that sequences may enter any place."""
-    wishes: dict[str, Any] = {"cache_shares": (0.3, 0.4), "micro_batches": 2, "cache_tokens": 16}
-    _, plan = plan_places(graphs, Budget(64 << 20, 64 << 20), JOB, Wishes(cache_tier="disk", **wishes),
+    options: dict[str, Any] = {"cache_shares": (0.3, 0.4), "micro_batches": 2, "cache_tokens": 16}
+    _, plan = plan_places(graphs, Budget(64 << 20, 64 << 20), JOB, Options(cache_tier="disk", **options),
                           Machine.default(), Switches(), 16)
     block = plan.schedule.block
     homes = block.cache_homes(3)

@@ -16,7 +16,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import plan_block
 from forebay.rewriter.pipeline.plan_speculation import SIZES, plan_speculation
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes, check_choices
+from forebay.rewriter.planning.options import Options, check_choices
 from forebay.rewriter.switches import Switches
 
 pytestmark = pytest.mark.usefixtures("planned_with_our_kernels")
@@ -29,12 +29,12 @@ def pipeline(work: Workload = WORK, block: Block = ALONE, family: str = "llama")
     return Pipeline(step_graphs(lm, files, work, family, block=block), work, Machine.default(), Switches())
 
 
-def planned(room: int, wishes: Wishes, work: Workload = WORK, block: Block = ALONE) -> tuple[Plan, Plan, Pipeline]:
+def planned(room: int, options: Options, work: Workload = WORK, block: Block = ALONE) -> tuple[Plan, Plan, Pipeline]:
     """The plan without and with what is decided here, `room` bytes above the least budget."""
     made = pipeline(work, block)
-    budget = Budget(made.smallest_budget(wishes) + room)
-    plain = made.plan(budget, wishes)
-    found, plan = plan_speculation(made, plain, budget, wishes)
+    budget = Budget(made.smallest_budget(options) + room)
+    plain = made.plan(budget, options)
+    found, plan = plan_speculation(made, plain, budget, options)
     return plain, plan, found
 
 
@@ -47,7 +47,7 @@ def test_steps_that_cost_little_check_drafts_by_themselves(
 
     monkeypatch.setattr(module, "DEAR", free)
     monkeypatch.setattr(module, "LOSS", loss)
-    plain, plan, found = planned(150_000, Wishes(drafted_tokens="auto"))
+    plain, plan, found = planned(150_000, Options(prompt_lookup_num_tokens="auto"))
     assert set(plan.schedule.speculative_steps) <= set(SIZES)
     assert all(t <= free * plain.prediction.decode_time_s for t in plan.prediction.speculative_times_s)
     assert plan.prediction.decode_time_s <= loss * plain.prediction.decode_time_s
@@ -60,7 +60,7 @@ def test_steps_that_cost_little_check_drafts_by_themselves(
 
 
 def test_where_nothing_is_asked_for_the_plan_stays() -> None:
-    plain, plan, _ = planned(100_000, Wishes())
+    plain, plan, _ = planned(100_000, Options())
     assert plan is plain and not plan.schedule.speculative_steps
 
 
@@ -68,9 +68,9 @@ def test_dearer_steps_are_taken_where_they_are_forced_alone(monkeypatch: pytest.
     import forebay.rewriter.pipeline.plan_speculation as module
 
     monkeypatch.setattr(module, "DEAR", 0.5)
-    plain, plan, _ = planned(100_000, Wishes(drafted_tokens="auto"))
+    plain, plan, _ = planned(100_000, Options(prompt_lookup_num_tokens="auto"))
     assert plan is plain
-    _, plan, _ = planned(100_000, Wishes(drafted_tokens=6))
+    _, plan, _ = planned(100_000, Options(prompt_lookup_num_tokens=6))
     assert plan.schedule.speculative_steps == (7, 4, 2)
 
 
@@ -78,30 +78,30 @@ def test_memory_that_would_make_decoding_slower_is_not_taken(monkeypatch: pytest
     import forebay.rewriter.pipeline.plan_speculation as module
 
     monkeypatch.setattr(module, "LOSS", 0.5)
-    plain, plan, _ = planned(100_000, Wishes(drafted_tokens="auto"))
+    plain, plan, _ = planned(100_000, Options(prompt_lookup_num_tokens="auto"))
     assert plan is plain
 
 
 def test_a_budget_without_room_for_them_has_no_such_steps() -> None:
-    wishes = Wishes(drafted_tokens="auto", prefill_chunk=1)
+    options = Options(prompt_lookup_num_tokens="auto", prefill_chunk=1)
     made = pipeline(Workload(4, 2, 60))
-    budget = Budget(made.smallest_budget(wishes))
-    plain = made.plan(budget, wishes)
-    assert plan_speculation(made, plain, budget, wishes)[1] is plain
+    budget = Budget(made.smallest_budget(options))
+    plain = made.plan(budget, options)
+    assert plan_speculation(made, plain, budget, options)[1] is plain
     with pytest.raises(PlanError, match="cannot work"):
-        plan_speculation(made, plain, budget, replace(wishes, drafted_tokens=40))
+        plan_speculation(made, plain, budget, replace(options, prompt_lookup_num_tokens=40))
 
 
 def test_caches_off_the_device_keep_their_shares_in_such_steps() -> None:
     """Caches of layers that lie on the device, and of those that come to it; both in host memory, which has room for
     what the largest step has the host attend to."""
-    work, wishes = Workload(2, 40, 24), Wishes(drafted_tokens=3)
+    work, options = Workload(2, 40, 24), Options(prompt_lookup_num_tokens=3)
     shared = Block(2, "zigzag", "disk", 16, 3, cache_device=1, cache_host=2)
     for block in (shared, Block(2, "zigzag", "host", 16, 3), Block(2, "zigzag", "host", 16, 3, cpu_attention=True)):
         made = pipeline(work, replace(block, cache_device=0, cache_host=0)).with_block(block)
-        budget = Budget(made.smallest_budget(wishes) + 200_000, 1 << 22)
-        plain = made.plan(budget, wishes)
-        found, plan = plan_speculation(made, plain, budget, wishes)
+        budget = Budget(made.smallest_budget(options) + 200_000, 1 << 22)
+        plain = made.plan(budget, options)
+        found, plan = plan_speculation(made, plain, budget, options)
         assert plan.schedule.block == replace(block, speculative_steps=(4, 2))
         assert found.needs.staged is not None
         rooms = [{b.name: b.nbytes for b in p.buffers if b.name.startswith("operands")} for p in (plain, plan)]
@@ -118,7 +118,7 @@ def test_caches_off_the_device_keep_their_shares_in_such_steps() -> None:
 def test_steps_over_all_places_check_drafts_where_sequences_enter(block: Block) -> None:
     """They are decode steps, of all places; a prompt's are of those that enter, whose rows alone are staged."""
     work = Workload(4, 40, 24)
-    _, plan, made = planned(300_000, Wishes(drafted_tokens=3, prefill_chunk=16), work, block)
+    _, plan, made = planned(300_000, Options(prompt_lookup_num_tokens=3, prefill_chunk=16), work, block)
     assert plan.schedule.speculative_steps == (4, 2)
     each = work.batch // block.micro_batches
     for tokens, rows in ((1, each), (4, each), (2, each), (16, block.entering)):
@@ -133,12 +133,12 @@ def test_steps_over_all_places_check_drafts_where_sequences_enter(block: Block) 
     (prompt, drafted) for prompt in (3, 4, 16, 17, 40) for drafted in ("auto", 1, 3, 15)] + [(2, "auto")])
 def test_the_shortest_chunk_is_no_step_that_checks(prompt: int, drafted: Any) -> None:
     """Where sequences enter it is over 16 tokens, or as many as the prompt has; a budget without room says so."""
-    work, wishes = Workload(2, prompt, 24), Wishes(drafted_tokens=drafted)
+    work, options = Workload(2, prompt, 24), Options(prompt_lookup_num_tokens=drafted)
     made = pipeline(work, Block(entering=1))
-    budget = Budget(made.smallest_budget(wishes))
-    plain = made.plan(budget, wishes)
+    budget = Budget(made.smallest_budget(options))
+    plain = made.plan(budget, options)
     try:
-        _, plan = plan_speculation(made, plain, budget, wishes)
+        _, plan = plan_speculation(made, plain, budget, options)
     except PlanError as error:
         assert drafted != "auto" and ("cannot work" in str(error) or "leave none for a prompt" in str(error))
     else:
@@ -146,20 +146,20 @@ def test_the_shortest_chunk_is_no_step_that_checks(prompt: int, drafted: Any) ->
         assert plan is plain or drafted != "auto" or plan.prediction.decode_time_s <= 1.02 * (
             plain.prediction.decode_time_s)
     wide = Budget(budget.device + 1_000_000)
-    _, plan = plan_speculation(made, made.plan(wide, wishes), wide, wishes)
+    _, plan = plan_speculation(made, made.plan(wide, options), wide, options)
     assert plan.schedule.speculative_steps or drafted == "auto"
 
 
 def test_pieces_as_large_as_without_such_steps_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a little less memory the planner may take others, with which a decode step takes more than is allowed."""
-    made, wishes, larger = pipeline(), Wishes(drafted_tokens="auto"), 0
+    made, options, larger = pipeline(), Options(prompt_lookup_num_tokens="auto"), 0
     for room in range(300_000, 312_000, 4_000):
-        budget = Budget(made.smallest_budget(wishes) + room)
-        plain = made.plan(budget, wishes)
+        budget = Budget(made.smallest_budget(options) + room)
+        plain = made.plan(budget, options)
         with monkeypatch.context() as patch:
             patch.setattr("forebay.rewriter.pipeline.plan_speculation._in_slots_of", lambda *_: None)
-            without = plan_speculation(made, plain, budget, wishes)[1].schedule.speculative_steps
-        plan = plan_speculation(made, plain, budget, wishes)[1]
+            without = plan_speculation(made, plain, budget, options)[1].schedule.speculative_steps
+        plan = plan_speculation(made, plain, budget, options)[1]
         assert set(plan.schedule.speculative_steps) >= set(without)
         assert plan.prediction.decode_time_s <= 1.02 * plain.prediction.decode_time_s
         larger += plan.schedule.speculative_steps != without
@@ -168,16 +168,16 @@ def test_pieces_as_large_as_without_such_steps_are_tried_too(monkeypatch: pytest
 
 def test_one_token_leaves_nothing_to_draft() -> None:
     with pytest.raises(PlanError, match="steps over 2 tokens compute the prompt, in chunks of as many"):
-        planned(100_000, Wishes(drafted_tokens=1, prefill_chunk=2), Workload(1, 40, 24))
+        planned(100_000, Options(prompt_lookup_num_tokens=1, prefill_chunk=2), Workload(1, 40, 24))
     with pytest.raises(PlanError, match="leaves nothing to draft"):
-        planned(100_000, Wishes(drafted_tokens=3), Workload(1, 40, 1))
+        planned(100_000, Options(prompt_lookup_num_tokens=3), Workload(1, 40, 1))
     with pytest.raises(PlanError, match="prompt_lookup_num_tokens must be at least 1"):
-        check_choices(WORK, Wishes(drafted_tokens=0))
+        check_choices(WORK, Options(prompt_lookup_num_tokens=0))
 
 
 @pytest.mark.parametrize("prompt", [4, 8, 16, 36])
 def test_chunks_have_other_sizes(prompt: int) -> None:
-    _, plan, _ = planned(150_000, Wishes(drafted_tokens=15), Workload(2, prompt, 30))
+    _, plan, _ = planned(150_000, Options(prompt_lookup_num_tokens=15), Workload(2, prompt, 30))
     assert plan.schedule.speculative_steps and not set(plan.schedule.speculative_steps) & set(
         plan.schedule.prefill_chunks)
     assert plan.schedule.prefill_chunk == prompt, "the prompt runs in smaller chunks for the sake of drafts"
@@ -186,7 +186,7 @@ def test_chunks_have_other_sizes(prompt: int) -> None:
 def test_no_budget_is_sought_where_the_chunk_is_a_step_that_checks() -> None:
     made = pipeline(Workload(1, 4, 24)).with_speculative((4, 2))
     with pytest.raises(PlanError, match=r"prefill_chunk: steps over \(4, 2\) tokens check drafts"):
-        made.smallest_budget(Wishes(prefill_chunk=32))
+        made.smallest_budget(Options(prefill_chunk=32))
 
 
 @pytest.mark.parametrize(("prompt", "drafted"), [(1, 3), (2, 3), (1, 1), (2, 1)])
@@ -196,19 +196,19 @@ def test_a_short_prompt_that_enters_is_computed_by_a_prefill_step(prompt: int, d
     def graphs_of(work: Workload, block: Block) -> Any:
         return pipeline(work, block).graphs
 
-    work, wishes = Workload(1, prompt, 24), Wishes(drafted_tokens=drafted, entering=1)
+    work, options = Workload(1, prompt, 24), Options(prompt_lookup_num_tokens=drafted, entering=1)
     if drafted == 1:
         with pytest.raises(PlanError, match="steps over 2 tokens compute the prompt, in chunks of as many"):
-            plan_block(graphs_of, Budget(1 << 24), work, wishes, Machine.default(), Switches())
+            plan_block(graphs_of, Budget(1 << 24), work, options, Machine.default(), Switches())
         return
-    _, plan = plan_block(graphs_of, Budget(1 << 24), work, wishes, Machine.default(), Switches())
+    _, plan = plan_block(graphs_of, Budget(1 << 24), work, options, Machine.default(), Switches())
     assert plan.schedule.speculative_steps == (4,) and plan.schedule.prefill_chunk == 2
 
 
 @pytest.mark.parametrize(("steps", "message"), [
     ((4, 8), "the largest first"), ((8, 1), "none below 2"), ((40, 4), "none a prefill's"), ((100,), "has room for")])
 def test_contradictions_are_refused_by_name(steps: tuple[int, ...], message: str) -> None:
-    _, plan, _ = planned(150_000, Wishes(drafted_tokens=7))
+    _, plan, _ = planned(150_000, Options(prompt_lookup_num_tokens=7))
     with pytest.raises(PlanError, match=f"plan.schedule.block.speculative_steps.*{message}"):
         block = replace(plan.schedule.block, speculative_steps=steps)
         validate(replace(plan, schedule=replace(plan.schedule, block=block)))

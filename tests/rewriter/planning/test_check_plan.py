@@ -11,7 +11,7 @@ import pytest
 from forebay.api import LanguageModel, open_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 
 Opened = Callable[[dict[str, Any] | None], LanguageModel]
 
@@ -22,7 +22,7 @@ def opened(llama_checkpoint: Any) -> Opened:
     parts, budget = open_model(llama_checkpoint.folder), Budget(llama_checkpoint.share(0.75))
 
     def make(plan: dict[str, Any] | None) -> LanguageModel:
-        return LanguageModel(*parts, budget, Workload(1, 8, 4), Wishes(), Machine.default(),
+        return LanguageModel(*parts, budget, Workload(1, 8, 4), Options(), Machine.default(),
                              None if plan is None else plan_from_dict(plan))
 
     return make

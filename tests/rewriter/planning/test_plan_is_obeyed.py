@@ -27,7 +27,7 @@ from forebay.rewriter.ir.program import FileSlice, Program
 from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(batch=2, prompt=200, new_tokens=1)  # too little to come for the cache to grow
@@ -52,13 +52,13 @@ def pipeline(work: Workload, host_hop: bool, block: Block = ALONE) -> Pipeline:
 def planned(kind: str) -> tuple[Pipeline, Plan]:
     lending = kind in ("lending", "speculative")
     made = pipeline(LENDING if lending else WORK, kind == "by way of the host", BLOCKS.get(kind, ALONE))
-    wishes = Wishes(prefill_chunk=36)
+    options = Options(prefill_chunk=36)
     weights = sum(u.nbytes for u in made.needs.uses)
-    device = made.smallest_budget(wishes) + (
+    device = made.smallest_budget(options) + (
         4 * weights if kind == "resident" else 0 if kind in BLOCKS and not lending else weights // 2)
     cached = made.needs.staged.host_nbytes if made.needs.staged is not None else 0
     plan = made.plan(Budget(device, weights // 4 if "host" in kind else cached),
-                     replace(wishes, score_ranges=(ScoreRange(1, 3.0, -40.0, 50.0), ScoreRange(0, -2.0, -9.0, 11.0))))
+                     replace(options, score_ranges=(ScoreRange(1, 3.0, -40.0, 50.0), ScoreRange(0, -2.0, -9.0, 11.0))))
     assert plan.lends is lending
     assert (plan.prediction.streamed_nbytes > 0) is (kind != "resident") and len(plan.schedule.prefill_chunks) > 1
     assert (plan.nbytes_on("host") > 0) is ("host" in kind)

@@ -1,4 +1,4 @@
-"""Whatever the model, the planner's layout fits, wishes are honoured, and the smallest budget is the smallest."""
+"""Whatever the model, the planner's layout fits, options are honoured, and the smallest budget is the smallest."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, plan_from_dict, validate
 from forebay.rewriter.planning import planner
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed, WeightUse
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
-from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import Rates
 from forebay.rewriter.predict.estimator import side_by_side_s
 
@@ -101,10 +101,10 @@ def assert_sound(plan: Plan, needs: ModelNeeds, budget: Budget) -> None:
 @settings(deadline=None, max_examples=150)
 @given(needs(), workloads, st.integers(0, 2_000_000), st.sampled_from([0, 0, 5000, 10**7]))
 def test_layout_is_sound_and_in_budget(needs: ModelNeeds, workload: Workload, extra: int, host: int) -> None:
-    smallest, _ = smallest_budget(needs, workload, Wishes())
+    smallest, _ = smallest_budget(needs, workload, Options())
     budget = Budget(smallest + extra, host)
     try:
-        plan = make_plan(needs, budget, workload, Wishes(), MACHINE)
+        plan = make_plan(needs, budget, workload, Options(), MACHINE)
     except PlanError as error:
         assert host == 5000 and needs.host_hop and "budget.host: 4.9 KiB cannot hold the slots" in str(error)
         return
@@ -119,22 +119,22 @@ def test_layout_is_sound_and_in_budget(needs: ModelNeeds, workload: Workload, ex
 @settings(deadline=None, max_examples=150)
 @given(needs(), workloads)
 def test_smallest_budget_is_exact_and_named(needs: ModelNeeds, workload: Workload) -> None:
-    smallest, parts = smallest_budget(needs, workload, Wishes())
-    assert_sound(make_plan(needs, Budget(smallest), workload, Wishes(), MACHINE), needs, Budget(smallest))
+    smallest, parts = smallest_budget(needs, workload, Options())
+    assert_sound(make_plan(needs, Budget(smallest), workload, Options(), MACHINE), needs, Budget(smallest))
     assert sum(parts.values()) <= smallest
-    plan = make_plan(needs, Budget(smallest), workload, Wishes(), MACHINE)
+    plan = make_plan(needs, Budget(smallest), workload, Options(), MACHINE)
     workspace = max(needs.need(tokens).workspace for tokens in (1, plan.schedule.prefill_chunk))
     assert plan.arenas["device"] + workspace == smallest
     if smallest > 1:
         with pytest.raises(PlanError, match=rf"the smallest that can is .*\({smallest} bytes: "):
-            make_plan(needs, Budget(smallest - 1), workload, Wishes(), MACHINE)
+            make_plan(needs, Budget(smallest - 1), workload, Options(), MACHINE)
 
 
 def chosen_slot_nbytes(plan: Plan, needs: ModelNeeds) -> int:
     """Bytes of the slots that the planner compared for this plan; 0 where nothing streams."""
     budget, kinds = Budget(plan.budget.device, plan.budget.host), planner._kinds(needs)
     fit = planner._cheapest(needs, kinds, budget, plan.workload,
-                            planner._candidates(needs, kinds, budget, plan.workload, Wishes()))
+                            planner._candidates(needs, kinds, budget, plan.workload, Options()))
     assert fit is not None and (fit.slots, fit.chunk) == (plan.schedule.slots, plan.schedule.prefill_chunk)
     assert plan.schedule.slot_nbytes <= fit.slot_nbytes
     return fit.slot_nbytes
@@ -168,9 +168,9 @@ def test_more_budget_never_predicts_slower(
     needs: ModelNeeds, rates: Rates, workload: Workload, extra: int, more: int
 ) -> None:
     needs = replace(needs, rates=rates, uses=[replace(u, tileable=True) if u.rows > 1 else u for u in needs.uses])
-    smallest, _ = smallest_budget(needs, workload, Wishes())
-    less = make_plan(needs, Budget(smallest + extra), workload, Wishes(), MACHINE)
-    larger = make_plan(needs, Budget(smallest + extra + more), workload, Wishes(), MACHINE)
+    smallest, _ = smallest_budget(needs, workload, Options())
+    less = make_plan(needs, Budget(smallest + extra), workload, Options(), MACHINE)
+    larger = make_plan(needs, Budget(smallest + extra + more), workload, Options(), MACHINE)
     assert predicted_s(larger, needs) <= predicted_s(less, needs) * (1 + 1e-9)
 
 
@@ -184,10 +184,10 @@ def test_streamed_bytes_are_near_the_bound_of_a_budget_fully_used(
     budget, leave less than one of them unused: 5 % of what streams, where that is at least 40 % of the budget."""
     uses = [WeightUse(f"w{i}", rows * width, rows, True, False, True) for i, (rows, width) in enumerate(shapes)]
     model = ModelNeeds("f", uses, {}, {}, lambda tokens: PhaseNeed(1000 * tokens, 0), rates=rates)
-    smallest, _ = smallest_budget(model, Workload(1, 4, 4), Wishes())
+    smallest, _ = smallest_budget(model, Workload(1, 4, 4), Options())
     total = sum(-(-u.nbytes // 64) * 64 for u in uses)
     budget = smallest + int(share * total)
-    plan = make_plan(model, Budget(budget), Workload(1, 4, 4), Wishes(), MACHINE)
+    plan = make_plan(model, Budget(budget), Workload(1, 4, 4), Options(), MACHINE)
     resident = sum(-(-w.nbytes // 64) * 64 for w in plan.weights if w.tier == "device")
     bound = total - (resident + budget - plan.arenas["device"])
     chosen = total - resident
@@ -201,11 +201,11 @@ def test_streamed_bytes_are_near_the_bound_of_a_budget_fully_used(
 def test_what_a_prefill_borrows_never_costs(needs: ModelNeeds, workload: Workload, chunk: int) -> None:
     """The arena is its lower part and the larger of prompt cache + prefill and whole cache + decode; a budget that
     works without borrowing works with it."""
-    wishes = Wishes(prefill_chunk=chunk)
-    smallest, _ = smallest_budget(needs, workload, wishes)
-    apart, _ = smallest_budget(replace(needs, cache_prompt={}), workload, wishes)
+    options = Options(prefill_chunk=chunk)
+    smallest, _ = smallest_budget(needs, workload, options)
+    apart, _ = smallest_budget(replace(needs, cache_prompt={}), workload, options)
     assert smallest <= apart
-    plan = make_plan(needs, Budget(smallest), workload, wishes, MACHINE)
+    plan = make_plan(needs, Budget(smallest), workload, options, MACHINE)
     if not plan.lends:
         assert smallest == apart
         return
@@ -224,13 +224,13 @@ def test_what_a_prefill_borrows_never_costs(needs: ModelNeeds, workload: Workloa
 
 def test_a_prompt_as_long_as_the_answer_borrows_half_the_cache() -> None:
     needs = replace(layers(2), cache={"cache": 64_000}, cache_prompt={"cache": 32_000})
-    workload, wishes = Workload(1, 32, 32), Wishes(prefill_chunk=32)
-    smallest, parts = smallest_budget(needs, workload, wishes)
-    apart, separate = smallest_budget(replace(needs, cache_prompt={}), workload, wishes)
+    workload, options = Workload(1, 32, 32), Options(prefill_chunk=32)
+    smallest, parts = smallest_budget(needs, workload, options)
+    apart, separate = smallest_budget(replace(needs, cache_prompt={}), workload, options)
     # prefill takes 32 000 bytes of activations, a decode step 1 000: the cache's second half is theirs before
     assert apart - smallest == 32_000 - 1024
     assert (separate["activation"], parts["activation"]) == (32_000, 1024) and parts["cache"] == 64_000
-    plan = make_plan(needs, Budget(smallest), workload, wishes, MACHINE)
+    plan = make_plan(needs, Budget(smallest), workload, options, MACHINE)
     assert plan.lends and meeting_of(plan) is not None
 
 
@@ -239,13 +239,13 @@ def layers(count: int, nbytes: int = 300_000, rows: int = 100) -> ModelNeeds:
     return ModelNeeds("f", uses, {}, {"cache": 10_000}, lambda tokens: PhaseNeed(1000 * tokens, 100 * tokens))
 
 
-@pytest.mark.parametrize("wishes", [Wishes(slots=2, slot_nbytes=60_000), Wishes(slots=3, slot_nbytes=10_000)])
-def test_more_budget_never_streams_more_of_equal_layers(wishes: Wishes) -> None:
+@pytest.mark.parametrize("options", [Options(slots=2, slot_nbytes=60_000), Options(slots=3, slot_nbytes=10_000)])
+def test_more_budget_never_streams_more_of_equal_layers(options: Options) -> None:
     model, workload = layers(12), Workload(1, 16, 8)
-    smallest, _ = smallest_budget(model, workload, wishes)
+    smallest, _ = smallest_budget(model, workload, options)
     costs = []
     for budget in range(smallest, 12 * 300_000 + 500_000, 37_003):
-        plan = make_plan(model, Budget(budget), workload, wishes, MACHINE)
+        plan = make_plan(model, Budget(budget), workload, options, MACHINE)
         assert_sound(plan, model, Budget(budget))
         costs.append(passes(plan) * streamed(plan))
     assert costs == sorted(costs, reverse=True) and costs[0] > 0 and costs[-1] == 0
@@ -254,37 +254,37 @@ def test_more_budget_never_streams_more_of_equal_layers(wishes: Wishes) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(needs(), workloads, st.integers(0, 400_000),
-       st.builds(Wishes, st.none() | st.integers(1, 6), st.none() | st.integers(50_000, 200_000),
-                 st.none() | st.integers(1, 6), st.none() | st.integers(1, 50)))
-def test_wishes_are_honoured(needs: ModelNeeds, workload: Workload, extra: int, wishes: Wishes) -> None:
-    if wishes.slot_nbytes is not None:  # what cannot be tiled must fit
-        wishes = replace(wishes, slot_nbytes=max(wishes.slot_nbytes, *(u.nbytes for u in needs.uses)))
-    smallest, _ = smallest_budget(needs, workload, wishes)
-    plan = make_plan(needs, Budget(smallest + extra), workload, wishes, MACHINE)
+       st.builds(Options, slots=st.none() | st.integers(1, 6), slot_nbytes=st.none() | st.integers(50_000, 200_000),
+                 lead=st.none() | st.integers(1, 6), prefill_chunk=st.none() | st.integers(1, 50)))
+def test_options_are_honored(needs: ModelNeeds, workload: Workload, extra: int, options: Options) -> None:
+    if options.slot_nbytes is not None:  # what cannot be tiled must fit
+        options = replace(options, slot_nbytes=max(options.slot_nbytes, *(u.nbytes for u in needs.uses)))
+    smallest, _ = smallest_budget(needs, workload, options)
+    plan = make_plan(needs, Budget(smallest + extra), workload, options, MACHINE)
     assert_sound(plan, needs, Budget(smallest + extra))
     s = plan.schedule
     if s.slot_nbytes:  # something streams
-        assert wishes.slots in (None, s.slots) and s.slot_nbytes <= (wishes.slot_nbytes or s.slot_nbytes)
-        assert s.lead == min(wishes.lead or s.slots, s.slots)
-    assert wishes.prefill_chunk is None or s.prefill_chunk == min(wishes.prefill_chunk, workload.prompt)
+        assert options.slots in (None, s.slots) and s.slot_nbytes <= (options.slot_nbytes or s.slot_nbytes)
+        assert s.lead == min(options.lead or s.slots, s.slots)
+    assert options.prefill_chunk is None or s.prefill_chunk == min(options.prefill_chunk, workload.prompt)
     with pytest.raises(PlanError, match=str(smallest)):
-        make_plan(needs, Budget(smallest - 1), workload, wishes, MACHINE)
+        make_plan(needs, Budget(smallest - 1), workload, options, MACHINE)
 
 
 def test_a_slot_that_cannot_hold_a_row_is_refused() -> None:
     with pytest.raises(PlanError, match="slot_nbytes: 2000 is below"):
-        make_plan(layers(4), Budget(600_000), Workload(1, 4, 4), Wishes(slot_nbytes=2000), MACHINE)
+        make_plan(layers(4), Budget(600_000), Workload(1, 4, 4), Options(slot_nbytes=2000), MACHINE)
 
 
 def test_everything_resident_where_it_fits_and_nothing_streams() -> None:
-    plan = make_plan(layers(3), Budget(2_000_000), Workload(1, 4, 4), Wishes(), MACHINE)
+    plan = make_plan(layers(3), Budget(2_000_000), Workload(1, 4, 4), Options(), MACHINE)
     assert {w.tier for w in plan.weights} == {"device"} and plan.schedule.slot_nbytes == 0
     assert not [b for b in plan.buffers if b.kind == "slot"]
 
 
 def test_resident_weights_are_spread_over_the_step() -> None:
     """Copies have compute beside them only if the weights that need none are not all at one end."""
-    plan = make_plan(layers(12), Budget(2_100_000), Workload(1, 4, 4), Wishes(slots=2, slot_nbytes=50_000), MACHINE)
+    plan = make_plan(layers(12), Budget(2_100_000), Workload(1, 4, 4), Options(slots=2, slot_nbytes=50_000), MACHINE)
     resident = [i for i, w in enumerate(plan.weights) if w.tier == "device"]
     assert 4 <= len(resident) <= 8
     assert max(b - a for a, b in zip([-1, *resident], [*resident, 12], strict=True)) <= 4
@@ -293,38 +293,38 @@ def test_resident_weights_are_spread_over_the_step() -> None:
 def test_prefill_runs_in_chunks_where_the_whole_prompt_does_not_fit() -> None:
     """The prompt needs 200 kB of activations at once, a token 1 kB: a smaller chunk, not a refusal."""
     model, workload = layers(2), Workload(1, 200, 4)
-    whole, _ = smallest_budget(model, workload, Wishes(prefill_chunk=200))
-    smallest, _ = smallest_budget(model, workload, Wishes())
+    whole, _ = smallest_budget(model, workload, Options(prefill_chunk=200))
+    smallest, _ = smallest_budget(model, workload, Options())
     assert smallest < whole
-    plan = make_plan(model, Budget(smallest), workload, Wishes(), MACHINE)
+    plan = make_plan(model, Budget(smallest), workload, Options(), MACHINE)
     assert plan.schedule.prefill_chunk == 1
-    assert make_plan(model, Budget(4 * whole), workload, Wishes(), MACHINE).schedule.prefill_chunk == 200
+    assert make_plan(model, Budget(4 * whole), workload, Options(), MACHINE).schedule.prefill_chunk == 200
 
 
 def test_a_weight_larger_than_the_budget_streams_in_tiles_and_one_that_cannot_is_refused() -> None:
     big = WeightUse("head", 4_000_000, 1000, True, True, True)
     needs = ModelNeeds("f", [big], {}, {}, lambda tokens: PhaseNeed(100, 0))
-    plan = make_plan(needs, Budget(100_000), Workload(1, 1, 1), Wishes(), MACHINE)
+    plan = make_plan(needs, Budget(100_000), Workload(1, 1, 1), Options(), MACHINE)
     assert plan.weights[0].tile_rows * 4000 <= plan.schedule.slot_nbytes < 100_000 and plan.weights[0].gather
     whole = replace(needs, uses=[replace(big, tileable=False)])
     with pytest.raises(PlanError, match="smallest"):
-        make_plan(whole, Budget(100_000), Workload(1, 1, 1), Wishes(), MACHINE)
+        make_plan(whole, Budget(100_000), Workload(1, 1, 1), Options(), MACHINE)
 
 
 def test_the_refusal_says_what_takes_the_bytes() -> None:
     message = r"1\.0 KiB cannot work for batch 1, prompt 4, 4 new tokens.*slot .*cache .*activation"
     with pytest.raises(PlanError, match=message):
-        make_plan(layers(2), Budget(1024), Workload(1, 4, 4), Wishes(), MACHINE)
+        make_plan(layers(2), Budget(1024), Workload(1, 4, 4), Options(), MACHINE)
 
 
 @pytest.mark.parametrize("forced", [{"slots": 1000}, {"slot_nbytes": 1 << 40}, {"slots": 500, "slot_nbytes": 1 << 20}])
 def test_a_forced_choice_that_alone_overruns_the_budget_is_blamed(forced: dict[str, int]) -> None:
-    least, _ = smallest_budget(layers(2), Workload(1, 4, 4), Wishes())
+    least, _ = smallest_budget(layers(2), Workload(1, 4, 4), Options())
     names = ", ".join(f"{name}={value}" for name, value in forced.items())
     with pytest.raises(PlanError, match=f"^{names} cannot work .* left to the planner"):
-        make_plan(layers(2), Budget(least), Workload(1, 4, 4), Wishes(**forced), MACHINE)
+        make_plan(layers(2), Budget(least), Workload(1, 4, 4), Options(**forced), MACHINE)
     with pytest.raises(PlanError, match=r"^a device budget of .* cannot work"):
-        make_plan(layers(2), Budget(least - 1), Workload(1, 4, 4), Wishes(**forced), MACHINE)
+        make_plan(layers(2), Budget(least - 1), Workload(1, 4, 4), Options(**forced), MACHINE)
 
 
 @given(st.floats(1e-6, 1), st.floats(1e-6, 1), st.floats(1, 3), st.floats(1, 3), st.floats(1, 2))
@@ -343,6 +343,6 @@ def test_slots_follow_what_overlaps() -> None:
     model = replace(layers(40), rates=Rates(3e9, 0.0, 2e-5, compute_s=lambda tokens: 1e-5))
     balanced = replace(model, rates=Rates(3e9, 0.0, 2e-5, compute_s=lambda tokens: 2.4e-3))
     budget, workload = Budget(4_000_000), Workload(1, 8, 64)
-    few = make_plan(model, budget, workload, Wishes(), MACHINE).schedule
-    many = make_plan(balanced, budget, workload, Wishes(), MACHINE).schedule
+    few = make_plan(model, budget, workload, Options(), MACHINE).schedule
+    many = make_plan(balanced, budget, workload, Options(), MACHINE).schedule
     assert 1 < few.slots < many.slots

@@ -16,8 +16,8 @@ from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice, Rows, copy_nbytes, place_of, tier_of
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.staged_cache import staged_cache
-from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import CacheMoves, Rates
 from forebay.rewriter.switches import Switches
 
@@ -55,7 +55,7 @@ def pipeline(block: Block) -> Pipeline:
 def test_what_a_step_is_counted_to_move_is_what_its_program_usually_moves(order: str, shares: tuple[int, int]) -> None:
     """Of layers that see a window, no more than it."""
     made = pipeline(Block(3, order, "disk", 16, 3, *shares))  # type: ignore[arg-type]
-    plan = made.plan(Budget(1 << 24, 1 << 20), Wishes(prefill_chunk=20))
+    plan = made.plan(Budget(1 << 24, 1 << 20), Options(prefill_chunk=20))
     staged = made.needs.staged
     assert staged is not None
     for tokens in (1, 20):

@@ -22,8 +22,8 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.cache_launches import cache_launches
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan
-from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.item_costs import over_tokens, work_time_s
 from forebay.rewriter.switches import Switches
@@ -61,10 +61,10 @@ def pipeline_of(weights: str, cache: str, machine: Machine, block: Block = ALONE
 
 def both(pipeline: Pipeline, cache: str) -> tuple[Prediction, Prediction]:
     """What the closed form expects of a plan that streams half of its weights, and what its Programs take."""
-    wishes = Wishes(cache_format=cache, prefill_chunk=96)
+    options = Options(cache=cache, prefill_chunk=96)
     weights = sum(use.nbytes for use in pipeline.needs.uses)
-    budget = Budget(pipeline.smallest_budget(wishes) + weights // 2)
-    return make_plan(pipeline.needs, budget, WORK, wishes, "").prediction, pipeline.plan(budget, wishes).prediction
+    budget = Budget(pipeline.smallest_budget(options) + weights // 2)
+    return make_plan(pipeline.needs, budget, WORK, options, "").prediction, pipeline.plan(budget, options).prediction
 
 
 @pytest.mark.parametrize("machine", [UNPACKING, BYTES], ids=["unpacking binds", "bytes bind"])
@@ -87,7 +87,7 @@ def test_formats_are_ranked_as_their_programs_are(machine: Machine, block: Block
 def test_what_caches_take_is_what_the_launches_of_the_program_take(cache: str, tokens: int) -> None:
     """The closed form's launches, of a step over one token, are those of the Program of any step."""
     pipeline, times = pipeline_of("native", cache, UNPACKING), MachineEstimator(UNPACKING)
-    plan = pipeline.plan(Budget(1 << 30), Wishes(cache_format=cache, prefill_chunk=96))
+    plan = pipeline.plan(Budget(1 << 30), Options(cache=cache, prefill_chunk=96))
     program = pipeline.program(plan, tokens)
 
     def over_cache(item: object) -> bool:

@@ -19,7 +19,7 @@ from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.shard_captured import shard_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.ranks import beside_readers, simulate_ranks
 from forebay.rewriter.predict.simulate import simulate
 from forebay.rewriter.switches import Switches
@@ -100,7 +100,7 @@ def test_plans_of_ranks_know_that_all_read_one_disk(ranks: int, measured: int, s
 
 
     def plans(nbytes: int) -> list[tuple[Pipeline, Plan]]:
-        planners = rank_planners(whole, "", files, RankShare((ranks,), 0), Budget(nbytes, 0), Wishes(), known,
+        planners = rank_planners(whole, "", files, RankShare((ranks,), 0), Budget(nbytes, 0), Options(), known,
                                  Switches())
         return plan_together([planner for _, planner in planners], WORK)
 

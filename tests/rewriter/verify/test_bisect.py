@@ -24,7 +24,7 @@ from forebay.rewriter.ir.program import Copy, FileSlice, Program
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.bisect import Bisection, PassChangedResult
 
@@ -177,10 +177,10 @@ def test_passes_that_read_packed_rows_are_compared(monkeypatch: pytest.MonkeyPat
 STAGED = {"micro_batches": 2, "cache_tokens": 4, "prefill_chunk": 4}
 
 
-@pytest.mark.parametrize("wishes", [Wishes(cache_tier="disk", **STAGED), Wishes(cache_tier="host", **STAGED),
-                                    Wishes(cache_tier="host", cpu_attention=True, **STAGED)])
+@pytest.mark.parametrize("options", [Options(cache_tier="disk", **STAGED), Options(cache_tier="host", **STAGED),
+                                    Options(cache_tier="host", cpu_attention=True, **STAGED)])
 def test_steps_with_caches_elsewhere_run_under_bisection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wishes: Wishes
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Options
 ) -> None:
     """Compared are the passes up to lowering; Programs whose caches come for their turns are run as ever."""
     torch.manual_seed(0)
@@ -194,12 +194,12 @@ def test_steps_with_caches_elsewhere_run_under_bisection(
         compare(self, gm, name, rounds)
 
     def tokens() -> list[list[int]]:
-        with LanguageModel(*opened, Budget(device, 1 << 21, str(tmp_path)), work, wishes, Machine.default()) as lm:
+        with LanguageModel(*opened, Budget(device, 1 << 21, str(tmp_path)), work, options, Machine.default()) as lm:
             assert lm.plan.schedule.block.staged
             return lm.generate(ids, max_new_tokens=6, eos_token_id=None, pad_token_id=0).tolist()
 
     opened, work = open_model(tmp_path), Workload(2, 8, 8)
-    device = (1 << 20) + operators_nbytes(opened, work, wishes, 1 << 21)
+    device = (1 << 20) + operators_nbytes(opened, work, options, 1 << 21)
     expected = tokens()
     monkeypatch.setenv("FOREBAY_BISECT", "1")
     monkeypatch.setattr(Bisection, "compare", noted)

@@ -50,7 +50,7 @@ from forebay.rewriter.ir.program import (
     Wait,
     place_of,
 )
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.items import ItemFault, check_items
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from tests.rewriter.verify import oracle
@@ -64,8 +64,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zigzag": {"cache_tier": "device", "micro_batches": 2, "order": "zigzag"},
     "cache on disk": DISK_CACHE,
     "cache on disk, row": DISK_CACHE | {"order": "row", "cache_slots": 2},
-    "cache on disk, kv8": DISK_CACHE | {"cache_format": "kv8", "cache_tokens": 64},
-    "cache on disk, kv4": DISK_CACHE | {"cache_format": "kv4", "cache_tokens": 64},
+    "cache on disk, kv8": DISK_CACHE | {"cache": "kv8", "cache_tokens": 64},
+    "cache on disk, kv4": DISK_CACHE | {"cache": "kv4", "cache_tokens": 64},
     "cache in shares": DISK_CACHE | {"cache_shares": (0.25, 0.5)},
     "attended on the host": DISK_CACHE | {"cache_tier": "host", "cpu_attention": True},
     "hidden on disk": {"cache_tier": "device", "micro_batches": 4, "hidden_tier": "disk"},
@@ -91,9 +91,9 @@ def programs_of(schedule: str, opened: tuple, folder: Path) -> list[Program]:
     nbytes = sum(w.nbytes for w in opened[0].weights.values())
     host = 1 << 22 if {"cache_shares", "cpu_attention"} & {*SCHEDULES[schedule]} else 0
     share = {"streamed": 1.0, "row": 1.0, "zigzag": 1.4}.get(schedule, 1.6)
-    workload, wishes = Workload(2, 8, 8), Wishes(**SCHEDULES[schedule])
-    budget = Budget(int(share * nbytes) + operators_nbytes(opened, workload, wishes, host), host, str(folder))
-    lm = LanguageModel(*opened, budget, workload, wishes)
+    workload, options = Workload(2, 8, 8), Options(**SCHEDULES[schedule])
+    budget = Budget(int(share * nbytes) + operators_nbytes(opened, workload, options, host), host, str(folder))
+    lm = LanguageModel(*opened, budget, workload, options)
     chunk = lm.plan.schedule.prefill_chunk
     return [lm._pipeline.program(lm.plan, tokens) for tokens in {1, chunk}]
 

@@ -36,7 +36,7 @@ from forebay.rewriter.ir.program import (
     Wait,
     span_of,
 )
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.items import copy_spans
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.virtual import CostOf, ItemCost, VirtualDevice, run_on_streams
@@ -193,8 +193,8 @@ def looking_up(folder: Path) -> Program:
 
 
 def two_hops(folder: Path, slots: int) -> Program:
-    wishes = Wishes(slots=slots, slot_nbytes=16384)
-    return planned(chain(folder, 3, width=64), Budget(slots * 20480 + 10_000), wishes, host_hop=True)[1]
+    options = Options(slots=slots, slot_nbytes=16384)
+    return planned(chain(folder, 3, width=64), Budget(slots * 20480 + 10_000), options, host_hop=True)[1]
 
 
 def sound_programs(folder: Path) -> Iterator[tuple[str, Program]]:

@@ -25,7 +25,7 @@ from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict, validate
 from forebay.rewriter.ir.program import Wait
 from forebay.rewriter.ir.turns import USUAL_TURNS
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.places import (
@@ -82,10 +82,10 @@ class Case:
         return [tokens[: next((n + 1 for n, token in enumerate(tokens) if token in eos), len(tokens))]
                 for tokens in self.alone]
 
-    def language_model(self, share: float = 1.0, places: int = PLACES, **wishes: Any) -> LanguageModel:
-        host = HOST_NBYTES if wishes.get("cache_tier") == "host" or "cache_shares" in wishes else 0
+    def language_model(self, share: float = 1.0, places: int = PLACES, **options: Any) -> LanguageModel:
+        host = HOST_NBYTES if options.get("cache_tier") == "host" or "cache_shares" in options else 0
         workload = Workload(places, PROMPT, NEW)
-        wanted = Wishes(**{"cache_tier": "device", "prefill_chunk": 5} | wishes)
+        wanted = Options(**{"cache_tier": "device", "prefill_chunk": 5} | options)
         nbytes = int(share * self.nbytes) + operators_nbytes(self.opened, workload, wanted, host)
         return LanguageModel(*self.opened, Budget(nbytes, host), workload, wanted)
 
@@ -141,9 +141,9 @@ def test_answers_are_those_of_each_prompt_alone(
 @pytest.mark.parametrize("cache", ["kv8", "kv4"])
 def test_packed_rows_in_places(cases: Callable[[str], Case], cache: str, more: dict[str, Any]) -> None:
     case = cases("llama")
-    with case.language_model(3.0, places=1, cache_format=cache) as lm:
+    with case.language_model(3.0, places=1, cache=cache) as lm:
         alone = answers(lm, case.asked())[0]
-    with case.language_model(3.0, cache_format=cache, entering=2, **more) as lm:
+    with case.language_model(3.0, cache=cache, entering=2, **more) as lm:
         assert answers(lm, case.asked())[0] == alone
 
 

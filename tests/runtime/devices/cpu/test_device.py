@@ -26,7 +26,7 @@ from forebay.rewriter.ir.program import (
     TensorRef,
     Wait,
 )
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.disk.open_file import TruncatedFileError
@@ -91,7 +91,7 @@ class SlowReader:
 def test_slow_reads_that_overtake_each_other(tmp_path: Path, slots: int, seed: int) -> None:
     """Three layers in tiles, so that 3 times 4 copies meet every slot; results must not depend on when reads land."""
     model = chain(tmp_path, width=64)
-    plan, program = planned(model, Budget(slots * 8192 + 8_000), Wishes(slots=slots, slot_nbytes=4096))
+    plan, program = planned(model, Budget(slots * 8192 + 8_000), Options(slots=slots, slot_nbytes=4096))
     assert plan.schedule.slots == slots and plan.prediction.streamed_nbytes > 40_000
     got = run_program(program, plan, model, steps=3, reader=SlowReader(seed), poison=bool(seed % 2))[0]  # type: ignore[arg-type]
     torch.testing.assert_close(got, model.expected()[0], rtol=1e-5, atol=1e-5)

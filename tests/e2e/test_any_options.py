@@ -1,7 +1,7 @@
 """Whatever is wished of a block, for whatever budget: a plan whose Programs are proved and whose answers are those of
 transformers, or one line that says what cannot be.
 
-FOREBAY_TEST_ALL=1 (`make test-all`) draws 200 wishes instead of 16; FOREBAY_TEST_SEED draws others.
+FOREBAY_TEST_ALL=1 (`make test-all`) draws 200 options instead of 16; FOREBAY_TEST_SEED draws others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from selection import ALL, beyond
 
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.program import verify_program
 
 DRAWN = 200 if ALL else 16
@@ -30,7 +30,7 @@ CHOICES: dict[str, tuple[float, tuple[Any, ...]]] = {  # how often each is wishe
     "cache_shares": (0.5, ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (0.34, 0.3), (0.1, 0.9), (0.7, 0.0))),
     "cache_slots": (0.4, (1, 2, 3, 6)), "cache_tokens": (0.5, (1, 3, 4, 16, 64, 100)), "slots": (0.3, (2, 3, 9)),
     "hidden_tier": (0.3, ("device", "host", "disk", "disk")), "prefill_chunk": (0.3, (1, 2, 5, 6, PROMPT, 40)),
-    "drafted_tokens": (0.3, (1, 2, 3, "auto"))}
+    "prompt_lookup_num_tokens": (0.3, (1, 2, 3, "auto"))}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 
 @pytest.mark.parametrize("part", beyond(range(4), (1, 3)))
-def test_any_wishes_are_met_or_refused_in_a_line(cases: Callable[[str], Case], part: int) -> None:
+def test_any_options_are_met_or_refused_in_a_line(cases: Callable[[str], Case], part: int) -> None:
     met = 0
     for number in range(DRAWN // 4):
         chance = random.Random(f"{SEED} {part} {number}")
@@ -49,7 +49,7 @@ def test_any_wishes_are_met_or_refused_in_a_line(cases: Callable[[str], Case], p
         workload = Workload(chance.choice((1, 2, COUNT, 9)), chance.choice((1, 2, PROMPT)), chance.choice((1, 2, NEW)))
         told = f"seed {SEED}, part {part}, number {number}: {wished}, {budget}, {workload}"
         try:
-            lm = LanguageModel(*case.opened, budget, workload, Wishes(**wished))
+            lm = LanguageModel(*case.opened, budget, workload, Options(**wished))
         except PlanError as error:
             assert "\n" not in str(error), told
             continue

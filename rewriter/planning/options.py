@@ -1,4 +1,4 @@
-"""What a user forces of a plan."""
+"""What a user asks of a plan."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Activations = Literal["native", "bf16", "int8"]  # that packed weights meet: as 
 HIDDEN_SLOTS = 3  # regions for hidden states: one is computed in, one is stored, one is loaded
 
 
-@dataclass(frozen=True)
-class Wishes:
+@dataclass(frozen=True, kw_only=True)
+class Options:
     """Choices the user forces; None leaves them to the planner. `cache_shares` are those of the caches, one for each
     layer and micro-batch, that stay on the device and in host memory, where `cache_tier` takes the others; with
     a `cache_tier` alone none does. So are `hidden_shares` of the micro-batches' hidden states beside `hidden_tier`."""
@@ -27,7 +27,7 @@ class Wishes:
     slot_nbytes: int | None = None
     lead: int | None = None
     prefill_chunk: int | None = None
-    cache_format: str = "native"
+    cache: str = "native"
     micro_batches: int | None = None
     order: Literal["row", "zigzag"] = "zigzag"
     cache_tier: Literal["device", "host", "disk"] | None = None
@@ -41,20 +41,20 @@ class Wishes:
     hidden_shares: tuple[float, float] | None = None
     entering: int | None = None  # sequences of a prefill step; None: all at once
     rounds: bool = False  # sequences of a job that has more than there is room for begin together all the same
-    drafted_tokens: int | Literal["auto"] | None = None  # that a step checks at most; None: no step checks any
+    prompt_lookup_num_tokens: int | Literal["auto"] | None = None  # that a step checks; None: none
     sparse_values: float = 1.0  # share of a sequence's tokens whose values decode steps read
     gather_buffers: int | None = None  # memory for weights that ranks gather ahead, in times of those read at once
     score_ranges: tuple[ScoreRange, ...] = ()  # what `forebay calibrate` measured
     activations: Activations = "native"
 
-    def as_planned(self, plan: Plan) -> Wishes:
+    def as_planned(self, plan: Plan) -> Options:
         """The same beside a plan: what it says of the values that attention has is so in plans that follow it."""
-        return replace(self, cache_format=plan.cache_format, sparse_values=plan.schedule.block.sparse_values,
+        return replace(self, cache=plan.cache_format, sparse_values=plan.schedule.block.sparse_values,
                        activations=activations_of(plan) if plan.gemm else self.activations)
 
-    def of_any_steps(self) -> Wishes:
+    def output_agnostic(self) -> Options:
         """What is wished whatever steps give."""
-        return Wishes(cache_format=self.cache_format, score_ranges=self.score_ranges, sparse_values=self.sparse_values,
+        return Options(cache=self.cache, score_ranges=self.score_ranges, sparse_values=self.sparse_values,
                       activations=self.activations)
 
     def block(self, batch: int) -> Block:
@@ -95,99 +95,100 @@ def told_activations(activations: str, dtype: torch.dtype) -> str:
     return "native" if activations == "bf16" and dtype == torch.bfloat16 else activations
 
 
-def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = None) -> None:
+def check_choices(workload: Workload, options: Options, replayed: Plan | None = None) -> None:
     """PlanError, under the name that `wrap` has for it, for a choice that is none: sizes that are no whole numbers of
     at least 1, shares that are none, another word than those there are, more copies ahead than there are slots, a
     format of checkpoints that none are to be kept in, anything that a plan beside it has otherwise."""
-    lookup = wishes.drafted_tokens
-    require_sizes(batch=workload.batch, prompt=workload.prompt, new_tokens=workload.new_tokens, slots=wishes.slots,
-                  slot_nbytes=wishes.slot_nbytes, lead=wishes.lead, prefill_chunk=wishes.prefill_chunk,
-                  micro_batches=wishes.micro_batches, places=wishes.entering,
+    lookup = options.prompt_lookup_num_tokens
+    require_sizes(batch=workload.batch, prompt=workload.prompt, new_tokens=workload.new_tokens, slots=options.slots,
+                  slot_nbytes=options.slot_nbytes, lead=options.lead, prefill_chunk=options.prefill_chunk,
+                  micro_batches=options.micro_batches, places=options.entering,
                   prompt_lookup_num_tokens=None if lookup == "auto" else lookup)
     for name, longest in (("prompt", workload.prompt), ("new_tokens", workload.new_tokens)):
         if (usual := getattr(workload, f"usual_{name}")) > longest:
             raise PlanError(f"usual: {usual} tokens are more than the longest has ({name}={longest})")
-    for name, value, known in (("order", wishes.order, ("row", "zigzag")),
-                               ("cache_tier", wishes.cache_tier, (None, "device", "host", "disk")),
-                               ("hidden_tier", wishes.hidden_tier, (None, "device", "host", "disk")),
-                               ("cpu_attention", wishes.cpu_attention, (None, False, True))):
+    for name, value, known in (("order", options.order, ("row", "zigzag")),
+                               ("cache_tier", options.cache_tier, (None, "device", "host", "disk")),
+                               ("hidden_tier", options.hidden_tier, (None, "device", "host", "disk")),
+                               ("cpu_attention", options.cpu_attention, (None, False, True))):
         if value not in known:
             raise PlanError(f"{name} must be one of {', '.join(map(repr, known))}, found {value!r}")
-    if wishes.checkpoints is not None and not _is_pair(wishes.checkpoints, int):
+    if options.checkpoints is not None and not _is_pair(options.checkpoints, int):
         raise PlanError(f"checkpoints must be two whole numbers, so many stretches of tokens of every so many, found "
-                        f"{wishes.checkpoints!r}")
-    why = "cache_tier device" if wishes.cache_tier == "device" else (
-        "checkpoints (0, …)" if wishes.checkpoints is not None and not wishes.checkpoints[0] else "")
-    if why and wishes.checkpoint_format != "native":
-        raise PlanError(f"checkpoint_format {wishes.checkpoint_format}: with {why} none are kept; leave one out")
-    _check_sparse_values(wishes)
+                        f"{options.checkpoints!r}")
+    why = "cache_tier device" if options.cache_tier == "device" else (
+        "checkpoints (0, …)" if options.checkpoints is not None and not options.checkpoints[0] else "")
+    if why and options.checkpoint_format != "native":
+        raise PlanError(f"checkpoint_format {options.checkpoint_format}: with {why} none are kept; leave one out")
+    _check_sparse_values(options)
     if replayed is not None:
-        _check_replayed(wishes, replayed)
-    for name, shares in (("cache_shares", wishes.cache_shares), ("hidden_shares", wishes.hidden_shares)):
+        _check_replayed(options, replayed)
+    for name, shares in (("cache_shares", options.cache_shares), ("hidden_shares", options.hidden_shares)):
         if shares is not None and not (_is_pair(shares, int | float) and all(0 <= share <= 1 for share in shares)):
             raise PlanError(f"{name} must be two numbers from 0 to 1, found {shares!r}")
-    _check_hidden(wishes)
-    if wishes.lead and wishes.slots and wishes.lead > wishes.slots:
-        raise PlanError(f"lead {wishes.lead} needs as many slots; {wishes.slots} were asked for")
+    _check_hidden(options)
+    if options.lead and options.slots and options.lead > options.slots:
+        raise PlanError(f"lead {options.lead} needs as many slots; {options.slots} were asked for")
 
 
-def _check_replayed(wishes: Wishes, plan: Plan) -> None:
+def _check_replayed(options: Options, plan: Plan) -> None:
     """PlanError for a wish that the plan does not keep: it runs as it is. What is as by default is no wish."""
-    if wishes.score_ranges:
+    if options.score_ranges:
         raise PlanError("the plan says what ranges of scores it takes; leave calibration out, or plan anew with it")
     s, block = plan.schedule, plan.schedule.block
     planned: dict[str, tuple[object, object]] = {
-        "cache": (None if wishes.cache_format == "native" else wishes.cache_format, plan.cache_format),
-        "micro_batches": (wishes.micro_batches and min(wishes.micro_batches, plan.workload.batch), block.micro_batches),
-        "order": (None if wishes.order == "zigzag" else wishes.order, block.order),
-        "cache_tier": (wishes.cache_tier, block.cache), "cpu_attention": (wishes.cpu_attention, block.cpu_attention),
-        "prefill_chunk": (wishes.prefill_chunk and min(wishes.prefill_chunk, plan.workload.prompt), s.prefill_chunk),
-        "checkpoints": (wishes.checkpoints and (wishes.checkpoints if wishes.checkpoints[0] else (0, 0)),
+        "cache": (None if options.cache == "native" else options.cache, plan.cache_format),
+        "micro_batches": (options.micro_batches and min(options.micro_batches, plan.workload.batch),
+                          block.micro_batches),
+        "order": (None if options.order == "zigzag" else options.order, block.order),
+        "cache_tier": (options.cache_tier, block.cache), "cpu_attention": (options.cpu_attention, block.cpu_attention),
+        "prefill_chunk": (options.prefill_chunk and min(options.prefill_chunk, plan.workload.prompt), s.prefill_chunk),
+        "checkpoints": (options.checkpoints and (options.checkpoints if options.checkpoints[0] else (0, 0)),
                         (block.checkpoints, block.checkpoint_period)),
-        "hidden_tier": (wishes.hidden_tier, block.hidden),
-        "gather_buffers": (wishes.gather_buffers, block.gather_buffers),
-        "activations": (None if wishes.activations == "native" or not plan.gemm else wishes.activations,
+        "hidden_tier": (options.hidden_tier, block.hidden),
+        "gather_buffers": (options.gather_buffers, block.gather_buffers),
+        "activations": (None if options.activations == "native" or not plan.gemm else options.activations,
                         activations_of(plan)),
-        "sparse_values": (None if wishes.sparse_values == 1 else wishes.sparse_values, block.sparse_values)}
+        "sparse_values": (None if options.sparse_values == 1 else options.sparse_values, block.sparse_values)}
     if s.slots:
-        planned |= {"slots": (wishes.slots, s.slots), "lead": (wishes.lead, s.lead)}
+        planned |= {"slots": (options.slots, s.slots), "lead": (options.lead, s.lead)}
     for name, (wished, found) in planned.items():
         if wished is not None and wished != found:
             raise PlanError(f"{name}: the plan has {found}, {wished} is asked for; leave it out, or plan anew")
-    if wishes.slot_nbytes is not None and s.slot_nbytes > wishes.slot_nbytes:  # the largest piece fills no slot
-        raise PlanError(f"slot_nbytes: pieces of the plan have up to {s.slot_nbytes} bytes, {wishes.slot_nbytes} are "
+    if options.slot_nbytes is not None and s.slot_nbytes > options.slot_nbytes:  # the largest piece fills no slot
+        raise PlanError(f"slot_nbytes: pieces of the plan have up to {s.slot_nbytes} bytes, {options.slot_nbytes} are "
                         "asked for; leave it out, or plan anew")
-    if wishes.entering and not block.entering:
+    if options.entering and not block.entering:
         raise PlanError("places: sequences of the plan begin together; leave it out, or plan anew")
-    if isinstance(wishes.drafted_tokens, int) and not s.speculative_steps:
+    if isinstance(options.prompt_lookup_num_tokens, int) and not s.speculative_steps:
         raise PlanError("prompt_lookup_num_tokens: no step of the plan checks what is drafted; leave it out, or plan "
                         "anew")
 
 
-def _check_sparse_values(wishes: Wishes) -> None:
-    share = wishes.sparse_values
+def _check_sparse_values(options: Options) -> None:
+    share = options.sparse_values
     if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
         raise PlanError(f"sparse_values must be a number above 0 and at most 1, a share of tokens, found {share!r}")
-    if share < 1 and wishes.prefill_chunk == 1:
+    if share < 1 and options.prefill_chunk == 1:
         raise PlanError("sparse_values: a step over 1 token reads few values, a prompt's read all; give a "
                         "prefill_chunk of at least 2, or leave it out")
-    if share < 1 and wishes.score_ranges:
+    if share < 1 and options.score_ranges:
         raise PlanError("sparse_values: the host attends, calibration is for a GPU that does; leave one of them out")
-    if share < 1 and wishes.drafted_tokens not in (None, "auto"):
+    if share < 1 and options.prompt_lookup_num_tokens not in (None, "auto"):
         raise PlanError("sparse_values: steps that check drafts read all values, so their tokens would be others; "
                         "leave prompt_lookup_num_tokens out")
 
 
-def _check_hidden(wishes: Wishes) -> None:
-    if wishes.hidden_shares is not None and wishes.hidden_tier in (None, "device"):
+def _check_hidden(options: Options) -> None:
+    if options.hidden_shares is not None and options.hidden_tier in (None, "device"):
         raise PlanError("hidden_shares: they are of hidden states that leave the device; give a hidden_tier too")
-    if sum(wishes.hidden_shares or ()) > 1:
-        raise PlanError(f"hidden_shares: {wishes.hidden_shares} must be shares of one whole")
-    if wishes.hidden_tier in (None, "device"):
+    if sum(options.hidden_shares or ()) > 1:
+        raise PlanError(f"hidden_shares: {options.hidden_shares} must be shares of one whole")
+    if options.hidden_tier in (None, "device"):
         return
-    for name, forced in (("order='row'", wishes.order == "row"), ("places", wishes.entering)):
+    for name, forced in (("order='row'", options.order == "row"), ("places", options.entering)):
         if forced:
-            raise PlanError(f"hidden_tier {wishes.hidden_tier}: with {name} nothing waits between the turns of "
+            raise PlanError(f"hidden_tier {options.hidden_tier}: with {name} nothing waits between the turns of "
                             "micro-batches in a layer; leave one of both out")
 
 
