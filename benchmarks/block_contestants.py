@@ -68,7 +68,7 @@ class Ours:
                 "predicted_step_s": p.prediction.decode_time_s, "predicted_prefill_s": p.prediction.prefill_time_s}
 
     def _planned(self, order: Order, batch: int, **options: Any) -> Any:
-        from forebay.api import LanguageModel
+        from forebay.language_model import LanguageModel
         from forebay.rewriter.ir.plan import Budget, Workload
         from forebay.rewriter.machine.profile import load_machine
         from forebay.rewriter.planning.options import Options

@@ -27,9 +27,9 @@ import forebay
 from benchmarks.prediction import Probe
 from benchmarks.speculative import OURS, TEXTS, Row, note
 from benchmarks.throughput import processor
-from forebay.api import LanguageModel
 from forebay.commands.prompts import load_tokenizer
-from forebay.drafted import told
+from forebay.drafted import draft_summary
+from forebay.language_model import LanguageModel
 from forebay.open_model import known_machine
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 from forebay.rewriter.machine.profile import load_machine
@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Row]:
             asked = [Asked(prompts[i % len(prompts)], args.new - 8 * (i % 2)) for i in range(places + -(-places // 2))]
             for who, lm in lms.items():
                 note(f"{100 * share:.0f} %, {places} places, {who}: steps over {lm.plan.schedule.speculative_steps}"
-                     + (f"; {told(lm)}" if "draft" in OURS[who] else ""))
+                     + (f"; {draft_summary(lm)}" if "draft" in OURS[who] else ""))
             for turn in range(args.rounds + 1):  # the first binds programs, and does not count
                 rate = probe.bytes_per_s()
                 for who, lm in lms.items():

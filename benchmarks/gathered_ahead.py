@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 import transformers as T
 
-from forebay.model_kinds import read_mesh
+from forebay.read_mesh import read_mesh
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Workload

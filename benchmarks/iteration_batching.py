@@ -39,10 +39,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch loads OpenMP: as fo
 import torch
 
 from benchmarks.taking_turns import Turns, in_turns
-from forebay.api import LanguageModel, open_model
 from forebay.commands.job_progress import progress_note
 from forebay.commands.jobs import AnswerFile, Ask, run_job
 from forebay.commands.prompts import Prompt, Request
+from forebay.language_model import LanguageModel
+from forebay.open_model import open_model
 from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.pipeline.plan_places import plan_places

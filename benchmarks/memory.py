@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from forebay.api import LanguageModel, open_model
+from forebay.language_model import LanguageModel
+from forebay.open_model import open_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.options import Options

@@ -190,8 +190,9 @@ def contestants() -> Mapping[str, tuple[Any, ...]]:
 
 def by_programs(folder: Path, ids: torch.Tensor, kept: Mapping[str, Any]) -> float:
     """Perplexity of ids [T] by Programs whose cache is kept so on the disk."""
-    from forebay.api import LanguageModel, open_model
     from forebay.commands.evaluate import perplexity
+    from forebay.language_model import LanguageModel
+    from forebay.open_model import open_model
     from forebay.rewriter.ir.plan import Budget, Workload
     from forebay.rewriter.planning.options import Options
 
@@ -204,7 +205,8 @@ def by_programs(folder: Path, ids: torch.Tensor, kept: Mapping[str, Any]) -> flo
 def by_decode_steps(folder: Path, ids: torch.Tensor, kept: float) -> float:
     """Perplexity of ids [T] by steps of one token, which read the values of such a share of the tokens, over windows
     that all run at once."""
-    from forebay.api import LanguageModel, open_model
+    from forebay.language_model import LanguageModel
+    from forebay.open_model import open_model
     from forebay.rewriter.ir.plan import Budget, Workload
     from forebay.rewriter.planning.options import Options
 

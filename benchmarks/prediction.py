@@ -35,8 +35,8 @@ import torch
 
 import forebay
 from benchmarks.big_model import big_model
-from forebay.api import LanguageModel
 from forebay.kernels.products.linear.cpu import bind_linear
+from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.machine.profile import Machine, load_machine

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 import forebay
 from benchmarks.prediction import Probe, at_pace
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
 from forebay.rewriter.ir.program import COLLECT, Launch, Program
 from forebay.rewriter.ir.share import ranks_of

@@ -41,10 +41,10 @@ import numpy as np
 
 from benchmarks.prediction import Probe, at_pace
 from benchmarks.server_load import LoadAnswer, LoadRequest, open_loop, poisson
-from forebay.api import LanguageModel
 from forebay.commands.options import model_folder
 from forebay.commands.plan_serving import ServingWanted, plan_serving, step_times_of
 from forebay.commands.prompts import load_tokenizer
+from forebay.language_model import LanguageModel
 from forebay.rewriter.predict.of_programs import StepTimes, step_times
 from forebay.rewriter.serving.in_places import in_places
 from forebay.rewriter.serving.served import Served, percentile_s

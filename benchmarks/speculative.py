@@ -35,10 +35,10 @@ import torch
 import forebay
 from benchmarks.prediction import Probe, at_pace
 from benchmarks.throughput import processor
-from forebay.api import LanguageModel
 from forebay.commands.process_memory import disk_read_nbytes
 from forebay.commands.prompts import load_tokenizer
-from forebay.drafted import told
+from forebay.drafted import draft_summary
+from forebay.language_model import LanguageModel
 from forebay.open_model import known_machine
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[l
         note(f"{100 * share:.0f} %, {budget} bytes, cache on {plain.schedule.block.cache}: "
              f"{checking.schedule.speculative_steps} tokens are checked, in {checking.prediction.speculative_times_s} "
              f"s; one takes {plain.prediction.decode_time_s:.3f} s" + "".join(
-                 f"\n  {copy}: {told(lms[copy])}" for copy in COPIES))
+                 f"\n  {copy}: {draft_summary(lms[copy])}" for copy in COPIES))
         peer, rows = Peer(folder, int(share * nbytes), scratch) if args.peer else None, []
         for turn in range(args.rounds + 1):  # the first binds programs, and does not count
             for name, ids in prompts.items() if turn else list(prompts.items())[:1]:

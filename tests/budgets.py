@@ -37,7 +37,7 @@ def operators_nbytes(opened: tuple[Any, ...], workload: Workload, options: Optio
     threads, ours = torch.get_num_threads(), native.load() is not None
     if ours and threads <= THREADS and not (threads < THREADS and alone()):  # what one takes less is left free
         return 0
-    from forebay.api import LanguageModel
+    from forebay.language_model import LanguageModel
 
     with LanguageModel(*opened, Budget(1 << 30, host), workload, options or Options()) as lm:
         taken = lm._pipeline.needs.workspace(lm.plan.schedule.prefill_chunk)

@@ -203,7 +203,7 @@ class Checkpointed:
 
     def captured_anew(self) -> Checkpointed:
         """The same with graphs that are not rewritten yet, for what is about those passes."""
-        from forebay.api import open_model
+        from forebay.open_model import open_model
 
         made = replace(self)
         vars(made)["opened"] = open_model(self.folder)
@@ -220,7 +220,7 @@ class Checkpointed:
     def language_model(self, device: int | float, host: int = 0, batch: int = 3, prompt: int = 10, new_tokens: int = 8,
                        **options: Any) -> Any:
         """A LanguageModel on a budget of so many bytes, or such a share of the weights (`share`)."""
-        from forebay.api import LanguageModel
+        from forebay.language_model import LanguageModel
         from forebay.rewriter.ir.plan import Budget, Workload
         from forebay.rewriter.planning.options import Options
 

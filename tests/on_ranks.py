@@ -55,8 +55,8 @@ def _nursery(asked: Connection, environment: Mapping[str, str]) -> None:
     import torch
     from captured_once import share_graphs
 
-    from forebay.model_kinds import read_mesh
     from forebay.open_model import open_model
+    from forebay.read_mesh import read_mesh
     from forebay.rewriter.pipeline.shard_captured import shard_captured
     from forebay.rewriter.switches import read_switches
 

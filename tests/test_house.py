@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "forebay.rewriter.ir": ("forebay.rewriter.ir", "forebay.kernels.formats", "forebay.kernels.operator",
                             "forebay.kernels.operators"),
     "forebay.rewriter.pipeline": None,
-    "forebay.serving": ("forebay.serving", "forebay.api", "forebay.drafting", "forebay.commands.prompts",
+    "forebay.serving": ("forebay.serving", "forebay.language_model", "forebay.drafting", "forebay.commands.prompts",
                         "forebay.commands.chat_template", "forebay.commands.process_memory",
                         "forebay.commands.terminal", "forebay.rewriter.ir", "forebay.runtime.run"),
     "forebay.rewriter.policy": ("forebay.rewriter.policy", "forebay.rewriter.predict", "forebay.rewriter.machine",

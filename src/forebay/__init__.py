@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from forebay.api import LanguageModel, wrap
+    from forebay.api import wrap
     from forebay.compiled.report import OffloadReport, is_offloaded, offload_report
     from forebay.exported.errors import ExportError
     from forebay.exported.export import export
     from forebay.exported.start import open_bundle
+    from forebay.language_model import LanguageModel
     from forebay.rewriter.capture.language_model import CaptureError
     from forebay.rewriter.checkpoints.records import CheckpointError
     from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
@@ -48,11 +49,12 @@ __all__ = [
 
 # Found when first asked for, so that `import forebay` loads neither torch nor transformers.
 _HOMES = {
-    "forebay.api": ("LanguageModel", "wrap"),
+    "forebay.api": ("wrap",),
     "forebay.compiled.report": ("OffloadReport", "is_offloaded", "offload_report"),
     "forebay.exported.errors": ("ExportError",),
     "forebay.exported.export": ("export",),
     "forebay.exported.start": ("open_bundle",),
+    "forebay.language_model": ("LanguageModel",),
     "forebay.rewriter.capture.language_model": ("CaptureError",),
     "forebay.rewriter.checkpoints.checkpoint": ("CheckpointError",),
     "forebay.rewriter.machine.profile": ("Machine", "load_machine", "save_machine"),

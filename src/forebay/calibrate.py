@@ -22,7 +22,7 @@ from forebay.rewriter.ir.program import Item, Launch
 from forebay.runtime.run.trace import Trace
 
 if TYPE_CHECKING:
-    from forebay.api import LanguageModel
+    from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Budget
     from forebay.runtime.devices.device import Call
 

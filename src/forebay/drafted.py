@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from forebay.api import LOG, LanguageModel
 from forebay.drafts_seen import KNOWN, DraftsSeen
 from forebay.huggingface.same_tokenizer import refuse_other_tokenizer
+from forebay.language_model import LOG, LanguageModel
 from forebay.open_model import open_model
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.checkpoints.resolve import draft_copies, draft_format, resolve_draft
@@ -222,7 +222,7 @@ def best_drafted(captured: Any, checkpoint: Any, files: Any, budget: Budget, *mo
     return DraftedModel(last, captured, checkpoint, files, budget, *more)
 
 
-def told(lm: LanguageModel) -> str:
+def draft_summary(lm: LanguageModel) -> str:
     """What drafts for a model, and why."""
     return f"{lm.split.told}; {lm.seen}" if isinstance(lm, DraftedModel) and lm.split is not None else "none was given"
 

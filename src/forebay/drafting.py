@@ -23,7 +23,7 @@ from forebay.runtime.run.shared_drafts import SharedDrafter
 from forebay.runtime.run.speculation import speculates
 
 if TYPE_CHECKING:
-    from forebay.api import LanguageModel
+    from forebay.language_model import LanguageModel
 
 
 def in_one_budget(lm: LanguageModel) -> list[LanguageModel]:

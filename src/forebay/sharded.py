@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from forebay.api import LOG, LanguageModel
+from forebay.language_model import LOG, LanguageModel
 from forebay.open_model import known_machine
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.checkpoints.records import CheckpointError

@@ -21,7 +21,7 @@ from selection import ALL, at_length
 from typer.testing import CliRunner
 
 from forebay.commands.app import app
-from forebay.model_kinds import read_mesh
+from forebay.read_mesh import read_mesh
 from forebay.rewriter.ir.plan import PlanError, load_plan
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.pipeline.plan_ranks import Steps, require_alike

@@ -14,7 +14,7 @@ from e2e.agreement import assert_same_tokens
 from families import gemma2, gpt2, llama, opt
 from opened import open_rewritten
 
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.machine.profile import Machine

@@ -17,7 +17,7 @@ import torch
 from e2e.block_case import COUNT, NEW, PROMPT, Case
 from selection import ALL, beyond
 
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.program import verify_program

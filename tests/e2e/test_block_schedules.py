@@ -22,7 +22,7 @@ from late import make_late
 from selection import at_length, beyond
 
 import forebay.runtime.disk.spill as spill_module
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict, validate
 from forebay.rewriter.ir.program import ATTEND, LOAD, Copy, FileSlice, Launch
 from forebay.rewriter.planning.objective import latency_s

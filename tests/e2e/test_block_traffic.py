@@ -13,7 +13,7 @@ import pytest
 from e2e.block_case import ATTENDED, COUNT, DISK, HOST, SHARED, Case
 from selection import at_length
 
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.program import LOOKUP, Copy, Program, Rows, copy_nbytes, tier_of
 from forebay.runtime.run.balance import balanced_places
 

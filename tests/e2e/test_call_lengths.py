@@ -18,7 +18,8 @@ from families import VOCAB, llama, phi3
 from opened import open_rewritten
 from selection import ALL, beyond
 
-from forebay.api import LanguageModel, wrap
+from forebay.api import wrap
+from forebay.language_model import LanguageModel
 from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine

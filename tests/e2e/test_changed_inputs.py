@@ -145,7 +145,7 @@ def test_nothing_computed_from_changed_weights_is_written(
 
     monkeypatch.setattr(AnswerFile, "write", writing)
     if not after:
-        from forebay.api import LanguageModel
+        from forebay.language_model import LanguageModel
 
         reserve = LanguageModel._reserve
         monkeypatch.setattr(LanguageModel, "_reserve", lambda self, *a: (reserve(self, *a), spoil())[0])

@@ -18,7 +18,7 @@ from families import FAMILIES
 from opened import open_rewritten
 from selection import ALL, beyond
 
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice
 from forebay.rewriter.planning.options import Options

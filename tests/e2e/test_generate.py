@@ -16,8 +16,9 @@ import torch
 import transformers
 from e2e.agreement import assert_same_tokens
 
-import forebay.api as model_module
-from forebay.api import LanguageModel, wrap
+import forebay.language_model as model_module
+from forebay.api import wrap
+from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import PlanError, load_plan
 from forebay.rewriter.ir.program import LOOKUP, UNORDERED, UPLOAD, Copy, Rows, Span
@@ -95,7 +96,7 @@ def test_constants_are_real_and_not_on_meta(llama_checkpoint: Any) -> None:
 
 def test_another_budget_captures_nothing_anew(llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     llama_checkpoint.opened  # noqa: B018
-    monkeypatch.setattr(model_module, "capture_model", lambda *a, **k: pytest.fail("captured again"))
+    monkeypatch.setattr("forebay.open_model.capture_model", lambda *a, **k: pytest.fail("captured again"))
     for share in (0.4, 0.9):
         with llama_checkpoint.language_model(share, batch=1, prompt=2, new_tokens=2) as lm:
             check(lm, llama_checkpoint)  # and a larger workload plans again

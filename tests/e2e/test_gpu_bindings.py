@@ -14,10 +14,11 @@ pytest.importorskip("triton")
 
 from families import llama
 
-from forebay.api import LanguageModel, open_model
 from forebay.kernels import operators
 from forebay.kernels.attention.costs import gpu_workspace_nbytes
 from forebay.kernels.operator import Tensors
+from forebay.language_model import LanguageModel
+from forebay.open_model import open_model
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Launch
@@ -35,7 +36,8 @@ class GpuOfThreads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bound: set[tuple[str, str]] = set()
-        monkeypatch.setattr("forebay.api.open_device", lambda machine, *rest: open_device(Machine.default(), *rest))
+        monkeypatch.setattr("forebay.language_model.open_device",
+                            lambda machine, *rest: open_device(Machine.default(), *rest))
         monkeypatch.setattr(executor, "bind_launch", self.bind_launch)
 
     def bind_launch(self, launch: Any, tensor: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from e2e.agreement import assert_same_tokens
 
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
 from forebay.rewriter.ir.program import Launch, span_of

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import forebay
 import forebay.rewriter.pipeline.pass_list as pipeline
-from forebay.api import LanguageModel
 from forebay.commands.app import app
+from forebay.language_model import LanguageModel
 from forebay.passes.quantize.quantize_weights import quantize_weights
 from forebay.rewriter.checkpoints import quantize
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint

@@ -326,7 +326,7 @@ def job_answers(folder: str, budget: int, mesh: str, places: int) -> tuple[int, 
     """Prompts at once, those that enter while others run, and the answers to five, as a job has them."""
     from functools import partial
 
-    from forebay.model_kinds import made
+    from forebay.build_model import build_model
     from forebay.open_model import open_model
     from forebay.rewriter.ir.plan import Workload
     from forebay.rewriter.pipeline.plan_places import plan_places
@@ -335,7 +335,7 @@ def job_answers(folder: str, budget: int, mesh: str, places: int) -> tuple[int, 
     from forebay.runtime.run.sampling import Sampling
 
     found: dict[int, list[int]] = {}
-    with made(None, mesh, *open_model(folder), Budget(budget, 0), Workload(5, 8, NEW), Options(), None, None,
+    with build_model(None, mesh, *open_model(folder), Budget(budget, 0), Workload(5, 8, NEW), Options(), None, None,
               partial(plan_places, places=places)) as lm:
         lm.answer_all([Asked(torch.tensor(ids), NEW) for ids in (*PROMPTS, *PROMPTS[:2])], Sampling(), frozenset(),
                       on_end=found.__setitem__, on_step=lambda work: None)

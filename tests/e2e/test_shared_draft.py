@@ -14,11 +14,12 @@ from e2e.drafting import Paying, refused
 from families import FAMILIES
 from selection import ALL, at_length
 
-import forebay.api as model_module
+import forebay.language_model as model_module
 from forebay import drafted
-from forebay.api import LanguageModel, wrap
+from forebay.api import wrap
 from forebay.drafted import DraftedModel
 from forebay.drafting import drafting, files_in_budget, plans_in_budget
+from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import Copy, Launch, Record, Rows, Span, Wait
 from forebay.rewriter.pipeline.lay_beside import EVENTS, check_beside

@@ -12,7 +12,7 @@ from e2e.agreement import assert_same_tokens
 from opened import open_rewritten
 from selection import at_length
 
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.planning.options import Options
 

@@ -20,10 +20,10 @@ from selection import at_length
 from transformers.modeling_utils import AttentionInterface
 
 import forebay
-from forebay.api import LanguageModel
 from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
 from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
 from forebay.kernels.operators import ATTENTION
+from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict
 from forebay.rewriter.ir.program import ATTEND, Launch
 from forebay.rewriter.planning.options import Options

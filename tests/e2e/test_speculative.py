@@ -14,8 +14,9 @@ from families import FAMILIES
 from opened import open_rewritten
 from selection import ALL
 
-from forebay.api import LanguageModel, wrap
+from forebay.api import wrap
 from forebay.kernels.logits.sampling.operator import SAMPLING
+from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload, plan_from_dict
 from forebay.rewriter.planning.options import Options

@@ -15,7 +15,7 @@ from e2e.waits import assert_waits_are_needed
 from late import make_late
 from selection import at_length
 
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.program import ATTEND, Launch, Program
 from forebay.runtime.run.generation import Stop
 from forebay.runtime.run.model_drafts import ModelDrafter

@@ -23,10 +23,10 @@ from families import FAMILIES, captured, rewritten
 from selection import ALL, beyond
 
 import forebay
-from forebay.api import LanguageModel
 from forebay.exported import bundle, export
 from forebay.exported.bundle import read_bundle
 from forebay.exported.captured_data import captured_from_data, captured_to_data
+from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names, file_slices, weight_records
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint

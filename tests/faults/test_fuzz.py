@@ -24,10 +24,11 @@ import torch
 from budgets import attention_nbytes
 from selection import ALL
 
-from forebay.api import LanguageModel, open_model
 from forebay.commands.jobs import AnswerFile
 from forebay.commands.prompts import JobError, read_requests
 from forebay.commands.terminal import message_of
+from forebay.language_model import LanguageModel
+from forebay.open_model import open_model
 from forebay.rewriter.checkpoints import identity
 from forebay.rewriter.checkpoints.config import read_config, read_eos, read_generation_config
 from forebay.rewriter.checkpoints.gguf_repack import open_gguf

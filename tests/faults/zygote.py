@@ -24,12 +24,13 @@ from typing import Any
 import torch
 import typer
 
-from forebay.api import LanguageModel, open_model
 from forebay.commands.app import app
 from forebay.commands.jobs import AnswerFile, Ask, run_job
 from forebay.commands.prompts import JobError, Prompt, Request, load_tokenizer
 from forebay.commands.terminal import clean_errors
 from forebay.kernels.cpu_support import native
+from forebay.language_model import LanguageModel
+from forebay.open_model import open_model
 from forebay.rewriter.checkpoints.config import read_config
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import load_machine

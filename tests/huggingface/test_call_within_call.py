@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.runtime.run.places import Asked
 from forebay.runtime.run.sampling import Sampling

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import forebay
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.runtime.run.session import Session
 

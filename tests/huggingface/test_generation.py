@@ -13,9 +13,10 @@ import torch
 import transformers
 from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 
-from forebay.api import LanguageModel, wrap
+from forebay.api import wrap
 from forebay.call_turns import ModelCall
 from forebay.huggingface import causal_lm
+from forebay.language_model import LanguageModel
 from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.runtime.devices.device import RuntimeFault

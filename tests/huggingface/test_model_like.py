@@ -14,7 +14,8 @@ import torch
 import transformers
 
 from forebay import open_model as opening
-from forebay.api import LanguageModel, wrap
+from forebay.api import wrap
+from forebay.language_model import LanguageModel
 from forebay.rewriter.capture.cache_name import CACHE_NAME, CACHE_NAMES
 from forebay.runtime.run.session import Session
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from selection import ALL
 
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 
 VOCAB = 997
 CASES = 200 if ALL else 16

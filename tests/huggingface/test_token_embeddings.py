@@ -12,8 +12,9 @@ import transformers
 from families import gpt2, llama
 from selection import at_length
 
-from forebay.api import LanguageModel, wrap
+from forebay.api import wrap
 from forebay.exported.export import export
+from forebay.language_model import LanguageModel
 from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import forebay
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.machine.profile import Machine
 from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
 

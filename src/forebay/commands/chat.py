@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from forebay.api import LanguageModel
+    from forebay.language_model import LanguageModel
     from forebay.runtime.run.sampling import Sampling
 
 FIRST_PROMPT = 256  # tokens of conversation that the first plan is for; each further plan is for twice what is needed
@@ -115,7 +115,7 @@ def _planned(
     """The model planned for one sequence, if it may `speculate` with steps that check drafts where they pay, those of
     the model `draft` if one is named; within half of the memory that is free where no budget is named."""
     from forebay.api import wrap
-    from forebay.drafted import told
+    from forebay.drafted import draft_summary
     from forebay.exported.bundle import is_bundle
     from forebay.exported.start import open_bundle, stored_plan
     from forebay.kernels.build.process_limits import available_nbytes
@@ -142,7 +142,7 @@ def _planned(
                   activations=activations,  # type: ignore[arg-type]
                   prompt_lookup_num_tokens="auto" if speculate else None)
     if draft is not None:
-        say(f"draft: {told(lm)}")
+        say(f"draft: {draft_summary(lm)}")
     return lm
 
 

@@ -21,7 +21,7 @@ from forebay.commands.terminal import clean_errors, console, progress_bar
 from forebay.rewriter.ir.files import read_input_text
 
 if TYPE_CHECKING:
-    from forebay.api import LanguageModel
+    from forebay.language_model import LanguageModel
     from forebay.rewriter.checkpoints.checkpoint import Progress
     from forebay.rewriter.ir.plan import Budget
     from forebay.rewriter.machine.profile import Machine
@@ -70,7 +70,8 @@ def open_scorer(
     The softmax is part of the step, so that a chunk's logits count against the budget and never leave it. It serves
     `perplexity` and `next_word_accuracy`, not `generate`. Raises as `wrap` does.
     """
-    from forebay.api import LanguageModel, open_model
+    from forebay.language_model import LanguageModel
+    from forebay.open_model import open_model
     from forebay.rewriter.checkpoints.resolve import resolve_model
     from forebay.rewriter.ir.plan import Workload
     from forebay.rewriter.planning.options import Options

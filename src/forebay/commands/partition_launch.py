@@ -36,7 +36,7 @@ def launched(model: str, problem: PartitionProblem, ways: Sequence[RunLayouts]) 
 def _refusals(model: str, problem: PartitionProblem, ways: Sequence[RunLayouts]) -> Iterator[str | None]:
     """Why a model cannot be divided in each of `ways`; None where it can."""
     from forebay.commands.prompts import JobError
-    from forebay.model_kinds import read_mesh
+    from forebay.read_mesh import read_mesh
     from forebay.rewriter.pipeline.shard_captured import shard_captured
     from forebay.rewriter.predict.model_shapes import capture_config, load_config
     from forebay.rewriter.switches import read_switches
@@ -74,10 +74,10 @@ def write_plans(
 ) -> Path:
     """The folder with the plan of each rank, for the machine and the memory that were chosen for. JobError where no
     layout runs, which says `why`, or the model is no folder."""
-    from forebay.api import open_model
     from forebay.commands.options import model_folder
     from forebay.commands.plan_ranks import plans_of_ranks, save_ranks
     from forebay.commands.prompts import JobError
+    from forebay.open_model import open_model
     from forebay.rewriter.ir.plan import Budget, Workload
     from forebay.rewriter.machine.presets import load_machine_or_preset
     from forebay.rewriter.planning.options import Options

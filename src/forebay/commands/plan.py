@@ -148,10 +148,10 @@ def _plan_model(
     model: str, budget: str | None, shape: tuple[int, ...], options: Options, machine: str | None,
     as_json: bool, save: Path | None, pictures: tuple[Path | None, Path | None], dequantize: bool,
 ) -> None:
-    from forebay.api import open_model
     from forebay.commands.pictures import draw_step
     from forebay.commands.plan_config import draw_frontier, frontier_lines
     from forebay.commands.process_memory import anonymous_nbytes, beside_nbytes, calls_of
+    from forebay.open_model import open_model
     from forebay.rewriter.capture.step_graphs import step_graphs
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import PlanError, Workload
@@ -210,9 +210,9 @@ def _plan_mesh(
     as_json: bool, save: Path | None, dequantize: bool,
 ) -> None:
     """Plan all ranks, write their plans, and show one."""
-    from forebay.api import open_model
     from forebay.commands.plan_ranks import plans_of_ranks, save_ranks, step_lines
-    from forebay.model_kinds import read_mesh
+    from forebay.open_model import open_model
+    from forebay.read_mesh import read_mesh
     from forebay.rewriter.ir.byte_sizes import parse_budget
     from forebay.rewriter.ir.plan import PlanError, Workload
     from forebay.rewriter.planning.options import check_choices

@@ -13,7 +13,7 @@ from forebay.commands.terminal import console, say
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forebay.api import LanguageModel
+    from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Plan
     from forebay.rewriter.machine.profile import Machine
     from forebay.rewriter.planning.options import Options
@@ -31,14 +31,14 @@ def fit_job(
     are too long for `batch` at once, or else even by themselves, are left out, and what all need is said; PlanError
     where not even the shortest fits.
     """
-    from forebay.model_kinds import made
+    from forebay.build_model import build_model
     from forebay.rewriter.ir.plan import PlanError, Workload
     from forebay.rewriter.pipeline.plan_places import plan_places
 
     if saved is not None:
         if batch is not None and batch != saved.workload.batch:
             raise PlanError(f"the plan is for batches of {saved.workload.batch}, not of {batch}; leave --batch out")
-        return made(draft, mesh, *opened, sizes, saved.workload, options, machine, saved), encoded
+        return build_model(draft, mesh, *opened, sizes, saved.workload, options, machine, saved), encoded
     needs = sorted({_tokens(p, new_tokens) for p in encoded})
 
     def up_to(most: int) -> list[Prompt]:
@@ -51,7 +51,7 @@ def fit_job(
 
         def made_for(answer: int) -> LanguageModel:
             work = Workload(len(kept), max(prompts), answer, round(fmean(prompts)), min(usual, answer))
-            return made(draft, mesh, *opened, sizes, work, options, machine, None, how)
+            return build_model(draft, mesh, *opened, sizes, work, options, machine, None, how)
 
         with console().status("planning the job"):
             if usual > beside:  # where long prompts have short answers, times of the usual one want more room

@@ -22,7 +22,7 @@ def plans_of_ranks(
 ) -> Ranks:
     """Each rank's part of an opened model and its plan, with the pipeline of its Programs. PlanError where one has
     none."""
-    from forebay.model_kinds import read_mesh
+    from forebay.read_mesh import read_mesh
     from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
     from forebay.rewriter.switches import read_switches
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forebay.api import LanguageModel
+    from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.turns import StepTurns
     from forebay.rewriter.pipeline.step_pipeline import Pipeline
     from forebay.rewriter.predict.of_programs import StepTimes
@@ -67,8 +67,8 @@ def plan_serving(folder: Path, wanted: ServingWanted, goals: ServingGoals | None
     """Plan once. Without goals for the number of places with which a sequence is predicted to take least time, with
     them for the number and the turns that keep them at the greatest rate, by simulation. Where weights stream, prefill
     steps that decode as well are compared too. PlanError where no plan fits, or none keeps the goals at any rate."""
+    from forebay.build_model import build_model
     from forebay.commands.machine import machine_profile
-    from forebay.model_kinds import made
     from forebay.open_model import open_model
     from forebay.rewriter.ir.byte_sizes import parse_budget
     from forebay.rewriter.ir.plan import Workload
@@ -88,8 +88,8 @@ def plan_serving(folder: Path, wanted: ServingWanted, goals: ServingGoals | None
                     prompt_lookup_num_tokens="auto" if wanted.speculate else None)
     usual = (min(goals.prompt, wanted.prompt), min(goals.output, wanted.new_tokens)) if goals is not None else (0, 0)
     work = Workload(wanted.places or 1, wanted.prompt, wanted.new_tokens, *usual)
-    lm = made(wanted.draft, None, *open_model(folder), sizes, work, options, machine_profile(wanted.machine, folder),
-              None, choose)
+    machine = machine_profile(wanted.machine, folder)
+    lm = build_model(wanted.draft, None, *open_model(folder), sizes, work, options, machine, None, choose)
     return ServingChoice(lm, chosen[-1].turns, chosen[-1].rate)
 
 

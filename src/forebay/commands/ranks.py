@@ -24,7 +24,7 @@ def among_ranks(mesh: str | None, output: Path | None) -> Iterator[tuple[str | N
     if mesh is None and started == 1:
         yield None, output
         return
-    from forebay.model_kinds import read_mesh
+    from forebay.read_mesh import read_mesh
     from forebay.runtime.comm.faults import rank_fault
     from forebay.runtime.comm.ranks import join_ranks, leave_ranks, tell_others
     from forebay.runtime.devices.kinds import device_here

@@ -33,10 +33,10 @@ from forebay.commands.ranks import among_ranks, as_first_rank, of_this_rank
 from forebay.commands.terminal import clean_errors, console, say, stopping
 
 if TYPE_CHECKING:
-    from forebay.api import LanguageModel
     from forebay.commands import jobs
     from forebay.commands.process_memory import MemoryWatch
     from forebay.commands.prompts import Prompt
+    from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Plan
     from forebay.runtime.run.places import WorkDone
 
@@ -89,13 +89,13 @@ def run(
     Long: half of it is the options, one by one.
     """
     with clean_errors(debug), among_ranks(mesh, output) as (mesh, output):
-        from forebay.api import open_model
         from forebay.calibration import ranges_for
         from forebay.commands import jobs
         from forebay.commands.chat import answer_one, refuse_idle_draft
         from forebay.commands.plan_job import fit_job, prompt_room, unfit
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
-        from forebay.drafted import told
+        from forebay.drafted import draft_summary
+        from forebay.open_model import open_model
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
         from forebay.rewriter.planning.options import Options, activations_of, told_activations
@@ -181,7 +181,7 @@ def run(
                                               prompt_lookup_num_tokens=None if speculate is False else "auto"),
                                        saved, profile, first=answers.batch, mesh=mesh, draft=draft)
                 if draft is not None:
-                    say(f"draft: {told(lm)}")
+                    say(f"draft: {draft_summary(lm)}")
                 if batch is None and answers.batch not in (None, lm.plan.workload.batch):
                     say(f"{output}: going on with {lm.plan.workload.batch} prompts at once, not with {answers.batch}, "
                         "which do not fit: what is computed may differ by rounding")

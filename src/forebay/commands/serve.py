@@ -24,7 +24,7 @@ from forebay.commands.options import (
 from forebay.commands.terminal import FAILED, clean_errors, console, reason_of, say
 
 if TYPE_CHECKING:
-    from forebay.api import LanguageModel
+    from forebay.language_model import LanguageModel
 
 
 def serve(
@@ -66,7 +66,7 @@ def serve(
         from forebay.commands.chat import refuse_idle_draft
         from forebay.commands.plan_serving import ServingWanted, plan_serving
         from forebay.commands.prompts import JobError, load_tokenizer, stop_ids
-        from forebay.drafted import told
+        from forebay.drafted import draft_summary
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import PlanError
         from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
@@ -92,7 +92,7 @@ def serve(
                 choice = plan_serving(folder, wanted, goals)
             lm, limit = choice.lm, choice.lm.captured.max_positions
             if draft is not None:
-                say(f"draft: {told(lm)}")
+                say(f"draft: {draft_summary(lm)}")
             alone = host in ("localhost", "127.0.0.1", "::1") and api_key is None
             named = name or Path(model).expanduser().resolve().name
             options = ServingOptions(named, api_key, frozenset(LOOPBACK) if alone else None)

@@ -180,7 +180,7 @@ def _write_manifest(folder: Path, format: str, **described: Any) -> None:
 
 def _write_plan(folder: Path, budget: Budget, workload: Workload, options: Options, machine: Machine | None) -> None:
     """Plan the bundle in `folder` for the machine."""
-    from forebay.api import LanguageModel
+    from forebay.language_model import LanguageModel
 
     lm = LanguageModel(*read_bundle(folder), budget, workload, options, machine)
     lm.plan.save(folder / PLAN)

@@ -6,8 +6,8 @@ import logging
 import os
 from pathlib import Path
 
-from forebay.api import LanguageModel
 from forebay.exported.bundle import PLAN, checked_file, read_bundle
+from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, load_plan
 from forebay.rewriter.machine.profile import Machine

@@ -23,7 +23,7 @@ from forebay.huggingface.inputs import (
     take_prompts,
 )
 from forebay.huggingface.listener import Listener
-from forebay.huggingface.module_habits import ModuleHabits
+from forebay.huggingface.nn_module_compat import NnModuleCompat
 from forebay.huggingface.refusals import NoPositionsError, refuse_generation
 from forebay.huggingface.row_cache import RowCache, take_cache
 from forebay.huggingface.same_tokenizer import refuse_other_tokenizer
@@ -37,7 +37,7 @@ from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.speculation import Tally
 
 if TYPE_CHECKING:
-    from forebay.api import LanguageModel, OnToken
+    from forebay.language_model import LanguageModel, OnToken
 
 DEFAULT_NEW_TOKENS = 20  # as transformers has it
 _PASSED_ON = ("tokenizer", "assistant_tokenizer")  # by generate, which needed them itself
@@ -131,7 +131,7 @@ class StreamedCausalLM(GenerationMixin):
         """The wrapped model that is to draft for the plan's speculative steps, where a call asks for that alone.
         ValueError where its tokenizer is another."""
         helper = rest.get("assistant_model")
-        if not (set(rest) == {"assistant_model"} and isinstance(helper, ModuleHabits) and helper is not self.lm
+        if not (set(rest) == {"assistant_model"} and isinstance(helper, NnModuleCompat) and helper is not self.lm
                 and self._checks_drafts):
             return None
         other = cast("LanguageModel", helper)
@@ -179,7 +179,7 @@ class StreamedCausalLM(GenerationMixin):
         mode = config.get_generation_mode(options.get("assistant_model"))
         refuse_generation(config, mode, options)
         helper = options.get("assistant_model")
-        if isinstance(helper, ModuleHabits):
+        if isinstance(helper, NnModuleCompat):
             self._admit(cast("LanguageModel", helper), prompts, new_tokens, config)
         if on_token is not None:
             if options.get("streamer") is not None:

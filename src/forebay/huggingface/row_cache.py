@@ -15,7 +15,7 @@ from forebay.rewriter.capture.cache_name import CACHE_NAMES
 from forebay.runtime.run.rows import SequenceRows
 
 if TYPE_CHECKING:
-    from forebay.api import LanguageModel
+    from forebay.language_model import LanguageModel
 
 
 class RowCache(Cache):

@@ -24,10 +24,10 @@ from forebay.commands.terminal import reason_of
 from forebay.serving.answer_text import AnswerText
 from forebay.serving.batcher import STOPPING, Batcher, Heard, Pending
 from forebay.serving.metrics import TYPE, Metrics
+from forebay.serving.openai_responses import chunk, whole
 from forebay.serving.refusal import Refusal
 from forebay.serving.requests import Inquiry, read_inquiry, tokens_of
 from forebay.serving.state import gauges, state
-from forebay.serving.told import chunk, whole
 
 MOST_BODY_NBYTES = 4 << 20
 HEAD_S = 30.0  # for the headers of a request to arrive

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from forebay.api import LanguageModel
 from forebay.commands.terminal import reason_of
 from forebay.drafting import drafting_in_places
+from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.runtime.run.places import Asked, WorkDone, answer_arriving, fits
 from forebay.runtime.run.sampling import Sampling

@@ -14,9 +14,9 @@ from typing import Any
 
 import uvicorn
 
-from forebay.api import LanguageModel
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.prompts import BadPrompt, Request, check_ids, ids_text, prompt_ids
+from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.serving.app import ServingOptions, make_app
 from forebay.serving.batcher import Batcher

@@ -9,8 +9,8 @@ from typing import Any
 import families
 import pytest
 
-from forebay.model_kinds import read_mesh
 from forebay.passes.lower.hoist_gathers import hoist_gathers
+from forebay.read_mesh import read_mesh
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.draft import Arrive, Draft, Exchanged, Fetch, Free, Move

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx
 
-from forebay.model_kinds import read_mesh
+from forebay.read_mesh import read_mesh
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_inputs

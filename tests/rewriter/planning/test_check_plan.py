@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from forebay.api import LanguageModel, open_model
+from forebay.language_model import LanguageModel
+from forebay.open_model import open_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.options import Options

@@ -15,7 +15,8 @@ from tiny import aten, chain, flat_graph, planned
 from torch import fx
 
 import forebay.rewriter.pipeline.pass_list as pipeline
-from forebay.api import LanguageModel, open_model
+from forebay.language_model import LanguageModel
+from forebay.open_model import open_model
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.draft import Draft

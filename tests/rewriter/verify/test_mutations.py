@@ -28,8 +28,9 @@ from carried import Carried
 from families import llama
 from selection import ALL
 
-from forebay.api import LanguageModel, open_model
 from forebay.backend import prepared_for
+from forebay.language_model import LanguageModel
+from forebay.open_model import open_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import (
     DISK,

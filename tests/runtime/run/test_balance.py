@@ -12,7 +12,7 @@ from e2e.block_case import Case
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.runtime.run.balance import balanced_places
 from forebay.runtime.run.generation import Stop
 from forebay.runtime.run.loops import generate_as_planned

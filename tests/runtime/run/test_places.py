@@ -21,7 +21,7 @@ from late import make_late
 from opened import open_rewritten
 from selection import at_length
 
-from forebay.api import LanguageModel
+from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict, validate
 from forebay.rewriter.ir.program import Wait
 from forebay.rewriter.ir.turns import USUAL_TURNS

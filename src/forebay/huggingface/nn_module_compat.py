@@ -47,7 +47,7 @@ def refuse_options(options: dict[str, Any]) -> None:
         raise TypeError(f"wrap() got an unexpected keyword argument {name!r}{said}")
 
 
-class ModuleHabits:
+class NnModuleCompat:
     """`eval`, `to` and their like for a model whose dtype is the checkpoint's, and whose places are the plan's."""
 
     training = False

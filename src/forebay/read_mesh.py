@@ -1,38 +1,17 @@
-"""Which kind of language model serves what is asked of `wrap`."""
+"""Ranks, as `wrap(mesh=…)` and `--mesh` name them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.share import Attended, Dimensions, RankShare
 
-if TYPE_CHECKING:
-    from forebay.api import LanguageModel
-
 CHUNKED = ("chunks", "gather_chunks")
 GATHERED = {"x": 1, "xy": 2, "xyz": 0}  # layouts whose prefills gather weights, and over how many axes; 0: all
 MeshShape = str | int | Sequence[int] | Mapping[str, int | str | Sequence[int]]
-
-
-def made(draft: str | os.PathLike[str] | None, mesh: MeshShape | None, *given: Any) -> LanguageModel:
-    """A model by itself, beside a draft, or on one of several ranks."""
-    if draft is not None and mesh is not None:
-        raise PlanError("draft: a model on several ranks has none; leave draft or mesh out")
-    if mesh is not None:
-        from forebay.sharded import ShardedModel
-
-        return ShardedModel(read_mesh(mesh), *given)
-    if draft is not None:
-        from forebay.drafted import DraftedModel, best_drafted
-
-        return best_drafted(*given) if draft == "auto" else DraftedModel(draft, *given)
-    from forebay.api import LanguageModel
-
-    return LanguageModel(*given)
 
 
 def read_mesh(mesh: MeshShape) -> RankShare:

@@ -1,0 +1,315 @@
+"""A captured model, its plan and the session that runs it, with Hugging Face's `generate`."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forebay.call_turns import CallTurns, ModelCall, TakesTurns
+from forebay.drafting import drafting_in_places
+from forebay.huggingface.nn_module_compat import NnModuleCompat
+from forebay.huggingface.served import causal_lm_class
+from forebay.open_model import capture_folder, known_machine
+from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint
+from forebay.rewriter.checkpoints.config import read_config, read_generation_config
+from forebay.rewriter.garbage import collect_when_due
+from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.graph import CapturedModel, Gives
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
+from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.shared_draft import DraftRecord, SharedDraft
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline.plan_block import PlanChoice, plan_block
+from forebay.rewriter.pipeline.plan_places import plan_answers
+from forebay.rewriter.pipeline.plan_speculation import plan_speculation
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
+from forebay.rewriter.planning.check_plan import require_within
+from forebay.rewriter.planning.options import Options, check_choices
+from forebay.rewriter.report.explain import explain_plan
+from forebay.rewriter.switches import read_switches
+from forebay.runtime.devices.open_device import open_device
+from forebay.runtime.run.generation import with_renewal
+from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone, answer_all, entering
+from forebay.runtime.run.rows import SequenceRows
+from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.session import Session, resident_copies
+from forebay.runtime.run.speculation import Tally
+from forebay.scoring_calls import ScoringCalls
+from forebay.trace_calls import TraceCalls
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig
+
+    from forebay.huggingface.causal_lm import StreamedCausalLM
+
+LOG = logging.getLogger("forebay")  # quiet unless the program that uses it, or `forebay -v`, listens
+OnToken = Callable[[torch.Tensor], None]
+
+
+class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
+    """A captured model, its plan, and the session that runs it. Close it (or use `with`) to give memory back."""
+
+    helper: LanguageModel | None = None  # drafts within the same budget (`DraftedModel`)
+    shared_draft: SharedDraft | None = None  # or a step of its own does, in its memory
+    drafts_seen: DraftRecord | None = None  # of what it drafts for the model that has it as its helper
+
+    def __init__(
+        self, captured: CapturedModel, checkpoint: Checkpoint, files: dict[str, FileSlice], budget: Budget,
+        workload: Workload, options: Options, machine: Machine | None = None, plan: Plan | None = None,
+        choose: PlanChoice = plan_block,
+    ) -> None:
+        # Where one is let go unclosed, what is due is looked for then, not while the next one is made.
+        weakref.finalize(self, collect_when_due).atexit = False
+        self.captured, self.checkpoint, self.budget = captured, checkpoint, budget
+        self.machine = machine or known_machine(checkpoint.folder)
+        self.files, self.switches = files, read_switches()
+        self.tally = Tally()  # of the last `generate`
+        self._fused: CapturedModel | None = None  # the captured graphs after the block passes, whatever the workload
+        self._session: Session | None = None
+        self._turns = CallTurns()  # for the arenas
+        self._held: SequenceRows | None = None  # whose tokens the cache holds between calls
+        self._variants: dict[tuple[Gives, bool], LanguageModel] = {}  # the same model with steps of other kinds
+        self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
+        self._capture: Callable[..., CapturedModel] = partial(capture_folder, checkpoint.folder)
+        check_choices(workload, options, plan)
+        if plan is not None:
+            require_within(plan, budget)
+        self.options = options if plan is None else options.as_planned(plan)
+        self._prepare(plan.workload if plan else workload, options, choose, plan)
+
+    def _prepare(self, workload: Workload, options: Options, choose: PlanChoice, plan: Plan | None = None) -> None:
+        limit = self.captured.max_positions
+        if limit and workload.context > limit:
+            if workload.prompt + 1 > limit:
+                raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
+            workload = workload.of(workload.batch, workload.prompt, limit - workload.prompt)
+        self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.options.cache,
+                                                      self.options.activations)
+        if plan is None:
+            asked = with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at)
+            workload = workload.of(workload.batch, *asked)
+            pipeline, plan = self._plan_anew(workload, options, choose)
+        else:
+            pipeline = Pipeline(self._graphs(workload, plan.schedule.block), workload, self.machine, self.switches)
+            plan = pipeline.replay(plan)
+        self._adopt(pipeline, plan)
+
+    def _plan_anew(self, workload: Workload, options: Options, choose: PlanChoice) -> tuple[Pipeline, Plan]:
+        pipeline, plan = choose(self._graphs, self.budget, workload, options, self.machine, self.switches)
+        return plan_speculation(pipeline, plan, self.budget, options)
+
+    def _adopt(self, pipeline: Pipeline, plan: Plan) -> None:
+        if "plan" in vars(self):  # only now: where there is no plan, the one before still serves
+            self._end_sessions()
+        self._pipeline, self.plan = pipeline, plan
+        work, nbytes = plan.workload, (plan.budget.device, plan.nbytes_on("device"), plan.prediction.streamed_nbytes)
+        LOG.info("planned %d of %d + %d tokens within %s: %s of weights stay, %s stream in each step", work.batch,
+                 work.prompt, work.new_tokens, *map(format_nbytes, nbytes))
+
+    def _graphs(self, workload: Workload, block: Block) -> StepGraphs:
+        """The step graphs of the model after the block passes."""
+        assert self._fused is not None
+        graphs = step_graphs(self._fused, self.files, workload, self.checkpoint.fingerprint,
+                             host_hop=self.machine.kind.host_hop, block=block)
+        if self.captured.gives == "all":
+            graphs = replace(graphs, prefill=None)  # chunks may follow decode steps, so the cache has its full length
+        return graphs
+
+    def explain(self) -> str:
+        """The plan as text: what lives where, per layer, bytes per tier, predicted times."""
+        return explain_plan(self.plan, self.captured)
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """The model's config, as transformers reads it."""
+        return read_config(self.checkpoint.folder)
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        """What `generate` does unless told: the folder's own."""
+        return read_generation_config(self.checkpoint.folder)
+
+    def __repr__(self) -> str:
+        plan, stays = self.plan, sum(w.nbytes for w in self.plan.weights if w.tier == "device")
+        state = "not loaded" if self._session is None else "loaded"
+        return (f"LanguageModel({self.captured.model_type}, {len(self.captured.layers)} layers, {str(self.dtype)[6:]}, "
+                f"{format_nbytes(self.captured.weight_nbytes)} of weights, {format_nbytes(stays)} of them resident; "
+                f"budget {format_nbytes(plan.budget.device)}, planned for {plan.workload.batch} of "
+                f"{plan.workload.prompt} + {plan.workload.new_tokens} tokens, {state})")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.captured.dtype
+
+    @property
+    def session(self) -> Session:
+        """The running session; made, and its resident weights loaded, when first asked for."""
+        if self._session is None:
+            began, plan, captured = time.monotonic(), self.plan, self.captured
+            folder = self.budget.disk if isinstance(self.budget, Budget) else None  # limits alone name none
+            device = open_device(self.machine, self.switches, self.trace, folder)
+            self._session = Session(
+                plan, partial(self._pipeline.program, plan),  # without `self`: no cycle keeps the memory
+                resident_copies(plan, self.files), captured.constants, device, self.trace,
+                self._pipeline.growth(plan), captured.gives == "all", captured.renewed_at, self.shared_draft)
+            LOG.info("loaded %d bytes of weights in %.1f s", plan.nbytes_on("device"), time.monotonic() - began)
+        return self._session
+
+    def giving(self, gives: Gives, embeds: bool = False) -> LanguageModel:
+        """This model with steps that give something else, or take embeddings too (`capture_model`), under the same
+        budget: only one of them has memory at a time."""
+        kind = gives, embeds
+        if kind == (self.captured.gives, bool(self.captured.embeds)):
+            return self
+        with self._turns.lock:
+            if kind not in self._variants:
+                other = LanguageModel(self._capture(gives=gives, embeds=embeds), self.checkpoint, self.files,
+                                      self.budget, self.plan.workload, self.options.output_agnostic(), self.machine)
+                other._turns, other._capture, other._origin = self._turns, self._capture, weakref.ref(self)
+                other.config, other.generation_config = self.config, self.generation_config
+                self._variants[kind] = other
+            return self._variants[kind]
+
+    def _family(self) -> list[LanguageModel]:
+        """The model and all that share its budget."""
+        origin = self if self._origin is None else self._origin() or self
+        return [origin, *origin._variants.values()]
+
+    @contextmanager
+    def running(
+        self, batch: int, prompt: int, new_tokens: int, in_places: bool = False, *, call: ModelCall | None = None
+    ) -> Iterator[Session]:
+        """The session, with a plan that serves so much (`reserve`), to run steps of `call` (`turn`). An exception
+        closes it, as a step that breaks off leaves copies under way that the next one does not expect. Raises
+        CheckpointError, at the end too, if the weights' files are no longer those that were opened."""
+        with self.turn(call or ModelCall("running")):
+            for other in self._family():
+                if other is not self:
+                    other._end_session()
+            self._reserve(batch, prompt, new_tokens, in_places)
+            self.check_files()
+            session, self._held = self.session, None
+            try:
+                yield session
+                self.check_files()
+            except BaseException:
+                self._end_sessions()
+                raise
+
+    def hold(self, rows: SequenceRows) -> None:
+        """Let `resuming` go on with these rows until the session is used for others."""
+        self._held = rows
+
+    def holds(self, rows: SequenceRows) -> bool:
+        """Whether `resuming` can go on with these rows."""
+        return self._held is rows and self._session is rows.session
+
+    @contextmanager
+    def resuming(self, rows: SequenceRows, call: ModelCall) -> Iterator[None]:
+        """The session that holds `rows`, to run further steps of `call` (`turn`); RuntimeError if it has been used for
+        others since."""
+        with self.turn(call):
+            if not self.holds(rows):
+                raise RuntimeError("this cache was given up when the model was used for something else; begin again "
+                                   "with the whole prompt")
+            self.check_files()
+            try:
+                yield
+                self.check_files()
+            except BaseException:
+                self._end_sessions()
+                raise
+
+    def check_files(self) -> None:
+        """Raise CheckpointError if a file of the weights was changed or replaced since the model was opened: what was
+        computed so far may come from both. A few microseconds per file."""
+        self.checkpoint.require_unchanged()
+
+    def reserve(
+        self, batch: int, prompt: int, new_tokens: int, in_places: bool = False, *, call: ModelCall | None = None
+    ) -> None:
+        """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
+        serves them. With `in_places`, a plan serves whose places they enter one after the other. Where none of them
+        checks as many drafted tokens as were wished for when it was wrapped, one that checks none does."""
+        with self.turn(call or ModelCall("reserve")):
+            self._reserve(batch, prompt, new_tokens, in_places)
+
+    def _reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool) -> None:
+        have, (prompt, new_tokens) = self.plan.workload, with_renewal(prompt, new_tokens, self.captured.renewed_at)
+        held = in_places if entering(self.plan) else batch <= have.batch
+        if not (held and prompt <= have.prompt and prompt + new_tokens <= have.context):
+            LOG.info("planning anew for %d of %d + %d tokens; the plan was for %d of %d + %d", batch, prompt,
+                     new_tokens, have.batch, have.prompt, have.new_tokens)
+            batch = have.batch if in_places and self.options.entering else max(1, batch)
+            options = self.options if in_places else replace(self.options, entering=None)
+            work, choose = have.of(batch, prompt, new_tokens), plan_answers if in_places else plan_block
+            try:
+                self._prepare(work, options, choose)
+            except PlanError as error:
+                if not isinstance(options.prompt_lookup_num_tokens, int):
+                    raise
+                LOG.info("no step checks drafts of this call: %s", error)
+                self._prepare(work, replace(options, prompt_lookup_num_tokens=None), choose)
+
+    def generate(
+        self,
+        inputs: Any = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        on_token: OnToken | None = None,
+        **options: Any,
+    ) -> Any:
+        """Continue the prompts, as transformers' `generate` does and with its arguments; returns [B, T + N] int64,
+        prompts included, or what `return_dict_in_generate` asks for.
+
+        `inputs` (or `input_ids`) [B, T]: a tensor, lists, or all that a tokenizer returns; without them the model's bos
+        token begins. `attention_mask` [B, T] is 0 on padding, which may stand at either end of a row. What is not given
+        comes from `generation_config`, then from the model's own. `generator` draws in place of torch's global one (one
+        for each prompt: its draws are then its own, whatever batch it stands in); `on_token` sees each column [B] of
+        tokens as it is chosen. Calls from several threads take turns. ValueError where arguments do not fit, and
+        RuntimeError in a callback of another call.
+        """
+        with self.turn(call := ModelCall("generate")):
+            return self._causal_lm(call).answer(inputs, generation_config, generator, on_token, options)
+
+    def answer_all(
+        self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
+    ) -> WorkDone:
+        """`runtime.run.places.answer_all` on the plan there is, however many are asked."""
+        longest = max(each.ids.numel() for each in asked)
+        most = max(each.ids.numel() + each.new_tokens for each in asked) - longest  # beside it in a place
+        count, call = min(len(asked), self.plan.workload.batch), ModelCall("answer_all")
+        with (self.running(count, longest, most, in_places=True, call=call) as session,
+              drafting_in_places(self.helper, session) as drafter):
+            return answer_all(session, asked, sampling, eos, on_end=on_end, on_step=on_step, drafter=drafter)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Logits at every position, and the loss of `labels`: see `StreamedCausalLM.forward`."""
+        with self.turn(call := ModelCall("lm(…)")):
+            return self._causal_lm(call)(*args, **kwargs)
+
+    def _causal_lm(self, call: ModelCall) -> StreamedCausalLM:  # kept, it would be a cycle that keeps the memory
+        return causal_lm_class()(self, call)
+
+    def _end_sessions(self) -> None:
+        for lm in self._family():
+            lm._end_session()
+        collect_when_due()
+
+    def _end_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
