@@ -200,10 +200,10 @@ def main() -> None:
     if args.serve:
         serve(args.serve, args.path, args.prompt[0], args.threads, args.processor)
         return
-    from benchmarks.quantized_linear import ceiling_bytes_per_s
+    from benchmarks.ceilings import memory_bytes_per_s
 
     torch.set_num_threads(args.threads)
-    rate = ceiling_bytes_per_s(9)
+    rate = memory_bytes_per_s(9)
     print(f"{args.threads} threads, memory {rate / 1e9:.1f} GB/s")
     rows = []
     with tempfile.TemporaryDirectory() as scratch:

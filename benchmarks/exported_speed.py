@@ -20,7 +20,7 @@ import onnxruntime_genai as genai
 import torch
 
 import forebay
-from benchmarks.quantized_linear import ceiling_bytes_per_s
+from benchmarks.ceilings import memory_bytes_per_s
 from benchmarks.ram_contestants import build_onnx, open_onnx
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.checkpoints.resolve import resolve_model
@@ -94,7 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=checkpoint.parent) as temporary:
         folders = make(checkpoint, asked.folder or Path(temporary))
         torch.set_num_threads(asked.threads)
-        rate = ceiling_bytes_per_s(5)
+        rate = memory_bytes_per_s(5)
         models = {key: open_onnx(folder, asked.threads) for key, folder in folders.items()}
         nbytes = {key: sum(p.stat().st_size for p in folder.glob("model.onnx*")) for key, folder in folders.items()}
         prompt = np.random.default_rng(0).integers(3, 400, asked.prompt).tolist()

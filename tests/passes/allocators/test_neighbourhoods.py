@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.allocators import CAPACITY, packed
 from forebay.kernels.build import compile
 from forebay.passes.allocators import Allocation, Buffer, allocate, check, lower_bound
 from forebay.passes.allocators.greedy import by_area
@@ -16,7 +15,28 @@ from forebay.passes.allocators.neighbourhoods import improve
 from forebay.passes.allocators.select import GREEDY
 
 WITH_COMPILER = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler on this machine")
+CAPACITY = 1 << 20
+GRAIN = 1024  # bytes, and time steps, that cuts fall on
 SPANS = st.tuples(st.integers(0, 20), st.integers(1, 8), st.integers(1, 30))  # begin, lifetime, bytes
+
+
+def packed(n: int, seed: int) -> list[Buffer]:
+    """`n` buffers that fit CAPACITY without a gap: random guillotine cuts of bytes and of time."""
+    rng = random.Random(seed)
+    cells = [(0, CAPACITY, 0, CAPACITY)]
+    while len(cells) < n:
+        areas = [(upper - lower) * (top - base) for lower, upper, base, top in cells]
+        at = rng.choices(range(len(cells)), areas)[0]
+        lower, upper, base, top = cells[at]
+        across = rng.random() < 0.5
+        extent = (top - base if across else upper - lower) // GRAIN
+        if extent < 2:
+            continue
+        cut = (base if across else lower) + GRAIN * rng.randint(1, extent - 1)
+        cells[at] = (lower, upper, base, cut) if across else (lower, cut, base, top)
+        cells.append((lower, upper, cut, top) if across else (cut, upper, base, top))
+    rng.shuffle(cells)
+    return [Buffer(str(i), lower, upper, top - base) for i, (lower, upper, base, top) in enumerate(cells)]
 
 
 def height_of(buffers: list[Buffer], offsets: list[int] | None) -> int:
@@ -55,7 +75,7 @@ def test_neighbourhoods_of_many_buffers_reach_the_bound() -> None:
 @WITH_COMPILER
 def test_thousands_of_tiles_are_searched() -> None:
     """A round of the search places all of them, and comes out far below first fit."""
-    buffers = packed(2000, 0, 0.0)
+    buffers = packed(2000, 0)
     assert min(height_of(buffers, place(buffers)) for place in GREEDY.values()) > 1.25 * CAPACITY
     found = allocate(buffers, capacity=int(1.2 * CAPACITY), time_limit_s=120.0)
     check(buffers, found)
