@@ -1,87 +1,78 @@
-"""What a user asks of a plan."""
+"""The table of options: one record for each thing that a user may ask of a plan.
+
+`Options` is that table: its fields are the keywords of `wrap`, the options of the command line (with dashes), those of
+torch.compile's backend, and docs/options.md. A record says which values there are, and what a plan that is replayed has
+in the option's place. `register_option` adds one from outside the package.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from types import UnionType
-from typing import Literal
-
-import torch
+import difflib
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
 from forebay.rewriter.ir.score_range import ScoreRange
+from forebay.rewriter.planning.option_kinds import (
+    CACHE_FORMAT,
+    CHECKPOINT_FORMAT,
+    FLAG,
+    MACHINE,
+    MODEL,
+    NBYTES,
+    PATH,
+    PLAN,
+    RANKS,
+    SHARE,
+    SHARES,
+    SIZE,
+    SIZE_OR_AUTO,
+    OptionKind,
+    one_of,
+    pair,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from forebay.rewriter.machine.profile import Machine
 
 Activations = Literal["native", "bf16", "int8"]  # that packed weights meet: as they are, or rounded
+MeshShape = str | int | Sequence[int] | Mapping[str, int | str | Sequence[int]]
+MemoryTier = Literal["device", "host", "disk"]
 
 HIDDEN_SLOTS = 3  # regions for hidden states: one is computed in, one is stored, one is loaded
+GROUPS = ("Batch", "Weights", "KV cache", "Hidden states", "Speculation", "Model and machine")
+BATCH, WEIGHTS, CACHE, HIDDEN, SPECULATION, SOURCE = GROUPS
+TIER = one_of("device", "host", "disk")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Choices the user forces; None leaves them to the planner. `cache_shares` are those of the caches, one for each
-    layer and micro-batch, that stay on the device and in host memory, where `cache_tier` takes the others; with
-    a `cache_tier` alone none does. So are `hidden_shares` of the micro-batches' hidden states beside `hidden_tier`."""
+@dataclass(frozen=True)
+class OptionRecord:
+    """A record of the table.
 
-    slots: int | None = None
-    slot_nbytes: int | None = None
-    lead: int | None = None
-    prefill_chunk: int | None = None
-    cache: str = "native"
-    micro_batches: int | None = None
-    order: Literal["row", "zigzag"] = "zigzag"
-    cache_tier: Literal["device", "host", "disk"] | None = None
-    cache_shares: tuple[float, float] | None = None
-    cpu_attention: bool | None = None  # whether decode steps attend over caches in host memory there
-    cache_tokens: int | None = None
-    cache_slots: int = 3
-    checkpoints: tuple[int, int] | None = None  # of so many stretches of a staged cache of every so many; (0, 1): none
-    checkpoint_format: str = "native"
-    hidden_tier: Literal["device", "host", "disk"] | None = None
-    hidden_shares: tuple[float, float] | None = None
-    entering: int | None = None  # sequences of a prefill step; None: all at once
-    rounds: bool = False  # sequences of a job that has more than there is room for begin together all the same
-    prompt_lookup_num_tokens: int | Literal["auto"] | None = None  # that a step checks; None: none
-    sparse_values: float = 1.0  # share of a sequence's tokens whose values decode steps read
-    gather_buffers: int | None = None  # memory for weights that ranks gather ahead, in times of those read at once
-    score_ranges: tuple[ScoreRange, ...] = ()  # what `forebay calibrate` measured
-    activations: Activations = "native"
+    kind: the values that it takes.
+    help: its meaning and unit, as a phrase; the default of most is None, which leaves the choice to the planner.
+    group: the heading that it stands under.
+    default: its value where nobody names one, which asks for nothing.
+    planned: what a plan has in its place, None for nothing; a plan that is replayed must have what is asked for.
+    as_planned: what is asked for in the same terms, None where every plan will do.
+    """
 
-    def as_planned(self, plan: Plan) -> Options:
-        """The same beside a plan: what it says of the values that attention has is so in plans that follow it."""
-        return replace(self, cache=plan.cache_format, sparse_values=plan.schedule.block.sparse_values,
-                       activations=activations_of(plan) if plan.gemm else self.activations)
-
-    def output_agnostic(self) -> Options:
-        """What is wished whatever steps give."""
-        return Options(cache=self.cache, score_ranges=self.score_ranges, sparse_values=self.sparse_values,
-                      activations=self.activations)
-
-    def block(self, batch: int) -> Block:
-        """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
-        return self.with_hidden(Block(
-            min(self.micro_batches or 1, batch), self.order, entering=min(self.entering or 0, batch),
-            sparse_values=self.sparse_values, gather_buffers=self.gather_buffers or 0))
-
-    def with_hidden(self, block: Block) -> Block:
-        """The block with hidden states of its micro-batches on the tiers that are wished; of one they stay."""
-        if self.hidden_tier in (None, "device") or block.micro_batches == 1:
-            return block
-        device, host = (int(share * block.micro_batches) for share in self.hidden_shares or (0.0, 0.0))
-        host = 0 if self.hidden_tier == "host" else host
-        slots = max(1, min(HIDDEN_SLOTS, block.micro_batches - device - 1))
-        return replace(block, hidden=self.hidden_tier, hidden_slots=slots, hidden_device=device, hidden_host=host)
+    kind: OptionKind
+    help: str
+    group: str = WEIGHTS
+    default: Any = None
+    planned: Callable[[Plan], object] = lambda plan: None
+    as_planned: Callable[[Any, Plan], object] = lambda value, plan: value
 
 
-def usual_lengths(usual: tuple[int, int] | None) -> tuple[int, int]:
-    """Tokens of a usual prompt and answer, (0, 0) for None. PlanError, under the name that `wrap` has for them, for
-    what is no pair of sizes."""
-    if usual is None:
-        return 0, 0
-    if not _is_pair(usual, int) or min(usual) < 1:
-        raise PlanError(f"usual must be two whole numbers of at least 1, tokens of a prompt and of an answer, found "
-                        f"{usual!r}")
-    return usual[0], usual[1]
+def option(kind: OptionKind, help: str, group: str, **more: Any) -> dict[str, OptionRecord]:
+    """What a field of `Options` carries: its record, but for name and default, which the field has."""
+    return {"option": OptionRecord(kind, help, group, **more)}
 
 
 def activations_of(plan: Plan) -> Activations:
@@ -90,32 +81,203 @@ def activations_of(plan: Plan) -> Activations:
     return "int8" if "int8" in chosen else "bf16" if "bf16" in chosen else "native"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is asked of a plan; PlanError, under the option's name, for a value that is none.
+
+    Those who plan are given the same record, and sizes of the call in a `Workload`: it changes from call to call."""
+
+    batch: int | None = field(default=None, metadata=option(
+        SIZE, "Sequences computed at once (default: 1; of a job, the planner's choice)", BATCH,
+        planned=lambda plan: plan.workload.batch))
+    prompt: int | None = field(default=None, metadata=option(
+        SIZE, "Longest prompt, in tokens (default: 128, or half of the model's positions)", BATCH))
+    new_tokens: int | None = field(default=None, metadata=option(
+        SIZE, "Longest answer, in tokens (default: 128)", BATCH))
+    usual: tuple[int, int] | None = field(default=None, metadata=option(
+        pair("tokens of a prompt and of an answer", 1), "Tokens of a typical prompt and answer, where most are "
+        "shorter than the longest: predicted times are theirs", BATCH))
+    places: int | None = field(default=None, metadata=option(
+        SIZE, "Sequences computed at once, whose places others enter as they end", BATCH,
+        planned=lambda plan: plan.workload.batch if plan.schedule.block.entering else "sequences that begin together"))
+    micro_batches: int | None = field(default=None, metadata=option(
+        SIZE, "Parts of the batch that are computed one after the other", BATCH,
+        planned=lambda plan: plan.schedule.block.micro_batches,
+        as_planned=lambda value, plan: min(value, plan.workload.batch)))
+    order: Literal["row", "zigzag"] = field(default="zigzag", metadata=option(
+        one_of("row", "zigzag"), "Turns of micro-batches: all of them in a layer before the next one (zigzag, "
+        "which reads weights once), or each through all layers (row)", BATCH,
+        planned=lambda plan: plan.schedule.block.order))
+
+    slots: int | None = field(default=None, metadata=option(
+        SIZE, "Staging buffers for streamed weights", WEIGHTS, planned=lambda plan: plan.schedule.slots or None))
+    slot_nbytes: int | None = field(default=None, metadata=option(
+        NBYTES, "Size of a staging buffer for weights, in bytes", WEIGHTS,
+        planned=lambda plan: plan.schedule.slot_nbytes,
+        as_planned=lambda value, plan: min(value, plan.schedule.slot_nbytes)))  # the largest piece may fill no slot
+    lead: int | None = field(default=None, metadata=option(
+        SIZE, "Copies of weights that are issued ahead", WEIGHTS,
+        planned=lambda plan: plan.schedule.lead if plan.schedule.slots else None))
+    prefill_chunk: int | None = field(default=None, metadata=option(
+        SIZE, "Tokens of a prompt that a step computes", WEIGHTS,
+        planned=lambda plan: plan.schedule.prefill_chunk,
+        as_planned=lambda value, plan: min(value, plan.workload.prompt)))
+    activations: Activations = field(default="native", metadata=option(
+        one_of("native", "bf16", "int8"), "Activations that packed weights meet: as they are, or rounded, "
+        "which is faster on a CPU whose instructions take them and a little less accurate (`forebay eval` says how "
+        "much)", WEIGHTS, planned=lambda plan: activations_of(plan) if plan.gemm else None))
+
+    cache: str = field(default="native", metadata=option(
+        CACHE_FORMAT, "Format of the KV cache: native, kv8 or kv4", CACHE,
+        planned=lambda plan: plan.cache_format))
+    cache_tier: MemoryTier | None = field(default=None, metadata=option(
+        TIER, "Memory that holds the KV cache", CACHE, planned=lambda plan: plan.schedule.block.cache))
+    cache_shares: tuple[float, float] | None = field(default=None, metadata=option(
+        SHARES, "Shares of the KV cache that lie on the device and in host memory; the rest is on the cache tier",
+        CACHE))
+    cache_tokens: int | None = field(default=None, metadata=option(
+        SIZE, "Tokens of a block in which the KV cache moves between tiers", CACHE,
+        planned=lambda plan: plan.schedule.block.cache_tokens or None))
+    cache_slots: int = field(default=3, metadata=option(SIZE, "Staging buffers for caches on slower tiers", CACHE,
+                              planned=lambda plan: plan.schedule.block.cache_slots or None))
+    cpu_attention: bool | None = field(default=None, metadata=option(
+        FLAG, "Attention of decode steps by the CPU, where the KV cache lies in host memory", CACHE,
+        planned=lambda plan: plan.schedule.block.cpu_attention))
+    checkpoints: tuple[int, int] | None = field(default=None, metadata=option(
+        pair("so many stretches of tokens of every so many"), "Stretches of tokens whose keys and values are "
+        "recomputed from layer inputs, of every so many; 0,1: none", CACHE,
+        planned=lambda plan: (plan.schedule.block.checkpoints, plan.schedule.block.checkpoint_period),
+        as_planned=lambda value, plan: value if value[0] else (0, 0)))
+    checkpoint_format: str = field(default="native", metadata=option(
+        CHECKPOINT_FORMAT, "Format of those layer inputs: native or act8", CACHE))
+    sparse_values: float = field(default=1.0, metadata=option(
+        SHARE, "Share of a sequence's tokens whose values decode steps read", CACHE,
+        planned=lambda plan: plan.schedule.block.sparse_values))
+    calibration: str | os.PathLike[str] | None = field(default=None, metadata=option(
+        PATH, "Measurements of `forebay calibrate`, by which layers share a softmax maximum on a GPU", CACHE))
+
+    hidden_tier: MemoryTier | None = field(default=None, metadata=option(
+        TIER, "Memory that holds hidden states of a prefill's micro-batches", HIDDEN,
+        planned=lambda plan: plan.schedule.block.hidden))
+    hidden_shares: tuple[float, float] | None = field(default=None, metadata=option(
+        SHARES, "Shares of the hidden states that stay on the device and in host memory; the rest is on the "
+        "hidden tier", HIDDEN))
+
+    prompt_lookup_num_tokens: int | Literal["auto"] | None = field(default=None, metadata=option(
+        SIZE_OR_AUTO, "Tokens that a step may check of those that followed the last ones before (auto: as many "
+        "as pay); answers are the same", SPECULATION,
+        planned=lambda plan: None if plan.schedule.speculative_steps else "no step that checks drafts",
+        as_planned=lambda value, plan: None if value == "auto" else value))
+    draft: str | os.PathLike[str] | None = field(default=None, metadata=option(
+        MODEL, "Smaller model of the same tokenizer, or a format such as w4, for this model in fewer bits (auto: "
+        "w8 where it fits, else w4), which drafts within the same budget where that is predicted to pay", SPECULATION))
+
+    dequantize: bool = field(default=False, metadata=option(
+        FLAG, "A GGUF file's weights as float32; by default what is quantized stays packed", SOURCE))
+    machine: Machine | str | os.PathLike[str] | None = field(default=None, metadata=option(
+        MACHINE, "Machine profile, or preset such as t4, in place of this machine's own", SOURCE))
+    plan: Plan | str | os.PathLike[str] | None = field(default=None, metadata=option(
+        PLAN, "Saved plan, which is replayed", SOURCE))
+    mesh: MeshShape | None = field(default=None, metadata=option(
+        RANKS, "Processes of torchrun that share every layer, e.g. 4, or the layers, stages=2, or both, "
+        "stages=2,tensor=2, or in two dimensions, tensor=2x2,layout=2d (x, xy or xyz: prompts gather weights); with "
+        "attention=batch each attends for some of the sequences, else with some of the heads; with chunks=4 sums are "
+        "exchanged in so many parts, one beside the product of the next (4/1: not in steps over one token), with "
+        "layout=2d,gather_chunks=4 inputs of products gathered, one beside the product of the one before", SOURCE))
+
+    # What follows from these, a model and its ranks. Users do not name it.
+    entering: int | None = None  # sequences of a prefill step; None: all at once
+    rounds: bool = False  # sequences of a job that has more than there is room for begin together all the same
+    gather_buffers: int | None = None  # memory for weights that ranks gather ahead, in times of those read at once
+    score_ranges: tuple[ScoreRange, ...] = ()  # what `forebay calibrate` measured
+    registered: Mapping[str, Any] = field(default_factory=dict)  # values of options from outside the package
+
+    def __post_init__(self) -> None:
+        for name, record in OPTIONS.items():
+            inside, value = name not in self.registered, getattr(self, name)
+            if value is None and record.default is None:
+                continue
+            taken = record.kind.take(name, value)
+            if wrong := record.kind.wrong(taken):
+                raise PlanError(name + wrong)
+            if taken is not value and inside:
+                object.__setattr__(self, name, taken)
+
+    def __getattr__(self, name: str) -> Any:
+        """The value of an option from outside the package."""
+        if name in OPTIONS and name not in type(self).__dataclass_fields__:
+            return self.registered.get(name, OPTIONS[name].default)
+        raise AttributeError(f"Options has no {name!r}{nearest(name, OPTIONS)}", name=name, obj=self)
+
+    def forced(self) -> list[str]:
+        """Names of the options that ask for something."""
+        return [name for name, record in OPTIONS.items() if getattr(self, name) != record.default]
+
+    def as_planned(self, plan: Plan) -> Options:
+        """The same beside a plan: what it says of the values that attention has is so in plans that follow it."""
+        return replace(self, cache=plan.cache_format, sparse_values=plan.schedule.block.sparse_values,
+                       activations=activations_of(plan) if plan.gemm else self.activations)
+
+    def output_agnostic(self) -> Options:
+        """What is asked for whatever steps give."""
+        return Options(cache=self.cache, score_ranges=self.score_ranges, sparse_values=self.sparse_values,
+                       activations=self.activations)
+
+    def block(self, batch: int) -> Block:
+        """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
+        return self.with_hidden(Block(
+            min(self.micro_batches or 1, batch), self.order, entering=min(self.entering or 0, batch),
+            sparse_values=self.sparse_values, gather_buffers=self.gather_buffers or 0))
+
+    def with_hidden(self, block: Block) -> Block:
+        """The block with hidden states of its micro-batches on the tiers that are asked for; of one they stay."""
+        if self.hidden_tier in (None, "device") or block.micro_batches == 1:
+            return block
+        device, host = (int(share * block.micro_batches) for share in self.hidden_shares or (0.0, 0.0))
+        host = 0 if self.hidden_tier == "host" else host
+        slots = max(1, min(HIDDEN_SLOTS, block.micro_batches - device - 1))
+        return replace(block, hidden=self.hidden_tier, hidden_slots=slots, hidden_device=device, hidden_host=host)
+
+
+OPTIONS: dict[str, OptionRecord] = {
+    each.name: replace(each.metadata["option"], default=each.default) for each in fields(Options) if each.metadata}
+
+
+def register_option(name: str, record: OptionRecord) -> None:
+    """Add an option from outside the package: `wrap` and the command line then take it, and who plans reads it as
+    `options.name`. ValueError for a name that there is."""
+    if name in Options.__dataclass_fields__ or name in OPTIONS or not name.isidentifier():
+        raise ValueError(f"an option cannot be registered as {name!r}")
+    OPTIONS[name] = record
+
+
+def make_options(given: Mapping[str, Any], base: Options | None = None) -> Options:
+    """The options of these names and values, all of which are in the table, and otherwise as in `base`."""
+    base, own = base or Options(), Options.__dataclass_fields__
+    outside = {name: value for name, value in given.items() if name not in own}
+    return replace(base, registered={**base.registered, **outside},
+                   **{name: value for name, value in given.items() if name in own})
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The known name that was meant, as the end of a message; "" where none is near."""
+    meant = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {meant[0]!r}?" if meant else ""
+
+
 def told_activations(activations: str, dtype: torch.dtype) -> str:
     """As settings tell them: rounding to bf16 is nothing to a model that computes in it."""
-    return "native" if activations == "bf16" and dtype == torch.bfloat16 else activations
+    return "native" if activations == "bf16" and str(dtype) == "torch.bfloat16" else activations
 
 
 def check_choices(workload: Workload, options: Options, replayed: Plan | None = None) -> None:
-    """PlanError, under the name that `wrap` has for it, for a choice that is none: sizes that are no whole numbers of
-    at least 1, shares that are none, another word than those there are, more copies ahead than there are slots, a
-    format of checkpoints that none are to be kept in, anything that a plan beside it has otherwise."""
-    lookup = options.prompt_lookup_num_tokens
-    require_sizes(batch=workload.batch, prompt=workload.prompt, new_tokens=workload.new_tokens, slots=options.slots,
-                  slot_nbytes=options.slot_nbytes, lead=options.lead, prefill_chunk=options.prefill_chunk,
-                  micro_batches=options.micro_batches, places=options.entering,
-                  prompt_lookup_num_tokens=None if lookup == "auto" else lookup)
+    """PlanError, under the option's name, for options that do not go together, or not with what there is: typical
+    lengths beyond the longest, more copies ahead than there are slots, a format of checkpoints that none are to be kept
+    in, anything that a plan beside it has otherwise."""
+    require_sizes(batch=workload.batch, prompt=workload.prompt, new_tokens=workload.new_tokens)
     for name, longest in (("prompt", workload.prompt), ("new_tokens", workload.new_tokens)):
         if (usual := getattr(workload, f"usual_{name}")) > longest:
             raise PlanError(f"usual: {usual} tokens are more than the longest has ({name}={longest})")
-    for name, value, known in (("order", options.order, ("row", "zigzag")),
-                               ("cache_tier", options.cache_tier, (None, "device", "host", "disk")),
-                               ("hidden_tier", options.hidden_tier, (None, "device", "host", "disk")),
-                               ("cpu_attention", options.cpu_attention, (None, False, True))):
-        if value not in known:
-            raise PlanError(f"{name} must be one of {', '.join(map(repr, known))}, found {value!r}")
-    if options.checkpoints is not None and not _is_pair(options.checkpoints, int):
-        raise PlanError(f"checkpoints must be two whole numbers, so many stretches of tokens of every so many, found "
-                        f"{options.checkpoints!r}")
     why = "cache_tier device" if options.cache_tier == "device" else (
         "checkpoints (0, …)" if options.checkpoints is not None and not options.checkpoints[0] else "")
     if why and options.checkpoint_format != "native":
@@ -123,58 +285,33 @@ def check_choices(workload: Workload, options: Options, replayed: Plan | None = 
     _check_sparse_values(options)
     if replayed is not None:
         _check_replayed(options, replayed)
-    for name, shares in (("cache_shares", options.cache_shares), ("hidden_shares", options.hidden_shares)):
-        if shares is not None and not (_is_pair(shares, int | float) and all(0 <= share <= 1 for share in shares)):
-            raise PlanError(f"{name} must be two numbers from 0 to 1, found {shares!r}")
     _check_hidden(options)
     if options.lead and options.slots and options.lead > options.slots:
         raise PlanError(f"lead {options.lead} needs as many slots; {options.slots} were asked for")
 
 
 def _check_replayed(options: Options, plan: Plan) -> None:
-    """PlanError for a wish that the plan does not keep: it runs as it is. What is as by default is no wish."""
+    """PlanError for an option that the plan does not keep: it runs as it is. A default asks for nothing."""
     if options.score_ranges:
         raise PlanError("the plan says what ranges of scores it takes; leave calibration out, or plan anew with it")
-    s, block = plan.schedule, plan.schedule.block
-    planned: dict[str, tuple[object, object]] = {
-        "cache": (None if options.cache == "native" else options.cache, plan.cache_format),
-        "micro_batches": (options.micro_batches and min(options.micro_batches, plan.workload.batch),
-                          block.micro_batches),
-        "order": (None if options.order == "zigzag" else options.order, block.order),
-        "cache_tier": (options.cache_tier, block.cache), "cpu_attention": (options.cpu_attention, block.cpu_attention),
-        "prefill_chunk": (options.prefill_chunk and min(options.prefill_chunk, plan.workload.prompt), s.prefill_chunk),
-        "checkpoints": (options.checkpoints and (options.checkpoints if options.checkpoints[0] else (0, 0)),
-                        (block.checkpoints, block.checkpoint_period)),
-        "hidden_tier": (options.hidden_tier, block.hidden),
-        "gather_buffers": (options.gather_buffers, block.gather_buffers),
-        "activations": (None if options.activations == "native" or not plan.gemm else options.activations,
-                        activations_of(plan)),
-        "sparse_values": (None if options.sparse_values == 1 else options.sparse_values, block.sparse_values)}
-    if s.slots:
-        planned |= {"slots": (options.slots, s.slots), "lead": (options.lead, s.lead)}
-    for name, (wished, found) in planned.items():
-        if wished is not None and wished != found:
-            raise PlanError(f"{name}: the plan has {found}, {wished} is asked for; leave it out, or plan anew")
-    if options.slot_nbytes is not None and s.slot_nbytes > options.slot_nbytes:  # the largest piece fills no slot
-        raise PlanError(f"slot_nbytes: pieces of the plan have up to {s.slot_nbytes} bytes, {options.slot_nbytes} are "
-                        "asked for; leave it out, or plan anew")
-    if options.entering and not block.entering:
-        raise PlanError("places: sequences of the plan begin together; leave it out, or plan anew")
-    if isinstance(options.prompt_lookup_num_tokens, int) and not s.speculative_steps:
-        raise PlanError("prompt_lookup_num_tokens: no step of the plan checks what is drafted; leave it out, or plan "
-                        "anew")
+    asked = {name: (getattr(options, name), OPTIONS[name]) for name in options.forced()}
+    kept = {name: (record.as_planned(value, plan), record.planned(plan)) for name, (value, record) in asked.items()}
+    if options.gather_buffers is not None:
+        kept["gather_buffers"] = options.gather_buffers, plan.schedule.block.gather_buffers
+    for name, (wanted, has) in kept.items():
+        if wanted is not None and has is not None and wanted != has:
+            raise PlanError(f"{name}: the plan has {has}, {wanted} is asked for; leave it out, or plan anew")
 
 
 def _check_sparse_values(options: Options) -> None:
-    share = options.sparse_values
-    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
-        raise PlanError(f"sparse_values must be a number above 0 and at most 1, a share of tokens, found {share!r}")
-    if share < 1 and options.prefill_chunk == 1:
+    if options.sparse_values == 1:
+        return
+    if options.prefill_chunk == 1:
         raise PlanError("sparse_values: a step over 1 token reads few values, a prompt's read all; give a "
                         "prefill_chunk of at least 2, or leave it out")
-    if share < 1 and options.score_ranges:
+    if options.score_ranges:
         raise PlanError("sparse_values: the host attends, calibration is for a GPU that does; leave one of them out")
-    if share < 1 and options.prompt_lookup_num_tokens not in (None, "auto"):
+    if options.prompt_lookup_num_tokens not in (None, "auto"):
         raise PlanError("sparse_values: steps that check drafts read all values, so their tokens would be others; "
                         "leave prompt_lookup_num_tokens out")
 
@@ -195,12 +332,5 @@ def _check_hidden(options: Options) -> None:
 def require_sizes(**sizes: object) -> None:
     """PlanError, naming the first that is neither None nor a whole number of at least 1."""
     for name, value in sizes.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise PlanError(f"{name} must be a whole number, found {value!r}")
-        if value is not None and value < 1:
-            raise PlanError(f"{name} must be at least 1, found {value}")
-
-
-def _is_pair(value: object, kind: type | UnionType) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and all(
-        isinstance(part, kind) and not isinstance(part, bool) for part in value)
+        if value is not None and (wrong := SIZE.wrong(value)):
+            raise PlanError(name + wrong)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forebay.rewriter.checkpoints.records import CheckpointError
     from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
     from forebay.rewriter.machine.profile import Machine, load_machine, save_machine
+    from forebay.rewriter.planning.options import Options
     from forebay.rewriter.switches import SwitchError
     from forebay.runtime.measure.kept import cached_machine
     from forebay.runtime.measure.machine import measure_machine
@@ -30,6 +31,7 @@ __all__ = [
     "LanguageModel",
     "Machine",
     "OffloadReport",
+    "Options",
     "Plan",
     "PlanError",
     "SwitchError",
@@ -59,6 +61,7 @@ _HOMES = {
     "forebay.rewriter.checkpoints.checkpoint": ("CheckpointError",),
     "forebay.rewriter.machine.profile": ("Machine", "load_machine", "save_machine"),
     "forebay.rewriter.ir.plan": ("Budget", "Plan", "PlanError", "Workload", "load_plan"),
+    "forebay.rewriter.planning.options": ("Options",),
     "forebay.rewriter.switches": ("SwitchError",),
     "forebay.runtime.measure.kept": ("cached_machine",),
     "forebay.runtime.measure.machine": ("measure_machine",),

@@ -25,7 +25,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -133,7 +133,7 @@ class OffloadedGraph:
     def __init__(self, gm: fx.GraphModule, weights: Mapping[int, str], options: CompileOptions, memory: Memory) -> None:
         self.gm, self.weights, self.options, self.memory = gm, weights, options, memory
         self.switches = read_switches()
-        self.machine = options.machine or Machine.default()
+        self.machine = cast("Machine | None", options.planned.machine) or Machine.default()
         self.differentiable = _wants_gradients(gm)
         self.scalars = [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if _read_as_number(n)]
         self.prepared: OrderedDict[object, Prepared] = OrderedDict()

@@ -7,8 +7,9 @@ from typing import Any
 
 from forebay.drafted import DraftedModel, best_drafted
 from forebay.language_model import LanguageModel
-from forebay.read_mesh import MeshShape, read_mesh
+from forebay.read_mesh import read_mesh
 from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.planning.options import MeshShape
 from forebay.sharded import ShardedModel
 
 

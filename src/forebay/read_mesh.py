@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast, get_args
 
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.share import Attended, Dimensions, RankShare
+from forebay.rewriter.planning.options import MeshShape
 
 CHUNKED = ("chunks", "gather_chunks")
 GATHERED = {"x": 1, "xy": 2, "xyz": 0}  # layouts whose prefills gather weights, and over how many axes; 0: all
-MeshShape = str | int | Sequence[int] | Mapping[str, int | str | Sequence[int]]
 
 
 def read_mesh(mesh: MeshShape) -> RankShare:

@@ -534,16 +534,17 @@ def test_a_graph_without_weights_runs_as_it_is(tmp_path, no_grad):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"budget": "1MB", "bugdet": 3}, "unknown option 'bugdet'.*budget, strict, slots, slot_nbytes, lead, machine"),
+    ({"budget": "1MB", "bugdet": 3}, "unknown option 'bugdet'; did you mean 'budget'"),
+    ({"budget": "1MB", "wide": 3}, "unknown option 'wide'.*budget, strict, slots, slot_nbytes, lead, machine"),
     ({}, "how much memory may be used"),
     (None, "how much memory may be used"),
     ({"budget": {"device": "1MB", "hots": 1}}, "unknown tier 'hots'"),
     ({"budget": "1MB", "strict": "yes"}, "strict is True or False"),
-    ({"budget": "1MB", "slots": 0}, "slots is a number of at least 1"),
+    ({"budget": "1MB", "slots": 0}, "slots must be at least 1, found 0"),
     ({"budget": "1MB", "slot_nbytes": "many"}, "slot_nbytes: cannot read 'many'"),
-    ({"budget": "1MB", "machine": 3}, "machine is a profile or the path of one, not 3"),
-    ({"budget": "1MB", "machine": True}, "machine is a profile or the path of one, not True"),
-    ({"budget": "1MB", "machine": {}}, "machine is a profile or the path of one, not {}"),
+    ({"budget": "1MB", "machine": 3}, "machine must be a profile, .*, found 3"),
+    ({"budget": "1MB", "machine": True}, "machine must be a profile, .*, found True"),
+    ({"budget": "1MB", "machine": {}}, "machine must be a profile, .*, found {}"),
     ("500MB", "expected a mapping such as.*not '500MB'"),
 ])
 def test_wrong_options_are_named(options, message, no_grad):

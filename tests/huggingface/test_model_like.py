@@ -279,7 +279,8 @@ def test_what_modules_have_and_this_has_not(streamed: LanguageModel, name: str, 
 @pytest.mark.parametrize(("option", "said"), [
     (dict(device_map="auto"), "plan says where weights lie"), (dict(torch_dtype=torch.float16), "is stored in"),
     (dict(load_in_4bit=True), "forebay quantize"), (dict(attn_implementation="sdpa"), "leave it out"),
-    (dict(batches=3), "argument 'batches'$")])
+    (dict(batches=3), "argument 'batches'; did you mean 'batch'?"), (dict(xyz=3), "argument 'xyz'$"),
+    (dict(entering=3), "argument 'entering'")])
 def test_options_of_transformers_are_answered_in_one_line(llama_checkpoint: Any, option: dict, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         wrap(llama_checkpoint.folder, "1MB", **option)

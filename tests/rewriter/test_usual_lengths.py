@@ -19,7 +19,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_places import plan_places, sequence_time_s
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.objective import latency_s
-from forebay.rewriter.planning.options import Options, check_choices, usual_lengths
+from forebay.rewriter.planning.options import Options, check_choices
 from forebay.rewriter.policy.block_costs import BlockShape
 from forebay.rewriter.policy.policy_search import Problem
 from forebay.rewriter.predict.model_shapes import load_model_shape
@@ -139,8 +139,8 @@ def test_options_for_usual_lengths_beyond_the_longest_are_refused() -> None:
 @pytest.mark.parametrize("usual", [(1,), (1, 2, 3), (0, 5), (2.5, 3), 7, "1,2"])
 def test_what_is_no_pair_of_lengths_is_refused(usual: Any) -> None:
     with pytest.raises(PlanError, match=r"usual must be two whole numbers of at least 1"):
-        usual_lengths(usual)
-    assert usual_lengths(None) == (0, 0) and usual_lengths((3, 4)) == (3, 4)
+        Options(usual=usual)
+    assert Options(usual=[3, 4]).usual == (3, 4)  # type: ignore[arg-type]
 
 
 def test_a_config_is_planned_for_usual_lengths() -> None:

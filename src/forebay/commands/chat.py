@@ -139,7 +139,7 @@ def _planned(
     prepare_draft(draft, folder, sizes.device)
     with console().status("capturing and planning"):
         lm = wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache, draft=draft,
-                  activations=activations,  # type: ignore[arg-type]
+                  activations=activations,  # type: ignore[call-overload]
                   prompt_lookup_num_tokens="auto" if speculate else None)
     if draft is not None:
         say(f"draft: {draft_summary(lm)}")

@@ -8,6 +8,7 @@ import torch
 
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.one_thread import ONE_THREAD
+from forebay.rewriter.planning.options import OPTIONS, nearest
 
 _WEIGHTS = ("its weights lie where the plan puts them, most of them in files: look at the module before it is wrapped, "
             "or at `plan.weights`")
@@ -40,10 +41,10 @@ _ELSEWHERE = {
 }
 
 
-def refuse_options(options: dict[str, Any]) -> None:
-    """TypeError for keywords of `wrap` that it does not have, with what to do where they are transformers'."""
-    for name in options:
-        said = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+def refuse_options(unknown: list[str]) -> None:
+    """TypeError for keywords of `wrap` that are no options, with what to do where they are transformers'."""
+    for name in unknown:
+        said = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else nearest(name, OPTIONS)
         raise TypeError(f"wrap() got an unexpected keyword argument {name!r}{said}")
 
 
