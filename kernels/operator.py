@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from forebay.kernels.formats.table import packed_caches
 from forebay.kernels.onnx_meaning import Meaning
 
 
@@ -87,9 +88,8 @@ class Operator:
     without an entry the operator does not run there as a launch. `workspace` gives transient bytes beside operands and
     results, by device, and `passing` how many of those on a GPU torch's own operators take and give back. `overwrites`
     names arguments whose every element is read just before the element of the result that may take its place. `caches`
-    names the arguments that are K and V, and `over_rows` the same operator over packed rows of them, with bits and
-    group size behind the arguments that must be given. `sparse`: the same operator over one query that reads a share of
-    the values, `kept`, which stands among its arguments where the first ends that this one has not. `score_ranges`: its
+    names the arguments that are K and V. `sparse`: the same operator over one query that reads a share of the values,
+    `kept`, which stands among its arguments where the first ends that this one has not. `score_ranges`: its
     last three arguments, phi, low and high, say that partial softmaxes share the maximum phi where the largest score x
     has phi + low < x < phi + high; by dtype of its first argument the least low and the most high. `takes` tells
     whether its kernels take such tensors, of those that a pass asks about. `layouts` names, by argument, how a tensor
@@ -109,7 +109,6 @@ class Operator:
     layouts: Mapping[str, OperandLayout] = field(default_factory=dict)
     overwrites: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
-    over_rows: Operator | None = None
     sparse: Operator | None = None
     score_ranges: Mapping[torch.dtype, tuple[float, float]] = field(default_factory=dict)
     implementations: Implementations | None = None
@@ -153,8 +152,11 @@ class Operator:
 
     def cache_format(self, args: tuple[Any, ...]) -> str:
         """The format of the rows of a cache that it touches ("kv4"); "" where they are values as they are."""
-        bits = self.argument(args, "bits") if "bits" in self.arguments else 0
-        return f"kv{bits}" if bits else ""
+        given = dict(zip(self.arguments, args, strict=False))
+        head_dim = next((value.shape[-1] for name, value in given.items()
+                         if name not in self.caches and len(getattr(value, "shape", ())) == 4), 0)
+        return next((name for name, packed in packed_caches().items() if self.name in packed.operators
+                     and packed.arguments(head_dim).items() <= given.items()), "")
 
     def workspace_nbytes(self, use: Use, device: str) -> int:
         """Transient bytes that a use takes on a device; 0 for an operator that takes none."""

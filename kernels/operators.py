@@ -15,7 +15,8 @@ import torch
 from forebay.kernels.attention.attention.operator import ATTENTION as ATTENTION
 from forebay.kernels.cache.activation_append_q.operator import ACTIVATION_APPEND_Q as ACTIVATION_APPEND_Q
 from forebay.kernels.cache.kv_append.operator import KV_APPEND as KV_APPEND
-from forebay.kernels.formats.table import packed_format
+from forebay.kernels.formats.row_sizes import CACHE_ALIGN
+from forebay.kernels.formats.table import CACHE_FORMATS, CacheFormat, packed_format
 from forebay.kernels.logits.sampling.operator import SAMPLING as SAMPLING
 from forebay.kernels.norms.layer_norm.operator import LAYER_NORM as LAYER_NORM
 from forebay.kernels.norms.rms_norm.operator import RMS_NORM as RMS_NORM
@@ -40,6 +41,25 @@ def register_operator(operator: Operator) -> Operator:
     OPERATORS.append(operator)
     _BY_KEY[operator.name] = _BY_KEY[operator.overload] = operator
     return operator
+
+
+def register_cache_format(stored: CacheFormat) -> CacheFormat:
+    """Add a format of caches, whose operators have records; returns it.
+
+    Raises:
+        ValueError: The name is taken, an operator has no record, or rows are not aligned.
+    """
+    if stored.name in CACHE_FORMATS:
+        raise ValueError(f"register_cache_format: there is a cache format {stored.name} already")
+    for name in filter(None, stored.operators):
+        if find(name) is None:
+            raise ValueError(f"register_cache_format: {stored.name} names the operator {name}, which has no record; "
+                             "register_operator gives it one")
+    if stored.row(64) % CACHE_ALIGN:
+        raise ValueError(f"register_cache_format: a row of {stored.name} takes {stored.row(64)} bytes for 64 elements; "
+                         f"pad rows to {CACHE_ALIGN} bytes")
+    CACHE_FORMATS[stored.name] = stored
+    return stored
 
 
 def find(name: str) -> Operator | None:

@@ -12,61 +12,100 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from forebay.kernels.formats import row_sizes
 
 
 @dataclass(frozen=True)
 class Format:
-    """How rows of numbers are kept; group_size 0: by the size of a row (caches), or no groups (native)."""
+    """How rows of numbers are kept; group_size 0: no groups (native), or what `CacheFormat` says."""
 
     name: str
-    holds: Literal["values", "weight", "cache", "activation"]
     bits: int = 0
     group_size: int = 0
     symmetric: bool = False
-
-    def group_of(self, size: int) -> int:
-        """Elements of a row of `size` that share a scale and a low; 0 where values are kept as they are."""
-        if self.holds == "cache":
-            return row_sizes.cache_group_size(size, self.bits)
-        return self.group_size
 
     def row_nbytes(self, size: int, itemsize: int) -> int:
         """Bytes of a row of `size` elements, whose values as they are take itemsize bytes each."""
         if not self.bits:
             return size * itemsize
-        align = row_sizes.CACHE_ALIGN if self.holds == "cache" else row_sizes.WEIGHT_ALIGN
-        return row_sizes.row_nbytes(size, self.bits, self.group_of(size), align, self.symmetric)
+        return row_sizes.row_nbytes(size, self.bits, self.group_size, symmetric=self.symmetric)
 
     def ratio(self, size: int, itemsize: int) -> float:
         """Bytes of a row of `size` elements over those of its values as they are."""
         return self.row_nbytes(size, itemsize) / (size * itemsize)
 
 
-NATIVE = Format("native", "values")
+@dataclass(frozen=True, kw_only=True)
+class CacheFormat(Format):
+    """A cache of packed rows, uint8, one for each position of each KV head. All that asks about it asks here; the
+    devices that it can be on are those that both operators have kernels for.
+
+    Attributes:
+        append: The name of the operator that writes rows of new tokens, as `forebay::kv_append` writes values.
+        attend: The name of the operator that attends over rows, as `forebay::attention` does over values.
+        row: Bytes of the row of `head_dim` elements, a multiple of `row_sizes.CACHE_ALIGN`.
+        error: At most this share of normal values is lost: the norm of what a stored row differs by, over its norm.
+        arguments: What both operators are given behind the arguments of those for values, by name, for a `head_dim`.
+        sparse: The name of the operator that reads a share of the values; "": none does.
+    """
+
+    append: str
+    attend: str
+    row: Callable[[int], int]
+    error: float
+    arguments: Callable[[int], Mapping[str, int]] = lambda head_dim: {}
+    sparse: str = ""
+
+    def row_nbytes(self, size: int, itemsize: int) -> int:
+        return self.row(size)
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Names of the operators over such rows."""
+        return self.append, self.attend, self.sparse
+
+
+def _rotated(bits: int, error: float) -> CacheFormat:
+    """Rotated rows, codes in groups by the size of the head (`kernels/cache/kv_append_q/operator.py`)."""
+    return CacheFormat(
+        f"kv{bits}", bits=bits, append="forebay.kv_append_q", attend="forebay.attention_q",
+        sparse="forebay.sparse_attention", row=lambda head_dim: row_sizes.cache_row_nbytes(head_dim, bits), error=error,
+        arguments=lambda head_dim: {"bits": bits, "group": row_sizes.cache_group_size(head_dim, bits)})
+
+
+NATIVE = Format("native")
 WEIGHT_FORMATS = {
     f.name: f
     for f in (
         NATIVE,
-        Format("w4g32", "weight", 4, 32),
-        Format("w4g64", "weight", 4, 64),
-        Format("w4g128", "weight", 4, 128),
-        Format("w8", "weight", 8, 128),
+        Format("w4g32", 4, 32),
+        Format("w4g64", 4, 64),
+        Format("w4g128", 4, 128),
+        Format("w8", 8, 128),
     )
 }
-CACHE_FORMATS = {f.name: f for f in (NATIVE, Format("kv8", "cache", 8), Format("kv4", "cache", 4))}
-ACT8 = Format("act8", "activation", 8, 64)
+CACHE_FORMATS: dict[str, Format] = {f.name: f for f in (NATIVE, _rotated(8, 0.006), _rotated(4, 0.08))}
+ACT8 = Format("act8", 8, 64)
 ACTIVATION_FORMATS = {ACT8.name: ACT8}
 CHECKPOINT_FORMATS = {f.name: f for f in (NATIVE, ACT8)}
 # What is advised and tried where bytes bind, and the rows of packed weights by which a machine is measured: those of
 # other group sizes are timed as the nearest of these, symmetric ones as those with lows.
 SMALL_WEIGHTS, SMALL_CACHE = WEIGHT_FORMATS["w4g64"], CACHE_FORMATS["kv4"]
 TIMED_WEIGHTS = ("w4g32", "w4g64", "w8g32", "w8g128")
-TIMED_CACHES = ("kv4", "kv8")
+
+
+def packed_caches() -> dict[str, CacheFormat]:
+    """The formats of caches but for values as they are, by name."""
+    return {name: f for name, f in CACHE_FORMATS.items() if isinstance(f, CacheFormat)}
+
+
+def cache_choices() -> str:
+    """The formats of caches as a sentence lists them, each with what it loses."""
+    packed = [f"{name} (values differ by at most {100 * f.error:.2g} %)" for name, f in packed_caches().items()]
+    return ", ".join((NATIVE.name, *packed[:-1])) + "".join(f" or {last}" for last in packed[-1:])
 
 
 def weight_format(name: str) -> Format:
@@ -82,7 +121,7 @@ def weight_format(name: str) -> Format:
     if parts is None or int(parts[2]) % 2:
         raise ValueError(f"no weight format {name!r}; there are {', '.join(WEIGHT_FORMATS)} and, for groups of 16 "
                          "or of other multiples of 32, names like w8g32, or symmetric w8g32s")
-    return Format(name, "weight", int(parts[1]), int(parts[2]), bool(parts[3]))
+    return Format(name, int(parts[1]), int(parts[2]), bool(parts[3]))
 
 
 def weight_name(bits: int, group_size: int, symmetric: bool = False) -> str:

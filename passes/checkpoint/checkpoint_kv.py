@@ -25,7 +25,7 @@ from torch.fx.node import map_aggregate
 
 from forebay.kernels.formats.table import NATIVE, Format
 from forebay.kernels.operator import HOST_MEMORY
-from forebay.kernels.operators import ACTIVATION_APPEND_Q, DEQUANTIZE_ROWS
+from forebay.kernels.operators import ACTIVATION_APPEND_Q, DEQUANTIZE_ROWS, KV_APPEND
 from forebay.passes.checkpoint.smallest_cut import Cut, smallest_cut, token_nbytes
 from forebay.rewriter.ir.cache_layout import CHECKPOINTED, RESTORED
 from forebay.rewriter.ir.graph import META, CacheInput, CheckpointSpec, values_of
@@ -299,7 +299,7 @@ def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str], stored: F
     with graph.inserting_before(cut.append):
         assert isinstance(k, fx.Node) and isinstance(v, fx.Node)
         places, again = write(aten.select.int, restored, 1, 0), [part(node, 0, before)[0] for node in (k, v)]
-        if packing:
+        if cut.append.target is not KV_APPEND.overload:
             write(cut.append.target, cache_k, cache_v, *[write.heads_first(node) for node in again], places, *packing)
         else:
             for cache, node in zip((cache_k, cache_v), again, strict=True):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from forebay.kernels.formats.table import Format
-from forebay.kernels.operators import of_target
+from forebay.kernels.formats.table import CacheFormat
+from forebay.kernels.operators import ATTENTION, KV_APPEND, find, of_target
 from forebay.rewriter.ir.graph import META, CacheInput
 
 
-def quantize_cache(gm: fx.GraphModule, stored: Format) -> None:
+def quantize_cache(gm: fx.GraphModule, stored: CacheFormat) -> None:
     """Make every cache that `gm` appends to and attends over, and every cache input of a step graph, one of rows packed
-    in the format `stored`: uint8 [B, Hkv, L, nbytes of a row], in groups along the head dimension.
+    in the format `stored`: uint8 [B, Hkv, L, nbytes of a row].
 
     A graph without cache operators keeps its nodes.
     """
@@ -20,12 +20,13 @@ def quantize_cache(gm: fx.GraphModule, stored: Format) -> None:
                                    if isinstance(n.meta.get(META), CacheInput)}
     for node in gm.graph.nodes:
         operator = of_target(node.target)
-        if operator is None or operator.over_rows is None:
+        if operator not in (ATTENTION, KV_APPEND):
             continue
-        read = operator.given_caches(node.args)
+        packed, read = find(stored.append if operator.appends else stored.attend), operator.given_caches(node.args)
+        assert packed is not None
         caches |= dict.fromkeys(read)
-        node.target = operator.over_rows.overload
-        node.args = (*node.args, stored.bits, stored.group_of(read[0].meta["val"].shape[-1]))
+        node.target = packed.overload
+        node.args = (*node.args, *stored.arguments(read[0].meta["val"].shape[-1]).values())
         node.meta["made_by"] = "quantize_cache"
     for cache in caches:
         value = cache.meta["val"]

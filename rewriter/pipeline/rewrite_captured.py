@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from forebay.kernels.formats.table import Format, checkpoint_format
+from forebay.kernels.formats.table import CacheFormat, checkpoint_format
 from forebay.kernels.formats.table import cache_format as format_of
 from forebay.passes.checkpoint.checkpoint_kv import CannotCheckpoint, checkpoint_kv
 from forebay.passes.quantize.drop_values import drop_values
@@ -29,7 +29,7 @@ def rewrite_captured(
     captured: CapturedModel, switches: Switches, cache_format: str = "native", activations: str = "native"
 ) -> CapturedModel:
     """`captured` with the block passes run on copies of its graphs; weights that are stored as packed rows are read as
-    such, and the KV cache is kept in `cache_format` (native, kv8 or kv4). Packed weights may meet `activations` rounded
+    such, and the KV cache is kept in `cache_format`. Packed weights may meet `activations` rounded
     to bf16 or to 8 bits (int8). Of graphs on which they have run, with a native cache, only the cache is left to do.
     PlanError where a format cannot be had."""
     if captured.prefill is not None:
@@ -171,14 +171,16 @@ def _refuse_switches(switches: Switches) -> None:
                           "FOREBAY_STOP_AFTER, or run the model from its checkpoint")
 
 
-def _format_of_cache(name: str) -> Format:
+def _format_of_cache(name: str) -> CacheFormat:
     try:
-        return format_of(name)
+        kept = format_of(name)
     except ValueError as error:
         raise PlanError(f"cache: {error}") from error
+    assert isinstance(kept, CacheFormat)
+    return kept
 
 
-def _packed(spec: CacheSpec, kept: Format) -> CacheSpec:
+def _packed(spec: CacheSpec, kept: CacheFormat) -> CacheSpec:
     """A layer's cache whose rows are packed: head_dim counts their bytes."""
     return replace(spec, head_dim=kept.row_nbytes(spec.head_dim, spec.dtype.itemsize), dtype=torch.uint8,
                    format=kept.name)

@@ -33,7 +33,7 @@ from forebay.rewriter.pipeline.cache_launches import cache_launches
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
 from forebay.rewriter.pipeline.run_passes import Stage, check_switches
 from forebay.rewriter.planning.best_product import best_product, known_names
-from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
+from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products, refuse_cache
 from forebay.rewriter.planning.graph_needs import (
     launch_count,
     read_by_both,
@@ -63,6 +63,7 @@ class Pipeline:
     @no_collection()
     def __init__(self, graphs: StepGraphs, workload: Workload, machine: Machine, switches: Switches) -> None:
         check_switches(PASSES, switches)
+        refuse_cache(graphs.cache_format, machine.kind)
         self.graphs, self.workload, self.machine, self.switches = graphs, workload, machine, switches
         self._each_layer = False  # activations are planned layer by layer: equal ones cannot share addresses
         self._needs: dict[int, PhaseNeed] = {}

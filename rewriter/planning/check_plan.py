@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from forebay.kernels.formats.table import packed_caches
+from forebay.kernels.operators import find
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import ARENAS, MOVING, Budget, BufferPlacement, Plan, PlanError, Prediction, Workload
@@ -12,6 +14,7 @@ from forebay.rewriter.ir.products import Shape
 from forebay.rewriter.planning.arena_layout import slot_stride
 from forebay.rewriter.planning.model_needs import ModelNeeds
 from forebay.rewriter.planning.planner import host_rows_nbytes
+from forebay.runtime.devices.kind import DeviceKind
 
 SAME_TIME = 1e-6  # relative: the simulator's own sums, in another order
 
@@ -45,6 +48,14 @@ def check_plan(plan: Plan, needs: ModelNeeds, workload: Workload) -> None:
     _check_schedule(plan, needs)
     _check_buffers(plan, _expected(plan, needs))
     _check_places(plan)
+
+
+def refuse_cache(name: str, kind: DeviceKind) -> None:
+    """Raise PlanError where a device that runs Programs has no kernels for a cache of this format."""
+    packed = packed_caches().get(name)
+    for operator in () if packed is None or not kind.runs else map(find, (packed.append, packed.attend)):
+        if operator is not None and kind.kernels not in operator.bind:
+            raise PlanError(f"cache: {name} has no kernel for a {kind.title} ({operator.name}); take another format")
 
 
 def require_within(plan: Plan, budget: Budget) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from forebay.kernels.formats.table import CACHE_FORMATS
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError
 from forebay.rewriter.planning.objective import BudgetError, Objective, latency_s, tokens_per_s
 from forebay.rewriter.policy.block_costs import BlockShape
@@ -24,12 +23,11 @@ class Lowered:
     not searched), step after step. Those with caches on slower tiers are `plan_block`'s."""
 
     micro_batches: tuple[int, ...] = (1,)
-    cache_formats: tuple[str, ...] = tuple(CACHE_FORMATS)
 
     def space(self, batch: int = 0, cache_formats: tuple[str, ...] = ("native",)) -> Space:
         """The blocks to look at: of exactly `batch` sequences if that is not 0."""
         return Space(micro_batches=(batch,) if batch else BATCHES, blocks=self.micro_batches, orders=("row",),
-                     cache_formats=tuple(f for f in cache_formats if f in self.cache_formats), host_attention=False)
+                     cache_formats=cache_formats, host_attention=False)
 
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

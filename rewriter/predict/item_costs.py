@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 
 from forebay.kernels.attention.operations import attention_flops
+from forebay.kernels.formats.table import packed_caches
 from forebay.kernels.operator import Operator, each_once
-from forebay.kernels.operators import OPERATORS, find
+from forebay.kernels.operators import ATTENTION, find
 from forebay.rewriter.ir.alignment import GATHER_NBYTES, PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES
 from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.program import (
@@ -134,12 +135,13 @@ def over_tokens(item: Launch, tokens: int) -> Launch:
         if isinstance(arg, TensorRef) and len(arg.shape) == 4 and i not in caches:
             shape = *arg.shape[:2], tokens, arg.shape[3]
             args[i] = replace(arg, shape=shape, stride=row_major_strides(shape))
-    packed = bool(operator.cache_format(item.args))
-    whole = next((each for each in OPERATORS if each.sparse is operator and ("bits" in each.arguments) is packed), None)
-    if whole is not None:
+    packed = packed_caches().get(operator.cache_format(item.args))
+    whole = ATTENTION if packed is None else find(packed.attend)
+    if whole is not None and whole.sparse is operator:
         del args[operator.arguments.index("kept")]
+        operator = whole
     reads = tuple(span_of(arg) for arg in args if isinstance(arg, TensorRef))
-    return replace(item, op=(whole or operator).name, args=tuple(args), reads=reads)
+    return replace(item, op=operator.name, args=tuple(args), reads=reads)
 
 
 def host_attend_s(nbytes: float, times: Estimator) -> float:

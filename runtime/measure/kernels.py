@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from forebay.kernels.attention.operations import attention_flops
-from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.formats.packing import Packing
-from forebay.kernels.formats.table import CACHE_FORMATS, TIMED_CACHES, TIMED_WEIGHTS, packed_format
+from forebay.kernels.formats.table import TIMED_WEIGHTS, CacheFormat, packed_caches, packed_format
 from forebay.kernels.operator import HOST_KERNELS, ROUNDED, Call, Operator, Product, Tensors
-from forebay.kernels.operators import product_with
+from forebay.kernels.operators import ATTENTION, find, product_with
 from forebay.rewriter.machine.points import AttentionPoint, GemmPoint, intensity
 from forebay.runtime.measure.steady import steady_times
 from forebay.runtime.run.arena import Arena
@@ -162,7 +161,7 @@ def attention_points(quick: bool) -> tuple[AttentionPoint, ...]:
     """Times of causal attention by our CPU kernels, over K and V as they are and over packed rows; the new tokens are
     the last that are seen."""
     timed: dict[tuple, Sequence[Call]] = {}
-    for kind in ("float32", "bfloat16", *TIMED_CACHES):
+    for kind in ("float32", "bfloat16", *_caches_here()):
         for batch, queries, tokens in ATTENTION_SHAPES:
             flops = int(attention_flops(batch, HEADS, queries, tokens, HEAD_DIM))
             nbytes, calls = _attention_calls(kind, batch, queries, tokens)
@@ -172,13 +171,20 @@ def attention_points(quick: bool) -> tuple[AttentionPoint, ...]:
     return tuple(AttentionPoint(kind, nbytes, flops, t) for (_, kind, nbytes, flops, _), t in found.items())
 
 
+def _caches_here() -> dict[str, tuple[CacheFormat, Operator]]:
+    """The formats of packed rows that the CPU has kernels for, with the operators that write them."""
+    found = {name: (packed, find(packed.append)) for name, packed in packed_caches().items()}
+    return {name: (packed, append) for name, (packed, append) in found.items()
+            if append is not None and HOST_KERNELS in append.bind}
+
+
 def _attention_calls(kind: str, batch: int, queries: int, tokens: int) -> tuple[int, list[Call]]:
     """Bytes of K and V, of a dtype or of packed rows with bfloat16 queries, and calls over as many of them as are not
     in the caches."""
-    from forebay.kernels.attention.attention.cpu import bind_attention
-    from forebay.kernels.attention.attention_q.cpu import bind_attention_q
-
-    packed = CACHE_FORMATS.get(kind)
+    packed = packed_caches().get(kind)
+    operator = ATTENTION if packed is None else find(packed.attend)
+    how = () if packed is None else packed.arguments(HEAD_DIM).values()
+    assert operator is not None
     dtype = torch.bfloat16 if packed else getattr(torch, kind)
     width = packed.row_nbytes(HEAD_DIM, dtype.itemsize) if packed else HEAD_DIM
     nbytes = 2 * batch * KV_HEADS * tokens * width * (1 if packed else dtype.itemsize)
@@ -189,25 +195,21 @@ def _attention_calls(kind: str, batch: int, queries: int, tokens: int) -> tuple[
                            dtype=torch.uint8 if packed else dtype) for _ in range(2))  # 0x11: small scales
         out = torch.empty(batch, queries, HEADS, HEAD_DIM, dtype=dtype)
         start = torch.full((batch,), tokens - queries)
-        scoring = Scoring(HEAD_DIM**-0.5, 0, 0.0)
-        calls.append(bind_attention_q(q, k, v, start, scoring, packed.bits, packed.group_of(HEAD_DIM), out)
-                     if packed else bind_attention(q, k, v, start, *scoring, out))
+        calls.append(operator.bind[HOST_KERNELS](Tensors((q, k, v, start, HEAD_DIM**-0.5, 0, 0.0, *how), {}, (out,))))
     return nbytes, calls
 
 
 def pack_elements_per_s(quick: bool) -> dict[str, float]:
-    """Values per second that our CPU kernel makes packed rows of a cache of, by format."""
-    from forebay.kernels.cache.kv_append_q.cpu import bind_kv_append_q
-
+    """Values per second that our CPU kernels make packed rows of a cache of, by format."""
     batch, tokens = 8, 32
     k, v = torch.randn(2, batch, KV_HEADS, tokens, HEAD_DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
     timed: dict[tuple, Sequence[Call]] = {}
-    for name in TIMED_CACHES:
-        packed = CACHE_FORMATS[name]
+    for name, (packed, append) in _caches_here().items():
         keys, values = torch.zeros(
             2, batch, KV_HEADS, tokens, packed.row_nbytes(HEAD_DIM, k.element_size()), dtype=torch.uint8)
         start = torch.zeros(batch, dtype=torch.int64)
-        timed["flat", name] = [bind_kv_append_q(keys, values, k, v, start, packed.bits, packed.group_of(HEAD_DIM))]
+        given = keys, values, k, v, start, *packed.arguments(HEAD_DIM).values()
+        timed["flat", name] = [append.bind[HOST_KERNELS](Tensors(given, {}, ()))]
     return {name: 2 * k.numel() / t for (_, name), t in medians_s(timed, 9 if quick else 15).items()}
 
 

@@ -11,6 +11,7 @@ import torch
 
 from forebay.kernels import operators
 from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
+from forebay.kernels.formats.table import CacheFormat, packed_caches
 from forebay.kernels.operator import Operator, Tensors
 from forebay.kernels.operators import OPERATORS
 
@@ -39,13 +40,17 @@ def test_a_record_names_arguments_that_are_there(operator: Operator) -> None:
         assert operator.arguments[-3:] == ("phi", "low", "high")
         assert all(low < 0 < high for low, high in operator.score_ranges.values())
     assert set(operator.bind) <= {"cpu", "cuda"} and set(operator.workspace) <= set(operator.bind)
-    if operator.over_rows is not None:
-        given = [a.name for a in operator.overload._schema.arguments if not a.has_default_value()]
-        kept = len(given)
-        assert operator.over_rows.arguments[kept:] == ("bits", "group", *operator.arguments[kept:]), (
+
+
+@pytest.mark.parametrize("stored", packed_caches().values(), ids=lambda stored: stored.name)
+def test_operators_over_rows_take_what_those_over_values_take(stored: CacheFormat) -> None:
+    for plain, name in ((operators.KV_APPEND, stored.append), (operators.ATTENTION, stored.attend)):
+        packed = operators.find(name)
+        assert packed is not None
+        kept = len([a for a in plain.overload._schema.arguments if not a.has_default_value()])
+        assert packed.arguments[kept:] == (*stored.arguments(64), *plain.arguments[kept:]), (
             "what quantize_cache appends to what is given")
-        assert [operator.arguments.index(name) for name in operator.caches] == [
-            operator.over_rows.arguments.index(name) for name in operator.over_rows.caches]
+        assert [plain.arguments.index(n) for n in plain.caches] == [packed.arguments.index(n) for n in packed.caches]
 
 
 def test_torchs_own_operators_have_no_record() -> None:

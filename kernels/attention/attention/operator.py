@@ -19,7 +19,6 @@ from forebay.kernels.attention.attention import cpu
 from forebay.kernels.attention.attention.cpu import attention_out
 from forebay.kernels.attention.attention.onnx import attention as attention_onnx
 from forebay.kernels.attention.attention.reference import check, reference
-from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
 from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
@@ -77,7 +76,6 @@ ATTENTION = Operator(
     workspace={"cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)), "cuda": gpu_workspace_nbytes},
     layouts={"start": "dense"},
     caches=("k", "v"),
-    over_rows=ATTENTION_Q,
     sparse=SPARSE_ATTENTION,
     score_ranges=HELD,
     timed_as="attention",

@@ -40,26 +40,28 @@ def workspace_nbytes(
     library = native.load()
     if library is not None and head_dim <= library.forebay_cache_max_head_dim():
         return NATIVE_NBYTES * torch.get_num_threads()
+    return unpacked_nbytes(batch, heads, kv_heads, queries, length, head_dim, dtype, softcap)
+
+
+def unpacked_nbytes(
+    batch: int, heads: int, kv_heads: int, queries: int, length: int, head_dim: int, dtype: torch.dtype, softcap: float
+) -> int:
+    """The same of `attend_unpacked`, whose `unpack` takes at most 16 bytes an element beside its result."""
     unpacked = 2 * batch * kv_heads * length * head_dim * (dtype.itemsize + 16)
     plain = attention_cpu.workspace_nbytes(batch, heads, kv_heads, queries, length, head_dim, dtype, softcap)
     return unpacked + plain
 
 
-def _torch_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    start: Tensor,
-    scoring: Scoring,
-    bits: int,
-    group: int,
+def attend_unpacked(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scoring: Scoring, unpack: Callable[[Tensor], Tensor],
     out: Tensor,
 ) -> None:
+    """By torch; `unpack` makes values [B, Hkv, L, D] of q's dtype of rows [B, Hkv, L, R]."""
     begins = start.tolist()
     if begins and (min(begins) < 0 or max(begins) + q.shape[2] > k_cache.shape[2]):
         refuse_start(q, k_cache, start)
     end = max(begins, default=0) + q.shape[2]
-    k, v = (kv_append_q.unpack(cache[:, :, :end], q.shape[3], bits, group, q.dtype) for cache in (k_cache, v_cache))
+    k, v = (unpack(cache[:, :, :end]) for cache in (k_cache, v_cache))
     attention_cpu.attention_out(q, k, v, start.contiguous(), *scoring, out)
 
 
@@ -89,7 +91,8 @@ def bind_attention_q(
     library = native.load()
     plain = all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in (q, k_cache, v_cache, out))
     if library is None or not plain or dim > library.forebay_cache_max_head_dim() or q.numel() == 0:
-        return lambda: _torch_attention(q, k_cache, v_cache, start, scoring, bits, group, out)
+        return lambda: attend_unpacked(q, k_cache, v_cache, start, scoring, lambda rows: kv_append_q.unpack(
+            rows, dim, bits, group, q.dtype), out)
     if not start.is_contiguous():
         fail("start", "must be contiguous")
     args = CacheAttentionArgs(

@@ -11,7 +11,6 @@ from torch import Tensor
 from forebay.kernels.attention.attention.onnx import kv_append as kv_append_onnx
 from forebay.kernels.cache.kv_append.cpu import bind_kv_append
 from forebay.kernels.cache.kv_append.reference import reference
-from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
 from forebay.kernels.operator import Call, Cost, Operator, Use, nbytes_of
 
 
@@ -56,6 +55,5 @@ KV_APPEND = Operator(
     bind={"cpu": lambda use: bind_kv_append(*use.args), "cuda": _bind_cuda},
     layouts={"start": "dense"},
     caches=("k_cache", "v_cache"),
-    over_rows=KV_APPEND_Q,
     onnx=kv_append_onnx,
 )

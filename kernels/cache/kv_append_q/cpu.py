@@ -26,13 +26,15 @@ def _refuse_start(k_cache: Tensor, k: Tensor, start: Tensor) -> None:
     fail("start", f"must leave positions within 0 .. {k_cache.shape[2]}, got {start.tolist()} and {k.shape[2]} new")
 
 
-def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
-    """By torch, one sequence after another."""
+def append_rows(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, pack: Callable[[Tensor], Tensor]
+) -> None:
+    """By torch, one sequence after another; `pack` makes rows [B, Hkv, S, R] of values [B, Hkv, S, D]."""
     places = positions_of(start, k.shape[2])
     if places.numel() and (places.min() < 0 or places.max() >= k_cache.shape[2]):
         _refuse_start(k_cache, k, start)
     for cache, x in ((k_cache, k), (v_cache, v)):
-        put(cache, pack(x, bits, group), places)
+        put(cache, pack(x), places)
 
 
 def bind_kv_append_q(
@@ -49,7 +51,7 @@ def bind_kv_append_q(
     plain = all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in tensors)
     most = 0 if library is None else library.forebay_cache_max_head_dim()
     if not plain or max(k.shape[3], v.shape[3]) > most or k.numel() == 0:
-        return lambda: _append(k_cache, v_cache, k, v, start, bits, group)
+        return lambda: append_rows(k_cache, v_cache, k, v, start, lambda x: pack(x, bits, group))
     if not start.is_contiguous():
         fail("start", "must be contiguous")
     args = CacheAppendArgs(

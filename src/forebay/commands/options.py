@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from forebay.commands.terminal import progress_bar
+from forebay.kernels.formats.table import cache_choices
 
 ModelArgument = Annotated[str, typer.Argument(
     metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")]
@@ -19,7 +20,7 @@ BudgetOption = Annotated[str | None, typer.Option(
 MachineOption = Annotated[Path | None, typer.Option("--machine", help="A machine profile to use instead of this "
                                                     "machine's own.")]
 SlotsOption = Annotated[int | None, typer.Option(min=1, help="Staging slots; the planner chooses by default.")]
-CacheOption = Annotated[str, typer.Option("--cache", metavar="FORMAT", help="Of the KV cache: native, kv8 or kv4.")]
+CacheOption = Annotated[str, typer.Option("--cache", metavar="FORMAT", help=f"Of the KV cache: {cache_choices()}.")]
 ActivationsOption = Annotated[str, typer.Option(
     "--activations", metavar="FORMAT", help="That packed weights meet: native, bf16 or int8: rounded, faster on a CPU "
     "whose instructions take them and a little less accurate (`forebay eval` says how much).")]

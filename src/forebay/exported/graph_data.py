@@ -39,8 +39,6 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     "float": lambda name: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[name],
 }
 NAME_LENGTH, DEPTH = 512, 8
-CACHES: dict[object, tuple[str, ...]] = {  # operands that are caches
-    operators.KV_APPEND.overload: ("k_cache", "v_cache"), operators.ATTENTION.overload: ("k", "v")}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -201,11 +199,12 @@ def _check_call(node: fx.Node) -> None:
     if node.kwargs.keys() & set(by_position):
         raise ValueError(f"{schema.name} is given an argument twice")
     operands = dict(zip(by_position, node.args, strict=True)) | node.kwargs
-    for i, name in enumerate(known if operators.of_target(node.target) is not None else known[:1]):
+    ours = operators.of_target(node.target)
+    for i, name in enumerate(known if ours is not None else known[:1]):
         operand = operands.get(name)
         if str(schema.arguments[i].type) == "Tensor" and not isinstance(operand, fx.Node):
             raise ValueError(f"{schema.name} needs the value of a node for {name}, found {str(operand)[:80]}")
-        if name in CACHES.get(node.target, ()) and not _is_cache(operand):
+        if ours is not None and name in ours.caches and not _is_cache(operand):
             raise ValueError(f"{schema.name} needs a cache for {name}, found {str(operand)[:80]}")
     for argument in schema.arguments:
         name = argument.name

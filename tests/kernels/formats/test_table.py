@@ -13,10 +13,12 @@ from forebay.kernels.formats.table import (
     NATIVE,
     WEIGHT_FORMATS,
     cache_format,
+    packed_caches,
     symmetric_name,
     weight_format,
     weight_name,
 )
+from forebay.kernels.operators import find
 from forebay.kernels.quantization.quantize.cpu import quantize_rows
 from forebay.kernels.quantization.quantize.operator import quantize
 
@@ -28,7 +30,7 @@ def test_rows_of_weights_are_as_long_as_the_table_says(name: str, size: int) -> 
     if found is NATIVE:
         assert found.row_nbytes(size, 2) == 2 * size and found.ratio(size, 4) == 1.0
         return
-    rows = quantize_rows(torch.randn(3, size), found.bits, found.group_of(size), torch.float16)
+    rows = quantize_rows(torch.randn(3, size), found.bits, found.group_size, torch.float16)
     assert rows.shape[1] == found.row_nbytes(size, 4) == found.ratio(size, 4) * 4 * size
 
 
@@ -49,8 +51,25 @@ def test_symmetric_rows_have_no_lows(name: str, bits: float, size: int) -> None:
 @pytest.mark.parametrize("size", (32, 64, 80, 96, 128, 256))
 @pytest.mark.parametrize("name", ("kv8", "kv4"))
 def test_rows_of_caches_are_as_long_as_the_table_says(name: str, size: int) -> None:
-    found = cache_format(name)
-    assert pack(torch.randn(1, 1, 2, size), found.bits, found.group_of(size)).shape[-1] == found.row_nbytes(size, 2)
+    found = packed_caches()[name]
+    rows = pack(torch.randn(1, 1, 2, size), *found.arguments(size).values())
+    assert rows.shape[-1] == found.row_nbytes(size, 2) == found.ratio(size, 4) * 4 * size
+
+
+@pytest.mark.parametrize("size", (32, 64, 80, 128))
+@pytest.mark.parametrize("name", packed_caches())
+def test_rows_of_caches_lose_what_the_table_says(name: str, size: int) -> None:
+    """Of a single position attention gives the value."""
+    found = packed_caches()[name]
+    append, attend = find(found.append), find(found.attend)
+    assert append is not None and attend is not None and attend.cache_format((torch.empty(1, 1, 1, size), *[None] * 6,
+                                                                              *found.arguments(size).values())) == name
+    values = torch.randn(512, 2, 1, size, generator=torch.Generator().manual_seed(1))
+    caches = [torch.zeros(512, 2, 1, found.row(size), dtype=torch.uint8) for _ in "kv"]
+    start, how = torch.zeros(512, dtype=torch.int64), found.arguments(size).values()
+    append.overload(*caches, values, values, start, *how)
+    back = attend.overload(values, *caches, start, 1.0, 0, 0.0, *how).transpose(1, 2)
+    assert 0.5 * found.error < (back - values).norm() / values.norm() <= found.error
 
 
 def test_bits_of_an_element() -> None:
