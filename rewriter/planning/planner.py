@@ -133,7 +133,7 @@ def _kinds(needs: ModelNeeds) -> _Kinds:
     return _Kinds(pinned, products, tables, sum(aligned(u.nbytes) for u in pinned),
                   sum(aligned(u.nbytes) for u in products),
                   sum(u.nbytes for u in products if u.lookup), tuple(Counter(u.nbytes for u in products).items()),
-                  max((len(names & streamed) for names in needs.read_together), default=1))
+                  max([1, *(len(names & streamed) for names in needs.read_together)]))
 
 
 @dataclass(frozen=True)
