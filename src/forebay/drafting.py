@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,32 +20,30 @@ from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.shared_drafts import SharedDrafter
 from forebay.runtime.run.speculation import speculates
-
-if TYPE_CHECKING:
-    from forebay.language_model import LanguageModel
+from forebay.step_model import StepModel
 
 
-def in_one_budget(lm: LanguageModel) -> list[LanguageModel]:
+def _in_one_budget(lm: StepModel) -> list[StepModel]:
     """A model, and the one that drafts for it in a part of its budget, if any."""
     return [lm, *([lm.helper] if lm.helper else [])]
 
 
-def plans_in_budget(lm: LanguageModel) -> list[Plan]:
+def plans_in_budget(lm: StepModel) -> list[Plan]:
     """The plans that share a model's budget, its own first; that has what steps of its own take that draft."""
-    own, *more = [part.plan for part in in_one_budget(lm)]
+    own, *more = [part.plan for part in _in_one_budget(lm)]
     return [own if lm.shared_draft is None else lm.shared_draft.beside(own), *more]
 
 
-def files_in_budget(lm: LanguageModel) -> set[str]:
+def files_in_budget(lm: StepModel) -> set[str]:
     """The files of all weights that are read within a model's budget."""
     own = () if lm.shared_draft is None else lm.shared_draft.load
-    return {f.path for part in in_one_budget(lm) for f in part.files.values()} | {
+    return {f.path for part in _in_one_budget(lm) for f in part.files.values()} | {
         copy.src.path for copy in own if isinstance(copy.src, FileSlice)}
 
 
 @contextmanager
 def drafting(
-    helper: LanguageModel | None, session: Session, rows: Sequence[torch.Tensor], new_tokens: int, sampling: Sampling,
+    helper: StepModel | None, session: Session, rows: Sequence[torch.Tensor], new_tokens: int, sampling: Sampling,
     generator: torch.Generator | Sequence[torch.Generator] | None,
 ) -> Iterator[Drafter | None]:
     """What drafts by `helper` for answers of `new_tokens` to `rows` on `session`, with the helper's session for as
@@ -75,7 +72,7 @@ def drafting(
 
 
 @contextmanager
-def drafting_in_places(helper: LanguageModel | None, session: Session) -> Iterator[Drafter | None]:
+def drafting_in_places(helper: StepModel | None, session: Session) -> Iterator[Drafter | None]:
     """What drafts by `helper` for sequences in the places of `session`, the most likely tokens, with the helper's
     session as it is planned for as long; None where the plan's steps check no drafts, and for a helper with fewer
     places."""
@@ -94,7 +91,7 @@ def drafting_in_places(helper: LanguageModel | None, session: Session) -> Iterat
 
 @contextmanager
 def _recording(
-    helper: LanguageModel, session: Session, sampling: Sampling, draws: Sequence[Draws]
+    helper: StepModel, session: Session, sampling: Sampling, draws: Sequence[Draws]
 ) -> Iterator[DraftsAhead]:
     """What drafts on the helper's session; the tokens that stood are counted in the end."""
     seen = helper.drafts_seen

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,6 @@ import torch
 from forebay.call_turns import CallTurns, ModelCall, TakesTurns
 from forebay.drafting import drafting_in_places
 from forebay.huggingface.nn_module_compat import NnModuleCompat
-from forebay.huggingface.served import causal_lm_class
 from forebay.open_model import capture_folder, known_machine
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
@@ -29,6 +28,7 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.shared_draft import DraftRecord, SharedDraft
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.pipeline.plan_block import PlanChoice, plan_block
 from forebay.rewriter.pipeline.plan_places import plan_answers
 from forebay.rewriter.pipeline.plan_speculation import plan_speculation
@@ -46,6 +46,7 @@ from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session, resident_copies
 from forebay.runtime.run.speculation import Tally
 from forebay.scoring_calls import ScoringCalls
+from forebay.step_model import OnToken
 from forebay.trace_calls import TraceCalls
 
 if TYPE_CHECKING:
@@ -54,7 +55,15 @@ if TYPE_CHECKING:
     from forebay.huggingface.causal_lm import StreamedCausalLM
 
 LOG = logging.getLogger("forebay")  # quiet unless the program that uses it, or `forebay -v`, listens
-OnToken = Callable[[torch.Tensor], None]
+
+
+@cache
+@one_thread
+def causal_lm_class() -> type[StreamedCausalLM]:
+    """What answers as transformers' models do; loaded when it is first asked for."""
+    from forebay.huggingface.causal_lm import StreamedCausalLM
+
+    return StreamedCausalLM
 
 
 class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):

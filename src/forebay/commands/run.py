@@ -218,7 +218,7 @@ def _answer(
     from forebay.commands.job_progress import JobProgress
     from forebay.commands.process_memory import MemoryWatch, beside_nbytes, calls_of, disk_read_nbytes
     from forebay.commands.prompts import ids_text
-    from forebay.drafting import files_in_budget, in_one_budget, plans_in_budget
+    from forebay.drafting import files_in_budget, plans_in_budget
     from forebay.rewriter.report.explain import summarise_plan
     from forebay.runtime.disk.page_cache import drop_file
     from forebay.runtime.run.places import WorkDone
@@ -231,8 +231,7 @@ def _answer(
     def decode(ids: list[int]) -> str:
         return ids_text(tokenizer, ids)
 
-    parts, files = in_one_budget(lm), files_in_budget(lm)
-    for path in files:
+    for path in (files := files_in_budget(lm)):
         drop_file(path)  # what others left in the page cache would be memory beyond the budget
     with stopping() as stopped, MemoryWatch(files) as memory, JobProgress(total) as shown:
         _ = lm.session  # loads what is resident
@@ -258,7 +257,8 @@ def _answer(
                     say(f"{trace}: the first {gone} launches, waits and copies are left out")
             finally:
                 lm.close()
-    calls, tokens = sum(calls_of(part._pipeline, part.plan) for part in parts), sum(len(p.ids) for p in encoded)
+    tokens = sum(len(p.ids) for p in encoded)
+    calls = sum(calls_of(part._pipeline, part.plan) for part in (lm, lm.helper) if part)
     calls += 0 if lm.shared_draft is None else len(lm.shared_draft.program.step)
     beside = beside_nbytes(calls, total, tokens, lm.captured.vocab_size if ask.sampling.do_sample else 0,
                            traced=trace is not None)

@@ -1,10 +1,10 @@
-"""transformers' `generate` and `forward` over a LanguageModel's steps and cache."""
+"""transformers' `generate` and `forward` over a model's steps and cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
@@ -35,9 +35,7 @@ from forebay.runtime.run.loops import generate_as_planned
 from forebay.runtime.run.rows import SequenceRows, require_movable_rows
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.speculation import Tally
-
-if TYPE_CHECKING:
-    from forebay.language_model import LanguageModel, OnToken
+from forebay.step_model import OnToken, StepModel
 
 DEFAULT_NEW_TOKENS = 20  # as transformers has it
 _PASSED_ON = ("tokenizer", "assistant_tokenizer")  # by generate, which needed them itself
@@ -55,7 +53,7 @@ class StreamedCausalLM(GenerationMixin):
     base_model_prefix = "model"
     _is_stateful = False
 
-    def __init__(self, lm: LanguageModel, call: ModelCall) -> None:
+    def __init__(self, lm: StepModel, call: ModelCall) -> None:
         self.lm, self.call = lm, call
         self.draws: tuple[torch.Generator, ...] = ()  # one for each prompt, if any
 
@@ -127,14 +125,14 @@ class StreamedCausalLM(GenerationMixin):
         return take_prompts(inputs, options, self.lm.captured.vocab_size, self.lm.captured.token_types, bos,
                             0 if held is None else held.seen)
 
-    def _drafter_of(self, rest: dict[str, Any]) -> LanguageModel | None:
+    def _drafter_of(self, rest: dict[str, Any]) -> StepModel | None:
         """The wrapped model that is to draft for the plan's speculative steps, where a call asks for that alone.
         ValueError where its tokenizer is another."""
         helper = rest.get("assistant_model")
         if not (set(rest) == {"assistant_model"} and isinstance(helper, NnModuleCompat) and helper is not self.lm
                 and self._checks_drafts):
             return None
-        other = cast("LanguageModel", helper)
+        other = cast(StepModel, helper)
         if other.captured.vocab_size != self.lm.captured.vocab_size:
             return None
         refuse_other_tokenizer(self.lm.checkpoint.folder, other.checkpoint.folder)
@@ -180,7 +178,7 @@ class StreamedCausalLM(GenerationMixin):
         refuse_generation(config, mode, options)
         helper = options.get("assistant_model")
         if isinstance(helper, NnModuleCompat):
-            self._admit(cast("LanguageModel", helper), prompts, new_tokens, config)
+            self._admit(cast(StepModel, helper), prompts, new_tokens, config)
         if on_token is not None:
             if options.get("streamer") is not None:
                 raise ValueError("generate: give a streamer or on_token, not both")
@@ -221,7 +219,7 @@ class StreamedCausalLM(GenerationMixin):
                         found = self._generate(shown, given, options, **{CACHE_NAME: cache})
         return found if shown is prompts or config.token_healing else self._restored(found, prompts)
 
-    def _admit(self, helper: LanguageModel, prompts: Prompts, new_tokens: int, config: GenerationConfig) -> None:
+    def _admit(self, helper: StepModel, prompts: Prompts, new_tokens: int, config: GenerationConfig) -> None:
         """Plan for all that an assistant will draft; ValueError for one that cannot."""
         if helper is self.lm:
             raise ValueError("generate: a wrapped model cannot assist itself, its memory has room for one cache; wrap "

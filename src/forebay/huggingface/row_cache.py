@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import Cache
@@ -13,9 +13,7 @@ from forebay.call_turns import ModelCall
 from forebay.huggingface.inputs import Prompts
 from forebay.rewriter.capture.cache_name import CACHE_NAMES
 from forebay.runtime.run.rows import SequenceRows
-
-if TYPE_CHECKING:
-    from forebay.language_model import LanguageModel
+from forebay.step_model import StepModel
 
 
 class RowCache(Cache):
@@ -24,7 +22,7 @@ class RowCache(Cache):
     It lasts until the model is used for something else. Beams reorder its rows, assisted decoding crops them.
     """
 
-    def __init__(self, model: LanguageModel, call: ModelCall) -> None:
+    def __init__(self, model: StepModel, call: ModelCall) -> None:
         super().__init__(layers=[])
         self.model = model
         self.call = call  # that uses it, or used it last
@@ -92,7 +90,7 @@ class RowCache(Cache):
         with self.model.resuming(self._held(), self.call):
             self._held().reorder(beam_idx)
 
-    def empty(self, model: LanguageModel, tokens: int, call: ModelCall) -> None:
+    def empty(self, model: StepModel, tokens: int, call: ModelCall) -> None:
         """Hold nothing, and expect prompts of `model` in `call`, which with their answers have `tokens` at most."""
         self.model, self.call, self.tokens = model, call, tokens
         self.rows, self.seen, self.skipped = None, 0, 0

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forebay.rewriter.ir.files import read_input
-from forebay.rewriter.one_thread import one_thread
-
-if TYPE_CHECKING:
-    from forebay.huggingface.causal_lm import StreamedCausalLM
 
 # what the loop of `generate_tokens` serves by itself, or what changes no token
 SERVED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
           "bos_token_id", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
           "disable_compile", "compile_config", "transformers_version"}
-
-
-@functools.cache
-@one_thread
-def causal_lm_class() -> type[StreamedCausalLM]:
-    """What answers as transformers' models do; loaded when it is first asked for."""
-    from forebay.huggingface.causal_lm import StreamedCausalLM
-
-    return StreamedCausalLM
 
 
 def asks_nothing_more(folder: Path) -> bool:
