@@ -43,7 +43,7 @@ def capture_model(
     whose layers are not a plain chain; and, unless it is to be looked at alone (not `runs`), for one whose layers
     choose among experts.
     """
-    from forebay.rewriter.capture.own_attention import adopts
+    from forebay.rewriter.capture.own_attention import FAMILIES
     from forebay.rewriter.capture.trace import trace_model
 
     cls, config = _model_class(config_or_model)
@@ -56,7 +56,7 @@ def capture_model(
     if config.get_text_config(decoder=True).__dict__.get("altup_num_inputs"):
         raise CaptureError(f"{title}: its layers pass on several predictions of the hidden state (AltUp), where one is "
                            "all that is implemented")
-    if not cls._supports_attention_backend and not adopts(cls):
+    if not cls._supports_attention_backend and cls.__name__ not in FAMILIES:
         raise CaptureError(
             f"{title}: its attention does not go through transformers' attention interface, "
             "so it cannot be replaced by one that reads a streamed KV cache"
@@ -128,7 +128,7 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     from transformers import initialization
 
     from forebay.rewriter.capture.attention import NAME, register_attention
-    from forebay.rewriter.capture.own_attention import adopt_attention
+    from forebay.rewriter.capture.family import adopt_family
 
     register_attention()
     built = NAME if cls._supports_attention_backend else "eager"
@@ -136,7 +136,7 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
         model = cls._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=built)
         model.tie_weights()
     model.config._attn_implementation = NAME
-    adopt_attention(model)
+    adopt_family(model)
     for module in model.modules():
         vars(module)["training"] = False  # as eval() does, a tenth of its time: setting attributes of modules is dear
     _fill_constants(model)

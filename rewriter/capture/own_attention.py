@@ -6,7 +6,6 @@ keys give it in their products: what it has in common for all keys of a query, s
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,54 +16,17 @@ from torch import nn
 from forebay.kernels.operators import ATTENTION
 from forebay.rewriter.capture.attention import starts
 from forebay.rewriter.capture.cache_name import find_cache
+from forebay.rewriter.capture.family import FAMILIES as FAMILIES
+from forebay.rewriter.capture.family import Family, register_family
 from forebay.rewriter.capture.layers import CaptureError
 
-# Attention goes through transformers' interface here, though the class does not say so.
-_THROUGH_INTERFACE = ("StableLmForCausalLM", "BioGptForCausalLM")
 _PIECE = 256  # whole numbers up to it are exact in every dtype
 _WIDTH = 8  # rows of queries and keys are multiples of it: 16 bytes of the narrowest dtype
 
 Column = torch.Tensor | float  # of queries or keys, spread to [B, H, S]
 
 
-def adopt_attention(model: nn.Module) -> None:
-    """Let attention that is a family's own call our operators, and what else cannot be traced as it is."""
-    for module in model.modules():
-        found = _REPLACED.get(type(module).__name__)
-        if found is not None:
-            name, prepare = found
-            vars(module)[name] = prepare(module)
-        if "layer_id" in vars(module):  # a layer's number by another name than elsewhere: all would differ in it
-            vars(module)["layer_id"] = None
-    if type(model).__name__ == "FalconForCausalLM":
-        vars(model.transformer)["use_alibi"] = False  # its layers have what they need
-    if type(model).__name__ == "BloomForCausalLM":
-        vars(model.transformer)["build_alibi_tensor"] = lambda *args, **kwargs: torch.zeros(1, 1, 1)
-
-
-def adopts(model: type) -> bool:
-    """Whether the attention of this class, which does not offer an interface, can be replaced all the same."""
-    return model.__name__ in _THROUGH_INTERFACE or model.__name__ in _MODELS
-
-
-def outer_inputs(model: nn.Module, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the model's forward is given beside tokens: their positions [B, S], where it takes any. A mask of four
-    dimensions is passed on as it is, and nobody reads it."""
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        return {"position_ids": positions}
-    if type(model).__name__ in _MODELS:
-        return {"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}
-    raise CaptureError("it does not accept position_ids, so sequences of unequal length cannot share a batch")
-
-
-def keys_hold_positions(layer: nn.Module) -> bool:
-    """Whether the rows of a layer's cache hold more than keys and values, so that they must not be rounded."""
-    kinds = {type(module).__name__: module for module in layer.modules()}
-    falcon = kinds.get("FalconAttention")
-    return bool({"BloomAttention", "MptAttention"} & kinds.keys()) or bool(falcon and vars(falcon)["config"].alibi)
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0) -> torch.Tensor:
     """[B, S, H, D] of queries [B, H, S, D] over the whole cache [B, Hkv, L, D]."""
     found: torch.Tensor = ATTENTION.overload(q.to(k.dtype), k, v, starts(), scale, window, 0.0)
     return found
@@ -92,7 +54,7 @@ def _attend_biased(
         return nn.functional.pad(torch.cat((rows, *made), -1), (0, rest))
 
     k, v = cache.update(widened(k, [key for _, key in columns]), nn.functional.pad(v, (0, len(columns) + rest)), None)
-    return _attend(widened(q, [query for query, _ in columns]), k, v, scale)[..., :width]
+    return attend(widened(q, [query for query, _ in columns]), k, v, scale)[..., :width]
 
 
 def _core(module: nn.Module, scale: float | None = None, window: int = 0) -> Callable[..., Any]:
@@ -100,7 +62,7 @@ def _core(module: nn.Module, scale: float | None = None, window: int = 0) -> Cal
     def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> tuple[torch.Tensor, None]:
         if mask is not None:
             raise CaptureError(f"{type(module).__name__} adds a mask of its own to the attention scores")
-        return _attend(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, window).transpose(1, 2), None
+        return attend(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, window).transpose(1, 2), None
 
     return attn
 
@@ -119,7 +81,7 @@ def _xglm(module: Any) -> Callable[..., Any]:
         q, k, v = (part(hidden_states).view(shape).transpose(1, 2)
                    for part in (module.q_proj, module.k_proj, module.v_proj))
         k, v = find_cache(others).update(k, v, None)
-        return module.out_proj(_attend(q, k, v, module.scaling).flatten(2)), None
+        return module.out_proj(attend(q, k, v, module.scaling).flatten(2)), None
 
     return forward
 
@@ -156,7 +118,7 @@ def _falcon(module: Any) -> Callable[..., Any]:
         else:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
             k, v = layer_past.update(k, v, None)
-            found = _attend(q, k, v, scale)
+            found = attend(q, k, v, scale)
         return module.dense(found.flatten(2)), None
 
     return forward
@@ -208,17 +170,28 @@ def _sloped(
     return [(part * size, piece) for size, piece in pieces for part in (rounded, steep - rounded)]
 
 
-_REPLACED: dict[str, tuple[str, Callable[[Any], Callable[..., Any]]]] = {
-    "GPTJAttention": ("_attn", _core),
-    "CodeGenAttention": ("_attn", _core),
-    "GPTNeoXJapaneseAttention": ("_attn", _core),
-    "GPTNeoSelfAttention": ("_attn", _gpt_neo),
-    "XGLMAttention": ("forward", _xglm),
-    "XGLMSinusoidalPositionalEmbedding": ("forward", _xglm_positions),
-    "FalconAttention": ("forward", _falcon),
-    "FalconLinear": ("forward", _linear),
-    "BloomAttention": ("forward", _bloom),
-    "MptAttention": ("forward", _mpt),
-}
-_MODELS = ("GPTJForCausalLM", "CodeGenForCausalLM", "GPTNeoXJapaneseForCausalLM", "GPTNeoForCausalLM",
-           "XGLMForCausalLM", "FalconForCausalLM", "BloomForCausalLM", "MptForCausalLM")
+def _without_alibi(model: Any) -> None:
+    vars(model.transformer)["use_alibi"] = False  # its layers have what they need
+
+
+def _without_bias(model: Any) -> None:
+    vars(model.transformer)["build_alibi_tensor"] = lambda *args, **kwargs: torch.zeros(1, 1, 1)
+
+
+for _family in (
+    # attention goes through transformers' interface here, though the class does not say so
+    Family("StableLmForCausalLM"),
+    Family("BioGptForCausalLM"),
+    Family("GPTJForCausalLM", {"GPTJAttention": ("_attn", _core)}),
+    Family("CodeGenForCausalLM", {"CodeGenAttention": ("_attn", _core)}),
+    Family("GPTNeoXJapaneseForCausalLM", {"GPTNeoXJapaneseAttention": ("_attn", _core)}),
+    Family("GPTNeoForCausalLM", {"GPTNeoSelfAttention": ("_attn", _gpt_neo)}, layer_index="layer_id"),
+    Family("XGLMForCausalLM", {"XGLMAttention": ("forward", _xglm),
+                               "XGLMSinusoidalPositionalEmbedding": ("forward", _xglm_positions)}),
+    Family("FalconForCausalLM", {"FalconAttention": ("forward", _falcon), "FalconLinear": ("forward", _linear)},
+           prepare=_without_alibi, holds_positions=lambda config: bool(config.alibi)),
+    Family("BloomForCausalLM", {"BloomAttention": ("forward", _bloom)}, prepare=_without_bias,
+           holds_positions=lambda config: True),
+    Family("MptForCausalLM", {"MptAttention": ("forward", _mpt)}, holds_positions=lambda config: True),
+):
+    register_family(_family)

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from forebay.rewriter.capture.layers import CaptureError
 
-# The attribute of the config that says how many tokens the pattern takes; full attention takes none.
-SIZES = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+class LayerType(NamedTuple):
+    """What a layer sees: all tokens, a window before each, or its chunk; and the attribute of the config that says of
+    how many tokens."""
+
+    sees: Literal["all", "window", "chunk"]
+    size: str = ""
+
+
+# by the name in `config.layer_types`
+LAYER_TYPES = {
+    "full_attention": LayerType("all"), "sliding_attention": LayerType("window", "sliding_window"),
+    "chunked_attention": LayerType("chunk", "attention_chunk_size")}
 
 
 class Pattern(NamedTuple):
-    """The name in `config.layer_types`, and the tokens of a window or chunk, 0 for full attention."""
+    """The name in `config.layer_types`, what its `LayerType` says, and the tokens of a window or chunk."""
 
     name: str
+    sees: str
+    size: str
     tokens: int
 
 
@@ -32,9 +46,11 @@ class Temperature(NamedTuple):
         return (query * factor[:, None, :, None]).to(query.dtype)
 
 
-def mark_patterns(config: Any, layers: list[nn.Module]) -> None:
+def mark_patterns(config: Any, layers: list[nn.Module], more: Mapping[str, LayerType]) -> None:
     """Note on every module of a layer what our attention has to know of that layer, so that layers which differ in it
-    are different kinds. Raises CaptureError for a name that is not implemented."""
+    are different kinds; `more` names types of layers beside `LAYER_TYPES`. Raises CaptureError for a name that is not
+    implemented."""
+    types = {**LAYER_TYPES, **more}
     config = config.get_text_config(decoder=True)
     names = getattr(config, "layer_types", None) or []
     if len(names) < len(layers):
@@ -42,9 +58,10 @@ def mark_patterns(config: Any, layers: list[nn.Module]) -> None:
             raise CaptureError(f"its config names the types of {len(names)} layers, it has {len(layers)}")
         names = [None] * len(layers)
     for index, (name, layer) in enumerate(zip(names, layers, strict=False)):
-        if name is not None and name not in SIZES:
-            raise CaptureError(f"layer {index} is of type {name!r}; {', '.join(SIZES)} are implemented")
-        pattern = Pattern(name, getattr(config, SIZES[name], None) or 0 if SIZES[name] else 0) if name else None
+        if name is not None and name not in types:
+            raise CaptureError(f"layer {index} is of type {name!r}; {', '.join(types)} are implemented")
+        size = types[name].size if name else ""
+        pattern = Pattern(name, *types[name], getattr(config, size, None) or 0 if size else 0) if name else None
         for module in layer.modules():
             state = vars(module)
             if pattern is not None:
@@ -60,11 +77,11 @@ def window_of(module: nn.Module, given: int | None) -> int:
     pattern: Pattern | None = vars(module).get("attention_pattern")
     if pattern is None:
         return int(given or 0)
-    if pattern.name == "full_attention":
+    if pattern.sees == "all":
         if given:
             raise CaptureError(f"{type(module).__name__} has a window of {given} in a layer of full attention")
         return 0
-    tokens = pattern.tokens or (given if pattern.name == "sliding_attention" else 0)
+    tokens = pattern.tokens or (given if pattern.sees == "window" else 0)
     if not tokens:
-        raise CaptureError(f"its config has {pattern.name} but no {SIZES[pattern.name]}")
-    return -tokens if pattern.name == "chunked_attention" else int(given or tokens)
+        raise CaptureError(f"its config has {pattern.name} but no {pattern.size}")
+    return -tokens if pattern.sees == "chunk" else int(given or tokens)

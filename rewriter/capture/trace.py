@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.attention import TracedCache, append_into, starting_at
 from forebay.rewriter.capture.cache_name import cache_argument
+from forebay.rewriter.capture.family import family_of, outer_inputs
 from forebay.rewriter.capture.layers import (
     CaptureError,
     LayerCall,
@@ -30,7 +31,6 @@ from forebay.rewriter.capture.layers import (
     layer_signature,
 )
 from forebay.rewriter.capture.merge import Kind, join
-from forebay.rewriter.capture.own_attention import keys_hold_positions, outer_inputs
 from forebay.rewriter.capture.patterns import mark_patterns
 from forebay.rewriter.capture.released import failures_released, release_symbols, sources_released
 from forebay.rewriter.capture.rotary import calls_of, follow_length
@@ -155,7 +155,7 @@ def _traced(model: Any, wanted: Gives, embeds: bool) -> CapturedModel:
     if found is None:
         raise CaptureError("it has no repeated layers")
     path, layers = found
-    mark_patterns(model.config, list(layers))
+    mark_patterns(model.config, list(layers), family_of(model).layer_types)
     follows = follow_length(model)
     with failures_released(), sources_released():
         tracer = _Tracer(model, path, list(layers), wanted, follows.length, embeds)
@@ -192,7 +192,7 @@ class _Tracer:
         embeds: bool = False,
     ) -> None:
         self.layers = layers
-        self.names = _canonical_names(model)
+        self.names, self.exact = _canonical_names(model), family_of(model).holds_positions(model.config)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self.memo: dict[torch.Tensor, torch.Tensor] = {}
         self.calls = LayerCalls()
@@ -250,7 +250,7 @@ class _Tracer:
             raise CaptureError(f"layer {index} has keys {tuple(k.shape)} and values {tuple(v.shape)} of unequal shape")
         if isinstance(out, tuple) and any(isinstance(extra, torch.Tensor) for extra in out[1:]):
             raise CaptureError(f"layer {index} returns more than a hidden state")
-        cache = CacheSpec(k.shape[1], k.shape[3], k.dtype, exact=keys_hold_positions(self.layers[index]))
+        cache = CacheSpec(k.shape[1], k.shape[3], k.dtype, exact=self.exact)
         return _TrialRun(len(out) if isinstance(out, tuple) else 0, cache)
 
     def trace_layers(self, ignore: tuple[str, ...]) -> tuple[dict[str, Kind], list[str]]:
