@@ -116,6 +116,7 @@ class Ours:
         """Seconds of so many steps over `tokens` tokens, the first with `at` before it; one more, untimed, goes before
         them."""
         from forebay.runtime.run.sampling import Sampling, choose
+        from forebay.runtime.run.step_inputs import StepInputs
 
         session, w = self.lm.session, self.lm.plan.workload
         generator = torch.Generator().manual_seed(1)
@@ -124,8 +125,8 @@ class Ours:
         times = []
         for i in range(count + 1):
             ids = torch.randint(5, order["vocab"], (w.batch, tokens), generator=generator)
-            inputs = {"input_ids": ids, "last": torch.full((w.batch,), tokens - 1),
-                      "start": torch.full((w.batch,), at + (i if tokens == 1 else 0))}
+            inputs = StepInputs(ids, torch.full((w.batch,), at + (i if tokens == 1 else 0)),
+                                torch.full((w.batch,), tokens - 1))
             if i and tokens > 1 and session._blocks is not None:
                 session._blocks.stand_at(at)
             start = time.perf_counter()

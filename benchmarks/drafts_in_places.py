@@ -35,11 +35,11 @@ from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 from forebay.rewriter.machine.profile import load_machine
 from forebay.rewriter.pipeline.plan_places import entering_at_once
 from forebay.rewriter.planning.options import Options
-from forebay.runtime.run.places import Asked
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request
 
 
-def answers(lm: LanguageModel, asked: list[Asked]) -> Row:
+def answers(lm: LanguageModel, asked: list[Request]) -> Row:
     """All answers, and what they took."""
     found: dict[int, list[int]] = {}
     began = time.perf_counter()
@@ -63,14 +63,15 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Row]:
                 least = whole._pipeline.smallest_budget(Options(entering=entering_at_once(places)))
             budget = least + int(share * nbytes)
             lms = {who: forebay.wrap(folder, budget, **fixed, **OURS[who]) for who in args.contestants}
-            asked = [Asked(prompts[i % len(prompts)], args.new - 8 * (i % 2)) for i in range(places + -(-places // 2))]
+            asked = [Request(prompts[i % len(prompts)], args.new - 8 * (i % 2))
+                     for i in range(places + -(-places // 2))]
             for who, lm in lms.items():
                 note(f"{100 * share:.0f} %, {places} places, {who}: steps over {lm.plan.schedule.speculative_steps}"
                      + (f"; {draft_summary(lm)}" if "draft" in OURS[who] else ""))
             for turn in range(args.rounds + 1):  # the first binds programs, and does not count
                 rate = probe.bytes_per_s()
                 for who, lm in lms.items():
-                    row = answers(lm, asked if turn else [Asked(asked[0].ids, 4)])
+                    row = answers(lm, asked if turn else [Request(asked[0].ids, 4)])
                     if turn:
                         rows.append(row | {"share": share, "places": places, "who": who, "round": turn,
                                            "bound_s": lm.plan.prediction.streamed_nbytes / rate})

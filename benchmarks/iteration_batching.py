@@ -41,14 +41,14 @@ import torch
 from benchmarks.taking_turns import Turns, in_turns
 from forebay.commands.job_progress import progress_note
 from forebay.commands.jobs import AnswerFile, Ask, run_job
-from forebay.commands.prompts import Prompt, Request
+from forebay.commands.prompts import Prompt, PromptLine
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
 from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.pipeline.plan_places import plan_places
 from forebay.rewriter.planning.options import Options
-from forebay.runtime.run.places import WorkDone
+from forebay.runtime.run.scheduler import WorkDone
 
 AIM = 1.5  # tokens/s of `entering` over those of `static`
 PROMPTS, ANSWERS = (10, 400), (5, 200)
@@ -90,7 +90,7 @@ def sequences(
 ) -> list[Prompt]:
     """Random prompts and the lengths of their answers."""
     chance = random.Random(seed)
-    return [Prompt(Request(i, i, "", max_new_tokens=chance.randint(*answers)),
+    return [Prompt(PromptLine(i, i, "", max_new_tokens=chance.randint(*answers)),
                     tuple(chance.choices(range(3, vocabulary), k=chance.randint(*prompts)))) for i in range(count)]
 
 

@@ -209,6 +209,7 @@ def by_decode_steps(folder: Path, ids: torch.Tensor, kept: float) -> float:
     from forebay.open_model import open_model
     from forebay.rewriter.ir.plan import Budget, Workload
     from forebay.rewriter.planning.options import Options
+    from forebay.runtime.run.step_inputs import StepInputs
 
     windows = [ids[start : start + WINDOW + 1] for start in range(0, ids.numel() - 1, WINDOW)]
     rows = torch.stack([torch.nn.functional.pad(each, (0, WINDOW + 1 - each.numel())) for each in windows])
@@ -216,8 +217,8 @@ def by_decode_steps(folder: Path, ids: torch.Tensor, kept: float) -> float:
     options = Options(sparse_values=kept)
     with LanguageModel(*open_model(folder), Budget(8 << 30), Workload(batch, 2, WINDOW), options) as lm:
         for at in range(WINDOW):
-            logits = lm.session.step({"input_ids": rows[:, at : at + 1], "start": torch.full((batch,), at),
-                                      "last": torch.zeros(batch, dtype=torch.int64)})
+            logits = lm.session.step(StepInputs(rows[:, at : at + 1], torch.full((batch,), at),
+                                                torch.zeros(batch, dtype=torch.int64)))
             there = [i for i, each in enumerate(windows) if at + 1 < each.numel()]
             loss += torch.nn.functional.cross_entropy(logits[there], rows[there, at + 1], reduction="sum").item()
     return math.exp(loss / (ids.numel() - 1))

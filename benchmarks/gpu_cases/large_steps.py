@@ -55,12 +55,14 @@ def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
 
 
 def size_s(lm: Any, size: int, turns: int = 8) -> float:
-    """Median seconds of a step over `size` tokens behind the prompt, again and again."""
+    """Median seconds of a step over `size` tokens after the prompt, again and again."""
+    from forebay.runtime.run.step_inputs import StepInputs
+
     times, start = [], torch.tensor([64])
     for turn in range(turns):
         began = time.perf_counter()
-        lm.session.step({"input_ids": torch.full((1, size), 3 + turn), "start": start, "last": torch.zeros_like(start)}
-                        ).argmax(-1).tolist()  # fmt: skip
+        inputs = StepInputs(torch.full((1, size), 3 + turn), start, torch.zeros_like(start))
+        lm.session.step(inputs).argmax(-1).tolist()
         times.append(time.perf_counter() - began)
     return statistics.median(times[2:])
 

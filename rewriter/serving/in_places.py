@@ -1,5 +1,5 @@
 """The server of this package simulated step by step: sequences enter and leave the places of one plan as
-`runtime.run.places.answer_arriving` lets them, by the same `StepTurns`."""
+`runtime.run.scheduler.answer_arriving` lets them, by the same `StepTurns`."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from forebay.kernels.operator import HOST_MEMORY
 from forebay.runtime.run.drafts import MODEL, Drafted, alike
 from forebay.runtime.run.sampling import Sampling, choose, most_likely, probabilities
 
-FORGETS = 0.9  # of what was seen of drafts of a kind remains with each further one
-BEGINS = 2.0  # tokens, accepted and refused, that a kind of drafts begins with
-EVEN = BEGINS / 2, BEGINS / 2
-GIVEN = (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)  # bounds of the chances that a model gives its drafted tokens
-SURE = 4.0  # tokens, accepted and refused, that those between two bounds begin with
-TRIED = 0.03  # of an answer's time may go to drafts of which it is not known that they pay
+EMA_DECAY = 0.9  # of what was seen of drafts of a kind remains with each further one
+PRIOR_TOKENS = 2.0  # tokens, accepted and refused, that a kind of drafts begins with
+PRIOR = PRIOR_TOKENS / 2, PRIOR_TOKENS / 2
+BIN_EDGES = (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)  # bounds of the chances that a model gives its drafted tokens
+BIN_PRIOR = 4.0  # tokens, accepted and refused, that those between two bounds begin with
+EXPLORATION_BUDGET = 0.03  # of an answer's time may go to drafts of which it is not known that they pay
 
 
 Draws = torch.Generator | Sequence[torch.Generator] | None  # of one sequence, as `choose` takes them
@@ -72,17 +72,17 @@ class Acceptance:
     what is looked up with even odds."""
 
     def __init__(self, chance: float = 0.5) -> None:
-        self._seen = {MODEL: (BEGINS * chance, BEGINS * (1 - chance))}
+        self._seen = {MODEL: (PRIOR_TOKENS * chance, PRIOR_TOKENS * (1 - chance))}
 
     def note(self, draft: Drafted, offered: int, right: int) -> None:
         """Of the draft's first `offered` tokens the first `right` stood."""
         if offered:
-            good, bad = self._seen.get(draft.kind, EVEN)
-            self._seen[draft.kind] = FORGETS * good + right, FORGETS * bad + (right < offered)
+            good, bad = self._seen.get(draft.kind, PRIOR)
+            self._seen[draft.kind] = EMA_DECAY * good + right, EMA_DECAY * bad + (right < offered)
 
     def chance(self, kind: int) -> float:
         """That a token of such a draft stands where all before it do."""
-        good, bad = self._seen.get(kind, EVEN)
+        good, bad = self._seen.get(kind, PRIOR)
         return good / (good + bad)
 
     def expected(self, draft: Drafted, offered: int) -> float:
@@ -94,7 +94,7 @@ class Acceptance:
         return _expected(self.chance(draft.kind), offered)
 
 
-class Sureness:
+class DraftCalibration:
     """How often drafted tokens stood where all before them did, by the chance that the model that drafted them gave
     them. They begin with a power of it, the lower the more of all tokens are expected to stand, `expected`: the square
     root where that are 79 % or fewer (SmolLM2's 4-bit copy, greedy, nine texts of 96 tokens: given 0.2 to 0.35, 52 %
@@ -102,8 +102,8 @@ class Sureness:
 
     def __init__(self, expected: float = 0.79) -> None:
         power = 0.5 * math.log(min(max(expected, 0.79), 0.99)) / math.log(0.79)
-        self._good = [SURE * ((low + high) / 2) ** power for low, high in pairwise(GIVEN)]
-        self._all = [SURE] * len(self._good)
+        self._good = [BIN_PRIOR * ((low + high) / 2) ** power for low, high in pairwise(BIN_EDGES)]
+        self._all = [BIN_PRIOR] * len(self._good)
 
     def note(self, given: Sequence[float], right: int) -> None:
         """Of tokens that were given these chances, and checked, the first `right` stood."""
@@ -119,14 +119,16 @@ class Sureness:
 
 
 def _between(given: float) -> int:
-    return min(bisect_right(GIVEN, given), len(GIVEN) - 1) - 1
+    return min(bisect_right(BIN_EDGES, given), len(BIN_EDGES) - 1) - 1
 
 
-class Stakes:
-    """What drafts and the steps that check them cost beside decoding one by one, by predicted times, so that a seed's
-    draws repeat; and so whether a further one may be made or checked. They are where they are expected to pay until a
-    step's time and TRIED of the time so far are lost beyond what others have gained. Where they are not, a few are
-    tried for no more than TRIED of the time so far."""
+class SpeculationBudget:
+    """Allows drafts as long as they lose little time compared with decoding one by one.
+
+    Times are predicted ones, so that a seed's draws repeat. Drafts that are expected to pay are allowed until they have
+    lost a step's time and `EXPLORATION_BUDGET` of the time so far, net of what others gained. Drafts that are not
+    expected to pay are tried for no more than `EXPLORATION_BUDGET` of the time so far.
+    """
 
     def __init__(self, step_s: float) -> None:
         self.step_s, self.spent_s, self.lost_s, self.tried_s = step_s, 0.0, 0.0, 0.0
@@ -140,7 +142,7 @@ class Stakes:
 
     def allow(self, cost_s: float, tried: bool) -> bool:
         """Whether `cost_s` may be lost."""
-        free_s = TRIED * self.spent_s
+        free_s = EXPLORATION_BUDGET * self.spent_s
         return self.lost_s + cost_s <= self.step_s + free_s and (not tried or self.tried_s + cost_s <= free_s)
 
 

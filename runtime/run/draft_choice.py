@@ -9,16 +9,16 @@ import torch
 
 from forebay.rewriter.ir.drafts_beside import beside_s, pays_beside
 from forebay.rewriter.ir.plan import Plan
-from forebay.runtime.run.acceptance import Acceptance, Stakes, best_rate, best_size
+from forebay.runtime.run.acceptance import Acceptance, SpeculationBudget, best_rate, best_size
 from forebay.runtime.run.drafts import LONGEST_MATCH, MODEL, Drafted, Drafter, PromptLookup, alike
 from forebay.runtime.run.drafts_ahead import DraftsAhead
 
 
 class DraftChoice:
     """Drafts of `drafter` for sequences in rows of a plan's batch, as far as its speculative steps check them. How many
-    tokens a step checks follows from its predicted time and from how many were right so far; `Stakes` bounds what may
-    be lost by it. A row's record begins with its first draft and ends with `forget`. A drafter that can is asked for
-    the drafts of the next pass before this one runs, where that is expected to pay."""
+    tokens a step checks follows from its predicted time and from how many were right so far; `SpeculationBudget` bounds
+    what may be lost by it. A row's record begins with its first draft and ends with `forget`. A drafter that can is
+    asked for the drafts of the next pass before this one runs, where that is expected to pay."""
 
     def __init__(self, plan: Plan, drafter: Drafter) -> None:
         self.times_s, self.drafter, said = step_times_s(plan), drafter, plan.prediction
@@ -28,7 +28,7 @@ class DraftChoice:
         self.paces = said.decode_time_s > 0 and len(self.times_s) > 1
         self.seen: dict[int, Acceptance] = {}
         self.behind: dict[int, int] = {}  # tokens that the drafter has not been shown
-        self.stakes, self.tried = Stakes(self.times_s[1]), False
+        self.budget, self.tried = SpeculationBudget(self.times_s[1]), False
         self.steps: dict[int, int] = {}  # by their tokens per sequence
         self.looked: dict[int, tuple[int, Drafted]] = {}  # what was not checked, by the tokens that it was behind
         self.wanted = 0, 0.0  # tokens of a draft at most, and the least chance of the last, as last weighed
@@ -60,7 +60,7 @@ class DraftChoice:
         drawn = max((len(draft.tokens) for draft in drafts.values() if draft.chances is not None), default=0)
         size = best_size(drafts, self.seen, {n: time_s for n, time_s in times_s.items() if n > drawn})
         made = any(draft.kind == MODEL and draft.tokens for draft in drafts.values())  # which `_worth` has weighed
-        if size > 1 and not made and not self.stakes.allow(times_s[size] - times_s[1], False):
+        if size > 1 and not made and not self.budget.allow(times_s[size] - times_s[1], False):
             size = 1
         self._begin_next(held, left, size, drafts)
         return size, drafts
@@ -79,7 +79,7 @@ class DraftChoice:
         made = {row: len(drafts[row].tokens) for row in given if drafts[row].kind == MODEL and drafts[row].tokens}
         fed = max((self.behind[row] + count for row, count in made.items() if not drafts[row].ahead), default=0)
         drafting_s = self.longer_s + fed * self.drafter.token_time_s
-        self.stakes.note(self.times_s[size] + drafting_s, sum(given.values()) / len(given), self.tried and bool(made))
+        self.budget.note(self.times_s[size] + drafting_s, sum(given.values()) / len(given), self.tried and bool(made))
         if made and not self.begun:
             self.begun, drafting_s = True, drafting_s + self.drafter.prefill_s
         for row, count in given.items():
@@ -158,10 +158,10 @@ class DraftChoice:
         if self.tried:
             size = sorted(times_s)[1]
             cost_s += both_s[size] - times_s[1]
-            return (size - 1 if self.stakes.allow(cost_s, True) else 0), 0.0
+            return (size - 1 if self.budget.allow(cost_s, True) else 0), 0.0
         tokens = sum(self.seen[row].expected(draft, size - 1) for row, draft in drafts.items()) / len(slow)
         least = tokens / both_s[size] * (token_time_s + (times_s[longest] - times_s[1]) / (longest - 1))
-        return (min(2 * size, longest) - 1 if self.stakes.allow(cost_s, False) else 0), least
+        return (min(2 * size, longest) - 1 if self.budget.allow(cost_s, False) else 0), least
 
 
 def step_times_s(plan: Plan) -> dict[int, float]:

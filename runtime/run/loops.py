@@ -9,8 +9,8 @@ import torch
 from forebay.runtime.run.balance import balanced_places
 from forebay.runtime.run.drafts import Drafter, PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
-from forebay.runtime.run.places import Asked, answer_all, entering
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request, answer_all, entering
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.speculation import Tally, generate_speculatively, speculates
 
@@ -56,7 +56,7 @@ def _generate_in_places(
         found[number, : len(new)] = torch.tensor(new)
         longest = max(longest, len(new))
 
-    asked = [Asked(ids, stop.max_new_tokens, g) for ids, g in zip(prompts, drawn, strict=True)]
+    asked = [Request(ids, stop.max_new_tokens, g) for ids, g in zip(prompts, drawn, strict=True)]
     work = answer_all(session, asked, sampling, stop.eos, on_end=on_end, drafter=drafter)
     if tally is not None:
         tally.add(work)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from forebay.kernels.operator import HOST_MEMORY
-from forebay.runtime.run.acceptance import Draws, Sureness
+from forebay.runtime.run.acceptance import DraftCalibration, Draws
 from forebay.runtime.run.drafts import MODEL, Drafted, alike
-from forebay.runtime.run.generation import Prefill, prefill
+from forebay.runtime.run.prefill import prefill
 from forebay.runtime.run.sampling import Sampling, probabilities
 from forebay.runtime.run.session import Session
+from forebay.runtime.run.step_inputs import StepInputs
 
 KNOWN = 64  # checked tokens that weigh as much as what was expected of them
 
@@ -20,12 +21,12 @@ KNOWN = 64  # checked tokens that weigh as much as what was expected of them
 class ModelDrafter:
     """What the model of `session` says comes next, most likely or drawn by `sampling` from each row's own `draws`, with
     the distributions that tokens were drawn from. It stops where a further token would seldom stand, by what it gave
-    those before (`Sureness`); these are offered whatever they were given, else draws would not be fair. Its cache holds
-    prompts and answers so far, in the rows that they have in the larger model's batch; of drafts that were refused, and
-    of sequences that have left their rows, it takes the tokens back by not counting them. What it lacks is fed token by
-    token, or computed as a prompt where that is expected to be faster: in its row alone where sequences of the plan
-    enter places, else all rows anew. Sequences beyond the plan's room get no drafts. `right` and `wrong` count the
-    tokens that stood and those that were refused, which makes the next one's `chance`."""
+    those before (`DraftCalibration`); these are offered whatever they were given, else draws would not be fair. Its
+    cache holds prompts and answers so far, in the rows that they have in the larger model's batch; of drafts that were
+    refused, and of sequences that have left their rows, it takes the tokens back by not counting them. What it lacks is
+    fed token by token, or computed as a prompt where that is expected to be faster: in its row alone where the plan
+    admits sequences one after the other, else all rows anew. Sequences beyond the plan's room get no drafts. `right`
+    and `wrong` count the tokens that stood and those that were refused, which makes the next one's `chance`."""
 
     def __init__(
         self, session: Session, sampling: Sampling, draws: Sequence[Draws] = (), chance: float = 0.5
@@ -36,7 +37,7 @@ class ModelDrafter:
         parts = session.plan.schedule.block.prefills(session.plan.workload.batch)
         self.begin_steps = said.prefill_time_s / parts / said.decode_time_s if said.decode_time_s > 0 else 4.0
         self.right = self.wrong = 0
-        self.sureness = Sureness(chance)
+        self.calibration = DraftCalibration(chance)
         self._held: dict[int, list[int]] = {}  # the tokens of each row that the cache holds
 
     @property
@@ -63,7 +64,7 @@ class ModelDrafter:
             for row, tokens in rows.items():
                 if at[row] == len(tokens) < known[row] + most[row]:
                     tokens.append(self._next(logits[row], row, chances[row], given[row]))
-                    stands[row].append(self.sureness.chance(given[row][-1]))
+                    stands[row].append(self.calibration.chance(given[row][-1]))
                     if math.prod(stands[row]) * self.chance < least:
                         most[row] = len(stands[row])
             going = [row for row, tokens in rows.items() if len(tokens) < known[row] + most[row]]
@@ -76,7 +77,7 @@ class ModelDrafter:
 
     def note(self, draft: Drafted, offered: int, right: int) -> None:
         self.right, self.wrong = self.right + right, self.wrong + (right < offered)
-        self.sureness.note(draft.given[:offered], right)
+        self.calibration.note(draft.given[:offered], right)
 
     def _resume(
         self, held: Mapping[int, torch.Tensor], rows: Mapping[int, list[int]], wanted: Sequence[int]
@@ -90,32 +91,17 @@ class ModelDrafter:
             begun = [*rows]  # such a prefill computes all rows
             self._held.clear()
         logits: dict[int, torch.Tensor] = {}
-        together, compute = (entering, self._enter) if entering else (work.batch, self._begin)
+        together = entering or work.batch
         for first in range(0, len(begun), together):
-            logits |= compute({row: held[row][: work.prompt] for row in begun[first : first + together]})
+            logits |= self._begin({row: held[row][: work.prompt] for row in begun[first : first + together]})
         return at | {row: min(len(rows[row]), work.prompt) for row in begun}, logits
 
     def _begin(self, prompts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Compute prompts, and all other rows as if they had one token; the logits [V] behind each."""
-        idle = torch.zeros(1, dtype=torch.int64)
-        every = [prompts.get(row, idle) for row in range(max(prompts) + 1)]
-        lengths = torch.ones(self.session.plan.workload.batch, dtype=torch.int64)
-        lengths[: len(every)] = torch.tensor([tokens.numel() for tokens in every])
-        logits = prefill(self.session, every, lengths)
-        found = {row: logits[row].clone() for row in prompts}  # growing may move what lies behind them
-        self.session.grow()
-        return found
-
-    def _enter(self, prompts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Compute prompts in their places, at most as many as a prefill step does; the logits [V] behind each."""
-        entering = self.session.plan.schedule.block.entering
-        first, *_ = prompts
-        places = torch.tensor([*prompts, *[first] * (entering - len(prompts))])
-        lengths = torch.tensor([prompts[place].numel() for place in places.tolist()])
-        under_way = Prefill(self.session, [*prompts.values()], lengths, lengths, places)
-        while not under_way.step():
-            pass
-        return {row: under_way.logits[i].clone() for i, row in enumerate(prompts)}
+        """Compute prompts in their slots; return the logits [V] after each."""
+        logits = prefill(self.session, prompts)
+        if not self.session.plan.schedule.block.entering:
+            self.session.grow()
+        return dict(zip(prompts, logits, strict=True))
 
     def _feed(self, rows: Mapping[int, list[int]], at: dict[int, int], going: Sequence[int]) -> torch.Tensor:
         """Run one step over the next token of rows that go on, and count it in `at`; the logits [B, V]. What the others
@@ -131,8 +117,7 @@ class ModelDrafter:
         for row in going:
             ids[row, 0] = rows[row][at[row]]
         longest = int(start.max()) + 1
-        logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start),
-                                    "length": torch.full_like(start, longest)})
+        logits = self.session.step(StepInputs(ids, start, torch.zeros_like(start), torch.full_like(start, longest)))
         for row in going:
             at[row] += 1
         return logits

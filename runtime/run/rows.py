@@ -9,7 +9,8 @@ import torch
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import TensorRef
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.generation import embedded, prefill, refuse_crossing
+from forebay.runtime.run.generation import refuse_crossing
+from forebay.runtime.run.prefill import chunk_spans, chunks, prefill
 from forebay.runtime.run.session import Session
 
 SCRATCH_NBYTES = 1 << 20  # at most so much of the cache is copied aside at once where rows change places
@@ -36,19 +37,14 @@ class SequenceRows:
         """Run prompts (each int64 [P]; for ids of -1 stand `embeds`, each [P, H]) from the start; logits [n, V] after
         each, or [n, longest, V] at every token, zeros past a prompt's end. RuntimeFault where the plan has no room for
         them and `new_tokens` more."""
-        plan = self.session.plan
-        refuse_crossing(plan, prompts, new_tokens, self.session.renewed_at)
+        refuse_crossing(self.session.plan, prompts, new_tokens, self.session.renewed_at)
         self.lengths, self._grown = torch.zeros(len(prompts), dtype=torch.int64), False
         lengths = torch.tensor([p.numel() for p in prompts])
         self._ids, self._call = list(prompts), int(lengths.max())
         if not self.session.every_position:
-            padded = torch.ones(plan.workload.batch, dtype=torch.int64)
-            padded[: len(prompts)] = lengths
-            logits = prefill(self.session, prompts, padded, embeds)[: len(prompts)].clone()
+            logits = prefill(self.session, dict(enumerate(prompts)), embeds)
         else:
-            ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
-            for row, prompt in zip(ids, prompts, strict=True):
-                row[: prompt.numel()] = prompt
+            ids = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
             logits = self._run(ids, ids.shape[1], embeds)
             logits[torch.arange(ids.shape[1]) >= lengths[:, None]] = 0
         self.lengths = lengths
@@ -127,45 +123,29 @@ class SequenceRows:
         self._ids = [self._ids[i] for i in index.tolist()]
 
     def _run(self, ids: torch.Tensor, keep: int, embeds: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-        """Steps over ids [n, S] behind what the rows hold; logits [n, keep, V] of the last `keep`."""
+        """Steps over ids [n, S] after what the rows hold; logits [n, keep, V] of the last `keep`."""
         plan, (count, span) = self.session.plan, ids.shape
-        batch, context = plan.workload.batch, plan.workload.context
-        if keep > 1 and not self.session.every_position:
+        batch, every = plan.workload.batch, self.session.every_position
+        if keep > 1 and not every:
             raise ValueError("this session's steps give logits of one token only")
-        fed = torch.zeros(batch, span, dtype=torch.int64)
-        fed[:count] = ids
-        call = torch.full((batch,), self._call)
-        start = torch.zeros(batch, dtype=torch.int64)
-        start[:count] = self.lengths
-        chunk = self._chunk(span, context - int(start.max()))
-        fed = torch.nn.functional.pad(fed, (0, max(0, chunk - span)))  # overwritten later
-        end = fed.shape[1]
-        logits: torch.Tensor | None = None
-        for at in (*range(0, end - chunk, chunk), end - chunk):
-            last = min(max(span - 1 - at, 0), chunk - 1)
-            found = self.session.step({"input_ids": fed[:, at : at + chunk], "start": start + at,
-                                       "last": torch.full((batch,), last), "length": call,
-                                       **embedded(embeds, batch, at, chunk)})
-            if found.dim() == 2:
-                logits = found[:count, None].clone() if at == end - chunk else None
+        fed, start = torch.zeros(batch, span, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)
+        fed[:count], start[:count] = ids, self.lengths
+        # once grown, a cache that a prefill overlays lies where a chunk would compute
+        sizes = (1,) if span == 1 or plan.lends else plan.schedule.prefill_chunks
+        spans = chunk_spans(sizes, span, plan.workload.context - int(start.max()))
+        logits = torch.empty(0)
+        for chunk in chunks(spans, fed, start, torch.full((batch,), span), torch.full((batch,), self._call),
+                            embeds=embeds):
+            step = self.session.step(chunk.inputs)[:count]
+            if not every:
+                logits = step[:, None]
                 continue
-            first = max(at, span - keep)
-            upper = min(at + chunk, span)
-            if logits is None:
-                logits = torch.zeros(count, keep, found.shape[-1], dtype=found.dtype)
+            logits = logits if logits.numel() else torch.zeros(count, keep, step.shape[-1], dtype=step.dtype)
+            at, left = chunk.at, span - keep
+            first, upper = max(at, left), min(at + chunk.inputs.tokens, span)
             if first < upper:
-                logits[:, first - span + keep : upper - span + keep] = found[:count, first - at : upper - at].cpu()
-        assert logits is not None
-        return logits
-
-    def _chunk(self, span: int, room: int) -> int:
-        """Tokens of each step over `span` tokens behind which the cache has room for `room` in all: of the sizes that
-        are planned the smallest that holds them, or, where that is too long, the largest below."""
-        plan = self.session.plan
-        if span == 1 or plan.lends:  # grown, the cache lies where a chunk would compute
-            return 1
-        chunk = plan.schedule.chunk_for(span)
-        return chunk if chunk <= max(span, room) else max(c for c in (*plan.schedule.prefill_chunks, 1) if c <= span)
+                logits[:, first - left : upper - left] = step[:, first - at : upper - at].cpu()
+        return logits if every else logits.clone()
 
 
 def require_movable_rows(plan: Plan, parts: int) -> None:

@@ -6,28 +6,25 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from forebay.runtime.run.prefill import chunk_spans
 from forebay.runtime.run.session import Session
+from forebay.runtime.run.step_inputs import StepInputs
 
 
 def token_scores(session: Session, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """For each row of ids [T] (T >= 2) the scores [T - 1, 2] of its tokens but the first, see `capture_model`.
-
-    Rows stand left-aligned; what a shorter one computes past its end is never seen. The last chunk is moved back to end
-    with the longest row, so that no cache position beyond it is touched.
-    """
-    lengths, plan = [row.numel() - 1 for row in rows], session.plan
-    longest = max(lengths)
-    chunk = plan.schedule.chunk_for(longest)
-    span = max(longest, chunk)
-    ids = torch.zeros(plan.workload.batch, span + 1, dtype=torch.int64)
+    """For each row of ids [T] (T >= 2) the scores [T - 1, 2] of its tokens but the first, see `capture_model`. Rows run
+    left-aligned in the steps of `chunk_spans`."""
+    lengths, batch = [row.numel() - 1 for row in rows], session.plan.workload.batch
+    spans = chunk_spans(session.plan.schedule.prefill_chunks, max(lengths))
+    end = max(at + size for at, size in spans)
+    ids = torch.zeros(batch, end + 1, dtype=torch.int64)
     for i, row in enumerate(rows):
         ids[i, : row.numel()] = row
-    scores = torch.zeros(plan.workload.batch, span, 2)
-    calls = torch.tensor(lengths + [1] * (plan.workload.batch - len(rows)))  # each row by itself
-    for start in (*range(0, span - chunk, chunk), span - chunk):
-        scores[:, start : start + chunk] = session.step({
-            "input_ids": ids[:, start : start + chunk], "start": torch.full((plan.workload.batch,), start),
-            "last": ids[:, start + chunk], "length": calls})
+    scores = torch.zeros(batch, end, 2)
+    calls = torch.tensor(lengths + [1] * (batch - len(rows)))  # each row by itself
+    for at, size in spans:
+        scores[:, at : at + size] = session.step(StepInputs(
+            ids[:, at : at + size], torch.full((batch,), at), ids[:, at + size], calls))
     return [scores[i, :length] for i, length in enumerate(lengths)]
 
 

@@ -15,6 +15,7 @@ from forebay.rewriter.ir.shared_draft import SharedDraft
 from forebay.runtime.devices.device import Device, RuntimeFault
 from forebay.runtime.run.cache_blocks import CacheBlocks
 from forebay.runtime.run.executor import BoundProgram, load_resident
+from forebay.runtime.run.step_inputs import StepInputs
 from forebay.runtime.run.trace import Trace
 
 LOG = logging.getLogger("forebay")
@@ -97,27 +98,24 @@ class Session:
             found = self._bound[tokens] = BoundProgram(program, self.device, self.trace)
         return found
 
-    def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Run one step over input_ids [B, S], start [B], last [B], length [B] (int64; `CapturedModel`), and where ids
-        are -1 inputs_embeds [B, S, H]; returns logits [B, V], or with `every_position` [B, S, V], valid until the next
-        step. A prefill of some sequences alone takes their `places` [B] too."""
-        tokens = inputs["input_ids"].shape[1]
-        bound = self.bound(tokens)
+    def step(self, inputs: StepInputs) -> torch.Tensor:
+        """Run one step; return logits [B, V], or with `every_position` [B, S, V], valid until the next step."""
+        bound = self.bound(inputs.tokens)
+        bound.write(inputs.by_name())
         if self._blocks is not None:
-            inputs = {**inputs, **self._blocks.step(inputs["start"], tokens, inputs.get("places"))}
-        bound.write(inputs)
+            bound.write(self._blocks.step(inputs.start, inputs.tokens, inputs.places))
         if not self._started:
             bound.start()
             self._started = True
         self._run(bound)
         return bound.outputs["out0"]
 
-    def draft(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def draft(self, inputs: StepInputs) -> torch.Tensor:
         """Run the step that drafts over one token of each sequence, inputs and result as of `step`. What it writes to
         the cache, at `start`, the model's own steps write anew before they read it."""
         assert self.shared is not None
         bound = self._drafting = self._drafting or BoundProgram(self.shared.program, self.device, self.trace)
-        bound.write(inputs)
+        bound.write(inputs.by_name())
         self._run(bound)
         return bound.outputs["out0"]
 

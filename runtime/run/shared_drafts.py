@@ -10,6 +10,7 @@ from forebay.runtime.run.acceptance import Draws
 from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
+from forebay.runtime.run.step_inputs import StepInputs
 
 
 class SharedDrafter(ModelDrafter):
@@ -38,5 +39,4 @@ class SharedDrafter(ModelDrafter):
         for row in going:
             ids[row, 0], start[row] = rows[row][at[row]], at[row]
             at[row] += 1
-        return self.session.draft({"input_ids": ids, "start": start, "last": torch.zeros_like(start),
-                                   "length": start + 1})
+        return self.session.draft(StepInputs(ids, start, torch.zeros_like(start), start + 1))

@@ -12,10 +12,12 @@ from forebay.rewriter.ir.plan import Plan
 from forebay.runtime.run.acceptance import Draws, accepted
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.drafts import Drafted, Drafter
-from forebay.runtime.run.generation import Stop, prefill, refuse_crossing
-from forebay.runtime.run.places import WorkDone
+from forebay.runtime.run.generation import Stop, refuse_crossing
+from forebay.runtime.run.prefill import prefill
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import WorkDone
 from forebay.runtime.run.session import Session
+from forebay.runtime.run.step_inputs import StepInputs
 
 
 @dataclass
@@ -100,7 +102,7 @@ class _DraftedCall:
         count = len(prompts)
         each = isinstance(generator, Sequence)
         self.draws: list[Draws] = [[g] for g in generator] if each else [generator] * count  # type: ignore[union-attr]
-        self.lengths = torch.ones(session.plan.workload.batch, dtype=torch.int64)  # idle rows count one
+        self.lengths = torch.zeros(session.plan.workload.batch, dtype=torch.int64)
         self.lengths[:count] = torch.tensor([p.numel() for p in prompts])
         self.held = torch.zeros(count, int(self.lengths.max()) + stop.max_new_tokens, dtype=torch.int64)
         for row, prompt in zip(self.held, prompts, strict=True):
@@ -115,7 +117,7 @@ class _DraftedCall:
         """Run the prompts; the first token of each."""
         if self.stop.max_new_tokens > 1:
             self.choice.begin(dict(enumerate(prompts)), self.stop.max_new_tokens)
-        logits = prefill(self.session, prompts, self.lengths)
+        logits = prefill(self.session, dict(enumerate(prompts)))
         for row in range(len(prompts)):
             self._append(row, accepted(logits[row : row + 1], Drafted(), self.sampling, self.draws[row]))
         self._show()
@@ -142,7 +144,7 @@ class _DraftedCall:
             known = [self.new[row][-1], *drafts[row].tokens[: size - 1]]
             ids[row, : len(known)] = torch.tensor(known)
         start = self.lengths.clamp(max=context - size)  # of what has ended, the cache is no longer read
-        logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start)})
+        logits = self.session.step(StepInputs(ids, start, torch.zeros_like(start)))
         logits = logits.view(len(start), size, -1)
         given = {row: self._check(row, logits[row], drafts[row]) for row in going}
         self.tally.drafting_s += self.choice.count(size, drafts, given)

@@ -15,8 +15,8 @@ from forebay.runtime.run.acceptance import Draws
 from forebay.runtime.run.drafts import Drafter
 from forebay.runtime.run.drafts_ahead import DraftsAhead
 from forebay.runtime.run.model_drafts import ModelDrafter
-from forebay.runtime.run.places import entering
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import entering
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.shared_drafts import SharedDrafter
 from forebay.runtime.run.speculation import speculates

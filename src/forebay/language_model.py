@@ -40,9 +40,9 @@ from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.run.generation import with_renewal
-from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone, answer_all, entering
 from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import OnEnd, OnStep, Request, WorkDone, answer_all, entering
 from forebay.runtime.run.session import Session, resident_copies
 from forebay.runtime.run.speculation import Tally
 from forebay.scoring_calls import ScoringCalls
@@ -295,9 +295,9 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
             return self._causal_lm(call).answer(inputs, generation_config, generator, on_token, options)
 
     def answer_all(
-        self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
+        self, asked: Sequence[Request], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
     ) -> WorkDone:
-        """`runtime.run.places.answer_all` on the plan there is, however many are asked."""
+        """`runtime.run.scheduler.answer_all` on the plan there is, however many are asked."""
         longest = max(each.ids.numel() for each in asked)
         most = max(each.ids.numel() + each.new_tokens for each in asked) - longest  # beside it in a place
         count, call = min(len(asked), self.plan.workload.batch), ModelCall("answer_all")

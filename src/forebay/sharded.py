@@ -36,8 +36,8 @@ from forebay.rewriter.switches import read_switches
 from forebay.runtime.comm.launched import ranks_here
 from forebay.runtime.comm.ranks import from_all, join_ranks, require_same_exchanges, tell_others
 from forebay.runtime.devices.kinds import HOST
-from forebay.runtime.run.places import Asked
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request
 from forebay.runtime.run.session import Session
 
 
@@ -143,7 +143,7 @@ class ShardedModel(LanguageModel):
             torch.random.set_rng_state(state)
         return self._told(lambda: super(ShardedModel, self).generate(inputs, generation_config, **options))
 
-    def answer_all(self, asked: Sequence[Asked], *args: Any, **kwargs: Any) -> Any:
+    def answer_all(self, asked: Sequence[Request], *args: Any, **kwargs: Any) -> Any:
         """As `LanguageModel.answer_all`, with the same prompts on every rank."""
         self._turns.refuse_within("answer_all")
         self._alike("answer_all", [(each.ids, each.new_tokens, each.sampling) for each in asked], args)

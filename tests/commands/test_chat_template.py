@@ -15,7 +15,7 @@ from forebay.commands import chat as chat_command
 from forebay.commands import chat_template
 from forebay.commands.app import app
 from forebay.commands.chat_template import ChatTemplate, TemplateError
-from forebay.commands.prompts import BadLine, Request, encode
+from forebay.commands.prompts import BadLine, PromptLine, encode
 
 CHAT = [{"role": "user", "content": "hé\n\"llo\" <b>"}, {"role": "assistant", "content": "fine"}]
 CHATML = ("{%- for m in messages %}{{ bos_token if loop.first }}<|{{ m.role }}|>{{ m['content'] | trim }}"
@@ -71,7 +71,7 @@ def test_a_template_that_does_not_end_is_left(quick: None, template: str) -> Non
 
 def test_no_more_are_tried_after_some_that_did_not_end(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "TIME_S", 0.1)
-    asked = [Request(i, i, messages=CHAT) for i in range(1, 50)]
+    asked = [PromptLine(i, i, messages=CHAT) for i in range(1, 50)]
     prompts, bad = encode(asked, Tokenizer(ENDLESS), chat=True, vocab_size=999)
     assert not prompts and len(bad) == 49
     assert bad[0] == BadLine(1, "the chat template refuses these messages: it does not end within 0.1 s")

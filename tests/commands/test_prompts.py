@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forebay.commands.plain_tokenizer import plain_tokenizer
-from forebay.commands.prompts import JobError, Request, encode, load_tokenizer
+from forebay.commands.prompts import JobError, PromptLine, encode, load_tokenizer
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 def encoded(folder: Path) -> tuple[list[tuple[int, ...]], list[tuple[int, str]]]:
     """Ids of two prompts, of which the second has an unknown word, and the bad lines with the beginning of why."""
-    requests = [Request(i, i, text) for i, text in enumerate(("a b", "a c"), start=1)]
+    requests = [PromptLine(i, i, text) for i, text in enumerate(("a b", "a c"), start=1)]
     prompts, bad = encode(requests, load_tokenizer(folder), chat=False, vocab_size=2)
     return [prompt.ids for prompt in prompts], [(line.line, line.reason.partition(": ")[0]) for line in bad]
 

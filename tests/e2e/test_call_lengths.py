@@ -25,8 +25,8 @@ from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.options import Options
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.places import Asked, answer_all
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request, answer_all
 
 ORIGINAL, NEW = 24, 9
 LONGROPE = dict(rope_theta=10000.0, rope_type="longrope", short_factor=[1.0] * 8, long_factor=[9.0] * 8,
@@ -157,7 +157,7 @@ def test_sequences_that_enter_and_leave_follow_their_own_length(
     case, lengths = cases(name), (20, 6, 30, 17, 24, 1, 22)
     prompts, found = prompts_of(lengths), {}
     with case.streamed((30,), rows=3, **more) as lm:
-        work = answer_all(lm.session, [Asked(prompt, NEW) for prompt in prompts], Sampling(),
+        work = answer_all(lm.session, [Request(prompt, NEW) for prompt in prompts], Sampling(),
                           on_end=lambda number, tokens: found.update({number: tokens}))
     assert work.ended == len(lengths) and work.tokens == NEW * len(lengths)
     assert [found[i] for i in range(len(lengths))] == [case.alone(prompt) for prompt in prompts]
@@ -197,7 +197,7 @@ def test_a_plan_without_room_to_begin_anew_is_not_run(cases: Callable[[str], Cas
     with case.streamed((20,), new=3, entering=1, rows=2) as lm:
         assert lm.plan.workload.prompt == 20  # too few tokens to cross
         with pytest.raises(RuntimeFault, match="does not fit the plan's places"):
-            answer_all(lm.session, [Asked(prompts_of((20,))[0], NEW)], Sampling(), on_end=lambda n, t: None)
+            answer_all(lm.session, [Request(prompts_of((20,))[0], NEW)], Sampling(), on_end=lambda n, t: None)
         lm.reserve(2, 20, NEW)
         assert (lm.plan.workload.prompt, lm.plan.workload.context) == (ORIGINAL + 1, 20 + NEW)
 

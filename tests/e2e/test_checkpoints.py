@@ -24,8 +24,8 @@ from forebay.commands.process_memory import anonymous_nbytes
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import Wait
 from forebay.rewriter.verify.program import ProgramError, verify_program
-from forebay.runtime.run.places import Asked, answer_all
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request, answer_all
 
 DISK = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 10, "micro_batches": 2}
 SHARES = [(1, 1), (1, 2), (2, 3), (1, 3)]
@@ -204,7 +204,7 @@ def test_nothing_stays_of_sequences_that_left(cases: Callable[[str], Case], kept
     as what the allocator keeps for the tests before, does not stay of sequences."""
     case, count = cases("opt"), 10_000 if ALL else 450
     chance = random.Random(0)
-    asked = [Asked(torch.randint(3, 97, (chance.randint(1, 37),)), chance.randint(1, 9)) for _ in range(count)]
+    asked = [Request(torch.randint(3, 97, (chance.randint(1, 37),)), chance.randint(1, 9)) for _ in range(count)]
     held, files, ended = list[int](), list[int](), list[int]()
 
     def on_end(number: int, new: list[int]) -> None:

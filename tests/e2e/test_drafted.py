@@ -29,8 +29,8 @@ from forebay.runtime.run import draft_choice
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.drafts_ahead import DraftsAhead
 from forebay.runtime.run.generation import Stop, generate_tokens
-from forebay.runtime.run.places import Asked
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_what_enters_places_has_drafts_too(
         assert lm.helper.plan.workload.batch == 2 and lm.helper.plan.schedule.block.entering
         assert lm.plan.arenas["device"] + lm.helper.plan.arenas["device"] <= nbytes
         for sampling in (Sampling(), Sampling(True, 0.8, 5, 0.9)):
-            asked = [Asked(ids, 12 - i, lambda i=i: torch.Generator().manual_seed(i)) for i, ids in enumerate(
+            asked = [Request(ids, 12 - i, lambda i=i: torch.Generator().manual_seed(i)) for i, ids in enumerate(
                 [*rows, *rows])]
             found: dict[int, list[int]] = {}
             work = lm.answer_all(asked, sampling, frozenset(), on_end=found.__setitem__, on_step=lambda work: None)

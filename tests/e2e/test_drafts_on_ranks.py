@@ -18,8 +18,8 @@ from selection import at_length
 import forebay
 from forebay.rewriter.ir.plan import PlanError
 from forebay.runtime.run.generation import Stop
-from forebay.runtime.run.places import Asked, answer_all
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request, answer_all
 from forebay.runtime.run.speculation import Tally, generate_speculatively
 
 NEW, BUDGET = 19, 1_200_000
@@ -75,7 +75,7 @@ def checked(folder: str, cases: list[tuple[Asking, Answers]]) -> list[Any]:
                 prompts = [torch.tensor(p) for p in answers]
                 if lm.plan.schedule.block.entering:
                     ended: dict[int, list[int]] = {}
-                    done = answer_all(session, [Asked(p, NEW) for p in prompts], Sampling(), frozenset(),
+                    done = answer_all(session, [Request(p, NEW) for p in prompts], Sampling(), frozenset(),
                                       on_end=ended.__setitem__, drafter=prompter)
                     tally.add(done)
                     tokens = [ended[i] for i in range(len(prompts))]

@@ -28,8 +28,8 @@ from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import ATTEND, Launch
 from forebay.rewriter.planning.options import Options
-from forebay.runtime.run.places import Asked, answer_all
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request, answer_all
 
 PLACES, ENTERING, MICRO_BATCHES, COUNT, PROMPT, NEW = 4, 2, 2, 7, 14, 6
 HOST_NBYTES = 1 << 26
@@ -76,7 +76,7 @@ class Case:
 
     def answers(self, lm: LanguageModel) -> list[list[int]]:
         found: dict[int, list[int]] = {}
-        asked = [Asked(ids, wanted) for ids, wanted in zip(self.prompts, self.wanted, strict=True)]
+        asked = [Request(ids, wanted) for ids, wanted in zip(self.prompts, self.wanted, strict=True)]
         answer_all(lm.session, asked, Sampling(), on_end=lambda number, tokens: found.update({number: tokens}))
         return [found[i] for i in range(COUNT)]
 

@@ -26,6 +26,7 @@ from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.program import verify_program
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.disk.open_file import TruncatedFileError
+from forebay.runtime.run.step_inputs import StepInputs
 
 
 def answer(lm: LanguageModel, checkpoint: Any, **options: Any) -> torch.Tensor:
@@ -204,10 +205,9 @@ def test_rows_of_a_lookup_come_from_host_memory_that_has_room(
             assert looked_up and all(isinstance(i.src, Rows) and isinstance(i.src.table, Span) for i in looked_up)
             assert {i.dst.arena for i in looked_up} == {"host" if hop else "device"}
         check(lm, llama_checkpoint)
-        inputs = {"input_ids": torch.full((3, 1), 10**6), "start": torch.zeros(3, dtype=torch.int64),
-                  "last": torch.zeros(3, dtype=torch.int64)}  # fmt: skip
+        zeros = torch.zeros(3, dtype=torch.int64)
         with pytest.raises(RuntimeFault, match=r"embed_tokens.*row 1000000 \(lowest 1000000\) of a table of"):
-            lm.session.step(inputs)
+            lm.session.step(StepInputs(torch.full((3, 1), 10**6), zeros, zeros))
 
 
 # -- generate's arguments

@@ -20,14 +20,14 @@ from forebay.commands.prompts import (
     BadLine,
     JobError,
     Prompt,
-    Request,
+    PromptLine,
     encode,
     load_tokenizer,
     read_requests,
     stop_ids,
 )
-from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import OnEnd, OnStep, Request, WorkDone
 
 EOS = 0
 SETTINGS = {"model": "m", "max_new_tokens": 8}
@@ -40,11 +40,11 @@ class Counter:
     def __init__(self, size: int = 3) -> None:
         self.size, self.asked = size, list[list[int]]()
 
-    def token(self, asked: Asked, new: list[int]) -> int:
+    def token(self, asked: Request, new: list[int]) -> int:
         return max(EOS, (new or asked.ids.tolist())[-1] - 1)
 
     def answer_all(
-        self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
+        self, asked: Sequence[Request], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
     ) -> WorkDone:
         assert eos == {EOS} and not sampling.do_sample
         self.asked.append([int(each.ids[-1]) for each in asked])
@@ -68,7 +68,7 @@ class Counter:
 
 
 def _prompts(lasts: Sequence[int]) -> list[Prompt]:
-    return [Prompt(Request(i + 1, f"p{i}", f"text {i}"), (5,) * i + (last,)) for i, last in enumerate(lasts)]
+    return [Prompt(PromptLine(i + 1, f"p{i}", f"text {i}"), (5,) * i + (last,)) for i, last in enumerate(lasts)]
 
 
 def _decode(ids: list[int]) -> str:
@@ -245,7 +245,7 @@ def test_a_resumed_job_knows_its_batch(tmp_path: Path) -> None:
 class Drawer(Counter):
     """A model that draws each token from what the prompt is given to draw from."""
 
-    def token(self, asked: Asked, new: list[int]) -> int:
+    def token(self, asked: Request, new: list[int]) -> int:
         assert asked.generator is not None
         return int(torch.randint(1, 1 << 40, (len(new) + 1,), generator=asked.generator())[-1])
 
@@ -262,9 +262,9 @@ def test_draws_depend_on_the_prompt_and_the_seed_alone(tmp_path: Path) -> None:
     assert texts("single", prompts, 1) == whole and texts("pairs", prompts[::-1], 2) == whole
     assert texts("fewer", prompts[2:], 2) == {p.request.id: whole[str(p.request.id)] for p in prompts[2:]}
     assert not set(texts("seed", prompts, 5, seed=1).values()) & set(whole.values())
-    (one,), (text,) = _prompts([3]), [Prompt(Request(1, 1, "a"), (3,))]
+    (one,), (text,) = _prompts([3]), [Prompt(PromptLine(1, 1, "a"), (3,))]
     assert texts("number", [text], 1).keys() == {1} and one.request.id == "p0"
-    assert texts("number", [text], 1) != texts("word", [Prompt(Request(1, "1", "a"), (3,))], 1)
+    assert texts("number", [text], 1) != texts("word", [Prompt(PromptLine(1, "1", "a"), (3,))], 1)
 
 
 class Changed(RuntimeError):
@@ -434,9 +434,9 @@ def test_two_jobs_do_not_write_one_file(tmp_path: Path) -> None:
 def test_changed_question_under_an_old_id_is_refused(tmp_path: Path) -> None:
     _run(tmp_path / "out", _prompts([3]))
     with AnswerFile(tmp_path / "out", SETTINGS) as output:
-        output.check_questions([Request(1, "p0", "text 0")])
+        output.check_questions([PromptLine(1, "p0", "text 0")])
         with pytest.raises(JobError, match="line 1: id 'p0'"):
-            output.check_questions([Request(1, "p0", "another text")])
+            output.check_questions([PromptLine(1, "p0", "another text")])
 
 
 def test_bad_lines_are_named_and_the_others_kept(tmp_path: Path) -> None:
@@ -518,8 +518,8 @@ class Letters:
 
 
 def test_encode_reports_what_does_not_fit() -> None:
-    asked = [Request(1, "a", "hi"), Request(2, "b", messages=[{"role": "user", "content": "hi"}]),
-             Request(3, "c", "x" * 9), Request(4, "d", messages=[{"role": "robot", "content": "hi"}])]
+    asked = [PromptLine(1, "a", "hi"), PromptLine(2, "b", messages=[{"role": "user", "content": "hi"}]),
+             PromptLine(3, "c", "x" * 9), PromptLine(4, "d", messages=[{"role": "robot", "content": "hi"}])]
     prompts, bad = encode(asked, Letters(), chat=False, most_tokens=lambda request: 8, vocab_size=999)
     assert [p.ids for p in prompts] == [(1, 104, 105), (60, 104, 105, 62)]
     assert bad == [BadLine(3, "the prompt is too long: 10 tokens, at most 8 fit"),
@@ -533,7 +533,7 @@ def test_encode_reports_what_does_not_fit() -> None:
 
 
 def test_token_that_the_model_lacks_is_a_bad_line() -> None:
-    asked = [Request(1, "a", "hi"), Request(2, "b", "bc")]
+    asked = [PromptLine(1, "a", "hi"), PromptLine(2, "b", "bc")]
     prompts, bad = encode(asked, Letters(), chat=False, vocab_size=105)
     assert [p.request.id for p in prompts] == ["b"]
     assert [b.line for b in bad] == [1] and "token 105, but the model's vocabulary has 105" in bad[0].reason

@@ -25,8 +25,8 @@ from forebay.rewriter.ir.program import Copy, Launch, Record, Rows, Span, Wait
 from forebay.rewriter.pipeline.lay_beside import EVENTS, check_beside
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.generation import Stop, generate_tokens
-from forebay.runtime.run.places import Asked
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request
 from forebay.runtime.run.shared_drafts import SharedDrafter
 from forebay.runtime.run.speculation import Tally, generate_speculatively
 
@@ -167,7 +167,7 @@ def test_sequences_in_places_have_drafts(llama_checkpoint: Any, entering: bool) 
     with drafting_model(llama_checkpoint.folder, 0.5, **places) as lm, wrap(
             llama_checkpoint.folder, llama_checkpoint.share(3.5), prompt=20, new_tokens=NEW) as plain:
         for sampling in (Sampling(), Sampling(True, 0.8, 5, 0.9)):
-            asked = [Asked(ids, NEW - 3 * i, lambda i=i: torch.Generator().manual_seed(i))
+            asked = [Request(ids, NEW - 3 * i, lambda i=i: torch.Generator().manual_seed(i))
                      for i, ids in enumerate(rows)]
             found: dict[int, list[int]] = {}
             work = lm.answer_all(asked, sampling, frozenset(), on_end=found.__setitem__, on_step=lambda work: None)

@@ -24,8 +24,8 @@ from forebay.runtime.run import generation
 from forebay.runtime.run.drafts import PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
-from forebay.runtime.run.places import Asked, answer_all
 from forebay.runtime.run.sampling import Sampling, choose
+from forebay.runtime.run.scheduler import Request, answer_all
 from forebay.runtime.run.speculation import Tally, generate_speculatively
 
 NEW = 40
@@ -138,7 +138,7 @@ def test_sequences_in_places_check_drafts(
           language_model(folders["w4"], Options(cache_tier="device", entering=entering or None)) as helper,
           helper.running(4, 21, NEW, in_places=True) as other):
         assert lm.plan.schedule.block.entering == helper.plan.schedule.block.entering == entering
-        asked = [Asked(ids, NEW - 3 * i, lambda i=i: torch.Generator().manual_seed(i), samplings[i % 3 == 2])
+        asked = [Request(ids, NEW - 3 * i, lambda i=i: torch.Generator().manual_seed(i), samplings[i % 3 == 2])
                  for i, ids in enumerate([*PROMPTS, *PROMPTS[:2]])]
         with language_model(folders[weights], replace(options, entering=None)) as plain, plain.running(
                 4, 20, NEW) as apart:

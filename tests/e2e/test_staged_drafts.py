@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,11 @@ from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.program import ATTEND, Launch, Program
 from forebay.runtime.run.generation import Stop
 from forebay.runtime.run.model_drafts import ModelDrafter
-from forebay.runtime.run.places import Asked, answer_all
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request, answer_all
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.speculation import Tally, generate_speculatively
+from forebay.runtime.run.step_inputs import StepInputs
 
 NEW, DRAFTED = 23, {"prompt_lookup_num_tokens": 7}
 
@@ -77,7 +78,7 @@ def test_sequences_in_places(cases: Callable[[str], Case], entering: int, option
     """More of them than places, of unequal lengths; one is drawn, as its seed has it without drafts."""
     case = cases("llama")
     answers = answers_of(case)
-    asked = [Asked(torch.tensor(p), NEW - 4 * (i % 3)) for i, p in enumerate([*answers] * 2)]
+    asked = [Request(torch.tensor(p), NEW - 4 * (i % 3)) for i, p in enumerate([*answers] * 2)]
     asked[1] = replace(asked[1], generator=lambda: torch.Generator().manual_seed(3), sampling=Sampling(True, 0.9, 20))
     drawn: list[list[int]] = []
     for drafter in (Prompter(answers), None):
@@ -116,7 +117,7 @@ class Wrong:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.session, name)
 
-    def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def step(self, inputs: StepInputs) -> torch.Tensor:
         self.steps += 1
         logits = self.session.step(inputs)
         return -logits if self.steps % 6 == 0 else logits

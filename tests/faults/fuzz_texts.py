@@ -20,7 +20,7 @@ from forebay.commands import render_chats
 from forebay.commands.chat_template import MOST_CHARACTERS
 from forebay.commands.evaluate import _read_texts
 from forebay.commands.plain_tokenizer import plain_tokenizer
-from forebay.commands.prompts import JobError, Request, encode, load_tokenizer
+from forebay.commands.prompts import JobError, PromptLine, encode, load_tokenizer
 from forebay.huggingface.served import asks_nothing_more
 from forebay.kernels.build.cache_folder import cache_folder
 from forebay.rewriter.checkpoints.conversions import list_conversions
@@ -58,7 +58,7 @@ def _tokenize(folder: Path) -> None:
         with contextlib.suppress(Exception):  # said by transformers' tokenizer below
             plain("ab a")
     tokenizer = load_tokenizer(folder)
-    prompts, bad = encode([Request(1, 1, "ab a")], tokenizer, chat=False, vocab_size=8)
+    prompts, bad = encode([PromptLine(1, 1, "ab a")], tokenizer, chat=False, vocab_size=8)
     for prompt in prompts:
         tokenizer.decode(list(prompt.ids), skip_special_tokens=True)
     if bad:

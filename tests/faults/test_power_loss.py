@@ -16,7 +16,7 @@ import torch
 from selection import ALL
 
 from forebay.commands.jobs import AnswerFile, Ask, run_job
-from forebay.commands.prompts import Prompt, Request
+from forebay.commands.prompts import Prompt, PromptLine
 from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.packed import MANIFEST, file_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_json, write_quantized
@@ -38,7 +38,7 @@ def _laid_out(folder: Path, files: dict[str, bytes]) -> None:
 
 def _job(folder: Path, recorder: Recorder | None = None) -> None:
     """Answers of several pages, in three parts; after each of them what is there is promised."""
-    prompts = [Prompt(Request(i, f"p{i}", f"text {i} " * 150), (5,) * i + (last,))
+    prompts = [Prompt(PromptLine(i, f"p{i}", f"text {i} " * 150), (5,) * i + (last,))
                for i, last in enumerate((3, 9, 2, 7, 4, 1, 8))]
     with AnswerFile(folder / "out", SETTINGS) as output:
         output.note_batch(3)

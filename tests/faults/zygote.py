@@ -26,7 +26,7 @@ import typer
 
 from forebay.commands.app import app
 from forebay.commands.jobs import AnswerFile, Ask, run_job
-from forebay.commands.prompts import JobError, Prompt, Request, load_tokenizer
+from forebay.commands.prompts import JobError, Prompt, PromptLine, load_tokenizer
 from forebay.commands.terminal import clean_errors
 from forebay.kernels.cpu_support import native
 from forebay.language_model import LanguageModel
@@ -175,7 +175,7 @@ def planned(model: Path) -> dict[str, Any]:
     machine, opened = load_machine(model / "machine.json"), open_model(model)
     workload, disk = Workload(2, 8, NEW), {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 4}
     lines = (model / "prompts.jsonl").read_text().splitlines()
-    prompts = [Prompt(Request(i, i, line), tuple(range(5 + i, 6 + 3 * i))) for i, line in enumerate(lines, start=1)]
+    prompts = [Prompt(PromptLine(i, i, line), tuple(range(5 + i, 6 + 3 * i))) for i, line in enumerate(lines, start=1)]
     return {"generate": LanguageModel(*opened, Budget(260 << 10), workload, Options(), machine),
             "spill": LanguageModel(*opened, Budget(500 << 10, disk=str(model)), workload,
                                    Options(micro_batches=2, **disk), machine),

@@ -13,15 +13,16 @@ from transformers.generation import BaseStreamer
 
 from forebay.language_model import LanguageModel
 from forebay.rewriter.capture.cache_name import CACHE_NAME
-from forebay.runtime.run.places import Asked
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request
 
 OTHER = torch.tensor([[5, 6, 7, 8]])  # another prompt than that of the outer call
 GREEDY: dict[str, Any] = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
 def answer_others(lm: LanguageModel) -> None:
-    lm.answer_all([Asked(OTHER[0], 3)], Sampling(), frozenset(), on_end=lambda *ended: None, on_step=lambda work: None)
+    lm.answer_all([Request(OTHER[0], 3)], Sampling(), frozenset(), on_end=lambda *ended: None,
+                  on_step=lambda work: None)
 
 
 ENTRANCES: dict[str, tuple[str, Callable[[LanguageModel], Any]]] = {  # the name in the refusal, and the call
@@ -130,7 +131,7 @@ def test_places_and_drafts_have_the_same_turns(
             assert torch.equal(found, expected) and "it ran" not in said and said
         said, back = refusals(lm, ENTRANCES["the runtime's loop"][1])
         new: list[int] = []
-        lm.answer_all([Asked(llama_checkpoint.ids[2], 6)], Sampling(), frozenset(),
+        lm.answer_all([Request(llama_checkpoint.ids[2], 6)], Sampling(), frozenset(),
                       on_end=lambda number, tokens: new.extend(tokens), on_step=lambda work: back())
         assert new == expected[0, 10:].tolist()
         assert said and all(each.startswith("generate: the model is in the middle of answer_all") for each in said)

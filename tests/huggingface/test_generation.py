@@ -207,7 +207,7 @@ def test_an_assistants_cache_serves_all_its_drafts(streamed: LanguageModel, llam
             patch.setattr(Session, "step", lambda self, inputs: steps.append((self, inputs)) or passed(self, inputs))
             streamed.generate(llama_checkpoint.ids[2:], max_new_tokens=12, pad_token_id=0, eos_token_id=None,
                               assistant_model=draft)
-        drafted = [inputs["input_ids"].shape[1] for session, inputs in steps if session is draft.session]
+        drafted = [inputs.tokens for session, inputs in steps if session is draft.session]
         assert plans.count(draft) == 1
         assert drafted[0] >= 10 and len(drafted) > 4 and max(drafted[1:]) <= 3
 

@@ -55,7 +55,7 @@ def chat(
     """Talk with MODEL, line by line, until the end of the input (Ctrl-D)."""
     with clean_errors(debug):
         from forebay.commands.chat_template import ChatTemplate
-        from forebay.commands.prompts import JobError, Request, load_tokenizer, prompt_ids
+        from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids
         from forebay.runtime.run.sampling import Sampling
 
         try:
@@ -73,7 +73,7 @@ def chat(
                 activations) as lm:
             for turn, line in enumerate(_lines()):
                 messages.append({"role": "user", "content": line})
-                ids = prompt_ids(Request(turn, turn, messages=messages), tokenizer, template)
+                ids = prompt_ids(PromptLine(turn, turn, messages=messages), tokenizer, template)
                 text = _stream(lm, tokenizer, ids, max_new_tokens, sampling, seed + turn)
                 messages.append({"role": "assistant", "content": text})
 
@@ -86,7 +86,7 @@ def answer_one(
     """Print the answer to one prompt as its tokens come, then to stderr what time it took."""
     from forebay.commands.chat_template import ChatTemplate
     from forebay.commands.plain_tokenizer import plain_tokenizer
-    from forebay.commands.prompts import JobError, Request, load_tokenizer, prompt_ids
+    from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids
 
     if not prompt.strip():
         raise JobError("the prompt is empty")
@@ -95,7 +95,7 @@ def answer_one(
     if chat and not getattr(tokenizer, "chat_template", None):
         raise JobError("the model's tokenizer has no chat template; leave --chat out")
     with ChatTemplate(tokenizer) as template:
-        ids = prompt_ids(Request(1, 1, prompt), tokenizer, template, chat)
+        ids = prompt_ids(PromptLine(1, 1, prompt), tokenizer, template, chat)
     with _planned(folder, budget, len(ids), max_new_tokens, cache, machine, speculate, draft, activations) as lm:
         _stream(lm, tokenizer, ids, max_new_tokens, sampling, seed)
 

@@ -17,15 +17,15 @@ from typing import Any, Protocol
 
 import torch
 
-from forebay.commands.prompts import QUESTION, JobError, Prompt, Request
+from forebay.commands.prompts import QUESTION, JobError, Prompt, PromptLine
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, tokenizer_checksum
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.rewriter.ir.files import naming, read_input
 from forebay.rewriter.ir.score_range import ScoreRange
-from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import OnEnd, OnStep, Request, WorkDone
 
 SETTINGS_SUFFIX = ".settings"  # answers.jsonl.settings says what the answers were made with
 FLUSH_S = 1.0  # answers may be lost with power for so long, and until the step under way ends
@@ -208,7 +208,7 @@ class AnswerFile:
         except OSError as error:
             raise JobError(f"cannot write {path}: {error.strerror}") from error
 
-    def check_questions(self, requests: Iterable[Request]) -> None:
+    def check_questions(self, requests: Iterable[PromptLine]) -> None:
         """Raise JobError if an id was answered for another question than the one it has now."""
         for request in requests:
             known = self.answered.get(request.id)
@@ -264,7 +264,7 @@ class Model(Protocol):
     """What a job needs of a language model."""
 
     def answer_all(
-        self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
+        self, asked: Sequence[Request], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
     ) -> WorkDone: ...
 
     def check_files(self) -> None:
@@ -304,7 +304,7 @@ def run_job(
         if stop():
             raise Interrupted
 
-    asked = [Asked(torch.tensor(p.ids), p.request.max_new_tokens or ask.max_new_tokens,
+    asked = [Request(torch.tensor(p.ids), p.request.max_new_tokens or ask.max_new_tokens,
                    partial(_draws, ask.seed, p.request.id)) for p in left]
     work = model.answer_all(asked, ask.sampling, frozenset(ask.eos), on_end=on_end, on_step=on_step)
     output.flush()

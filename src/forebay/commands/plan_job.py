@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from forebay.commands.prompts import BadLine, JobError, Prompt, Request
+from forebay.commands.prompts import BadLine, JobError, Prompt, PromptLine
 from forebay.commands.terminal import console, say
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def unfit(left: list[Prompt], fitting: list[Prompt], plan: Plan, new_tokens: int
             for p in left if p.request.id not in held]
 
 
-def prompt_room(max_positions: int, saved: Plan | None, new_tokens: int) -> Callable[[Request], int | None]:
+def prompt_room(max_positions: int, saved: Plan | None, new_tokens: int) -> Callable[[PromptLine], int | None]:
     """The longest prompt of a request that fits the model's positions and the saved plan; None for no limit. JobError
     for a request that the job's `new_tokens`, not its own, leave no room."""
 
@@ -120,7 +120,7 @@ def prompt_room(max_positions: int, saved: Plan | None, new_tokens: int) -> Call
             limits += [saved.workload.prompt, saved.workload.context - new]
         return min(limits, default=None)
 
-    def most(request: Request) -> int | None:
+    def most(request: PromptLine) -> int | None:
         found = room(request.max_new_tokens or new_tokens)
         if request.max_new_tokens is None and found is not None and found < 1:
             raise JobError(f"--max-new-tokens {new_tokens} leaves no room for a prompt: "

@@ -27,7 +27,7 @@ QUESTION = ("prompt", "messages", "max_new_tokens")  # of a line: what its answe
 
 
 @dataclass(frozen=True)
-class Request:
+class PromptLine:
     """One line of the prompts file: `line` counts from 1; either `prompt` or `messages` is given. `max_new_tokens` is
     that of this answer alone; None: the job's."""
 
@@ -55,11 +55,11 @@ class BadLine:
 class Prompt:
     """A request as token ids."""
 
-    request: Request
+    request: PromptLine
     ids: tuple[int, ...]
 
 
-def read_requests(path: str | Path) -> tuple[list[Request], list[BadLine]]:
+def read_requests(path: str | Path) -> tuple[list[PromptLine], list[BadLine]]:
     """The readable lines of a prompts file and the others; blank lines are skipped but counted.
 
     A line is {"prompt": "..."} or {"messages": [...]}, with an optional "id" (a string or integer; by default the line
@@ -70,7 +70,7 @@ def read_requests(path: str | Path) -> tuple[list[Request], list[BadLine]]:
         lines = read_input(path).removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         raise JobError(f"cannot read the prompts {path}: {error.strerror}") from error
-    requests: list[Request] = []
+    requests: list[PromptLine] = []
     bad: list[BadLine] = []
     first: dict[str, int] = {}
     for number, raw in enumerate(lines, start=1):
@@ -88,7 +88,7 @@ def read_requests(path: str | Path) -> tuple[list[Request], list[BadLine]]:
     return requests, bad
 
 
-def _parse_line(number: int, raw: bytes) -> Request:
+def _parse_line(number: int, raw: bytes) -> PromptLine:
     try:
         entry = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -119,12 +119,12 @@ def _parse_line(number: int, raw: bytes) -> Request:
         json.dumps(entry, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError("holds half of a surrogate pair, which is no text") from error
-    return Request(number, name, prompt, messages, most)
+    return PromptLine(number, name, prompt, messages, most)
 
 
 def encode(
-    requests: Iterable[Request], tokenizer: Any, *, chat: bool, vocab_size: int,
-    most_tokens: Callable[[Request], int | None] = lambda request: None,
+    requests: Iterable[PromptLine], tokenizer: Any, *, chat: bool, vocab_size: int,
+    most_tokens: Callable[[PromptLine], int | None] = lambda request: None,
 ) -> tuple[list[Prompt], list[BadLine]]:
     """Token ids of each request, through the tokenizer's chat template for messages (with `chat` for prompts too).
 
@@ -149,7 +149,7 @@ class BadPrompt(JobError):
     """Why a prompt cannot be answered."""
 
 
-def prompt_ids(request: Request, tokenizer: Any, template: ChatTemplate, chat: bool = False) -> list[int]:
+def prompt_ids(request: PromptLine, tokenizer: Any, template: ChatTemplate, chat: bool = False) -> list[int]:
     """Token ids of a request, its messages (with `chat` its prompt too) through the template; BadPrompt if there are
     none to be had."""
     messages = request.messages

@@ -16,8 +16,8 @@ from forebay.commands.terminal import reason_of
 from forebay.drafting import drafting_in_places
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
-from forebay.runtime.run.places import Asked, WorkDone, answer_arriving, fits
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request, WorkDone, answer_arriving, fits
 from forebay.serving.answer_text import AnswerText
 from forebay.serving.metrics import Metrics
 from forebay.serving.refusal import Refusal
@@ -59,8 +59,8 @@ class Pending:
     ended_s: float = 0.0
     left: bool = False  # nobody hears it any more
 
-    def asked(self) -> Asked:
-        return Asked(torch.tensor(self.ids), self.new_tokens,
+    def asked(self) -> Request:
+        return Request(torch.tensor(self.ids), self.new_tokens,
                      lambda: torch.Generator().manual_seed(self.seed & (1 << 63) - 1), self.sampling)
 
 
@@ -167,14 +167,14 @@ class Batcher:
         while self._waiting:
             self._note_end(self._waiting.popleft(), "refused", Heard(refusal=refusal))
 
-    def _arriving(self, free: int, idle: bool) -> dict[int, Asked] | None:
+    def _arriving(self, free: int, idle: bool) -> dict[int, Request] | None:
         with self._changed:
             while idle and not self._waiting and not self._draining:
                 self._changed.wait()
                 self._since_s = time.monotonic()
             if self._draining:
                 return None
-            came: dict[int, Asked] = {}
+            came: dict[int, Request] = {}
             while self._waiting and len(came) < free:
                 number, pending = next(self._numbers), self._waiting.popleft()
                 pending.entered_s = time.monotonic()

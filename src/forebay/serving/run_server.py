@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from forebay.commands.chat_template import ChatTemplate
-from forebay.commands.prompts import BadPrompt, Request, check_ids, ids_text, prompt_ids
+from forebay.commands.prompts import BadPrompt, PromptLine, check_ids, ids_text, prompt_ids
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.serving.app import ServingOptions, make_app
@@ -134,7 +134,7 @@ def _tokenized(inquiry: Inquiry, tokenizer: Any, template: ChatTemplate, vocab_s
                 raise BadPrompt(f"token {max(ids)} is none of the model's vocabulary, which has {vocab_size}")
         else:
             messages: Any = None if inquiry.messages is None else list(inquiry.messages)
-            ids = prompt_ids(Request(0, 0, inquiry.prompt, messages), tokenizer, template)
+            ids = prompt_ids(PromptLine(0, 0, inquiry.prompt, messages), tokenizer, template)
         check_ids(ids, None, vocab_size)
     except BadPrompt as error:
         raise Refusal(400, str(error), "messages" if inquiry.is_chat else "prompt") from error

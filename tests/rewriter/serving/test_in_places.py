@@ -17,7 +17,7 @@ from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.rewriter.predict.of_programs import StepTimes
 from forebay.rewriter.serving.in_places import in_places
 from forebay.rewriter.serving.traffic import Arrival, Traffic, TrafficError, arrivals
-from forebay.runtime.run.places import Asked, answer_arriving
+from forebay.runtime.run.scheduler import Request, answer_arriving
 
 TIMES = StepTimes(4, 1, 32, 48, (16, 8), {1: (0.5, 0.5), 8: (1.0, 1.0), 16: (1.75, 1.75)})
 
@@ -34,7 +34,7 @@ class ClockedSession:
         self.times, self.now = times, 0.0
 
     def step(self, inputs: Any) -> torch.Tensor:
-        rows, tokens = inputs["input_ids"].shape
+        rows, tokens = inputs.input_ids.shape
         self.now += self.times.seconds[tokens][0]
         return torch.zeros(rows, 2)
 
@@ -44,7 +44,7 @@ def run_by_the_loop(requests: Sequence[Arrival], times: StepTimes, turns: StepTu
     session: Any = ClockedSession(times)
     first, last, queue = {}, {}, list(range(len(requests)))
 
-    def arriving(free: int, idle: bool) -> dict[int, Asked] | None:
+    def arriving(free: int, idle: bool) -> dict[int, Request] | None:
         if idle and not queue:
             return None
         if idle:
@@ -52,7 +52,7 @@ def run_by_the_loop(requests: Sequence[Arrival], times: StepTimes, turns: StepTu
         came = {}
         while queue and len(came) < free and requests[queue[0]].at_s <= session.now:
             i = queue.pop(0)
-            came[i] = Asked(torch.zeros(requests[i].prompt, dtype=torch.int64), requests[i].output)
+            came[i] = Request(torch.zeros(requests[i].prompt, dtype=torch.int64), requests[i].output)
         return came
 
     told: list[int] = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from forebay.runtime.run.acceptance import Acceptance, Sureness, accepted, best_size, without_refused
+from forebay.runtime.run.acceptance import Acceptance, DraftCalibration, accepted, best_size, without_refused
 from forebay.runtime.run.drafts import Drafted
 from forebay.runtime.run.sampling import Sampling, choose, probabilities
 
@@ -105,15 +105,15 @@ def test_acceptance_follows_what_is_seen_of_a_kind() -> None:
 def test_what_is_known_of_each_token_counts_for_the_step() -> None:
     seen = Acceptance()
     assert seen.expected(Drafted((1, 2, 3), stands=(0.9, 0.5, 0.1)), 2) == pytest.approx(1 + 0.9 + 0.45)
-    sure = Sureness()
+    sure = DraftCalibration()
     assert [sure.chance(given) for given in (0.1, 0.11, 1.0)] == pytest.approx([0.1**0.5, 0.1**0.5, 0.95**0.5])
     for _ in range(500):
         sure.note((0.1, 0.4, 0.7, 0.7), 2)  # the last one was not checked
     assert sure.chance(0.15) > 0.99 < sure.chance(0.4) and sure.chance(0.7) < 0.02
     assert sure.chance(0.95) == pytest.approx(0.95**0.5)
-    surer = Sureness(0.79**0.5)  # of a draft whose tokens stand so much more often
+    surer = DraftCalibration(0.79**0.5)  # of a draft whose tokens stand so much more often
     assert [surer.chance(given) for given in (0.1, 1.0)] == pytest.approx([0.1**0.25, 0.95**0.25])
-    assert Sureness(0.0).chance(0.5) == sure.chance(0.5) and Sureness(1.0).chance(0.1) > 0.9
+    assert DraftCalibration(0.0).chance(0.5) == sure.chance(0.5) and DraftCalibration(1.0).chance(0.1) > 0.9
     times_s, low, high = {1: 1.0, 2: 1.3, 8: 2.5}, (0.2,) * 7, (0.95,) * 7
     assert [best_size({0: Drafted((1,) * 7, stands=stands)}, {0: seen}, times_s) for stands in (low, high)] == [1, 8]
 

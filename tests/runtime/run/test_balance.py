@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +16,9 @@ from forebay.language_model import LanguageModel
 from forebay.runtime.run.balance import balanced_places
 from forebay.runtime.run.generation import Stop
 from forebay.runtime.run.loops import generate_as_planned
-from forebay.runtime.run.places import Asked, answer_all
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request, answer_all
+from forebay.runtime.run.step_inputs import StepInputs
 
 STAGED: dict[str, Any] = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 10, "micro_batches": 2}
 LENGTHS = (30, 29, 20, 4, 2)
@@ -60,11 +61,11 @@ def prompts(case: Case) -> list[torch.Tensor]:
 def starts(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Where the rows of each decode step stand, from now on."""
     found: list[list[int]] = []
-    step: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] = lm.session.step
+    step: Callable[[StepInputs], torch.Tensor] = lm.session.step
 
-    def noted(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if inputs["input_ids"].shape[1] == 1:
-            found.append(inputs["start"].tolist())
+    def noted(inputs: StepInputs) -> torch.Tensor:
+        if inputs.tokens == 1:
+            found.append(inputs.start.tolist())
         return step(inputs)
 
     monkeypatch.setattr(lm.session, "step", noted)
@@ -112,7 +113,7 @@ def test_a_job_balances_its_places(case: Case, monkeypatch: pytest.MonkeyPatch, 
     answers: dict[int, list[int]] = {}
     with case.language_model(12.0, **STAGED | {"entering": entering}) as lm:
         found = starts(lm, monkeypatch)
-        answer_all(lm.session, [Asked(ids, 4) for ids in prompts(case)], Sampling(), on_end=answers.__setitem__)
+        answer_all(lm.session, [Request(ids, 4) for ids in prompts(case)], Sampling(), on_end=answers.__setitem__)
         assert [answers[i] for i in range(5)] == expected(case)
         full = next((row for row in found if sum(n > 0 for n in row) == 5), found[0])
         first = loads(full, lm)

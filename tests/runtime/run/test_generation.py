@@ -15,6 +15,7 @@ from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.generation import Stop, generate_tokens, next_logits
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
+from forebay.runtime.run.step_inputs import StepInputs
 
 VOCAB = 50
 
@@ -40,9 +41,10 @@ class Recalling:
 
     grown = False
 
-    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        ids, start, last = inputs["input_ids"], inputs["start"], inputs["last"]
-        call = int(inputs["length"].max())
+    def step(self, inputs: StepInputs) -> torch.Tensor:
+        ids, start, last = inputs.input_ids, inputs.start, inputs.last
+        assert inputs.length is not None
+        call = int(inputs.length.max())
         if self.renewed_at and self.renews(self.call, call):
             assert not start.any(), "a cache that is no use is continued"
             self.grown = False

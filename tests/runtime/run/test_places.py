@@ -28,14 +28,14 @@ from forebay.rewriter.ir.turns import USUAL_TURNS
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.places import (
-    Asked,
+from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import (
+    Request,
     WorkDone,
     answer_all,
     answer_arriving,
     entering,
 )
-from forebay.runtime.run.sampling import Sampling
 
 CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=97), "opt": opt, "gpt2": gpt2,
            "gemma2": gemma2}
@@ -89,9 +89,9 @@ class Case:
         nbytes = int(share * self.nbytes) + operators_nbytes(self.opened, workload, wanted, host)
         return LanguageModel(*self.opened, Budget(nbytes, host), workload, wanted)
 
-    def asked(self) -> list[Asked]:
+    def asked(self) -> list[Request]:
         """Each prompt with a generator that is its own."""
-        return [Asked(ids, wanted, lambda i=i: torch.Generator().manual_seed(100 + i))
+        return [Request(ids, wanted, lambda i=i: torch.Generator().manual_seed(100 + i))
                 for i, (ids, wanted) in enumerate(zip(self.prompts, self.wanted, strict=True))]
 
 
@@ -101,7 +101,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 
 def answers(
-    lm: LanguageModel, asked: Sequence[Asked], sampling: Sampling = GREEDY, eos: frozenset[int] = frozenset()
+    lm: LanguageModel, asked: Sequence[Request], sampling: Sampling = GREEDY, eos: frozenset[int] = frozenset()
 ) -> tuple[list[list[int]], WorkDone]:
     found: dict[int, list[int]] = {}
 
@@ -171,7 +171,7 @@ def test_sequences_may_arrive_at_any_step(cases: Callable[[str], Case], more: di
     left, found, first = list(range(COUNT)), {}, []  # type: ignore[var-annotated]
     seen: dict[int, list[int]] = {}
 
-    def arriving(free: int, idle: bool) -> dict[int, Asked] | None:
+    def arriving(free: int, idle: bool) -> dict[int, Request] | None:
         came = left[: min(free, chance.choice((0, 0, 1, 4)) if not idle else 1)]
         del left[: len(came)]
         asked = case.asked()
@@ -233,7 +233,7 @@ def test_places_are_taken_as_they_are_left(cases: Callable[[str], Case]) -> None
     """Steps of one token: few more than tokens over places, where batches wait for their slowest."""
     case = cases("llama")
     lengths = [2, NEW, 3, 2] * 15
-    asked = [Asked(case.prompts[i % COUNT], new) for i, new in enumerate(lengths)]
+    asked = [Request(case.prompts[i % COUNT], new) for i, new in enumerate(lengths)]
     with case.language_model(4.0, entering=1, prefill_chunk=PROMPT) as lm:
         work = answers(lm, asked)[1]
         static = sum(answers(lm, asked[i : i + PLACES])[1].decodes for i in range(0, len(asked), PLACES))
@@ -245,7 +245,7 @@ def test_places_are_taken_as_they_are_left(cases: Callable[[str], Case]) -> None
 def test_decoding_is_held_up_by_few_chunks_at_a_time(cases: Callable[[str], Case]) -> None:
     """Unless many places stand empty."""
     case = cases("llama")
-    asked, chunks = [Asked(case.prompts[1], 4 + i % 6) for i in range(40)], -(-PROMPT // 2)
+    asked, chunks = [Request(case.prompts[1], 4 + i % 6) for i in range(40)], -(-PROMPT // 2)
     steps: list[WorkDone] = [WorkDone()]
     with case.language_model(4.0, entering=1, prefill_chunk=2) as lm:
         answer_all(lm.session, asked, GREEDY, on_end=lambda number, tokens: None,
@@ -285,9 +285,9 @@ def test_generate_answers_more_prompts_than_places(cases: Callable[[str], Case])
 def test_what_no_place_holds_is_refused_before_anything_runs(cases: Callable[[str], Case]) -> None:
     case = cases("llama")
     with case.language_model(3.0, entering=2) as lm:
-        for asked in (Asked(torch.ones(PROMPT + 1, dtype=torch.int64), 1), Asked(case.prompts[1], NEW + 2)):
+        for asked in (Request(torch.ones(PROMPT + 1, dtype=torch.int64), 1), Request(case.prompts[1], NEW + 2)):
             with pytest.raises(RuntimeFault, match=r"sequence 1 of .* does not fit the plan's places"):
-                answer_all(lm.session, [Asked(case.prompts[0], 1), asked], GREEDY, on_end=lambda n, t: pytest.fail())
+                answer_all(lm.session, [Request(case.prompts[0], 1), asked], GREEDY, on_end=lambda n, t: pytest.fail())
 
 
 def test_a_plan_says_how_many_enter(cases: Callable[[str], Case]) -> None:

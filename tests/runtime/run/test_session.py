@@ -30,6 +30,7 @@ from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.disk.reader import open_reader
 from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.session import Session, resident_copies
+from forebay.runtime.run.step_inputs import StepInputs
 from tests.carried import Carried
 from tests.tiny import chain, placements, plan_for
 
@@ -85,7 +86,8 @@ def test_what_one_program_stores_another_finds(tmp_path: Path, monkeypatch: pyte
     device = ThreadDevice(open_reader("direct"), spill=SpillSpace(str(tmp_path), "direct"))
     session = Session(plan, lambda tokens: stores if tokens == 2 else loads, (), {}, device)
     device.tensor(replace(ref, offset=0, buffer="x")).fill_(7)
-    session.step({"input_ids": torch.zeros(1, 2, dtype=torch.int64)})
-    found = session.step({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
+    zero = torch.zeros(1, dtype=torch.int64)
+    session.step(StepInputs(torch.zeros(1, 2, dtype=torch.int64), zero, zero))
+    found = session.step(StepInputs(zero[None], zero, zero))
     assert (found == 7).all()
     session.close()

@@ -25,9 +25,10 @@ from forebay.runtime.run.drafts import MODEL, Drafted, PromptLookup
 from forebay.runtime.run.drafts_ahead import DraftsAhead
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
-from forebay.runtime.run.places import Asked, answer_all, answer_arriving
 from forebay.runtime.run.sampling import Sampling, probabilities
+from forebay.runtime.run.scheduler import Request, answer_all, answer_arriving
 from forebay.runtime.run.speculation import Tally, generate_speculatively
+from forebay.runtime.run.step_inputs import StepInputs
 
 VOCAB = 5
 
@@ -49,11 +50,12 @@ class Recalling:
     def grow(self) -> None:
         self.grown += 1
 
-    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        ids, start = inputs["input_ids"], inputs["start"]
+    def step(self, inputs: StepInputs) -> torch.Tensor:
+        ids, start = inputs.input_ids, inputs.start
         size, batch, block = ids.shape[1], self.plan.workload.batch, self.plan.schedule.block
         assert size in self.plan.schedule.step_sizes and ids.shape[0] == start.shape[0] == block.sequences(batch, size)
-        rows = inputs["places"].tolist() if block.entering and block.is_prefill(size) else range(batch)
+        assert (inputs.places is not None) is bool(block.entering and block.is_prefill(size))
+        rows = range(batch) if inputs.places is None else inputs.places.tolist()
         self.sizes.append(size)
         logits = torch.zeros(len(ids), size, VOCAB)
         for i, (row, at) in enumerate(zip(rows, start.tolist(), strict=True)):
@@ -63,7 +65,7 @@ class Recalling:
                 logits[i, j] = scores(self.cache[row, : at + j + 1].tolist())
         if size in self.plan.schedule.speculative_steps:
             return logits
-        return logits[torch.arange(len(ids)), inputs["last"]]
+        return logits[torch.arange(len(ids)), inputs.last]
 
 
 def scores(seen: list[int]) -> torch.Tensor:
@@ -166,7 +168,7 @@ def test_sequences_in_places_get_the_tokens_of_each_alone(data: st.DataObject) -
         return DraftsAhead(found)
 
     samplings = [Sampling(), Sampling(True, 1.0, 0, 1.0), Sampling(True, 0.5, 3, 0.9)]
-    asked = [Asked(torch.tensor(ids), wanted, lambda i=i: torch.Generator().manual_seed(i), sampling)
+    asked = [Request(torch.tensor(ids), wanted, lambda i=i: torch.Generator().manual_seed(i), sampling)
              for i, (ids, wanted, sampling) in enumerate(data.draw(st.lists(st.tuples(
                  st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=planned), st.integers(1, new),
                  st.sampled_from(samplings)), min_size=1, max_size=7)))]
@@ -198,7 +200,7 @@ def test_what_repeats_in_places_takes_few_passes() -> None:
     said = Prediction(1.0, 1.0, speculative_times_s=(1.0, 1.0))
     found: dict[int, list[int]] = {}
     target: Any = Lasting(Plan(**{**vars(session(2, 12, 60, (8, 4), 12).plan), "prediction": said}))
-    asked = [Asked(torch.tensor([0, 1, 2, 3, 4] * 2), 60), Asked(torch.tensor([2, 3, 4, 0, 1] * 2), 30)]
+    asked = [Request(torch.tensor([0, 1, 2, 3, 4] * 2), 60), Request(torch.tensor([2, 3, 4, 0, 1] * 2), 30)]
     work = answer_all(target, asked, Sampling(), on_end=found.__setitem__)
     assert found == {0: [i % VOCAB for i in range(60)], 1: [(2 + i) % VOCAB for i in range(30)]}
     assert work.accepted == work.offered > 60 and work.decodes <= 10, "steps that check were not taken"
@@ -211,7 +213,7 @@ def test_a_models_right_drafts_in_places_take_few_passes(entering: int) -> None:
     target, other = session(2, 12, 40, (8, 4), 6, entering), session(2, 13, 40, (), 6, entering)
     drafter = ModelDrafter(other, Sampling())
     drafter.begin_steps = 3.0
-    asked = [Asked(torch.tensor([i % 2, 1, 2, 3, i % VOCAB, 2, 3, 1]), 36) for i in range(6)]
+    asked = [Request(torch.tensor([i % 2, 1, 2, 3, i % VOCAB, 2, 3, 1]), 36) for i in range(6)]
     plain: dict[int, list[int]] = {}
     answer_all(session(2, 12, 40, (), 6, entering), asked, Sampling(), on_end=plain.__setitem__)
     found: dict[int, list[int]] = {}
@@ -251,13 +253,13 @@ def test_one_generator_for_several_prompts_is_refused() -> None:
 class Erring(Recalling):
     """Says what nobody guesses: its tokens are a hash of all before."""
 
-    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def step(self, inputs: StepInputs) -> torch.Tensor:
         logits = super().step(inputs)
-        rows, start = range(len(self.cache)), inputs["start"].tolist()
+        rows, start = range(len(self.cache)), inputs.start.tolist()
         wide = logits if logits.dim() == 3 else logits[:, None]
         for row in rows:
             ends = range(start[row], start[row] + wide.shape[1]) if wide.shape[1] > 1 else [
-                start[row] + int(inputs["last"][row])]
+                start[row] + int(inputs.last[row])]
             for j, at in enumerate(ends):
                 held = self.cache[row, : at + 1].tolist()
                 mixed = sum(31**i * token for i, token in enumerate(held)) * 7919 % 104729
@@ -268,7 +270,7 @@ class Erring(Recalling):
 class Other(Recalling):
     """A smaller model: its logits are others, but go the same way."""
 
-    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def step(self, inputs: StepInputs) -> torch.Tensor:
         return super().step(inputs) * 0.5 + torch.linspace(0, 1, VOCAB)
 
 
@@ -416,12 +418,12 @@ def test_a_draft_that_turns_good_is_found_out(monkeypatch: pytest.MonkeyPatch) -
 class Lasting(Recalling):
     """Counts in fives, whatever was before, so that five tokens repeat."""
 
-    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def step(self, inputs: StepInputs) -> torch.Tensor:
         super().step(inputs)
-        ids = inputs["input_ids"]
+        ids = inputs.input_ids
         logits = torch.eye(VOCAB)[(ids + 1) % VOCAB]
         return logits if ids.shape[1] in self.plan.schedule.speculative_steps else logits[
-            torch.arange(len(ids)), inputs["last"]]
+            torch.arange(len(ids)), inputs.last]
 
 
 @pytest.mark.parametrize("repeats", [True, False])
@@ -458,7 +460,7 @@ class Waited(Recalling):
         self.may, self.began = threading.Semaphore(0), threading.Event()
         self.fault: Exception | None = None
 
-    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def step(self, inputs: StepInputs) -> torch.Tensor:
         self.began.set()
         assert self.may.acquire(timeout=60)
         if self.fault is not None:
@@ -564,7 +566,7 @@ def test_a_right_model_drafts_ahead(entering: int | None) -> None:
             found[0] = generate_speculatively(target, [prompt], Sampling(), Stop(80), None, None, ahead, tally)[
                 0].tolist()
         else:
-            tally.add(answer_all(target, [Asked(prompt, 80)], Sampling(), on_end=found.__setitem__, drafter=ahead))
+            tally.add(answer_all(target, [Request(prompt, 80)], Sampling(), on_end=found.__setitem__, drafter=ahead))
     ahead.close()
     assert found[0] == goes_on([1, 2, 3], 80) and tally.accepted == tally.offered
     assert len(drafted) > 8 and drafted[0] is (entering is None) and all(drafted[1:])

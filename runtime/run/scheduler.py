@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,13 +14,15 @@ from forebay.runtime.run.acceptance import accepted
 from forebay.runtime.run.balance import balanced_places
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.drafts import Drafted, Drafter, PromptLookup
-from forebay.runtime.run.generation import Prefill, with_renewal
+from forebay.runtime.run.generation import with_renewal
+from forebay.runtime.run.prefill import PrefillChunk, prompt_chunks
 from forebay.runtime.run.sampling import Sampling, choose, most_likely
 from forebay.runtime.run.session import Session
+from forebay.runtime.run.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A prompt int64 [P], P >= 1, to be continued by at most `new_tokens`; its draws, if any are made, are those of its
     own generator, which `generator` makes when it enters, so that they depend on nothing beside it. A `sampling` is its
     own in place of that of all."""
@@ -54,7 +56,7 @@ class WorkDone:
 OnEnd = Callable[[int, list[int]], None]  # number of a sequence, and its new tokens
 OnStep = Callable[[WorkDone], None]
 OnNext = Callable[[int, int], bool]  # number of a sequence, and its next token; whether more are wanted
-Arriving = Callable[[int, bool], Mapping[int, Asked] | None]
+Arriving = Callable[[int, bool], Mapping[int, Request] | None]
 
 
 def fits(plan: Plan, prompt: int, new_tokens: int, renewed_at: int = 0) -> bool:
@@ -70,7 +72,7 @@ def entering(plan: Plan) -> int:
 
 
 def answer_all(
-    session: Session, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int] = frozenset(), *,
+    session: Session, asked: Sequence[Request], sampling: Sampling, eos: frozenset[int] = frozenset(), *,
     on_end: OnEnd, on_step: OnStep = lambda work: None, drafter: Drafter | None = None,
 ) -> WorkDone:
     """Continue every sequence until a token of `eos` or its most tokens; `on_end` is told of each when it ends,
@@ -128,14 +130,15 @@ class _Loop:
     ) -> None:
         self.turns = turns
         self.session, self.sampling, self.eos, self.on_end, self.on_next = session, sampling, eos, on_end, on_next
-        self.asked: dict[int, Asked] = {}
+        self.asked: dict[int, Request] = {}
         self.batch, self.entering = session.plan.workload.batch, entering(session.plan)
         self.waiting: list[int] = []
         self.held = 0  # chunks since the last step that decoded
         self.free = list(range(self.batch - 1, -1, -1))
         self.running: dict[int, int] = {}
         self.entered: list[tuple[int, int]] = []
-        self.prefill: Prefill | None = None
+        self.prefill: Iterator[PrefillChunk] | None = None
+        self.done = 0  # tokens that it has computed of each row
         self.new: dict[int, list[int]] = {}
         self.generators: dict[int, torch.Generator] = {}
         self.first: dict[int, int] = {}  # tokens of those whose prompts ended before those that they entered with
@@ -148,7 +151,7 @@ class _Loop:
         """Whether there is anything to compute."""
         return bool(self.waiting or self.prefill is not None or self.running)
 
-    def line_up(self, asked: Mapping[int, Asked], behind: bool = False) -> None:
+    def line_up(self, asked: Mapping[int, Request], behind: bool = False) -> None:
         """Let sequences wait for places: the longest first, or `behind` those that wait already, as they came.
         RuntimeFault for one that no place has room for; then none of them waits."""
         for i, each in asked.items():
@@ -181,19 +184,10 @@ class _Loop:
             return
         numbers = [self.waiting.pop() for _ in range(most)]
         self.entered = list(zip(self._places_for(numbers), numbers, strict=True))
-        if not self.entering:  # rows of a step are the first places
-            self.entered.sort()
         taken = {place for place, _ in self.entered}
         self.free = [place for place in self.free if place not in taken]
-        prompts = [self._tokens(number) for _, number in self.entered]
-        lengths = torch.ones(self.entering or self.batch, dtype=torch.int64)
-        lengths[:most] = torch.tensor([prompt.numel() for prompt in prompts])
-        places = None
-        if self.entering:
-            lengths[most:] = lengths[0]
-            places = torch.full_like(lengths, self.entered[0][0])
-            places[:most] = torch.tensor([place for place, _ in self.entered])
-        self.prefill = Prefill(self.session, prompts, lengths, lengths, places, self._begun)
+        self.done = 0
+        self.prefill = prompt_chunks(self.session.plan, {place: self._tokens(number) for place, number in self.entered})
 
     def _places_for(self, numbers: Sequence[int]) -> list[int]:
         """Free places for sequences, such that micro-batches hold about as many tokens."""
@@ -214,9 +208,11 @@ class _Loop:
     def advance(self) -> None:
         """Compute a chunk of those that enter; behind the last chunk they have their first tokens."""
         assert self.prefill is not None
-        done = self.prefill.step()
+        chunk = next(self.prefill)
+        self._begun(chunk.ends, self.session.step(chunk.inputs))
+        self.done = chunk.at + chunk.inputs.tokens
         self.work.prefills += 1
-        if not done:
+        if not chunk.final:
             return
         entered, self.entered, self.prefill = self.entered, [], None
         for place, number in entered:
@@ -228,8 +224,8 @@ class _Loop:
 
     def decode(self) -> None:
         """A step of one token for every sequence that runs, or of several, all but the first of which were drafted."""
-        inputs = self._next_inputs(self.prefill.done if self.prefill is not None else 0)
-        size, drafts = self._drafts(inputs["start"]) if self.session.plan.schedule.speculative_steps else (1, {})
+        inputs = self._next_inputs()
+        size, drafts = self._drafts(inputs.start) if self.session.plan.schedule.speculative_steps else (1, {})
         if size > 1:
             self._check(inputs, size, drafts)
             return
@@ -246,17 +242,17 @@ class _Loop:
             {place: self.asked[number].new_tokens - len(self.new[number]) for place, number in self.running.items()},
             self.session.plan.workload.context - int(start.max()))
 
-    def _next_inputs(self, done: int) -> dict[str, torch.Tensor]:
-        """The inputs of a step of one token, where chunks have computed `done` tokens of those that enter: what it
-        writes there, and in places that are free, is written anew before it is seen."""
+    def _next_inputs(self) -> StepInputs:
+        """The inputs of a step of one token: what it writes in places that are free, and behind what chunks have
+        computed of those that enter, is written anew before it is seen."""
         ids, start = [0] * self.batch, [0] * self.batch
         for place, _ in self.entered:
-            start[place] = done
+            start[place] = self.done
         for place, number in self.running.items():
             new = self.new[number]
             ids[place], start[place] = new[-1], self.asked[number].ids.numel() + len(new) - 1
         starts = torch.tensor(start)
-        return {"input_ids": torch.tensor(ids)[:, None], "start": starts, "last": self.last, "length": starts + 1}
+        return StepInputs(torch.tensor(ids)[:, None], starts, self.last, starts + 1)
 
     def _decoded(self, rows: Sequence[tuple[int, int]], logits: torch.Tensor) -> None:
         """Give the sequences in `rows` (place, number), which a step of one token computed, their next tokens."""
@@ -264,16 +260,16 @@ class _Loop:
         tokens = self._chosen([number for _, number in rows], logits, [place for place, _ in rows])
         self._take(rows, [[token] for token in tokens])
 
-    def _check(self, inputs: dict[str, torch.Tensor], size: int, drafts: Mapping[int, Drafted]) -> None:
+    def _check(self, inputs: StepInputs, size: int, drafts: Mapping[int, Drafted]) -> None:
         """A step over `size` tokens of each sequence that runs; they get as many as are right of their drafts, and one
         more. What is refused, and what free places write, is written anew before it is seen."""
         rows, ids = sorted(self.running.items()), torch.zeros(self.batch, size, dtype=torch.int64)
-        ids[:, 0] = inputs["input_ids"][:, 0]
+        ids[:, 0] = inputs.input_ids[:, 0]
         for place, _ in rows:
             drafted = drafts[place].tokens[: size - 1]
             ids[place, 1 : 1 + len(drafted)] = torch.tensor(drafted, dtype=torch.int64)
-        start = inputs["start"]
-        logits = self.session.step({**inputs, "input_ids": ids, "length": start + size}).view(self.batch, size, -1)
+        logits = self.session.step(replace(inputs, input_ids=ids, length=inputs.start + size)).view(
+            self.batch, size, -1)
         given: dict[int, list[int]] = {}
         for place, number in rows:
             draft, sampling = drafts[place], self.asked[number].sampling or self.sampling
@@ -290,8 +286,9 @@ class _Loop:
         self._take(rows, [*given.values()])
 
     def _begun(self, ends: Sequence[int], logits: torch.Tensor) -> None:
-        """Choose the first tokens of those that entered and whose prompts have ended."""
-        numbers = [self.entered[row][1] for row in ends]
+        """Choose the first tokens of those that entered and whose prompts have ended, by rows of the step."""
+        at = dict(enumerate(number for _, number in self.entered)) if self.entering else dict(self.entered)
+        numbers = [at[row] for row in ends]
         self.first.update(zip(numbers, self._chosen(numbers, logits, ends), strict=True))
 
     def _chosen(self, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]) -> list[int]:

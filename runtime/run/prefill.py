@@ -1,0 +1,119 @@
+"""Prompts on their way into the cache, a chunk of tokens each step.
+
+Rows stand left-aligned. What a shorter one computes past its end is never seen and is overwritten later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forebay.rewriter.ir.plan import Plan
+from forebay.runtime.run.session import Session
+from forebay.runtime.run.step_inputs import StepInputs
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """One step of a prefill.
+
+    Attributes:
+        inputs: The step's inputs.
+        at: Tokens of each row before it.
+        ends: The rows whose last token it computes, each in one chunk only; none that has no tokens.
+        final: Whether it is the last one.
+    """
+
+    inputs: StepInputs
+    at: int
+    ends: tuple[int, ...]
+    final: bool
+
+
+def chunk_spans(sizes: Sequence[int], tokens: int, room: int | None = None) -> list[tuple[int, int]]:
+    """Cut `tokens` tokens into steps of the planned `sizes`, each the smallest that holds the rest, else the largest.
+
+    The last step is moved back to end with the last token, so that no position past it is touched; a step longer than
+    all tokens is taken where the cache has `room` for it (None: it has).
+
+    Returns:
+        The first token and the size of each step.
+    """
+    spans, done = list[tuple[int, int]](), 0
+    while done < tokens:
+        size = min((size for size in sizes if size >= tokens - done), default=max(sizes))
+        if room is not None and size > max(tokens, room):
+            size = max(size for size in (*sizes, 1) if size <= tokens)
+        at = max(0, min(done, tokens - size))
+        spans.append((at, size))
+        done = at + size
+    return spans
+
+
+def chunks(
+    spans: Sequence[tuple[int, int]], ids: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor,
+    call: torch.Tensor, places: torch.Tensor | None = None, embeds: Sequence[torch.Tensor] | None = None,
+) -> Iterator[PrefillChunk]:
+    """Yield the steps over `spans` of ids [B, T], of which row i has `lengths[i]`, after `start` [B] cached tokens.
+
+    Args:
+        call: [B] tokens of the call that each row belongs to (`StepInputs.length`).
+        places: `StepInputs.places`.
+        embeds: Each [P, H], for ids of -1 in the first rows.
+    """
+    ids = torch.nn.functional.pad(ids, (0, max(0, max(at + size for at, size in spans) - ids.shape[1])))
+    done = 0
+    for at, size in spans:
+        ends = tuple(row for row, length in enumerate(lengths.tolist()) if done < length <= at + size)
+        done = at + size
+        yield PrefillChunk(StepInputs(ids[:, at:done], start + at, (lengths - 1 - at).clamp(0, size - 1), call, places,
+                               _embedded(embeds, len(ids), at, size)), at, ends, (at, size) == spans[-1])
+
+
+def _embedded(embeds: Sequence[torch.Tensor] | None, batch: int, at: int, size: int) -> torch.Tensor | None:
+    if embeds is None:
+        return None
+    rows = embeds[0].new_zeros(batch, size, embeds[0].shape[1])
+    for to, row in zip(rows, embeds, strict=False):
+        part = row[at : at + size]
+        to[: len(part)] = part
+    return rows
+
+
+def prompt_chunks(
+    plan: Plan, prompts: Mapping[int, torch.Tensor], length: int | None = None,
+    embeds: Sequence[torch.Tensor] | None = None,
+) -> Iterator[PrefillChunk]:
+    """Yield the steps that compute `prompts`, int64 [P] each, by the batch slots that they stand in.
+
+    Rows of a step are the slots; of a plan that admits sequences while others decode, they are the prompts in turn, at
+    most `Block.entering`, and those left over repeat the first. `length` is that of one call of all; without it each
+    prompt is a call by itself.
+    """
+    entering = plan.schedule.block.entering
+    slots = [*prompts, *[next(iter(prompts))] * (entering - len(prompts))] if entering else range(plan.workload.batch)
+    rows = [prompts.get(slot, torch.zeros(1, dtype=torch.int64)) for slot in slots]
+    call = torch.tensor([row.numel() for row in rows])
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    real = torch.tensor([row < len(prompts) if entering else slot in prompts for row, slot in enumerate(slots)])
+    spans, places = chunk_spans(plan.schedule.prefill_chunks, ids.shape[1]), torch.tensor(slots) if entering else None
+    return chunks(spans, ids, torch.zeros_like(call), torch.where(real, call, 0),
+                  call if length is None else torch.full_like(call, length), places, embeds)
+
+
+def prefill(
+    session: Session, prompts: Mapping[int, torch.Tensor], embeds: Sequence[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Compute `prompts` by slot as one call; return the logits [n, V] of each one's last token, in their order."""
+    entering = session.plan.schedule.block.entering
+    length = None if entering else max(prompt.numel() for prompt in prompts.values())
+    index = {row if entering else slot: row for row, slot in enumerate(prompts)}
+    logits = torch.empty(0)
+    for chunk in prompt_chunks(session.plan, prompts, length, embeds):
+        step = session.step(chunk.inputs)
+        logits = logits if logits.numel() else step.new_empty(len(prompts), step.shape[-1])
+        for row in chunk.ends:
+            logits[index[row]] = step[row]
+    return logits

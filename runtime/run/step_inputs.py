@@ -1,0 +1,37 @@
+"""The inputs of one step of a model, as a record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of a step over S tokens in each of B rows; a Program reads those that it has, by these names.
+
+    Attributes:
+        input_ids: [B, S] int64; -1 where `inputs_embeds` stand for ids.
+        start: [B] int64, tokens that each row's sequence has in the cache before the step.
+        last: [B] int64, the token of the step whose logits are wanted; of steps that give scores the token after it.
+        length: [B] int64, tokens of the call that each row belongs to, for rotary frequencies that follow them.
+        places: [B] int64, the batch slots of the rows, where a prefill step computes some slots alone.
+        inputs_embeds: [B, S, H].
+    """
+
+    input_ids: torch.Tensor
+    start: torch.Tensor
+    last: torch.Tensor
+    length: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    inputs_embeds: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per row."""
+        return self.input_ids.shape[1]
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Return the inputs that are given."""
+        return {name: value for name, value in vars(self).items() if value is not None}
