@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from forebay.kernels.formats.table import cache_choices
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
 from forebay.rewriter.ir.score_range import ScoreRange
@@ -128,7 +129,7 @@ class Options:
         "much)", WEIGHTS, planned=lambda plan: activations_of(plan) if plan.gemm else None))
 
     cache: str = field(default="native", metadata=option(
-        CACHE_FORMAT, "Format of the KV cache: native, kv8 or kv4", CACHE,
+        CACHE_FORMAT, f"Format of the KV cache: {cache_choices()}", CACHE,
         planned=lambda plan: plan.cache_format))
     cache_tier: MemoryTier | None = field(default=None, metadata=option(
         TIER, "Memory that holds the KV cache", CACHE, planned=lambda plan: plan.schedule.block.cache))

@@ -35,10 +35,14 @@ def unpack(rows: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     return (rows[..., :head_dim].view(torch.float8_e4m3fn).float() * scale).to(dtype)
 
 
+def register_fp8() -> CacheFormat:
+    return cache_format_by_torch("fp8", row=lambda head_dim: head_dim + 4, error=0.03, pack=pack, unpack=unpack)
+
+
 @pytest.fixture(scope="module")
 def fp8() -> Iterator[CacheFormat]:
     known, by_key = [*operators.OPERATORS], {**operators._BY_KEY}
-    yield cache_format_by_torch("fp8", row=lambda head_dim: head_dim + 4, error=0.03, pack=pack, unpack=unpack)
+    yield register_fp8()
     operators.OPERATORS[:] = known
     del CACHE_FORMATS["fp8"]
     operators._BY_KEY.clear()

@@ -12,7 +12,7 @@ from families import llama
 from transformers.activations import ACT2FN
 
 from forebay.kernels import operators
-from forebay.kernels.operator import Operator, Tensors, each_once
+from forebay.kernels.operator import Call, Operator, Tensors, each_once
 from forebay.kernels.operators import register_operator
 
 
@@ -27,7 +27,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def bind_squared_relu(use: Tensors) -> object:
+def bind_squared_relu(use: Tensors) -> Call:
     (x,), (out,) = use.args, use.out
     return lambda: torch.clamp_min(x, 0, out=out).square_()
 
