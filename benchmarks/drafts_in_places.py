@@ -24,9 +24,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import forebay
-from benchmarks.prediction import Probe
+from benchmarks.probes import Probe, processor
 from benchmarks.speculative import OURS, TEXTS, Row, note
-from benchmarks.throughput import processor
 from forebay.commands.prompts import load_tokenizer
 from forebay.drafted import draft_summary
 from forebay.language_model import LanguageModel

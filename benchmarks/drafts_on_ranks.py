@@ -21,8 +21,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import forebay
+from benchmarks.probes import processor
 from benchmarks.speculative import TEXTS, Row, answer
-from benchmarks.throughput import processor
 from forebay.commands.prompts import load_tokenizer
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 from forebay.rewriter.machine.profile import load_machine

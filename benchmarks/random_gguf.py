@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.big_model import LlamaShape
+from benchmarks.models import RandomShape
 from forebay.kernels.build.cache_folder import cache_folder
 
 VOCAB = 49152
 # Sizes as TinyLlama 1.1B and Llama 3.2 3B have them, with the vocabulary of the tokenizer.
-SHAPES = {"1b": LlamaShape(2048, 22, 32, 4, 5632, VOCAB), "3b": LlamaShape(3072, 28, 24, 8, 8192, VOCAB),
-          "qwen3-1b": LlamaShape(2048, 16, 16, 8, 6144, VOCAB), "qwen3-2b": LlamaShape(2048, 30, 16, 8, 6144, VOCAB)}
+SHAPES = {"1b": RandomShape(2048, 22, 32, 4, 5632, VOCAB), "3b": RandomShape(3072, 28, 24, 8, 8192, VOCAB),
+          "qwen3-1b": RandomShape(2048, 16, 16, 8, 6144, VOCAB), "qwen3-2b": RandomShape(2048, 30, 16, 8, 6144, VOCAB)}
 SPREAD = 0.02  # standard deviation of the weights
 # Elements and bytes of a block, and the standard deviation of what all its bytes but the scales, all as likely, stand
 # for where those are 1: of Q4_K about, whose low is as many times 7.5.
@@ -54,7 +54,7 @@ def make_gguf(size: str, kind: str) -> Path:
     return path
 
 
-def _write_settings(writer: Any, shape: LlamaShape) -> None:
+def _write_settings(writer: Any, shape: RandomShape) -> None:
     head = shape.hidden // shape.heads
     for name, value in (
         ("context_length", 8192), ("embedding_length", shape.hidden), ("block_count", shape.layers),
@@ -79,7 +79,7 @@ def _copy_tokenizer(writer: Any) -> None:
                                  kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None)
 
 
-def _tensors(shape: LlamaShape, architecture: str) -> list[tuple[str, int, int]]:
+def _tensors(shape: RandomShape, architecture: str) -> list[tuple[str, int, int]]:
     """(name, rows, columns) of every tensor; no columns for a vector."""
     head = shape.hidden // shape.heads
     found = [("token_embd.weight", shape.vocab, shape.hidden)]

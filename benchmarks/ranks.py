@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 import forebay
-from benchmarks.prediction import Probe, at_pace
+from benchmarks.probes import Probe, at_pace
 from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
 from forebay.rewriter.ir.program import COLLECT, Launch, Program

@@ -39,7 +39,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import numpy as np
 
-from benchmarks.prediction import Probe, at_pace
+from benchmarks.probes import Probe, at_pace
 from benchmarks.server_load import LoadAnswer, LoadRequest, open_loop, poisson
 from forebay.commands.options import model_folder
 from forebay.commands.plan_serving import ServingWanted, plan_serving, step_times_of

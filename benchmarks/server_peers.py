@@ -34,9 +34,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import numpy as np
 
+from benchmarks.probes import processor
 from benchmarks.server import used_s
 from benchmarks.server_load import LoadAnswer, LoadRequest, closed_loop
-from benchmarks.throughput import processor
 from forebay.commands.options import model_folder
 from forebay.commands.prompts import load_tokenizer
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf

@@ -33,8 +33,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import forebay
-from benchmarks.prediction import Probe, at_pace
-from benchmarks.throughput import processor
+from benchmarks.probes import Probe, at_pace, processor
 from forebay.commands.process_memory import disk_read_nbytes
 from forebay.commands.prompts import load_tokenizer
 from forebay.drafted import draft_summary

@@ -20,19 +20,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.big_model import LlamaShape, big_model, make_model
+from benchmarks.models import RandomShape, make_model, model_folder
 
 ROOT = Path(__file__).parents[2]
 BIG = os.environ.get("FOREBAY_BIG") == "1"
 ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
-SMALL = LlamaShape(hidden=1024, layers=8, heads=8, kv_heads=4, intermediate=2816, vocab=8000)  # 221 MB
+SMALL = RandomShape(hidden=1024, layers=8, heads=8, kv_heads=4, intermediate=2816, vocab=8000)  # 221 MB
 BUDGET_NBYTES = 500_000_000 if BIG else 60_000_000
 # Beside the budget, whatever the model: stacks of the I/O and OpenMP threads, kernel scratch, bound calls, torch's
 # own caches. RLIMIT_DATA counts what is mapped, touched or not, so thread stacks and heaps count in full.
 OVERHEAD_NBYTES = 64 << 20
 BATCH, PROMPT, NEW = 2, 24, 6
 # Caches of these sequences take 200 MB, more than the device, the host's memory and all overhead together.
-NARROW = LlamaShape(hidden=256, layers=8, heads=8, kv_heads=8, intermediate=96, vocab=2000)  # 7 MB
+NARROW = RandomShape(hidden=256, layers=8, heads=8, kv_heads=8, intermediate=96, vocab=2000)  # 7 MB
 SEQUENCES, LONG, STAGED_NBYTES = 96, 250, (26_000_000, 20_000_000)
 STACKS_NBYTES = 64 << 20  # mapped, hardly touched: readers, a writer and workers of both directions are more threads
 
@@ -175,10 +175,10 @@ class Case:
 
 
 SHAPES = {
-    "deep": LlamaShape(hidden=256, layers=16, heads=8, kv_heads=4, intermediate=704, vocab=2000),
-    "wide": LlamaShape(hidden=128, layers=2, heads=4, kv_heads=2, intermediate=352, vocab=64_000),
-    "large": LlamaShape(hidden=512, layers=6, heads=8, kv_heads=4, intermediate=1408, vocab=8000),
-    "packed": LlamaShape(hidden=512, layers=6, heads=8, kv_heads=4, intermediate=1408, vocab=8000)}  # as w4g32
+    "deep": RandomShape(hidden=256, layers=16, heads=8, kv_heads=4, intermediate=704, vocab=2000),
+    "wide": RandomShape(hidden=128, layers=2, heads=4, kv_heads=2, intermediate=352, vocab=64_000),
+    "large": RandomShape(hidden=512, layers=6, heads=8, kv_heads=4, intermediate=1408, vocab=8000),
+    "packed": RandomShape(hidden=512, layers=6, heads=8, kv_heads=4, intermediate=1408, vocab=8000)}  # as w4g32
 GRID = [Case(model, share, batch, cache, drawn, host) for model in SHAPES for share in (0.3, 0.6, 1.5)
         for batch in (None, 1, 8) for cache in ("native", "kv4") for drawn in (False, True) for host in (0.0, 0.4)]
 LONG_JOBS = [Case("large", 1.5, prompts=48), Case("deep", 0.5, 8, prompts=48, traced=True)]
@@ -305,7 +305,7 @@ def in_process(function: str, folder: Path, limit_s: int = 600) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return big_model() if BIG else make_model(tmp_path_factory.mktemp("model") / "model", SMALL)
+    return model_folder("llama") if BIG else make_model(tmp_path_factory.mktemp("model") / "model", SMALL)
 
 
 def test_generates_within_the_budget(folder: Path) -> None:

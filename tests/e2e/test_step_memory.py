@@ -22,6 +22,7 @@ from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.report.explain import lasting, phases
+from forebay.runtime.run.step_inputs import StepInputs
 
 PATTERN = 0xA5
 SHAPES: dict[str, dict[str, Any]] = {
@@ -60,8 +61,8 @@ def ours(lm: LanguageModel, tokens: int) -> tuple[int, int, int]:
     memory = session.device.arenas["device"].bytes  # type: ignore[attr-defined]
     memory[floor:].fill_(PATTERN)
     start = 0 if tokens > 1 else workload.prompt
-    inputs = {"input_ids": torch.full((workload.batch, tokens), 7), "start": torch.full((workload.batch,), start),
-              "last": torch.full((workload.batch,), tokens - 1)}
+    inputs = StepInputs(torch.full((workload.batch, tokens), 7), torch.full((workload.batch,), start),
+                        torch.full((workload.batch,), tokens - 1))
     transient = allocated(lambda: session.step(inputs))
     touched = int((memory[floor:] != PATTERN).nonzero()[0]) + floor
     return floor, height + bound.program.workspace_nbytes(), top - touched + transient

@@ -1,0 +1,154 @@
+"""What the turns of `benchmarks.offload` come to: rates, bounds and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.offload_contestants import FOREBAY, IN_RAM, OFFLOADED
+
+BINDS = 1.5  # one bound binds where the other is this many times as high
+WITHIN = 0.15  # of what was measured
+
+Row = dict[str, Any]
+
+
+def figures(model: Row) -> list[Row]:
+    """A row for each cell and contestant: rates, bounds and errors, medians over turns of what was found in a turn."""
+    turns: dict[tuple[str, str], list[Row]] = {}
+    for turn in model["turns"]:
+        turns.setdefault((turn["cell"], turn["name"]), []).append(turn)
+    batches = {(plan["cell"], plan["name"]): plan["batch"] for plan in model["plans"]}
+
+    def rates(cell: str, name: str) -> list[float]:
+        return [batches[cell, name] / mean(t["steps_s"]) for t in turns.get((cell, name), ())]
+
+    rows = []
+    for plan in model["plans"]:
+        cell, name = at = plan["cell"], plan["name"]
+        if not (found := turns.get(at)):  # the time was up
+            continue
+        ours, batch, held, own = FOREBAY.get(name), plan["batch"], held_nbytes(model, name), rates(cell, name)
+        row: Row = {"model": model["model"], "cell": cell, "name": name, "batch": batch, "tokens_per_s": median(own),
+                    "tokens_per_s_spread": [min(own), max(own)], "micro_batches": plan.get("micro_batches", 1),
+                    "objects_nbytes": held - model["baselines"][name], "budget": plan.get("budget", model["budget"]),
+                    "peak_nbytes": max(t["peak"] for t in found) - held,
+                    "cached_nbytes": max(t.get("cached_peak", 0) for t in found)}
+        if all("prefill_s" in t for t in found):
+            row["prefill_s"] = median(t["prefill_s"] for t in found)
+            new = int(cell.rpartition("+")[2])
+            row["whole_tokens_per_s"] = median(
+                batch * new / (t["prefill_s"] + (new - 1) * mean(t["steps_s"])) for t in found)
+        if "tokens" in found[0] and (reference := turns.get((cell, IN_RAM))):
+            row["same_tokens"] = same_tokens(found[0]["tokens"], reference[0]["tokens"])
+        if ours is not None:
+            # the first step gives the cache its room: it is the prompt's in a prediction
+            errors = [t["predicted_step_s"] / mean(t.get("steady_s") or t["steps_s"]) - 1 for t in found]
+            row |= {"step_error": median(errors), "step_error_spread": [min(errors), max(errors)],
+                    "predicted_step_s": median(t["predicted_step_s"] for t in found)}
+            if "prefill_s" in row:
+                row["prefill_error"] = median(t["predicted_prefill_s"] / t["prefill_s"] - 1 for t in found)
+        if ours is not None and not ours.ram:
+            row |= {"planned_read_nbytes": plan["planned_read_nbytes"], "cache": plan["cache"],
+                    "read_nbytes": median(t.get("read_nbytes", 0) for t in found)}
+            if plan["planned_read_nbytes"]:
+                row["link_tokens_per_s"] = median(batch / link_bound_s(plan, t["link"]) for t in found)
+            if in_ram := rates(cell, f"ram {ours.formats}") or rates(cell, IN_RAM):
+                row["ram_tokens_per_s"] = median(in_ram)
+                row["cores_tokens_per_s"] = cores_bound(row, model["machine"].get("reads_core_share", 0.0))
+            if peers := [rate for peer in OFFLOADED for rate in rates(cell, peer)]:
+                row["times_peer"] = row["tokens_per_s"] / max(peers)
+        rows.append(row)
+    return rows
+
+
+def link_bound_s(plan: Row, link: Row) -> float:
+    """Seconds that the plan's bytes take at the rates of plain reads and writes, one after the other."""
+    return plan["planned_read_nbytes"] / link["bytes_per_s"] + plan["planned_written_nbytes"] / link[
+        "written_bytes_per_s"]
+
+
+def cores_bound(row: Row, share: float) -> float:
+    """Tokens per second where the cores compute as fast as in memory, and bear `share` of the time of the link."""
+    return 1 / (1 / row["ram_tokens_per_s"] + share / row.get("link_tokens_per_s", float("inf")))
+
+
+def held_nbytes(model: Row, name: str) -> int:
+    """Anonymous memory of a contestant's process when all cells were planned: imports, graphs and plans."""
+    return max([model["baselines"][name], *(p["held_nbytes"] for p in model["plans"]
+                                            if p["name"] == name and "held_nbytes" in p)])
+
+
+def same_tokens(ours: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> float:
+    """Of each sequence's answer the share of tokens before the first that differs, over sequences that both have."""
+    pairs = list(zip(zip(*ours, strict=True), zip(*reference, strict=True), strict=False))
+    same = sum(next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) for a, b in pairs)
+    return same / (len(pairs) * len(ours))
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def binds(row: Row) -> str:
+    """Which bound binds clearly: link, compute, or neither ("both")."""
+    link, compute = (row.get(key, float("inf")) for key in ("link_tokens_per_s", "ram_tokens_per_s"))
+    return "link" if BINDS * link <= compute else "compute" if BINDS * compute <= link else "both"
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Lines on all rows: of the bound that binds, beside peers, predictions, memory."""
+    blocks = [r for r in rows if "link_tokens_per_s" in r]
+    found = []
+    for side, key in (("link", "link_tokens_per_s"), ("compute", "ram_tokens_per_s")):
+        if shares := [r["tokens_per_s"] / r[key] for r in blocks if binds(r) == side]:
+            found.append(f"where the {side} binds decode is {min(shares):.2f} to {max(shares):.2f} of its bound")
+    if cores := [r["tokens_per_s"] / r["cores_tokens_per_s"] for r in blocks if "cores_tokens_per_s" in r]:
+        found.append("decode of what the cores allow, which bear a share of reads: "
+                     f"{min(cores):.2f} to {max(cores):.2f}")
+    if errors := [abs(r[key]) for r in rows for key in ("step_error", "prefill_error") if key in r]:
+        within = sum(error <= WITHIN for error in errors)
+        found.append(f"predicted within 15 %: {within} of {len(errors)}; median error {100 * median(errors):.1f} %, "
+                     f"largest {100 * max(errors):.1f} %")
+    if over := [r["peak_nbytes"] / r["budget"] for r in blocks]:
+        found.append(f"peak memory of Forebay's blocks: at most {max(over):.2f} of the budget")
+    return found
+
+
+def report(result: Row) -> None:
+    """Print the rows, then what they say."""
+    head = ["model", "cell", "contestant", "batch", "in", "prefill s", "decode tok/s", "link bound", "in memory",
+            "cores", "of the bound", "x peer", "with prefill", "peak MB", "objects MB", "page cache MB", "error %",
+            "as in RAM"]
+    rows = []
+    for r in result["rows"]:
+        bounds = [r[k] for k in ("link_tokens_per_s", "ram_tokens_per_s") if k in r]
+        low, high = r["tokens_per_s_spread"]
+        rows.append([r["model"], r["cell"], r["name"], str(r["batch"]), str(r["micro_batches"]), shown(r, "prefill_s"),
+                     f"{r['tokens_per_s']:.2f} ({low:.2f}..{high:.2f})",
+                     *(shown(r, f"{key}_tokens_per_s") for key in ("link", "ram", "cores")),
+                     f"{r['tokens_per_s'] / min(bounds):.2f} {binds(r)}" if bounds else "", shown(r, "times_peer"),
+                     shown(r, "whole_tokens_per_s"),
+                     *(f"{r[f'{key}_nbytes'] / 1e6:.0f}" for key in ("peak", "objects", "cached")),
+                     " ".join(f"{100 * r[k]:+.0f}" for k in ("step_error", "prefill_error") if k in r),
+                     f"{r['same_tokens']:.0%}" if "same_tokens" in r else ""])
+    print(result["processor"])
+    for model in result["models"]:
+        reads = [turn["link"]["bytes_per_s"] / 1e9 for turn in model["turns"]]
+        memory = model["machine"]["memory_bytes_per_s"] / 1e9
+        print(f"{model['model']}: plain reads {median(reads):.2f} GB/s ({min(reads):.2f}..{max(reads):.2f}), memory "
+              f"{memory:.1f} GB/s; sequences that fit with their cache on the device: {model['fits'] or 'not asked'}")
+    print_table(head, rows)
+    for line in result["summary"]:
+        print(line)
+
+
+def shown(row: Row, key: str) -> str:
+    return f"{row[key]:.2f}" if key in row else ""
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,102 @@
+"""The page cache as benchmarks see it: what of a model's files is in it, steps timed with it dropped, peak memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from forebay.commands.process_memory import anonymous_nbytes
+from forebay.runtime.disk.page_cache import cached_nbytes, drop_file, resident_nbytes
+
+SAMPLE_S = 0.02
+DROP_ALL = Path("/proc/sys/vm/drop_caches")
+
+
+class PageCache:
+    """The model's files in the page cache: how many bytes, and how to drop them."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self.paths = [p for folder in folders for p in sorted(Path(folder).glob("*")) if p.suffix in (
+            ".safetensors", ".dat")]
+        self._fds = [os.open(p, os.O_RDONLY) for p in self.paths]
+        os.pread(self._fds[0], mmap.PAGESIZE, 0)
+        self._quick = cached_nbytes(self._fds[0]) > 0  # cachestat: Linux 6.5; else mincore, some 5 ms per 400 MB
+
+    def nbytes(self) -> int:
+        if self._quick:
+            return sum(map(cached_nbytes, self._fds))
+        return sum(map(resident_nbytes, self.paths))
+
+    def drop(self) -> None:
+        try:
+            DROP_ALL.write_text("1")
+        except OSError:
+            for path in self.paths:
+                drop_file(path)
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+
+class StepClock:
+    """Times steps. Before each, outside its time, the files' bytes in `cache`, if given, are counted and dropped."""
+
+    def __init__(self, cache: PageCache | None = None) -> None:
+        self.cache = cache
+        self.times_s: list[float] = []
+        self.tokens: list[list[int]] = []
+        self.cached_peak = self.left_after_drop = 0
+        self._start = 0.0
+
+    def begin(self) -> None:
+        if self.cache is not None and (cached := self.cache.nbytes()):
+            if self.times_s:
+                self.cached_peak = max(self.cached_peak, cached)
+            self.cache.drop()
+            self.left_after_drop = max(self.left_after_drop, self.cache.nbytes())
+        self._start = time.perf_counter()
+
+    def end(self, token: torch.Tensor) -> None:
+        """`token` [B] is what the step chose."""
+        self.times_s.append(time.perf_counter() - self._start)
+        self.tokens.append(token.tolist())
+
+    def start(self, tokens: int) -> Callable[[torch.Tensor], None]:
+        """Begin the first of so many steps; what is to be called with the token of each begins the next."""
+        left = tokens
+
+        def on_token(token: torch.Tensor) -> None:
+            nonlocal left
+            self.end(token)
+            left -= 1
+            if left:
+                self.begin()
+
+        self.begin()
+        return on_token
+
+
+class PeakWatch:
+    """Samples this process's anonymous memory every 20 ms while it is entered."""
+
+    def __enter__(self) -> PeakWatch:
+        self.peak = anonymous_nbytes()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._end.wait(SAMPLE_S):
+            self.peak = max(self.peak, anonymous_nbytes())
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self._thread.join()

@@ -1,0 +1,151 @@
+"""What a machine does just now: plain reads and writes, products, memory; and predictions at these paces."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from forebay.kernels.products.linear.cpu import bind_linear
+from forebay.rewriter.machine.profile import Machine
+from forebay.runtime.disk.chunks import Write
+from forebay.runtime.disk.reader import KINDS, open_reader, open_writer
+from forebay.runtime.disk.spill_file import SpillFile
+from forebay.runtime.measure.kernels import GEMM_SHAPES, QUICK_SHAPES, cold_weights
+from forebay.runtime.measure.machine import landing_memory, read_time_s
+from forebay.runtime.run.arena import Arena
+
+MIB = 1 << 20
+PROBE_NBYTES = 128 * MIB
+PROBE_S = 0.15
+FILL = 0x11  # in bf16 and fp16 a small number, in packed rows code 1 of small scales; nothing is subnormal
+
+
+class Probe:
+    """Plain reads of the model's largest file by the engine that the profile chose, each from where the last ended, and
+    the profile's products of so many rows, `by` that implementation or the fastest, for weights outside the caches."""
+
+    def __init__(self, folder: Path, machine: Machine, dtype: str, batch: int, by: str = "") -> None:
+        self.calls: list[tuple[float, Iterator[Any]]] = []  # seconds by the profile, and the product over other weights
+        for n, k in GEMM_SHAPES[:QUICK_SHAPES]:
+            impl = by or machine.best_gemm(dtype, batch, n, k)
+            weights = cold_weights(n, k, getattr(torch, dtype))
+            x, out = weights.new_ones(batch, k), weights.new_empty(batch, n)
+            products = itertools.cycle([bind_linear(impl, x, w, None, out) for w in weights])
+            self.calls.append((machine.gemm_time_s(impl, dtype, batch, n, k), products))
+        self.path = str(max(folder.glob("*.safetensors"), key=os.path.getsize))
+        self.size = os.path.getsize(self.path)
+        link = machine.link("disk", "device")
+        self.reader = open_reader(link.method, link.depth, link.chunk_nbytes)
+        self.memory = landing_memory(64 * MIB)
+        self.at = 0
+
+    def bytes_per_s(self, least_s: float = 0.0) -> float:
+        """The rate of one read, or of as many as take so many seconds: on a disk that others use too, single ones
+        differ by half."""
+        span, time_s, reads = min(PROBE_NBYTES, self.size // MIB * MIB), 0.0, 0
+        while not reads or time_s < least_s:
+            if self.at + span > self.size:
+                self.at = 0
+            time_s += read_time_s(self.reader, self.path, self.at, span, self.memory)
+            self.at += span
+            reads += 1
+        return reads * span / time_s
+
+    def pace(self) -> float:
+        """How many times as long as in the profile its products take, one of each shape after the other."""
+        alone = sum(time_s for time_s, _ in self.calls)
+        found: list[float] = []
+        end = time.perf_counter() + PROBE_S
+        while (start := time.perf_counter()) < end:
+            for _, products in self.calls:
+                next(products)()
+            found.append((time.perf_counter() - start) / alone)
+        return median(found)
+
+
+def at_pace(machine: Machine, bytes_per_s: float, pace: float) -> Machine:
+    """The profile with another rate of reads from disk, and all computation `pace` times as long."""
+    links = tuple(replace(x, bandwidth_bytes_per_s=bytes_per_s) if x.src == "disk" else x for x in machine.links)
+    return replace(
+        machine, links=links, gemm=tuple(replace(p, time_s=p.time_s * pace) for p in machine.gemm),
+        attention=tuple(replace(p, time_s=p.time_s * pace) for p in machine.attention),
+        memory_bytes_per_s=machine.memory_bytes_per_s / pace)
+
+
+def memory_bytes_per_s(repeats: int) -> float:
+    """The best rate of reading 256 MiB by all threads."""
+    values, times = torch.ones(64 * MIB), []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        values.sum()
+        times.append(time.perf_counter() - began)
+    return values.nbytes / min(times)
+
+
+def write_rate(folder: str, machine: Machine) -> float:
+    """Bytes per second of plain writes to a spill file by the profile's engine."""
+    link, memory, size = machine.link("device", "disk"), Arena(64 * MIB), 4 * MIB
+    memory.bytes.fill_(FILL)
+    landed, errors = threading.Semaphore(0), list[BaseException]()
+
+    def on_done(error: BaseException | None) -> None:
+        errors.extend([error] if error else [])
+        landed.release()
+
+    engine = link.method if link.method in KINDS else "auto", link.depth or None, link.chunk_nbytes or None
+    with contextlib.closing(SpillFile("probe", folder, memory.nbytes)) as file, contextlib.closing(
+            open_writer(*engine)) as writer:
+        times = []
+        for _ in range(3):  # the first finds space that was only promised, which is slower to write
+            start = time.perf_counter()
+            for at in range(0, memory.nbytes, size):
+                writer.write(file, Write(at, size, ((memory.address + at, size),), on_done))
+            for _ in range(0, memory.nbytes, size):
+                landed.acquire()
+            times.append(time.perf_counter() - start)
+    if errors:
+        raise errors[0]
+    return memory.nbytes / min(times[1:])
+
+
+def moved_so_far() -> tuple[int, int]:
+    """Bytes that this process has read from and written to storage."""
+    found = dict(line.split(":") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(found["read_bytes"]), int(found["write_bytes"])
+
+
+def fill_cache(lm: Any) -> None:
+    """Write every byte of the cache, on the device and in its spill file: space that was never written is read from no
+    disk, and memory that was never touched from one page."""
+    device = lm.session.device
+    for b in lm.plan.buffers:
+        if b.kind == "cache" and b.arena in device.arenas:
+            device.arenas[b.arena].bytes[b.offset : b.offset + b.nbytes].fill_(FILL)
+    if lm.plan.schedule.block.cache == "disk":
+        file, block = device.spill["cache"], mmap.mmap(-1, 8 * MIB)
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(block)), FILL, len(block))
+        for at in range(0, file.nbytes, len(block)):
+            os.pwritev(file.fd, [memoryview(block)[: min(len(block), file.nbytes - at)]], at)
+
+
+def processor() -> str:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        facts = {key.strip(): value for key, _, value in (line.partition(": ") for line in lines)}
+        bf16 = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in facts.get("flags", "").split()]
+        return (f"{facts.get('model name', platform.processor())} (family {facts.get('cpu family')}, model "
+                f"{facts.get('model')}), {os.cpu_count()} cores, bf16 instructions: {', '.join(bf16) or 'none'}")
+    return platform.processor() or platform.machine()
