@@ -20,9 +20,9 @@ from typing import Any
 from forebay.kernels.formats.table import CACHE_FORMATS, CHECKPOINT_FORMATS
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.alignment import whole_pages
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Budget, Plan, Workload
 from forebay.rewriter.ir.program import COMPUTE, FileSlice
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import plan_block
@@ -47,8 +47,8 @@ def plans(
     for name, spec in captured.weights.items():
         files[name], at = FileSlice("weights", at, spec.nbytes), at + whole_pages(spec.nbytes)
 
-    def graphs_of(whole: Workload, block: Block) -> StepGraphs:
-        return step_graphs(captured, files, whole, model, block=block, host_hop=machine.near_disk == "host")
+    def graphs_of(whole: Workload, batching: BatchSchedule) -> StepGraphs:
+        return step_graphs(captured, files, whole, model, batching=batching, host_hop=machine.near_disk == "host")
 
     tiers = machine.tiers
     budget = Budget(tiers["device"].capacity_nbytes, tiers["host"].capacity_nbytes)

@@ -141,7 +141,7 @@ def measure(name: str, options: argparse.Namespace, say: Any) -> dict[str, Any]:
                            choose=partial(plan_places, places=places)) as lm:
             plan = lm.plan
             say(f"{name}: planned in {time.monotonic() - began:.1f} s; {places} places, "
-                f"{plan.schedule.block.entering} enter at once, chunks of {plan.schedule.prefill_chunk} tokens; "
+                f"{plan.schedule.batching.admitted} enter at once, chunks of {plan.schedule.prefill_chunk} tokens; "
                 f"{plan.prediction.streamed_nbytes / 1e6:.1f} MB stream in each step")
             with (LanguageModel(*opened, lm.budget, plan.workload, Options(), plan=plan) as other,
                   LanguageModel(*opened, lm.budget, plan.workload, Options(cache_tier="device")) as padded):

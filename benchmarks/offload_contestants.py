@@ -98,8 +98,9 @@ class ForebayInCells:
             return {"refused": str(error)}
         p, s = self.lm.plan, self.lm.plan.schedule
         read, written = moved_nbytes(self.lm, 1)
-        return {"order": s.block.order, "micro_batches": s.block.micro_batches, "cache": s.block.cache,
-                "cache_tokens": s.block.cache_tokens, "cache_slots": s.block.cache_slots, "slots": s.slots,
+        return {"order": s.batching.micro_batches.order, "micro_batches": s.batching.micro_batches.count,
+                "cache": s.batching.cache.tier,
+                "cache_tokens": s.batching.cache.block_tokens, "cache_slots": s.batching.cache.slots, "slots": s.slots,
                 "slot_nbytes": s.slot_nbytes, "lead": s.lead, "prefill_chunk": s.prefill_chunk,
                 "batch": p.workload.batch, "budget": p.budget.device, "planned_read_nbytes": read,
                 "planned_written_nbytes": written, "planned_peak_nbytes": p.prediction.peak_nbytes["device"],

@@ -134,7 +134,7 @@ def fill_cache(lm: Any) -> None:
     for b in lm.plan.buffers:
         if b.kind == "cache" and b.arena in device.arenas:
             device.arenas[b.arena].bytes[b.offset : b.offset + b.nbytes].fill_(FILL)
-    if lm.plan.schedule.block.cache == "disk":
+    if lm.plan.schedule.batching.cache.tier == "disk":
         file, block = device.spill["cache"], mmap.mmap(-1, 8 * MIB)
         ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(block)), FILL, len(block))
         for at in range(0, file.nbytes, len(block)):

@@ -184,7 +184,7 @@ def measure_cells(cells: Sequence[RanksCell], folder: Path, machine: Machine, ar
         lm = wrapped(cell, _packed(folder, cell.packed), machine, args.prompt, args.new)
         chunk = lm.plan.schedule.prefill_chunk
         programs = {"prefill": lm._pipeline.program(lm.plan, chunk), "decode": lm._pipeline.program(lm.plan, 1)}
-        passes = -(-args.prompt // chunk), lm.plan.schedule.block.prefills(cell.batch)
+        passes = -(-args.prompt // chunk), lm.plan.schedule.batching.admission.prefills(cell.batch)
         assert lm.session is not None  # makes the groups in which ranks exchange
         lm.close()
         both = {phase: from_all(program) for phase, program in programs.items()}

@@ -149,7 +149,7 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[l
         lms = {who: forebay.wrap(folder, budget, **fixed, **drafts)  # type: ignore[arg-type]
                for who, drafts in OURS.items()}
         plain, checking = lms["plain"].plan, lms["lookup"].plan
-        note(f"{100 * share:.0f} %, {budget} bytes, cache on {plain.schedule.block.cache}: "
+        note(f"{100 * share:.0f} %, {budget} bytes, cache on {plain.schedule.batching.cache.tier}: "
              f"{checking.schedule.speculative_steps} tokens are checked, in {checking.prediction.speculative_times_s} "
              f"s; one takes {plain.prediction.decode_time_s:.3f} s" + "".join(
                  f"\n  {copy}: {draft_summary(lms[copy])}" for copy in COPIES))

@@ -151,7 +151,7 @@ def placements(model: Tiny, stream: Mapping[str, int | str]) -> dict[str, Weight
 def completed(gm: fx.GraphModule, plan: Plan, reuse: bool = True) -> Plan:
     """A plan made by hand with what else the last passes want: places for the activations of a tiled graph, which gets
     its `Layout`, and torch's own products."""
-    layout = gm.meta[META] = plan_activations(gm, reuse, plan.schedule.block)
+    layout = gm.meta[META] = plan_activations(gm, reuse, plan.schedule.batching)
     shapes = {shape for node in gm.graph.nodes if (shape := product_shape(node)) is not None}
     return replace(plan, buffers=(*plan.buffers, *place_activations(layout, plan, "decode")),
                    gemm=tuple(GemmChoice(*shape, impl="aten") for shape in sorted(shapes)))

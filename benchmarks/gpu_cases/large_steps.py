@@ -129,7 +129,7 @@ def measure_blocks(scratch: Path, machine: Any, job: Row) -> Row:
     row = {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": BLOCK["batch"] / step_s,
            "prefill_s": times[0] - began, "moved_nbytes": moved, "bound_s": bound_s, "planned_s": planned_s,
            "predicted_step_s": p.decode_time_s, "predicted_prefill_s": p.prefill_time_s, "busy_s": p.busy_time_s,
-           "block": str(s.block), "prefill_chunk": s.prefill_chunk, "plan_nbytes": p.peak_nbytes}  # fmt: skip
+           "block": str(s.batching), "prefill_chunk": s.prefill_chunk, "plan_nbytes": p.peak_nbytes}  # fmt: skip
     return row | peak_within(budget["device"], before)
 
 

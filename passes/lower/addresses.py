@@ -9,10 +9,10 @@ from typing import Any
 from torch import fx
 
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.gathers import GATHER_BUFFER, gathers_weight
 from forebay.rewriter.ir.graph import META, STREAMED, CacheInput, Layout, WeightInput, storage_of, values_of
 from forebay.rewriter.ir.program import Span, TensorRef
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 
 # A symbol stands in place of an arena where the address is known only when a layer is stamped: "?w3" is the memory that
 # the graph's placeholder 3 stands for, "?t2" the tile that its fetch number 2 brings, "?ax" the planned buffer x of the
@@ -100,10 +100,10 @@ class Addresses:
         return (buffers.get(name) or buffers[f"{name}@0"]).nbytes
 
 
-def micro_batch_symbols(layout: Layout, number: int, block: Block) -> dict[str, Address]:
+def micro_batch_symbols(layout: Layout, number: int, batching: BatchSchedule) -> dict[str, Address]:
     """What the symbols of planned buffers stand for during a turn of micro-batch `number` of `block`. Contents go by
     its name, so that nobody takes them for those of another that uses the same memory."""
-    count, region = block.micro_batches, block.hidden_regions()[number]
+    count, region = batching.micro_batches.count, batching.hidden_regions()[number]
     if count == 1:
         return {ACTIVATION + b.name: (b.arena, b.offset, b.name) for b in layout.buffers.values()}
     found = {}

@@ -37,7 +37,8 @@ def put(source: TensorRef, index: TensorRef, target: TensorRef, writes: Span, la
 def name_places(draft: Draft, plan: Plan) -> TensorRef:
     """The input that names places, which is declared in `draft`."""
     b = next(b for b in plan.buffers if b.name == PLACES)
-    ref = draft.inputs[PLACES] = TensorRef(b.arena, b.offset, "int64", (plan.schedule.block.entering,), (1,), PLACES)
+    ref = draft.inputs[PLACES] = TensorRef(
+        b.arena, b.offset, "int64", (plan.schedule.batching.admitted,), (1,), PLACES)
     draft.resident[PLACES] = span_of(ref)
     return ref
 

@@ -14,7 +14,7 @@ def hoist_gathers(draft: Draft, plan: Plan) -> None:
     """Move every gather of a weight up to where what its memory held before was read last, with what fetches a rank's
     part of it: it runs beside the products between. They keep their order, and the moves of a step theirs. PlanError
     where that memory is too small for what one operator needs at once."""
-    if plan.schedule.block.gather_buffers:
+    if plan.schedule.batching.gathering.buffers:
         draft.items = _Hoisted(draft).items()
 
 
@@ -50,8 +50,8 @@ class _Hoisted:
             if len(group) > 1:  # moves are issued in order
                 at = max([at, *(move for move in moves if move < i)])
             if at > self.first[launch.label]:
-                raise PlanError(f"plan.schedule.block.gather_buffers: {launch.label} is read while what lies in its "
-                                "memory before it is; plan again")
+                raise PlanError(f"plan.schedule.batching.gathering.buffers: {launch.label} is read while what lies in "
+                                "its memory before it is; plan again")
             held = [each for each in held if each not in over] + [(span, self.released[span.buffer])]
             places.setdefault(at, []).extend(group)
         found = [items[i] for i in places.get(-1, ())]

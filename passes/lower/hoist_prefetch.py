@@ -18,7 +18,7 @@ def hoist_prefetch(draft: Draft, plan: Plan) -> None:
     slot is given back. That is a turn later than it was, if there are slots for it, so that stores have a turn's time.
     """
     _hoist_weights(draft, plan)
-    _hoist_cache(draft, plan.schedule.block.cache_slots)
+    _hoist_cache(draft, plan.schedule.batching.cache.slots)
 
 
 def _hoist_weights(draft: Draft, plan: Plan) -> None:

@@ -68,7 +68,7 @@ def lower(
     draft = Draft(name)
     lowering = _Lowering(draft, gm, plan, files, workspace)
     lowering.record()
-    for turn in turns(len(lowering.pieces), plan.schedule.block, lowering.last):
+    for turn in turns(len(lowering.pieces), plan.schedule.batching, lowering.last):
         lowering.stamp(turn)
     return draft
 
@@ -82,7 +82,7 @@ class _Lowering:
         layout = gm.meta[META]
         assert isinstance(layout, Layout), "allocate_buffers runs before lower"
         self.gm, self.plan, self.files, self.workspace, self.layout = gm, plan, files, workspace, layout
-        self.count = plan.schedule.block.micro_batches
+        self.count = plan.schedule.batching.micro_batches.count
         self.buffers: dict[str, BufferPlacement] = {b.name: b for b in plan.buffers}
         self.slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device"]
         self.draft, self.lookups = draft, itertools.count()
@@ -91,7 +91,7 @@ class _Lowering:
         self.pieces: list[list[tuple[Recording, _Stamp]]] = []
         self.last = 0  # pieces from the exchange on in which all stages meet
         self.staging: CacheStaging | PlaceStaging | None = None
-        self.activations = [micro_batch_symbols(layout, k, plan.schedule.block) for k in range(self.count)]
+        self.activations = [micro_batch_symbols(layout, k, plan.schedule.batching) for k in range(self.count)]
         self.fetched = 0
         self.gathered = self.ring_at = 0  # weights gathered ahead, and where in their memory the next one lies
 
@@ -101,14 +101,14 @@ class _Lowering:
         draft.resident |= {b.name: Span(b.arena, b.offset, b.nbytes, b.name)
                            for b in self.plan.buffers if b.kind in kept}
         placeholders = self.gm.graph.find_nodes(op="placeholder")
-        block = self.plan.schedule.block
+        batching = self.plan.schedule.batching
         self.cut = False
-        if block.staged or block.entering:
+        if batching.cache.staged or batching.admitted:
             tokens = next(n for n in placeholders if n.target == "input_ids").meta["val"].shape[1]
-            self.cut = block.attends_on_host(tokens)
-            if block.staged:
-                self.staging = CacheStaging(draft, self.plan, staged_layers(self.gm, block), tokens)
-            elif block.is_prefill(tokens):
+            self.cut = batching.attends_on_host(tokens)
+            if batching.cache.staged:
+                self.staging = CacheStaging(draft, self.plan, staged_layers(self.gm, batching), tokens)
+            elif batching.is_prefill(tokens):
                 self.staging = PlaceStaging(draft, self.plan, self.gm)
         outer = self.whole = self._instance(-1, ((self.outer.symbols[n], n) for n in placeholders))
         recorder = Recorder(self.outer, self.workspace)

@@ -1,10 +1,10 @@
 """Hidden states off the device: what outlives a micro-batch's turn goes out behind it, and comes back before the next.
 
-Micro-batches whose hidden states leave the device share a few regions of its memory (`Block.hidden_regions`). The draft
-has their launches at these addresses already, one micro-batch after the other; here the copies between them are added,
-as they follow from who touches which contents: behind the last launch of a turn what is still needed and was written is
-stored, and what a turn reads of what was stored is loaded as soon as its region is vacant. What stands in a region and
-was not changed has not to go out again.
+Micro-batches whose hidden states leave the device share a few regions of its memory (`HiddenPlacement.regions`).
+The draft has their launches at these addresses already, one micro-batch after the other; here the copies between them
+are added, as they follow from who touches which contents: behind the last launch of a turn what is still needed and was
+written is stored, and what a turn reads of what was stored is loaded as soon as its region is vacant. What stands in a
+region and was not changed has not to go out again.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class _Stay:
 
 def offload_hidden(draft: Draft, plan: Plan) -> None:
     """Put the copies of hidden states that leave the device, and the marks of their regions, among a draft's items."""
-    if plan.schedule.block.hidden != "device":
+    if plan.schedule.batching.hidden.tier != "device":
         _Offloading(draft, plan).run()
 
 
 class _Offloading:
     def __init__(self, draft: Draft, plan: Plan) -> None:
-        self.draft, self.block, buffers = draft, plan.schedule.block, plan.buffers
-        own = region_buffers(buffers, self.block)
+        self.draft, self.batching, buffers = draft, plan.schedule.batching, plan.buffers
+        own = region_buffers(buffers, self.batching)
         taken = dict.fromkeys(HIDDEN_HOME_ARENAS, 0)
         self.away: dict[str, tuple[int, int]] = {}  # contents -> micro-batch, region
         self.home: dict[str, tuple[BufferPlacement, int]] = {}  # contents -> where they wait, and the offset
         places = {b.name: b for b in buffers}
-        for k, (region, tier) in offloaded_regions(self.block).items():
+        for k, (region, tier) in offloaded_regions(self.batching).items():
             for name, b in own.items():
                 contents, home = f"{name}@{k}", places[hidden_home_name(tier)]
                 self.away[contents] = k, region
@@ -76,7 +76,7 @@ class _Offloading:
                 self.draft.files[CACHE_STAGING] = max(self.draft.files.get(CACHE_STAGING, 0), b.offset + b.nbytes)
         following = {id(turn): later for region in {turn.region for turn in turns}
                      for turn, later in itertools.pairwise(t for t in turns if t.region == region)}
-        delay = 1 if self.block.hidden_slots > 2 else 0  # so that a store has a turn's time
+        delay = 1 if self.batching.hidden.slots > 2 else 0  # so that a store has a turn's time
         waiting: list[tuple[int, _Stay, list]] = []
         for n, turn in enumerate(turns):
             evicts = self._leave(turn)

@@ -44,15 +44,16 @@ class CacheStaging:
     def __init__(self, draft: Draft, plan: Plan, layers: Mapping[int, StagedLayer], tokens: int) -> None:
         self.draft, self.plan, self.layers = draft, plan, layers
         self.buffers: dict[str, BufferPlacement] = {b.name: b for b in plan.buffers}
-        self.count = plan.schedule.block.micro_batches
-        self.homes = dict(zip(layers, plan.schedule.block.cache_homes(len(layers)), strict=True))
+        self.count = plan.schedule.batching.micro_batches.count
+        self.homes = dict(zip(layers, plan.schedule.batching.cache_homes(len(layers)), strict=True))
         self.fetched = 0
-        self.places = name_places(draft, plan) if plan.schedule.block.entering and (
-            plan.schedule.block.is_prefill(tokens)) else None
-        self.block, self.tokens = plan.schedule.block, tokens
-        self.alike = self.places is None and not self.block.checkpoints  # a slot has the rows of its table, in order
-        self.sizes = input_sizes(layers, self.block)
-        self.usual = {i: moved_shares(layer, plan.schedule.block, plan.workload, tokens)
+        self.places = name_places(draft, plan) if plan.schedule.batching.admitted and (
+            plan.schedule.batching.is_prefill(tokens)) else None
+        self.batching, self.tokens = plan.schedule.batching, tokens
+        # whether a slot has the rows of its table, in order
+        self.alike = self.places is None and not self.batching.recomputation.checkpoints
+        self.sizes = input_sizes(layers, self.batching)
+        self.usual = {i: moved_shares(layer, plan.schedule.batching, plan.workload, tokens)
                       for i, layer in layers.items()}
         draft.files = {CACHE_STAGING: max(b.offset + b.nbytes for b in plan.buffers if b.arena == CACHE_STAGING)
                        } if any(b.arena == CACHE_STAGING for b in plan.buffers) else {}
@@ -73,11 +74,11 @@ class CacheStaging:
         if self._stays(tier):
             return self._bring_places(layer, home) if self.places is not None else (
                 home.arena, home.offset, home.buffer)
-        staged, slot = self.layers[layer], self.fetched % self.plan.schedule.block.cache_slots
+        staged, slot = self.layers[layer], self.fetched % self.plan.schedule.batching.cache.slots
         self.fetched += 1
         b, index = self.buffers[f"{CACHE_STAGING}{slot}"], len(self.draft.moves)
         span = Span(b.arena, b.offset, staged.nbytes, f"{b.name}:{index}")
-        tailed = self.block.has_tails(tier)
+        tailed = self.batching.cache.has_tails(tier)
         loads = self._told(loads_name(staged.window) if tailed else WHOLE_LOADS, micro_batch)
         source = Rows(home, staged.block_nbytes, loads, skips=True, usual=self.usual[layer][0])
         self.draft.moves.append(Move(f"load cache of layer {layer}@{micro_batch}", source, slot, span, (0, 0),
@@ -103,7 +104,7 @@ class CacheStaging:
             return
         staged, index = self.layers[layer], int(place[2].rpartition(":")[2])
         span = Span(place[0], place[1], staged.nbytes, place[2])
-        tails = self.block.has_tails(tier)
+        tails = self.batching.cache.has_tails(tier)
         target = Rows(self._home(layer, micro_batch), staged.block_nbytes,
                       self._told(STORES if tails else WHOLE_STORES, micro_batch), skips=True,
                       usual=self.usual[layer][1])
@@ -151,7 +152,7 @@ class CacheStaging:
 
     def _stays(self, tier: str) -> bool:
         """Whether caches of a tier are attended there."""
-        return tier == "device" or (tier == "host" and self.block.attends_on_host(self.tokens))
+        return tier == "device" or (tier == "host" and self.batching.attends_on_host(self.tokens))
 
     def _home(self, layer: int, micro_batch: int) -> Span:
         """The bytes that a micro-batch's blocks are among where its cache lives."""
@@ -172,7 +173,7 @@ class CacheStaging:
             return table, TensorRef(b.arena, b.offset, "int64", (staged.tails, words), (words, 1),
                                     f"{ENTERING}:{layer}")
         tails, homes = self._tails(layer), self.homes[layer][:micro_batch]
-        number = sum(map(self.block.has_tails, homes))  # among those that have tails
+        number = sum(map(self.batching.cache.has_tails, homes))  # among those that have tails
         return table, TensorRef(tails.arena, tails.offset + number * staged.tail_nbytes, "int64",
                                 (staged.tails, words), (words, 1), tails.buffer)
 

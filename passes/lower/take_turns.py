@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class PieceTurn:
     closes: bool
 
 
-def turns(pieces: int, block: Block, last: int = 0) -> Iterator[PieceTurn]:
+def turns(pieces: int, batching: BatchSchedule, last: int = 0) -> Iterator[PieceTurn]:
     """Every piece for every micro-batch, each micro-batch through the pieces in order (FlexGen, figure 3). The `last`
     pieces, where stages meet, have zigzag order always: a micro-batch that waited there would hold up others."""
-    count, first = block.micro_batches, 0
-    if block.order == "row":
+    count, first = batching.micro_batches.count, 0
+    if batching.micro_batches.order == "row":
         first = pieces - last
         for k in range(count):
             for piece in range(first):

@@ -15,10 +15,10 @@ from forebay.passes.lower.out_variants import mutated_arguments, named_arguments
 from forebay.passes.place.arrange_block import arrange, outlive_turns
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
-from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.gathers import GATHER_BUFFER, gathers_weight, ring_nbytes
 from forebay.rewriter.ir.graph import META, Layout, is_collective, storage_of, values_of
 from forebay.rewriter.ir.plan import KEPT, MOVING, BufferPlacement, Plan, PlanError
+from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def place_activations(layout: Layout, plan: Plan, phase: str) -> tuple[BufferPla
     return tuple(replace(b, offset=base + b.offset, phase=phase) for b in layout.buffers.values())
 
 
-def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALONE) -> Layout:
+def plan_activations(gm: fx.GraphModule, reuse: bool = True, batching: BatchSchedule = ALONE) -> Layout:
     """Lifetimes and relative addresses (from 0) of all values of a flat graph that are neither weights nor cache.
 
     Without `reuse` every value keeps an address of its own for the whole step. `gm` is the graph of one micro-batch of
@@ -75,7 +75,7 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALON
     until = {n: min((position[u] for u in _waiting(n)), default=end - 1) if n.target in lookups or is_collective(n)
              else i for n, i in position.items()}
     for i, node in enumerate(nodes):
-        if _owns_memory(node) and not (block.gather_buffers and gathers_weight(node)):
+        if _owns_memory(node) and not (batching.gathering.buffers and gathers_weight(node)):
             for element in range(len(values_of(node))):
                 first[node, element] = last[node, element] = i
         elif node.op == "placeholder" and node.meta.get(META) is None and values_of(node):
@@ -102,12 +102,12 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALON
         requests.append(Buffer(name, lower, upper + 1, aligned(nbytes)))
         boundary = any(n.op == "placeholder" for n, _ in keys) or live[name][1] == end
         kinds[name] = "io" if boundary else "activation"
-    outlive = outlive_turns(nodes, live, block)
-    if block.gather_buffers and (ring := ring_nbytes(nodes, block.gather_buffers)):
+    outlive = outlive_turns(nodes, live, batching)
+    if batching.gathering.buffers and (ring := ring_nbytes(nodes, batching.gathering.buffers)):
         requests.append(Buffer(GATHER_BUFFER, 0, end, ring))
         kinds[GATHER_BUFFER], exact[GATHER_BUFFER], live[GATHER_BUFFER] = "activation", ring, (0, end)
     boundary_names = {name for name, kind in kinds.items() if kind == "io"}
-    placed = arrange(requests, boundary_names, outlive, exact, block)
+    placed = arrange(requests, boundary_names, outlive, exact, batching)
     ends: dict[str, list[str]] = {}
     for name, (_, stop) in live.items():
         if stop < end:

@@ -11,8 +11,8 @@ from torch import fx
 
 from forebay.passes.allocators import Allocation, Buffer, allocate
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import META, CacheInput, hands_on, storage_of, weight_name
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 
 TIME_LIMIT_S = 1.0
 
@@ -28,7 +28,7 @@ class Arrangement:
 
 
 def outlive_turns(
-    nodes: Sequence[fx.Node], live: Mapping[str, tuple[int, int]], block: Block
+    nodes: Sequence[fx.Node], live: Mapping[str, tuple[int, int]], batching: BatchSchedule
 ) -> frozenset[str]:
     """Of buffers that live over [first, last] of a flat graph's nodes, those that another micro-batch's turn meets.
 
@@ -37,14 +37,14 @@ def outlive_turns(
     where the host attends, behind the last operator of a layer that touches the cache. In row order turns end early
     where all stages meet alone.
     """
-    if block.micro_batches == 1:
+    if batching.micro_batches.count == 1:
         return frozenset()
-    if block.order == "row":
+    if batching.micro_batches.order == "row":
         meet = max((i for i, node in enumerate(nodes) if hands_on(node)), default=len(nodes))
         return frozenset(name for name, (first, last) in live.items() if first < meet <= last)
     layers = [node.meta.get("layer", -1) for node in nodes]
     borders = [i for i in range(1, len(nodes)) if layers[i] != layers[i - 1]]  # the turn ends before node i
-    if block.attends_on_host(_tokens(nodes)):
+    if batching.attends_on_host(_tokens(nodes)):
         last = {layers[i]: i for i, node in enumerate(nodes) if layers[i] >= 0 and touches_cache(node)}
         borders = sorted({*borders, *(i + 1 for i in last.values())})
     within = [i for i, node in enumerate(nodes) if layers[i] < 0 and node.op == "call_function" and (
@@ -76,12 +76,12 @@ def reads_matrix(operand: fx.Node) -> bool:
 
 def arrange(
     requests: Sequence[Buffer], boundary: Collection[str], outlive: Collection[str], exact: Mapping[str, int],
-    block: Block,
+    batching: BatchSchedule,
 ) -> Arrangement:
     """Places for every request in `block.micro_batches` micro-batches: from below those that they use one after the
     other, then a region for each micro-batch with what outlives its turn, or a few that they share where that leaves
     the device, then inputs and outputs (`boundary`), which lie without gaps, `exact` bytes a micro-batch."""
-    count = block.micro_batches
+    count = batching.micro_batches.count
     if count == 1:
         found = _allocated(requests)
         places = [(r.id, r.id, at, exact[r.id]) for r, at in zip(requests, found.offsets, strict=True)]
@@ -90,7 +90,7 @@ def arrange(
     shared = [r for r in requests if r.id not in outlive and r.id not in boundary]
     below, each = _allocated(shared), _allocated(own)
     places = [(r.id, r.id, at, exact[r.id]) for r, at in zip(shared, below.offsets, strict=True)]
-    base, region, regions = aligned(below.height), aligned(each.height), max(block.hidden_regions()) + 1
+    base, region, regions = aligned(below.height), aligned(each.height), max(batching.hidden_regions()) + 1
     places += [(f"{r.id}@{n}", r.id, base + n * region + at, exact[r.id])
                for n in range(regions) for r, at in zip(own, each.offsets, strict=True)]
     top = base + regions * region

@@ -48,7 +48,7 @@ def insert_transfers(gm: fx.GraphModule, plan: Plan) -> None:
         base = node.meta.get("alias_of")
         if base in replaced:
             node.meta["alias_of"] = replaced[base]
-    if not plan.schedule.block.takes_turns:  # else slots hold all of a layer's weights
+    if not plan.schedule.batching.micro_batches.takes_turns:  # else slots hold all of a layer's weights
         while (held := _held_too_long(graph, plan.schedule.slots)) is not None:
             _fetch_for_each(graph, held)
     number_transfers(gm, plan)

@@ -14,7 +14,7 @@ from forebay.rewriter.ir.plan import Plan
 def order_gathers(gm: fx.GraphModule, plan: Plan) -> None:
     """Put every gather of a weight, where the plan has memory for those that come early, before its first reader, with
     what fetches the rank's part: they take turns in that memory in the order in which they are read."""
-    if not plan.schedule.block.gather_buffers:
+    if not plan.schedule.batching.gathering.buffers:
         return
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for node in [n for n in order if gathers_weight(n)]:

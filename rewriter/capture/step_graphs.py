@@ -14,17 +14,18 @@ from forebay.rewriter.capture.concretise import concretise, few_layers, inline_b
 from forebay.rewriter.capture.every_position import every_position, gives_every_position
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.cache_layout import CHECKPOINTED, RESTORED
 from forebay.rewriter.ir.gathers import gathers_weight
 from forebay.rewriter.ir.graph import META, CacheSpec, CapturedModel, WeightInput
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
+from forebay.rewriter.ir.schedule.speculation import Speculation
 
 StepGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh graph of concrete sizes
 
 _META = torch.device("meta")
-ONE_TOKEN = ("plan.schedule.block.speculative_steps: this model's step gives logits of one token only, so none can "
+ONE_TOKEN = ("plan.schedule.batching.speculation.steps: this model's step gives logits of one token only, so none can "
              "check drafted tokens; leave them out")
 MOST_PADDED = 1.125  # times the bytes of K and V, for checkpoints of twice as many tokens in their room
 
@@ -50,7 +51,7 @@ class StepGraphs:
     weight_tier: str = "disk"
     sample: Callable[[int], tuple[fx.GraphModule, dict[int, int]]] | None = None
     prefill: StepGraph | None = None
-    block: Block = ALONE
+    batching: BatchSchedule = ALONE
     cache_format: str = "native"
     activations: str = "native"
     gathers: bool = False  # steps over several tokens exchange weights, others do not
@@ -62,43 +63,44 @@ class StepGraphs:
     def speculating(self, sizes: tuple[int, ...]) -> StepGraphs:
         """The step graphs with steps of these sizes, if any, that give logits of every token. PlanError where the model
         has no such steps."""
-        if sizes == self.block.speculative_steps:
+        if sizes == self.batching.speculation.steps:
             return self
         if self.speculate is None:
             raise PlanError(ONE_TOKEN)
-        return replace(self.speculate(sizes), block=replace(self.block, speculative_steps=sizes),
+        return replace(self.speculate(sizes), batching=replace(self.batching, speculation=Speculation(sizes)),
                        fingerprint=self.fingerprint)
 
 
 @no_collection()
 def step_graphs(
     captured: CapturedModel, files: Mapping[str, FileSlice], workload: Workload, fingerprint: str, *,
-    host_hop: bool = False, block: Block = ALONE
+    host_hop: bool = False, batching: BatchSchedule = ALONE
 ) -> StepGraphs:
     """The step graphs of `captured` for the batch and context of `workload`, whose batch `block` divides; those over
     its `speculative_steps` give logits of every token. PlanError for such steps, and for checkpoints, of a model that
     cannot have any."""
     plain = captured
-    if block.gather_buffers and not _gathers(captured):
-        raise PlanError("plan.schedule.block.gather_buffers: no step of this model gathers weights as they are kept")
-    if block.checkpoints:
-        captured = _checkpointed(captured, block.checkpoint_format)
-    sparse = _sparse(captured, block.sparse_values)
+    if batching.gathering.buffers and not _gathers(captured):
+        raise PlanError("plan.schedule.batching.gathering.buffers: no step of this model gathers weights as they are "
+                        "kept")
+    if batching.recomputation.checkpoints:
+        captured = _checkpointed(captured, batching.recomputation.format)
+    sparse = _sparse(captured, batching.sparsity.values)
     weights = _weight_inputs(captured)
-    every = every_position(captured) if block.speculative_steps else None
-    if block.speculative_steps and every is None:
+    every = every_position(captured) if batching.speculation.steps else None
+    if batching.speculation.steps and every is None:
         raise PlanError(ONE_TOKEN)
 
     def inputs_of(tokens: int, cached: int | None = None) -> dict[str, torch.Tensor]:
-        each = replace(workload, batch=block.sequences(workload.batch, tokens))
-        if block.entering and block.is_prefill(tokens) and block.cache == "device":
+        each = replace(workload, batch=batching.sequences(workload.batch, tokens))
+        if batching.admitted and batching.is_prefill(tokens) and batching.cache.tier == "device":
             cached = workload.prompt  # of the rows that are staged
-        return step_inputs(captured, each, tokens, cached, weights, block)
+        return step_inputs(captured, each, tokens, cached, weights, batching)
 
     def graph_of(tokens: int) -> fx.GraphModule:
         if tokens == 1:
             return sparse.step
-        if every is not None and tokens in block.speculative_steps:
+        if every is not None and tokens in batching.speculation.steps:
             return every.step
         return captured.step if captured.prefill is None else captured.prefill.step
 
@@ -115,12 +117,12 @@ def step_graphs(
 
     def speculate(sizes: tuple[int, ...]) -> StepGraphs:
         return step_graphs(plain, files, workload, fingerprint, host_hop=host_hop,
-                           block=replace(block, speculative_steps=sizes))
+                           batching=replace(batching, speculation=Speculation(sizes)))
 
     return StepGraphs(fingerprint, step, files, captured.constants, host_hop, sample=sample,
-                      prefill=None if block.staged or block.entering else (
+                      prefill=None if batching.cache.staged or batching.admitted else (
                           lambda tokens: step(tokens, workload.prompt)),
-                      cache_format=captured.cache[0].format if captured.cache else "native", block=block,
+                      cache_format=captured.cache[0].format if captured.cache else "native", batching=batching,
                       activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
                       gathers=captured.prefill is not None,
                       speculate=speculate if gives_every_position(captured) else None,
@@ -151,13 +153,13 @@ def _sparse(captured: CapturedModel, share: float) -> CapturedModel:
 
 def step_inputs(
     captured: CapturedModel, workload: Workload, tokens: int, cached: int | None = None,
-    weights: Mapping[str, torch.Tensor] | None = None, block: Block = ALONE
+    weights: Mapping[str, torch.Tensor] | None = None, batching: BatchSchedule = ALONE
 ) -> dict[str, torch.Tensor]:
     """Meta tensors for every placeholder of the step graph, by name; the cache holds `cached` tokens per sequence, all
     of the context by default. `weights`, if they were made before, are those of the weights and constants. A cache that
     `block` stages is token-major, K and V beside each other, in whole blocks that are whole pages."""
     batch, context = workload.batch, workload.context if cached is None else cached
-    own = own_sequences(captured, batch, block)
+    own = own_sequences(captured, batch, batching)
     inputs = {"input_ids": _meta((batch, tokens)), "start": _meta((batch,)), "last": _meta((batch,))}
     if any(node.name == "length" for node in captured.step.graph.find_nodes(op="placeholder")):
         inputs["length"] = _meta((batch,))
@@ -165,24 +167,24 @@ def step_inputs(
         inputs["inputs_embeds"] = _meta((batch, tokens, captured.embeds), captured.dtype)
     for i, spec in enumerate(captured.cache):
         for side in "kv":
-            inputs[f"cache_{side}_{i}"] = _token_major(batch, context, spec, block) if block.staged else (
+            inputs[f"cache_{side}_{i}"] = _token_major(batch, context, spec, batching) if batching.cache.staged else (
                 _meta((own, spec.kv_heads, context, spec.head_dim), spec.dtype))
-        if block.checkpoints:
-            inputs[f"cache_x_{i}"] = checkpoint_input(batch, context, spec, block)
-    if block.checkpoints:
-        inputs[RESTORED] = _meta((batch, 1, block.checkpoint_blocks(context) * block.checkpoint_tokens))
+        if batching.recomputation.checkpoints:
+            inputs[f"cache_x_{i}"] = checkpoint_input(batch, context, spec, batching)
+    if batching.recomputation.checkpoints:
+        inputs[RESTORED] = _meta((batch, 1, batching.checkpoint_blocks(context) * batching.recomputation.block_tokens))
         inputs[CHECKPOINTED] = _meta((batch, tokens))
     inputs.update(_weight_inputs(captured) if weights is None else weights)
     return inputs
 
 
-def own_sequences(captured: CapturedModel, batch: int, block: Block) -> int:
+def own_sequences(captured: CapturedModel, batch: int, batching: BatchSchedule) -> int:
     """Sequences of a step over `batch` of them whose caches this rank has. PlanError where ranks would not have as many
     each, or where a block's caches move or its sequences enter: whose they are changes then."""
     parts = captured.cache_parts
     if parts == 1:
         return batch
-    if block.staged or block.entering:
+    if batching.cache.staged or batching.admitted:
         raise PlanError("mesh: with attention=batch each rank keeps the caches of its own sequences on the device, and "
                         "all begin together; leave cache_tier and places out, or take attention=heads")
     if batch % parts:
@@ -208,12 +210,12 @@ def _weight_inputs(captured: CapturedModel) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def _token_major(batch: int, context: int, spec: CacheSpec, block: Block) -> torch.Tensor:
+def _token_major(batch: int, context: int, spec: CacheSpec, batching: BatchSchedule) -> torch.Tensor:
     """K or V of [B, Hkv, L, D] as views of [B, blocks, T, 2, Hkv, D], the bytes of a token padded so that T of them are
     whole pages."""
     heads, width = spec.kv_heads, spec.head_dim
-    tokens = block.cache_blocks(context) * block.cache_tokens
-    stride = _token_nbytes(spec, block.cache_tokens) // spec.dtype.itemsize
+    tokens = batching.cache_blocks(context) * batching.cache.block_tokens
+    stride = _token_nbytes(spec, batching.cache.block_tokens) // spec.dtype.itemsize
     return torch.empty_strided((batch, heads, tokens, width), (tokens * stride, width, stride, 1), dtype=spec.dtype,
                                device=_META)
 
@@ -257,12 +259,13 @@ def _checkpoint_tokens(spec: CacheSpec, cache_tokens: int) -> int:
     return tokens if tokens and max(tokens, cache_tokens) % min(tokens, cache_tokens) == 0 else 0
 
 
-def checkpoint_input(batch: int, context: int, spec: CacheSpec, block: Block) -> torch.Tensor:
+def checkpoint_input(batch: int, context: int, spec: CacheSpec, batching: BatchSchedule) -> torch.Tensor:
     """Checkpoints [B, 1, rows, width] of sequences in a staging slot, those of a block in as many bytes as K and V have
     there."""
-    rows, kept = block.checkpoint_blocks(context) * block.checkpoint_tokens, spec.checkpoint
+    rows, kept = batching.checkpoint_blocks(context) * batching.recomputation.block_tokens, spec.checkpoint
     assert kept is not None
-    stride = _block_nbytes(spec, block.cache_tokens) // block.checkpoint_tokens // kept.dtype.itemsize
+    block_nbytes = _block_nbytes(spec, batching.cache.block_tokens)
+    stride = block_nbytes // batching.recomputation.block_tokens // kept.dtype.itemsize
     return torch.empty_strided((batch, 1, rows, kept.width), (rows * stride, rows * stride, stride, 1),
                                dtype=kept.dtype, device=_META)
 

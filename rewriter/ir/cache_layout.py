@@ -11,10 +11,10 @@ from torch import fx
 
 from forebay.kernels.operators import of_target
 from forebay.rewriter.ir.alignment import aligned
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import META, CacheInput, values_of
 from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.ir.program import dtype_itemsize
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 
 OPERANDS = "operands"  # host memory for what a turn's launches there read and write; a buffer for each micro-batch
 # inputs of a step with staged caches, each with one part for every micro-batch: rows of its table of blocks
@@ -140,15 +140,15 @@ class StagedLayer:
 
 
 def staged_layers(
-    step: fx.GraphModule, block: Block, larger: Callable[[int], fx.GraphModule] | None = None
+    step: fx.GraphModule, batching: BatchSchedule, larger: Callable[[int], fx.GraphModule] | None = None
 ) -> dict[int, StagedLayer]:
     """How each layer's cache is staged, from the token-major layout that the step graph of a micro-batch gives it. With
     room for operands in the largest step in which the host attends, of those over so many tokens that `larger` gives.
     """
-    if larger is not None and block.cpu_attention and block.speculative_steps:
-        most = staged_layers(larger(block.speculative_steps[0]), block)
+    if larger is not None and batching.cache.cpu_attention and batching.speculation.steps:
+        most = staged_layers(larger(batching.speculation.steps[0]), batching)
         return {i: replace(layer, operands=layer.operands._replace(room_nbytes=most[i].operands.room_nbytes))
-                for i, layer in staged_layers(step, block).items()}
+                for i, layer in staged_layers(step, batching).items()}
     found = {}
     for node in step.graph.find_nodes(op="placeholder"):
         mark = node.meta.get(META)
@@ -156,12 +156,12 @@ def staged_layers(
             value = node.meta["val"]
             batch, heads, tokens, width = value.shape
             itemsize = value.element_size()
-            blocks = tokens // block.cache_tokens
-            context = blocks * block.cache_tokens - 1  # the most that takes as many blocks
-            found[mark.layer] = StagedLayer(batch, blocks, block.cache_tokens * value.stride(2) * itemsize,
+            blocks = tokens // batching.cache.block_tokens
+            context = blocks * batching.cache.block_tokens - 1  # the most that takes as many blocks
+            found[mark.layer] = StagedLayer(batch, blocks, batching.cache.block_tokens * value.stride(2) * itemsize,
                                             heads * width * itemsize, mark.window, operands_of(_caller(step, node)),
-                                            block.checkpoint_blocks(context),
-                                            block.kept_blocks(context) if block.checkpoints else 0)
+                                            batching.checkpoint_blocks(context),
+                                            batching.kept_blocks(context) if batching.recomputation.checkpoints else 0)
     return found
 
 
@@ -178,25 +178,26 @@ def cache_home_name(layer: int, tier: str) -> str:
     return f"cache_{layer}_{tier}"
 
 
-def input_sizes(layers: Mapping[int, StagedLayer], block: Block) -> dict[str, int]:
+def input_sizes(layers: Mapping[int, StagedLayer], batching: BatchSchedule) -> dict[str, int]:
     """Elements of a micro-batch's part of each input."""
     first = next(iter(layers.values()))
     rows = first.rows
     loads = dict.fromkeys((loads_name(layer.window) for layer in layers.values()), rows)
-    whole = {WHOLE_LOADS: rows, WHOLE_STORES: rows} if block.cpu_attention else {}
+    whole = {WHOLE_LOADS: rows, WHOLE_STORES: rows} if batching.cache.cpu_attention else {}
     return {**loads, STORES: rows, BEFORE: first.tails, BEHIND: first.tails, **whole}
 
 
-def moved_shares(layer: StagedLayer, block: Block, work: Workload, tokens: int) -> tuple[float, float]:
+def moved_shares(layer: StagedLayer, batching: BatchSchedule, work: Workload, tokens: int) -> tuple[float, float]:
     """The shares of the blocks in its slot that a step over `tokens` tokens is taken to load and store: what stands
     before it on average. A block gets full every so many tokens."""
-    capacity = layer.blocks * block.cache_tokens
-    there = work.before(tokens, block)
-    seen = min(there, abs(layer.window) + block.cache_tokens / 2) if layer.window else there
+    capacity = layer.blocks * batching.cache.block_tokens
+    there = work.before(tokens, batching)
+    seen = min(there, abs(layer.window) + batching.cache.block_tokens / 2) if layer.window else there
     loaded, stored = seen / capacity, min(1.0, tokens / capacity)
     if layer.checkpoints:  # as many bytes a block, of the checkpoints of as many more tokens
-        instead = block.checkpoints / block.checkpoint_period
-        kept = (1 - instead + instead * block.cache_tokens / block.checkpoint_tokens) * layer.blocks / (
+        made = batching.recomputation
+        instead = made.checkpoints / made.period
+        kept = (1 - instead + instead * batching.cache.block_tokens / made.block_tokens) * layer.blocks / (
             layer.blocks + layer.checkpoints)
         loaded, stored = kept * loaded, kept * stored
     return loaded, stored

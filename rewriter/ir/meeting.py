@@ -24,7 +24,7 @@ class Meeting:
 def meeting_of(plan: Plan) -> Meeting | None:
     """Where cache and activations of a decode step of `plan` would meet; None without a cache on the device."""
     here = [b for b in plan.buffers_of("decode") if b.arena == "device"]
-    cache = [b for b in here if b.kind == "cache" and not plan.schedule.block.staged]
+    cache = [b for b in here if b.kind == "cache" and not plan.schedule.batching.cache.staged]
     if not cache:
         return None
     top = max(b.offset + b.nbytes for b in cache)

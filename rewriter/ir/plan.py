@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from forebay.kernels.formats.table import cache_format, checkpoint_format, weight_format
-from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.files import StrPath, read_input, write_text
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.printable import PrintableError
+from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.ir.score_range import ScoreRange, check_ranges
 
-VERSION = 3
+VERSION = 4
 TIERS = ("device", "host", "disk")
 ARENAS = ("device", "host")  # one for each tier but the disk
 KEPT = ("weight", "constant", "slot", "cache")  # kinds of buffers that live as long as their phase
@@ -81,15 +81,15 @@ class Workload:
         usual = min(self.usual_prompt, prompt), min(self.usual_new_tokens, new_tokens)
         return Workload(batch, prompt, new_tokens, *usual)
 
-    def paced(self, block: Block) -> tuple[int, int]:
+    def paced(self, batching: BatchSchedule) -> tuple[int, int]:
         """Tokens of the prompt and of the answer that steps are made for: usual ones where each sequence goes at its
         own pace, because it is alone or enters places, else those of the longest, which the others wait for."""
-        return self.usual if block.entering or self.batch == 1 else (self.prompt, self.new_tokens)
+        return self.usual if batching.admitted or self.batch == 1 else (self.prompt, self.new_tokens)
 
-    def before(self, tokens: int, block: Block) -> float:
+    def before(self, tokens: int, batching: BatchSchedule) -> float:
         """Tokens before a step over `tokens`, on average: within the answer, or in a prefill within the prompt."""
         prompt, answer = self.usual
-        return max(0, self.paced(block)[0] - tokens) / 2 if block.is_prefill(tokens) else prompt + answer / 2
+        return max(0, self.paced(batching)[0] - tokens) / 2 if batching.is_prefill(tokens) else prompt + answer / 2
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class Schedule:
     lead: int = 0
     prefill_chunks: tuple[int, ...] = (64,)  # tokens per sequence of every prefill step that may run, largest first
     host_hop: bool = False  # disk reads land in pinned host slots first (a GPU cannot read the disk)
-    block: Block = ALONE
+    batching: BatchSchedule = ALONE
 
     @property
     def speculative_steps(self) -> tuple[int, ...]:
-        return self.block.speculative_steps
+        return self.batching.speculation.steps
 
     @property
     def prefill_chunk(self) -> int:
@@ -142,7 +142,7 @@ class Schedule:
 
     def phase_of(self, tokens: int) -> str:
         """The phase of a step over `tokens` tokens per sequence."""
-        return "prefill" if self.block.is_prefill(tokens) else "decode" if tokens == 1 else "speculative"
+        return "prefill" if self.batching.is_prefill(tokens) else "decode" if tokens == 1 else "speculative"
 
     def chunk_for(self, tokens: int) -> int:
         """Tokens per sequence of the steps in which a prompt of `tokens` runs: the fewest that hold it, else the
@@ -241,7 +241,7 @@ class Plan:
 
     def during(self, tokens: int) -> Plan:
         """The plan as a step over `tokens` tokens per sequence sees it: with the buffers and the block of its phase."""
-        schedule = replace(self.schedule, block=self.schedule.block.of_step(tokens))
+        schedule = replace(self.schedule, batching=self.schedule.batching.of_step(tokens))
         return replace(self, schedule=schedule, buffers=self.buffers_of(self.schedule.phase_of(tokens)))
 
     def nbytes_on(self, tier: str) -> int:
@@ -279,38 +279,40 @@ def plan_from_dict(data: object) -> Plan:
     return plan
 
 
-def _validate_block(plan: Plan) -> None:
-    s = plan.schedule
-    if s.block.staged and (s.block.cache_slots < 1 or s.block.cache_tokens < 1):
-        raise PlanError(f"plan.schedule.block: a cache on the tier {s.block.cache} needs cache_slots and cache_tokens "
+def _validate_batching(plan: Plan) -> None:
+    s, cache = plan.schedule, plan.schedule.batching.cache
+    if cache.staged and (cache.slots < 1 or cache.block_tokens < 1):
+        raise PlanError(f"plan.schedule.batching.cache: a cache on the tier {cache.tier} needs slots and block_tokens "
                         "of at least 1")
-    for name in ("cache_slots", "cache_tokens", "cache_device", "cache_host", "cpu_attention", "checkpoints"):
-        given = getattr(s.block, name)
-        if given < 0 or (given and not s.block.staged) or (given and name == "cache_host" and s.block.cache == "host"):
-            raise PlanError(f"plan.schedule.block.{name}: {given} is for a cache on a tier further off than "
-                            f"{s.block.cache}, and never below 0")
-    if fault := s.block.fault():
-        raise PlanError(f"plan.schedule.block.{fault}")
-    if plan.workload.batch % s.block.micro_batches:
-        raise PlanError(f"plan.schedule.block.micro_batches: {s.block.micro_batches} do not divide a batch of "
-                        f"{plan.workload.batch} (plan.workload.batch)")
-    share, alone = s.block.sparse_values, s.prefill_chunks[-1] == 1 < plan.workload.prompt
+    for name, given in (*((f"cache.{n}", getattr(cache, n)) for n in (
+            "slots", "block_tokens", "on_device", "on_host", "cpu_attention")),
+            ("recomputation.checkpoints", s.batching.recomputation.checkpoints)):
+        if given < 0 or (given and not cache.staged) or (given and name == "cache.on_host" and cache.tier == "host"):
+            raise PlanError(f"plan.schedule.batching.{name}: {given} is for a cache on a tier further off than "
+                            f"{cache.tier}, and never below 0")
+    if fault := s.batching.fault():
+        raise PlanError(f"plan.schedule.batching.{fault}")
+    if plan.workload.batch % s.batching.micro_batches.count:
+        raise PlanError(f"plan.schedule.batching.micro_batches.count: {s.batching.micro_batches.count} do not divide a "
+                        f"batch of {plan.workload.batch} (plan.workload.batch)")
+    share, alone = s.batching.sparsity.values, s.prefill_chunks[-1] == 1 < plan.workload.prompt
     if not 0 < share <= 1 or (share < 1 and (plan.score_ranges or s.speculative_steps or alone)):
-        raise PlanError(f"plan.schedule.block.sparse_values: {share} must be a share above 0; below 1 with no "
-                        "plan.score_ranges, plan.schedule.block.speculative_steps or plan.schedule.prefill_chunks of 1")
+        raise PlanError(f"plan.schedule.batching.sparsity.values: {share} must be a share above 0; below 1 with no "
+                        "plan.score_ranges, plan.schedule.batching.speculation.steps or plan.schedule.prefill_chunks "
+                        "of 1")
     try:
-        checkpoint_format(s.block.checkpoint_format)
+        checkpoint_format(s.batching.recomputation.format)
     except ValueError as error:
-        raise PlanError(f"plan.schedule.block.checkpoint_format: {error}") from error
-    if s.block.checkpoint_format != "native" and not s.block.checkpoints:
-        raise PlanError(f"plan.schedule.block.checkpoint_format: {s.block.checkpoint_format} of no checkpoints "
-                        "(plan.schedule.block.checkpoints)")
-    if not 0 <= s.block.entering <= plan.workload.batch:
-        raise PlanError(f"plan.schedule.block.entering: {s.block.entering} is not between 0 and the batch of "
-                        f"{plan.workload.batch} (plan.workload.batch)")
-    if s.block.entering and s.prefill_chunks[-1] == 1:
-        raise PlanError("plan.schedule.prefill_chunks: with plan.schedule.block.entering a step over 1 token decodes; "
-                        "the shortest chunk must be 2")
+        raise PlanError(f"plan.schedule.batching.recomputation.format: {error}") from error
+    if s.batching.recomputation.format != "native" and not s.batching.recomputation.checkpoints:
+        raise PlanError(f"plan.schedule.batching.recomputation.format: {s.batching.recomputation.format} of no "
+                        "checkpoints (plan.schedule.batching.recomputation.checkpoints)")
+    if not 0 <= s.batching.admitted <= plan.workload.batch:
+        raise PlanError(f"plan.schedule.batching.admission.sequences: {s.batching.admitted} is not between 0 "
+                        f"and the batch of {plan.workload.batch} (plan.workload.batch)")
+    if s.batching.admitted and s.prefill_chunks[-1] == 1:
+        raise PlanError("plan.schedule.prefill_chunks: with plan.schedule.batching.admission.sequences a step over 1 "
+                        "token decodes; the shortest chunk must be 2")
 
 
 def _validate_cache(plan: Plan) -> None:
@@ -327,10 +329,10 @@ def _validate_cache(plan: Plan) -> None:
 def _validate_speculative(plan: Plan) -> None:
     s, sizes = plan.schedule, list(plan.schedule.speculative_steps)
     if sizes != sorted(set(sizes) - {*s.prefill_chunks}, reverse=True) or min(sizes, default=2) < 2:
-        raise PlanError(f"plan.schedule.block.speculative_steps: {sizes} must be different, the largest first, none "
+        raise PlanError(f"plan.schedule.batching.speculation.steps: {sizes} must be different, the largest first, none "
                         f"below 2, and none a prefill's {list(s.prefill_chunks)} (plan.schedule.prefill_chunks)")
     if sizes and sizes[0] > plan.workload.context:
-        raise PlanError(f"plan.schedule.block.speculative_steps: {sizes[0]} tokens exceed the "
+        raise PlanError(f"plan.schedule.batching.speculation.steps: {sizes[0]} tokens exceed the "
                         f"{plan.workload.context} that the cache has room for (plan.workload)")
 
 
@@ -352,7 +354,7 @@ def validate(plan: Plan) -> None:
         ("schedule.slot_nbytes", s.slot_nbytes, 0),
         ("schedule.lead", s.lead, 0),
         ("schedule.prefill_chunks", min(s.prefill_chunks, default=0), 1),
-        ("schedule.block.micro_batches", s.block.micro_batches, 1),
+        ("schedule.batching.micro_batches.count", s.batching.micro_batches.count, 1),
     ):
         if value < low:
             raise PlanError(f"plan.{name}: {value} is below {low}")
@@ -371,7 +373,7 @@ def validate(plan: Plan) -> None:
         if tier not in ARENAS or nbytes < 0:
             raise PlanError(f"plan.arenas.{tier}: {nbytes} bytes; there are arenas of at least 0 bytes for "
                             f"{' and '.join(ARENAS)}")
-    _validate_block(plan)
+    _validate_batching(plan)
     seen: set[str] = set()
     for at, w in ((f"plan.weights[{i}]", w) for i, w in enumerate(plan.weights)):
         if w.name in seen:

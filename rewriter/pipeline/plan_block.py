@@ -11,11 +11,18 @@ from typing import Literal
 
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.cache_layout import cache_buffers
 from forebay.rewriter.ir.hidden_layout import offloaded_regions
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
+from forebay.rewriter.ir.schedule.admission import Admission
+from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
+from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
+from forebay.rewriter.ir.schedule.gather_ahead import GatherAhead
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
+from forebay.rewriter.ir.schedule.recomputation import Recomputation
+from forebay.rewriter.ir.schedule.sparsity import Sparsity
+from forebay.rewriter.ir.schedule.speculation import Speculation
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_speculation import forced_sizes
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
@@ -39,7 +46,7 @@ SLOWER, OTHER = 1.25, 2.0  # times the best of such ways, and of other kinds, by
 STAMPS = 512  # layers times micro-batches that are simulated where fewer may do as well
 BESIDE = 4  # other shares of a number of micro-batches that are simulated
 
-GraphsOf = Callable[[Workload, Block], StepGraphs]
+GraphsOf = Callable[[Workload, BatchSchedule], StepGraphs]
 PlanChoice = Callable[[GraphsOf, Budget, Workload, Options, Machine, Switches], tuple[Pipeline, Plan]]
 
 
@@ -63,14 +70,15 @@ def plan_block(
                         "has at least 2 tokens")
     refused: list[tuple[Pipeline, PlanError]] = []
 
-    def pipeline_of(block: Block) -> Pipeline:
-        return _pipeline_of(graphs_of, workload, machine, switches, block)
+    def pipeline_of(batching: BatchSchedule) -> Pipeline:
+        whole = _whole(workload, batching)
+        return Pipeline(graphs_of(whole, batching), whole, machine, switches)
 
     sizes: tuple[int, ...] = ()
     if isinstance(options.prompt_lookup_num_tokens, int):
-        sizes = forced_sizes(graphs_of(workload, ALONE), _whole(workload, options.block(workload.batch)), options)
+        sizes = forced_sizes(graphs_of(workload, ALONE), _whole(workload, options.batching(workload.batch)), options)
     if options.cache_tier in (None, "device"):
-        pipeline = pipeline_of(replace(options.block(workload.batch), speculative_steps=sizes))
+        pipeline = pipeline_of(replace(options.batching(workload.batch), speculation=Speculation(sizes)))
         try:
             planned = pipeline, pipeline.plan(budget, options)
         except PlanError as error:
@@ -78,16 +86,17 @@ def plan_block(
         else:
             return planned if options.gather_buffers is not None else _ahead(*planned, budget, options, pipeline_of)
     ways: list[Way] = []
-    for block in (replace(each, speculative_steps=sizes) for each in staged_blocks(graphs_of, workload, options)):
-        pipeline = pipeline_of(block)
-        found = _in_shares(pipeline, block, budget, options)
+    for each in staged_blocks(graphs_of, workload, options):
+        batching = replace(each, speculation=Speculation(sizes))
+        pipeline = pipeline_of(batching)
+        found = _in_shares(pipeline, batching, budget, options)
         best: dict[tuple[int, bool], Way] = {}
         for way in found:
-            at = way.block.cache_host, way.block.cpu_attention
+            at = way.batching.cache.on_host, way.batching.cache.cpu_attention
             best[at] = min(best.get(at, way), way, key=lambda way: way.time_s)
         ways += best.values()
         if not found:
-            least = pipeline.with_block(_wished_shares(pipeline, block, options))
+            least = pipeline.with_batching(_wished_shares(pipeline, batching, options))
             try:
                 least.plan(budget, options)
             except PlanError as error:
@@ -102,17 +111,19 @@ def plan_block(
             return None
         return fitting[-1][1]
 
+    def best_of() -> tuple[Pipeline, Plan]:
+        return min(fitting, key=lambda pair: latency_s(pair[1]))
+
     known: list[tuple[float, float]] = []  # seconds as simulated, and by the closed form
     for attends in (False, True):  # where the host attends, the closed form says less of what waits for what
-        some = [way for way in ways if way.block.cpu_attention == attends]
-        known += _try_near(some, known, lambda way: simulate(way.pipeline.with_block(way.block)))
+        some = [way for way in ways if way.batching.cache.cpu_attention == attends]
+        known += _try_near(some, known, lambda way: simulate(way.pipeline.with_batching(way.batching)))
     if fitting:
         if options.hidden_tier is None:
-            _try_hidden(*min(fitting, key=_answer_time_s), options, lambda block: simulate(pipeline_of(block)))
+            _try_hidden(*best_of(), options, lambda batching: simulate(pipeline_of(batching)))
         if options.checkpoints is None:
-            _try_checkpoints(min(fitting, key=_answer_time_s)[1], graphs_of, workload, options,
-                             lambda block: simulate(pipeline_of(block)))
-        return min(fitting, key=_answer_time_s)
+            _try_checkpoints(best_of()[1], graphs_of, workload, options, lambda b: simulate(pipeline_of(b)))
+        return best_of()
     if len(refused) == 1:
         raise refused[0][1]
     raise min(refused, key=lambda pair: pair[0].smallest_budget(options))[1]
@@ -125,84 +136,77 @@ def closed_form_way(
     """The way with its cache off the device that the closed form finds fastest, of few shares of each, and with at most
     so many bytes of it on the disk; None where none fits. For a model too large to lower each way that may be best."""
     ways: list[Way] = []
-    for block in staged_blocks(graphs_of, workload, options):
+    for batching in staged_blocks(graphs_of, workload, options):
         with contextlib.suppress(PlanError):
-            pipeline = _pipeline_of(graphs_of, workload, machine, switches, block)
-            ways += _in_shares(pipeline, block, budget, options, 1, 1)
+            pipeline = Pipeline(graphs_of(w := _whole(workload, batching), batching), w, machine, switches)
+            ways += _in_shares(pipeline, batching, budget, options, 1, 1)
     return min((way for way in ways if way.spilled_nbytes <= spill_nbytes), key=lambda way: way.time_s, default=None)
 
 
-def _pipeline_of(
-    graphs_of: GraphsOf, workload: Workload, machine: Machine, switches: Switches, block: Block
-) -> Pipeline:
-    whole = _whole(workload, block)
-    return Pipeline(graphs_of(whole, block), whole, machine, switches)
-
-
-def _whole(workload: Workload, block: Block) -> Workload:
+def _whole(workload: Workload, batching: BatchSchedule) -> Workload:
     """Round a workload up to whole micro-batches, and to a prompt that a prefill step can compute."""
-    count = block.micro_batches
-    prompt = max(workload.prompt, 2) if block.entering else workload.prompt  # a step over one token decodes
+    count = batching.micro_batches.count
+    prompt = max(workload.prompt, 2) if batching.admitted else workload.prompt  # a step over one token decodes
     return replace(workload, batch=-(-workload.batch // count) * count, prompt=prompt)
 
 
 def _ahead(
-    pipeline: Pipeline, plain: Plan, budget: Budget, options: Options, pipeline_of: Callable[[Block], Pipeline]
+    pipeline: Pipeline, plain: Plan, budget: Budget, options: Options, pipeline_of: Callable[[BatchSchedule], Pipeline]
 ) -> tuple[Pipeline, Plan]:
     """The plan with memory for weights that ranks gather ahead, where there are such and prompt and answer are then
     predicted to take less time: by what gathers take from the products beside them less than their Programs say."""
     shown = 1 - MachineEstimator(pipeline.machine).held_up
     if pipeline.graphs.gathers and shown > 0:
         with contextlib.suppress(PlanError):
-            other = pipeline_of(replace(plain.schedule.block, gather_buffers=GATHER_BUFFERS))
+            other = pipeline_of(replace(plain.schedule.batching, gathering=GatherAhead(GATHER_BUFFERS)))
             ahead = other.plan(budget, options)
             if shown * (latency_s(plain) - latency_s(ahead)) > WORTH * latency_s(plain):
                 return other, ahead
     return pipeline, plain
 
 
-def _answer_time_s(pair: tuple[Pipeline, Plan]) -> float:
-    return latency_s(pair[1])
-
-
-def _try_hidden(pipeline: Pipeline, plain: Plan, options: Options, simulate: Callable[[Block], Plan | None]) -> None:
+def _try_hidden(
+    pipeline: Pipeline, plain: Plan, options: Options, simulate: Callable[[BatchSchedule], Plan | None]
+) -> None:
     """Simulate the block of `plain` with hidden states off the device, on the fastest tier that has room, where a
     prompt comes in chunks and bringing the weights for each takes most of a prefill: for larger ones they come fewer
     times."""
-    block, prompt = plain.schedule.block, plain.workload.paced(plain.schedule.block)[0]
+    batching, prompt = plain.schedule.batching, plain.workload.paced(plain.schedule.batching)[0]
     chunks = chunk_steps(prompt, plain.schedule.prefill_chunks)
-    if sum(chunks.values()) == 1 or options.prefill_chunk or block.entering or block.order == "row":
+    if sum(chunks.values()) == 1 or options.prefill_chunk or batching.admitted or (
+            batching.micro_batches.order == "row"):
         return
     brought_s = sum(chunks.values()) * plain.prediction.streamed_nbytes / pipeline.needs.rates.bytes_per_s
     if brought_s < BROUGHT * plain.prediction.prefill_time_s:
         return
     tiers: tuple[Literal["host", "disk"], ...] = ("host", "disk")
     for tier in tiers[0 if plain.budget.host != 0 else 1 :]:
-        away = replace(options, hidden_tier=tier).with_hidden(block)
+        away = replace(options, hidden_tier=tier).with_hidden(batching)
         if offloaded_regions(away) and simulate(away) is not None:
             return
 
 
 def _try_checkpoints(
-    plain: Plan, graphs_of: GraphsOf, workload: Workload, options: Options, simulate: Callable[[Block], Plan | None]
+    plain: Plan, graphs_of: GraphsOf, workload: Workload, options: Options,
+    simulate: Callable[[BatchSchedule], Plan | None],
 ) -> None:
     """Simulate the block of `plain` with checkpoints, where a link binds it and they are smaller than K and V: of all
     tokens, and the shares next to the one with which computing and that link end together. What passes through host
     slots keeps K and V: of blocks of two kinds the slot is not the table in order, so it would cross whole."""
-    block = plain.schedule.block
-    hops = plain.schedule.host_hop and block.cache == "disk"
-    if not (block.staged and link_binds(plain)) or block.cpu_attention or hops:
+    batching = plain.schedule.batching
+    hops = plain.schedule.host_hop and batching.cache.tier == "disk"
+    if not (batching.cache.staged and link_binds(plain)) or batching.cache.cpu_attention or hops:
         return
     try:
-        full = _with_checkpoints(block, graphs_of, workload, (1, 1), options.checkpoint_format)
+        full = _with_checkpoints(batching, graphs_of, workload, (1, 1), options.checkpoint_format)
     except PlanError:  # the model has no place for them
         return
-    if full.checkpoint_tokens <= full.cache_tokens:
+    if full.recomputation.block_tokens <= full.cache.block_tokens:
         return
     found = simulate(full)
     for some, period in shares_beside(balanced_share(plain, found)) if found is not None else ():
         if some < period:
-            simulate(replace(full, checkpoints=some, checkpoint_period=period))
+            simulate(replace(full, recomputation=replace(full.recomputation, checkpoints=some, period=period)))
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ class Way:
 
     plan: Plan
     pipeline: Pipeline
-    block: Block
+    batching: BatchSchedule
 
     @property
     def time_s(self) -> float:
@@ -223,14 +227,14 @@ class Way:
         """Bytes of caches on the disk."""
         needs = self.pipeline.needs
         assert needs.staged is not None
-        staged = needs.staging(needs.staged.layers, self.block, self.pipeline.workload).staged
+        staged = needs.staging(needs.staged.layers, self.batching, self.pipeline.workload).staged
         return 0 if staged is None else sum(staged.homes.get("disk", {}).values())
 
     @property
     def stamps(self) -> int:
         """Block graphs that a step stamps."""
         staged = self.pipeline.needs.staged
-        return self.block.micro_batches * (1 if staged is None else len(staged.layers))
+        return self.batching.micro_batches.count * (1 if staged is None else len(staged.layers))
 
 
 def _try_near(
@@ -244,9 +248,9 @@ def _try_near(
     near = sorted((w for w in ways if w.time_s <= NEAR * min(w.time_s for w in ways)), key=lambda way: way.time_s)
     near = [way for way in near if way.stamps <= STAMPS] or near
     front: list[Way] = []
-    for way in sorted(near, key=lambda way: way.block.micro_batches):
+    for way in sorted(near, key=lambda way: way.batching.micro_batches.count):
         if not front or way.time_s < (1 - SAVES) * min(w.time_s for w in front):
-            front = [w for w in front if w.block.micro_batches < way.block.micro_batches] + [way]
+            front = [w for w in front if w.batching.micro_batches.count < way.batching.micro_batches.count] + [way]
     found: list[tuple[float, float]] = []
     count = 0
 
@@ -259,43 +263,44 @@ def _try_near(
             if (plan := simulate(way)) is not None:
                 found.append((latency_s(plan), way.time_s))
                 if found[-1] == min(found):
-                    count = way.block.micro_batches
+                    count = way.batching.micro_batches.count
 
     try_each(sorted(front, key=lambda way: way.time_s))
     rest = [way for way in near if way not in front]
-    try_each([way for way in rest if way.block.micro_batches == count][:BESIDE] if found else rest)
+    try_each([way for way in rest if way.batching.micro_batches.count == count][:BESIDE] if found else rest)
     return found
 
 
 def _in_shares(
-    pipeline: Pipeline, block: Block, budget: Budget, options: Options, on_device: int = 4, on_host: int = 2
+    pipeline: Pipeline, batching: BatchSchedule, budget: Budget, options: Options, on_device: int = 4, on_host: int = 2
 ) -> list[Way]:
     """The block with shares of its caches on faster tiers: as wished, or from none to all that fit, in so many parts of
     each tier."""
     workload, needs = pipeline.workload, pipeline.needs
     assert needs.staged is not None
     layers = needs.staged.layers
-    total = len(layers) * block.micro_batches
+    total = len(layers) * batching.micro_batches.count
 
-    def fits(way: Block) -> bool:
-        return not (way.checkpoints and way.cache_device) and plan_fits(
+    def fits(way: BatchSchedule) -> bool:
+        return not (way.recomputation.checkpoints and way.cache.on_device) and plan_fits(
             needs.staging(layers, way, workload), budget, workload, options)
 
-    def most(way: Callable[[int], Block]) -> int:
+    def most(way: Callable[[int], BatchSchedule]) -> int:
         """The most caches that a faster tier has room for; all of them need no slots for what comes from the disk."""
         if fits(way(total)):
             return total
         return max(0, bisect_right(range(total), 0, key=lambda n: int(not fits(way(n)))) - 1)
 
     if options.cache_tier is not None or options.cache_shares is not None:
-        ways = [_wished_shares(pipeline, block, options)]
+        ways = [_wished_shares(pipeline, batching, options)]
     else:
-        host = most(lambda n: _in_whole_layers(block, 0, n)) if block.cache == "disk" and budget.host else 0
-        device = most(lambda n: _in_whole_layers(block, n, min(host, total - n)))
-        ways = [_in_whole_layers(block, d, min(h, total - d))
+        host = most(lambda n: _in_whole_layers(batching, 0, n)) if batching.cache.tier == "disk" and budget.host else 0
+        device = most(lambda n: _in_whole_layers(batching, n, min(host, total - n)))
+        ways = [_in_whole_layers(batching, d, min(h, total - d))
                 for d in parts_of(device, on_device) for h in parts_of(host, on_host)]
     if options.cpu_attention is None and host_attends(pipeline.machine):
-        ways += [replace(way, cpu_attention=True) for way in ways if way.cache_host or way.cache == "host"]
+        ways += [replace(way, cache=replace(way.cache, cpu_attention=True)) for way in ways
+                 if way.cache.on_host or way.cache.tier == "host"]
     found = []
     for way in filter(fits, dict.fromkeys(ways)):
         plan = make_plan(needs.staging(layers, way, workload), budget, workload, options, pipeline.machine.name)
@@ -303,7 +308,7 @@ def _in_shares(
     return found
 
 
-def _wished_shares(pipeline: Pipeline, block: Block, options: Options) -> Block:
+def _wished_shares(pipeline: Pipeline, batching: BatchSchedule, options: Options) -> BatchSchedule:
     """The block with the shares of its caches that `options` name on faster tiers, none where they name none. PlanError
     for shares that are none."""
     device_share, host_share = options.cache_shares or (0.0, 0.0)
@@ -311,15 +316,16 @@ def _wished_shares(pipeline: Pipeline, block: Block, options: Options) -> Block:
         raise PlanError(f"cache_shares: {device_share} on the device and {host_share} in host memory must be "
                         "shares of one whole")
     assert pipeline.needs.staged is not None
-    total = len(pipeline.needs.staged.layers) * block.micro_batches
-    return _in_whole_layers(block, int(device_share * total), int(host_share * total))
+    total = len(pipeline.needs.staged.layers) * batching.micro_batches.count
+    return _in_whole_layers(batching, int(device_share * total), int(host_share * total))
 
 
-def _in_whole_layers(block: Block, device: int, host: int) -> Block:
+def _in_whole_layers(batching: BatchSchedule, device: int, host: int) -> BatchSchedule:
     """The block with at most so many of its caches on the device and in host memory, if not all others are there: as
     many as lie together."""
-    unit, host = block.together, 0 if block.cache == "host" else host
-    return replace(block, cache_device=device // unit * unit, cache_host=host // unit * unit)
+    unit, host = batching.placement_granularity, 0 if batching.cache.tier == "host" else host
+    return replace(batching,
+                   cache=replace(batching.cache, on_device=device // unit * unit, on_host=host // unit * unit))
 
 
 def host_attends(machine: Machine) -> bool:
@@ -355,7 +361,7 @@ def plan_batches(
     return found
 
 
-def staged_blocks(graphs_of: GraphsOf, workload: Workload, options: Options) -> list[Block]:
+def staged_blocks(graphs_of: GraphsOf, workload: Workload, options: Options) -> list[BatchSchedule]:
     """The blocks to try for a cache off the device, on the furthest tier first: with micro-batches as wished, or of
     several sizes."""
     if options.cache_tier == "device":
@@ -365,28 +371,30 @@ def staged_blocks(graphs_of: GraphsOf, workload: Workload, options: Options) -> 
     counts = [options.micro_batches] if options.micro_batches else [
         math.ceil(batch / size) for size in reversed(SIZES) if size == 1 or size < 2 * batch]
     entering = min(options.entering or 0, batch)
-    block = Block(1, options.order, options.cache_tier or "disk", tokens, options.cache_slots, entering=entering,
-                  cpu_attention=bool(options.cpu_attention), sparse_values=options.sparse_values)
+    cache = CachePlacement(options.cache_tier or "disk", tokens, options.cache_slots,
+                           cpu_attention=bool(options.cpu_attention))
+    batching = BatchSchedule(MicroBatches(1, options.order), cache, admission=Admission(entering),
+                             sparsity=Sparsity(options.sparse_values))
     share = options.checkpoints or (0, 1)
     if share[0]:
-        block = _with_checkpoints(block, graphs_of, workload, share, options.checkpoint_format)
-    return [options.with_hidden(replace(block, micro_batches=count))
+        batching = _with_checkpoints(batching, graphs_of, workload, share, options.checkpoint_format)
+    return [options.with_hidden(replace(batching, micro_batches=replace(batching.micro_batches, count=count)))
             for count in dict.fromkeys(min(count, batch) for count in counts)]
 
 
 def _with_checkpoints(
-    block: Block, graphs_of: GraphsOf, workload: Workload, share: tuple[int, int], kept: str
-) -> Block:
+    batching: BatchSchedule, graphs_of: GraphsOf, workload: Workload, share: tuple[int, int], kept: str
+) -> BatchSchedule:
     """The block with checkpoints in the format `kept` of so many stretches of tokens of every so many, its `share`.
     PlanError where it can have none."""
     some, period = share
     if not 0 < some <= period:
         raise PlanError(f"checkpoints: {some} of {period} stretches of tokens are no share of them")
-    if block.cpu_attention:
+    if batching.cache.cpu_attention:
         raise PlanError("checkpoints: the host attends over K and V where they lie; leave out one of both")
-    tokens = graphs_of(workload, ALONE).checkpoint_tokens(block.cache_tokens, kept)
+    tokens = graphs_of(workload, ALONE).checkpoint_tokens(batching.cache.block_tokens, kept)
     if not tokens:
-        raise PlanError(f"checkpoints: blocks of {block.cache_tokens} tokens cannot hold them; wish for other "
+        raise PlanError(f"checkpoints: blocks of {batching.cache.block_tokens} tokens cannot hold them; wish for other "
                         "cache_tokens")
-    return replace(block, checkpoints=some, checkpoint_period=period, checkpoint_tokens=tokens, checkpoint_format=kept,
-                   cache_device=0)
+    return replace(batching, cache=replace(batching.cache, on_device=0),
+                   recomputation=Recomputation(some, period, tokens, kept))

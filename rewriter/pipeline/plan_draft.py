@@ -130,7 +130,7 @@ def _times_s(plan: Plan) -> Mapping[int, float]:
 
 
 def _answer_s(plan: Plan, token_s: float) -> float:
-    return plan.prediction.prefill_time_s + max(0, plan.workload.paced(plan.schedule.block)[1] - 1) * token_s
+    return plan.prediction.prefill_time_s + max(0, plan.workload.paced(plan.schedule.batching)[1] - 1) * token_s
 
 
 def _size_of_draft(draft: Pipeline, budget: Budget, options: Options) -> Budget:

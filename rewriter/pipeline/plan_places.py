@@ -98,7 +98,7 @@ def sequence_time_s(plan: Plan) -> float:
     """Predicted seconds of the block per sequence of a long job. Where sequences enter, places wait until as many are
     free as enter at once: half of these are idle at any time."""
     w, s = plan.workload, plan.schedule
-    _, new_tokens = w.paced(s.block)
-    idle = (s.block.entering - 1) / 2 if s.block.entering else 0.0
+    _, new_tokens = w.paced(s.batching)
+    idle = (s.batching.admitted - 1) / 2 if s.batching.admitted else 0.0
     decode = (new_tokens - 1) * plan.prediction.decode_time_s
     return plan.prediction.prefill_time_s / w.batch + decode / (w.batch - idle)

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, Literal
 
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import MOVING, Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import GraphsOf, PlanChoice, plan_block
@@ -43,9 +43,10 @@ class Steps:
 
     @staticmethod
     def of(plan: Plan) -> Steps:
-        block = plan.schedule.block
-        return Steps(plan.workload, block.micro_batches, block.order, block.entering,
-                     plan.schedule.prefill_chunk, plan.cache_format, block.gather_buffers,
+        batching = plan.schedule.batching
+        return Steps(plan.workload, batching.micro_batches.count, batching.micro_batches.order,
+                     batching.admitted,
+                     plan.schedule.prefill_chunk, plan.cache_format, batching.gathering.buffers,
                      plan.schedule.speculative_steps)
 
     @property
@@ -218,6 +219,6 @@ def rank_planners(
 
 
 def _graphs(fused: CapturedModel, files: Mapping[str, FileSlice], fingerprint: str, host_hop: bool, workload: Workload,
-            block: Block) -> StepGraphs:
+            batching: BatchSchedule) -> StepGraphs:
     """As a rank has them (`ShardedModel`)."""
-    return step_graphs(fused, files, workload, fingerprint, host_hop=host_hop, block=block)
+    return step_graphs(fused, files, workload, fingerprint, host_hop=host_hop, batching=batching)

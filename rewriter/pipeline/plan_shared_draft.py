@@ -84,8 +84,8 @@ def plan_shared_draft(
 
 
 def _refuse_scattered(plan: Plan) -> None:
-    block = plan.schedule.block
-    if block.staged or block.micro_batches > 1 or block.sparse_values < 1:
+    batching = plan.schedule.batching
+    if batching.cache.staged or batching.micro_batches.count > 1 or batching.sparsity.values < 1:
         raise PlanError("its own steps draft where the whole cache lies on the device, of one micro-batch, and all "
                         "values are read")
 

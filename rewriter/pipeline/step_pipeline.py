@@ -21,13 +21,13 @@ from forebay.passes.place.repeat_layout import repeats
 from forebay.rewriter.capture.concretise import inline_blocks
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.cache_layout import cache_buffers, cache_rows, staged_layers
 from forebay.rewriter.ir.draft import Draft
 from forebay.rewriter.ir.graph import META, Gemm, Layout, is_collective
 from forebay.rewriter.ir.plan import MOVING, Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
 from forebay.rewriter.ir.products import Shape, product_shape
 from forebay.rewriter.ir.program import Launch, Program
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.cache_launches import cache_launches
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
@@ -72,7 +72,7 @@ class Pipeline:
         self._programs: dict[int, Program] = {}
         decode = graphs.step(1)
         self._steps: dict[object, fx.GraphModule] = {(1, False): decode}  # made and not yet used up by passes
-        count = graphs.block.micro_batches
+        count = graphs.batching.micro_batches.count
         self._cache_rows = {} if graphs.prefill is None else {
             name: replace(rows, rows=count * rows.rows) for name, rows in cache_rows(decode).items()}
         uses = weight_uses(decode, set(graphs.constants))
@@ -85,22 +85,23 @@ class Pipeline:
             self.need, graphs.weight_tier, graphs.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
-                     cache_launches(decode), graphs.block, launch_count(decode), workload),
-            graphs.block, weights_of_layers(decode), graphs.cache_format,
-            staged_places(decode, graphs.block, workload.prompt), read_together(decode)).moving_hidden()
-        if graphs.block.staged:
-            self.needs = self.needs.staging(staged_layers(decode, graphs.block, graphs.step), graphs.block, workload)
+                     cache_launches(decode), graphs.batching, launch_count(decode), workload),
+            graphs.batching, weights_of_layers(decode), graphs.cache_format,
+            staged_places(decode, graphs.batching, workload.prompt), read_together(decode)).moving_hidden()
+        if graphs.batching.cache.staged:
+            self.needs = self.needs.staging(staged_layers(decode, graphs.batching, graphs.step), graphs.batching,
+                                            workload)
 
     def with_speculative(self, sizes: tuple[int, ...]) -> Pipeline:
         """The pipeline with steps of these sizes too, which check drafted tokens. PlanError where there are none."""
         return Pipeline(self.graphs.speculating(sizes), self.workload, self.machine, self.switches)
 
-    def with_block(self, block: Block) -> Pipeline:
+    def with_batching(self, batching: BatchSchedule) -> Pipeline:
         """The pipeline of the same graphs with caches in the shares of `block`, which else differs in who attends."""
-        if block == self.graphs.block:
+        if batching == self.graphs.batching:
             return self
-        other = Pipeline(replace(self.graphs, block=block), self.workload, self.machine, self.switches)
-        if not self._each_layer and block.cpu_attention == self.graphs.block.cpu_attention:
+        other = Pipeline(replace(self.graphs, batching=batching), self.workload, self.machine, self.switches)
+        if not self._each_layer and batching.cache.cpu_attention == self.graphs.batching.cache.cpu_attention:
             other._needs, other._takers = dict(self._needs), dict(self._takers)  # shares change nothing of a turn
         return other
 
@@ -198,12 +199,12 @@ class Pipeline:
                 flat, likes = self.graphs.sample(tokens)
             else:
                 flat, likes = inline_blocks(self.graphs.step(tokens)), {}
-            block = self.graphs.block.of_step(tokens)
-            layout = replace(plan_activations(flat, not self.switches.no_reuse, block), likes=likes)
+            batching = self.graphs.batching.of_step(tokens)
+            layout = replace(plan_activations(flat, not self.switches.no_reuse, batching), likes=likes)
             self._takers[tokens] = self._launches(flat, uses := product_uses(flat))
             if tokens > 1:
                 self.need(1)
-            taken, *parts = phase_workspace(self._takers, tokens, self.graphs.block.is_prefill(tokens))
+            taken, *parts = phase_workspace(self._takers, tokens, self.graphs.batching.is_prefill(tokens))
             found = self._needs[tokens] = PhaseNeed(layout.height, taken, layout, uses, *parts)
         return found
 
@@ -279,8 +280,9 @@ class Pipeline:
     def _runs(self, plan: Plan) -> Callable[[Draft | Program], RunStep] | None:
         """What runs a step of `plan` for comparison: its copies placed, if they are not, and one after the other. None
         for a GPU, and where the graph is of some of the sequences or caches come to the device for their turns."""
-        block = plan.schedule.block
-        if not self.machine.kind.on_host_cores or block.micro_batches > 1 or block.entering or block.staged:
+        batching = plan.schedule.batching
+        if not self.machine.kind.on_host_cores or (
+                batching.micro_batches.count > 1 or batching.admitted or batching.cache.staged):
             return None
 
         def runs(step: Draft | Program) -> RunStep:

@@ -107,12 +107,13 @@ def advise(plan: Plan) -> list[str]:
 def _drafts(plan: Plan, ratio: float, compute: float, lane: _Lane) -> tuple[float, str]:
     """What steps of the model itself would give that draft by 4-bit rows of what streams, in the place of resident
     weights, a step over several tokens taking what one takes (Leviathan et al. 2023, equation 1), and the text."""
-    block, streamed = plan.schedule.block, plan.prediction.streamed_nbytes
+    batching, streamed = plan.schedule.batching, plan.prediction.streamed_nbytes
     resident = sum(w.nbytes for w in plan.weights if w.tier == "device")
     rows = ratio * streamed / (1 - ratio)  # of all that streams then
     chance = 1 - (1 - COPY_STANDS[SMALL_WEIGHTS.bits]) * (streamed + rows) / (streamed + resident)
     text = f"drafts in 4 bits (--draft w4), of which {100 * chance:.0f} % are right,"
-    if rows > resident or block.staged or block.micro_batches > 1 or plan.workload.batch > DRAFTED_FOR:
+    if rows > resident or batching.cache.staged or (
+            batching.micro_batches.count > 1 or plan.workload.batch > DRAFTED_FOR):
         return 1.0, text
     now_s, pass_s = (side_by_side_s(compute, lane.weights_s * more + lane.cache_s, 1.0, 1.0)
                      for more in (1.0, 1 + rows / streamed))

@@ -158,10 +158,11 @@ def _check_schedule(plan: Plan, needs: ModelNeeds) -> None:
     s = plan.schedule
     if s.host_hop != needs.host_hop:
         raise PlanError(f"plan.schedule.host_hop: it must be {str(needs.host_hop).lower()} on this device; plan again")
-    for name, there in asdict(s.block).items():
-        if there != getattr(needs.block, name):
-            raise PlanError(f"plan.schedule.block.{name}: the model is to run with {getattr(needs.block, name)}, the "
-                            f"plan says {there}; plan again")
+    for feature, settings in asdict(s.batching).items():
+        for name, there in settings.items():
+            if there != (must := getattr(getattr(needs.batching, feature), name)):
+                raise PlanError(f"plan.schedule.batching.{feature}.{name}: the model is to run with {must}, the plan "
+                                f"says {there}; plan again")
     slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device" and b.name.startswith("slot")]
     if s.slots != len(slots):
         raise PlanError(f"plan.schedule.slots: {s.slots} slots need as many buffers of kind slot in the device arena, "
@@ -207,7 +208,7 @@ def _check_buffers(plan: Plan, expected: dict[tuple[str, str], _Expected]) -> No
     """Every buffer is one that is expected, and all that are expected are there."""
     missing = dict(expected)
     chunks = f" (plan.schedule.prefill_chunks begins with {plan.schedule.prefill_chunk})"
-    sized = plan.schedule.host_hop or plan.schedule.block.hidden != "device"  # what lives throughout, by the chunk
+    sized = plan.schedule.host_hop or plan.schedule.batching.hidden.tier != "device"  # kept throughout
     because = {"prefill": chunks, "all": chunks if sized else ""}
     for i, b in enumerate(plan.buffers):
         must = missing.pop((b.name, b.phase), None)

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.cache_layout import StagedLayer
 from forebay.rewriter.ir.graph import Layout
 from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.planning.hidden_states import hidden_buffers, with_hidden_moves
 from forebay.rewriter.planning.product_shapes import ProductUse
 from forebay.rewriter.planning.staged_cache import StagedCache, staged_cache
@@ -60,7 +60,7 @@ class ModelNeeds:
     # bytes of the same buffers for the prompt's tokens alone; empty where a prefill needs the cache in its full length
     cache_prompt: Mapping[str, int] = field(default_factory=dict)
     rates: Rates = field(default_factory=Rates)
-    block: Block = ALONE
+    batching: BatchSchedule = ALONE
     layers: Mapping[int, tuple[str | None, ...]] = field(default_factory=dict)  # the weights that each layer is given
     cache_format: str = "native"
     staged: StagedCache | None = None  # of caches off the device, whose tails stand in `cache`
@@ -69,12 +69,13 @@ class ModelNeeds:
     @property
     def speculative(self) -> tuple[int, ...]:
         """Tokens per sequence of steps that check drafted tokens, largest first."""
-        return self.block.speculative_steps
+        return self.batching.speculation.steps
 
     def hidden(self, chunk: int) -> list[tuple[str, str, str, int, int]]:
         """The buffers on slower tiers of hidden states that leave the device in prefill steps over `chunk` tokens."""
-        block = self.block.of_step(chunk)
-        return list(hidden_buffers(self.need(chunk).layout, block, self.host_hop)) if block.hidden != "device" else []
+        batching = self.batching.of_step(chunk)
+        return [] if batching.hidden.tier == "device" else list(
+            hidden_buffers(self.need(chunk).layout, batching, self.host_hop))
 
     def hidden_host_nbytes(self, chunk: int) -> int:
         """Bytes of host memory for them."""
@@ -101,7 +102,7 @@ class ModelNeeds:
 
     @property
     def _host_attends(self) -> bool:
-        return self.block.cpu_attention and self.staged is not None and "host" in self.staged.homes
+        return self.batching.cache.cpu_attention and self.staged is not None and "host" in self.staged.homes
 
     @property
     def _host_alone_attends(self) -> bool:
@@ -109,31 +110,32 @@ class ModelNeeds:
 
     def refuse_sparse_values(self) -> None:
         """PlanError where a GPU attends, which reads all values, and decode steps are to read fewer."""
-        if self.block.sparse_values < 1 and self.host_hop and not self._host_alone_attends:
-            raise PlanError("plan.schedule.block.sparse_values: a GPU reads all values; leave sparse_values out, or "
-                            "let the host attend over all caches (cache_tier='host', cpu_attention=True)")
+        if self.batching.sparsity.values < 1 and self.host_hop and not self._host_alone_attends:
+            raise PlanError("plan.schedule.batching.sparsity.values: a GPU reads all values; leave sparse_values out, "
+                            "or let the host attend over all caches (cache_tier='host', cpu_attention=True)")
 
-    def staging(self, layers: Mapping[int, StagedLayer], block: Block, work: Workload) -> ModelNeeds:
+    def staging(self, layers: Mapping[int, StagedLayer], batching: BatchSchedule, work: Workload) -> ModelNeeds:
         """The same with caches of `layers` staged as `block`, which has as many micro-batches, says."""
-        staged = staged_cache(layers, block, self.host_hop)
+        staged = staged_cache(layers, batching, self.host_hop)
 
         @functools.cache
         def moves(tokens: int) -> CacheMoves:
             return staged.moves(work, tokens)
 
-        found = replace(self, block=block, staged=staged, cache=staged.tails, rates=replace(self.rates, moves=moves))
+        found = replace(self, batching=batching, staged=staged, cache=staged.tails,
+                        rates=replace(self.rates, moves=moves))
         return found.moving_hidden()
 
     def moving_hidden(self) -> ModelNeeds:
         """The same with rates that count what moves of hidden states that leave the device."""
-        if self.block.hidden == "device":
+        if self.batching.hidden.tier == "device":
             return self
         before = self.rates.moves
 
         @functools.cache
         def moves(tokens: int) -> CacheMoves:
-            block = self.block.of_step(tokens)
-            layout = self.need(tokens).layout if block.hidden != "device" else None
-            return with_hidden_moves(before(tokens), layout, block, len(self.layers))
+            batching = self.batching.of_step(tokens)
+            layout = self.need(tokens).layout if batching.hidden.tier != "device" else None
+            return with_hidden_moves(before(tokens), layout, batching, len(self.layers))
 
         return replace(self, rates=replace(self.rates, moves=moves))

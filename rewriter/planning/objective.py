@@ -11,7 +11,7 @@ from forebay.rewriter.ir.plan import Plan
 
 def latency_s(plan: Plan) -> float:
     """Predicted seconds from prompt to last token of all sequences."""
-    p, (_, new_tokens) = plan.prediction, plan.workload.paced(plan.schedule.block)
+    p, (_, new_tokens) = plan.prediction, plan.workload.paced(plan.schedule.batching)
     return p.prefill_time_s + (new_tokens - 1) * p.decode_time_s
 
 

@@ -14,8 +14,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from forebay.kernels.formats.table import cache_choices
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
+from forebay.rewriter.ir.schedule.admission import Admission
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.gather_ahead import GatherAhead
+from forebay.rewriter.ir.schedule.hidden_placement import HiddenPlacement
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
+from forebay.rewriter.ir.schedule.sparsity import Sparsity
 from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.planning.option_kinds import (
     CACHE_FORMAT,
@@ -100,15 +105,16 @@ class Options:
         "shorter than the longest: predicted times are theirs", BATCH))
     places: int | None = field(default=None, metadata=option(
         SIZE, "Sequences computed at once, whose places others enter as they end", BATCH,
-        planned=lambda plan: plan.workload.batch if plan.schedule.block.entering else "sequences that begin together"))
+        planned=lambda plan: plan.workload.batch if plan.schedule.batching.admitted else (
+            "sequences that begin together")))
     micro_batches: int | None = field(default=None, metadata=option(
         SIZE, "Parts of the batch that are computed one after the other", BATCH,
-        planned=lambda plan: plan.schedule.block.micro_batches,
+        planned=lambda plan: plan.schedule.batching.micro_batches.count,
         as_planned=lambda value, plan: min(value, plan.workload.batch)))
     order: Literal["row", "zigzag"] = field(default="zigzag", metadata=option(
         one_of("row", "zigzag"), "Turns of micro-batches: all of them in a layer before the next one (zigzag, "
         "which reads weights once), or each through all layers (row)", BATCH,
-        planned=lambda plan: plan.schedule.block.order))
+        planned=lambda plan: plan.schedule.batching.micro_batches.order))
 
     slots: int | None = field(default=None, metadata=option(
         SIZE, "Staging buffers for streamed weights", WEIGHTS, planned=lambda plan: plan.schedule.slots or None))
@@ -132,34 +138,35 @@ class Options:
         CACHE_FORMAT, f"Format of the KV cache: {cache_choices()}", CACHE,
         planned=lambda plan: plan.cache_format))
     cache_tier: MemoryTier | None = field(default=None, metadata=option(
-        TIER, "Memory that holds the KV cache", CACHE, planned=lambda plan: plan.schedule.block.cache))
+        TIER, "Memory that holds the KV cache", CACHE, planned=lambda plan: plan.schedule.batching.cache.tier))
     cache_shares: tuple[float, float] | None = field(default=None, metadata=option(
         SHARES, "Shares of the KV cache that lie on the device and in host memory; the rest is on the cache tier",
         CACHE))
     cache_tokens: int | None = field(default=None, metadata=option(
         SIZE, "Tokens of a block in which the KV cache moves between tiers", CACHE,
-        planned=lambda plan: plan.schedule.block.cache_tokens or None))
+        planned=lambda plan: plan.schedule.batching.cache.block_tokens or None))
     cache_slots: int = field(default=3, metadata=option(SIZE, "Staging buffers for caches on slower tiers", CACHE,
-                              planned=lambda plan: plan.schedule.block.cache_slots or None))
+                              planned=lambda plan: plan.schedule.batching.cache.slots or None))
     cpu_attention: bool | None = field(default=None, metadata=option(
         FLAG, "Attention of decode steps by the CPU, where the KV cache lies in host memory", CACHE,
-        planned=lambda plan: plan.schedule.block.cpu_attention))
+        planned=lambda plan: plan.schedule.batching.cache.cpu_attention))
     checkpoints: tuple[int, int] | None = field(default=None, metadata=option(
         pair("so many stretches of tokens of every so many"), "Stretches of tokens whose keys and values are "
         "recomputed from layer inputs, of every so many; 0,1: none", CACHE,
-        planned=lambda plan: (plan.schedule.block.checkpoints, plan.schedule.block.checkpoint_period),
+        planned=lambda plan: (plan.schedule.batching.recomputation.checkpoints,
+                              plan.schedule.batching.recomputation.period),
         as_planned=lambda value, plan: value if value[0] else (0, 0)))
     checkpoint_format: str = field(default="native", metadata=option(
         CHECKPOINT_FORMAT, "Format of those layer inputs: native or act8", CACHE))
     sparse_values: float = field(default=1.0, metadata=option(
         SHARE, "Share of a sequence's tokens whose values decode steps read", CACHE,
-        planned=lambda plan: plan.schedule.block.sparse_values))
+        planned=lambda plan: plan.schedule.batching.sparsity.values))
     calibration: str | os.PathLike[str] | None = field(default=None, metadata=option(
         PATH, "Measurements of `forebay calibrate`, by which layers share a softmax maximum on a GPU", CACHE))
 
     hidden_tier: MemoryTier | None = field(default=None, metadata=option(
         TIER, "Memory that holds hidden states of a prefill's micro-batches", HIDDEN,
-        planned=lambda plan: plan.schedule.block.hidden))
+        planned=lambda plan: plan.schedule.batching.hidden.tier))
     hidden_shares: tuple[float, float] | None = field(default=None, metadata=option(
         SHARES, "Shares of the hidden states that stay on the device and in host memory; the rest is on the "
         "hidden tier", HIDDEN))
@@ -216,7 +223,7 @@ class Options:
 
     def as_planned(self, plan: Plan) -> Options:
         """The same beside a plan: what it says of the values that attention has is so in plans that follow it."""
-        return replace(self, cache=plan.cache_format, sparse_values=plan.schedule.block.sparse_values,
+        return replace(self, cache=plan.cache_format, sparse_values=plan.schedule.batching.sparsity.values,
                        activations=activations_of(plan) if plan.gemm else self.activations)
 
     def output_agnostic(self) -> Options:
@@ -224,20 +231,20 @@ class Options:
         return Options(cache=self.cache, score_ranges=self.score_ranges, sparse_values=self.sparse_values,
                        activations=self.activations)
 
-    def block(self, batch: int) -> Block:
+    def batching(self, batch: int) -> BatchSchedule:
         """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
-        return self.with_hidden(Block(
-            min(self.micro_batches or 1, batch), self.order, entering=min(self.entering or 0, batch),
-            sparse_values=self.sparse_values, gather_buffers=self.gather_buffers or 0))
+        return self.with_hidden(BatchSchedule(
+            MicroBatches(min(self.micro_batches or 1, batch), self.order), sparsity=Sparsity(self.sparse_values),
+            admission=Admission(min(self.entering or 0, batch)), gathering=GatherAhead(self.gather_buffers or 0)))
 
-    def with_hidden(self, block: Block) -> Block:
+    def with_hidden(self, batching: BatchSchedule) -> BatchSchedule:
         """The block with hidden states of its micro-batches on the tiers that are asked for; of one they stay."""
-        if self.hidden_tier in (None, "device") or block.micro_batches == 1:
-            return block
-        device, host = (int(share * block.micro_batches) for share in self.hidden_shares or (0.0, 0.0))
+        if self.hidden_tier in (None, "device") or batching.micro_batches.count == 1:
+            return batching
+        device, host = (int(share * batching.micro_batches.count) for share in self.hidden_shares or (0.0, 0.0))
         host = 0 if self.hidden_tier == "host" else host
-        slots = max(1, min(HIDDEN_SLOTS, block.micro_batches - device - 1))
-        return replace(block, hidden=self.hidden_tier, hidden_slots=slots, hidden_device=device, hidden_host=host)
+        slots = max(1, min(HIDDEN_SLOTS, batching.micro_batches.count - device - 1))
+        return replace(batching, hidden=HiddenPlacement(self.hidden_tier, slots, device, host))
 
 
 OPTIONS: dict[str, OptionRecord] = {
@@ -298,7 +305,7 @@ def _check_replayed(options: Options, plan: Plan) -> None:
     asked = {name: (getattr(options, name), OPTIONS[name]) for name in options.forced()}
     kept = {name: (record.as_planned(value, plan), record.planned(plan)) for name, (value, record) in asked.items()}
     if options.gather_buffers is not None:
-        kept["gather_buffers"] = options.gather_buffers, plan.schedule.block.gather_buffers
+        kept["gather_buffers"] = options.gather_buffers, plan.schedule.batching.gathering.buffers
     for name, (wanted, has) in kept.items():
         if wanted is not None and has is not None and wanted != has:
             raise PlanError(f"{name}: the plan has {has}, {wanted} is asked for; leave it out, or plan anew")

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Budget, Limits, Plan, PlanError, Prediction, Schedule, WeightPlacement, Workload
 from forebay.rewriter.ir.prefill_chunks import SHORTEST_CHUNK, chunk_sizes, chunk_steps, halvings
 from forebay.rewriter.ir.program import DISK, UPLOAD
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 from forebay.rewriter.planning.options import Options
@@ -39,7 +39,8 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
     kinds, held = _kinds(needs), needs.host_nbytes
     if budget.host is not None and held > budget.host:
         raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the {format_nbytes(held)} ({held} "
-                        "bytes) of cache that are to lie in host memory (plan.schedule.block.cache_host); give more")
+                        "bytes) of cache that are to lie in host memory (plan.schedule.batching.cache.on_host); give "
+                        "more")
     best = _cheapest(needs, kinds, budget, workload, _candidates(needs, kinds, budget, workload, options))
     if best is None:
         refuse_forced(needs, budget, workload, options)
@@ -158,7 +159,7 @@ def _candidates(
     needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, options: Options
 ) -> list[_ChunkRoom]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
-    choices = _slot_choices(kinds, options, needs.block)
+    choices = _slot_choices(kinds, options, needs.batching)
     cached = needs.host_nbytes
     hops = budget.host and needs.weight_tier == "disk" and needs.host_hop
     found = []
@@ -174,7 +175,7 @@ def _candidates(
             left = room - slots * slot_stride(slot)
             if left < 0 or (hops and held + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
                 continue
-            if slots and options.slots and needs.block.takes_turns:
+            if slots and options.slots and needs.batching.micro_batches.takes_turns:
                 left = room_beside_slots(halving_order(kinds.products), left, slots, slot)
             if left >= 0:
                 found.append(_ChunkRoom(chunk, left, slots, slot))
@@ -186,7 +187,7 @@ def _cheapest(
 ) -> _ChunkRoom | None:
     """The fit of least predicted time, of equals the first. Bounds come first, as if weights filled the room."""
     tiles = functools.cache(kinds.tiles)
-    new_tokens = workload.paced(needs.block)[1]
+    new_tokens = workload.paced(needs.batching)[1]
 
     @functools.cache
     def prefill_steps(chunk: int) -> dict[int, int]:
@@ -198,8 +199,9 @@ def _cheapest(
 
     def cost(fit: _ChunkRoom, nbytes: int) -> float:
         steps = dict(prefill_steps(fit.chunk))
-        held = needs.block.fetches * min(max(0, nbytes - kinds.tied_nbytes), _host_room(needs, budget, fit))
-        nbytes *= needs.block.fetches
+        held = needs.batching.micro_batches.fetches * min(max(0, nbytes - kinds.tied_nbytes),
+                                                          _host_room(needs, budget, fit))
+        nbytes *= needs.batching.micro_batches.fetches
         copies = nbytes / kinds.products_nbytes * tiles(fit.slot_nbytes) if nbytes else 0
         steps[1] = steps.get(1, 0) + max(0, new_tokens - 1)
         return sum(count * needs.rates.step_time_s(tokens, nbytes, copies, fit.slots, held)
@@ -279,7 +281,8 @@ def _planned(
                  for w in weights if w.tier != "device" and w.name in rows), default=0)
     chunks = chunk_sizes(fit.chunk, needs.speculative)
     lead = min(options.lead or fit.slots, fit.slots)
-    schedule = Schedule(fit.slots, piece, lead, chunks, needs.host_hop, needs.block)
+    schedule = Schedule(fit.slots, piece, lead, chunks, needs.host_hop,
+                        needs.batching)
     plan = Plan(needs.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
                 cache_format=needs.cache_format, score_ranges=options.score_ranges)
     upper, lends = _upper(needs, fit.chunk)
@@ -293,8 +296,8 @@ def _predicted(needs: ModelNeeds, kinds: _Kinds, plan: Plan) -> Prediction:
     """What the closed form expects of a plan; the simulator's word, once there are Programs, takes its place."""
     s, streamed = plan.schedule, [w for w, u in zip(plan.weights, needs.uses, strict=True)
                                   if w.tier != "device" and u.product]
-    nbytes = needs.block.fetches * sum(w.nbytes for w in streamed)
-    held = needs.block.fetches * sum(w.nbytes for w in streamed if w.tier == "host")
+    nbytes = needs.batching.micro_batches.fetches * sum(w.nbytes for w in streamed)
+    held = needs.batching.micro_batches.fetches * sum(w.nbytes for w in streamed if w.tier == "host")
     copies = nbytes / kinds.products_nbytes * kinds.tiles(s.slot_nbytes) if nbytes else 0.0
     rates = needs.rates
     chunks = _prefill_steps(needs, plan.workload, s.prefill_chunks)
@@ -313,15 +316,15 @@ def _predicted(needs: ModelNeeds, kinds: _Kinds, plan: Plan) -> Prediction:
 
 def _prefill_steps(needs: ModelNeeds, workload: Workload, sizes: Sequence[int]) -> dict[int, int]:
     """How many steps of which of these sizes the prompts of all sequences take."""
-    times = needs.block.prefills(workload.batch)
-    return {tokens: times * count for tokens, count in chunk_steps(workload.paced(needs.block)[0], sizes).items()}
+    times = needs.batching.admission.prefills(workload.batch)
+    return {tokens: times * count for tokens, count in chunk_steps(workload.paced(needs.batching)[0], sizes).items()}
 
 
 def _shortest(needs: ModelNeeds, prompt: int) -> int:
     """Tokens of the shortest prefill step. Where sequences enter alone it computes few of them, at the price of its
     launches, of which candidates count what issuing them takes, and not the memory that the small ones touch. A step
     that reads a share of the values is no prefill's, nor one that checks drafts. PlanError where none is left."""
-    if not (needs.block.entering or needs.block.sparse_values < 1):
+    if not (needs.batching.admitted or needs.batching.sparsity.values < 1):
         return 1
     sizes = {*range(2, prompt + 1)}.difference(needs.speculative)
     if prompt > 1 and not sizes:
@@ -339,7 +342,7 @@ def _smallest_tile(u: WeightUse) -> int:
     return max(row, min(u.nbytes, PAGE_NBYTES)) if u.tileable else u.nbytes
 
 
-def _slot_choices(kinds: _Kinds, options: Options, block: Block) -> list[tuple[int, int]]:
+def _slot_choices(kinds: _Kinds, options: Options, batching: BatchSchedule) -> list[tuple[int, int]]:
     """List the (count, bytes) of staging slots to compare.
 
     Counts are at least `kinds.least_slots`; a wish of fewer has none. Where micro-batches take turns layer by layer,
@@ -359,7 +362,7 @@ def _slot_choices(kinds: _Kinds, options: Options, block: Block) -> list[tuple[i
     small = [low << i for i in range(8) if low << i < SLOT_NBYTES[-1]]
     sizes = [options.slot_nbytes] if options.slot_nbytes else list(dict.fromkeys(
         [*(max(low, min(largest, n)) for n in SLOT_NBYTES), *huge, *small, low]))
-    if not block.takes_turns or options.slots:
+    if not batching.micro_batches.takes_turns or options.slots:
         counts = [options.slots] if options.slots else sorted({least_slots, *SLOTS})
         return [(slots, slot) for slots in counts if slots >= least_slots for slot in sizes]
     least = {slot: max(least_slots, most_tiles(products, slot)) for slot in sizes}

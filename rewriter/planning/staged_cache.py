@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned, whole_pages
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.cache_layout import (
     CACHE_HOME_ARENAS,
     CACHE_STAGING,
@@ -26,6 +25,7 @@ from forebay.rewriter.ir.cache_layout import (
 )
 from forebay.rewriter.ir.graph import META, CacheInput
 from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.predict.closed_form import STILL, CacheMoves
 
 
@@ -35,7 +35,7 @@ class StagedCache:
     stay on the device, and by tier of each layer's caches that live there, in whole pages. `tiers` are those of the
     micro-batches, by layer. Where copies hop, `host_slots` are the slots that the host lends to what the disk holds."""
 
-    block: Block
+    batching: BatchSchedule
     slots: Mapping[str, int]
     inputs: Mapping[str, int]
     tails: Mapping[str, int] = field(default_factory=dict)
@@ -59,10 +59,10 @@ class StagedCache:
     @property
     def operands(self) -> dict[str, int]:
         """Bytes of host memory for what the host's launches read and write beside the caches, by micro-batch."""
-        if not self.block.cpu_attention or "host" not in self.homes:
+        if not self.batching.cache.cpu_attention or "host" not in self.homes:
             return {}
         room = max(layer.operands.room_nbytes for layer in self.layers.values())
-        return {f"{OPERANDS}{k}": room for k in range(self.block.micro_batches)}
+        return {f"{OPERANDS}{k}": room for k in range(self.batching.micro_batches.count)}
 
     def buffers(self) -> Iterator[tuple[str, str, str, int, int]]:
         """All but the tails, as (name, kind, arena, nbytes, alignment); those at pages first, so that they leave no gap
@@ -79,12 +79,13 @@ class StagedCache:
 
     def moves(self, work: Workload, tokens: int) -> CacheMoves:
         """What a step over `tokens` tokens usually moves."""
-        block, nbytes, copies = self.block, dict[tuple[str, str], float](), 0
+        batching, nbytes, copies = self.batching, dict[tuple[str, str], float](), 0
         on_host, whole = 0.0, sum(len(self.tiers[i]) * layer.nbytes for i, layer in self.layers.items())
-        some = block.sequences(work.batch, tokens) / work.batch if block.entering and block.is_prefill(tokens) else 1.0
+        some = batching.sequences(work.batch,
+                                  tokens) / work.batch if batching.admitted and batching.is_prefill(tokens) else 1.0
         for i, tiers in self.tiers.items():
             layer = self.layers[i]
-            attended = tiers.count("host") if block.attends_on_host(tokens) else 0
+            attended = tiers.count("host") if batching.attends_on_host(tokens) else 0
             for link, moved in ((("device", "host"), layer.operands.given_nbytes),
                                 (("host", "device"), layer.operands.made_nbytes)):
                 nbytes[link] = nbytes.get(link, 0.0) + attended * tokens * moved
@@ -92,48 +93,49 @@ class StagedCache:
             on_host += attended * layer.nbytes
             for tier in ("disk",) if attended else ("host", "disk"):
                 for link, share in zip(((tier, "device"), ("device", tier)), moved_shares(
-                        layer, block, work, tokens), strict=True):
+                        layer, batching, work, tokens), strict=True):
                     nbytes[link] = nbytes.get(link, 0.0) + some * tiers.count(tier) * share * layer.nbytes
                 copies += 2 * (tiers.count(tier) if some == 1.0 else bool(tiers.count(tier)))
-        return CacheMoves({link: n for link, n in nbytes.items() if n}, copies, block.cache_slots, on_host,
+        return CacheMoves({link: n for link, n in nbytes.items() if n}, copies, batching.cache.slots, on_host,
                           on_host / whole) if copies else STILL
 
 
-def staged_cache(layers: Mapping[int, StagedLayer], block: Block, host_hop: bool = False) -> StagedCache:
+def staged_cache(layers: Mapping[int, StagedLayer], batching: BatchSchedule, host_hop: bool = False) -> StagedCache:
     """What the caches of all micro-batches of `block` take, from the `layers` of one; with `host_hop` what comes from
     the disk passes through host memory. PlanError where more of them are to lie on faster tiers than there are, or
     sequences enter and a layer's lie apart."""
-    count, faster = block.micro_batches, block.cache_device + block.cache_host
+    count, cache, admitted = batching.micro_batches.count, batching.cache, batching.admitted
+    faster, unit = cache.on_device + cache.on_host, batching.placement_granularity
     if faster > len(layers) * count:
-        raise PlanError(f"plan.schedule.block.cache_device, cache_host: {faster} cannot lie on faster tiers; "
+        raise PlanError(f"plan.schedule.batching.cache.on_device, on_host: {faster} cannot lie on faster tiers; "
                         f"{len(layers)} layers of {count} micro-batches have {len(layers) * count}")
-    if block.cache_device and block.checkpoints:
-        raise PlanError("plan.schedule.block.cache_device: caches on the device have no checkpoints "
-                        "(plan.schedule.block.checkpoints); let all lie on slower tiers")
-    if block.cache_device % block.together or block.cache_host % block.together:
-        raise PlanError(f"plan.schedule.block.cache_device, cache_host: {block.cache_device} and {block.cache_host} "
+    if cache.on_device and batching.recomputation.checkpoints:
+        raise PlanError("plan.schedule.batching.cache.on_device: caches on the device have no checkpoints "
+                        "(plan.schedule.batching.recomputation.checkpoints); let all lie on slower tiers")
+    if cache.on_device % unit or cache.on_host % unit:
+        raise PlanError(f"plan.schedule.batching.cache.on_device, on_host: {cache.on_device} and {cache.on_host} "
                         f"are not whole layers of {count} micro-batches; where sequences enter places "
-                        "(plan.schedule.block.entering) all caches of a layer lie on one tier")
-    tiers = dict(zip(layers, block.cache_homes(len(layers)), strict=True))
+                        "(plan.schedule.batching.admission.sequences) all caches of a layer lie on one tier")
+    tiers = dict(zip(layers, batching.cache_homes(len(layers)), strict=True))
     homes: dict[str, dict[str, int]] = {}
     tails = {}
     for i, of_layer in tiers.items():
         for tier in dict.fromkeys(of_layer):
             homes.setdefault(tier, {})[cache_home_name(i, tier)] = of_layer.count(tier) * layers[i].home_nbytes
-        if staged := sum(map(block.has_tails, of_layer)):
+        if staged := sum(map(cache.has_tails, of_layer)):
             tails[f"tail_{i}"] = staged * layers[i].tail_nbytes
-    largest = max(layer.nbytes // layer.sequences * max(layer.sequences, block.entering) for layer in layers.values())
-    slots = {f"{CACHE_STAGING}{i}": largest for i in range(block.cache_slots)}
-    inputs = {name: count * size * WORD for name, size in input_sizes(layers, block).items()}
-    if block.entering:
-        slots[ENTERING] = block.entering * max(_passing_nbytes(layers[i], of_layer[0]) for i, of_layer in tiers.items())
-        inputs[PLACES] = block.entering * WORD
+    largest = max(layer.nbytes // layer.sequences * max(layer.sequences, admitted) for layer in layers.values())
+    slots = {f"{CACHE_STAGING}{i}": largest for i in range(cache.slots)}
+    inputs = {name: count * size * WORD for name, size in input_sizes(layers, batching).items()}
+    if admitted:
+        slots[ENTERING] = admitted * max(_passing_nbytes(layers[i], of_layer[0]) for i, of_layer in tiers.items())
+        inputs[PLACES] = admitted * WORD
     lent = {}
     if host_hop and "disk" in homes:
-        names = [*(f"host_{CACHE_STAGING}{i}" for i in range(block.cache_slots)),
+        names = [*(f"host_{CACHE_STAGING}{i}" for i in range(cache.slots)),
                  *(f"host_{CACHE_STORE_STAGING}{i}" for i in range(STORE_STAGING_COUNT))]
         lent = dict.fromkeys(names, largest)
-    return StagedCache(block, slots, inputs, tails, homes, tiers, layers, lent)
+    return StagedCache(batching, slots, inputs, tails, homes, tiers, layers, lent)
 
 
 def _passing_nbytes(layer: StagedLayer, tier: str) -> int:
@@ -141,12 +143,13 @@ def _passing_nbytes(layer: StagedLayer, tier: str) -> int:
     return (layer.nbytes if tier == "device" else layer.tail_nbytes) // layer.sequences
 
 
-def staged_places(step: fx.GraphModule, block: Block, prompt: int) -> StagedCache | None:
+def staged_places(step: fx.GraphModule, batching: BatchSchedule, prompt: int) -> StagedCache | None:
     """What the rows of a cache on the device take that a prefill of some sequences alone stages, from the decode step
     graph of one micro-batch; prompts are of at most `prompt` tokens. None where all enter at once."""
-    if block.staged or not block.entering:
+    admitted = batching.admitted
+    if batching.cache.staged or not admitted:
         return None
-    return StagedCache(block, {ENTERING: _staged_nbytes(step, block.entering, prompt)}, {PLACES: block.entering * WORD})
+    return StagedCache(batching, {ENTERING: _staged_nbytes(step, admitted, prompt)}, {PLACES: admitted * WORD})
 
 
 def _staged_nbytes(step: fx.GraphModule, sequences: int, prompt: int) -> int:

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.ir.program import ATTEND, COMPUTE, DISK, DOWNLOAD, LOAD, RETURN, UPLOAD, WRITE, Launch
+from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S
 from forebay.rewriter.predict.estimator import Estimator, side_by_side_s
 from forebay.rewriter.predict.item_costs import host_attend_s, over_tokens, work_time_s
@@ -134,7 +134,7 @@ def _byte_s(times: Estimator, source: str, target: str) -> float:
 
 def rates_of(
     times: Estimator, products: Sequence[StepProduct], batch: int, tier: str, cache: Sequence[tuple[int, Launch]] = (),
-    block: Block = ALONE, launches: int = 0, work: Workload | None = None,
+    batching: BatchSchedule = ALONE, launches: int = 0, work: Workload | None = None,
 ) -> Rates:
     """The rates for streaming from `tier` and for steps of `batch` sequences over `products`, in the parts of `block`,
     and of so many `launches`. `cache` is what the step over one token of a part does with its caches, each so many
@@ -143,8 +143,8 @@ def rates_of(
 
     @functools.cache
     def compute_s(tokens: int) -> float:
-        sequences, parts = block.sequences(batch, tokens), block.of_step(tokens).micro_batches
-        m, each = sequences * tokens, block.sequences(batch, 1)
+        sequences, parts = batching.sequences(batch, tokens), batching.of_step(tokens).micro_batches.count
+        m, each = sequences * tokens, batching.sequences(batch, 1)
         products_s = parts * sum(
             count * times.product_s(p.dtype, m + p.more * sequences // each, p.n, p.k, nbytes=p.nbytes)
             for p, count in counts.items())
@@ -153,8 +153,9 @@ def rates_of(
 
     @functools.cache
     def attend_s(tokens: int) -> float:
-        share = block.of_step(tokens).micro_batches * block.sequences(batch, tokens) / block.sequences(batch, 1)
-        seen = {} if work is None else {tokens: work.before(tokens, block) + tokens}
+        share = batching.of_step(tokens).micro_batches.count * batching.sequences(batch,
+                                                                                  tokens) / batching.sequences(batch, 1)
+        seen = {} if work is None else {tokens: work.before(tokens, batching) + tokens}
         return share * sum(
             count * work_time_s(over_tokens(launch, tokens), times, seen) for count, launch in cache)
 
@@ -166,7 +167,8 @@ def rates_of(
     for ends in CACHE_STREAMS:
         with contextlib.suppress(KeyError):
             between[ends] = _byte_s(times, *ends)
-    launches_s = times.dispatch_s * (block.micro_batches if block.takes_turns else 1)  # over each piece
+    parts = batching.micro_batches
+    launches_s = times.dispatch_s * (parts.count if parts.takes_turns else 1)  # over each piece
     return Rates(1 / times.byte_s(*link), times.latency_s(*link), times.copy_issue_s + launches_s,
                  times.slowed(0.5), times.slows(0.5), compute_s, upload, link[1] == "host", attend_s,
                  cache_byte_s=between, host_attend_s=lambda nbytes: host_attend_s(nbytes, times),

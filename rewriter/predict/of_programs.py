@@ -15,7 +15,7 @@ from forebay.rewriter.predict.simulate import STEPS, simulate
 
 def usually_seen(plan: Plan, tokens: int) -> float:
     """Tokens that the last of a step over so many attends to, on average."""
-    return plan.workload.before(tokens, plan.schedule.block) + tokens
+    return plan.workload.before(tokens, plan.schedule.batching) + tokens
 
 
 def predict(
@@ -24,7 +24,7 @@ def predict(
     """Seconds, streamed bytes and peak bytes of `plan`, whose step over so many tokens is `program`, on `machine`. What
     runs between prompt and answer, `growth`, counts as the prompt's."""
     s, work, serial = plan.schedule, plan.workload, MachineEstimator(machine).serial
-    chunks = chunk_steps(work.paced(s.block)[0], s.prefill_chunks)
+    chunks = chunk_steps(work.paced(s.batching)[0], s.prefill_chunks)
     passes = sum(chunks.values())  # of a prefill, which need not reach its steady state
     programs = {tokens: program(tokens) for tokens in sorted({1, s.prefill_chunk, *chunks, *s.speculative_steps})}
     lines = {tokens: simulate(each, machine, min(STEPS, passes) if s.phase_of(tokens) == "prefill" else STEPS)
@@ -35,12 +35,12 @@ def predict(
     launches = [launch for each in programs.values() for launch in each.launches()]
     peak = {tier: nbytes + workspace_nbytes(launches, tier) for tier, nbytes in plan.arenas.items()}
     return Prediction(
-        prefill_time_s=s.block.prefills(work.batch) * prompt_s + grown_s,
+        prefill_time_s=s.batching.admission.prefills(work.batch) * prompt_s + grown_s,
         decode_time_s=lines[1].time_s, busy_time_s=lines[1].busy_time_s, streamed_nbytes=programs[1].moved_nbytes(),
         peak_nbytes=peak, bottleneck=lines[1].bottleneck,
         speculative_times_s=tuple(lines[tokens].time_s for tokens in s.speculative_steps),
         speculative_busy_s=tuple(busy[tokens] for tokens in s.speculative_steps if serial),
-        prefill_busy_s=s.block.prefills(work.batch) * sum(
+        prefill_busy_s=s.batching.admission.prefills(work.batch) * sum(
             count * busy[tokens] for tokens, count in chunks.items() if serial))
 
 
@@ -91,5 +91,5 @@ def step_times(plan: Plan, program: Callable[[int], Program], machine: Machine) 
     seconds = {tokens: (simulate(each, machine, times=_Blind(machine)).time_s,
                         simulate(replace(each, seen={}), machine).time_s)
                for tokens, each in programs.items()}
-    entering = s.block.entering or w.batch
+    entering = s.batching.admitted or w.batch
     return StepTimes(w.batch, entering, w.prompt, w.context, s.prefill_chunks, seconds)

@@ -110,11 +110,12 @@ def _head(plan: Plan) -> str:
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
         ("schedule", _schedule(plan)),
         ("prefill", f"chunks of {s.prefill_chunk} tokens, {passes} pass{'es' if passes > 1 else ''} over the weights"
-                    + (f"; {s.block.entering} enter at once as places fall free" if s.block.entering else "")),
+                    + (f"; {s.batching.admitted} enter at once as places fall free" if s.batching.admitted else "")),
         ("cache", f"{plan.cache_format}, {_cache_tier(plan)}"),
-        *([("hidden", _hidden_states(plan))] if s.block.hidden != "device" else []),
-        *([("values", f"decode steps read those of {100 * s.block.sparse_values:g} % of the tokens, the weightiest")]
-          if s.block.sparse_values < 1 else []),
+        *([("hidden", _hidden_states(plan))] if s.batching.hidden.tier != "device" else []),
+        *([("values",
+            f"decode steps read those of {100 * s.batching.sparsity.values:g} % of the tokens, the weightiest")]
+          if s.batching.sparsity.values < 1 else []),
         *([("drafts", _drafts(plan))] if s.speculative_steps else []),
         *([("softmax", _shared_maxima(plan))] if plan.score_ranges else []),
     ]
@@ -139,14 +140,14 @@ def _shared_maxima(plan: Plan) -> str:
 
 def _hidden_states(plan: Plan) -> str:
     """Where hidden states of a prefill wait."""
-    homes = plan.schedule.block.hidden_homes()
+    homes = plan.schedule.batching.hidden_homes()
     shares = ", ".join(f"{homes.count(tier)} on the {tier}" for tier in TIERS if tier in homes)
     return f"between turns of a prefill those of {shares}, of {len(homes)} micro-batches"
 
 
 def _cache_tier(plan: Plan) -> str:
-    block = plan.schedule.block
-    if not block.staged:
+    batching = plan.schedule.batching
+    if not batching.cache.staged:
         return "on the device"
     homes: dict[str, int] = {}
     for b in plan.buffers:
@@ -154,16 +155,17 @@ def _cache_tier(plan: Plan) -> str:
             home = "on disk" if b.arena not in ARENAS else f"in {b.arena} memory"
             homes[home] = homes.get(home, 0) + b.nbytes
     where = " and ".join(f"{format_nbytes(nbytes)} {home}" for home, nbytes in homes.items())
-    attends = "; decode steps attend in host memory to what lies there" if block.cpu_attention else ""
+    attends = "; decode steps attend in host memory to what lies there" if batching.cache.cpu_attention else ""
     kept = ""
-    if block.checkpoints:
-        share = ("all tokens" if block.checkpoints == block.checkpoint_period else
-                 f"{block.checkpoints} of {block.checkpoint_period} stretches of {block.stretch} tokens")
-        form = "" if block.checkpoint_format == "native" else f" in {block.checkpoint_format}"
-        kept = (f"; of {share} checkpoints{form}, {block.checkpoint_tokens} tokens in the room of "
-                f"{block.cache_tokens}, of which K and V are made again")
-    return (f"{where} in blocks of {block.cache_tokens} tokens, through {block.cache_slots} staging slots; the blocks "
-            f"that are not full yet on the device{attends}{kept}")
+    made, cache = batching.recomputation, batching.cache
+    if made.checkpoints:
+        share = "all tokens" if made.checkpoints == made.period else (
+            f"{made.checkpoints} of {made.period} stretches of {batching.stretch} tokens")
+        form = "" if made.format == "native" else f" in {made.format}"
+        kept = (f"; of {share} checkpoints{form}, {made.block_tokens} tokens in the room of {cache.block_tokens}, of "
+                "which K and V are made again")
+    return (f"{where} in blocks of {cache.block_tokens} tokens, through {cache.slots} staging slots; the blocks that "
+            f"are not full yet on the device{attends}{kept}")
 
 
 def _drafts(plan: Plan) -> str:
@@ -183,9 +185,9 @@ def _schedule(plan: Plan) -> str:
         text = f"{slots} of {format_nbytes(s.slot_nbytes)}, copies issued {s.lead} ahead"
         if s.host_hop:
             text += ", disk reads by way of host memory"
-    if s.block.micro_batches > 1:
-        each = plan.workload.batch // s.block.micro_batches
-        text += f"; {s.block.micro_batches} micro-batches of {each}, {s.block.order} order"
+    parts = s.batching.micro_batches
+    if parts.count > 1:
+        text += f"; {parts.count} micro-batches of {plan.workload.batch // parts.count}, {parts.order} order"
     return text
 
 

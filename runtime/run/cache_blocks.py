@@ -55,18 +55,18 @@ class CacheBlocks:
     """
 
     def __init__(self, plan: Plan) -> None:
-        block, context = plan.schedule.block, plan.workload.context
-        self.block, self.tokens, self.blocks = block, block.cache_tokens, block.cache_blocks(context)
-        self.batch, self.each = plan.workload.batch, plan.workload.batch // block.micro_batches
-        self.kept = block.kept_blocks(context)
+        batching, context = plan.schedule.batching, plan.workload.context
+        self.batching, self.tokens, self.blocks = batching, batching.cache.block_tokens, batching.cache_blocks(context)
+        self.batch, self.each = plan.workload.batch, plan.workload.batch // batching.micro_batches.count
+        self.kept = batching.kept_blocks(context)
         numbers, rows = list(range(self.blocks)), iter(range(self.kept))
-        kept = [-1 if block.holds_checkpoints(n) else next(rows) for n in numbers]
+        kept = [-1 if batching.holds_checkpoints(n) else next(rows) for n in numbers]
         self.kinds = [_BlocksOfOneKind(self.tokens, numbers, kept, self.batch)]
-        if block.checkpoints:
-            each = block.stretch // block.checkpoint_tokens
-            of = [n for n in range((context // block.stretch + 1) * each) if block.is_checkpoint(n // each)]
-            self.kinds.append(_BlocksOfOneKind(block.checkpoint_tokens, [*of, -1], [*rows, -1], self.batch))
-        self.whole = block.cpu_attention
+        if batching.recomputation.checkpoints:
+            each = batching.stretch // batching.recomputation.block_tokens
+            of = [n for n in range((context // batching.stretch + 1) * each) if batching.recomputation.keeps(n // each)]
+            self.kinds.append(_BlocksOfOneKind(batching.recomputation.block_tokens, [*of, -1], [*rows, -1], self.batch))
+        self.whole = batching.cache.cpu_attention
         self.windows = {b.name: window_of_loads(b.name) for b in plan.buffers if b.name.startswith(LOADS)}
 
     def stand_at(self, tokens: int) -> None:
@@ -111,7 +111,7 @@ class CacheBlocks:
             lowest = start // -window * -window if window < 0 else start - window + 1 if window else start * 0
             found[name] = self._table([loaded & kind.seen(lowest) for kind, (loaded, _) in zip(
                 self.kinds, moved, strict=True)], rows, group)
-        if self.block.checkpoints:
+        if self.batching.recomputation.checkpoints:
             found |= self._checkpoints(start, tokens, tail)
         return found
 

@@ -73,12 +73,12 @@ def _generate_balanced(
     """`generate_tokens`, with the prompts in rows whose micro-batches hold about as many tokens. Where one generator
     draws for all, rows stay as they are: it draws in their order."""
     plan = session.plan
-    rows = plan.schedule.block.sequences(plan.workload.batch, 1)
+    rows = plan.schedule.batching.sequences(plan.workload.batch, 1)
     lengths = [prompt.numel() for prompt in prompts]
     if len(prompts) <= rows or len(set(lengths)) == 1 or len(prompts) > plan.workload.batch or (
             sampling.do_sample and not isinstance(generator, Sequence)):
         return generate_tokens(session, prompts, sampling, stop, generator, on_token)
-    at = balanced_places(lengths, range(len(prompts)), [0] * plan.schedule.block.micro_batches, rows)
+    at = balanced_places(lengths, range(len(prompts)), [0] * plan.schedule.batching.micro_batches.count, rows)
     back, order = torch.tensor(at), sorted(range(len(at)), key=at.__getitem__)
     found = generate_tokens(
         session, [prompts[i] for i in order], sampling, stop,

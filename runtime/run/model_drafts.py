@@ -34,7 +34,7 @@ class ModelDrafter:
         self.session, self.sampling, self.draws = session, sampling, draws
         said = session.plan.prediction
         self.token_time_s, self.prefill_s, self.expected = said.decode_time_s, said.prefill_time_s, chance
-        parts = session.plan.schedule.block.prefills(session.plan.workload.batch)
+        parts = session.plan.schedule.batching.admission.prefills(session.plan.workload.batch)
         self.begin_steps = said.prefill_time_s / parts / said.decode_time_s if said.decode_time_s > 0 else 4.0
         self.right = self.wrong = 0
         self.calibration = DraftCalibration(chance)
@@ -83,7 +83,7 @@ class ModelDrafter:
         self, held: Mapping[int, torch.Tensor], rows: Mapping[int, list[int]], wanted: Sequence[int]
     ) -> tuple[dict[int, int], Mapping[int, torch.Tensor] | torch.Tensor]:
         """How many tokens of each row the cache holds by now, and the logits [V] behind those that are none to feed."""
-        work, entering = self.session.plan.workload, self.session.plan.schedule.block.entering
+        work, entering = self.session.plan.workload, self.session.plan.schedule.batching.admitted
         at = {row: min(alike(self._held.get(row, []), tokens), len(tokens) - 1) for row, tokens in rows.items()}
         begun = [row for row in wanted if len(rows[row]) - at[row] > self.begin_steps + max(
             0, len(rows[row]) - work.prompt)]
@@ -99,7 +99,7 @@ class ModelDrafter:
     def _begin(self, prompts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Compute prompts in their slots; return the logits [V] after each."""
         logits = prefill(self.session, prompts)
-        if not self.session.plan.schedule.block.entering:
+        if not self.session.plan.schedule.batching.admitted:
             self.session.grow()
         return dict(zip(prompts, logits, strict=True))
 

@@ -89,10 +89,10 @@ def prompt_chunks(
     """Yield the steps that compute `prompts`, int64 [P] each, by the batch slots that they stand in.
 
     Rows of a step are the slots; of a plan that admits sequences while others decode, they are the prompts in turn, at
-    most `Block.entering`, and those left over repeat the first. `length` is that of one call of all; without it each
-    prompt is a call by itself.
+    most `BatchSchedule.admitted`, and those left over repeat the first. `length` is that of one call of all; without it
+    each prompt is a call by itself.
     """
-    entering = plan.schedule.block.entering
+    entering = plan.schedule.batching.admitted
     slots = [*prompts, *[next(iter(prompts))] * (entering - len(prompts))] if entering else range(plan.workload.batch)
     rows = [prompts.get(slot, torch.zeros(1, dtype=torch.int64)) for slot in slots]
     call = torch.tensor([row.numel() for row in rows])
@@ -107,7 +107,7 @@ def prefill(
     session: Session, prompts: Mapping[int, torch.Tensor], embeds: Sequence[torch.Tensor] | None = None
 ) -> torch.Tensor:
     """Compute `prompts` by slot as one call; return the logits [n, V] of each one's last token, in their order."""
-    entering = session.plan.schedule.block.entering
+    entering = session.plan.schedule.batching.admitted
     length = None if entering else max(prompt.numel() for prompt in prompts.values())
     index = {row if entering else slot: row for row, slot in enumerate(prompts)}
     logits = torch.empty(0)

@@ -151,7 +151,7 @@ class SequenceRows:
 def require_movable_rows(plan: Plan, parts: int) -> None:
     """RuntimeFault where rows of the plan's cache, whose sequences are divided among `parts` ranks, cannot change
     places."""
-    if plan.schedule.block.staged:
+    if plan.schedule.batching.cache.staged:
         raise RuntimeFault("rows of a cache that is staged cannot change places, as beam search asks; keep the cache "
                            "on the device (wrap(cache_tier=\"device\"))")
     if parts > 1:

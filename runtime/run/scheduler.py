@@ -68,7 +68,7 @@ def fits(plan: Plan, prompt: int, new_tokens: int, renewed_at: int = 0) -> bool:
 
 def entering(plan: Plan) -> int:
     """Sequences that enter places of `plan` while others decode; 0 where they all begin together."""
-    return plan.schedule.block.entering
+    return plan.schedule.batching.admitted
 
 
 def answer_all(
@@ -191,7 +191,7 @@ class _Loop:
 
     def _places_for(self, numbers: Sequence[int]) -> list[int]:
         """Free places for sequences, such that micro-batches hold about as many tokens."""
-        rows = self.session.plan.schedule.block.sequences(self.batch, 1)
+        rows = self.session.plan.schedule.batching.sequences(self.batch, 1)
         held = [0] * (self.batch // rows)
         for place, number in self.running.items():
             held[place // rows] += self._length(number)

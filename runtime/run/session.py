@@ -63,7 +63,7 @@ class Session:
         self._program, self._growth, self.shared = program, growth, shared
         self._grow: BoundProgram | None = None
         self._drafting: BoundProgram | None = None
-        self._blocks = CacheBlocks(plan) if plan.schedule.block.staged else None
+        self._blocks = CacheBlocks(plan) if plan.schedule.batching.cache.staged else None
         self._bound: dict[int, BoundProgram] = {}
         self._started = False
         self._ran: BoundProgram | None = None  # last

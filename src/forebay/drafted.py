@@ -116,11 +116,11 @@ class DraftedModel(LanguageModel):
 
     def _plan_anew(self, workload: Workload, options: Options, choose: PlanChoice) -> tuple[Pipeline, Plan]:
         pipeline, plain = self._plan_alone(workload, options, choose)
-        helper, asked = self._helper, _draft_options(options, plain.schedule.block.entering)
+        helper, asked = self._helper, _draft_options(options, plain.schedule.batching.admitted)
         limit = helper.captured.max_positions or NO_LIMIT
         prompt = min(plain.workload.prompt + 1, limit - 1)  # the answer's first token is known when drafts begin
         work = plain.workload.of(plain.workload.batch, prompt, min(plain.workload.new_tokens, limit - prompt))
-        draft = Pipeline(helper._graphs(work, asked.block(work.batch)), work, self.machine, self.switches)
+        draft = Pipeline(helper._graphs(work, asked.batching(work.batch)), work, self.machine, self.switches)
         found = self._best((pipeline, plain, options), (draft, asked))
         self.split = found
         self._expected = self.chance

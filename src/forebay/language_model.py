@@ -21,11 +21,11 @@ from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_generation_config
 from forebay.rewriter.garbage import collect_when_due
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.shared_draft import DraftRecord, SharedDraft
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.one_thread import one_thread
@@ -110,7 +110,7 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
             workload = workload.of(workload.batch, *asked)
             pipeline, plan = self._plan_anew(workload, options, choose)
         else:
-            pipeline = Pipeline(self._graphs(workload, plan.schedule.block), workload, self.machine, self.switches)
+            pipeline = Pipeline(self._graphs(workload, plan.schedule.batching), workload, self.machine, self.switches)
             plan = pipeline.replay(plan)
         self._adopt(pipeline, plan)
 
@@ -126,11 +126,11 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
         LOG.info("planned %d of %d + %d tokens within %s: %s of weights stay, %s stream in each step", work.batch,
                  work.prompt, work.new_tokens, *map(format_nbytes, nbytes))
 
-    def _graphs(self, workload: Workload, block: Block) -> StepGraphs:
+    def _graphs(self, workload: Workload, batching: BatchSchedule) -> StepGraphs:
         """The step graphs of the model after the block passes."""
         assert self._fused is not None
         graphs = step_graphs(self._fused, self.files, workload, self.checkpoint.fingerprint,
-                             host_hop=self.machine.kind.host_hop, block=block)
+                             host_hop=self.machine.kind.host_hop, batching=batching)
         if self.captured.gives == "all":
             graphs = replace(graphs, prefill=None)  # chunks may follow decode steps, so the cache has its full length
         return graphs

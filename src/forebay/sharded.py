@@ -14,9 +14,9 @@ from forebay.language_model import LOG, LanguageModel
 from forebay.open_model import known_machine
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.checkpoints.records import CheckpointError
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import PlanChoice, plan_block
@@ -73,9 +73,9 @@ class ShardedModel(LanguageModel):
         machine = beside_readers(machine or known_machine(checkpoint.folder), ranks_here(ranks))
         super().__init__(sharded, checkpoint, own, budget, workload, options, machine, plan, choose)
 
-    def _graphs(self, workload: Workload, block: Block) -> StepGraphs:
+    def _graphs(self, workload: Workload, batching: BatchSchedule) -> StepGraphs:
         """Graphs of this part of the model, which no other part's plan suits."""
-        return replace(super()._graphs(workload, block),
+        return replace(super()._graphs(workload, batching),
                        fingerprint=f"{self.checkpoint.fingerprint} {self.share.name}")
 
     def giving(self, gives: Gives, embeds: bool = False) -> LanguageModel:

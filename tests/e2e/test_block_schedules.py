@@ -19,6 +19,7 @@ from e2e.agreement import assert_same_tokens
 from e2e.block_case import ATTENDED, CHUNKS, COUNT, DISK, HOST, HOST_NBYTES, NEW, PROMPT, SHARED, Case
 from e2e.waits import assert_waits_are_needed
 from late import make_late
+from schedules import with_settings
 from selection import at_length, beyond
 
 import forebay.runtime.disk.spill as spill_module
@@ -47,8 +48,8 @@ def test_tokens_equal_transformers(
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
     with case.tight(micro_batches=micro_batches, order=order) as lm:
-        block = lm.plan.schedule.block
-        assert block.order == order and block.micro_batches == min(micro_batches, COUNT)
+        batching = lm.plan.schedule.batching
+        assert batching.micro_batches.order == order and batching.micro_batches.count == min(micro_batches, COUNT)
         assert lm.plan.workload.batch == {2: 6, 3: 6}.get(micro_batches, 5)
         assert lm.plan.prediction.streamed_nbytes > 0
         case.check(lm)
@@ -67,7 +68,7 @@ def test_a_zigzag_pass_brings_each_weight_once(cases: Callable[[str], Case], rea
             streamed = sum(w.nbytes for w in lm.plan.weights if w.tier == "disk" and (w.tile_rows or not w.gather))
             assert streamed > 0.2 * case.nbytes
             assert per_step == {lm.plan.prediction.streamed_nbytes} == {streamed * (5 if order == "row" else 1)}
-            assert lm.plan.schedule.block.fetches * streamed == lm.plan.prediction.streamed_nbytes
+            assert lm.plan.schedule.batching.micro_batches.fetches * streamed == lm.plan.prediction.streamed_nbytes
 
 
 @pytest.mark.parametrize("order", ["row", "zigzag"])
@@ -145,7 +146,7 @@ def test_tokens_with_caches_in_shares(
                              cache_slots=slots, cache_shares=shares, prefill_chunk=6) as lm:
         validate(lm.plan)
         layers = len(case.opened[0].cache)
-        homes = [home for of_layer in lm.plan.schedule.block.cache_homes(layers) for home in of_layer]
+        homes = [home for of_layer in lm.plan.schedule.batching.cache_homes(layers) for home in of_layer]
         wanted = {"device": int(shares[0] * len(homes)), "host": int(shares[1] * len(homes))}
         wanted[tier] = wanted.get(tier, 0) + len(homes) - sum(wanted.values())
         assert {t: homes.count(t) for t in wanted} == wanted
@@ -204,8 +205,8 @@ def test_host_memory_that_cannot_hold_its_share_is_named(cases: Callable[[str], 
         case.language_model(3.0, micro_batches=2, **DISK, cache_shares=(0.7, 0.4))
     with case.language_model(3.0, micro_batches=2, **SHARED) as lm:
         plan = lm.plan
-    edited = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, cache_host=99)))
-    with pytest.raises(PlanError, match=r"cache_host: 100 cannot lie on faster tiers; 3 layers of 2"):
+    edited = with_settings(plan, cache={"on_host": 99})
+    with pytest.raises(PlanError, match=r"cache.on_device, on_host: 100 cannot lie on faster tiers; 3 layers of 2"):
         LanguageModel(*case.opened, Budget(edited.budget.device, HOST_NBYTES), edited.workload, Options(), plan=edited)
 
 
@@ -238,7 +239,7 @@ def test_a_step_loads_the_blocks_that_exist_and_stores_those_that_got_full(
         assert lm.plan.prediction.streamed_nbytes == 0
         case.answer(lm, on_token=lambda column: marks.append((reader_log.slices, sum(written))))
         file = [b for b in lm.plan.buffers if b.arena == "cache"]
-        blocks = lm.plan.schedule.block.cache_blocks(lm.plan.workload.context)
+        blocks = lm.plan.schedule.batching.cache_blocks(lm.plan.workload.context)
         block_nbytes = file[0].nbytes // (6 * blocks)
     lengths = [*case.mask.sum(1).tolist(), 1]  # and the place that is left empty
     for step, (a, b) in enumerate(itertools.pairwise(marks)):
@@ -279,8 +280,8 @@ def test_more_sequences_than_the_device_could_cache(cases: Callable[[str], Case]
     with pytest.raises(PlanError, match="cannot work for batch 24"):
         LanguageModel(*case.opened, budget, workload, Options(cache_tier="device"))
     with LanguageModel(*case.opened, budget, workload, Options()) as lm:
-        block = lm.plan.schedule.block
-        assert block.cache == "disk" and block.micro_batches > 1
+        batching = lm.plan.schedule.batching
+        assert batching.cache.tier == "disk" and batching.micro_batches.count > 1
         others = [Options(cache_tier="disk", micro_batches=count) for count in (2, 6, 24)]
         for other in others:  # none of those that work is predicted to be faster
             try:
@@ -304,20 +305,20 @@ def test_rows_on_disk_cannot_change_places(cases: Callable[[str], Case]) -> None
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (dict(cache_slots=0), "cache_slots and cache_tokens of at least 1"),
-    (dict(cache="device"), "cache_slots: 3 is for a cache on a tier further off"),
-    (dict(cache_slots=9), "cache3 needs a slot buffer"), (dict(cache_slots=2), r"no step needs a buffer cache2"),
-    (dict(cache_tokens=64), r"cache0 needs a slot buffer .*the plan's nbytes is"),
+    (dict(slots=0), "slots and block_tokens of at least 1"),
+    (dict(tier="device"), "cache.slots: 3 is for a cache on a tier further off"),
+    (dict(slots=9), "cache3 needs a slot buffer"), (dict(slots=2), r"no step needs a buffer cache2"),
+    (dict(block_tokens=64), r"cache0 needs a slot buffer .*the plan's nbytes is"),
 ])
 def test_an_edited_staging_is_obeyed_or_refused(cases: Callable[[str], Case], change: dict, message: str) -> None:
     case = cases("llama")
     with case.language_model(3.0, **DISK) as lm:
         plan = lm.plan
-    edited = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, **change)))
+    edited = with_settings(plan, cache=change)
     with pytest.raises(PlanError, match=message):
         again = plan_from_dict(json.loads(edited.to_json()))
         LanguageModel(*case.opened, Budget(again.budget.device), again.workload, Options(), plan=again)
-    fewer = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, cache_slots=2)),
+    fewer = replace(with_settings(plan, cache={"slots": 2}),
                     buffers=tuple(b for b in plan.buffers if b.name != "cache2"), prediction=Prediction())
     with LanguageModel(*case.opened, Budget(fewer.budget.device), fewer.workload, Options(), plan=fewer) as lm:
         used = {i.dst.buffer.partition(":")[0] for i in lm._pipeline.program(lm.plan, 1).step
@@ -333,18 +334,18 @@ def test_a_saved_block_runs_again_and_an_edited_one_is_obeyed(cases: Callable[[s
         plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
     with LanguageModel(*case.opened, Budget(plan.budget.device), plan.workload, Options(), plan=plan) as lm:
-        assert lm.plan.schedule.block == plan.schedule.block
+        assert lm.plan.schedule.batching == plan.schedule.batching
         case.check(lm)
         fetches = sum(isinstance(i, Copy) and isinstance(i.src, FileSlice) for i in lm._pipeline.program(plan, 1).step)
     kept = tuple(b for b in plan.buffers if b.phase == "all" or b.kind == "cache")
-    row = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, order="row")), buffers=kept,
+    row = replace(with_settings(plan, micro_batches={"order": "row"}), buffers=kept,
                   prediction=Prediction())  # what another order makes other is left out, and planned
     with LanguageModel(*case.opened, Budget(row.budget.device), row.workload, Options(), plan=row) as lm:
         program = lm._pipeline.program(lm.plan, 1)
         again = sum(isinstance(i, Copy) and isinstance(i.src, FileSlice) for i in program.step)
     assert again > 3 * fetches
     with pytest.raises(PlanError, match="micro_batches: 4 do not divide a batch of 5"):
-        edited = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, micro_batches=4)))
+        edited = with_settings(plan, micro_batches={"count": 4})
         plan_from_dict(json.loads(edited.to_json()))
 
 

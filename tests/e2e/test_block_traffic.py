@@ -30,11 +30,12 @@ def of_weights(lm: LanguageModel, program: Program) -> Links:
     found: Links = Counter()
     for w in lm.plan.weights:
         if w.tier != "device" and (w.tile_rows or not w.gather):
-            found[w.tier, "device"] += w.nbytes * lm.plan.schedule.block.fetches
+            found[w.tier, "device"] += w.nbytes * lm.plan.schedule.batching.micro_batches.fetches
     assert sum(found.values()) == lm.plan.prediction.streamed_nbytes > 0
     for item in program.step:
         if isinstance(item, Copy) and isinstance(item.src, Rows) and item.stream == LOOKUP:
-            found[tier_of(item.src), "device"] += lm.plan.workload.batch // lm.plan.schedule.block.micro_batches * (
+            each = lm.plan.workload.batch // lm.plan.schedule.batching.micro_batches.count
+            found[tier_of(item.src), "device"] += each * (
                 item.src.row_nbytes)
     return found
 
@@ -42,15 +43,15 @@ def of_weights(lm: LanguageModel, program: Program) -> Links:
 def of_caches(lm: LanguageModel, layers: int, starts: list[int], begun: list[bool]) -> Links:
     """A step's cache blocks: those below each start are loaded, with the one it stands in where that has `begun` and
     is not in the tail, and one that gets full is stored."""
-    plan, block = lm.plan, lm.plan.schedule.block
-    each, tokens = plan.workload.batch // block.micro_batches, block.cache_tokens
+    plan, batching = lm.plan, lm.plan.schedule.batching
+    each, tokens = plan.workload.batch // batching.micro_batches.count, batching.cache.block_tokens
     found: Links = Counter()
-    for layer, homes in enumerate(block.cache_homes(layers)):
+    for layer, homes in enumerate(batching.cache_homes(layers)):
         for k, home in enumerate(homes):
-            if home == "device" or (home == "host" and block.cpu_attention):
+            if home == "device" or (home == "host" and batching.cache.cpu_attention):
                 continue
             memory = next(b for b in plan.buffers if b.name == f"cache_{layer}_{home}")
-            block_nbytes = memory.nbytes // homes.count(home) // each // block.cache_blocks(plan.workload.context)
+            block_nbytes = memory.nbytes // homes.count(home) // each // batching.cache_blocks(plan.workload.context)
             for start, there in zip(starts[k * each :][:each], begun[k * each :][:each], strict=True):
                 found[home, "device"] += block_nbytes * (start // tokens + (there and start % tokens > 0))
                 found["device", home] += block_nbytes * ((start + 1) % tokens == 0)
@@ -60,9 +61,10 @@ def of_caches(lm: LanguageModel, layers: int, starts: list[int], begun: list[boo
 def of_attention(lm: LanguageModel, layers: int, heads: int, kv_heads: int, width: int) -> Links:
     """What crosses where the host attends: queries, new keys and values, and results, of one token each; and where the
     sequence stands (int64), once to append and once to attend."""
-    block = lm.plan.schedule.block
-    each = lm.plan.workload.batch // block.micro_batches
-    there = sum(home == "host" for homes in block.cache_homes(layers) for home in homes) * block.cpu_attention
+    batching = lm.plan.schedule.batching
+    each = lm.plan.workload.batch // batching.micro_batches.count
+    there = batching.cache.cpu_attention * sum(
+        home == "host" for homes in batching.cache_homes(layers) for home in homes)
     return Links({("device", "host"): there * each * ((heads + 2 * kv_heads) * width * 4 + 2 * 8),
                   ("host", "device"): there * each * heads * width * 4})
 
@@ -97,7 +99,7 @@ def test_bytes_on_every_link_are_the_plans(
         chunk_end = max(lengths)
         for step, (one, other) in enumerate(itertools.pairwise(marks)):
             starts = [length + step for length in lengths]
-            tokens = lm.plan.schedule.block.cache_tokens
+            tokens = lm.plan.schedule.batching.cache.block_tokens
             begun = [step == 0 and start // tokens != chunk_end // tokens for start in starts]
             expected = fixed + of_caches(lm, layers, starts, begun)
             assert +(other - one) == +expected, f"step {step}"

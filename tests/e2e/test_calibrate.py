@@ -126,7 +126,7 @@ def test_the_cache_stays_where_its_launches_are_looked_at(llama_checkpoint: Any)
     with pytest.raises(PlanError, match="cannot work for batch 24"):
         calibrate(llama_checkpoint.folder, prompts, budget, batch=24)
     with llama_checkpoint.language_model(budget, batch=24, prompt=120, new_tokens=1) as lm:
-        assert lm.plan.schedule.block.cache == "disk"
+        assert lm.plan.schedule.batching.cache.tier == "disk"
 
 
 def test_the_command(llama_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,8 @@ def test_tokens_equal_transformers(
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
     with case.language_model(12.0, **DISK | {"checkpoints": share} | WAYS[way]) as lm:
-        block = lm.plan.schedule.block
-        assert (block.checkpoints, block.checkpoint_period) == share
+        batching = lm.plan.schedule.batching
+        assert (batching.recomputation.checkpoints, batching.recomputation.period) == share
         case.check(lm)
         case.check(lm)
 
@@ -70,7 +70,7 @@ def test_tables_whose_rates_are_expanded_to_all_sequences(tmp_path: Path, monkey
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", tables)
     case = Case("llama", tmp_path, 37, 9)
     with case.language_model(12.0, **DISK | {"checkpoints": (1, 2)}) as lm:
-        assert lm.plan.schedule.block.checkpoints
+        assert lm.plan.schedule.batching.recomputation.checkpoints
         case.check(lm)
 
 
@@ -81,7 +81,7 @@ def test_real_weights_whose_heads_share_keys(tmp_path: Path, share: tuple[int, i
     """Of SmolLM2, for which checkpoints are no smaller than keys and values: kept all the same, as was wished."""
     case = Case("smollm2", tmp_path, 37, 9)
     with case.language_model(1.5, **DISK | {"cache_tokens": 8, "checkpoints": share} | WAYS[way]) as lm:
-        assert lm.plan.schedule.block.checkpoints
+        assert lm.plan.schedule.batching.recomputation.checkpoints
         case.check(lm)
         case.check(lm)
 
@@ -101,8 +101,8 @@ def test_checkpoints_in_8_bits(
                               for ids, mask in zip(case.ids, case.mask, strict=True)])
     for kept in ("native", "act8"):
         with case.language_model(12.0, **DISK | {"checkpoints": share, "checkpoint_format": kept} | WAYS[way]) as lm:
-            assert lm.plan.schedule.block.checkpoint_format == kept
-            tokens.append(lm.plan.schedule.block.checkpoint_tokens)
+            assert lm.plan.schedule.batching.recomputation.format == kept
+            tokens.append(lm.plan.schedule.batching.recomputation.block_tokens)
             found = [lm.next_logits(case.ids, case.mask) for _ in range(2)]
             assert torch.equal(*found), "the second time it finds the blocks of the first"
             errors.append(((found[0] - wanted).abs().max() / wanted.abs().max()).item())
@@ -122,7 +122,7 @@ def test_beside_packed_keys_and_values(
         wanted, logits = case.answer(lm), lm.next_logits(case.ids, case.mask)
     with case.language_model(
             12.0, **DISK | {"checkpoints": (1, 1), "checkpoint_format": kept, "cache": cache}) as lm:
-        assert lm.plan.schedule.block.checkpoints
+        assert lm.plan.schedule.batching.recomputation.checkpoints
         found = [lm.next_logits(case.ids, case.mask) for _ in range(2)]
         assert torch.equal(*found)
         error = ((found[0] - logits).abs().max() / logits.abs().max()).item()
@@ -166,19 +166,19 @@ def test_bytes_are_those_of_both_kinds_of_blocks(cases: Callable[[str], Case], s
             marks.append(Counter(lm.trace.link_nbytes()))
 
         case.answer(lm, on_token=note)
-        block, layers = lm.plan.schedule.block, len(case.opened[0].cache)
+        batching, layers = lm.plan.schedule.batching, len(case.opened[0].cache)
         context = lm.plan.workload.context
         home = next(b for b in lm.plan.buffers if b.name == "cache_0_host")
-        nbytes = home.nbytes // lm.plan.workload.batch // block.kept_blocks(context)
+        nbytes = home.nbytes // lm.plan.workload.batch // batching.kept_blocks(context)
         lengths = [*case.mask.sum(1).tolist(), *[1] * (lm.plan.workload.batch - COUNT)]
         longest = max(lengths)
         for step, (one, other) in enumerate(itertools.pairwise(marks)):
             expected: Counter[tuple[str, str]] = Counter()
             for length in lengths:
                 start = length + step
-                for tokens, kept in ((block.cache_tokens, False), (block.checkpoint_tokens, True)):
-                    full = [n for n in range(-(-context // tokens)) if block.is_checkpoint(
-                        n * tokens // block.stretch) is kept]
+                for tokens, kept in ((batching.cache.block_tokens, False), (batching.recomputation.block_tokens, True)):
+                    full = [n for n in range(-(-context // tokens)) if batching.recomputation.keeps(
+                        n * tokens // batching.stretch) is kept]
                     tail = longest // tokens if step == 0 else start // tokens
                     loaded = sum((n + 1) * tokens <= start or (n * tokens < start and n != tail) for n in full)
                     stored = sum((n + 1) * tokens == start + 1 for n in full)
@@ -192,9 +192,10 @@ def test_a_checkpoint_is_half_of_keys_and_values(cases: Callable[[str], Case]) -
     sizes = {}
     for share in ((0, 1), (1, 1)):
         with cases("opt").language_model(12.0, **DISK | {"cache_tokens": 32, "checkpoints": share}) as lm:
-            block = lm.plan.schedule.block
-            sizes[share] = sum(b.nbytes for b in lm.plan.buffers if b.arena == "cache") // block.kept_blocks(
-                lm.plan.workload.context) * (1 / block.checkpoint_tokens if block.checkpoints else 1 / 32)
+            batching = lm.plan.schedule.batching
+            sizes[share] = sum(b.nbytes for b in lm.plan.buffers if b.arena == "cache") // batching.kept_blocks(
+                lm.plan.workload.context) * (
+                1 / batching.recomputation.block_tokens if batching.recomputation.checkpoints else 1 / 32)
     assert sizes[1, 1] == pytest.approx(sizes[0, 1] / 2)
 
 
@@ -227,7 +228,7 @@ def test_what_cannot_be_is_refused(cases: Callable[[str], Case]) -> None:
     for options, said in (
             ({"checkpoints": (2, 1)}, "checkpoints: 2 of 1"), ({"checkpoints": (1, 0)}, "checkpoints: 1 of 0"),
             ({"checkpoints": (1, 2), "cache_tier": "host", "cpu_attention": True}, "leave out one of both"),
-            ({"checkpoints": (1, 2), "cache_shares": (0.5, 0.0)}, "cache_device"),
+            ({"checkpoints": (1, 2), "cache_shares": (0.5, 0.0)}, "cache.on_device"),
             ({"checkpoints": (0, 1), "checkpoint_format": "act8"}, r"act8: with checkpoints \(0, …\) none are kept"),
             ({"cache_tier": "device", "checkpoint_format": "act8"}, "act8: with cache_tier device none are kept")):
         with pytest.raises(PlanError, match=said):

@@ -98,8 +98,8 @@ def test_what_enters_places_has_drafts_too(
     with wrap(llama_checkpoint.folder, nbytes, places=2, prompt=10, new_tokens=12, prompt_lookup_num_tokens=3,
               draft=llama_checkpoint.folder if own else smaller) as lm, wrap(
             llama_checkpoint.folder, nbytes, prompt=10, new_tokens=12) as plain:
-        assert lm.plan.schedule.block.entering and lm.plan.schedule.speculative_steps and lm.helper is not None
-        assert lm.helper.plan.workload.batch == 2 and lm.helper.plan.schedule.block.entering
+        assert lm.plan.schedule.batching.admitted and lm.plan.schedule.speculative_steps and lm.helper is not None
+        assert lm.helper.plan.workload.batch == 2 and lm.helper.plan.schedule.batching.admitted
         assert lm.plan.arenas["device"] + lm.helper.plan.arenas["device"] <= nbytes
         for sampling in (Sampling(), Sampling(True, 0.8, 5, 0.9)):
             asked = [Request(ids, 12 - i, lambda i=i: torch.Generator().manual_seed(i)) for i, ids in enumerate(

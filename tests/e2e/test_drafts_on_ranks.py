@@ -73,7 +73,7 @@ def checked(folder: str, cases: list[tuple[Asking, Answers]]) -> list[Any]:
                           **{"batch": 3, "prompt_lookup_num_tokens": 7} | options) as lm:
             with lm.running(lm.plan.workload.batch, 10, NEW, in_places="places" in options) as session:
                 prompts = [torch.tensor(p) for p in answers]
-                if lm.plan.schedule.block.entering:
+                if lm.plan.schedule.batching.admitted:
                     ended: dict[int, list[int]] = {}
                     done = answer_all(session, [Request(p, NEW) for p in prompts], Sampling(), frozenset(),
                                       on_end=ended.__setitem__, drafter=prompter)

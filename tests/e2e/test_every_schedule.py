@@ -119,10 +119,11 @@ def test_answers_are_those_of_each_prompt_alone(
     staging = {} if tier == "device" else {"cache_tokens": 8 if name == "smollm2" else 4}
     with case.language_model(PLACES, cache, order=order, micro_batches=MICRO_BATCHES, entering=ENTERING,
                              prefill_chunk=6, **TIERS[tier], **staging) as lm:
-        block = lm.plan.schedule.block
-        homes = {home for of_layer in block.cache_homes(len(case.opened[0].cache)) for home in of_layer}
+        batching = lm.plan.schedule.batching
+        homes = {home for of_layer in batching.cache_homes(len(case.opened[0].cache)) for home in of_layer}
         assert homes == ({tier.partition(",")[0]} if "mixed" not in tier else {"device", "host", "disk"})
-        assert (block.micro_batches, block.order, block.entering) == (MICRO_BATCHES, order, ENTERING)
+        assert (batching.micro_batches.count, batching.micro_batches.order,
+                batching.admitted) == (MICRO_BATCHES, order, ENTERING)
         step = lm._pipeline.program(lm.plan, 1).step
         assert any(isinstance(i, Launch) and i.stream == ATTEND for i in step) == ("attended" in tier)
         for i, (ours, theirs) in enumerate(zip(case.answers(lm), expected, strict=True)):

@@ -170,8 +170,8 @@ def test_checkpoints(tmp_path: Path, driver: None, name: str, more: dict[str, An
     more = {"cpu_attention": False, "micro_batches": 3, "checkpoints": (1, 2)} | more
     with case.language_model(400.0, GPU, **more) as lm:
         assert isinstance(lm.session.device, Pretended)
-        block, logits = lm.plan.schedule.block, lm.next_logits(case.ids, case.mask)
-        assert block.checkpoints and any(map(block.is_checkpoint, range(37 // block.stretch)))
+        batching, logits = lm.plan.schedule.batching, lm.next_logits(case.ids, case.mask)
+        assert any(map(batching.recomputation.keeps, range(37 // batching.stretch)))
         if more["cache_tier"] == "disk":
             assert any(b.name.startswith("host_") and b.nbytes for b in lm.plan.buffers)
         if "checkpoint_format" not in more:
@@ -195,7 +195,7 @@ def test_the_host_reads_few_values(cases: Callable[[str], Case], driver: None) -
         assert isinstance(lm.session.device, Pretended)
         assert torch.equal(case.answer(lm), expected)
     for tiers in (HOST | {"cpu_attention": False}, SHARED | {"cpu_attention": True}, {}):
-        with pytest.raises(PlanError, match=r"block.sparse_values: a GPU reads all values; leave sparse_values out"):
+        with pytest.raises(PlanError, match=r"sparsity.values: a GPU reads all values; leave sparse_values out"):
             case.language_model(400.0, GPU, micro_batches=3, sparse_values=0.3, **tiers)
 
 

@@ -53,10 +53,10 @@ def test_tokens_equal_transformers(
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
     with case.language_model(1.0 if name == "llama" else 2.5, micro_batches=micro_batches, **options) as lm:
-        block, copies = lm.plan.schedule.block, moved(prefill(lm))
-        assert block.hidden == options["hidden_tier"] and block.micro_batches == micro_batches
+        batching, copies = lm.plan.schedule.batching, moved(prefill(lm))
+        assert batching.hidden.tier == options["hidden_tier"] and batching.micro_batches.count == micro_batches
         device, host = options.get("hidden_shares", (0.0, 0.0))
-        assert block.hidden_homes().count("device") == int(device * micro_batches)
+        assert batching.hidden_homes().count("device") == int(device * micro_batches)
         tiers = {tier_of(i.src) for i in copies} | {tier_of(i.dst) for i in copies}
         assert tiers == {"device", options["hidden_tier"], *(["host"] if host else [])}
         assert f"{micro_batches} micro-batches" in lm.explain() and not moved(lm._pipeline.program(lm.plan, 1))
@@ -70,7 +70,7 @@ def test_what_goes_is_what_outlives_a_turn(cases: Callable[[str], Case]) -> None
     for options in ({}, AWAY):
         with case.language_model(1.0, micro_batches=5, prefill_chunk=11, **options) as lm:
             own = [b for b in lm.plan.buffers if b.phase == "prefill" and b.kind == "activation" and "@" in b.name]
-            kept[lm.plan.schedule.block.hidden] = sum(b.nbytes for b in own)
+            kept[lm.plan.schedule.batching.hidden.tier] = sum(b.nbytes for b in own)
             program = prefill(lm)
             copies = moved(program)
     assert kept["disk"] == 3 / 5 * kept["device"]

@@ -105,14 +105,14 @@ def test_caches_beyond_the_device_lie_on_slower_tiers(monkeypatch: pytest.Monkey
     monkeypatch.setattr("forebay.commands.plan_config.COMPLETED_COPIES", 10**6 if complete else 0)
     asked = PlanRequest("opt-125m", "t4", 256, 16, capacity=(("device", 15 * 10**7), ("host", 3 * 10**9)))
     found = plan_config(asked)
-    block = found.plan.schedule.block
-    assert found.complete is complete and block.staged and block.micro_batches > 1
+    batching = found.plan.schedule.batching
+    assert found.complete is complete and batching.cache.staged and batching.micro_batches.count > 1
     assert found.plan.prediction.peak_nbytes["device"] <= 15 * 10**7
     assert found.plan.arenas["host"] > found.plan.workload.batch * 272 * 2 * 768 * 12 * 2 / 2  # most of the cache
     alone = [size for _, _, size in found.frontier if size < found.plan.workload.batch]
     assert alone, "smaller batches are quicker"
     least = plan_config(replace(asked, objective="budget", tokens_per_s=1.0))
-    assert not least.plan.schedule.block.staged
+    assert not least.plan.schedule.batching.cache.staged
     little = (("device", 10**8), ("host", 4 * 10**8), ("disk", 4 * 10**8))
     with pytest.raises(PlanError, match=r"a device budget of [^;]* cannot work"):
         plan_config(replace(asked, batch=64, capacity=little))

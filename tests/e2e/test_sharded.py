@@ -339,7 +339,7 @@ def job_answers(folder: str, budget: int, mesh: str, places: int) -> tuple[int, 
               partial(plan_places, places=places)) as lm:
         lm.answer_all([Request(torch.tensor(ids), NEW) for ids in (*PROMPTS, *PROMPTS[:2])], Sampling(), frozenset(),
                       on_end=found.__setitem__, on_step=lambda work: None)
-        return lm.plan.workload.batch, lm.plan.schedule.block.entering, [found[i] for i in range(5)]
+        return lm.plan.workload.batch, lm.plan.schedule.batching.admitted, [found[i] for i in range(5)]
 
 
 def test_a_job_of_more_sequences_than_ranks_have_room_for_takes_rounds(folder: Path, nursery: Nursery) -> None:

@@ -115,7 +115,7 @@ def test_answers_are_those_of_transformers(
     assert case.expected != case.dense, "a share of the values gives other answers"
     with case.language_model(**options) as lm:
         assert case.answers(lm) == case.expected
-        assert lm.plan.schedule.block.sparse_values == SHARE and "20 % of the tokens" in lm.explain()
+        assert lm.plan.schedule.batching.sparsity.values == SHARE and "20 % of the tokens" in lm.explain()
         decode, prefill = (lm._pipeline.program(lm.plan, n) for n in (1, lm.plan.schedule.prefill_chunk))
         ops = {i.op: i.stream for i in decode.step if isinstance(i, Launch)}
         assert SPARSE_ATTENTION.name in ops and ATTENTION.name not in ops

@@ -137,7 +137,7 @@ def test_sequences_in_places_check_drafts(
     with (language_model(folders[weights], options) as lm, lm.running(4, 20, NEW, in_places=True) as session,
           language_model(folders["w4"], Options(cache_tier="device", entering=entering or None)) as helper,
           helper.running(4, 21, NEW, in_places=True) as other):
-        assert lm.plan.schedule.block.entering == helper.plan.schedule.block.entering == entering
+        assert lm.plan.schedule.batching.admitted == helper.plan.schedule.batching.admitted == entering
         asked = [Request(ids, NEW - 3 * i, lambda i=i: torch.Generator().manual_seed(i), samplings[i % 3 == 2])
                  for i, ids in enumerate([*PROMPTS, *PROMPTS[:2]])]
         with language_model(folders[weights], replace(options, entering=None)) as plain, plain.running(

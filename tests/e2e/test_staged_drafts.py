@@ -60,7 +60,7 @@ def test_tokens_equal_transformers(
     with case.language_model(1.2 if name == "llama" else 6.0, micro_batches=micro_batches,
                              **DRAFTED | options) as lm:
         assert lm.plan.schedule.speculative_steps == (8, 4, 2)
-        assert lm.plan.schedule.block.staged or "hidden_tier" in options
+        assert lm.plan.schedule.batching.cache.staged or "hidden_tier" in options
         attends = any(isinstance(i, Launch) and i.stream == ATTEND for i in steps_that_check(lm)[0].step)
         assert attends == options.get("cpu_attention", False)
         with lm.running(COUNT, case.prompt, NEW) as session:
@@ -85,7 +85,7 @@ def test_sequences_in_places(cases: Callable[[str], Case], entering: int, option
         with case.language_model(2.5, entering=entering or None, **DRAFTED | options) as lm, lm.running(
                 COUNT, case.prompt, NEW, in_places=True) as session:
             found: dict[int, list[int]] = {}
-            assert lm.plan.schedule.block.staged and lm.plan.schedule.block.entering == entering
+            assert lm.plan.schedule.batching.cache.staged and lm.plan.schedule.batching.admitted == entering
             work = answer_all(session, asked, Sampling(), frozenset(), on_end=found.__setitem__, drafter=drafter)
             assert bool(work.accepted) == (drafter is not None) or work.offered
             drawn.append(found.pop(1))

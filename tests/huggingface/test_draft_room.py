@@ -150,7 +150,7 @@ def test_beams_over_a_staged_cache_are_refused_before_a_step(
         for more in ({}, dict(do_sample=True), dict(num_return_sequences=3)):
             with pytest.raises(RuntimeError, match=r"a cache that is staged .*\(wrap\(cache_tier=\"device\"\)"):
                 lm.generate(ids, **given, **more)
-        assert not steps and lm.plan.schedule.block.staged
+        assert not steps and lm.plan.schedule.batching.cache.staged
         wanted = model.generate(ids, **given)
         assert torch.equal(lm.generate(ids, use_cache=False, **given), wanted)  # nothing changes places
         alone = dict(max_new_tokens=6, **GREEDY)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from forebay.commands.plan_config import PlanRequest, plan_config
-from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Schedule, Workload, plan_from_dict
 from forebay.rewriter.ir.prefill_chunks import chunk_sizes, chunk_steps
+from forebay.rewriter.ir.schedule.admission import Admission
+from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_places import plan_places, sequence_time_s
@@ -32,7 +33,7 @@ from tests.rewriter.pipeline.test_plan_block import graphs
 pytestmark = pytest.mark.usefixtures("planned_with_our_kernels")
 LONGEST = Workload(100, 400, 100)
 USUAL = replace(LONGEST, usual_prompt=40, usual_new_tokens=20)
-PLACES = Block(entering=1)
+PLACES = BatchSchedule(admission=Admission(1))
 SLOW = replace(Machine.default(), attention_bytes_per_s=1e6, attention_flops=1e9)  # its attention is what binds
 
 

@@ -230,7 +230,7 @@ def test_a_draft_serves_requests_in_all_places(
     lm, plain = (plan_serving(folder, ServingWanted(
         "9MB", PROMPT, NEW, PLACES, machine=tmp_path / "machine.json", speculate=draft is not None, draft=draft)).lm
         for draft in (str(folder), None))
-    assert lm.helper is not None and lm.plan.schedule.speculative_steps and lm.plan.schedule.block.entering
+    assert lm.helper is not None and lm.plan.schedule.speculative_steps and lm.plan.schedule.batching.admitted
     texts = []
     for each in (lm, plain):
         with serving(folder, planned=each) as server:

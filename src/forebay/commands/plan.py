@@ -27,9 +27,9 @@ from forebay.commands.terminal import clean_errors, console, say
 if TYPE_CHECKING:
     from forebay.commands.plan_config import PlanRequest
     from forebay.rewriter.capture.step_graphs import StepGraphs
-    from forebay.rewriter.ir.block import Block
     from forebay.rewriter.ir.graph import CapturedModel
     from forebay.rewriter.ir.plan import Plan, Workload
+    from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
     from forebay.rewriter.machine.profile import Machine
     from forebay.rewriter.planning.options import Options
 
@@ -178,8 +178,9 @@ def _plan_model(
     with console().status("planning"):
         fused = rewrite_captured(captured, switches, options.cache, options.activations)
 
-        def graphs_of(whole: Workload, block: Block) -> StepGraphs:
-            return step_graphs(fused, files, whole, checkpoint.fingerprint, block=block, host_hop=profile.kind.host_hop)
+        def graphs_of(whole: Workload, batching: BatchSchedule) -> StepGraphs:
+            return step_graphs(fused, files, whole, checkpoint.fingerprint, batching=batching,
+                               host_hop=profile.kind.host_hop)
 
         pipeline, made = plan_block(graphs_of, sizes, workload, options, profile, switches)
         smallest = pipeline.smallest_budget(options)

@@ -17,12 +17,12 @@ from typing import Any
 
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.alignment import whole_pages
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.files import write_text
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import Way, closed_form_way
@@ -115,15 +115,15 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
     graphs, files = rewrite_captured(captured, switches, options.cache), _one_file(captured)
     fingerprint = f"config:{name}:{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
 
-    def graphs_of(workload: Workload, block: Block) -> StepGraphs:
-        return step_graphs(graphs, files, workload, fingerprint, host_hop=machine.kind.host_hop, block=block)
+    def graphs_of(workload: Workload, batching: BatchSchedule) -> StepGraphs:
+        return step_graphs(graphs, files, workload, fingerprint, host_hop=machine.kind.host_hop, batching=batching)
 
     def work_of(batch: int) -> Workload:
         return Workload(batch, request.prompt, request.output, *(request.usual or ()))
 
     @functools.cache
     def pipeline_of(batch: int) -> Pipeline:
-        return Pipeline(graphs_of(work_of(batch), options.block(batch)), work_of(batch), machine, switches)
+        return Pipeline(graphs_of(work_of(batch), options.batching(batch)), work_of(batch), machine, switches)
 
     ways: list[Way] = []
 
@@ -152,15 +152,15 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
     complete = complete or step_copies(best) <= COMPLETED_COPIES
     if complete:
         way = next((way for way in ways if way.plan is best), None)
-        pipeline = way.pipeline.with_block(way.block) if way else pipeline_of(best.workload.batch)
+        pipeline = way.pipeline.with_batching(way.batching) if way else pipeline_of(best.workload.batch)
         best = pipeline.plan(Budget(best.budget.device, best.budget.host), options)
     return ConfigPlan(name, best, complete, captured, frontier)
 
 
 def step_copies(plan: Plan) -> int:
     """Copies of a step, of which it launches what reads them for each micro-batch: tiles of the weights that stream."""
-    size, block = plan.schedule.slot_nbytes, plan.schedule.block
-    return block.micro_batches * sum(
+    size, batching = plan.schedule.slot_nbytes, plan.schedule.batching
+    return batching.micro_batches.count * sum(
         -(-w.nbytes // size) for w in plan.weights if w.tier != "device" and (w.tile_rows or not w.gather))
 
 

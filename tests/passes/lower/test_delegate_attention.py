@@ -11,7 +11,6 @@ import pytest
 from families import rewritten
 
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import (
     ATTEND,
@@ -27,13 +26,16 @@ from forebay.rewriter.ir.program import (
     Wait,
     tier_of,
 )
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(12, 30, 10)
-Made = Callable[[Block], tuple[Program, Plan, Pipeline]]
+Made = Callable[[BatchSchedule], tuple[Program, Plan, Pipeline]]
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,8 @@ def made() -> Made:
     lm = rewritten("llama")
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
 
-    def program(block: Block) -> tuple[Program, Plan, Pipeline]:
-        graphs = step_graphs(lm, files, WORK, "llama", block=block)
+    def program(batching: BatchSchedule) -> tuple[Program, Plan, Pipeline]:
+        graphs = step_graphs(lm, files, WORK, "llama", batching=batching)
         pipeline = Pipeline(graphs, WORK, Machine.default(), Switches())
         plan = pipeline.plan(Budget(1 << 24, 1 << 24), Options(prefill_chunk=20))
         return pipeline.program(plan, 1), plan, pipeline
@@ -52,7 +54,8 @@ def made() -> Made:
 
 def test_no_cache_of_the_host_crosses_in_a_decode_step(made: Made) -> None:
     """Operands and results alone: less for any length of the cache, and as the closed form counts them."""
-    program, _, pipeline = made(Block(3, "zigzag", "host", 16, 3, cpu_attention=True))
+    program, _, pipeline = made(BatchSchedule(MicroBatches(3, "zigzag"),
+                                              CachePlacement("host", 16, 3, cpu_attention=True)))
     delegated = [item for item in program.step if isinstance(item, Launch) and item.stream == ATTEND]
     assert pipeline.needs.staged is not None
     assert len(delegated) == 2 * 3 * len(pipeline.needs.staged.layers)  # appends and attention
@@ -65,7 +68,7 @@ def test_no_cache_of_the_host_crosses_in_a_decode_step(made: Made) -> None:
         found[link] = found.get(link, 0) + item.dst.nbytes
     moves = pipeline.needs.staged.moves(WORK, 1)
     assert found == moves.nbytes and len(crossing) == moves.copies
-    cached, _, other = made(Block(3, "zigzag", "host", 16, 3))
+    cached, _, other = made(BatchSchedule(MicroBatches(3, "zigzag"), CachePlacement("host", 16, 3)))
     assert other.needs.staged is not None
     assert sum(found.values()) < 0.5 * sum(other.needs.staged.moves(WORK, 1).nbytes.values())
     assert any(isinstance(end, Rows) for item in cached.step if isinstance(item, Copy) for end in (item.src,))
@@ -73,7 +76,7 @@ def test_no_cache_of_the_host_crosses_in_a_decode_step(made: Made) -> None:
 
 def test_operands_end_before_others_may_take_their_memory(made: Made) -> None:
     """A poisoned end that came after the record would hit what is copied there next."""
-    program, _, _ = made(Block(2, "zigzag", "host", 16, 3, cpu_attention=True))
+    program, _, _ = made(BatchSchedule(MicroBatches(2, "zigzag"), CachePlacement("host", 16, 3, cpu_attention=True)))
     items = [item for item in program.step if item.stream == ATTEND and not isinstance(item, Wait)]
     kinds = "".join({Launch: "L", Release: "R", Record: "E"}[type(item)] for item in items)  # type: ignore[index]
     assert re.fullmatch("(LR+E)+", kinds)
@@ -81,7 +84,7 @@ def test_operands_end_before_others_may_take_their_memory(made: Made) -> None:
 
 def test_the_device_computes_for_others_while_the_host_attends(made: Made) -> None:
     """In zigzag order all micro-batches come to attention before the first one's result is read."""
-    program, _, _ = made(Block(4, "zigzag", "host", 16, 3, cpu_attention=True))
+    program, _, _ = made(BatchSchedule(MicroBatches(4, "zigzag"), CachePlacement("host", 16, 3, cpu_attention=True)))
     labels = [(item.stream, item.label) for item in program.step if isinstance(item, Launch)]
     for layer in (0, 1):
         attended = [labels.index((ATTEND, f"layer{layer}_attention@{k}")) for k in range(4)]
@@ -93,11 +96,13 @@ def test_the_device_computes_for_others_while_the_host_attends(made: Made) -> No
         assert any(stream == COMPUTE and label.endswith("@2") for stream, label in between)
 
 
-@pytest.mark.parametrize(("block", "expected"), [
-    (Block(2, "zigzag", "disk", 16, 3, cpu_attention=True), 0), (Block(2, "zigzag", "host", 16, 3), 0),
-    (Block(2, "zigzag", "disk", 16, 3, 1, 2, cpu_attention=True), 2), (Block(2), 0)])
-def test_other_caches_are_left_alone(made: Made, block: Block, expected: int) -> None:
-    program, plan, pipeline = made(block)
+@pytest.mark.parametrize(("batching", "expected"), [
+    (BatchSchedule(MicroBatches(2), CachePlacement("disk", 16, 3, cpu_attention=True)), 0),
+    (BatchSchedule(MicroBatches(2), CachePlacement("host", 16, 3)), 0),
+    (BatchSchedule(MicroBatches(2), CachePlacement("disk", 16, 3, 1, 2, True)), 2),
+    (BatchSchedule(MicroBatches(2)), 0)])
+def test_other_caches_are_left_alone(made: Made, batching: BatchSchedule, expected: int) -> None:
+    program, plan, pipeline = made(batching)
     attending = [i for i in program.step if isinstance(i, Launch) and i.stream == ATTEND]
     assert len(attending) == 2 * expected
     prefill = pipeline.program(plan, plan.schedule.prefill_chunk)
@@ -107,7 +112,8 @@ def test_other_caches_are_left_alone(made: Made, block: Block, expected: int) ->
 
 
 def test_host_memory_for_operands_that_is_too_small_is_refused(made: Made) -> None:
-    _, plan, pipeline = made(Block(2, "zigzag", "host", 16, 3, cpu_attention=True))
+    _, plan, pipeline = made(BatchSchedule(MicroBatches(2, "zigzag"),
+                                           CachePlacement("host", 16, 3, cpu_attention=True)))
     sizes = [b.nbytes for b in plan.buffers if b.name == "operands0"]
     assert sizes and math.prod(sizes) > 0
     smaller = replace(plan, buffers=tuple(

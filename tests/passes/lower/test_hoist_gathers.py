@@ -8,16 +8,18 @@ from typing import Any
 
 import families
 import pytest
+from schedules import with_settings
 
 from forebay.passes.lower.hoist_gathers import hoist_gathers
 from forebay.read_mesh import read_mesh
 from forebay.rewriter.capture.language_model import capture_model
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.draft import Arrive, Draft, Exchanged, Fetch, Free, Move
 from forebay.rewriter.ir.gathers import GATHER_BUFFER
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Schedule, Workload
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, FileSlice, Launch, Program, Release, Span, Wait
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.gather_ahead import GatherAhead
 from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
@@ -122,7 +124,7 @@ def test_of_ranks_whose_links_work_by_themselves_prompts_take_less_time() -> Non
         for asked in (f"{mesh},gather_buffers=0", f"{mesh},gather_buffers=2", mesh):
             found = ranks("large", asked, 64 << 20, machine)
             took.append(simulate_ranks([pipeline.program(plan, TOKENS) for pipeline, plan in found], machine)[0].time_s)
-        assert found[0][1].schedule.block.gather_buffers == taken
+        assert found[0][1].schedule.batching.gathering.buffers == taken
         assert took[1] < 0.8 * took[0] if taken else took[1] == pytest.approx(took[0])
         assert took[2] == pytest.approx(took[1])
 
@@ -133,15 +135,15 @@ def test_models_that_gather_nothing_and_other_layouts_are_refused() -> None:
     with pytest.raises(PlanError, match="gather_buffers two must be"):
         read_mesh("tensor=2,layout=xyz,gather_buffers=two")
     pipeline, plan = ranks("llama", "tensor=2,layout=xyz,gather_buffers=2")[0]
-    with pytest.raises(PlanError, match="gather_buffers"):
-        pipeline.replay(replace(plan, schedule=replace(plan.schedule, block=Block(gather_buffers=1))))
+    with pytest.raises(PlanError, match=r"gathering\.buffers: the model is to run with 2"):
+        pipeline.replay(with_settings(plan, gathering={"buffers": 1}))
     small = tuple(replace(b, nbytes=b.nbytes // 2) if b.name == GATHER_BUFFER else b for b in plan.buffers)
     with pytest.raises(PlanError, match=GATHER_BUFFER):
         pipeline.replay(replace(plan, buffers=small))
 
 
 def _plan(buffers: int) -> Plan:
-    schedule = Schedule(1, 1, 1, (8,), False, Block(gather_buffers=buffers))
+    schedule = Schedule(1, 1, 1, (8,), False, BatchSchedule(gathering=GatherAhead(buffers)))
     return replace(ranks("llama", "tensor=2,layout=xyz,gather_buffers=2")[0][1], schedule=schedule)
 
 
@@ -177,5 +179,5 @@ def test_memory_that_is_too_small_is_refused() -> None:
     one, two = _gather(0, 0, 64), _gather(1, 32, 64)
     draft = Draft("step", [one, two, Exchanged("g0"), Exchanged("g1"), _read(0), Release(COMPUTE, one.writes[0]),
                            Release(COMPUTE, two.writes[0])])
-    with pytest.raises(PlanError, match=r"plan\.schedule\.block\.gather_buffers: g1 is read while"):
+    with pytest.raises(PlanError, match=r"plan\.schedule\.batching\.gathering\.buffers: g1 is read while"):
         hoist_gathers(draft, _plan(2))

@@ -7,10 +7,10 @@ from families import captured, packed, rewritten
 
 from forebay.kernels.operators import OPERATORS, find
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import FileSlice, Launch
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import plan_block
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
@@ -28,8 +28,8 @@ def launched(model: CapturedModel, options: Options | None = None) -> set[str]:
     """Names of our operators in the Programs of a prompt's chunk and of a decode step."""
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(model.weights.values())}
 
-    def graphs_of(work: Workload, block: Block) -> StepGraphs:
-        return step_graphs(model, files, work, "model", block=block)
+    def graphs_of(work: Workload, batching: BatchSchedule) -> StepGraphs:
+        return step_graphs(model, files, work, "model", batching=batching)
 
     pipeline, plan = plan_block(graphs_of, Budget(1 << 28, 1 << 24), Workload(2, 9, 4), options or Options(),
                                 Machine.default(), Switches())

@@ -5,29 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 
 from forebay.passes.lower.offload_hidden import offload_hidden
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.draft import Arrive, Draft, Evict, Fetch, Found, Free, Lookup, Store, Vacant
 from forebay.rewriter.ir.hidden_layout import hidden_home_nbytes, offloaded_regions, region_buffers
 from forebay.rewriter.ir.plan import BufferPlacement, Limits, Plan, Schedule, Workload
 from forebay.rewriter.ir.program import COMPUTE, FileSlice, Launch, Release, Rows, Span
+from forebay.rewriter.ir.schedule.admission import Admission
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.hidden_placement import HiddenPlacement
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 
 NBYTES = {"state": 640, "table": 64}
 AT = {"state": 0, "table": 640}
-BLOCK = Block(3, hidden="disk", hidden_slots=1)
+BLOCK = BatchSchedule(MicroBatches(3), hidden=HiddenPlacement("disk", 1))
 
 
-def plan(block: Block) -> Plan:
+def plan(batching: BatchSchedule) -> Plan:
     """Regions of 704 bytes, and where what leaves them waits."""
-    regions = max(block.hidden_regions()) + 1
+    regions = max(batching.hidden_regions()) + 1
     buffers = [BufferPlacement(f"{name}@{n}", "activation", "device", 704 * n + AT[name], nbytes, "prefill")
                for n in range(regions) for name, nbytes in NBYTES.items()]
     buffers += [BufferPlacement(f"hidden_{tier}", "io", {"disk": "cache"}.get(tier, tier), 8192, nbytes)
-                for tier, nbytes in hidden_home_nbytes(buffers, block).items()]
-    return Plan("", "", Limits(1 << 20), Workload(3, 8, 1), Schedule(block=block), (), buffers=tuple(buffers))
+                for tier, nbytes in hidden_home_nbytes(buffers, batching).items()]
+    return Plan("", "", Limits(1 << 20), Workload(3, 8, 1), Schedule(batching=batching), (), buffers=tuple(buffers))
 
 
-def span(name: str, k: int, block: Block = BLOCK) -> Span:
-    return Span("device", 704 * block.hidden_regions()[k] + AT[name], NBYTES[name], f"{name}@{k}")
+def span(name: str, k: int, batching: BatchSchedule = BLOCK) -> Span:
+    return Span("device", 704 * batching.hidden_regions()[k] + AT[name], NBYTES[name], f"{name}@{k}")
 
 
 def launch(label: str, reads: tuple[Span, ...] = (), writes: tuple[Span, ...] = ()) -> Launch:
@@ -81,24 +84,24 @@ def test_what_is_written_goes_and_what_is_read_comes() -> None:
 
 def test_regions_of_their_own_are_left_alone() -> None:
     """Hidden states that stay on the device, and a region that nobody shares."""
-    for block in (Block(3), Block(3, hidden="disk", hidden_slots=3), Block(3, hidden="disk", hidden_slots=2,
-                                                                          hidden_device=1)):
+    for batching in (BatchSchedule(MicroBatches(3)), BatchSchedule(MicroBatches(3), hidden=HiddenPlacement("disk", 3)),
+                     BatchSchedule(MicroBatches(3), hidden=HiddenPlacement("disk", 2, 1))):
         draft = turns(3)
         before = list(draft.items)
-        offload_hidden(draft, plan(block))
+        offload_hidden(draft, plan(batching))
         assert draft.items == before and not draft.moves and not draft.stores and not draft.files
-        assert not offloaded_regions(block) and not hidden_home_nbytes(plan(block).buffers, block)
-    two = Block(3, hidden="host", hidden_slots=2)
+        assert not offloaded_regions(batching) and not hidden_home_nbytes(plan(batching).buffers, batching)
+    two = BatchSchedule(MicroBatches(3), hidden=HiddenPlacement("host", 2))
     assert offloaded_regions(two) == {0: (0, "host"), 2: (0, "host")}
     assert region_buffers(plan(two).buffers, two).keys() == NBYTES.keys()
 
 
 def test_with_three_regions_a_region_is_vacant_a_turn_later() -> None:
-    block = Block(6, hidden="disk", hidden_slots=3)
+    batching = BatchSchedule(MicroBatches(6), hidden=HiddenPlacement("disk", 3))
     draft = Draft("step")
     for _ in range(2):
-        draft.items += [launch(f"@{k}", (), (span("state", k, block),)) for k in range(6)]
-    offload_hidden(draft, plan(block))
+        draft.items += [launch(f"@{k}", (), (span("state", k, batching),)) for k in range(6)]
+    offload_hidden(draft, plan(batching))
     found = told(draft)
     assert found[:7] == ["@0", "Store state@0", "@1", "Store state@1", "Evict state@0", "Vacant", "@2"]
     assert sum(isinstance(item, Vacant) for item in draft.items) == 12
@@ -126,12 +129,15 @@ def test_what_ends_where_it_waits_is_not_released_on_the_device() -> None:
 
 
 def test_shares_are_spread_and_contradictions_are_named() -> None:
-    spread = Block(6, hidden="disk", hidden_slots=2, hidden_device=2, hidden_host=2)
+    spread = BatchSchedule(MicroBatches(6), hidden=HiddenPlacement("disk", 2, 2, 2))
     assert sorted(spread.hidden_homes()) == ["device"] * 2 + ["disk"] * 2 + ["host"] * 2 and not spread.fault()
     assert spread.hidden_homes()[:3] != ["device"] * 3
-    assert replace(spread, hidden_host=5).fault().startswith("hidden_device, hidden_host")
-    assert replace(spread, hidden_slots=0).fault().startswith("hidden_slots")
-    assert replace(spread, order="row").fault().startswith("hidden: ")
-    assert replace(spread, entering=2).fault()
-    assert Block(6, hidden_device=1).fault()
-    assert Block(3).of_step(8) == Block(3) and spread.of_step(1) == Block(6) and spread.of_step(8) == spread
+    hidden = spread.hidden
+    assert replace(spread, hidden=replace(hidden, on_host=5)).fault().startswith("hidden.on_device, hidden.on_host")
+    assert replace(spread, hidden=replace(hidden, slots=0)).fault().startswith("hidden.slots")
+    assert replace(spread, micro_batches=MicroBatches(6, "row")).fault().startswith("hidden.tier: ")
+    assert replace(spread, admission=Admission(2)).fault()
+    assert BatchSchedule(MicroBatches(6), hidden=HiddenPlacement(on_device=1)).fault()
+    plain = BatchSchedule(MicroBatches(3))
+    assert plain.of_step(8) == plain
+    assert spread.of_step(1) == BatchSchedule(MicroBatches(6)) and spread.of_step(8) == spread

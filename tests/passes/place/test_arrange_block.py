@@ -14,7 +14,8 @@ from torch import fx
 from forebay.passes.allocators import Buffer
 from forebay.passes.place.allocate_buffers import plan_activations
 from forebay.passes.place.arrange_block import arrange
-from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 
 buffers = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 300), st.sampled_from("sob")),
                    min_size=1, max_size=8)
@@ -27,7 +28,7 @@ def test_no_byte_is_needed_twice(parts: list[tuple[int, int, int, str]], count: 
     exact = {f"b{i}": nbytes for i, (_, _, nbytes, _) in enumerate(parts)}
     kinds = {f"b{i}": kind for i, (*_, kind) in enumerate(parts)}  # shared in turn, outliving turns, boundary
     boundary, outlive = ({n for n, kind in kinds.items() if kind == which} for which in "bo")
-    found = arrange(requests, boundary, outlive, exact, Block(count))
+    found = arrange(requests, boundary, outlive, exact, BatchSchedule(MicroBatches(count)))
     live = {r.id: (r.lower, r.upper) for r in requests}
     for (a, base_a, at_a, n_a), (b, base_b, at_b, n_b) in itertools.combinations(found.places, 2):
         if at_a + n_a <= at_b or at_b + n_b <= at_a:
@@ -58,7 +59,7 @@ def layers(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> object:
 def test_what_crosses_a_layer_lies_apart_and_the_rest_is_shared() -> None:
     gm = flat_graph(layers, {"x": torch.randn(2, 8)}, {f"w{i}": torch.randn(8, 8) for i in range(2)})
     one = plan_activations(gm, True)
-    row, zigzag = (plan_activations(gm, True, Block(3, order)) for order in ("row", "zigzag"))  # type: ignore[arg-type]
+    row, zigzag = (plan_activations(gm, True, BatchSchedule(MicroBatches(3, order))) for order in ("row", "zigzag"))  # type: ignore[arg-type]
     assert not any("@" in name for name in (*one.buffers, *row.buffers))
     apart = {name.partition("@")[0] for name in zigzag.buffers if "@" in name}
     shared = set(zigzag.buffers) - {f"{name}@{k}" for name in apart for k in range(3)}

@@ -11,9 +11,10 @@ from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
 from forebay.kernels.operators import ATTENTION
 from forebay.passes.quantize.drop_values import drop_values
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.sparsity import Sparsity
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
@@ -45,7 +46,7 @@ def test_attention_alone_is_replaced_in_a_copy(cache: str) -> None:
 
 
 def test_steps_over_one_token_have_it_and_others_have_not() -> None:
-    graphs = step_graphs(rewritten("llama"), {}, WORK, "llama", block=Block(sparse_values=0.5))
+    graphs = step_graphs(rewritten("llama"), {}, WORK, "llama", batching=BatchSchedule(sparsity=Sparsity(0.5)))
     found = {tokens: {node.target for gm in graphs.step(tokens).modules() if hasattr(gm, "graph")
                       for node in gm.graph.nodes} for tokens in (1, 4)}
     assert SPARSE_ATTENTION.overload in found[1] and ATTENTION.overload not in found[1]
@@ -61,4 +62,4 @@ def test_a_graph_without_attention_keeps_its_nodes() -> None:
 
 def test_graphs_that_are_not_rewritten_are_refused() -> None:
     with pytest.raises(PlanError, match="sparse_values: graphs read fewer values once they are rewritten"):
-        step_graphs(captured("llama"), {}, WORK, "llama", block=Block(sparse_values=0.5))
+        step_graphs(captured("llama"), {}, WORK, "llama", batching=BatchSchedule(sparsity=Sparsity(0.5)))

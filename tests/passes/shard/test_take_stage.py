@@ -13,10 +13,11 @@ from torch import fx
 from forebay.passes.shard.split import ShardError
 from forebay.passes.shard.take_stage import take_stage
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel, hands_on, weight_name
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, FileSlice, Launch, Program, Record, Wait
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.ir.share import RankShare, ranks_of
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured, with_blocks
@@ -94,19 +95,19 @@ def test_too_many_stages_and_layers_that_read_earlier_ones_are_refused() -> None
         take_stage(step, RankShare((1,), 0, 2), (0, 2, 3))
 
 
-def program(rank: int, block: Block) -> tuple[Program, int]:
+def program(rank: int, batching: BatchSchedule) -> tuple[Program, int]:
     """A decode step of a stage of two of an OPT, and how many of its items stand before what follows its layers."""
     part = rewrite_captured(stages_of(families.captured("opt"), 2)[rank], Switches())
     files = {name: FileSlice("weights", 64 * i, spec.nbytes) for i, (name, spec) in enumerate(part.weights.items())}
-    pipeline = Pipeline(step_graphs(part, files, WORK, "opt", block=block), WORK, Machine.default(), Switches())
+    pipeline = Pipeline(step_graphs(part, files, WORK, "opt", batching=batching), WORK, Machine.default(), Switches())
     found = pipeline.program(pipeline.plan(Budget(device=2 << 20)), 1)
     return found, 1 + max(i for i, item in enumerate(found.step) if isinstance(item, Launch) and item.layer == 0)
 
 
 @pytest.mark.parametrize("order", ["row", "zigzag"])
 def test_stages_overlap_and_meet_once_all_micro_batches_are_done(order: str) -> None:
-    block = Block(3, order)  # type: ignore[arg-type]
-    (first, end), (second, _) = program(0, block), program(1, block)
+    batching = BatchSchedule(MicroBatches(3, order))  # type: ignore[arg-type]
+    (first, end), (second, _) = program(0, batching), program(1, batching)
     exchanges = [[i.label for i in p.step if isinstance(i, Launch) and i.stream == COLLECT] for p in (first, second)]
     assert exchanges[0] == exchanges[1] == [f"handed_on_{n}@{k}" for n in range(2) for k in range(3)]
     events = {item.event for item in first.step if isinstance(item, Record) and item.stream == COLLECT}

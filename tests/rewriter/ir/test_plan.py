@@ -77,7 +77,7 @@ def edit(change: Callable[[dict], object]) -> dict:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda d: d.update(version=1), "version: this plan says 1, this release reads 3; plan again"),
+    (lambda d: d.update(version=1), "version: this plan says 1, this release reads 4; plan again"),
     (lambda d: d.pop("version"), "version: this plan says None"),
     (lambda d: d.update(colour=1), r"plan\.colour: unknown field"),
     (lambda d: d["schedule"].update(slotz=1), r"plan\.schedule\.slotz: unknown field"),

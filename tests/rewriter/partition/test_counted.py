@@ -15,9 +15,12 @@ from forebay.read_mesh import read_mesh
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_inputs
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel, is_collective
 from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.ir.schedule.admission import Admission
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.ir.share import RankShare, ranks_of
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.partition.collectives import ChipMesh, one_way
@@ -186,9 +189,10 @@ def test_sequences_that_ranks_cannot_share_evenly_or_whose_caches_move_are_refus
     assert step_inputs(own, EIGHT, 1)["cache_k_0"].shape == (4, 2, EIGHT.context, 16)
     with pytest.raises(PlanError, match="take a multiple of 2"):
         step_inputs(own, WORK, 1)
-    for block in (Block(2, cache="disk", cache_tokens=16, cache_slots=3), Block(2, entering=2)):
+    for batching in (BatchSchedule(MicroBatches(2), CachePlacement("disk", 16, 3)),
+                     BatchSchedule(MicroBatches(2), admission=Admission(2))):
         with pytest.raises(PlanError, match="take attention=heads"):
-            step_inputs(own, EIGHT, 1, block=block)
+            step_inputs(own, EIGHT, 1, batching=batching)
 
 
 def test_stages_exchange_a_hidden_state_at_each_border_and_the_logits() -> None:

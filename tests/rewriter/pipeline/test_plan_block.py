@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 import forebay.rewriter.pipeline.plan_block as module
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import RETURN, Copy, FileSlice, Wait
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import block_tokens, plan_block, staged_blocks
@@ -51,62 +53,63 @@ def test_blocks_are_whole_pages_with_little_padding_where_that_can_be(token: int
 def test_every_way_has_room_for_the_batch_and_none_is_empty(batch: int) -> None:
     work = replace(WORK, batch=batch)
     ways = staged_blocks(graphs, work, Options(cache_tokens=16))
-    assert len({way.micro_batches for way in ways}) == len(ways) >= 1
+    assert len({way.micro_batches.count for way in ways}) == len(ways) >= 1
     for way in ways:
-        each = math.ceil(batch / way.micro_batches)
-        assert 1 <= way.micro_batches <= batch and way.cache == "disk" and each <= 128
-    assert any(way.micro_batches == batch for way in ways)
+        each = math.ceil(batch / way.micro_batches.count)
+        assert 1 <= way.micro_batches.count <= batch and way.cache.tier == "disk" and each <= 128
+    assert any(way.micro_batches.count == batch for way in ways)
     wished = staged_blocks(graphs, work, Options(micro_batches=7, order="row", cache_slots=4, cache_tokens=32))
-    assert wished == [Block(min(7, batch), "row", "disk", 32, 4)]
-    assert staged_blocks(graphs, work, Options(cache_tier="host", cache_tokens=16))[0].cache == "host"
+    assert wished == [BatchSchedule(MicroBatches(min(7, batch), "row"), CachePlacement("disk", 32, 4))]
+    assert staged_blocks(graphs, work, Options(cache_tier="host", cache_tokens=16))[0].cache.tier == "host"
     assert not staged_blocks(graphs, work, Options(cache_tier="device"))
 
 
-def graphs(work: Workload, block: Block) -> StepGraphs:
+def graphs(work: Workload, batching: BatchSchedule) -> StepGraphs:
     lm = rewritten("llama")
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
-    return step_graphs(lm, files, work, "llama", block=block)
+    return step_graphs(lm, files, work, "llama", batching=batching)
 
 
 def needed(tier: str) -> int:
     """The smallest budget for a cache on this tier, of micro-batches of one on disk."""
-    block = Block() if tier == "device" else Block(WORK.batch, "zigzag", "disk", 16, 3)
-    return Pipeline(graphs(WORK, block), WORK, Machine.default(), Switches()).smallest_budget(Options())
+    batching = BatchSchedule() if tier == "device" else BatchSchedule(MicroBatches(WORK.batch, "zigzag"),
+                                                                      CachePlacement("disk", 16, 3))
+    return Pipeline(graphs(WORK, batching), WORK, Machine.default(), Switches()).smallest_budget(Options())
 
 
 @pytest.mark.parametrize("change", [
-    {"cache_device": 6, "cache_host": 3}, {"cache_host": 12}, {"cache_host": 12, "cpu_attention": True}])
+    {"on_device": 6, "on_host": 3}, {"on_host": 12}, {"on_host": 12, "cpu_attention": True}])
 def test_other_shares_need_what_a_pipeline_of_their_own_finds(change: dict) -> None:
     """With what is known of the same turns, but for those that the host attends."""
-    block = Block(4, "zigzag", "disk", 16, 3)
+    batching = BatchSchedule(MicroBatches(4, "zigzag"), CachePlacement("disk", 16, 3))
     work, machine = replace(WORK, batch=12), Machine.default()
-    known = Pipeline(graphs(work, block), work, machine, Switches())
+    known = Pipeline(graphs(work, batching), work, machine, Switches())
     for tokens in (60, 8):
         known.need(tokens)
-    other = replace(block, **change)
-    shared, own = known.with_block(other), Pipeline(graphs(work, other), work, machine, Switches())
-    assert [*shared._needs] == ([] if other.cpu_attention else [1, 60, 8])
+    other = replace(batching, cache=replace(batching.cache, **change))
+    shared, own = known.with_batching(other), Pipeline(graphs(work, other), work, machine, Switches())
+    assert [*shared._needs] == ([] if other.cache.cpu_attention else [1, 60, 8])
     for tokens in (1, 8, 60, 30):
         assert shared.need(tokens) == own.need(tokens)
     assert shared.plan(Budget(1 << 22, 1 << 22)) == own.plan(Budget(1 << 22, 1 << 22))
-    if other.cpu_attention:
+    if other.cache.cpu_attention:
         assert own.need(1) != known.need(1)
 
 
 def test_a_cache_that_fits_the_device_stays_there() -> None:
     for options, count in ((Options(), 1), (Options(micro_batches=3), 3)):
         _, plan = plan_block(graphs, Budget(1 << 24), WORK, options, Machine.default(), Switches())
-        assert plan.schedule.block == Block(count)
+        assert plan.schedule.batching == BatchSchedule(MicroBatches(count))
 
 
 def test_one_that_does_not_goes_to_disk_in_the_fastest_way() -> None:
     work = Workload(24, 200, 50)
-    device = Pipeline(graphs(work, Block()), work, Machine.default(), Switches()).smallest_budget(Options())
+    device = Pipeline(graphs(work, BatchSchedule()), work, Machine.default(), Switches()).smallest_budget(Options())
     budget = Budget(device - 200_000)
     with pytest.raises(PlanError, match="cannot work for batch 24"):
         plan_block(graphs, budget, work, Options(cache_tier="device"), Machine.default(), Switches())
     _, plan = plan_block(graphs, budget, work, Options(), Machine.default(), Switches())
-    assert plan.schedule.block.cache == "disk" and plan.workload.batch >= 24
+    assert plan.schedule.batching.cache.tier == "disk" and plan.workload.batch >= 24
     for count in (3, 6, 24):
         _, other = plan_block(graphs, budget, work, Options(micro_batches=count), Machine.default(), Switches())
         assert latency_s(plan) <= latency_s(other)
@@ -115,7 +118,7 @@ def test_one_that_does_not_goes_to_disk_in_the_fastest_way() -> None:
 def test_host_memory_takes_caches_where_it_is_given() -> None:
     """No slower by the Programs than with all on disk, and within both budgets."""
     work = Workload(24, 200, 50)
-    staged = graphs(work, Block(6, "zigzag", "disk", 16, 3))
+    staged = graphs(work, BatchSchedule(MicroBatches(6, "zigzag"), CachePlacement("disk", 16, 3)))
     device = Pipeline(staged, work, Machine.default(), Switches()).smallest_budget(Options())
     plans = {}
     for host in (0, 1 << 20, 1 << 24):
@@ -123,8 +126,8 @@ def test_host_memory_takes_caches_where_it_is_given() -> None:
         _, plan = plan_block(graphs, budget, work, Options(micro_batches=6), Machine.default(), Switches())
         assert plan.arenas.get("host", 0) <= host and plan.arenas["device"] <= budget.device
         plans[host] = plan
-    assert plans[0].schedule.block.cache_host == 0
-    assert plans[1 << 20].schedule.block.cache_host > 0
+    assert plans[0].schedule.batching.cache.on_host == 0
+    assert plans[1 << 20].schedule.batching.cache.on_host > 0
     assert latency_s(plans[1 << 24]) <= latency_s(plans[1 << 20]) <= latency_s(plans[0])
 
 
@@ -139,8 +142,8 @@ def test_where_nothing_fits_the_smallest_need_is_named() -> None:
         plan_block(graphs, Budget(named - 1), WORK, Options(), Machine.default(), Switches())
 
 
-def on_gpu(work: Workload, block: Block) -> StepGraphs:
-    return replace(graphs(work, block), host_hop=True)
+def on_gpu(work: Workload, batching: BatchSchedule) -> StepGraphs:
+    return replace(graphs(work, batching), host_hop=True)
 
 
 @pytest.mark.parametrize("slots", [2, 4])
@@ -169,7 +172,7 @@ def test_on_a_gpu_the_host_attends_where_that_is_faster() -> None:
         machine = replace(t4, host_attention_bytes_per_s=rate)
         ways = {wish: plan_block(on_gpu, budget, work, Options(cache_tier="host", micro_batches=4, cpu_attention=wish),
                                  machine, Switches())[1] for wish in (True, False, None)}
-        taken = ways[None].schedule.block.cpu_attention
+        taken = ways[None].schedule.batching.cache.cpu_attention
         assert taken is (latency_s(ways[True]) < latency_s(ways[False]))
         assert latency_s(ways[None]) == min(map(latency_s, ways.values()))
         found[rate] = taken
@@ -186,7 +189,7 @@ def test_beside_a_gpu_a_region_is_loaded_into_behind_what_was_stored_of_it(count
     loads = [i for i, item in enumerate(program.step) if isinstance(item, Copy) and item.stream == RETURN
              and item.label.startswith("load") and item.label.endswith("@0") and "cache" not in item.label]
     waits = [i - 1 for i in loads if isinstance(program.step[i - 1], Wait)]
-    assert plan.schedule.block.hidden_slots == 3 and waits
+    assert plan.schedule.batching.hidden.slots == 3 and waits
     for i in waits:
         with pytest.raises(ProgramError):
             verify_program(replace(program, step=program.step[:i] + program.step[i + 1 :]), {})
@@ -219,16 +222,17 @@ def test_without_a_gpu_it_attends_only_where_that_is_wished() -> None:
     for wish, expected in ((None, False), (True, True)):
         _, plan = plan_block(graphs, Budget(needed("disk") * 2, 1 << 24), WORK, replace(options, cpu_attention=wish),
                              replace(Machine.default(), host_attention_bytes_per_s=1e15), Switches())
-        assert plan.schedule.block.cpu_attention is expected
+        assert plan.schedule.batching.cache.cpu_attention is expected
 
 
 def test_launches_are_counted_as_programs_have_them() -> None:
     """And what issuing them takes, in each part, where one candidate is compared with another."""
-    pipeline = Pipeline(graphs(WORK, Block()), WORK, Machine.default(), Switches())
+    pipeline = Pipeline(graphs(WORK, BatchSchedule()), WORK, Machine.default(), Switches())
     plan = pipeline.plan(Budget(1 << 28))
     counts = {launch_count(pipeline.graphs.step(tokens)) for tokens in (1, plan.schedule.prefill_chunk)}
     assert counts == {len(list(pipeline.program(plan, 1).launches()))}
-    rates = [rates_of(MachineEstimator(Machine.default()), (), 9, "disk", block=Block(3), launches=n) for n in (0, 7)]
+    rates = [rates_of(MachineEstimator(Machine.default()), (), 9, "disk", batching=BatchSchedule(MicroBatches(3)),
+                      launches=n) for n in (0, 7)]
     assert rates[1].compute_s(1) - rates[0].compute_s(1) == pytest.approx(3 * 7 * Machine.default().dispatch_s)
 
 
@@ -242,12 +246,13 @@ def test_hidden_states_leave_the_device_for_larger_chunks_where_weights_bind() -
                    memory_bytes_per_s=4e12, links=links,
                    gemm=tuple(replace(point, time_s=point.time_s / 1000) for point in slow.gemm))
     work, options = Workload(4, 64, 4), Options(cache_tier="disk", micro_batches=4)
-    staged = graphs(work, Block(4, "zigzag", "disk", 16, 3))
+    staged = graphs(work, BatchSchedule(MicroBatches(4, "zigzag"), CachePlacement("disk", 16, 3)))
     budget = Budget(int(1.05 * Pipeline(staged, work, fast, Switches()).smallest_budget(Options())))
     _, away = plan_block(graphs, budget, work, options, fast, Switches())
     _, stays = plan_block(graphs, budget, work, replace(options, hidden_tier="device"), fast, Switches())
     _, other = plan_block(graphs, budget, work, options, slow, Switches())
-    assert (away.schedule.block.hidden, stays.schedule.block.hidden, other.schedule.block.hidden) == (
+    assert (away.schedule.batching.hidden.tier, stays.schedule.batching.hidden.tier,
+            other.schedule.batching.hidden.tier) == (
         "disk", "device", "device")
     assert away.schedule.prefill_chunk > stays.schedule.prefill_chunk
     assert latency_s(away) < latency_s(stays)

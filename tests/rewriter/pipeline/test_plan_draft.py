@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.drafts_beside import HELD_UP
 from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.speculation import Speculation
 from forebay.rewriter.pipeline.plan_draft import drafted_time_s, token_time_s
 
-PLAN = Plan("", "", Limits(1), Workload(1, 8, 11), Schedule(block=Block(speculative_steps=(4, 2))), (),
+PLAN = Plan("", "", Limits(1), Workload(1, 8, 11), Schedule(batching=BatchSchedule(speculation=Speculation((4, 2)))),
+            (),
             prediction=Prediction(2.0, 1.0, speculative_times_s=(1.2, 1.1)))
 DRAFT = replace(PLAN, schedule=Schedule(), prediction=Prediction(0.5, 0.1))
 

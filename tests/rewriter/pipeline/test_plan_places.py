@@ -9,9 +9,10 @@ from families import llama
 
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.schedule.admission import Admission
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_places import entering_at_once, plan_answers, plan_places, sequence_time_s
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
@@ -32,7 +33,7 @@ def test_a_job_has_the_places_that_take_least_time_a_sequence() -> None:
     budget = 4 << 20
     plan = places_of(budget)
     assert 1 < plan.workload.batch < JOB.batch
-    assert plan.schedule.block == Block(entering=entering_at_once(plan.workload.batch) or 0)
+    assert plan.schedule.batching == BatchSchedule(admission=Admission(entering_at_once(plan.workload.batch) or 0))
     assert min(plan.schedule.prefill_chunks) >= 16
     for size in (2, 8, 32, 64):
         try:
@@ -50,7 +51,7 @@ def test_more_memory_is_never_predicted_to_take_longer_a_sequence() -> None:
 def test_sequences_that_all_find_room_are_one_batch() -> None:
     for wished in (3, 8):
         plan = places_of(1 << 28, Workload(3, 60, 40), wished)
-        assert plan.workload.batch == 3 and plan.schedule.block == Block()
+        assert plan.workload.batch == 3 and plan.schedule.batching == BatchSchedule()
 
 
 def test_a_job_that_fits_nowhere_is_refused_for_one_place() -> None:
@@ -70,9 +71,9 @@ def test_a_prompt_of_one_token_enters() -> None:
 def test_answers_begin_together_where_the_device_caches_them() -> None:
     for budget, entering in ((1 << 28, False), (4 << 20, True)):
         _, plan = plan_answers(graphs, Budget(budget), JOB, Options(), Machine.default(), Switches())
-        assert bool(plan.schedule.block.entering) is entering and (plan.workload.batch == JOB.batch) is not entering
+        assert bool(plan.schedule.batching.admitted) is entering and (plan.workload.batch == JOB.batch) is not entering
     _, plan = plan_answers(graphs, Budget(4 << 20), JOB, Options(cache_tier="disk"), Machine.default(), Switches())
-    assert plan.schedule.block.cache == "disk" and plan.workload.batch >= JOB.batch
+    assert plan.schedule.batching.cache.tier == "disk" and plan.workload.batch >= JOB.batch
 
 
 def test_caches_off_the_device_where_more_places_take_less_time_a_sequence() -> None:
@@ -80,21 +81,21 @@ def test_caches_off_the_device_where_more_places_take_less_time_a_sequence() -> 
     captured = rewrite_captured(capture_model(llama(8, hidden_size=512, intermediate_size=2048)), Switches())
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(captured.weights.values())}
 
-    def large(work: Workload, block: Block) -> StepGraphs:
-        return step_graphs(captured, files, work, "llama", block=block)
+    def large(work: Workload, batching: BatchSchedule) -> StepGraphs:
+        return step_graphs(captured, files, work, "llama", batching=batching)
 
     def planned(budget: int, tier: Any = None) -> Plan:
         job, machine = Workload(8, 300, 200), Machine.default()
         return plan_places(large, Budget(budget), job, Options(cache_tier=tier), machine, Switches())[1]
 
     plan, on_device = planned(32 << 20), planned(32 << 20, "device")
-    block = plan.schedule.block
-    assert block.staged and not on_device.schedule.block.staged
-    assert block.entering == (entering_at_once(plan.workload.batch) if plan.workload.batch < 8 else 0)
+    batching = plan.schedule.batching
+    assert batching.cache.staged and not on_device.schedule.batching.cache.staged
+    assert batching.admitted == (entering_at_once(plan.workload.batch) if plan.workload.batch < 8 else 0)
     assert plan.workload.batch > on_device.workload.batch
     assert sequence_time_s(plan) < 0.7 * sequence_time_s(on_device)
     assert sum(plan.arenas.values()) <= 32 << 20
-    assert not planned(1 << 30).schedule.block.staged
+    assert not planned(1 << 30).schedule.batching.cache.staged
 
 
 def test_places_with_caches_on_several_tiers() -> None:
@@ -102,7 +103,7 @@ def test_places_with_caches_on_several_tiers() -> None:
     options: dict[str, Any] = {"cache_shares": (0.3, 0.4), "micro_batches": 2, "cache_tokens": 16}
     _, plan = plan_places(graphs, Budget(64 << 20, 64 << 20), JOB, Options(cache_tier="disk", **options),
                           Machine.default(), Switches(), 16)
-    block = plan.schedule.block
-    homes = block.cache_homes(3)
-    assert block.entering == 2 and {len(set(of_layer)) for of_layer in homes} == {1}
-    assert block.cache_device == 0 and block.cache_host == 2  # of six, in pairs
+    batching = plan.schedule.batching
+    homes = batching.cache_homes(3)
+    assert batching.admitted == 2 and {len(set(of_layer)) for of_layer in homes} == {1}
+    assert batching.cache.on_device == 0 and batching.cache.on_host == 2  # of six, in pairs

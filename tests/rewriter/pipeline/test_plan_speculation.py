@@ -9,9 +9,12 @@ import pytest
 from families import rewritten
 
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, validate
 from forebay.rewriter.ir.program import Copy, FileSlice
+from forebay.rewriter.ir.schedule.admission import Admission
+from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
+from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import plan_block
 from forebay.rewriter.pipeline.plan_speculation import SIZES, plan_speculation
@@ -23,15 +26,16 @@ pytestmark = pytest.mark.usefixtures("planned_with_our_kernels")
 WORK = Workload(1, 40, 24)
 
 
-def pipeline(work: Workload = WORK, block: Block = ALONE, family: str = "llama") -> Pipeline:
+def pipeline(work: Workload = WORK, batching: BatchSchedule = ALONE, family: str = "llama") -> Pipeline:
     lm = rewritten(family)
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
-    return Pipeline(step_graphs(lm, files, work, family, block=block), work, Machine.default(), Switches())
+    return Pipeline(step_graphs(lm, files, work, family, batching=batching), work, Machine.default(), Switches())
 
 
-def planned(room: int, options: Options, work: Workload = WORK, block: Block = ALONE) -> tuple[Plan, Plan, Pipeline]:
+def planned(room: int, options: Options, work: Workload = WORK, batching: BatchSchedule = ALONE) -> tuple[Plan, Plan,
+                                                                                                        Pipeline]:
     """The plan without and with what is decided here, `room` bytes above the least budget."""
-    made = pipeline(work, block)
+    made = pipeline(work, batching)
     budget = Budget(made.smallest_budget(options) + room)
     plain = made.plan(budget, options)
     found, plan = plan_speculation(made, plain, budget, options)
@@ -96,32 +100,37 @@ def test_caches_off_the_device_keep_their_shares_in_such_steps() -> None:
     """Caches of layers that lie on the device, and of those that come to it; both in host memory, which has room for
     what the largest step has the host attend to."""
     work, options = Workload(2, 40, 24), Options(prompt_lookup_num_tokens=3)
-    shared = Block(2, "zigzag", "disk", 16, 3, cache_device=1, cache_host=2)
-    for block in (shared, Block(2, "zigzag", "host", 16, 3), Block(2, "zigzag", "host", 16, 3, cpu_attention=True)):
-        made = pipeline(work, replace(block, cache_device=0, cache_host=0)).with_block(block)
+    shared = BatchSchedule(MicroBatches(2, "zigzag"), CachePlacement("disk", 16, 3, 1, 2))
+    for batching in (shared, BatchSchedule(MicroBatches(2, "zigzag"), CachePlacement("host", 16, 3)),
+                     BatchSchedule(MicroBatches(2, "zigzag"), CachePlacement("host", 16, 3, cpu_attention=True))):
+        made = pipeline(work,
+                        replace(batching,
+                                cache=replace(batching.cache, on_device=0, on_host=0))).with_batching(batching)
         budget = Budget(made.smallest_budget(options) + 200_000, 1 << 22)
         plain = made.plan(budget, options)
         found, plan = plan_speculation(made, plain, budget, options)
-        assert plan.schedule.block == replace(block, speculative_steps=(4, 2))
+        assert plan.schedule.batching == replace(batching, speculation=replace(batching.speculation, steps=(4, 2)))
         assert found.needs.staged is not None
         rooms = [{b.name: b.nbytes for b in p.buffers if b.name.startswith("operands")} for p in (plain, plan)]
-        assert bool(rooms[0]) == block.cpu_attention and rooms[0].keys() == rooms[1].keys()
+        assert bool(rooms[0]) == batching.cache.cpu_attention and rooms[0].keys() == rooms[1].keys()
         assert all(rooms[1][name] > 2 * nbytes for name, nbytes in rooms[0].items())
         loads = [item for item in found.program(plan, 4).step
                  if isinstance(item, Copy) and item.label.startswith("load cache")]
-        tiers = [tier for homes in block.cache_homes(len(found.needs.staged.layers)) for tier in homes]
-        staged = sum(tier == "disk" or (tier == "host" and not block.cpu_attention) for tier in tiers)
+        tiers = [tier for homes in batching.cache_homes(len(found.needs.staged.layers)) for tier in homes]
+        staged = sum(tier == "disk" or (tier == "host" and not batching.cache.cpu_attention) for tier in tiers)
         assert len(loads) == staged
 
 
-@pytest.mark.parametrize("block", [Block(1, entering=1), Block(2, entering=2)])
-def test_steps_over_all_places_check_drafts_where_sequences_enter(block: Block) -> None:
+@pytest.mark.parametrize("batching",
+                         [BatchSchedule(MicroBatches(1), admission=Admission(1)),
+                          BatchSchedule(MicroBatches(2), admission=Admission(2))])
+def test_steps_over_all_places_check_drafts_where_sequences_enter(batching: BatchSchedule) -> None:
     """They are decode steps, of all places; a prompt's are of those that enter, whose rows alone are staged."""
     work = Workload(4, 40, 24)
-    _, plan, made = planned(300_000, Options(prompt_lookup_num_tokens=3, prefill_chunk=16), work, block)
+    _, plan, made = planned(300_000, Options(prompt_lookup_num_tokens=3, prefill_chunk=16), work, batching)
     assert plan.schedule.speculative_steps == (4, 2)
-    each = work.batch // block.micro_batches
-    for tokens, rows in ((1, each), (4, each), (2, each), (16, block.entering)):
+    each = work.batch // batching.micro_batches.count
+    for tokens, rows in ((1, each), (4, each), (2, each), (16, batching.admitted)):
         step = made.graphs.step(tokens)
         ids = next(n for n in step.graph.find_nodes(op="placeholder") if n.target == "input_ids").meta["val"]
         assert ids.shape == (rows, tokens)
@@ -134,7 +143,7 @@ def test_steps_over_all_places_check_drafts_where_sequences_enter(block: Block) 
 def test_the_shortest_chunk_is_no_step_that_checks(prompt: int, drafted: Any) -> None:
     """Where sequences enter it is over 16 tokens, or as many as the prompt has; a budget without room says so."""
     work, options = Workload(2, prompt, 24), Options(prompt_lookup_num_tokens=drafted)
-    made = pipeline(work, Block(entering=1))
+    made = pipeline(work, BatchSchedule(admission=Admission(1)))
     budget = Budget(made.smallest_budget(options))
     plain = made.plan(budget, options)
     try:
@@ -193,8 +202,8 @@ def test_no_budget_is_sought_where_the_chunk_is_a_step_that_checks() -> None:
 def test_a_short_prompt_that_enters_is_computed_by_a_prefill_step(prompt: int, drafted: int) -> None:
     """A prefill step has at least 2 tokens, so a prompt of 1 takes the size that a prompt of 2 takes."""
 
-    def graphs_of(work: Workload, block: Block) -> Any:
-        return pipeline(work, block).graphs
+    def graphs_of(work: Workload, batching: BatchSchedule) -> Any:
+        return pipeline(work, batching).graphs
 
     work, options = Workload(1, prompt, 24), Options(prompt_lookup_num_tokens=drafted, entering=1)
     if drafted == 1:
@@ -209,9 +218,9 @@ def test_a_short_prompt_that_enters_is_computed_by_a_prefill_step(prompt: int, d
     ((4, 8), "the largest first"), ((8, 1), "none below 2"), ((40, 4), "none a prefill's"), ((100,), "has room for")])
 def test_contradictions_are_refused_by_name(steps: tuple[int, ...], message: str) -> None:
     _, plan, _ = planned(150_000, Options(prompt_lookup_num_tokens=7))
-    with pytest.raises(PlanError, match=f"plan.schedule.block.speculative_steps.*{message}"):
-        block = replace(plan.schedule.block, speculative_steps=steps)
-        validate(replace(plan, schedule=replace(plan.schedule, block=block)))
+    with pytest.raises(PlanError, match=f"plan.schedule.batching.speculation.steps.*{message}"):
+        batching = replace(plan.schedule.batching, speculation=replace(plan.schedule.batching.speculation, steps=steps))
+        validate(replace(plan, schedule=replace(plan.schedule, batching=batching)))
 
 
 def test_a_model_that_cannot_says_so() -> None:
@@ -219,4 +228,4 @@ def test_a_model_that_cannot_says_so() -> None:
     assert graphs.speculating(()) is graphs
     with pytest.raises(PlanError, match="logits of one token only"):
         replace(graphs, speculate=None).speculating((4,))
-    assert graphs.speculating((4,)).block.speculative_steps == (4,)
+    assert graphs.speculating((4,)).batching.speculation.steps == (4,)

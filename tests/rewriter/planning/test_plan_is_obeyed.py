@@ -21,9 +21,14 @@ from selection import ALL
 
 import forebay.rewriter.pipeline.run_passes as run_passes
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.plan import MOVING, Budget, Plan, PlanError, Workload, plan_from_dict
 from forebay.rewriter.ir.program import FileSlice, Program
+from forebay.rewriter.ir.schedule.admission import Admission
+from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
+from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
+from forebay.rewriter.ir.schedule.hidden_placement import HiddenPlacement
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
+from forebay.rewriter.ir.schedule.speculation import Speculation
 from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
@@ -34,18 +39,21 @@ WORK = Workload(batch=2, prompt=200, new_tokens=1)  # too little to come for the
 LENDING = Workload(batch=2, prompt=40, new_tokens=4)
 # what records an expectation and decides nothing: replaying restores it, where it does not refuse it
 RECORDS = ("plan.machine", "plan.prediction")
-BLOCKS = {"row": Block(2, "row"), "cache on disk": Block(2, "zigzag", "disk", 16, 3),
-          "cache in shares": Block(2, "zigzag", "disk", 16, 3, 1, 1), "entering": Block(2, entering=1),
-          "hidden on disk": Block(2, hidden="disk", hidden_slots=1),
-          "speculative": Block(speculative_steps=(6, 3)),
-          "speculative in places": Block(2, entering=1, speculative_steps=(6, 3))}
+BLOCKS = {"row": BatchSchedule(MicroBatches(2, "row")),
+          "cache on disk": BatchSchedule(MicroBatches(2, "zigzag"), CachePlacement("disk", 16, 3)),
+          "cache in shares": BatchSchedule(MicroBatches(2, "zigzag"), CachePlacement("disk", 16, 3, 1, 1)),
+          "entering": BatchSchedule(MicroBatches(2), admission=Admission(1)),
+          "hidden on disk": BatchSchedule(MicroBatches(2), hidden=HiddenPlacement("disk", 1)),
+          "speculative": BatchSchedule(speculation=Speculation((6, 3))),
+          "speculative in places": BatchSchedule(MicroBatches(2), admission=Admission(1),
+                                                 speculation=Speculation((6, 3)))}
 LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 
 
-def pipeline(work: Workload, host_hop: bool, block: Block = ALONE) -> Pipeline:
+def pipeline(work: Workload, host_hop: bool, batching: BatchSchedule = ALONE) -> Pipeline:
     lm = rewritten("llama")
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
-    graphs = step_graphs(lm, files, work, "llama", host_hop=host_hop, block=block)
+    graphs = step_graphs(lm, files, work, "llama", host_hop=host_hop, batching=batching)
     return Pipeline(graphs, work, Machine.default(), Switches())
 
 

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.cache_layout import StagedLayer
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice, Rows, copy_nbytes, place_of, tier_of
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.options import Options
@@ -32,8 +34,8 @@ def test_caches_live_where_they_are_counted_spread_over_the_turns(
     total = layers * count
     device = data.draw(st.integers(0, total))
     host = 0 if tier == "host" else data.draw(st.integers(0, total - device))
-    block = Block(count, order, tier, 16, 3, device, host)  # type: ignore[arg-type]
-    homes = block.cache_homes(layers)
+    batching = BatchSchedule(MicroBatches(count, order), CachePlacement(tier, 16, 3, device, host))  # type: ignore[arg-type]
+    homes = batching.cache_homes(layers)
     turns = [homes[layer][k] for layer in range(layers) for k in range(count)] if order == "zigzag" else [
         homes[layer][k] for k in range(count) for layer in range(layers)]
     wanted = Counter({"device": device, "host": host})
@@ -45,16 +47,16 @@ def test_caches_live_where_they_are_counted_spread_over_the_turns(
                 assert abs(turns[first:end].count(share) - wanted[share] * (end - first) / total) <= 2
 
 
-def pipeline(block: Block) -> Pipeline:
+def pipeline(batching: BatchSchedule) -> Pipeline:
     lm = rewritten("gemma2")
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
-    return Pipeline(step_graphs(lm, files, WORK, "gemma2", block=block), WORK, Machine.default(), Switches())
+    return Pipeline(step_graphs(lm, files, WORK, "gemma2", batching=batching), WORK, Machine.default(), Switches())
 
 
 @pytest.mark.parametrize(("order", "shares"), [("zigzag", (0, 0)), ("row", (1, 2)), ("zigzag", (2, 1))])
 def test_what_a_step_is_counted_to_move_is_what_its_program_usually_moves(order: str, shares: tuple[int, int]) -> None:
     """Of layers that see a window, no more than it."""
-    made = pipeline(Block(3, order, "disk", 16, 3, *shares))  # type: ignore[arg-type]
+    made = pipeline(BatchSchedule(MicroBatches(3, order), CachePlacement("disk", 16, 3, *shares)))  # type: ignore[arg-type]
     plan = made.plan(Budget(1 << 24, 1 << 20), Options(prefill_chunk=20))
     staged = made.needs.staged
     assert staged is not None
@@ -76,9 +78,10 @@ def test_what_a_step_is_counted_to_move_is_what_its_program_usually_moves(order:
 
 def test_more_caches_than_there_are_cannot_lie_on_faster_tiers() -> None:
     layers = {i: StagedLayer(2, 4, 4096, 128) for i in range(3)}
-    assert staged_cache(layers, Block(2, "zigzag", "disk", 16, 3, 4, 2)).host_nbytes == 2 * layers[0].nbytes
-    with pytest.raises(PlanError, match=r"cache_device, cache_host: 7 cannot lie on faster tiers; 3 layers of 2"):
-        _ = staged_cache(layers, Block(2, "zigzag", "disk", 16, 3, 4, 3))
+    shared = BatchSchedule(MicroBatches(2, "zigzag"), CachePlacement("disk", 16, 3, 4, 2))
+    assert staged_cache(layers, shared).host_nbytes == 2 * layers[0].nbytes
+    with pytest.raises(PlanError, match=r"cache.on_device, on_host: 7 cannot lie on faster tiers; 3 layers of 2"):
+        _ = staged_cache(layers, BatchSchedule(MicroBatches(2, "zigzag"), CachePlacement("disk", 16, 3, 4, 3)))
 
 
 @given(st.floats(0, 1e9), st.floats(0, 1e9), st.integers(0, 40), st.floats(1e-3, 1), st.floats(0, 1e9))

@@ -13,10 +13,11 @@ from families import llama, packed
 from forebay.kernels.operators import find
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Prediction, Workload
 from forebay.rewriter.ir.program import FileSlice, Launch
+from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.machine.points import AttentionPoint
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.cache_launches import cache_launches
@@ -53,10 +54,10 @@ def model(weights: str) -> CapturedModel:
     return found if weights == "native" else packed(found)
 
 
-def pipeline_of(weights: str, cache: str, machine: Machine, block: Block = ALONE) -> Pipeline:
+def pipeline_of(weights: str, cache: str, machine: Machine, batching: BatchSchedule = ALONE) -> Pipeline:
     lm = rewrite_captured(model(weights), Switches(), cache)
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
-    return Pipeline(step_graphs(lm, files, WORK, "llama", block=block), WORK, machine, Switches())
+    return Pipeline(step_graphs(lm, files, WORK, "llama", batching=batching), WORK, machine, Switches())
 
 
 def both(pipeline: Pipeline, cache: str) -> tuple[Prediction, Prediction]:
@@ -68,10 +69,10 @@ def both(pipeline: Pipeline, cache: str) -> tuple[Prediction, Prediction]:
 
 
 @pytest.mark.parametrize("machine", [UNPACKING, BYTES], ids=["unpacking binds", "bytes bind"])
-@pytest.mark.parametrize("block", [ALONE, Block(4)], ids=["alone", "micro-batches"])
-def test_formats_are_ranked_as_their_programs_are(machine: Machine, block: Block) -> None:
+@pytest.mark.parametrize("batching", [ALONE, BatchSchedule(MicroBatches(4))], ids=["alone", "micro-batches"])
+def test_formats_are_ranked_as_their_programs_are(machine: Machine, batching: BatchSchedule) -> None:
     pairs = list(itertools.product(WEIGHTS, CACHES))
-    found = {pair: both(pipeline_of(*pair, machine, block), pair[1]) for pair in pairs}
+    found = {pair: both(pipeline_of(*pair, machine, batching), pair[1]) for pair in pairs}
     compared = 0
     for phase in ("prefill_time_s", "decode_time_s"):
         for one, other in itertools.combinations(pairs, 2):

@@ -9,9 +9,10 @@ import families
 import pytest
 
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Budget, Plan, Workload
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, FileSlice, Launch, Program, Record, Wait
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
 from forebay.rewriter.machine.profile import Machine
@@ -36,13 +37,13 @@ def machine(latency_s: float, slowed: float = 1.0) -> Machine:
 
 
 @cache
-def programs(tensor: int, stages: int, block: Block = Block()) -> tuple[Program, ...]:  # noqa: B008
+def programs(tensor: int, stages: int, batching: BatchSchedule = BatchSchedule()) -> tuple[Program, ...]:  # noqa: B008
     """A decode step of each rank of an OPT of two layers."""
     whole, found = families.captured("opt"), []
     for rank in range(tensor * stages):
         part = rewrite_captured(shard_captured(whole, RankShare((tensor,), rank, stages), Switches())[0], Switches())
         files = {name: FileSlice("weights", 64 * i, spec.nbytes) for i, (name, spec) in enumerate(part.weights.items())}
-        pipeline = Pipeline(step_graphs(part, files, WORK, f"opt {rank} of {tensor} {stages}", block=block), WORK,
+        pipeline = Pipeline(step_graphs(part, files, WORK, f"opt {rank} of {tensor} {stages}", batching=batching), WORK,
                             Machine.default(), Switches())
         found.append(pipeline.program(pipeline.plan(Budget(device=2 << 20)), 1))
     return tuple(found)
@@ -77,7 +78,7 @@ def test_ranks_that_share_a_layer_take_as_long_as_one_of_them() -> None:
 
 def test_ranks_slow_each_other_as_far_as_they_compute_at_the_same_time() -> None:
     """Stages that take turns but for what stands before the layers, and in micro-batches most of the time."""
-    pair, thirds = programs(1, 2), programs(1, 2, Block(3, "zigzag"))
+    pair, thirds = programs(1, 2), programs(1, 2, BatchSchedule(MicroBatches(3, "zigzag")))
     for ranks, least, most in ((pair, 1.0, 1.3), (thirds, 1.5, 2.7)):
         free, slowed = (simulate_ranks(ranks, machine(0.0, slowed=by)) for by in (1.0, 3.0))
         for one, other in zip(free, slowed, strict=True):
@@ -131,7 +132,7 @@ def test_stages_follow_one_another_and_overlap_in_micro_batches() -> None:
     lines = simulate_ranks(pair, machine(1e-3))
     together = alone_s(pair[0]) + alone_s(pair[1]) + 2e-3
     assert [line.time_s for line in lines] == [pytest.approx(together, rel=0.02)] * 2
-    thirds = programs(1, 2, Block(3, "zigzag"))
+    thirds = programs(1, 2, BatchSchedule(MicroBatches(3, "zigzag")))
     apart = alone_s(thirds[0]) + alone_s(thirds[1])
     overlapped = simulate_ranks(thirds, machine(0.0))[0].time_s
     assert max(map(alone_s, thirds)) < overlapped < 0.85 * apart

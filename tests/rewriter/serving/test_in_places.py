@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Limits, Plan, Schedule, Workload
+from forebay.rewriter.ir.schedule.admission import Admission
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.rewriter.predict.of_programs import StepTimes
 from forebay.rewriter.serving.in_places import in_places
@@ -28,9 +29,9 @@ class ClockedSession:
     renewed_at = 0
 
     def __init__(self, times: StepTimes) -> None:
-        block = Block(entering=times.entering)
+        batching = BatchSchedule(admission=Admission(times.entering))
         work = Workload(times.places, times.prompt, times.context - times.prompt + 1)
-        self.plan = Plan("f", "m", Limits(1 << 20), work, Schedule(prefill_chunks=times.chunks, block=block), ())
+        self.plan = Plan("f", "m", Limits(1 << 20), work, Schedule(prefill_chunks=times.chunks, batching=batching), ())
         self.times, self.now = times, 0.0
 
     def step(self, inputs: Any) -> torch.Tensor:

@@ -18,10 +18,11 @@ import forebay.rewriter.pipeline.pass_list as pipeline
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.draft import Draft
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice, Program
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
@@ -95,7 +96,7 @@ def test_steps_of_a_language_model_are_compared_to_the_last(monkeypatch: pytest.
         files[spec.name] = FileSlice("model.safetensors", end, spec.nbytes)
         end += spec.nbytes
     workload = Workload(batch=2 * micro_batches, prompt=8, new_tokens=4)
-    graphs = step_graphs(model, files, workload, "bisected", block=Block(micro_batches))
+    graphs = step_graphs(model, files, workload, "bisected", batching=BatchSchedule(MicroBatches(micro_batches)))
     made = Pipeline(graphs, workload, Machine.default(), Switches(bisect=True))
     plan = made.plan(Budget(made.smallest_budget() + 30_000 if streams else 1 << 30))
     assert (plan.prediction.streamed_nbytes > 0) is streams and plan.schedule.prefill_chunk > 1
@@ -196,7 +197,7 @@ def test_steps_with_caches_elsewhere_run_under_bisection(
 
     def tokens() -> list[list[int]]:
         with LanguageModel(*opened, Budget(device, 1 << 21, str(tmp_path)), work, options, Machine.default()) as lm:
-            assert lm.plan.schedule.block.staged
+            assert lm.plan.schedule.batching.cache.staged
             return lm.generate(ids, max_new_tokens=6, eos_token_id=None, pad_token_id=0).tolist()
 
     opened, work = open_model(tmp_path), Workload(2, 8, 8)

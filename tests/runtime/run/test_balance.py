@@ -73,7 +73,7 @@ def starts(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[list[int]
 
 
 def loads(row: list[int], lm: LanguageModel) -> list[int]:
-    rows = lm.plan.workload.batch // lm.plan.schedule.block.micro_batches
+    rows = lm.plan.workload.batch // lm.plan.schedule.batching.micro_batches.count
     return [sum(row[at : at + rows]) for at in range(0, len(row), rows)]
 
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedules import with_settings
 
 from forebay.kernels.attention.attention.reference import first_seen
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.cache_layout import loads_name
 from forebay.rewriter.ir.plan import BufferPlacement, Limits, Plan, Schedule, Workload
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.runtime.run.cache_blocks import CacheBlocks
 
 CONTEXT = 23
 
 
 def plan_of(batch: int, micro_batches: int, tokens: int, *windows: int) -> Plan:
-    block = Block(micro_batches, "zigzag", "disk", tokens, 3)
-    return Plan("", "", Limits(1), Workload(batch, 11, CONTEXT - 11), Schedule(block=block), (),
+    batching = BatchSchedule(MicroBatches(micro_batches, "zigzag"), CachePlacement("disk", tokens, 3))
+    return Plan("", "", Limits(1), Workload(batch, 11, CONTEXT - 11), Schedule(batching=batching), (),
                 buffers=tuple(BufferPlacement(loads_name(w), "io", "device", 0, 0) for w in (0, *windows)))
 
 
@@ -116,11 +117,11 @@ def test_keys_are_there_or_made_again(
         micro_batches = 1
     batch = micro_batches * each
     plan = plan_of(batch, micro_batches, tokens[0])
-    block = replace(plan.schedule.block, checkpoints=share[0], checkpoint_period=share[1], checkpoint_tokens=tokens[1])
-    known = CacheBlocks(replace(plan, schedule=Schedule(block=block)))
-    blocks, kept, lost = known.blocks, block.checkpoint_blocks(CONTEXT), -5
+    plan = with_settings(plan, recomputation={"checkpoints": share[0], "period": share[1], "block_tokens": tokens[1]})
+    known, batching = CacheBlocks(plan), plan.schedule.batching
+    blocks, kept, lost = known.blocks, batching.checkpoint_blocks(CONTEXT), -5
     widest = max(tokens)
-    homes = torch.full((micro_batches, each * block.kept_blocks(CONTEXT), widest), lost)
+    homes = torch.full((micro_batches, each * batching.kept_blocks(CONTEXT), widest), lost)
     tails = torch.full((batch, 2, widest), lost)
     written, ends = [[lost] * (CONTEXT + widest) for _ in range(batch)], [0] * batch
     for step, (wanted, span) in enumerate(steps):

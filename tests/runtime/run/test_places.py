@@ -19,6 +19,7 @@ from budgets import operators_nbytes
 from families import gemma2, gpt2, llama, opt
 from late import make_late
 from opened import open_rewritten
+from schedules import with_settings
 from selection import at_length
 
 from forebay.language_model import LanguageModel
@@ -293,12 +294,11 @@ def test_what_no_place_holds_is_refused_before_anything_runs(cases: Callable[[st
 def test_a_plan_says_how_many_enter(cases: Callable[[str], Case]) -> None:
     case = cases("llama")
     with case.language_model(3.0, entering=2) as lm:
-        block = lm.plan.schedule.block
         with pytest.raises(PlanError, match=r"prefill_chunk: 1 is a step that decodes"):
             case.language_model(3.0, entering=2, prefill_chunk=1)
         for bad in (-1, PLACES + 1):
-            with pytest.raises(PlanError, match=r"plan\.schedule\.block\.entering"):
-                validate(replace(lm.plan, schedule=replace(lm.plan.schedule, block=replace(block, entering=bad))))
+            with pytest.raises(PlanError, match=r"plan\.schedule\.batching\.admission\.sequences"):
+                validate(with_settings(lm.plan, admission={"sequences": bad}))
         with pytest.raises(PlanError, match=r"plan\.schedule\.prefill_chunks"):
             validate(replace(lm.plan, schedule=replace(lm.plan.schedule, prefill_chunks=(5, 1))))
         assert plan_from_dict(json.loads(lm.plan.to_json())) == lm.plan

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 from selection import ALL
 
-from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
+from forebay.rewriter.ir.schedule.admission import Admission
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.speculation import Speculation
 from forebay.runtime.run import draft_choice
 from forebay.runtime.run.draft_choice import DraftChoice, step_times_s
 from forebay.runtime.run.drafts import MODEL, Drafted, PromptLookup
@@ -52,9 +54,10 @@ class Recalling:
 
     def step(self, inputs: StepInputs) -> torch.Tensor:
         ids, start = inputs.input_ids, inputs.start
-        size, batch, block = ids.shape[1], self.plan.workload.batch, self.plan.schedule.block
-        assert size in self.plan.schedule.step_sizes and ids.shape[0] == start.shape[0] == block.sequences(batch, size)
-        assert (inputs.places is not None) is bool(block.entering and block.is_prefill(size))
+        size, batch, batching = ids.shape[1], self.plan.workload.batch, self.plan.schedule.batching
+        assert size in self.plan.schedule.step_sizes
+        assert ids.shape[0] == start.shape[0] == batching.sequences(batch, size)
+        assert (inputs.places is not None) is bool(batching.admitted and batching.is_prefill(size))
         rows = range(batch) if inputs.places is None else inputs.places.tolist()
         self.sizes.append(size)
         logits = torch.zeros(len(ids), size, VOCAB)
@@ -105,8 +108,8 @@ def session(
     batch: int, prompt: int, new_tokens: int, sizes: Collection[int], chunk: int, entering: int = 0,
     kind: type[Recalling] | None = None,
 ) -> Any:
-    block = Block(speculative_steps=tuple(sorted(sizes, reverse=True)), entering=entering)
-    schedule = Schedule(prefill_chunks=(chunk,), block=block)
+    batching = BatchSchedule(admission=Admission(entering), speculation=Speculation(tuple(sorted(sizes, reverse=True))))
+    schedule = Schedule(prefill_chunks=(chunk,), batching=batching)
     said = Prediction(speculative_busy_s=(0.1,) * len(sizes))
     return (kind or Recalling)(Plan("f", "m", Limits(1), Workload(batch, prompt, new_tokens), schedule, (),
                                     prediction=said))

@@ -1,0 +1,18 @@
+"""Continuous batching: sequences that a prefill step computes alone, for slots of the batch that fell free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A prefill step computes so many `sequences` alone, for the slots that its input names; the others keep their
+    cache. With 0 it computes all of them. Sequences that are admitted stand in any micro-batches, so then all caches of
+    a layer lie on one tier, and shares of caches are of whole layers."""
+
+    sequences: int = 0
+
+    def prefills(self, batch: int) -> int:
+        """How many times prefill steps run until they have computed `batch` sequences."""
+        return -(-batch // self.sequences) if self.sequences else 1

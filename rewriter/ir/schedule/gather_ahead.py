@@ -1,0 +1,17 @@
+"""Memory for weights that ranks gather before they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GatherAhead:
+    """Of weights that prefill steps gather among ranks, as many `buffers` as read at once have memory, so that they are
+    gathered while others are read; 0: each is gathered right before it is read."""
+
+    buffers: int = 0
+
+    def fault(self) -> str:
+        """What contradicts itself, as the field and why; "" for nothing."""
+        return f"gathering.buffers: {self.buffers} must not be below 0" if self.buffers < 0 else ""

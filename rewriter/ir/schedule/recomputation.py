@@ -1,0 +1,31 @@
+"""Activation checkpoints: of a share of the tokens a staged cache keeps what K and V are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """A staged cache holds what K and V are made of for `checkpoints` of every `period` stretches of tokens, in blocks
+    of `block_tokens` tokens as large as the others (HybridServe, section 4.1); K and V of these are made anew when the
+    cache has been loaded. A stretch is as long as the longer of the two kinds of blocks. Checkpoints are kept as they
+    are, or in a `format` (act8)."""
+
+    checkpoints: int = 0
+    period: int = 0
+    block_tokens: int = 0
+    format: str = "native"
+
+    def keeps(self, stretch: int) -> bool:
+        """Whether of a stretch, counted from a sequence's first, checkpoints are kept: evenly spread."""
+        if not self.checkpoints:
+            return False
+        return (stretch + 1) * self.checkpoints // self.period > stretch * self.checkpoints // self.period
+
+    def fault(self) -> str:
+        """What contradicts itself, as the field and why; "" for nothing."""
+        if self.checkpoints and not (self.checkpoints <= self.period and self.block_tokens > 0):
+            return (f"recomputation.checkpoints: {self.checkpoints} of a period of {self.period}, in blocks of "
+                    f"block_tokens {self.block_tokens}, are no share of the cache")
+        return ""
