@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import logging
 import os
 import signal
@@ -18,12 +17,12 @@ from selection import (
     ALL,
     DURATIONS,
     KINDS,
-    TESTS,
+    Durations,
     checks_graphs,
     kind_of,
     longest_first,
     mark_uncovered,
-    read_durations,
+    refuse_parts,
 )
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's own functions look at it when they are imported
@@ -48,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{kind}: {meaning}")
     config.addinivalue_line("markers", "covering(strength): make test runs some of its cases (tests/selection.py)")
     if config.option.write_durations and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Durations())
+        refuse_parts(config.option, config.args)
+        config.pluginmanager.register(Durations(DURATIONS))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -59,22 +59,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(kind_of(item.path))
     mark_uncovered(items)
     longest_first(items)
-
-
-class _Durations:
-    """Adds up what each file takes, and writes it to the end; files that did not run keep what they have."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        file = report.nodeid.partition("::")[0].removeprefix("tests/")
-        self.seconds[file] = self.seconds.get(file, 0.0) + report.duration
-
-    def pytest_sessionfinish(self) -> None:
-        known = {file: seconds for file, seconds in read_durations().items() if (TESTS / file).is_file()}
-        found = known | {file: round(seconds, 1) for file, seconds in self.seconds.items()}
-        DURATIONS.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(scope="module", autouse=True)

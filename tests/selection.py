@@ -55,6 +55,37 @@ def read_durations() -> dict[str, float]:
     return json.loads(DURATIONS.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
+def refuse_parts(option: Any, args: Sequence[str]) -> None:
+    """UsageError where a run that notes durations takes other tests of a file than `make test`."""
+    if option.markexpr != "not all" or option.keyword or getattr(option, "lf", False) or any("::" in a for a in args):
+        raise pytest.UsageError('--write-durations notes what whole files take of make test: give -m "not all", files '
+                                "and folders alone, and no -k")
+
+
+class Durations:
+    """Adds up what each file takes, and merges it into `path` at the end: files that did not run, in which a test
+    failed, or that were interrupted keep what they have."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.seconds: dict[str, float] = {}
+        self.failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0].removeprefix("tests/")
+        self.seconds[file] = self.seconds.get(file, 0.0) + report.duration
+        if report.failed:
+            self.failed.add(file)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return
+        found = {file: round(seconds, 1) for file, seconds in self.seconds.items() if file not in self.failed}
+        known = json.loads(self.path.read_text(encoding="utf-8"))
+        merged = {file: seconds for file, seconds in (known | found).items() if (TESTS / file).is_file()}
+        self.path.write_text(json.dumps(merged, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def longest_first(items: list[pytest.Item]) -> None:
     """Order whole files by their seconds, those that nobody measured first: else the last that a worker is given may
     be a long one, which it still runs while the others have nothing left."""
@@ -71,12 +102,12 @@ def at_length(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.all)
 
 
-def beyond(cases: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
-    """All `cases` for `parametrize`; those that are not among `kept` run in `make test-all` only."""
-    every, wanted = list(cases), list(kept)
-    strange = [case for case in wanted if case not in every]
-    assert wanted and not strange, f"cases that are none of all: {strange}"
-    return [case if case in wanted else at_length(*(case if isinstance(case, tuple) else (case,))) for case in every]
+def without(cases: Iterable[Any], left: Iterable[Any]) -> list[Any]:
+    """All `cases` for `parametrize`; those that are `left` run in `make test-all` only. A new case runs in both."""
+    every, named = list(cases), list(left)
+    strange = [case for case in named if case not in every]
+    assert named and len(named) < len(every) and not strange, f"cases that are none of all: {strange}"
+    return [at_length(*(case if isinstance(case, tuple) else (case,))) if case in named else case for case in every]
 
 
 def mark_uncovered(items: Sequence[pytest.Item]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import networkx as nx
 import pytest
@@ -210,6 +212,28 @@ def test_durations_are_of_files_that_exist() -> None:
     assert seconds and not [name for name in seconds if not (ROOT / "tests" / name).is_file()]
 
 
+def test_durations_of_files_that_did_not_run_whole_are_kept(tmp_path: Path) -> None:
+    from selection import Durations, refuse_parts
+
+    kept = tmp_path / "durations.json"
+    for exitstatus, expected in ((2, 5.0), (1, 1.5)):
+        kept.write_text(json.dumps({"test_pages.py": 5.0, "test_house.py": 7.0, "test_readme.py": 9.0, "gone.py": 1.0}))
+        durations = Durations(kept)
+        for file, seconds, failed in (("test_pages.py", 1.0, False), ("test_pages.py", 0.5, False),
+                                      ("test_house.py", 3.0, True)):
+            durations.pytest_runtest_logreport(
+                SimpleNamespace(nodeid=f"tests/{file}::test_x", duration=seconds, failed=failed))  # type: ignore[arg-type]
+        durations.pytest_sessionfinish(exitstatus)
+        found = json.loads(kept.read_text())
+        assert found["test_pages.py"] == expected and (found["test_house.py"], found["test_readme.py"]) == (7.0, 9.0)
+    assert "gone.py" not in found
+    whole = {"markexpr": "not all", "keyword": "", "lf": False}
+    refuse_parts(SimpleNamespace(**whole), ["tests/e2e"])
+    for changed, args in (({"markexpr": ""}, []), ({"keyword": "x"}, []), ({"lf": True}, []), ({}, ["a.py::test_b"])):
+        with pytest.raises(pytest.UsageError, match="whole files"):
+            refuse_parts(SimpleNamespace(**whole | changed), args)
+
+
 def test_every_kind_of_test_has_tests() -> None:
     from selection import KIND_OF_PATH, KINDS, TESTS, kind_of
 
@@ -234,7 +258,7 @@ def test_what_make_test_leaves_out_is_listed() -> None:
 
 
 def test_a_covering_sample_has_every_pair() -> None:
-    from selection import beyond, covering
+    from selection import covering, without
 
     choices = ("abcd", "xyz", (1, 2), (True, False))
     every = list(itertools.product(*choices))
@@ -244,9 +268,10 @@ def test_a_covering_sample_has_every_pair() -> None:
         assert {(cell[i], cell[k]) for cell in sample} == set(itertools.product(some, others))
     few = [every[i] for i in covering(every, 1)]
     assert [{cell[i] for cell in few} for i in range(4)] == [set(some) for some in choices] and len(few) == 4
-    assert sum(case in every for case in beyond(every, sample)) == len(sample)
-    with pytest.raises(AssertionError):
-        beyond(every, ["a case that is none of all"])
+    assert sum(case in every for case in without(every, sample)) == len(every) - len(sample)
+    for left in (["a case that is none of all"], every, []):
+        with pytest.raises(AssertionError):
+            without(every, left)
 
 
 def test_pages_are_wrapped() -> None:

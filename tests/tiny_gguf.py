@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,48 @@ def write_tokenizer(writer: gguf.GGUFWriter, architecture: str) -> None:
 def add_setting(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """Metadata of the type that a value has: a number, a text or a list of either."""
     kinds = gguf.GGUFValueType
-    by_type = {bool: kinds.BOOL, float: kinds.FLOAT32, int: kinds.UINT32, str: kinds.STRING, list: kinds.ARRAY}
+    by_type = {bool: kinds.BOOL, float: kinds.FLOAT32, int: kinds.UINT32, str: kinds.STRING, list: kinds.ARRAY,
+               np.uint16: kinds.UINT16, np.int32: kinds.INT32}
     writer.kv_data[-1].pop(key, None)
     writer.add_key_value(key, value, by_type[type(value)])
+
+
+def copy_of(
+    path: Path, out: Path, changes: Mapping[str, Any] | None = None, tensors: slice = slice(None),
+    metadata: bool = True,
+) -> Path:
+    """Write the file `path` again with some of its `tensors`, with or without its `metadata`; `changes` are other
+    metadata (of None: taken away; of numpy's types: numbers of theirs)."""
+    reader, changed = gguf.GGUFReader(path), dict(changes or {})
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values() if metadata else ():
+        if not field.name.startswith(("GGUF.", "general.architecture")) and field.name not in changed:
+            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+    for key, value in changed.items():
+        if value is not None:
+            add_setting(writer, key, value)
+    for tensor in reader.tensors[tensors]:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    finish(writer)
+    return out
+
+
+def split(path: Path, sizes: tuple[int, ...], *, first: Mapping[str, Any] | None = None) -> list[Path]:
+    """The file `path` as parts of so many tensors each, the last with the rest, as llama.cpp's gguf-split writes them.
+    `first` are other settings of the first part."""
+    total, ends = len(gguf.GGUFReader(path).tensors), [0, *itertools.accumulate(sizes), None]
+    said = {"split.count": np.uint16(len(sizes) + 1), "split.tensors.count": np.int32(total)}
+    return [copy_of(path, path.with_name(f"{path.stem}-{i + 1:05}-of-{len(sizes) + 1:05}.gguf"),
+                    {"split.no": np.uint16(i)} | said | (dict(first or {}) if i == 0 else {}), slice(*part), i == 0)
+            for i, part in enumerate(itertools.pairwise(ends))]
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 KINDS = ("Q8_0", "Q4_1", "F16", "F32", "Q4_0", "BF16")
@@ -118,7 +158,4 @@ def write_model(
         writer.add_tensor(name, values)
     if extra:
         writer.add_tensor(extra, np.ones(8, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,26 +101,35 @@ def commands(text: str) -> list[str]:
     return [each for each in text if (ord(each) < 32 and each not in "\n\t") or 127 <= ord(each) < 160]
 
 
+def escaped(text: str) -> str:
+    return "".join(f"\\u{ord(each):04x}" if commands(each) else each for each in text)
+
+
 def test_names_from_files_reach_no_terminal_as_they_are(
     hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
-    save_machine(Machine.default(), tmp_path / f"machine{EVIL[:5]}")
+    save_machine(replace(Machine.default(), name=f"box{EVIL}"), tmp_path / f"machine{EVIL[:5]}")
     more = ("--budget", "device=1MiB", "--machine", str(tmp_path / f"machine{EVIL[:5]}"))
     tensors = load_file(hostile / "model.safetensors")
     save_file(tensors | {f"extra{EVIL}": torch.zeros(2)}, tmp_path / "renamed.safetensors", {"format": "pt"})
     shutil.copy(tmp_path / "renamed.safetensors", hostile / "model.safetensors")
-    seen = 0
-    saved = str(tmp_path / f"plan{EVIL[:5]}")
-    for arguments in (("plan", str(hostile), *more), ("-v", "plan", str(hostile), *more, "--save", saved),
-                      ("explain", saved), ("plan", str(hostile), *more, "--json"),
-                      ("quantize", str(hostile), str(tmp_path / f"out{EVIL[:5]}"), "--weights", f"w{EVIL}"),
-                      ("run", str(hostile), "w", *more), ("allocate", str(hostile / "config.json")),
-                      ("plan", str(tmp_path / f"none{EVIL[:4]}"), *more), ("eval", str(hostile), "--text", f"t{EVIL}")):
+    saved, model, here = str(tmp_path / f"plan{EVIL[:5]}"), str(hostile), str(tmp_path)
+    for code, shown, arguments in (
+        (0, f"box{EVIL}", ("plan", model, *more)),
+        (0, f"box{EVIL}", ("-v", "plan", model, *more, "--save", saved)),
+        (0, f"box{EVIL}", ("explain", saved)),
+        (0, f"box{EVIL}", ("plan", model, *more, "--json")),
+        (2, f"no weight format {f'w{EVIL}'!r}", ("quantize", model, f"{here}/out{EVIL[:5]}", "--weights", f"w{EVIL}")),
+        (2, f"{model} holds no usable tokenizer", ("run", model, "w", *more)),
+        (2, f"{model}/config.json:1: no column", ("allocate", f"{model}/config.json")),
+        (2, f"no model at {here}/none{EVIL[:4]}", ("plan", f"{here}/none{EVIL[:4]}", *more)),
+        (2, f"t{EVIL}: No such file", ("eval", model, "--text", f"t{EVIL}")),
+    ):
         done = CliRunner().invoke(app, list(arguments))
-        assert not commands(done.stdout + done.stderr), arguments
-        seen += "\\u001b" in done.stdout + done.stderr
-    assert seen >= 4, "names were shown"
+        said = done.stdout + done.stderr
+        assert done.exit_code == code and not commands(said), arguments
+        assert escaped(shown) in said and (code == 0 or said.startswith("error: ")), arguments
 
 
 def test_tables_on_a_terminal_keep_their_own_styles_and_show_names_as_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from e2e.block_case import ATTENDED, CHUNKS, COUNT, DISK, HOST, HOST_NBYTES, NEW
 from e2e.waits import assert_waits_are_needed
 from late import make_late
 from schedules import with_settings
-from selection import at_length, beyond
+from selection import at_length, without
 
 import forebay.runtime.disk.spill as spill_module
 from forebay.language_model import LanguageModel
@@ -37,10 +37,11 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
 
 
-@pytest.mark.parametrize(("name", "micro_batches", "order"), beyond([
+@pytest.mark.parametrize(("name", "micro_batches", "order"), without([
     (*case, order) for case in (("llama", 2), ("llama", 5), ("opt", 3), ("gpt2", 2), ("gemma2", 3), ("gpt2", 99))
     for order in ("row", "zigzag")],
-    [("llama", 5, "row"), ("gemma2", 3, "zigzag"), ("gpt2", 99, "row")]))
+    [(*case, order) for case in (("llama", 2), ("opt", 3), ("gpt2", 2)) for order in ("row", "zigzag")]
+    + [("llama", 5, "zigzag"), ("gemma2", 3, "row"), ("gpt2", 99, "zigzag")]))
 def test_tokens_equal_transformers(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, order: str
 ) -> None:

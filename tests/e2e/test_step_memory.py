@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from budgets import WITH_KERNELS
-from selection import beyond
+from selection import without
 
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
@@ -92,7 +92,7 @@ def test_allocations_are_counted_at_their_peak() -> None:
 
 
 @WITH_KERNELS
-@pytest.mark.parametrize("kind", beyond(SHAPES, ("llama",)))
+@pytest.mark.parametrize("kind", without(SHAPES, ("qwen2",)))
 def test_measured_peak_is_the_planned_one_and_below_eager(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **SHAPES[kind]))

@@ -17,7 +17,7 @@ import torch
 from conftest import Checkpointed
 from exported.clients import by_genai, by_onnxruntime
 from families import FAMILIES
-from selection import ALL, beyond
+from selection import ALL, without
 
 import forebay
 from forebay.exported import export, onnx_convert
@@ -326,7 +326,7 @@ def test_attention_turns_queries_and_keys_itself(rotary_dim: int, packed: bool) 
     close(found, attention_reference(q, *caches, lengths - 1, 0.3, 0, 0.0), 1e-5)
 
 
-@pytest.mark.parametrize("family", beyond(NAMED, ("gpt2", "gemma2")))
+@pytest.mark.parametrize("family", without(NAMED, ("qwen3", "gpt_neox")))
 def test_greedy_tokens_of_each_family(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from selection import beyond
+from selection import without
 
 pytest.importorskip("triton")
 
@@ -103,8 +103,9 @@ def with_ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 SHAPES = [(4, 128, 4), (4, 128, 8), (3, 64, 4), (2, 64, 8), (9, 64, 4), (3, 80, 8), (1, 80, 4), (2, 96, 4), (2, 256, 4)]
 # each number of bits with one dtype and whole blocks, and a row of groups that are none; in make test-all every one
-CASES = beyond([(*shape, dtype) for shape in SHAPES for dtype in HALVES],
-               [(*SHAPES[0], torch.float16), (*SHAPES[3], torch.bfloat16), (*SHAPES[6], torch.bfloat16)])
+LEFT = [(*SHAPES[i], dtype) for i in (1, 2, 4, 5, 7, 8) for dtype in HALVES]
+CASES = without([(*shape, dtype) for shape in SHAPES for dtype in HALVES],
+                [*LEFT, (*SHAPES[0], torch.bfloat16), (*SHAPES[3], torch.float16), (*SHAPES[6], torch.float16)])
 
 
 @pytest.mark.parametrize(("heads", "dim", "bits", "dtype"), CASES)

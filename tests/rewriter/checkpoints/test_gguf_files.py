@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from tiny_gguf import VOCAB, write_model
+from tiny_gguf import VOCAB, copy_of, write_model
 from transformers import AutoTokenizer
 
 from forebay.commands.prompts import load_tokenizer, stop_ids
@@ -22,34 +22,10 @@ from forebay.rewriter.checkpoints.gguf_header import read_gguf
 SPECIAL = VOCAB - 1  # the id of the last token
 
 
-def rewritten(path: Path, changes: dict[str, Any]) -> Path:
-    """A tiny model's file with other metadata; None takes a key away."""
-    write_model(path, "llama", kinds=("F32",))
-    reader, out = gguf.GGUFReader(path), path.with_name("changed.gguf")
-    writer = gguf.GGUFWriter(out, "llama")
-    fields = {f.name: f for f in reader.fields.values() if not f.name.startswith(("GGUF.", "general.architecture"))}
-    kinds = gguf.GGUFValueType
-    for name, field in fields.items():
-        if name in changes:
-            continue
-        inner = field.types[-1] if field.types[0] == kinds.ARRAY else None
-        writer.add_key_value(name, field.contents(), field.types[0], inner)
-    for name, value in changes.items():
-        if value is not None:
-            kind = {int: kinds.UINT32, str: kinds.STRING, list: kinds.ARRAY}[type(value)]
-            writer.add_key_value(name, value, kind)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return out
-
-
 def written(path: Path, changes: dict[str, Any], out: Path) -> Path:
-    """The files beside the weights of such a model."""
-    header = read_gguf(rewritten(path, changes))
+    """The files beside the weights of a tiny model with other metadata; None takes a key away."""
+    write_model(path, "llama", kinds=("F32",))
+    header = read_gguf(copy_of(path, path.with_name("changed.gguf"), changes))
     out.mkdir()
     write_model_files(header, gguf_model(header), out, torch.float32)
     return out

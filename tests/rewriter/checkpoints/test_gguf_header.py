@@ -6,11 +6,10 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from tiny_gguf import write_model
+from tiny_gguf import split, write_model
 
 from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.conversions import list_conversions
@@ -19,33 +18,6 @@ from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import packed_copy, resolve_model
-
-
-def split(path: Path, sizes: tuple[int, ...], *, first: dict[str, int] | None = None) -> list[Path]:
-    """The file `path` as parts of so many tensors each, the last with the rest, as llama.cpp's gguf-split writes them.
-    `first` are other settings of the first part."""
-    reader = gguf.GGUFReader(path)
-    count, waiting, made = len(sizes) + 1, list(reader.tensors), []
-    for number, size in enumerate((*sizes, len(waiting))):
-        out = path.with_name(f"{path.stem}-{number + 1:05}-of-{count:05}.gguf")
-        writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
-        if number == 0:
-            for field in reader.fields.values():
-                if not field.name.startswith(("GGUF.", "general.architecture")):
-                    inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-                    writer.add_key_value(field.name, field.contents(), field.types[0], inner)
-        said = {"split.no": number, "split.count": count, "split.tensors.count": len(reader.tensors)}
-        for key, value in (said | ((first or {}) if number == 0 else {})).items():
-            (writer.add_int32 if key.startswith("split.tensors") else writer.add_uint16)(key, value)
-        for tensor in waiting[:size]:
-            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-        del waiting[:size]
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        made.append(out)
-    return made
 
 
 @pytest.fixture
@@ -125,7 +97,7 @@ def test_absent_and_mistaken_parts_are_named(tmp_path: Path) -> None:
 
 def test_parts_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "m.gguf", "llama")
-    first, _ = split(tmp_path / "m.gguf", (5,), first={"split.tensors.count": 99})
+    first, _ = split(tmp_path / "m.gguf", (5,), first={"split.tensors.count": np.int32(99)})
     with pytest.raises(CheckpointError, match=r"says that the split model has 99 tensors, but its 2 parts hold 20"):
         read_gguf(first)
 
