@@ -19,7 +19,7 @@ demo: $(STAMP)
 	mkdir -p out
 	rm -f out/answers.jsonl out/answers.jsonl.settings
 	$(BIN)/forebay run demo --prompts examples/prompts.jsonl --output out/answers.jsonl --budget $(BUDGET) \
-		--max-new-tokens 32 --save-plan out/plan.json
+		--new-tokens 32 --save-plan out/plan.json
 	$(BIN)/python -c 'import json; [print("\n" + a["id"] + ":", a["text"].strip()) for a in map(json.loads, open("out/answers.jsonl"))]'
 
 test: lint types check

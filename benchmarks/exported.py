@@ -30,7 +30,7 @@ def start(model: Path, budget: str) -> tuple[float, float]:
     for path in model.glob("*.safetensors"):
         drop_file(str(path))
     before, began = os.times(), time.perf_counter()
-    command = [sys.executable, "-m", "forebay", "run", str(model), PROMPT, "--max-new-tokens", "1", "--budget", budget]
+    command = [sys.executable, "-m", "forebay", "run", str(model), PROMPT, "--new-tokens", "1", "--budget", budget]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         first = process.stdout.read(1)

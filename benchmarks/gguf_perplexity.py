@@ -37,6 +37,7 @@ from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
 from forebay.rewriter.ir.plan import Budget, PlanError
 from forebay.rewriter.pipeline.rewrite_captured import ACTIVATIONS
+from forebay.rewriter.planning.options import Options
 
 REST = "Q8_0"  # of tensors whose rows are not whole blocks
 KINDS = ("F16", "BF16", *BLOCK_KINDS)
@@ -87,7 +88,7 @@ def by_forebay(path: Path, ids: torch.Tensor) -> tuple[float, float, int]:
     found = {"int8": math.nan}
     for kind in ACTIVATIONS:
         try:
-            with open_scorer(folder, Budget(2 << 30), context=WINDOW, activations=kind) as lm:
+            with open_scorer(folder, Budget(2 << 30), Options(activations=kind), context=WINDOW) as lm:
                 found[kind] = perplexity(lm, ids, WINDOW).perplexity
         except PlanError:
             if kind == "native":

@@ -42,9 +42,10 @@ import numpy as np
 from benchmarks.probes import Probe, at_pace
 from benchmarks.server_load import LoadAnswer, LoadRequest, open_loop, poisson
 from forebay.commands.options import model_folder
-from forebay.commands.plan_serving import ServingWanted, plan_serving, step_times_of
+from forebay.commands.plan_serving import plan_serving, step_times_of
 from forebay.commands.prompts import load_tokenizer
 from forebay.language_model import LanguageModel
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.of_programs import StepTimes, step_times
 from forebay.rewriter.serving.in_places import in_places
 from forebay.rewriter.serving.served import Served, percentile_s
@@ -61,8 +62,8 @@ Row = dict[str, Any]
 
 def planned(budget: str, machine: Path | None) -> LanguageModel:
     """The model as `forebay serve` plans it with the same options."""
-    return plan_serving(model_folder("demo"), ServingWanted(
-        f"device={budget}", PROMPTS[1], ANSWERS[1], machine=machine, speculate=False)).lm
+    return plan_serving(model_folder("demo"), f"device={budget}", Options(
+        prompt=PROMPTS[1], new_tokens=ANSWERS[1], machine=machine)).lm
 
 
 def times_at(lm: LanguageModel, bytes_per_s: float, pace: float) -> StepTimes:
@@ -75,8 +76,8 @@ def times_at(lm: LanguageModel, bytes_per_s: float, pace: float) -> StepTimes:
 def serving(budget: str, machine: Path | None, *options: str) -> Iterator[tuple[int, int, int]]:
     """`forebay serve demo` in a process of its own: its port, its places and its process."""
     command = [sys.executable, "-m", "forebay", "serve", "demo", "--budget", f"device={budget}", "--port", "0",
-               "--queue", "100000", "--prompt", str(PROMPTS[1]), "--max-new-tokens", str(ANSWERS[1]),
-               "--no-speculate", *options]
+               "--queue", "100000", "--prompt", str(PROMPTS[1]), "--new-tokens", str(ANSWERS[1]),
+               "--prompt-lookup-num-tokens", "none", *options]
     command += ["--machine", str(machine)] if machine else []
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -78,7 +78,7 @@ def free_port() -> int:
 
 def forebay(stack: contextlib.ExitStack, *options: str) -> ServerPeer:
     command = [sys.executable, "-m", "forebay", "serve", "demo", "--budget", "device=4GiB", "--port", "0", "--prompt",
-               "64", "--max-new-tokens", str(ANSWER), "--places", str(CLIENTS), "--name", "demo", *options]
+               "64", "--new-tokens", str(ANSWER), "--places", str(CLIENTS), "--name", "demo", *options]
     process = stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     stack.callback(process.terminate)
     assert process.stderr is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 def main(model: str, prompts: str, answers: str) -> None:
     command = [sys.executable, "-m", "forebay", "run", model, "--prompts", prompts, "--output", answers,
-               "--budget", "120MiB", "--max-new-tokens", "16"]
+               "--budget", "120MiB", "--new-tokens", "16"]
     ran = subprocess.run(command, env={"GOMP_SPINCOUNT": "0", **os.environ})
     if ran.returncode:
         sys.exit(ran.returncode)

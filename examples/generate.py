@@ -18,7 +18,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     question = [{"role": "user", "content": "Where does a river begin?"}]
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    with forebay.wrap(folder, budget={"device": "120MiB"}) as lm:
+    with forebay.wrap(folder, {"device": "120MiB"}) as lm:
         output = lm.generate(**inputs, max_new_tokens=32, eos_token_id=tokenizer.eos_token_id)
         print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
         print(lm.explain())

@@ -53,6 +53,7 @@ MemoryTier = Literal["device", "host", "disk"]
 HIDDEN_SLOTS = 3  # regions for hidden states: one is computed in, one is stored, one is loaded
 GROUPS = ("Batch", "Weights", "KV cache", "Hidden states", "Speculation", "Model and machine")
 BATCH, WEIGHTS, CACHE, HIDDEN, SPECULATION, SOURCE = GROUPS
+PLANNER = "the planner's choice"
 TIER = one_of("device", "host", "disk")
 
 
@@ -64,6 +65,8 @@ class OptionRecord:
     help: its meaning and unit, as a phrase; the default of most is None, which leaves the choice to the planner.
     group: the heading that it stands under.
     default: its value where nobody names one, which asks for nothing.
+    otherwise: what happens then, in words, where None is not the planner's choice.
+    answers: whether answers differ by more than rounding; a job's settings hold it.
     planned: what a plan has in its place, None for nothing; a plan that is replayed must have what is asked for.
     as_planned: what is asked for in the same terms, None where every plan will do.
     """
@@ -72,8 +75,17 @@ class OptionRecord:
     help: str
     group: str = WEIGHTS
     default: Any = None
+    otherwise: str = ""
+    answers: bool = False
     planned: Callable[[Plan], object] = lambda plan: None
     as_planned: Callable[[Any, Plan], object] = lambda value, plan: value
+
+    @property
+    def said_default(self) -> str:
+        """The default in words; "" for an option that is off."""
+        if self.default is None or self.default is False:
+            return self.otherwise
+        return str(self.default)
 
 
 def option(kind: OptionKind, help: str, group: str, **more: Any) -> dict[str, OptionRecord]:
@@ -94,12 +106,12 @@ class Options:
     Those who plan are given the same record, and sizes of the call in a `Workload`: it changes from call to call."""
 
     batch: int | None = field(default=None, metadata=option(
-        SIZE, "Sequences computed at once (default: 1; of a job, the planner's choice)", BATCH,
+        SIZE, "Sequences computed at once", BATCH, otherwise="1",
         planned=lambda plan: plan.workload.batch))
     prompt: int | None = field(default=None, metadata=option(
-        SIZE, "Longest prompt, in tokens (default: 128, or half of the model's positions)", BATCH))
+        SIZE, "Longest prompt, in tokens", BATCH, otherwise="128, or half of the model's positions"))
     new_tokens: int | None = field(default=None, metadata=option(
-        SIZE, "Longest answer, in tokens (default: 128)", BATCH))
+        SIZE, "Longest answer, in tokens", BATCH, otherwise="128"))
     usual: tuple[int, int] | None = field(default=None, metadata=option(
         pair("tokens of a prompt and of an answer", 1), "Tokens of a typical prompt and answer, where most are "
         "shorter than the longest: predicted times are theirs", BATCH))
@@ -108,7 +120,7 @@ class Options:
         planned=lambda plan: plan.workload.batch if plan.schedule.batching.admitted else (
             "sequences that begin together")))
     micro_batches: int | None = field(default=None, metadata=option(
-        SIZE, "Parts of the batch that are computed one after the other", BATCH,
+        SIZE, "Parts of the batch that are computed one after the other", BATCH, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.batching.micro_batches.count,
         as_planned=lambda value, plan: min(value, plan.workload.batch)))
     order: Literal["row", "zigzag"] = field(default="zigzag", metadata=option(
@@ -117,55 +129,58 @@ class Options:
         planned=lambda plan: plan.schedule.batching.micro_batches.order))
 
     slots: int | None = field(default=None, metadata=option(
-        SIZE, "Staging buffers for streamed weights", WEIGHTS, planned=lambda plan: plan.schedule.slots or None))
+        SIZE, "Staging buffers for streamed weights", WEIGHTS, otherwise=PLANNER,
+        planned=lambda plan: plan.schedule.slots or None))
     slot_nbytes: int | None = field(default=None, metadata=option(
-        NBYTES, "Size of a staging buffer for weights, in bytes", WEIGHTS,
+        NBYTES, "Size of a staging buffer for weights, in bytes", WEIGHTS, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.slot_nbytes,
         as_planned=lambda value, plan: min(value, plan.schedule.slot_nbytes)))  # the largest piece may fill no slot
     lead: int | None = field(default=None, metadata=option(
-        SIZE, "Copies of weights that are issued ahead", WEIGHTS,
+        SIZE, "Copies of weights that are issued ahead", WEIGHTS, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.lead if plan.schedule.slots else None))
     prefill_chunk: int | None = field(default=None, metadata=option(
-        SIZE, "Tokens of a prompt that a step computes", WEIGHTS,
+        SIZE, "Tokens of a prompt that a step computes", WEIGHTS, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.prefill_chunk,
         as_planned=lambda value, plan: min(value, plan.workload.prompt)))
     activations: Activations = field(default="native", metadata=option(
         one_of("native", "bf16", "int8"), "Activations that packed weights meet: as they are, or rounded, "
         "which is faster on a CPU whose instructions take them and a little less accurate (`forebay eval` says how "
-        "much)", WEIGHTS, planned=lambda plan: activations_of(plan) if plan.gemm else None))
+        "much)", WEIGHTS, answers=True, planned=lambda plan: activations_of(plan) if plan.gemm else None))
 
     cache: str = field(default="native", metadata=option(
-        CACHE_FORMAT, f"Format of the KV cache: {cache_choices()}", CACHE,
+        CACHE_FORMAT, f"Format of the KV cache: {cache_choices()}", CACHE, answers=True,
         planned=lambda plan: plan.cache_format))
     cache_tier: MemoryTier | None = field(default=None, metadata=option(
-        TIER, "Memory that holds the KV cache", CACHE, planned=lambda plan: plan.schedule.batching.cache.tier))
+        TIER, "Memory that holds the KV cache", CACHE, otherwise=PLANNER,
+        planned=lambda plan: plan.schedule.batching.cache.tier))
     cache_shares: tuple[float, float] | None = field(default=None, metadata=option(
         SHARES, "Shares of the KV cache that lie on the device and in host memory; the rest is on the cache tier",
         CACHE))
     cache_tokens: int | None = field(default=None, metadata=option(
-        SIZE, "Tokens of a block in which the KV cache moves between tiers", CACHE,
+        SIZE, "Tokens of a block in which the KV cache moves between tiers", CACHE, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.batching.cache.block_tokens or None))
-    cache_slots: int = field(default=3, metadata=option(SIZE, "Staging buffers for caches on slower tiers", CACHE,
-                              planned=lambda plan: plan.schedule.batching.cache.slots or None))
+    cache_slots: int = field(default=3, metadata=option(
+        SIZE, "Staging buffers for caches on slower tiers", CACHE,
+        planned=lambda plan: plan.schedule.batching.cache.slots or None))
     cpu_attention: bool | None = field(default=None, metadata=option(
-        FLAG, "Attention of decode steps by the CPU, where the KV cache lies in host memory", CACHE,
+        FLAG, "Attention of decode steps by the CPU, where the KV cache lies in host memory", CACHE, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.batching.cache.cpu_attention))
     checkpoints: tuple[int, int] | None = field(default=None, metadata=option(
         pair("so many stretches of tokens of every so many"), "Stretches of tokens whose keys and values are "
-        "recomputed from layer inputs, of every so many; 0,1: none", CACHE,
+        "recomputed from layer inputs, of every so many (0,1: none)", CACHE,
         planned=lambda plan: (plan.schedule.batching.recomputation.checkpoints,
                               plan.schedule.batching.recomputation.period),
         as_planned=lambda value, plan: value if value[0] else (0, 0)))
     checkpoint_format: str = field(default="native", metadata=option(
-        CHECKPOINT_FORMAT, "Format of those layer inputs: native or act8", CACHE))
+        CHECKPOINT_FORMAT, "Format of those layer inputs: native or act8", CACHE, answers=True))
     sparse_values: float = field(default=1.0, metadata=option(
-        SHARE, "Share of a sequence's tokens whose values decode steps read", CACHE,
+        SHARE, "Share of a sequence's tokens whose values decode steps read", CACHE, answers=True,
         planned=lambda plan: plan.schedule.batching.sparsity.values))
     calibration: str | os.PathLike[str] | None = field(default=None, metadata=option(
         PATH, "Measurements of `forebay calibrate`, by which layers share a softmax maximum on a GPU", CACHE))
 
     hidden_tier: MemoryTier | None = field(default=None, metadata=option(
-        TIER, "Memory that holds hidden states of a prefill's micro-batches", HIDDEN,
+        TIER, "Memory that holds hidden states of a prefill's micro-batches", HIDDEN, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.batching.hidden.tier))
     hidden_shares: tuple[float, float] | None = field(default=None, metadata=option(
         SHARES, "Shares of the hidden states that stay on the device and in host memory; the rest is on the "
@@ -181,9 +196,9 @@ class Options:
         "w8 where it fits, else w4), which drafts within the same budget where that is predicted to pay", SPECULATION))
 
     dequantize: bool = field(default=False, metadata=option(
-        FLAG, "A GGUF file's weights as float32; by default what is quantized stays packed", SOURCE))
+        FLAG, "A GGUF file's quantized weights as float32, not packed as they are", SOURCE))
     machine: Machine | str | os.PathLike[str] | None = field(default=None, metadata=option(
-        MACHINE, "Machine profile, or preset such as t4, in place of this machine's own", SOURCE))
+        MACHINE, "Machine profile, or preset such as t4, to plan for", SOURCE, otherwise="this machine"))
     plan: Plan | str | os.PathLike[str] | None = field(default=None, metadata=option(
         PLAN, "Saved plan, which is replayed", SOURCE))
     mesh: MeshShape | None = field(default=None, metadata=option(
@@ -224,6 +239,7 @@ class Options:
     def as_planned(self, plan: Plan) -> Options:
         """The same beside a plan: what it says of the values that attention has is so in plans that follow it."""
         return replace(self, cache=plan.cache_format, sparse_values=plan.schedule.batching.sparsity.values,
+                       checkpoint_format=plan.schedule.batching.recomputation.format, score_ranges=plan.score_ranges,
                        activations=activations_of(plan) if plan.gemm else self.activations)
 
     def output_agnostic(self) -> Options:
@@ -273,7 +289,7 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f"; did you mean {meant[0]!r}?" if meant else ""
 
 
-def told_activations(activations: str, dtype: torch.dtype) -> str:
+def told_activations(activations: Activations, dtype: torch.dtype) -> Activations:
     """As settings tell them: rounding to bf16 is nothing to a model that computes in it."""
     return "native" if activations == "bf16" and str(dtype) == "torch.bfloat16" else activations
 
@@ -300,7 +316,7 @@ def check_choices(workload: Workload, options: Options, replayed: Plan | None = 
 
 def _check_replayed(options: Options, plan: Plan) -> None:
     """PlanError for an option that the plan does not keep: it runs as it is. A default asks for nothing."""
-    if options.score_ranges:
+    if options.score_ranges or options.calibration is not None:
         raise PlanError("the plan says what ranges of scores it takes; leave calibration out, or plan anew with it")
     asked = {name: (getattr(options, name), OPTIONS[name]) for name in options.forced()}
     kept = {name: (record.as_planned(value, plan), record.planned(plan)) for name, (value, record) in asked.items()}

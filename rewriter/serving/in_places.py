@@ -87,7 +87,7 @@ def in_places(requests: Sequence[Arrival], times: StepTimes, turns: StepTurns = 
     for r in requests:
         if r.prompt > times.prompt or r.prompt + r.output - 1 > times.context:
             raise TrafficError(f"a request of {r.prompt} and {r.output} tokens has no room in places of {times.prompt} "
-                               f"of prompt and {times.context} in all; longer ones (--prompt, --max-new-tokens) have")
+                               f"of prompt and {times.context} in all; longer ones (--prompt, --new-tokens) have")
     desk, order = _Desk(times, turns), sorted(range(len(requests)), key=lambda i: (requests[i].at_s, i))
     first, last = [math.nan] * len(requests), [math.nan] * len(requests)
     now, at = 0.0, 0

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from forebay.build_model import build_model
-from forebay.calibration import ranges_for
 from forebay.huggingface.emptied import empty_module
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
@@ -51,13 +50,11 @@ def wrap(
         files = file_slices(weight_records(captured, checkpoint))
     else:
         captured, checkpoint, files = open_model(model, dequantize=options.dequantize)
-    options = replace(options, entering=entering_at_once(options.places),
-                      score_ranges=ranges_for(options.calibration, checkpoint.fingerprint, captured.dtype))
+    options = replace(options, entering=entering_at_once(options.places))
     workload = Workload(options.places or options.batch or 1,
                         options.prompt or min(128, max(1, (captured.max_positions or 256) // 2)),
                         options.new_tokens or 128, *(options.usual or ()))
-    lm = build_model(options.draft, options.mesh, captured, checkpoint, files, sizes, workload, options,
-                     options.machine, options.plan)
+    lm = build_model((captured, checkpoint, files), sizes, workload, options)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         empty_module(model)
         given: Any = model

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from typing import Any
 
+from forebay.calibration import ranges_for
 from forebay.drafted import DraftedModel, best_drafted
 from forebay.language_model import LanguageModel
 from forebay.read_mesh import read_mesh
-from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.planning.options import MeshShape
+from forebay.rewriter.ir.plan import Budget, PlanError, Workload
+from forebay.rewriter.pipeline.plan_block import PlanChoice
+from forebay.rewriter.planning.options import Options
 from forebay.sharded import ShardedModel
 
 
-def build_model(draft: str | os.PathLike[str] | None, mesh: MeshShape | None, *given: Any) -> LanguageModel:
-    """Build a model by itself, beside a draft, or on one of several ranks."""
-    if draft is not None and mesh is not None:
+def build_model(opened: tuple[Any, Any, Any], budget: Budget, workload: Workload, options: Options, *choose: PlanChoice
+                ) -> LanguageModel:
+    """Build an opened model by itself, beside a draft, or on one of several ranks."""
+    captured, checkpoint, _ = opened
+    options = replace(options, score_ranges=options.score_ranges or ranges_for(
+        options.calibration, checkpoint.fingerprint, captured.dtype))
+    given: Any = *opened, budget, workload, options, options.machine, options.plan, *choose
+    if options.draft is not None and options.mesh is not None:
         raise PlanError("draft: a model on several ranks has none; leave draft or mesh out")
-    if mesh is not None:
-        return ShardedModel(read_mesh(mesh), *given)
-    if draft is not None:
-        return best_drafted(*given) if draft == "auto" else DraftedModel(draft, *given)
+    if options.mesh is not None:
+        return ShardedModel(read_mesh(options.mesh), *given)
+    if options.draft is not None:
+        return best_drafted(*given) if options.draft == "auto" else DraftedModel(options.draft, *given)
     return LanguageModel(*given)

@@ -41,7 +41,8 @@ def with_keywords(
         takes.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [*positional, options.replace(default=None), *keywords])
         takes.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *(
-            textwrap.fill(f"{name} ({record.kind.words}): {record.help}.", 120, initial_indent="    ",
+            textwrap.fill(f"{name} ({record.kind.words}): {record.help}, by default "
+                          f"{record.said_default or record.default}.", 120, initial_indent="    ",
                           subsequent_indent="        ") for name, record in OPTIONS.items())])
         return takes  # type: ignore[return-value]
 

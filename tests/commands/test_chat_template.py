@@ -160,5 +160,5 @@ def test_every_command_renders_within_the_limits(
     save_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ '%1000000000d' % 1 }}")
     given = [str(tmp_path) if word == "MODEL" else word for word in command]
-    found = CliRunner().invoke(app, [*given, "--budget", "9MB", "--max-new-tokens", "4"], input="hi\n")
+    found = CliRunner().invoke(app, [*given, "--budget", "9MB", "--new-tokens", "4"], input="hi\n")
     assert found.exit_code == 2 and "it takes more than 1024 MiB of memory" in " ".join(found.stderr.split())

@@ -32,12 +32,12 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     folder = tmp_path_factory.mktemp("job")
     (folder / "in.jsonl").write_text(json.dumps({"prompt": "The capital of France is"}) + "\n")
     found = call("run", "demo", "--prompts", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl"),
-                 "--budget", "200MB", "--max-new-tokens", "10", "--json")
+                 "--budget", "200MB", "--new-tokens", "10", "--json")
     return json.loads((folder / "out.jsonl").read_text())["text"], json.loads(found.stdout)
 
 
 def test_one_prompt_is_answered_as_the_job_answers_it(answered: tuple[str, dict]) -> None:
-    found = call("run", "demo", "The capital of France is", "--budget", "200MB", "--max-new-tokens", "10")
+    found = call("run", "demo", "The capital of France is", "--budget", "200MB", "--new-tokens", "10")
     assert found.stdout.strip() == answered[0].strip()
     assert re.search(r"10 tokens: .* s to load, .* s of prefill, .* s of decode", found.stderr)
 
@@ -61,7 +61,7 @@ def test_a_process_is_as_large_as_plan_said(tmp_path: Path) -> None:
     expected, python, planned, beside = (float(x) for x in re.findall(r"([\d.]+) MiB", line))
     assert expected == pytest.approx(python + planned + beside, abs=0.3)
     ran = subprocess.run([*command, "run", "demo", "--prompts", str(tmp_path / "in.jsonl"), "--output",
-                          str(tmp_path / "out.jsonl"), "--budget", "150MB", "--max-new-tokens", "8", "--json"],
+                          str(tmp_path / "out.jsonl"), "--budget", "150MB", "--new-tokens", "8", "--json"],
                          capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     measured = json.loads(ran.stdout)["process_peak_nbytes"] / (1 << 20)
@@ -69,7 +69,7 @@ def test_a_process_is_as_large_as_plan_said(tmp_path: Path) -> None:
 
 
 def test_a_conversation_goes_on_from_what_was_said() -> None:
-    options = ("chat", "demo", "--budget", "200MB", "--max-new-tokens", "6", "--temperature", "0")
+    options = ("chat", "demo", "--budget", "200MB", "--new-tokens", "6", "--temperature", "0")
     both = call(*options, said="My name is Ada.\n\nWhat is my name?\n")
     first = call(*options, said="My name is Ada.\n").stdout.strip()
     alone = call(*options, said="What is my name?\n").stdout.strip()
@@ -81,7 +81,7 @@ def test_a_conversation_goes_on_from_what_was_said() -> None:
     (("run", "demo"), "name a \"PROMPT\" to answer here"), (("run", "demo", "  "), "the prompt is empty"),
     (("run", "demo", "Hi", "--output", "x"), "--output is for the prompts of a file"),
     (("run", "demo", "Hi", "--json"), "--json is for the prompts of a file"),
-    (("run", "demo", "Hi", "--budget", "1GB", "--max-new-tokens", "8192"), "exceed the model's 8192 positions"),
+    (("run", "demo", "Hi", "--budget", "1GB", "--new-tokens", "8192"), "exceed the model's 8192 positions"),
     (("chat", "demo", "--temperature", "-1"), "temperature: -1.0"), (("chat", "demo", "--top-p", "3"), "top_p: 3.0")])
 def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], message: str) -> None:
     found = call(*arguments, exit_code=2, said="Hi\n")
@@ -120,7 +120,7 @@ def logger() -> Iterator[logging.Logger]:
 
 
 def test_the_logger_is_quiet_until_asked(logger: logging.Logger) -> None:
-    run = ("run", "demo", "Hi", "--budget", "200MB", "--max-new-tokens", "2")
+    run = ("run", "demo", "Hi", "--budget", "200MB", "--new-tokens", "2")
     quiet = call(*run).stderr
     assert not logger.handlers and logger.level == logging.NOTSET
     heard = call("-vv", *run).stderr

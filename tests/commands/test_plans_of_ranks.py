@@ -81,7 +81,7 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
     """One device's answers."""
     out = tmp_path_factory.mktemp("one") / "out.jsonl"
     code, _, error = typed("run", str(folder), "--prompts", str(folder / "in.jsonl"), "--output", str(out), "--budget",
-                           "device=4MB", "--max-new-tokens", "6", "--machine", str(folder / "machine.json"))
+                           "device=4MB", "--new-tokens", "6", "--machine", str(folder / "machine.json"))
     assert code == 0, error
     return answers(out)
 
@@ -102,7 +102,7 @@ def test_the_command_that_is_printed_runs_with_the_plans_that_are_written(
     assert ("layout=2d" in shape) == (mesh == "2x2")
     named = [load_plan(plans / f"rank{rank}.json").fingerprint.partition(" ")[2] for rank in range(4)]
     assert named == [f"rank {rank} of {read_mesh(shape).mesh}" for rank in range(4)]
-    ended = launched([*command, "--max-new-tokens", "6", "--machine", machine], tmp_path)
+    ended = launched([*command, "--new-tokens", "6", "--machine", machine], tmp_path)
     assert [each.returncode for each in ended] == [0] * len(ended), ended[0].stderr
     assert answers(out) == expected
     code, shown, _ = typed("explain", str(plans / "rank3.json"))
@@ -120,8 +120,9 @@ def test_plan_shows_a_rank_and_writes_all_and_ranks_of_a_job_write_theirs(
     assert code == 0, error
     assert "rank 1 of tensor=2,attention=batch" in text and "decode step" in text.splitlines()[-1]
     job = ["run", str(folder), "--prompts", str(folder / "in.jsonl"), "--output", str(out), "--budget", "device=700kB",
-           "--max-new-tokens", "6", "--batch", "4", "--machine", machine, "--mesh", "tensor=2,attention=batch"]
-    ended = launched(["torchrun", "--nproc-per-node=2", "--no-python", "forebay", *job, "--no-speculate", "--save-plan",
+           "--new-tokens", "6", "--batch", "4", "--machine", machine, "--mesh", "tensor=2,attention=batch",
+           "--prompt-lookup-num-tokens", "none"]
+    ended = launched(["torchrun", "--nproc-per-node=2", "--no-python", "forebay", *job, "--save-plan",
                       str(tmp_path / "saved")], tmp_path)
     assert [each.returncode for each in ended] == [0] * len(ended), ended[0].stderr
     assert answers(out) == expected

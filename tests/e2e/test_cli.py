@@ -58,7 +58,7 @@ def _forebay(*arguments: object) -> Result:
 
 
 def _run_arguments(folder: Path, output: Path, **changes: object) -> list[str]:
-    options = {"prompts": folder / "prompts.jsonl", "output": output, "budget": BUDGET, "max-new-tokens": NEW,
+    options = {"prompts": folder / "prompts.jsonl", "output": output, "budget": BUDGET, "new-tokens": NEW,
                "batch": 2, "machine": folder / "machine.json"} | {k.replace("_", "-"): v for k, v in changes.items()}
     named = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
     return ["run", str(folder), *named]
@@ -189,7 +189,7 @@ def test_prompts_that_the_budget_cannot_hold_are_named_and_the_others_answered(f
     shape = ["--batch", 1, "--new-tokens", 4, "--machine", folder / "machine.json", "--budget", "device=20KiB"]
     refused = _forebay("plan", folder, "--prompt", 60, *shape).stderr
     budget = f"device={refused.split('(')[1].split(' bytes')[0]}"  # what 60 tokens need
-    arguments = _run_arguments(folder, output, prompts=prompts, budget=budget, max_new_tokens=4, batch=1)
+    arguments = _run_arguments(folder, output, prompts=prompts, budget=budget, new_tokens=4, batch=1)
     result = _forebay(*arguments)
     assert result.exit_code == 3, result.output
     for part in ("too long for the budget", "prompt 100, 4 new tokens; the smallest that can is",
@@ -198,9 +198,9 @@ def test_prompts_that_the_budget_cannot_hold_are_named_and_the_others_answered(f
                  "line 4: a prompt of 90 tokens", "; 2 were"):
         assert part in result.stderr, result.stderr
     assert set(_answers(output)) == {2, 3}
-    other = _forebay(*_run_arguments(folder, output, prompts=prompts, max_new_tokens=4))
+    other = _forebay(*_run_arguments(folder, output, prompts=prompts, new_tokens=4))
     assert other.exit_code == 2 and "made in batches of 1, this job has 2" in other.stderr
-    enough = _forebay(*_run_arguments(folder, output, prompts=prompts, max_new_tokens=4, batch=None))
+    enough = _forebay(*_run_arguments(folder, output, prompts=prompts, new_tokens=4, batch=None))
     assert enough.exit_code == 0 and set(_answers(output)) == {1, 2, 3, 4}
     assert _forebay(*arguments).exit_code == 0, "what is answered needs no room"
 
@@ -241,7 +241,7 @@ def test_a_job_of_several_needs_no_more_than_each_alone(folder: Path, tmp_path: 
 def test_a_job_of_fewer_lines_than_its_batch_goes_on_with_more(folder: Path, tmp_path: Path) -> None:
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     _write_lines(prompts, [{"prompt": "w1 w2"}])
-    arguments = _run_arguments(folder, output, prompts=prompts, max_new_tokens=2, batch=4)
+    arguments = _run_arguments(folder, output, prompts=prompts, new_tokens=2, batch=4)
     assert _forebay(*arguments).exit_code == 0
     _write_lines(prompts, [{"prompt": "w1 w2"}, {"prompt": "w3"}])
     assert (result := _forebay(*arguments)).exit_code == 0, result.output
@@ -253,12 +253,12 @@ def test_a_plan_leaves_alone_what_another_answered(folder: Path, tmp_path: Path)
     prompts, output, saved = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "plan.json"
     short = [{"prompt": "w1 w2", "max_new_tokens": 3}, {"prompt": "w3", "max_new_tokens": 2}]
     _write_lines(prompts, short)
-    made = _run_arguments(folder, tmp_path / "first", prompts=prompts, save_plan=saved, max_new_tokens=100)
+    made = _run_arguments(folder, tmp_path / "first", prompts=prompts, save_plan=saved, new_tokens=100)
     assert _forebay(*made).exit_code == 0
     _write_lines(prompts, [*short, {"prompt": "w4 " * 30, "max_new_tokens": 5}])
-    replayed = ["run", folder, "--prompts", prompts, "--output", output, "--plan", saved, "--max-new-tokens", 100]
+    replayed = ["run", folder, "--prompts", prompts, "--output", output, "--plan", saved, "--new-tokens", 100]
     assert (result := _forebay(*replayed)).exit_code == 3 and "; 2 were" in result.stderr, result.output
-    roomy = _run_arguments(folder, output, prompts=prompts, max_new_tokens=100, batch=None)
+    roomy = _run_arguments(folder, output, prompts=prompts, new_tokens=100, batch=None)
     assert (result := _forebay(*roomy)).exit_code == 0, result.output
     assert (result := _forebay(*replayed)).exit_code == 0 and "3 of 3 prompts are answered" in result.stderr
 
@@ -272,7 +272,7 @@ def test_one_prompt_too_long_for_the_batch_stops_no_job(folder: Path, tmp_path: 
     shape = ["--batch", 2, "--prompt", 10, "--new-tokens", 4, "--machine", folder / "machine.json"]
     refused = _forebay("plan", folder, *shape, "--budget", "device=20KiB").stderr
     budget = f"device={refused.split('(')[1].split(' bytes')[0]}"
-    result = _forebay(*_run_arguments(folder, output, prompts=prompts, budget=budget, max_new_tokens=4))
+    result = _forebay(*_run_arguments(folder, output, prompts=prompts, budget=budget, new_tokens=4))
     assert result.exit_code == 3, result.output
     for part in ("too long for the budget", "line 1: a prompt of 100 tokens and an answer of 4 are too long",
                  "line 4: a prompt of 1 tokens and an answer of 90 are too long for the budget, with --batch 2",
@@ -330,7 +330,8 @@ def test_a_draft_changes_no_answer_of_a_job(
     told = {}
     for name, drafts in (("plain", {}), ("drafted", {"draft": folder})):
         arguments = _run_arguments(folder, tmp_path / name, budget="device=9MB", **drafts)
-        told[name] = _forebay(*arguments, *(["--no-speculate"] if name == "plain" else []), "--json")
+        lookup = ["--prompt-lookup-num-tokens", "none"] if name == "plain" else []
+        told[name] = _forebay(*arguments, *lookup, "--json")
         assert told[name].exit_code == 0, told[name].output
     plain, drafted = (_answers(tmp_path / name) for name in ("plain", "drafted"))
     assert {i: each["text"] for i, each in drafted.items()} == {i: each["text"] for i, each in plain.items()}
@@ -344,7 +345,7 @@ def test_slots_beside_a_plan_are_refused(folder: Path, tmp_path: Path) -> None:
     assert _forebay("plan", folder, "--budget", BUDGET, "--machine", folder / "machine.json", "--save", saved
                     ).exit_code == 0
     result = _forebay(*_run_arguments(folder, tmp_path / "out", budget=None, batch=None, plan=saved, slots=7))
-    assert result.exit_code == 2 and "leave --slots out" in result.stderr
+    assert result.exit_code == 2 and "slots: the plan has" in result.stderr and "leave it out" in result.stderr
 
 
 @pytest.mark.parametrize(("content", "part"), [
@@ -378,12 +379,12 @@ def test_other_settings_are_refused(folder: Path, reference: dict[Any, dict[str,
     for suffix in ("", ".settings"):
         shutil.copy(folder / f"reference.jsonl{suffix}", f"{output}{suffix}")
     before = output.read_bytes()
-    result = _forebay(*_run_arguments(folder, output, max_new_tokens=NEW + 1))
+    result = _forebay(*_run_arguments(folder, output, new_tokens=NEW + 1))
     assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1 and "max_new_tokens 16, this job has 17" in result.stderr
+    assert result.stderr.count("\n") == 1 and "new_tokens 16, this job has 17" in result.stderr
     sampled = _forebay(*_run_arguments(folder, output, temperature=0.7))
     assert sampled.exit_code == 2 and "sampling 'greedy'" in sampled.stderr
-    forced = _forebay(*_run_arguments(folder, output, max_new_tokens=NEW + 1), "--force")
+    forced = _forebay(*_run_arguments(folder, output, new_tokens=NEW + 1), "--force")
     assert forced.exit_code == 0, forced.output
     assert output.read_bytes() == before
 
@@ -392,7 +393,7 @@ def test_sampling_depends_on_the_seed_alone(folder: Path, tmp_path: Path) -> Non
     texts = []
     _write_lines(tmp_path / "in", [{"prompt": "w3 w4 w5"}, {"prompt": "w8"}, {"prompt": "w1 w2"}])
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        result = _forebay(*_run_arguments(folder, tmp_path / name, prompts=tmp_path / "in", max_new_tokens=6,
+        result = _forebay(*_run_arguments(folder, tmp_path / name, prompts=tmp_path / "in", new_tokens=6,
                                           temperature=1.5, seed=seed))
         assert result.exit_code == 0, result.output
         texts.append({k: v["text"] for k, v in _answers(tmp_path / name).items()})
@@ -486,7 +487,7 @@ def test_impossible_budget_names_the_smallest_which_works(folder: Path) -> None:
     (["run", "MODEL", "--prompts", "/none.jsonl", "--output", "/tmp/never", "--budget", "1MiB"], "/none.jsonl"),
     (["run", "MODEL", "--prompts", "PROMPTS", "--output", "/dev/null/x", "--budget", "1MiB"], "cannot write"),
     (["run", "MODEL", "--prompts", "PROMPTS", "--output", "/tmp/never", "--budget", "1MiB", "--top-p", "2"], "top_p"),
-    (["run", "MODEL", "--prompts", "PROMPTS", "--output", "/tmp/never", "--budget", "1MiB", "--max-new-tokens", "128"],
+    (["run", "MODEL", "--prompts", "PROMPTS", "--output", "/tmp/never", "--budget", "1MiB", "--new-tokens", "128"],
      "leaves no room for a prompt"),
     (["explain", "/nowhere.json"], "cannot read the plan /nowhere.json"),
     (["explain", "MODEL/config.json"], "version"),
@@ -501,7 +502,7 @@ def test_impossible_budget_names_the_smallest_which_works(folder: Path) -> None:
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--budget", "gpu=1MiB"], "unknown tier 'gpu'"),
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--budget", "1MiB", "--explore"], "binding tier is device"),
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--objective", "fame"], "objective"),
-    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--explore", "--slots", "2"], "--slots, --cache and"),
+    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--explore", "--slots", "2"], "--slots is for plans that run"),
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--quantise"], "--quantise needs --config and --explore"),
     (["quantize", "MODEL", "/tmp/never", "--weights", "w3"], "no weight format 'w3'"),
     (["quantize", "/nowhere", "/tmp/never", "--weights", "w8"], "no model at /nowhere"),
@@ -532,7 +533,7 @@ def test_every_command_has_help(command: str, part: str) -> None:
 
 
 def test_plan_of_a_config_alone(folder: Path, tmp_path: Path) -> None:
-    shape = ["--config", folder / "config.json", "--machine", folder / "machine.json", "--prompt", 8, "--output", 4]
+    shape = ["--config", folder / "config.json", "--machine", folder / "machine.json", "--prompt", 8, "--new-tokens", 4]
     saved, picture = tmp_path / "plan.json", tmp_path / "frontier.png"
     result = _forebay("plan", *shape, "--budget", BUDGET, "--batch", 2, "--save", saved, "--json", "--pareto", picture)
     assert result.exit_code == 0, result.output
@@ -547,7 +548,7 @@ def test_plan_of_a_config_alone(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_policy_of_a_config_alone(tmp_path: Path) -> None:
-    shape = ["--config", "opt-1.3b", "--machine", "t4", "--prompt", 64, "--output", 8, "--batch", 4, "--explore"]
+    shape = ["--config", "opt-1.3b", "--machine", "t4", "--prompt", 64, "--new-tokens", 8, "--batch", 4, "--explore"]
     text = _forebay("plan", *shape)
     assert text.exit_code == 0, text.output
     assert "opt-1.3b on t4, prompt 64, 8 new tokens" in text.stdout and "tokens/s" in text.stdout

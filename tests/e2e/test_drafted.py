@@ -234,8 +234,7 @@ def test_the_commands_say_what_drafts(llama_checkpoint: Any) -> None:
     found = CliRunner().invoke(app, [*plan, model])
     assert found.exit_code == 0 and "draft       none, for it would not pay" in found.stdout
     for asked, says in (([*plan, model, "--json"], "--json is for"), ([*plan, "/nowhere"], "no model at /nowhere"),
-                        (["run", model, "a prompt", "--draft", model, "--no-speculate"], "nothing is drafted"),
                         (["run", "--save-plan", "p", model, "--prompts", "x", "--output", "y", "--draft", model],
-                         "a plan is of one model"), (["serve", model, "--draft", model, "--no-speculate"], "--budget")):
+                         "a plan is of one model"), (["serve", model, "--draft", model], "--budget")):
         found = CliRunner().invoke(app, asked)
         assert found.exit_code == 2 and says in " ".join(found.stderr.split())

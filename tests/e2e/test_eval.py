@@ -19,6 +19,7 @@ from forebay.commands.evaluate import eval_command, next_word_accuracy, open_sco
 from forebay.commands.prompts import JobError
 from forebay.rewriter.ir.plan import Budget
 from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.planning.options import Options
 
 app = typer.Typer()
 app.command()(eval_command)
@@ -82,7 +83,7 @@ def test_perplexity_is_that_of_plain_transformers(folder: Path, share: float) ->
     expected = torch.cat([_log_probabilities(folder, IDS[i : i + 21]) for i in range(0, 74, 20)])
     weights = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
     budget = Budget(int(weights * share) + 200_000 + attention_nbytes(2, 4, 21, 16))
-    with open_scorer(folder, budget, context=20, batch=2, machine=Machine.default()) as lm:
+    with open_scorer(folder, budget, Options(batch=2, machine=Machine.default()), context=20) as lm:
         streamed = [w.name for w in lm.plan.weights if w.tier == "disk" and not w.gather]
         assert bool(streamed) == (share < 1)
         found = perplexity(lm, IDS, 20)
@@ -100,7 +101,7 @@ def test_overlapping_windows_count_every_token_once(llama: Path) -> None:
         if fresh == end:
             break
         expected += _log_probabilities(llama, ids[start : end + 1])[fresh - start :].sum()
-    with open_scorer(llama, Budget(NBYTES + TAKEN), context=20, machine=Machine.default()) as lm:
+    with open_scorer(llama, Budget(NBYTES + TAKEN), Options(machine=Machine.default()), context=20) as lm:
         found = perplexity(lm, ids, 20, 8)
         assert found.tokens == 49
         assert found.loss == pytest.approx(-expected.item() / 49, rel=1e-5)
@@ -113,7 +114,7 @@ def test_an_opening_token_stands_before_every_window(tmp_path: Path) -> None:
     # 16 tokens of input: the opening one and 15 of the text, the last window's from token 15 on
     first = _log_probabilities(folder, torch.cat((bos, ids[:16])))
     second = _log_probabilities(folder, torch.cat((bos, ids[15:])))[1:]
-    with open_scorer(folder, Budget(NBYTES + TAKEN), context=16, machine=Machine.default()) as lm:
+    with open_scorer(folder, Budget(NBYTES + TAKEN), Options(machine=Machine.default()), context=16) as lm:
         found = perplexity(lm, _text(ids), 16)
     assert found.tokens == 30
     assert found.loss == pytest.approx(-torch.cat((first, second)).mean().item(), rel=1e-5)
@@ -124,7 +125,7 @@ def test_scores_tell_the_likeliest_token(llama: Path) -> None:
     with torch.no_grad():
         ids = model.generate(IDS[None, :10], max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
         best = model(ids[None, :-1]).logits[0].argmax(-1)
-    with open_scorer(llama, Budget(NBYTES + TAKEN), context=32, batch=2, machine=Machine.default()) as lm:
+    with open_scorer(llama, Budget(NBYTES + TAKEN), Options(batch=2, machine=Machine.default()), context=32) as lm:
         scores, shorter = lm.token_scores([ids, ids[:13]])
     assert torch.equal(scores[:, 1].bool(), best == ids[1:]) and scores[9:, 1].all()
     assert torch.equal(shorter, scores[:12])
@@ -141,7 +142,7 @@ def test_next_words(llama: Path, tmp_path: Path) -> None:
         lines.append(json.dumps({"text": _text(ids) + f" w{max(3, word)}"}))
     path = tmp_path / "words.jsonl"
     path.write_text("\n".join(lines) + "\n\n")
-    with open_scorer(llama, Budget(NBYTES + TAKEN), context=8, batch=4, machine=Machine.default()) as lm:
+    with open_scorer(llama, Budget(NBYTES + TAKEN), Options(batch=4, machine=Machine.default()), context=8) as lm:
         found = next_word_accuracy(lm, read_passages(llama, path))
     assert (found.right, found.words, found.accuracy) == (4, 6, 4 / 6)
 
@@ -192,6 +193,6 @@ def test_mistakes_are_one_line(llama: Path, tmp_path: Path, text: str | None, wo
 
 
 def test_wrong_strides_are_refused(llama: Path) -> None:
-    with (open_scorer(llama, Budget(NBYTES + TAKEN), context=20, machine=Machine.default()) as lm,
+    with (open_scorer(llama, Budget(NBYTES + TAKEN), Options(machine=Machine.default()), context=20) as lm,
           pytest.raises(JobError, match="not -1")):
         perplexity(lm, IDS, 20, -1)

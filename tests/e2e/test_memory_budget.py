@@ -168,7 +168,7 @@ class Case:
     def options(self, folder: Path, nbytes: int) -> list[str]:
         budget = f"device={int(self.share * nbytes)},disk={folder}"
         budget += f",host={int(self.host * nbytes)}" if self.host else ""
-        said = ["--budget", budget, "--cache", self.cache, "--max-new-tokens", "6", "--json"]
+        said = ["--budget", budget, "--cache", self.cache, "--new-tokens", "6", "--json"]
         said += ["--batch", str(self.batch)] if self.batch else []
         said += ["--trace", str(folder / "trace.json")] if self.traced else []
         return said + (["--sample", "--top-p", "0.9"] if self.drawn else [])

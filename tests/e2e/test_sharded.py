@@ -335,8 +335,8 @@ def job_answers(folder: str, budget: int, mesh: str, places: int) -> tuple[int, 
     from forebay.runtime.run.scheduler import Request
 
     found: dict[int, list[int]] = {}
-    with build_model(None, mesh, *open_model(folder), Budget(budget, 0), Workload(5, 8, NEW), Options(), None, None,
-              partial(plan_places, places=places)) as lm:
+    with build_model(open_model(folder), Budget(budget, 0), Workload(5, 8, NEW), Options(mesh=mesh),
+                     partial(plan_places, places=places)) as lm:
         lm.answer_all([Request(torch.tensor(ids), NEW) for ids in (*PROMPTS, *PROMPTS[:2])], Sampling(), frozenset(),
                       on_end=found.__setitem__, on_step=lambda work: None)
         return lm.plan.workload.batch, lm.plan.schedule.batching.admitted, [found[i] for i in range(5)]

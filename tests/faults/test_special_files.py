@@ -68,7 +68,7 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 RUN = ("--prompts", "prompts", "--output", "answers", "--budget", "device=1MiB", "--machine", "machine",
-       "--max-new-tokens", "2")
+       "--new-tokens", "2")
 CASES = [
     *((f"model/{name}", ("run", "model", "w1", "--budget", "device=1MiB")) for name in (
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors",

@@ -59,13 +59,13 @@ def _command(*arguments: object) -> int:
 def run(model: Path, case: Path) -> int:
     """Answers to a file of prompts, the weights streamed; goes on with what is in the file."""
     return _command("run", model, "--prompts", model / "prompts.jsonl", "--output", case / "out.jsonl", "--budget",
-                    "device=260KiB", "--max-new-tokens", NEW, "--batch", 2, "--machine", model / "machine.json")
+                    "device=260KiB", "--new-tokens", NEW, "--batch", 2, "--machine", model / "machine.json")
 
 
 def many(model: Path, case: Path) -> int:
     """A job of many prompts, which enter places as others end."""
     return _command("run", model, "--prompts", model / "many.jsonl", "--output", case / "out.jsonl", "--budget",
-                    f"device=400KiB,disk={case}", "--max-new-tokens", NEW, "--batch", 16, "--machine",
+                    f"device=400KiB,disk={case}", "--new-tokens", NEW, "--batch", 16, "--machine",
                     model / "machine.json")
 
 
@@ -76,7 +76,7 @@ def quantize(model: Path, case: Path) -> int:
 def packed(model: Path, case: Path) -> int:
     """Answers of a quantised model."""
     return _command("run", model / "quantized", "--prompts", model / "prompts.jsonl", "--output", case / "out.jsonl",
-                    "--budget", "device=260KiB", "--max-new-tokens", NEW, "--batch", 2, "--machine",
+                    "--budget", "device=260KiB", "--new-tokens", NEW, "--batch", 2, "--machine",
                     model / "machine.json", "--verify")
 
 

@@ -17,9 +17,10 @@ from serving.served import BUDGET, NEW, PLACES, PROMPT, TEMPLATE, WORDS, Running
 from transformers import PreTrainedTokenizerFast
 
 import forebay
-from forebay.commands.plan_serving import ServingWanted, plan_serving
+from forebay.commands.plan_serving import plan_serving
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.pipeline import plan_draft
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.serving.requests import read_inquiry
 
@@ -156,7 +157,7 @@ def test_a_name_reaches_the_template() -> None:
 @pytest.mark.parametrize(("fields", "status", "says"), [
     ({}, 400, "prompt must be"), ({"prompt": ""}, 400, "prompt must be"), ({"prompt": ["w1", "w2"]}, 400, "several"),
     ({"prompt": [1, -1]}, 400, "prompt must be"), ({"prompt": [500]}, 400, "token 500 is none"),
-    ({"prompt": "w1 " * 99}, 400, "at most 24"), ({"prompt": "w1", "max_tokens": NEW + 1}, 400, "--max-new-tokens"),
+    ({"prompt": "w1 " * 99}, 400, "at most 24"), ({"prompt": "w1", "max_tokens": NEW + 1}, 400, "--new-tokens"),
     ({"prompt": "w1", "max_tokens": 0}, 400, "max_tokens"), ({"prompt": "w1", "max_tokens": True}, 400, "max_tokens"),
     ({"prompt": "w1", "temperature": 3}, 400, "0 to 2"), ({"prompt": "w1", "temperature": "1"}, 400, "temperature"),
     ({"prompt": "w1", "top_p": -0.1}, 400, "top_p"), ({"prompt": "w1", "n": 2}, 400, "n is not served"),
@@ -202,9 +203,9 @@ def test_a_single_place_checks_what_is_looked_up(
     """Where reading weights binds a step; the answers are those of one token a step, and it is counted what stood."""
     save_machine(Machine.default(), tmp_path / "machine.json")
     budget = 1_500_000 + max(0, attention_nbytes(1, 4, PROMPT + NEW, 32, PROMPT))
-    lm, plain = (plan_serving(folder, ServingWanted(
-        str(budget), PROMPT, NEW, 1, machine=tmp_path / "machine.json", speculate=speculate)).lm
-                 for speculate in (True, False))
+    lm, plain = (plan_serving(folder, budget, Options(
+        prompt=PROMPT, new_tokens=NEW, places=1, machine=tmp_path / "machine.json", prompt_lookup_num_tokens=looked)).lm
+                 for looked in ("auto", None))
     assert lm.plan.schedule.speculative_steps and not plain.plan.schedule.speculative_steps
     with serving(folder, planned=lm) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
@@ -227,9 +228,9 @@ def test_a_draft_serves_requests_in_all_places(
     monkeypatch.setattr(plan_draft, "PAYS", 0.0)  # whatever is predicted
     monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
     save_machine(Machine.default(), tmp_path / "machine.json")
-    lm, plain = (plan_serving(folder, ServingWanted(
-        "9MB", PROMPT, NEW, PLACES, machine=tmp_path / "machine.json", speculate=draft is not None, draft=draft)).lm
-        for draft in (str(folder), None))
+    lm, plain = (plan_serving(folder, "9MB", Options(
+        prompt=PROMPT, new_tokens=NEW, places=PLACES, machine=tmp_path / "machine.json", draft=draft,
+        prompt_lookup_num_tokens="auto" if draft else None)).lm for draft in (str(folder), None))
     assert lm.helper is not None and lm.plan.schedule.speculative_steps and lm.plan.schedule.batching.admitted
     texts = []
     for each in (lm, plain):

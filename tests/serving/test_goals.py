@@ -10,10 +10,11 @@ from serving.served import NEW, PROMPT, save_model
 from typer.testing import CliRunner
 
 from forebay.commands.app import app
-from forebay.commands.plan_serving import SHARE, ServingChoice, ServingGoals, ServingWanted, plan_serving, step_times_of
+from forebay.commands.plan_serving import SHARE, ServingChoice, ServingGoals, plan_serving, step_times_of
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.turns import USUAL_TURNS
 from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.serving import goodput
 from forebay.rewriter.serving.goodput import ServiceLevel, measure
 from forebay.rewriter.serving.in_places import in_places
@@ -31,14 +32,15 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ServingWanted]:
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Options]:
     folder = tmp_path_factory.mktemp("goals")
     save_model(folder)
     save_machine(Machine.default(), folder / "machine.json")
-    return folder, ServingWanted("device=1500000", PROMPT, NEW, machine=folder / "machine.json")
+    options = Options(prompt=PROMPT, new_tokens=NEW, machine=folder / "machine.json", prompt_lookup_num_tokens="auto")
+    return folder, "device=1500000", options
 
 
-def test_what_is_chosen_keeps_its_goals_and_no_more(wanted: tuple[Path, ServingWanted]) -> None:
+def test_what_is_chosen_keeps_its_goals_and_no_more(wanted: tuple[Path, str, Options]) -> None:
     choice = plan_serving(*wanted, LAX)
     with choice.lm as lm:
         times, traffic = step_times_of(lm), Traffic(1.0, 200, PROMPT, NEW)
@@ -50,7 +52,7 @@ def test_what_is_chosen_keeps_its_goals_and_no_more(wanted: tuple[Path, ServingW
 
 
 @pytest.mark.usefixtures("planned_with_our_kernels")
-def test_a_goal_for_each_token_costs_places_or_turns(wanted: tuple[Path, ServingWanted]) -> None:
+def test_a_goal_for_each_token_costs_places_or_turns(wanted: tuple[Path, str, Options]) -> None:
     """One that a step of most places just about keeps: whoever decodes is held up less, at a lower rate."""
     def chosen(goals: ServingGoals | None) -> ServingChoice:
         choice = plan_serving(*wanted, goals)
@@ -65,7 +67,7 @@ def test_a_goal_for_each_token_costs_places_or_turns(wanted: tuple[Path, Serving
     assert (strict.turns, strict.lm.plan.workload.batch) != (plain.turns, plain.lm.plan.workload.batch)
 
 
-def test_goals_that_no_plan_keeps_are_refused_with_the_best(wanted: tuple[Path, ServingWanted]) -> None:
+def test_goals_that_no_plan_keeps_are_refused_with_the_best(wanted: tuple[Path, str, Options]) -> None:
     with pytest.raises(PlanError, match=r"alone is predicted to take \S+ ms to its first token and \S+ ms per token"):
         plan_serving(*wanted, replace(LAX, tpot_s=1e-6))
 
@@ -73,7 +75,7 @@ def test_goals_that_no_plan_keeps_are_refused_with_the_best(wanted: tuple[Path, 
 @pytest.mark.parametrize(("options", "says"), [
     (("--ttft", "100"), "--ttft and --tpot go together"), (("--ttft", "0", "--tpot", "5"), "above 0"),
     (("--isl", "8"), "give these too"), (("--ttft", "1", "--tpot", "1", "--isl", "99", "--prompt", "9"), "--isl: 99"),
-    (("--ttft", "1", "--tpot", "1", "--osl", "99", "--max-new-tokens", "9"), "more than --max-new-tokens, 9")])
+    (("--ttft", "1", "--tpot", "1", "--osl", "99", "--new-tokens", "9"), "more than --new-tokens, 9")])
 def test_goals_that_say_nothing_are_refused(options: tuple[str, ...], says: str) -> None:
     result = CliRunner().invoke(app, ["serve", "demo", "--budget", "device=1GiB", *options])
     assert result.exit_code == 2 and says in " ".join(result.output.split())

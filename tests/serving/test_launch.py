@@ -61,7 +61,7 @@ def test_the_script_of_an_instance_serves(tmp_path: Path) -> None:
     launch = found["launch"]
     assert launch["why_not"] is None and launch["strategy"] == "1m tp1" and launch["model"] == str(tmp_path)
     assert launch["instances"][0]["command"] == (
-        f"forebay serve {tmp_path} --budget device=64MiB --places 2 --prompt 8 --max-new-tokens 4 --ttft 60000 "
+        f"forebay serve {tmp_path} --budget device=64MiB --places 2 --prompt 8 --new-tokens 4 --ttft 60000 "
         "--tpot 60000 --isl 8 --osl 4 --port 8000")
     choice = json.loads((tmp_path / "out/choice.json").read_text())
     assert choice["launch"] == launch and choice["best"] == found["strategies"][0]
@@ -82,7 +82,7 @@ def test_lengths_that_spread_are_served_up_to_the_positions_of_the_model(tmp_pat
     found = planned("--model", "llama-3-8b", "--machine", "h100", "--gpus", "1", "--tp", "1", "--workload",
                     str(tmp_path / "load.yaml"), *QUICK)
     words = found["launch"]["instances"][0]["command"].split()
-    prompt, output = (int(words[words.index(option) + 1]) for option in ("--prompt", "--max-new-tokens"))
+    prompt, output = (int(words[words.index(option) + 1]) for option in ("--prompt", "--new-tokens"))
     assert 8190 <= prompt + output <= 8192 and output == 161
 
 

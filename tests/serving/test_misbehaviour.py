@@ -193,7 +193,7 @@ def test_a_port_that_another_took_meanwhile_is_told(folder: Path, monkeypatch: p
 
         monkeypatch.setattr(plan_serving, "plan_serving", planned)
         found = CliRunner().invoke(app, ["serve", str(folder), "--port", str(port), "--budget", "9MB", "--prompt", "24",
-                                         "--max-new-tokens", "8", "--places", "1"])
+                                         "--new-tokens", "8", "--places", "1"])
     assert found.exit_code == 2 and f"cannot listen at 127.0.0.1 port {port}: " in " ".join(found.stderr.split())
 
 

@@ -7,20 +7,22 @@ from typing import Annotated
 
 import typer
 
-from forebay.commands.options import DequantizeOption, model_folder
+from forebay.commands.options import model_folder, with_options
 from forebay.commands.terminal import clean_errors, say
+from forebay.rewriter.planning.options import Options
 
 
+@with_options(only=("dequantize",))
 def calibrate_command(
     model: Annotated[str, typer.Argument(
         metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")],
     prompts: Annotated[Path, typer.Option(help='JSONL: {"prompt": "…"} or {"messages": […]}.')],
     output: Annotated[Path, typer.Option(help="Where to write the calibration, JSON.")],
+    options: Options,
     budget: Annotated[str, typer.Option(
         "--budget", metavar="TIER=SIZE,…", help="What may be used, e.g. device=120MiB,host=2GB,disk=/path.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt that are looked at, at most.")] = 512,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
-    dequantize: DequantizeOption = False,
     dtype: Annotated[str, typer.Option(help="fp16 or bf16: for which the printed ranges are chosen.")] = "bf16",
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:  # fmt: skip
@@ -37,7 +39,7 @@ def calibrate_command(
             raise JobError(f"--dtype must be fp16 or bf16, found {dtype!r}")
         requests, bad = read_requests(prompts)
         _check_writable(output)
-        folder = model_folder(model, dequantize)
+        folder = model_folder(model, options.dequantize)
         config = read_config(folder).get_text_config()
         if limit := getattr(config, "max_position_embeddings", 0):
             tokens = min(tokens, limit - 1)  # a plan keeps one position for a new token

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from forebay.commands.machine import machine_profile
-from forebay.commands.options import (
-    ActivationsOption,
-    BudgetOption,
-    CacheOption,
-    DebugOption,
-    DequantizeOption,
-    DraftOption,
-    MachineOption,
-    ModelArgument,
-    SpeculateOption,
-    model_folder,
-    prepare_draft,
-)
+from forebay.commands.options import BudgetOption, DebugOption, ModelArgument, model_folder, prepare_draft, with_options
 from forebay.commands.terminal import clean_errors, console, print_answer, say
+from forebay.rewriter.planning.options import Options, check_choices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,25 +21,23 @@ if TYPE_CHECKING:
     import torch
 
     from forebay.language_model import LanguageModel
+    from forebay.rewriter.ir.plan import Plan
+    from forebay.rewriter.machine.profile import Machine
     from forebay.runtime.run.sampling import Sampling
 
 FIRST_PROMPT = 256  # tokens of conversation that the first plan is for; each further plan is for twice what is needed
 
 
+@with_options(leave=("batch", "prompt", "usual", "places", "plan", "mesh"),
+              defaults={"new_tokens": 256, "prompt_lookup_num_tokens": "auto"})
 def chat(
     model: ModelArgument,
+    options: Options,
     budget: BudgetOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
     temperature: Annotated[float, typer.Option(help="Of the draws; 0 takes the most likely tokens.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Draw from the smallest set of tokens that holds this much.")] = 0.9,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    cache: CacheOption = "native",
-    activations: ActivationsOption = "native",
-    speculate: SpeculateOption = None,
-    draft: DraftOption = None,
-    dequantize: DequantizeOption = False,
-    machine: MachineOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Talk with MODEL, line by line, until the end of the input (Ctrl-D)."""
@@ -62,26 +50,22 @@ def chat(
             sampling = Sampling(temperature != 0, temperature or 1.0, 0, top_p)
         except ValueError as error:
             raise JobError(str(error)) from error
-        refuse_idle_draft(draft, speculate)
         messages = [] if system is None else [{"role": "system", "content": system}]
-        folder = model_folder(model, dequantize)
+        folder = model_folder(model, options.dequantize)
         tokenizer = load_tokenizer(folder)
         if not getattr(tokenizer, "chat_template", None):
             raise JobError(f"the tokenizer of {model} has no chat template; try forebay run {model} \"a prompt\"")
-        with ChatTemplate(tokenizer) as template, _planned(
-                folder, budget, FIRST_PROMPT, max_new_tokens, cache, machine, speculate is not False, draft,
-                activations) as lm:
+        with (ChatTemplate(tokenizer) as template,
+              _planned(folder, budget, replace(options, prompt=FIRST_PROMPT)) as lm):
             for turn, line in enumerate(_lines()):
                 messages.append({"role": "user", "content": line})
                 ids = prompt_ids(PromptLine(turn, turn, messages=messages), tokenizer, template)
-                text = _stream(lm, tokenizer, ids, max_new_tokens, sampling, seed + turn)
+                text = _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed + turn)
                 messages.append({"role": "assistant", "content": text})
 
 
 def answer_one(
-    model: str, prompt: str, budget: str | None, max_new_tokens: int, sampling: Sampling, seed: int, *, chat: bool,
-    cache: str, machine: Path | None, speculate: bool, dequantize: bool = False, draft: str | None = None,
-    activations: str = "native",
+    model: str, prompt: str, budget: str | None, options: Options, sampling: Sampling, seed: int, *, chat: bool
 ) -> None:
     """Print the answer to one prompt as its tokens come, then to stderr what time it took."""
     from forebay.commands.chat_template import ChatTemplate
@@ -90,30 +74,19 @@ def answer_one(
 
     if not prompt.strip():
         raise JobError("the prompt is empty")
-    folder = model_folder(model, dequantize)
+    folder = model_folder(model, options.dequantize)
     tokenizer = (None if chat else plain_tokenizer(folder)) or load_tokenizer(folder)
     if chat and not getattr(tokenizer, "chat_template", None):
         raise JobError("the model's tokenizer has no chat template; leave --chat out")
     with ChatTemplate(tokenizer) as template:
         ids = prompt_ids(PromptLine(1, 1, prompt), tokenizer, template, chat)
-    with _planned(folder, budget, len(ids), max_new_tokens, cache, machine, speculate, draft, activations) as lm:
-        _stream(lm, tokenizer, ids, max_new_tokens, sampling, seed)
+    with _planned(folder, budget, replace(options, prompt=len(ids))) as lm:
+        _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed)
 
 
-def refuse_idle_draft(draft: str | None, speculate: bool | None) -> None:
-    """JobError for a draft where no step is to check any."""
-    from forebay.commands.prompts import JobError
-
-    if draft is not None and speculate is False:
-        raise JobError("--draft: with --no-speculate nothing is drafted; leave one of both out")
-
-
-def _planned(
-    folder: Path, budget: str | None, prompt: int, new_tokens: int, cache: str, machine: Path | None, speculate: bool,
-    draft: str | None = None, activations: str = "native",
-) -> LanguageModel:
-    """The model planned for one sequence, if it may `speculate` with steps that check drafts where they pay, those of
-    the model `draft` if one is named; within half of the memory that is free where no budget is named."""
+def _planned(folder: Path, budget: str | None, options: Options) -> LanguageModel:
+    """The model planned for one sequence; within half of the memory that is free where no budget is named. A bundle's
+    own plan is taken where it is what is asked for."""
     from forebay.api import wrap
     from forebay.drafted import draft_summary
     from forebay.exported.bundle import is_bundle
@@ -121,14 +94,11 @@ def _planned(
     from forebay.kernels.build.process_limits import available_nbytes
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import Budget
-    from forebay.rewriter.planning.options import activations_of
 
-    profile = machine_profile(machine, folder)
-    saved = stored_plan(folder) if budget is None and is_bundle(folder) and draft is None else None
-    if saved is not None and cache in ("native", saved.cache_format) and saved.workload.batch == 1 and (
-            activations in ("native", activations_of(saved))) and (
-            prompt <= saved.workload.prompt and prompt + new_tokens <= saved.workload.context):
-        return open_bundle(folder, machine=profile)
+    options = replace(options, machine=machine_profile(options, folder))
+    saved = stored_plan(folder) if budget is None and is_bundle(folder) and options.draft is None else None
+    if saved is not None and _serves(saved, options):
+        return open_bundle(folder, machine=cast("Machine", options.machine))
     if saved is not None:
         sizes = Budget(saved.budget.device, saved.budget.host)
     elif budget is not None:
@@ -136,14 +106,22 @@ def _planned(
     else:
         sizes = Budget(available_nbytes() // 2)
         say(f"no --budget is named: half of the free memory, {format_nbytes(sizes.device)}, may be used")
-    prepare_draft(draft, folder, sizes.device)
+    prepare_draft(options.draft, folder, sizes.device)
     with console().status("capturing and planning"):
-        lm = wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache, draft=draft,
-                  activations=activations,  # type: ignore[call-overload]
-                  prompt_lookup_num_tokens="auto" if speculate else None)
-    if draft is not None:
+        lm = wrap(folder, sizes, options)
+    if options.draft is not None:
         say(f"draft: {draft_summary(lm)}")
     return lm
+
+
+def _serves(plan: Plan, options: Options) -> bool:
+    """Whether a plan is for one sequence as long as is asked for, and keeps every other option."""
+    work, prompt, new_tokens = plan.workload, options.prompt or 1, options.new_tokens or 1
+    try:
+        check_choices(work, options, plan)
+    except ValueError:
+        return False
+    return work.batch == 1 and prompt <= work.prompt and prompt + new_tokens <= work.context
 
 
 def _stream(
@@ -158,7 +136,7 @@ def _stream(
     limit = lm.captured.max_positions
     if limit and len(ids) + new_tokens > limit:
         raise JobError(f"{len(ids)} tokens and an answer of {new_tokens} exceed the model's {limit} positions; ask for "
-                       "less with --max-new-tokens" + (", or begin anew" if len(ids) < limit else ""))
+                       "less with --new-tokens" + (", or begin anew" if len(ids) < limit else ""))
     if len(ids) > lm.plan.workload.prompt:
         most = limit - new_tokens if limit else 2 * len(ids)
         lm.reserve(1, min(2 * len(ids), most), new_tokens)

@@ -7,25 +7,24 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 import typer
 
-from forebay.commands.machine import machine_profile
-from forebay.commands.options import ActivationsOption, CacheOption, DequantizeOption, model_folder
+from forebay.commands.options import DebugOption, ModelArgument, model_folder, with_options
 from forebay.commands.prompts import JobError, load_tokenizer, text_ids
 from forebay.commands.terminal import clean_errors, console, progress_bar
 from forebay.rewriter.ir.files import read_input_text
+from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
     from forebay.language_model import LanguageModel
     from forebay.rewriter.checkpoints.checkpoint import Progress
     from forebay.rewriter.ir.plan import Budget
     from forebay.rewriter.machine.profile import Machine
-    from forebay.rewriter.planning.options import Activations
 
 CONTEXT = 512
 
@@ -62,10 +61,9 @@ class WordAccuracy:
 
 
 def open_scorer(
-    model: str | os.PathLike[str], budget: Budget, *, context: int = CONTEXT, batch: int = 1,
-    machine: Machine | None = None, cache: str = "native", activations: Activations = "native",
+    model: str | os.PathLike[str], budget: Budget, options: Options | None = None, *, context: int = CONTEXT
 ) -> LanguageModel:
-    """A LanguageModel whose steps give scores instead of logits, planned for `batch` rows of `context` tokens.
+    """A LanguageModel whose steps give scores instead of logits, planned for a batch of rows of `context` tokens.
 
     The softmax is part of the step, so that a chunk's logits count against the budget and never leave it. It serves
     `perplexity` and `next_word_accuracy`, not `generate`. Raises as `wrap` does.
@@ -74,15 +72,14 @@ def open_scorer(
     from forebay.open_model import open_model
     from forebay.rewriter.checkpoints.resolve import resolve_model
     from forebay.rewriter.ir.plan import Workload
-    from forebay.rewriter.planning.options import Options
 
-    folder = resolve_model(model)
+    folder, options = resolve_model(model), options or Options()
     scoring, checkpoint, files = open_model(folder, gives="scores")
     limit = scoring.max_positions
     if limit and context >= limit:
         raise JobError(f"a context of {context} tokens is too long: at most {limit - 1} fit the model's positions")
-    return LanguageModel(scoring, checkpoint, files, budget, Workload(batch, context, 1),
-                         Options(cache=cache, activations=activations), machine)
+    return LanguageModel(scoring, checkpoint, files, budget, Workload(options.batch or 1, context, 1), options,
+                         cast("Machine | None", options.machine))
 
 
 def perplexity(
@@ -205,9 +202,11 @@ def _passage(text: str, tokenizer: Any) -> Passage:
     return torch.tensor(ids, dtype=torch.int64), max(1, min(same, len(ids) - 1))
 
 
+@with_options(leave=("prompt", "new_tokens", "usual", "places", "plan", "mesh", "calibration",
+                     "prompt_lookup_num_tokens", "draft"))
 def eval_command(
-    model: Annotated[str, typer.Argument(
-        metavar="MODEL", help="A folder with a checkpoint, quantised or not, a .gguf file, or 'demo'.")],
+    model: ModelArgument,
+    options: Options,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure perplexity on.")] = None,
     words: Annotated[Path | None, typer.Option(
         help='JSONL of {"text": "…"}: how often the last word is predicted.')] = None,
@@ -217,19 +216,13 @@ def eval_command(
     context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = CONTEXT,
     stride: Annotated[int | None, typer.Option(min=1, help="Tokens from window to window (default: the context).")]
     = None,
-    batch: Annotated[int, typer.Option(min=1, help="Windows at once; they share each pass over the weights.")] = 1,
-    cache: CacheOption = "native",
-    activations: ActivationsOption = "native",
-    dequantize: DequantizeOption = False,
     tokens: Annotated[int | None, typer.Option(min=2, help="Only so many tokens of the text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    machine: Annotated[Path | None, typer.Option(help="A machine profile to use instead of this machine's own.")]
-    = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: DebugOption = False,
 ) -> None:
     """Measure how well MODEL predicts text, streamed within the budget like any other run.
     \f
-    Long: a third of it is the options, one by one.
+    Long: a third of it is the options of its own.
     """
     with clean_errors(debug):
         from forebay.commands.process_memory import MemoryWatch
@@ -247,15 +240,14 @@ def eval_command(
         given = _read_text(text) if text else ""
         if words is not None:
             _read_texts(words)  # before a model is opened: mistakes show at once
-        folder = model_folder(model, dequantize)
+        folder = model_folder(model, options.dequantize)
         # Before the budget counts, as all input is: a tokenizer takes tens of MB, and none is needed afterwards.
         told = tokenize(folder, given) if text is not None else None
         passages = read_passages(folder, words) if words is not None else []
-        profile = machine_profile(machine, folder) if machine else kept_machine(folder)
+        options = replace(options, machine=options.machine or kept_machine(folder))
         sizes = parse_budget(budget) if budget else Budget(available_nbytes() // 2)
         with console().status("capturing and planning"):
-            lm = open_scorer(folder, sizes, context=context, batch=batch, machine=profile, cache=cache,
-                             activations=activations)  # type: ignore[arg-type]
+            lm = open_scorer(folder, sizes, options, context=context)
         files = {f.path for f in lm.files.values()}
         for path in files:
             drop_file(path)  # what others left in the page cache would be memory beyond the budget

@@ -9,7 +9,6 @@ from typing import Any
 from forebay.commands.plan_config import PlanRequest, Point, draw_frontier, frontier_data, frontier_lines
 from forebay.kernels.formats.table import SMALL_CACHE, SMALL_WEIGHTS
 from forebay.rewriter.ir.byte_sizes import format_nbytes
-from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.policy.placement import NO_CHECKPOINTS
 from forebay.rewriter.policy.policy_search import Problem, Space, frontier, search
 from forebay.rewriter.policy.policy_summary import summary, weight_tiers
@@ -26,7 +25,7 @@ def explore_config(
     ValueErrors) that name the field, or the binding tier and the smallest budget for it.
     """
     wanted = request.wanted()
-    problem = Problem(load_model_shape(request.config), load_machine_or_preset(request.machine), request.prompt,
+    problem = Problem(load_model_shape(request.config), request.known_machine, request.prompt,
                       request.output, capacity=dict(request.capacity), usual=request.usual)
     space = Space(batch=request.batch, closed=frozenset() if checkpoints else NO_CHECKPOINTS,
                   weight_formats=("native", SMALL_WEIGHTS.name) if quantise else ("native",),

@@ -8,13 +8,16 @@ from typing import Annotated
 import typer
 
 from forebay.commands.machine import machine_profile
-from forebay.commands.options import BudgetOption, CacheOption, DebugOption, MachineOption, ModelArgument, model_folder
+from forebay.commands.options import BudgetOption, DebugOption, ModelArgument, model_folder, with_options
 from forebay.commands.terminal import clean_errors, progress_bar, say
+from forebay.rewriter.planning.options import Options
 
 
+@with_options(only=("batch", "prompt", "new_tokens", "cache", "machine"))
 def export_command(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
+    options: Options,
     format: Annotated[str, typer.Option(
         help="bundle: a folder that every other command takes as a model; onnx: one for onnxruntime and its like; "
              "pt2: a program of torch.export; aoti: one compiled for this processor.")]
@@ -27,12 +30,6 @@ def export_command(
         help="Of onnx: float32, or int8: onnxruntime rounds what packed weights are multiplied with to 8 bits, which "
              "is faster and less exact.")] = "float32",
     budget: BudgetOption = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that the stored plan is for.")] = 1,
-    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest prompt (default: 128).")] = None,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", "--max-new-tokens", min=1, help="Tokens to generate.")]
-    = 128,
-    cache: CacheOption = "native",
-    machine: MachineOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -43,12 +40,13 @@ def export_command(
         from forebay.rewriter.ir.byte_sizes import format_nbytes
 
         folder = model_folder(model)
-        profile = machine_profile(machine, folder) if format == "bundle" else None
+        profile = machine_profile(options, folder) if format == "bundle" else None
         with progress_bar() as bar:
             task = bar.add_task("exporting", total=None, note="")
             made = export(
-                folder, out, format, budget=budget, batch=batch, prompt=prompt, new_tokens=new_tokens, cache=cache,  # type: ignore[arg-type]
-                dialect=dialect, activations=activations, machine=profile, force=force,  # type: ignore[arg-type]
+                folder, out, format, budget=budget, batch=options.batch or 1, prompt=options.prompt,  # type: ignore[arg-type]
+                new_tokens=options.new_tokens or 128, cache=options.cache, dialect=dialect, activations=activations,  # type: ignore[arg-type]
+                machine=profile, force=force,
                 progress=lambda done, total: bar.update(
                     task, completed=done, total=total, note=format_nbytes(done)))
         size = sum(path.stat().st_size for path in made.iterdir())

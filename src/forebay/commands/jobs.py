@@ -23,7 +23,7 @@ from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, t
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.rewriter.ir.files import naming, read_input
-from forebay.rewriter.ir.score_range import ScoreRange
+from forebay.rewriter.planning.options import OPTIONS, Options
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import OnEnd, OnStep, Request, WorkDone
 
@@ -57,21 +57,21 @@ DIFFERENT = {
 
 
 def job_settings(
-    checkpoint: Checkpoint, tokenizer: Any, ask: Ask, *, chat: bool, cache: str, activations: str = "native",
-    ranges: Sequence[ScoreRange] = (),
+    checkpoint: Checkpoint, tokenizer: Any, ask: Ask, options: Options, *, chat: bool
 ) -> dict[str, Any]:
     """What answers depend on beside their prompts, as the settings file has it; the batch is noted when it is known
     (`AnswerFile.note_batch`)."""
     template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
     # A quantised model's fingerprint covers every byte, which is why its files may be copied.
     files = {} if is_quantized(checkpoint.folder) else {"files": states_checksum(checkpoint.states)}
-    calibrated = {"calibration": hashlib.sha256(repr(tuple(ranges)).encode()).hexdigest()} if ranges else {}
-    rounded = {"activations": activations} if activations != "native" else {}
+    ranges = options.score_ranges
+    calibrated = {"calibration": hashlib.sha256(repr(ranges).encode()).hexdigest()} if ranges else {}
+    rounded = {name: getattr(options, name) for name, record in OPTIONS.items() if record.answers}
     return {
         "model": checkpoint.fingerprint, **files, **calibrated, **rounded,
         "tokenizer": tokenizer_checksum(checkpoint.folder),
         "chat_template": hashlib.sha256(template.encode()).hexdigest(), "chat": chat, "eos": list(ask.eos),
-        "max_new_tokens": ask.max_new_tokens, "cache": cache,
+        "new_tokens": ask.max_new_tokens,
         "sampling": vars(ask.sampling) | {"seed": ask.seed} if ask.sampling.do_sample else "greedy"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -15,6 +15,7 @@ from forebay.commands.terminal import clean_errors, console, progress_bar, say
 
 if TYPE_CHECKING:
     from forebay.rewriter.machine.profile import Machine
+    from forebay.rewriter.planning.options import Options
 
 PROFILE_NBYTES = 1 << 16  # more than a profile takes
 SHOWN_M = (1, 8, 64)  # of the rows that products were measured for
@@ -82,17 +83,10 @@ def machine_command(
         print(f"kept in {machine_cache_path(folder)}; --measure measures anew")
 
 
-def machine_profile(file: Path | None, folder: Path) -> Machine:
-    """The profile in `file`, or this machine's own, measured quickly when there is none."""
-    from forebay.rewriter.ir.plan import PlanError
-    from forebay.rewriter.machine.profile import load_machine
-
-    if file is not None:
-        try:
-            return load_machine(file)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
-    return _measured(folder, quick=True, anew=False)
+def machine_profile(options: Options | None, folder: Path) -> Machine:
+    """The profile that is named, or this machine's own, measured quickly when there is none."""
+    named = cast("Machine | None", options and options.machine)
+    return named or _measured(folder, quick=True, anew=False)
 
 
 def _measured(folder: Path, *, quick: bool, anew: bool) -> Machine:

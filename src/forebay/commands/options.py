@@ -1,48 +1,76 @@
-"""What the commands take alike: options, and the folder of the model that is named."""
+"""What the commands take alike: the table of options, and the folder of the model that is named."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from forebay.commands.terminal import progress_bar
-from forebay.kernels.formats.table import cache_choices
+from forebay.commands.terminal import clean_errors, progress_bar
+from forebay.rewriter.planning.options import OPTIONS, OptionRecord, make_options
 
 ModelArgument = Annotated[str, typer.Argument(
     metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")]
 BudgetOption = Annotated[str | None, typer.Option(
     "--budget", metavar="TIER=SIZE,…", help="What may be used, e.g. device=120MiB,host=2GB,disk=/path.")]
-MachineOption = Annotated[Path | None, typer.Option("--machine", help="A machine profile to use instead of this "
-                                                    "machine's own.")]
-SlotsOption = Annotated[int | None, typer.Option(min=1, help="Staging slots; the planner chooses by default.")]
-CacheOption = Annotated[str, typer.Option("--cache", metavar="FORMAT", help=f"Of the KV cache: {cache_choices()}.")]
-ActivationsOption = Annotated[str, typer.Option(
-    "--activations", metavar="FORMAT", help="That packed weights meet: native, bf16 or int8: rounded, faster on a CPU "
-    "whose instructions take them and a little less accurate (`forebay eval` says how much).")]
-SpeculateOption = Annotated[bool | None, typer.Option(
-    "--speculate/--no-speculate", help="Where it is expected to pay, check tokens that followed the last ones before "
-    "(prompt lookup) in steps over several; answers are the same.")]
-DraftOption = Annotated[str | None, typer.Option(
-    "--draft", metavar="MODEL|FORMAT|auto", help="A smaller model of the same tokenizer, or a format such as w4, for "
-    "this model in fewer bits (auto: w8 where it fits, else w4): it drafts within the same budget where that is "
-    "predicted to pay.")]
-CalibrationOption = Annotated[Path | None, typer.Option(
-    "--calibration", help="What `forebay calibrate` measured of this model: layers share a softmax maximum on a GPU.")]
-DequantizeOption = Annotated[bool, typer.Option(
-    "--dequantize", help="Run a GGUF file's weights as float32; by default what is quantised stays packed.")]
-MeshOption = Annotated[str | None, typer.Option(
-    "--mesh", metavar="RANKS", help="Processes that share every layer, e.g. 4, or the layers, stages=2, or both, "
-    "stages=2,tensor=2, or in two dimensions, tensor=2x2,layout=2d (x, xy or xyz: prompts gather weights); with "
-    "attention=batch each attends for some of the sequences, else with some of the heads; with chunks=4 sums "
-    "are exchanged in so many parts, one beside the product of the next (4/1: not in steps over one token), with "
-    "layout=2d,gather_chunks=4 inputs of products gathered, one beside the product of the one before; by default "
-    "all that torchrun started share every layer in one.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+class PlanningCommand:
+    """A command that has options of the table beside its own, and is given them as `options`. It reads the table when
+    it is asked for its signature, so that what is registered later is there too."""
+
+    def __init__(
+        self, function: Callable[..., None], keep: Callable[[str], bool], defaults: Mapping[str, Any],
+        said: Mapping[str, str],
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.__annotations__: dict[str, Any] = {}
+        self.function, self.keep, self.defaults, self.said = function, keep, defaults, said
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = inspect.signature(self.function, eval_str=True).parameters.values()
+        table = [self._parameter(name, record) for name, record in OPTIONS.items() if self.keep(name)]
+        return inspect.Signature(sorted([*(each for each in own if each.name != "options"), *table],
+                                        key=lambda each: each.kind))
+
+    def __call__(self, **given: Any) -> None:
+        with clean_errors(given.get("debug", False)):
+            words = {name: given.pop(name) for name in OPTIONS if self.keep(name) and name in given}
+            options = make_options(dict(self.defaults) | {
+                name: OPTIONS[name].kind.parse(value) if isinstance(value, str) else value
+                for name, value in words.items() if value is not None})
+        self.function(**given, options=options)
+
+    def _parameter(self, name: str, record: OptionRecord) -> inspect.Parameter:
+        """The table's record, as typer reads it."""
+        default = self.said.get(name) or self.defaults.get(name) or record.said_default
+        flag, word = record.kind.flag, f"--{name.replace('_', '-')}"
+        option = typer.Option(
+            f"{word}/--no-{word[2:]}" if flag and record.default is None else word, rich_help_panel=record.group,
+            metavar=None if flag else record.kind.metavar, show_default=False,
+            help=record.help + (f" (default: {default})." if default else "."))
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[
+            bool | None if flag else str | None, option])
+
+
+def with_options(
+    *, only: Collection[str] = (), leave: Collection[str] = (), defaults: Mapping[str, Any] | None = None,
+    said: Mapping[str, str] | None = None,
+) -> Callable[[Callable[..., None]], PlanningCommand]:
+    """Give a command the options of the table, `only` some or all but those that it must `leave` out, and call it with
+    `options`. `defaults` are its own where nobody names one; `said` are words for what happens then."""
+    def keep(name: str) -> bool:
+        return name in only if only else name not in leave
+
+    return lambda function: PlanningCommand(function, keep, defaults or {}, said or {})
 
 
 def model_folder(model: str, dequantize: bool = False) -> Path:
@@ -53,7 +81,7 @@ def model_folder(model: str, dequantize: bool = False) -> Path:
         return resolve_model(model, dequantize=dequantize, progress=progress)
 
 
-def prepare_draft(draft: str | None, folder: Path, device: int) -> None:
+def prepare_draft(draft: str | os.PathLike[str] | None, folder: Path, device: int) -> None:
     """Convert or pack what may draft for the model in `folder` in a budget of `device` bytes, where that is needed,
     with a progress bar."""
     from forebay.rewriter.checkpoints.resolve import draft_copies, resolve_draft

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from forebay.commands.machine import machine_profile
 from forebay.commands.options import (
-    ActivationsOption,
     BudgetOption,
-    CacheOption,
     DebugOption,
-    DequantizeOption,
-    DraftOption,
-    MeshOption,
-    SlotsOption,
     model_folder,
     prepare_draft,
     require_writable,
+    with_options,
 )
 from forebay.commands.terminal import clean_errors, console, say
+from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
     from forebay.commands.plan_config import PlanRequest
@@ -31,36 +28,23 @@ if TYPE_CHECKING:
     from forebay.rewriter.ir.plan import Plan, Workload
     from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
     from forebay.rewriter.machine.profile import Machine
-    from forebay.rewriter.planning.options import Options
 
 
+EXPLORED = ("batch", "prompt", "new_tokens", "usual", "machine")  # what a search by closed forms alone goes by
+
+
+@with_options(leave=("places", "plan", "calibration"), said={
+    "batch": "1; with --config: searched", "prompt": "64; with --config: 512", "new_tokens": "64; with --config: 32"})
 def plan(
+    options: Options,
     model: Annotated[str | None, typer.Argument(
         metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")] = None,
     config: Annotated[str | None, typer.Option(
         metavar="FILE|NAME", help="Instead of MODEL: a config.json or a preset model such as opt-30b. No weights are "
         "needed, and --budget takes a size of every tier.")] = None,
     budget: BudgetOption = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences (default: 1; with --config: searched).")] = None,
-    prompt: Annotated[int | None, typer.Option(
-        min=1, help="Tokens of the longest prompt (default: 64; with --config: 512).")] = None,
-    new_tokens: Annotated[int | None, typer.Option(
-        "--new-tokens", "--max-new-tokens", "--output", min=1, help="Tokens to generate (default: 64; with --config: "
-        "32).")] = None,
-    usual: Annotated[str | None, typer.Option(
-        metavar="PROMPT,ANSWER", help="Tokens of a usual prompt and answer, where most are shorter: times are theirs.")]
-    = None,
-    slots: SlotsOption = None,
-    cache: CacheOption = "native",
-    activations: ActivationsOption = "native",
-    draft: DraftOption = None,
-    dequantize: DequantizeOption = False,
-    mesh: MeshOption = None,
     rank: Annotated[int | None, typer.Option(min=0, help="With --mesh: whose plan is shown (default: 0); --save writes "
                                              "those of all, into a folder.")] = None,
-    machine: Annotated[str | None, typer.Option(
-        metavar="FILE|NAME", help="A machine profile to use instead of this machine's own, or a preset such as t4.")]
-    = None,
     objective: Annotated[str, typer.Option(
         help="With --config: throughput, latency, or budget: the least device memory for --tokens-per-s.")]
     = "throughput",
@@ -73,7 +57,7 @@ def plan(
         "would run: any share of every tensor on every tier, formats, checkpoints, diagonal blocks.")] = False,
     quantise: Annotated[bool, typer.Option("--quantise", help="With --explore: try 4-bit weights and cache too.")]
     = False,
-    checkpoints: Annotated[bool, typer.Option(
+    recompute: Annotated[bool, typer.Option(
         help="With --explore: keep part of the cache as layer inputs, and recompute keys and values.")] = True,
     diagonal: Annotated[bool, typer.Option("--diagonal", help="With --explore: try the diagonal schedule too.")]
     = False,
@@ -89,64 +73,66 @@ def plan(
 ) -> None:
     """Show what would go where, how much memory and time it takes, and the smallest budget; no weight is read.
     \f
-    Long: most of it is the options, one by one.
+    Long: most of it is the options of its own.
     """
     with clean_errors(debug):
         from forebay.rewriter.ir.plan import PlanError
-        from forebay.rewriter.planning.options import Options
 
         if (model is None) == (config is None):
             raise PlanError("name a MODEL, or a --config to plan without one")
-        of_model = {"--draft": draft is not None, "--dequantize": dequantize, "--mesh": mesh is not None}
-        for name, given in of_model.items():
-            if given and config is not None:
-                raise PlanError(f"{name} is for the weights of a MODEL")
-        if rank is not None and mesh is None:
+        if rank is not None and options.mesh is None:
             raise PlanError("--rank is for the plans of a --mesh")
-        lengths = _usual(usual)
+        asked = options.forced()
         if config is not None:
-            request = _request(config, machine, budget, prompt=prompt or 512, output=new_tokens or 32,
-                               objective=objective, batch=batch or 0, latency_s=latency, tokens_per_s=tokens_per_s,
-                               usual=lengths)
+            _refuse({f"--{name}": name in asked for name in ("draft", "dequantize", "mesh")},
+                    "is for the weights of a MODEL")
+            request = _request(config, options, budget, objective=objective, latency_s=latency,
+                               tokens_per_s=tokens_per_s)
             if explore:
-                if slots is not None or cache != "native" or save is not None:
-                    raise PlanError("--slots, --cache and --save are for plans that run; --explore finds none")
-                _explore(request, as_json, quantise=quantise, checkpoints=checkpoints, diagonal=diagonal, pareto=pareto)
+                _refuse({f"--{name.replace('_', '-')}": name not in EXPLORED for name in asked} | {"--save": save},
+                        "is for plans that run; --explore finds none")
+                _explore(request, as_json, quantise=quantise, checkpoints=recompute, diagonal=diagonal, pareto=pareto)
                 return
-        only = {"--quantise": quantise, "--no-checkpoints": not checkpoints, "--diagonal": diagonal}
-        for name, given in only.items():
-            if given:
-                raise PlanError(f"{name} needs --config and --explore")
+        _refuse({"--quantise": quantise, "--no-recompute": not recompute, "--diagonal": diagonal},
+                "needs --config and --explore")
         if config is not None:
-            _plan_config(request, Options(slots=slots, cache=cache), as_json, save, pareto)
+            _plan_config(request, options, as_json, save, pareto)
             return
-        only = {"--objective": objective != "throughput", "--latency": latency is not None, "--explore": explore,
-                "--tokens-per-s": tokens_per_s is not None}
-        for name, given in only.items():
-            if given:
-                raise PlanError(f"{name} needs --config")
+        _refuse({"--objective": objective != "throughput", "--latency": latency is not None, "--explore": explore,
+                 "--tokens-per-s": tokens_per_s is not None}, "needs --config")
         assert model is not None
-        shape = (batch or 1, prompt or 64, new_tokens or 64, *(lengths or ()))
-        if draft is not None:
-            refused = {"--json": as_json, "--save": save, "--picture": picture, "--pareto": pareto, "--slots": slots,
-                       "--mesh": mesh}
-            for name, option in refused.items():
-                if option:
-                    raise PlanError(f"{name} is for the plan of one model; leave it or --draft out")
-            _plan_drafted(model, draft, budget, shape, cache, machine, dequantize)
-            return
-        options = Options(slots=slots, cache=cache, activations=activations)  # type: ignore[arg-type]
-        if mesh is not None:
-            if picture or pareto:
-                raise PlanError("--picture and --pareto are for the plan of one device; leave them or --mesh out")
-            _plan_mesh(model, mesh, rank or 0, budget, shape, options, machine, as_json, save, dequantize)
-            return
-        _plan_model(model, budget, shape, options, machine, as_json, save, (picture, pareto), dequantize)
+        options = replace(options, prompt=options.prompt or 64, new_tokens=options.new_tokens or 64)
+        if budget is None:
+            raise PlanError("say how much memory may be used, as --budget device=120MiB")
+        if options.draft is not None:
+            _refuse({"--json": as_json, "--save": save, "--picture": picture, "--pareto": pareto,
+                     "--mesh": options.mesh}, "is for the plan of one model; leave it or --draft out")
+            _plan_drafted(model, budget, options)
+        elif options.mesh is not None:
+            _refuse({"--picture": picture, "--pareto": pareto}, "is for the plan of one device; leave it or --mesh out")
+            _plan_mesh(model, rank or 0, budget, options, as_json, save)
+        else:
+            _plan_model(model, budget, options, as_json, save, (picture, pareto))
+
+
+def _refuse(given: dict[str, Any], why: str) -> None:
+    """PlanError for the first option that is given."""
+    from forebay.rewriter.ir.plan import PlanError
+
+    for name, value in given.items():
+        if value:
+            raise PlanError(f"{name} {why}")
+
+
+def _workload(options: Options) -> Workload:
+    from forebay.rewriter.ir.plan import Workload
+
+    return Workload(options.batch or 1, options.prompt or 1, options.new_tokens or 1, *(options.usual or ()))
 
 
 def _plan_model(
-    model: str, budget: str | None, shape: tuple[int, ...], options: Options, machine: str | None,
-    as_json: bool, save: Path | None, pictures: tuple[Path | None, Path | None], dequantize: bool,
+    model: str, budget: str, options: Options, as_json: bool, save: Path | None,
+    pictures: tuple[Path | None, Path | None],
 ) -> None:
     from forebay.commands.pictures import draw_step
     from forebay.commands.plan_config import draw_frontier, frontier_lines
@@ -154,7 +140,6 @@ def _plan_model(
     from forebay.open_model import open_model
     from forebay.rewriter.capture.step_graphs import step_graphs
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
-    from forebay.rewriter.ir.plan import PlanError, Workload
     from forebay.rewriter.pipeline.plan_block import plan_batches, plan_block
     from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
     from forebay.rewriter.planning.objective import latency_s, tokens_per_s
@@ -163,16 +148,14 @@ def _plan_model(
     from forebay.rewriter.predict.simulate import simulate
     from forebay.rewriter.switches import read_switches
 
-    if budget is None:
-        raise PlanError("say how much memory may be used, as --budget device=120MiB")
-    sizes, workload, switches = parse_budget(budget), Workload(*shape), read_switches()
+    sizes, workload, switches = parse_budget(budget), _workload(options), read_switches()
     check_choices(workload, options)
     require_writable(save, "--save")
     picture, pareto = pictures
     require_writable(picture, "--picture")
     require_writable(pareto, "--pareto")
-    folder = model_folder(model, dequantize)
-    profile = _profile(machine, folder)
+    folder = model_folder(model, options.dequantize)
+    profile = machine_profile(options, folder)
     with console().status("capturing the model"):
         captured, checkpoint, files = open_model(folder)
     with console().status("planning"):
@@ -207,25 +190,23 @@ def _plan_model(
 
 
 def _plan_mesh(
-    model: str, mesh: str, rank: int, budget: str | None, shape: tuple[int, ...], options: Options, machine: str | None,
-    as_json: bool, save: Path | None, dequantize: bool,
+    model: str, rank: int, budget: str, options: Options, as_json: bool, save: Path | None
 ) -> None:
     """Plan all ranks, write their plans, and show one."""
     from forebay.commands.plan_ranks import plans_of_ranks, save_ranks, step_lines
     from forebay.open_model import open_model
     from forebay.read_mesh import read_mesh
     from forebay.rewriter.ir.byte_sizes import parse_budget
-    from forebay.rewriter.ir.plan import PlanError, Workload
+    from forebay.rewriter.ir.plan import PlanError
     from forebay.rewriter.planning.options import check_choices
 
-    if budget is None:
-        raise PlanError("say how much memory each rank may use, as --budget device=120MiB")
-    ranks, workload = read_mesh(mesh).ranks, Workload(*shape)
+    mesh = cast("str", options.mesh)
+    ranks, workload = read_mesh(mesh).ranks, _workload(options)
     if rank >= ranks:
         raise PlanError(f"--rank {rank}: the mesh {mesh} has ranks 0 to {ranks - 1}")
     check_choices(workload, options)
-    folder = model_folder(model, dequantize)
-    profile = _profile(machine, folder)
+    folder = model_folder(model, options.dequantize)
+    profile = machine_profile(options, folder)
     with console().status("capturing the model"):
         opened = open_model(folder)
     made = plans_of_ranks(opened, mesh, parse_budget(budget), workload, options, profile)
@@ -239,54 +220,20 @@ def _plan_mesh(
     print(*step_lines(made, profile), sep="\n")
 
 
-def _plan_drafted(
-    model: str, draft: str, budget: str | None, shape: tuple[int, ...], cache: str, machine: str | None,
-    dequantize: bool,
-) -> None:
+def _plan_drafted(model: str, budget: str, options: Options) -> None:
     """Show how a model and what may draft for it share the budget, or why nothing drafts."""
     from forebay.api import wrap
     from forebay.rewriter.ir.byte_sizes import parse_budget
-    from forebay.rewriter.ir.plan import PlanError
 
-    if budget is None:
-        raise PlanError("say how much memory may be used, as --budget device=120MiB")
-    folder = model_folder(model, dequantize)
-    profile = _profile(machine, folder)
-    batch, prompt, new_tokens, *usual = shape
-    prepare_draft(draft, folder, parse_budget(budget).device)
+    folder = model_folder(model, options.dequantize)
+    options = replace(options, machine=machine_profile(options, folder))
+    prepare_draft(options.draft, folder, parse_budget(budget).device)
     with console().status("capturing and planning"):
-        lm = wrap(folder, budget, batch=batch, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache,
-                  draft=draft, usual=(usual[0], usual[1]) if usual else None)
+        lm = wrap(folder, budget, options)
     print(lm.explain())
 
 
-def _usual(text: str | None) -> tuple[int, int] | None:
-    """Two numbers of tokens; PlanError for anything else."""
-    from forebay.rewriter.ir.plan import PlanError
-
-    if text is None:
-        return None
-    numbers = text.split(",")
-    if len(numbers) != 2 or not all(each.strip().isdecimal() and int(each) for each in numbers):
-        raise PlanError(f"--usual {text}: name two numbers of tokens of at least 1, of a prompt and of an answer, as "
-                        "--usual 200,50")
-    return int(numbers[0]), int(numbers[1])
-
-
-def _profile(machine: str | None, folder: Path) -> Machine:
-    """A preset by name, the profile in a file, or this machine's own."""
-    from forebay.rewriter.ir.plan import PlanError
-    from forebay.rewriter.machine.presets import load_machine_or_preset
-
-    if machine is None:
-        return machine_profile(None, folder)
-    try:
-        return load_machine_or_preset(machine)
-    except ValueError as error:
-        raise PlanError(str(error)) from error
-
-
-def _request(config: str, machine: str | None, budget: str | None, **asked: Any) -> PlanRequest:
+def _request(config: str, options: Options, budget: str | None, **asked: Any) -> PlanRequest:
     from forebay.commands.plan_config import PlanRequest
     from forebay.rewriter.ir.byte_sizes import parse_nbytes
     from forebay.rewriter.ir.plan import TIERS, PlanError
@@ -300,12 +247,13 @@ def _request(config: str, machine: str | None, budget: str | None, **asked: Any)
         if tier not in TIERS:
             raise PlanError(f"budget: unknown tier {tier!r}; the tiers are {', '.join(TIERS)}")
         capacity[tier] = parse_nbytes(size, f"budget.{tier}")
-    if machine is None:
+    if options.machine is None:
         kept = machine_cache_path(Path())
         if not kept.exists():
             raise PlanError("name a --machine, such as t4, or measure this one: forebay machine")
-        machine = str(kept)
-    return PlanRequest(config, machine, capacity=tuple(capacity.items()), **asked)
+        options = replace(options, machine=kept)
+    return PlanRequest(config, cast("Machine", options.machine), options.prompt or 512, options.new_tokens or 32,
+                       batch=options.batch or 0, usual=options.usual, capacity=tuple(capacity.items()), **asked)
 
 
 def _explore(request: PlanRequest, as_json: bool, **choices: Any) -> None:

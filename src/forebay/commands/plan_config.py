@@ -51,7 +51,7 @@ class PlanRequest:
     """
 
     config: str  # a preset model's name or a config.json
-    machine: str  # a preset's name or a file
+    machine: str | Machine  # a preset's name or a file
     prompt: int = 512
     output: int = 32
     objective: str = "throughput"
@@ -60,6 +60,11 @@ class PlanRequest:
     tokens_per_s: float | None = None
     capacity: tuple[tuple[str, int], ...] = ()
     usual: tuple[int, int] | None = None
+
+    @property
+    def known_machine(self) -> Machine:
+        """The machine itself."""
+        return self.machine if isinstance(self.machine, Machine) else load_machine_or_preset(self.machine)
 
     def wanted(self) -> Objective:
         """The objective; PlanError names a field that cannot be meant."""
@@ -105,7 +110,7 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
     budget that works.
     """
     objective, options = request.wanted(), options or Options()
-    (name, values), machine = load_config(request.config), load_machine_or_preset(request.machine)
+    (name, values), machine = load_config(request.config), request.known_machine
     captured = capture_config(values)
     limit = captured.max_positions
     if limit and request.prompt + request.output > limit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from forebay.commands.prompts import BadLine, JobError, Prompt, PromptLine
 from forebay.commands.terminal import console, say
@@ -15,30 +15,26 @@ if TYPE_CHECKING:
 
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Plan
-    from forebay.rewriter.machine.profile import Machine
     from forebay.rewriter.planning.options import Options
 
 
 def fit_job(
-    opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, new_tokens: int, batch: int | None,
-    options: Options, saved: Plan | None, machine: Machine, first: int | None = None, mesh: str | None = None,
-    draft: str | None = None,
+    opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, options: Options, first: int | None = None
 ) -> tuple[LanguageModel, list[Prompt]]:
     """The model planned once for the whole job, and the prompts that the budget holds.
 
     Without a wish, the planner says how many prompts are computed at once, unless as many as `first` fit. There is room
     for the longest prompt and for the longest prompt with its answer, but not for both maxima together. Prompts that
-    are too long for `batch` at once, or else even by themselves, are left out, and what all need is said; PlanError
+    are too long for a `batch` at once, or else even by themselves, are left out, and what all need is said; PlanError
     where not even the shortest fits.
     """
     from forebay.build_model import build_model
     from forebay.rewriter.ir.plan import PlanError, Workload
     from forebay.rewriter.pipeline.plan_places import plan_places
 
-    if saved is not None:
-        if batch is not None and batch != saved.workload.batch:
-            raise PlanError(f"the plan is for batches of {saved.workload.batch}, not of {batch}; leave --batch out")
-        return build_model(draft, mesh, *opened, sizes, saved.workload, options, machine, saved), encoded
+    if options.plan is not None:
+        return build_model(opened, sizes, cast("Plan", options.plan).workload, options), encoded
+    batch, new_tokens = options.batch, options.new_tokens or 1
     needs = sorted({_tokens(p, new_tokens) for p in encoded})
 
     def up_to(most: int) -> list[Prompt]:
@@ -51,7 +47,7 @@ def fit_job(
 
         def made_for(answer: int) -> LanguageModel:
             work = Workload(len(kept), max(prompts), answer, round(fmean(prompts)), min(usual, answer))
-            return build_model(draft, mesh, *opened, sizes, work, options, machine, None, how)
+            return build_model(opened, sizes, work, options, how)
 
         with console().status("planning the job"):
             if usual > beside:  # where long prompts have short answers, times of the usual one want more room
@@ -123,7 +119,7 @@ def prompt_room(max_positions: int, saved: Plan | None, new_tokens: int) -> Call
     def most(request: PromptLine) -> int | None:
         found = room(request.max_new_tokens or new_tokens)
         if request.max_new_tokens is None and found is not None and found < 1:
-            raise JobError(f"--max-new-tokens {new_tokens} leaves no room for a prompt: "
+            raise JobError(f"--new-tokens {new_tokens} leaves no room for a prompt: "
                            + (f"the plan has {saved.workload.context} positions" if saved is not None else
                               f"the model has {max_positions} positions"))
         return found

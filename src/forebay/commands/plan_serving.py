@@ -11,26 +11,13 @@ if TYPE_CHECKING:
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.turns import StepTurns
     from forebay.rewriter.pipeline.step_pipeline import Pipeline
+    from forebay.rewriter.planning.options import Options
     from forebay.rewriter.predict.of_programs import StepTimes
 
 PLACES = (16, 8, 4, 2, 1)  # that are compared where none are named
 HELD = (1, 2, 4)  # chunks before a step that decodes
 REQUESTS = 200  # of a simulation; runs that show a queue have more
 SHARE = 90.0  # of requests that are to keep the goals
-
-
-@dataclass(frozen=True)
-class ServingWanted:
-    """Sizes of places, how many there are (None: the planner's choice), and the format of their caches."""
-
-    budget: str
-    prompt: int
-    new_tokens: int
-    places: int | None = None
-    cache: str = "native"
-    machine: Path | None = None
-    speculate: bool = True  # whether steps may check what was looked up
-    draft: str | None = None  # what drafts in the same budget, where that pays
 
 
 @dataclass(frozen=True)
@@ -63,7 +50,9 @@ class _ServingWay:
     rate: float | None
 
 
-def plan_serving(folder: Path, wanted: ServingWanted, goals: ServingGoals | None = None) -> ServingChoice:
+def plan_serving(
+    folder: Path, budget: object, options: Options, goals: ServingGoals | None = None
+) -> ServingChoice:
     """Plan once. Without goals for the number of places with which a sequence is predicted to take least time, with
     them for the number and the turns that keep them at the greatest rate, by simulation. Where weights stream, prefill
     steps that decode as well are compared too. PlanError where no plan fits, or none keeps the goals at any rate."""
@@ -73,23 +62,20 @@ def plan_serving(folder: Path, wanted: ServingWanted, goals: ServingGoals | None
     from forebay.rewriter.ir.byte_sizes import parse_budget
     from forebay.rewriter.ir.plan import Workload
     from forebay.rewriter.pipeline.plan_places import entering_at_once
-    from forebay.rewriter.planning.options import Options
     from forebay.runtime.disk.spill_file import require_spill_folder
 
-    sizes = parse_budget(wanted.budget)
+    sizes = parse_budget(budget)
     require_spill_folder(sizes.disk)
     chosen: list[_ServingWay] = []
 
     def choose(*given: Any) -> Any:
-        chosen.append(_best_way(given, wanted, goals))
+        chosen.append(_best_way(given, options, goals))
         return chosen[-1].planned
 
-    options = Options(cache=wanted.cache, entering=entering_at_once(wanted.places or 1),
-                    prompt_lookup_num_tokens="auto" if wanted.speculate else None)
-    usual = (min(goals.prompt, wanted.prompt), min(goals.output, wanted.new_tokens)) if goals is not None else (0, 0)
-    work = Workload(wanted.places or 1, wanted.prompt, wanted.new_tokens, *usual)
-    machine = machine_profile(wanted.machine, folder)
-    lm = build_model(wanted.draft, None, *open_model(folder), sizes, work, options, machine, None, choose)
+    places, prompt, new_tokens = options.places or 1, options.prompt or 1, options.new_tokens or 1
+    usual = (min(goals.prompt, prompt), min(goals.output, new_tokens)) if goals is not None else (0, 0)
+    planned = replace(options, entering=entering_at_once(places), machine=machine_profile(options, folder))
+    lm = build_model(open_model(folder), sizes, Workload(places, prompt, new_tokens, *usual), planned, choose)
     return ServingChoice(lm, chosen[-1].turns, chosen[-1].rate)
 
 
@@ -100,12 +86,12 @@ def step_times_of(lm: LanguageModel) -> StepTimes:
     return step_times(lm.plan, partial(lm._pipeline.program, lm.plan), lm.machine)
 
 
-def _best_way(given: tuple[Any, ...], wanted: ServingWanted, goals: ServingGoals | None) -> _ServingWay:
+def _best_way(given: tuple[Any, ...], options: Options, goals: ServingGoals | None) -> _ServingWay:
     from forebay.rewriter.ir.plan import PlanError
 
     ways, refused = [], None
-    for count in (wanted.places,) if wanted.places else PLACES:
-        for alone in (True, False) if wanted.speculate and count == 1 else (False,):
+    for count in (options.places,) if options.places else PLACES:
+        for alone in (True, False) if options.prompt_lookup_num_tokens is not None and count == 1 else (False,):
             try:
                 ways.append(_way(_planned(given, count, alone=alone), given, goals))
                 break
@@ -133,7 +119,7 @@ def _planned(given: tuple[Any, ...], count: int, *, alone: bool = False) -> tupl
     from forebay.rewriter.pipeline.plan_places import entering_at_once
 
     graphs_of, limits, workload, options, profile, switches = given
-    wished = replace(options, entering=None, cache_tier="device") if alone else replace(
+    wished = replace(options, entering=None, cache_tier=options.cache_tier or "device") if alone else replace(
         options, entering=entering_at_once(count))
     return plan_block(graphs_of, limits, replace(workload, batch=count), wished, profile, switches)
 

@@ -12,11 +12,12 @@ from typing import Any
 import typer
 
 from forebay.commands.terminal import FAILED, say
+from forebay.rewriter.planning.options import MeshShape
 from forebay.runtime.comm.launched import ranks_launched
 
 
 @contextmanager
-def among_ranks(mesh: str | None, output: Path | None) -> Iterator[tuple[str | None, Path | None]]:
+def among_ranks(mesh: MeshShape | None, output: Path | None) -> Iterator[tuple[str | None, Path | None]]:
     """The mesh that is asked for, or that torchrun's processes are, and where this one writes answers: those of rank 0
     are kept. An error is told to the other ranks; one that another rank made ends this process at once, because what
     waits for that rank cannot be ended otherwise."""

@@ -13,24 +13,17 @@ import typer
 
 from forebay.commands.machine import machine_profile
 from forebay.commands.options import (
-    ActivationsOption,
     BudgetOption,
-    CacheOption,
-    CalibrationOption,
     DebugOption,
-    DequantizeOption,
-    DraftOption,
-    MachineOption,
-    MeshOption,
     ModelArgument,
-    SlotsOption,
-    SpeculateOption,
     model_folder,
     prepare_draft,
     require_writable,
+    with_options,
 )
 from forebay.commands.ranks import among_ranks, as_first_rank, of_this_rank
 from forebay.commands.terminal import clean_errors, console, say, stopping
+from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
     from forebay.commands import jobs
@@ -43,8 +36,11 @@ if TYPE_CHECKING:
 SOME_UNANSWERED = 3  # exit code
 
 
+@with_options(leave=("prompt", "usual", "places", "plan"), said={"batch": "the planner's choice; others follow as some "
+              "end"}, defaults={"new_tokens": 64, "prompt_lookup_num_tokens": "auto"})
 def run(
     model: ModelArgument,
+    options: Options,
     prompt: Annotated[str | None, typer.Argument(metavar='["PROMPT"]', help="One prompt, answered here and now.")]
     = None,
     prompts: Annotated[Path | None, typer.Option(
@@ -52,14 +48,6 @@ def run(
     output: Annotated[Path | None, typer.Option(
         help="JSONL of answers; what it holds already is not done again.")] = None,
     budget: BudgetOption = None,
-    max_new_tokens: Annotated[int, typer.Option(
-        min=1, help="Longest answer, in tokens, where its line names no other.")] = 64,
-    batch: Annotated[int | None, typer.Option(
-        min=1, help="Prompts at once; others follow as some end (default: the planner's choice).")] = None,
-    slots: SlotsOption = None,
-    cache: CacheOption = "native",
-    activations: ActivationsOption = "native",
-    calibration: CalibrationOption = None,
     plan: Annotated[Path | None, typer.Option(help="Replay this saved plan; of several ranks the folder of theirs.")]
     = None,
     save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file, or of several ranks to files of "
@@ -71,34 +59,29 @@ def run(
     top_k: Annotated[int | None, typer.Option(help="Implies --sample; 0: all.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    speculate: SpeculateOption = None,
-    draft: DraftOption = None,
     force: Annotated[bool, typer.Option("--force", help="Go on though the answers there have other settings.")] = False,
-    dequantize: DequantizeOption = False,
     verify: Annotated[bool, typer.Option("--verify", help="First read every weight of a quantised model and compare it "
                                          "with its checksum.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
-    machine: MachineOption = None,
-    mesh: MeshOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Answer one prompt, or those of a file; interrupted, the same command goes on where it stopped.
 
     Exit code: 0 all answered, 2 failed, 3 some lines could not be answered, 130 interrupted.
     \f
-    Long: half of it is the options, one by one.
+    Long: half of it is the options of its own.
     """
-    with clean_errors(debug), among_ranks(mesh, output) as (mesh, output):
+    with clean_errors(debug), among_ranks(options.mesh, output) as (mesh, output):
         from forebay.calibration import ranges_for
         from forebay.commands import jobs
-        from forebay.commands.chat import answer_one, refuse_idle_draft
+        from forebay.commands.chat import answer_one
         from forebay.commands.plan_job import fit_job, prompt_room, unfit
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
         from forebay.drafted import draft_summary
         from forebay.open_model import open_model
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
-        from forebay.rewriter.planning.options import Options, activations_of, told_activations
+        from forebay.rewriter.planning.options import check_choices, told_activations
         from forebay.runtime.disk.spill_file import require_spill_folder
         from forebay.runtime.run.sampling import Sampling
 
@@ -108,18 +91,17 @@ def run(
                                 50 if top_k is None else top_k, 1.0 if top_p is None else top_p)
         except ValueError as error:
             raise JobError(str(error)) from error
-        refuse_idle_draft(draft, speculate)
+        options = replace(options, mesh=mesh)
         if prompt is not None:
             only = {"--prompts": prompts, "--output": output, "--plan": plan, "--save-plan": save_plan,
-                    "--trace": trace, "--batch": batch, "--slots": slots, "--json": as_json or None,
-                    "--verify": verify or None, "--calibration": calibration, "--mesh": mesh}
+                    "--trace": trace, "--batch": options.batch, "--json": as_json or None, "--verify": verify or None,
+                    "--mesh": mesh}
             for name, given in only.items():
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
-            answer_one(model, prompt, budget, max_new_tokens, sampling, seed, chat=chat, cache=cache, machine=machine,
-                       speculate=speculate is not False, dequantize=dequantize, draft=draft, activations=activations)
+            answer_one(model, prompt, budget, options, sampling, seed, chat=chat)
             return
-        if draft is not None and save_plan is not None:
+        if options.draft is not None and save_plan is not None:
             raise JobError("--save-plan: a plan is of one model; leave it or --draft out")
         if prompts is None or output is None:
             raise JobError('name a "PROMPT" to answer here, or a file of --prompts and an --output for the answers')
@@ -134,33 +116,27 @@ def run(
         require_writable(save_plan, "--save-plan")
         if saved is not None and saved.budget != sizes.limits:
             raise PlanError(f"the plan {plan} was made for {saved.budget}, not for --budget {budget}; leave one out")
-        if saved is not None and cache not in ("native", saved.cache_format):
-            raise PlanError(f"the plan {plan} keeps its cache in {saved.cache_format}; leave --cache out")
-        if saved is not None and activations not in ("native", activations_of(saved)):
-            raise PlanError(f"the plan {plan} rounds activations {activations_of(saved)}; leave --activations out")
-        if saved is not None and slots is not None:
-            raise PlanError(f"the plan {plan} has {saved.schedule.slots} staging slots; leave --slots out")
-        if saved is not None and calibration is not None:
-            raise PlanError(f"the plan {plan} says what ranges of scores it takes; leave --calibration out")
+        if saved is not None:
+            check_choices(saved.workload, options, saved)
+        batch, new_tokens = options.batch, options.new_tokens or 1
         jobs.refuse_overwriting(prompts, output)
         requests, bad = read_requests(prompts)
         if not requests and not bad:
             say(f"{prompts} holds no prompts: nothing to answer")
-        folder = model_folder(model, dequantize)
+        folder = model_folder(model, options.dequantize)
         with console().status("capturing the model"):
             captured, checkpoint, files = open_model(folder, verify=verify)
             tokenizer = load_tokenizer(folder)
             eos = stop_ids(folder, tokenizer)
-        ranges = ranges_for(calibration, checkpoint.fingerprint, captured.dtype)
-        most = prompt_room(captured.max_positions, saved, max_new_tokens)
+        options = replace(
+            options, score_ranges=ranges_for(options.calibration, checkpoint.fingerprint, captured.dtype))
+        most = prompt_room(captured.max_positions, saved, new_tokens)
         encoded, more = encode(requests, tokenizer, chat=chat, vocab_size=captured.vocab_size, most_tokens=most)
         bad += more
-        ask = jobs.Ask(max_new_tokens, eos, sampling, seed)
-        settings = jobs.job_settings(checkpoint, tokenizer, ask, chat=chat,
-                                     cache=cache if saved is None else saved.cache_format,
-                                     activations=told_activations(
-                                         activations if saved is None else activations_of(saved), captured.dtype),
-                                     ranges=ranges if saved is None else saved.score_ranges)
+        ask = jobs.Ask(new_tokens, eos, sampling, seed)
+        kept = options if saved is None else options.as_planned(saved)
+        kept = replace(kept, activations=told_activations(kept.activations, captured.dtype))
+        settings = jobs.job_settings(checkpoint, tokenizer, ask, kept, chat=chat)
         with jobs.AnswerFile(output, settings, force=force) as answers:
             answers.answered, answers.batch = as_first_rank(mesh, answers.answered, answers.batch)
             answers.check_questions(requests)
@@ -172,21 +148,17 @@ def run(
             if known:
                 say(f"{output}: {len(known)} of {len(requests)} prompts are answered already")
             if left:
-                profile = machine_profile(machine, folder)
+                options = replace(options, machine=machine_profile(options, folder), plan=saved)
                 answers.check_batch(batch if saved is None else saved.workload.batch)
-                prepare_draft(draft, folder, sizes.device)
-                lm, fitting = fit_job((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
-                                       Options(slots=slots, cache=cache, score_ranges=ranges,
-                                              activations=activations,  # type: ignore[arg-type]
-                                              prompt_lookup_num_tokens=None if speculate is False else "auto"),
-                                       saved, profile, first=answers.batch, mesh=mesh, draft=draft)
-                if draft is not None:
+                prepare_draft(options.draft, folder, sizes.device)
+                lm, fitting = fit_job((captured, checkpoint, files), encoded, sizes, options, answers.batch)
+                if options.draft is not None:
                     say(f"draft: {draft_summary(lm)}")
                 if batch is None and answers.batch not in (None, lm.plan.workload.batch):
                     say(f"{output}: going on with {lm.plan.workload.batch} prompts at once, not with {answers.batch}, "
                         "which do not fit: what is computed may differ by rounding")
                 answers.note_batch(batch or lm.plan.workload.batch)
-                bad += unfit(left, fitting, lm.plan, max_new_tokens, batch)
+                bad += unfit(left, fitting, lm.plan, new_tokens, batch)
                 if save_plan:
                     lm.plan.save(save_plan)
                 if jobs.pending(fitting, answers.answered):

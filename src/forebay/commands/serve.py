@@ -9,36 +9,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forebay.commands.options import (
-    BudgetOption,
-    CacheOption,
-    DebugOption,
-    DequantizeOption,
-    DraftOption,
-    MachineOption,
-    ModelArgument,
-    SpeculateOption,
-    model_folder,
-    prepare_draft,
-)
+from forebay.commands.options import BudgetOption, DebugOption, ModelArgument, model_folder, prepare_draft, with_options
 from forebay.commands.terminal import FAILED, clean_errors, console, reason_of, say
+from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
     from forebay.language_model import LanguageModel
 
 
+@with_options(leave=("batch", "usual", "plan", "mesh"), said={"places": "the planner's choice"},
+              defaults={"prompt": 512, "new_tokens": 256, "prompt_lookup_num_tokens": "auto"})
 def serve(
     model: ModelArgument,
+    options: Options,
     budget: BudgetOption = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="FOREBAY_API_KEY", show_envvar=True,
                                                 help="Key that requests must bear.")] = None,
     name: Annotated[str | None, typer.Option(help="Of the model, for clients (default: that of MODEL).")] = None,
-    prompt: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 512,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
-    places: Annotated[int | None, typer.Option(
-        min=1, max=256, help="Requests computed at once (default: the planner's choice).")] = None,
     ttft: Annotated[float | None, typer.Option(metavar="MS", help="Goal: to the first token, for 90 % of requests.")]
     = None,
     tpot: Annotated[float | None, typer.Option(metavar="MS", help="Goal: per token after it, for 90 % of requests.")]
@@ -49,22 +38,16 @@ def serve(
                                             "longest).")] = None,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; beyond, clients hear 429.")] = 64,
     grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs when told to stop.")] = 300.0,
-    cache: CacheOption = "native",
-    speculate: SpeculateOption = None,
-    draft: DraftOption = None,
-    dequantize: DequantizeOption = False,
-    machine: MachineOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Serve MODEL to OpenAI's clients within a budget, until Ctrl-C or SIGTERM, which finish what runs.
 
     Exit code: 0 stopped, 2 failed.
     \f
-    Long: a third of it is the options, one by one.
+    Long: a third of it is the options of its own.
     """
     with clean_errors(debug):
-        from forebay.commands.chat import refuse_idle_draft
-        from forebay.commands.plan_serving import ServingWanted, plan_serving
+        from forebay.commands.plan_serving import plan_serving
         from forebay.commands.prompts import JobError, load_tokenizer, stop_ids
         from forebay.drafted import draft_summary
         from forebay.rewriter.ir.byte_sizes import parse_budget
@@ -76,29 +59,27 @@ def serve(
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key
                                         and api_key):
             raise JobError("--api-key must be printable ASCII without spaces at its ends")
-        refuse_idle_draft(draft, speculate)
-        goals = _goals(prompt, max_new_tokens, (ttft, tpot, isl, osl))
+        prompt, new_tokens = options.prompt or 1, options.new_tokens or 1
+        goals = _goals(prompt, new_tokens, (ttft, tpot, isl, osl))
         try:
             socket = bound_socket(host, port)
         except OSError as error:
             raise _cannot_listen(host, port, error) from error
         with socket:
-            folder = model_folder(model, dequantize)
+            folder = model_folder(model, options.dequantize)
             tokenizer = load_tokenizer(folder)
-            prepare_draft(draft, folder, parse_budget(budget).device)
+            prepare_draft(options.draft, folder, parse_budget(budget).device)
             with console().status("capturing and planning"):
-                wanted = ServingWanted(budget, prompt, max_new_tokens, places, cache, machine, speculate is not False,
-                                       draft)
-                choice = plan_serving(folder, wanted, goals)
+                choice = plan_serving(folder, budget, options, goals)
             lm, limit = choice.lm, choice.lm.captured.max_positions
-            if draft is not None:
+            if options.draft is not None:
                 say(f"draft: {draft_summary(lm)}")
             alone = host in ("localhost", "127.0.0.1", "::1") and api_key is None
             named = name or Path(model).expanduser().resolve().name
-            options = ServingOptions(named, api_key, frozenset(LOOPBACK) if alone else None)
+            told = ServingOptions(named, api_key, frozenset(LOOPBACK) if alone else None)
             run = ServerRun(Service(
                 lm, tokenizer, stop_ids(folder, tokenizer), prompt,
-                min(max_new_tokens, limit - prompt) if limit else max_new_tokens, queue, options,
+                min(new_tokens, limit - prompt) if limit else new_tokens, queue, told,
                 choice.turns), grace)
             _drop_cached(lm)
             if api_key is None and not alone:
@@ -106,7 +87,7 @@ def serve(
 
             def started() -> None:
                 shown, number = f"[{host}]" if ":" in host else host, socket.getsockname()[1]
-                say(f"serving {options.name} at http://{shown}:{number} in {lm.plan.workload.batch} places of {prompt} "
+                say(f"serving {told.name} at http://{shown}:{number} in {lm.plan.workload.batch} places of {prompt} "
                     f"+ {run.service.new_tokens} tokens")
                 if goals is not None:
                     say(f"predicted to keep its goals up to {choice.rate:.3g} requests/s of {goals.prompt} + "
@@ -142,7 +123,7 @@ def _goals(prompt: int, new_tokens: int, given: tuple[float | None, float | None
         return None
     if ttft is None or tpot is None or not (math.isfinite(ttft) and math.isfinite(tpot) and min(ttft, tpot) > 0):
         raise JobError("--ttft and --tpot go together, in milliseconds above 0")
-    for name, mean, most, of in (("isl", isl, prompt, "prompt"), ("osl", osl, new_tokens, "max-new-tokens")):
+    for name, mean, most, of in (("isl", isl, prompt, "prompt"), ("osl", osl, new_tokens, "new-tokens")):
         if mean is not None and mean > most:
             raise JobError(f"--{name}: {mean} is more than --{of}, {most}")
     return ServingGoals(ttft / 1e3, tpot / 1e3, isl or prompt, osl or new_tokens)

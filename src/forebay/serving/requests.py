@@ -209,5 +209,5 @@ def tokens_of(
                       "serve --prompt)", "messages" if inquiry.is_chat else "prompt", "context_length_exceeded")
     if inquiry.new_tokens is not None and inquiry.new_tokens > new_tokens:
         raise Refusal(400, f"{inquiry.new_tokens} tokens are asked for; this server was started for answers of at most "
-                      f"{new_tokens} (forebay serve --max-new-tokens)", "max_tokens")
+                      f"{new_tokens} (forebay serve --new-tokens)", "max_tokens")
     return ids, inquiry.new_tokens or new_tokens

@@ -189,7 +189,7 @@ def test_a_job_under_torchrun_is_gone_on_with_by_one_process(folder: Path, tmp_p
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps({"prompt": f"w{i} w{i + 9}"}) for i in range(6)]
     job = ["--prompts", str(prompts), "--output", str(output), "--budget", f"device={180_000 + BUDGET}",
-           "--max-new-tokens", "5", "--batch", "2"]
+           "--new-tokens", "5", "--batch", "2"]
     prompts.write_text("\n".join(lines[:4]) + "\n")
     both = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "forebay", "run", str(folder)]
     subprocess.run([*both, *job], check=True, capture_output=True, timeout=300)
