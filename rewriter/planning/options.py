@@ -11,6 +11,7 @@ import difflib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from keyword import iskeyword
 from typing import TYPE_CHECKING, Any, Literal
 
 from forebay.kernels.formats.table import cache_choices
@@ -270,7 +271,8 @@ OPTIONS: dict[str, OptionRecord] = {
 def register_option(name: str, record: OptionRecord) -> None:
     """Add an option from outside the package: `wrap` and the command line then take it, and who plans reads it as
     `options.name`. ValueError for a name that there is."""
-    if name in Options.__dataclass_fields__ or name in OPTIONS or not name.isidentifier():
+    known = Options.__dataclass_fields__.keys() | OPTIONS.keys()
+    if name in known or not name.isidentifier() or iskeyword(name):
         raise ValueError(f"an option cannot be registered as {name!r}")
     OPTIONS[name] = record
 
