@@ -125,7 +125,8 @@ def _sparse(captured: CapturedModel, switches: Switches, share: float) -> Captur
     stage.run(next(each for each in PASSES if each.run is drop_values), lambda _: (share,))
     if not any(node.meta.get("made_by") == drop_values.__name__
                for graph in (step, *block_graphs(step).values()) for node in graph.graph.nodes):
-        raise PlanError("sparse_values: no attention of this model reads a cache; leave it out")
+        cached = f"a {captured.cache[0].format} cache" if captured.cache else "a cache, of which this model has none"
+        raise PlanError(f"sparse_values: no operator reads a share of the values of {cached}; leave it out")
     return replace(captured, step=step)
 
 

@@ -94,6 +94,12 @@ def test_schedules_that_move_caches_move_its_rows(tmp_path: Path, fp8: CacheForm
     assert torch.equal(*answers)
 
 
+def test_steps_that_no_operator_has_for_it_are_refused(tmp_path: Path, fp8: CacheFormat) -> None:
+    folder, _ = saved(llama(), tmp_path / "model")
+    with pytest.raises(PlanError, match="no operator reads a share of the values of a fp8 cache"):
+        forebay.wrap(folder, "8MB", **SHAPE, cache="fp8", sparse_values=0.5)
+
+
 @pytest.mark.parametrize(("changed", "said"), [
     ({}, "there is a cache format fp8 already"),
     ({"name": "fp9", "attend": "extending.unknown"}, "fp9 names the operator extending.unknown, which has no record"),

@@ -7,16 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from extending.made_models import greedy, prompts, saved, streamed
+from extending.made_models import SHAPE, greedy, launched, prompts, saved, streamed
 from families import llama
 from transformers.activations import ACT2FN
 
+import forebay
 from forebay.kernels import operators
 from forebay.kernels.operator import Call, Operator, Tensors, each_once
 from forebay.kernels.operators import register_operator
+from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.ir.share import RankShare
+from forebay.rewriter.pipeline.shard_captured import shard_captured
+from forebay.rewriter.switches import Switches
 
 
-@torch.library.custom_op("extending::squared_relu", mutates_args=())
+@torch.library.custom_op("extending::squared_relu", mutates_args=(), tags=torch.Tag.pointwise)
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
     """The square of what is positive, in one launch over x of any shape."""
     return x.clamp_min(0).square_()
@@ -66,6 +71,27 @@ def test_an_operator_from_outside_runs_in_a_streamed_model(tmp_path: Path) -> No
     found, launches = streamed(folder, ids)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert SQUARED_RELU.name in launches
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_operator_from_outside_is_held_by_a_bundle(tmp_path: Path) -> None:
+    folder, _ = saved(llama(hidden_act="squared_relu"), tmp_path / "model")
+    budget, ids = 4 << 20, prompts()
+    forebay.export(folder, tmp_path / "bundle", budget=budget, **SHAPE)
+    with forebay.wrap(folder, budget, **SHAPE) as lm:
+        expected = lm.next_logits(ids).clone()
+    with forebay.open_bundle(tmp_path / "bundle") as lm:
+        assert torch.equal(lm.next_logits(ids), expected)
+        assert SQUARED_RELU.name in launched(lm._pipeline.program(lm.plan, 1).step)
+
+
+@pytest.mark.usefixtures("registered")
+def test_ranks_share_a_layer_that_calls_it() -> None:
+    """It is tagged as pointwise: each rank computes it on its part of the features."""
+    model = shard_captured(capture_model(llama(hidden_act="squared_relu")), RankShare((2,), 0), Switches())[0]
+    (block,) = model.blocks().values()
+    (node,) = block.graph.find_nodes(op="call_function", target=SQUARED_RELU.overload)
+    assert node.meta["val"].shape[-1] == llama().intermediate_size // 2
 
 
 @pytest.mark.usefixtures("registered")
