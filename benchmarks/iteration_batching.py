@@ -48,7 +48,7 @@ from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.pipeline.plan_places import plan_places
 from forebay.rewriter.planning.options import Options
-from forebay.runtime.run.scheduler import WorkDone
+from forebay.runtime.run.progress import WorkDone
 
 AIM = 1.5  # tokens/s of `entering` over those of `static`
 PROMPTS, ANSWERS = (10, 400), (5, 200)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def balanced_places(tokens: Sequence[int], free: Sequence[int], held: Sequence[int], rows: int) -> list[int]:
-    """A place of `free`, no place twice, for each of the sequences of so many `tokens`. Micro-batch i has places
+def balanced_slots(tokens: Sequence[int], free: Sequence[int], held: Sequence[int], rows: int) -> list[int]:
+    """A slot of `free`, no slot twice, for each of the sequences of so many `tokens`. Micro-batch i has slots
     i * rows to (i + 1) * rows - 1, whose other sequences hold `held[i]` tokens.
 
-    Greedy, the longest first, each into the micro-batch that holds the fewest tokens and has a place (HybridServe,
+    Greedy, the longest first, each into the micro-batch that holds the fewest tokens and has a free slot (HybridServe,
     section 4.3.3). There K and V and checkpoints are two loads to balance, equations 12 and 13; here each sequence has
-    them in one proportion (equation 11), so that equal tokens are equal loads of both. ValueError where places are too
+    them in one proportion (equation 11), so that equal tokens are equal loads of both. ValueError where slots are too
     few.
     """
     if len(free) < len(tokens):
-        raise ValueError(f"{len(free)} places for {len(tokens)} sequences")
+        raise ValueError(f"{len(free)} slots for {len(tokens)} sequences")
     room: dict[int, list[int]] = {}
-    for place in sorted(free, reverse=True):
-        room.setdefault(place // rows, []).append(place)
+    for slot in sorted(free, reverse=True):
+        room.setdefault(slot // rows, []).append(slot)
     load = list(held)
     chosen = [0] * len(tokens)
     for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):

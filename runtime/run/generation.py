@@ -1,4 +1,4 @@
-"""Prefill in chunks, then decode token by token, on a Session."""
+"""Answers to the prompts of one call, as columns of tokens."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import Plan
-from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.drafts import Drafter, PromptLookup
 from forebay.runtime.run.prefill import prefill
-from forebay.runtime.run.sampling import Sampling, choose
+from forebay.runtime.run.progress import Tally
+from forebay.runtime.run.room import refuse_crossing
+from forebay.runtime.run.sampling import Generators, Sampling
+from forebay.runtime.run.scheduler import OneCall, Request, Scheduler
 from forebay.runtime.run.session import Session
-from forebay.runtime.run.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
@@ -25,83 +26,97 @@ class Stop:
     pad: int = 0
 
 
-def generate_tokens(
-    session: Session,
-    prompts: Sequence[torch.Tensor],
-    sampling: Sampling,
-    stop: Stop,
-    generator: torch.Generator | Sequence[torch.Generator] | None = None,
-    on_token: Callable[[torch.Tensor], None] | None = None,
-) -> torch.Tensor:
-    """New tokens [len(prompts), N] int64 for prompts of unequal length (each int64 [P], P >= 1), N <= max_new_tokens.
-
-    Fewer prompts than the plan's batch leave rows idle. The length of the call, where a model follows it, is that of
-    the longest row. `generator` is one for all, or one for each prompt. `on_token`
-    sees each column [len(prompts)] as it is chosen.
-    RuntimeFault, before anything runs, for sequences whose cache would reach into the activations.
-    """
-    rows, count = session.plan.workload.batch, len(prompts)
-    refuse_crossing(session.plan, prompts, stop.max_new_tokens, session.renewed_at)
-    position = torch.ones(rows, dtype=torch.int64)
-    position[:count] = torch.tensor([p.numel() for p in prompts])
-    logits = prefill(session, dict(enumerate(prompts)))
-    ended = torch.zeros(count, dtype=torch.bool)
-    eos = torch.tensor(sorted(stop.eos), dtype=torch.int64)
-    columns: list[torch.Tensor] = []
-    last = torch.zeros(rows, dtype=torch.int64)
-    grown = False
-    while True:
-        one = isinstance(generator, torch.Generator)
-        scores = logits[:count].to(generator.device) if one else logits[:count]  # type: ignore[union-attr]
-        token = choose(scores, sampling, generator).cpu()
-        token = torch.where(ended, torch.full_like(token, stop.pad), token)
-        columns.append(token)
-        if on_token is not None:
-            on_token(token)
-        ended |= torch.isin(token, eos)
-        if len(columns) == stop.max_new_tokens or bool(ended.all()):
-            return torch.stack(columns, 1)
-        longest = int(position.max())
-        if session.renews(longest, longest + 1):
-            new = torch.stack(columns, 1)
-            logits = prefill(session, {i: torch.cat((prompt, new[i])) for i, prompt in enumerate(prompts)})
-            grown = False
-        else:
-            if not grown:
-                session.grow()
-                grown = True
-            ids = torch.zeros(rows, 1, dtype=torch.int64)
-            ids[:count, 0] = token
-            logits = session.step(StepInputs(ids, position, last, torch.full_like(position, longest + 1)))
-        position = position + 1
-
-
 def next_logits(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Logits [len(prompts), V] of the token after each prompt; RuntimeFault as for `generate_tokens`."""
     refuse_crossing(session.plan, prompts, 1)
     return prefill(session, dict(enumerate(prompts)))
 
 
-def with_renewal(prompt: int, new_tokens: int, renewed_at: int) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the answer to it, where the prompt and what has followed it begin anew once
-    they exceed `renewed_at` (0: never)."""
-    if prompt <= renewed_at < prompt + new_tokens - 1:
-        return renewed_at + 1, prompt + new_tokens - renewed_at - 1
-    return prompt, new_tokens
+def speculates(plan: Plan, sampling: Sampling, count: int, generator: Generators) -> bool:
+    """Whether steps of `plan` check drafts for `count` sequences whose draws come from `generator`: with one of torch's
+    for several that begin together, each column of tokens is one draw."""
+    own = count == 1 or isinstance(generator, Sequence) or bool(plan.schedule.batching.admitted)
+    return bool(plan.schedule.speculative_steps) and (own or not sampling.do_sample)
 
 
-def refuse_crossing(plan: Plan, prompts: Sequence[torch.Tensor], new_tokens: int, renewed_at: int = 0) -> None:
-    """RuntimeFault if the plan's cache has no room for so many prompts, or for them and their new tokens."""
-    w, count, longest = plan.workload, len(prompts), max(p.numel() for p in prompts)
-    need = longest + new_tokens - 1  # the last token is never appended
-    begun, _ = with_renewal(longest, new_tokens, renewed_at)
-    if count <= w.batch and need <= w.context and (begun <= w.prompt or not plan.lends):
-        return
-    meeting = meeting_of(plan)
-    where = "" if meeting is None else (
-        f": its cache ends at byte {meeting.cache_top} of the device arena, the activations of a decode step begin at "
-        f"byte {meeting.activation_base}, and with {meeting.sequences} sequences they would meet at {meeting.tokens} "
-        "tokens each")
-    raise RuntimeFault(
-        f"{count} prompts of up to {longest} tokens with {new_tokens} new ones do not fit the plan, which is for "
-        f"{w.batch} of {w.prompt} with {w.new_tokens}{where}; plan for more (LanguageModel.reserve)")
+def generate_as_planned(
+    session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop, generator: Generators = None,
+    on_token: Callable[[torch.Tensor], None] | None = None, tally: Tally | None = None, drafter: Drafter | None = None,
+) -> torch.Tensor:
+    """`generate_tokens`, whose drafts, where the plan's steps check any, are those of `drafter` or looked up."""
+    if speculates(session.plan, sampling, len(prompts), generator):
+        return generate_tokens(session, prompts, sampling, stop, generator, on_token, drafter or PromptLookup(), tally)
+    counted = tally if session.plan.schedule.batching.admitted else None
+    return generate_tokens(session, prompts, sampling, stop, generator, on_token, None, counted)
+
+
+def generate_tokens(
+    session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop, generator: Generators = None,
+    on_token: Callable[[torch.Tensor], None] | None = None, drafter: Drafter | None = None, tally: Tally | None = None,
+) -> torch.Tensor:
+    """New tokens [len(prompts), N] int64 for prompts of unequal length (each int64 [P], P >= 1), N <= max_new_tokens.
+
+    Where the plan admits requests one after the other there may be more prompts than slots, and each is a call by
+    itself; else they are one call, whose length, where a model follows it, is that of the longest.
+
+    Args:
+        generator: One for all, which then draws a column at a time (or, of requests that are admitted one after the
+            other, the seed of each), or one for each prompt.
+        on_token: Sees each column [len(prompts)] once all sequences have it.
+        drafter: Its drafts are checked by the plan's speculative steps: the tokens are the same where they are not
+            drawn, else the same distribution.
+        tally: What was done is added to it.
+
+    Raises:
+        RuntimeFault: The cache has no room for the sequences; nothing has run.
+        ValueError: Drafts for a plan or draws that cannot check any (`speculates`).
+    """
+    if drafter is not None and not speculates(session.plan, sampling, len(prompts), generator):
+        raise ValueError("drafts are checked by a plan with speculative steps, and where tokens are drawn, with a "
+                         "generator for each prompt")
+    call = None
+    if not session.plan.schedule.batching.admitted:
+        refuse_crossing(session.plan, prompts, stop.max_new_tokens, session.renewed_at)
+        longest, own = max(prompt.numel() for prompt in prompts), isinstance(generator, Sequence)
+        call = OneCall(longest, len(prompts), not own, None if isinstance(generator, Sequence) else generator)
+    elif sampling.do_sample and not isinstance(generator, Sequence):
+        seeds = torch.randint(1 << 62, (len(prompts),), generator=generator).tolist()
+        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
+    makers = [lambda g=g: g for g in generator] if isinstance(generator, Sequence) else [None] * len(prompts)
+    answers = _Answers(len(prompts), stop.pad, on_token)
+    scheduler = Scheduler(session, sampling, stop.eos, answers.end, answers.add, drafter=drafter, call=call)
+    scheduler.enqueue({number: Request(ids, stop.max_new_tokens, maker)
+                       for number, (ids, maker) in enumerate(zip(prompts, makers, strict=True))})
+    while scheduler.busy:
+        scheduler.step()
+        answers.show()
+    if tally is not None:
+        tally.add(scheduler.work)
+    return torch.stack([answers.column(i) for i in range(answers.shown)], 1)
+
+
+class _Answers:
+    """The tokens of sequences so far, and how many columns of them were `shown` to `on_token`."""
+
+    def __init__(self, count: int, pad: int, on_token: Callable[[torch.Tensor], None] | None) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(count)]
+        self.going, self.pad, self.on_token, self.shown = set(range(count)), pad, on_token, 0
+
+    def add(self, number: int, token: int) -> bool:
+        self.tokens[number].append(token)
+        return True
+
+    def end(self, number: int, tokens: list[int]) -> None:
+        self.going.remove(number)
+
+    def column(self, i: int) -> torch.Tensor:
+        """Token `i` of all sequences; ended ones are filled."""
+        return torch.tensor([tokens[i] if i < len(tokens) else self.pad for tokens in self.tokens])
+
+    def show(self) -> None:
+        """Hand out the columns that all sequences have by now."""
+        known = min((len(self.tokens[number]) for number in self.going), default=max(map(len, self.tokens)))
+        if self.on_token is not None:
+            for i in range(self.shown, known):
+                self.on_token(self.column(i))
+        self.shown = known

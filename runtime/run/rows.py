@@ -9,8 +9,8 @@ import torch
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import TensorRef
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.generation import refuse_crossing
 from forebay.runtime.run.prefill import chunk_spans, chunks, prefill
+from forebay.runtime.run.room import refuse_crossing
 from forebay.runtime.run.session import Session
 
 SCRATCH_NBYTES = 1 << 20  # at most so much of the cache is copied aside at once where rows change places

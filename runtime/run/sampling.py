@@ -9,6 +9,7 @@ import torch
 
 from forebay.kernels.operators import SAMPLING
 
+Generators = torch.Generator | Sequence[torch.Generator] | None  # one for all rows, one for each, or torch's own
 LEAST_TOP_P = 1e-9  # the kernel wants some of the probability; so little keeps the likeliest token alone
 
 
@@ -33,9 +34,7 @@ class Sampling:
             raise ValueError(f"top_p: {self.top_p} is not in [0, 1]")
 
 
-def choose(
-    logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | Sequence[torch.Generator] | None = None
-) -> torch.Tensor:
+def choose(logits: torch.Tensor, sampling: Sampling, generator: Generators = None) -> torch.Tensor:
     """Token ids [B] int64 for logits [B, V]. With one generator the draws are torch.multinomial's, so those of
     transformers under the same seed. With a generator for each row a row's token depends on its own draws
     alone: one uniform number each, which `forebay::sampling` turns into a token where the logits lie."""

@@ -14,12 +14,11 @@ from forebay.rewriter.ir.shared_draft import DraftRecord
 from forebay.runtime.run.acceptance import Draws
 from forebay.runtime.run.drafts import Drafter
 from forebay.runtime.run.drafts_ahead import DraftsAhead
+from forebay.runtime.run.generation import speculates
 from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import entering
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.shared_drafts import SharedDrafter
-from forebay.runtime.run.speculation import speculates
 from forebay.step_model import StepModel
 
 
@@ -49,7 +48,7 @@ def drafting(
     """What drafts by `helper` for answers of `new_tokens` to `rows` on `session`, with the helper's session for as
     long; None where the plan's steps check no drafts of such a call, and where the helper has no positions for it.
     Without a helper steps of the session itself draft, if it has such."""
-    if entering(session.plan):
+    if session.plan.schedule.batching.admitted:
         with drafting_in_places(helper, session) as drafter:
             yield drafter
         return

@@ -39,12 +39,12 @@ from forebay.rewriter.planning.options import Options, check_choices
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
-from forebay.runtime.run.generation import with_renewal
+from forebay.runtime.run.progress import Tally, WorkDone
+from forebay.runtime.run.room import with_renewal
 from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import OnEnd, OnStep, Request, WorkDone, answer_all, entering
+from forebay.runtime.run.scheduler import OnEnd, OnStep, Request, answer_all
 from forebay.runtime.run.session import Session, resident_copies
-from forebay.runtime.run.speculation import Tally
 from forebay.scoring_calls import ScoringCalls
 from forebay.step_model import OnToken
 from forebay.trace_calls import TraceCalls
@@ -257,7 +257,7 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
 
     def _reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool) -> None:
         have, (prompt, new_tokens) = self.plan.workload, with_renewal(prompt, new_tokens, self.captured.renewed_at)
-        held = in_places if entering(self.plan) else batch <= have.batch
+        held = in_places if self.plan.schedule.batching.admitted else batch <= have.batch
         if not (held and prompt <= have.prompt and prompt + new_tokens <= have.context):
             LOG.info("planning anew for %d of %d + %d tokens; the plan was for %d of %d + %d", batch, prompt,
                      new_tokens, have.batch, have.prompt, have.new_tokens)

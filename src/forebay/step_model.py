@@ -15,9 +15,9 @@ from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.shared_draft import DraftRecord, SharedDraft
 from forebay.rewriter.planning.options import Options
+from forebay.runtime.run.progress import Tally
 from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.session import Session
-from forebay.runtime.run.speculation import Tally
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig

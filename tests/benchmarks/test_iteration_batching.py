@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.iteration_batching import added
-from forebay.runtime.run.scheduler import WorkDone
+from forebay.runtime.run.progress import WorkDone
 
 
 def test_work_of_batches_is_added_with_its_steps_by_size() -> None:

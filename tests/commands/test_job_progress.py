@@ -8,7 +8,7 @@ import pytest
 
 import forebay.commands.job_progress as job_progress
 from forebay.commands.job_progress import JobProgress, left_time_s, progress_note
-from forebay.runtime.run.scheduler import WorkDone
+from forebay.runtime.run.progress import WorkDone
 
 
 def test_without_answers_that_stop_the_rest_is_known() -> None:

@@ -15,7 +15,7 @@ from selection import at_length
 
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.program import LOOKUP, Copy, Program, Rows, copy_nbytes, tier_of
-from forebay.runtime.run.balance import balanced_places
+from forebay.runtime.run.balance import balanced_slots
 
 Links = Counter[tuple[str, str]]
 
@@ -93,7 +93,7 @@ def test_bytes_on_every_link_are_the_plans(
             config.hidden_size // config.num_attention_heads)
         given, batch = case.mask.sum(1).tolist(), lm.plan.workload.batch
         lengths = [1] * batch
-        for place, length in zip(balanced_places(given, range(COUNT), [0] * micro_batches, batch // micro_batches),
+        for place, length in zip(balanced_slots(given, range(COUNT), [0] * micro_batches, batch // micro_batches),
                                  given, strict=True):
             lengths[place] = length
         chunk_end = max(lengths)

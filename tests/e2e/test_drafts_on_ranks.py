@@ -17,10 +17,10 @@ from selection import at_length
 
 import forebay
 from forebay.rewriter.ir.plan import PlanError
-from forebay.runtime.run.generation import Stop
+from forebay.runtime.run.generation import Stop, generate_tokens
+from forebay.runtime.run.progress import Tally
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import Request, answer_all
-from forebay.runtime.run.speculation import Tally, generate_speculatively
 
 NEW, BUDGET = 19, 1_200_000
 PROMPTS = [[5, 17, 80, 33, 9, 101, 44], [7, 150, 21], [60, 61, 12, 13, 77]]
@@ -80,7 +80,7 @@ def checked(folder: str, cases: list[tuple[Asking, Answers]]) -> list[Any]:
                     tally.add(done)
                     tokens = [ended[i] for i in range(len(prompts))]
                 else:
-                    tokens = generate_speculatively(session, prompts, Sampling(), Stop(NEW), None, None, prompter,
+                    tokens = generate_tokens(session, prompts, Sampling(), Stop(NEW), None, None, prompter,
                                                     tally).tolist()
             found.append((tokens, lm.plan.schedule.speculative_steps, tally.refused, tally.steps))
     return found

@@ -29,9 +29,9 @@ from forebay.runtime.devices.cuda import device as cuda
 from forebay.runtime.devices.cuda import pinned
 from forebay.runtime.run import bind, executor
 from forebay.runtime.run.draft_choice import DraftChoice
-from forebay.runtime.run.generation import Stop
+from forebay.runtime.run.generation import Stop, generate_tokens
+from forebay.runtime.run.progress import Tally
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.speculation import Tally, generate_speculatively
 
 GPU = replace(Machine.default(), device_kind="NVIDIA H200", host_attention_bytes_per_s=9e9)
 
@@ -136,7 +136,7 @@ def test_drafts(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -
         step = lm._pipeline.program(lm.plan, 8).step
         assert any(isinstance(i, Launch) and i.stream == ATTEND for i in step) == more["cpu_attention"]
         tally = Tally()
-        found = generate_speculatively(session, [torch.tensor(p) for p in answers], Sampling(), Stop(23), None, None,
+        found = generate_tokens(session, [torch.tensor(p) for p in answers], Sampling(), Stop(23), None, None,
                                        Prompter(answers), tally)
         assert found.tolist() == [*answers.values()] and tally.refused and tally.passes < 22
 

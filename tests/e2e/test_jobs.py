@@ -26,8 +26,9 @@ from forebay.commands.prompts import (
     read_requests,
     stop_ids,
 )
+from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import OnEnd, OnStep, Request, WorkDone
+from forebay.runtime.run.scheduler import OnEnd, OnStep, Request
 
 EOS = 0
 SETTINGS = {"model": "m", "max_new_tokens": 8}

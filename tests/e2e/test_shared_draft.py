@@ -25,10 +25,10 @@ from forebay.rewriter.ir.program import Copy, Launch, Record, Rows, Span, Wait
 from forebay.rewriter.pipeline.lay_beside import EVENTS, check_beside
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.generation import Stop, generate_tokens
+from forebay.runtime.run.progress import Tally
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import Request
 from forebay.runtime.run.shared_drafts import SharedDrafter
-from forebay.runtime.run.speculation import Tally, generate_speculatively
 
 NEW = 24
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7, 8, 9] * 4, [11, 12, 13], [3, 4, 5, 6, 3, 4, 5], [9])]
@@ -79,7 +79,7 @@ def test_tokens_are_those_of_the_model_alone(folder: Path, cache: str, share: fl
                 plain, tally = generate_tokens(session, prompts, Sampling(), stop), Tally()
                 with drafting(None, session, prompts, NEW, Sampling(), None) as drafter:
                     assert isinstance(drafter, SharedDrafter)
-                    found = generate_speculatively(session, prompts, Sampling(), stop, None, None, drafter, tally)
+                    found = generate_tokens(session, prompts, Sampling(), stop, None, None, drafter, tally)
                 assert torch.equal(found, plain)
                 assert plain.shape[1] == 1 or (tally.offered and tally.accepted > tally.offered / 2)
 

@@ -20,13 +20,13 @@ from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload, plan_from_dict
 from forebay.rewriter.planning.options import Options
-from forebay.runtime.run import generation
+from forebay.runtime.run import scheduler
 from forebay.runtime.run.drafts import PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
+from forebay.runtime.run.progress import Tally
 from forebay.runtime.run.sampling import Sampling, choose
 from forebay.runtime.run.scheduler import Request, answer_all
-from forebay.runtime.run.speculation import Tally, generate_speculatively
 
 NEW = 40
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7, 8, 9] * 4, [11, 12, 13], [3, 4, 5, 6, 3, 4, 5], [9])]
@@ -73,7 +73,7 @@ def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: 
                 for stop in (Stop(NEW), Stop(NEW, eos)):
                     plain = generate_tokens(session, prompts, Sampling(), stop)
                     tally = Tally()
-                    found = generate_speculatively(session, prompts, Sampling(), stop, None, None, PromptLookup(),
+                    found = generate_tokens(session, prompts, Sampling(), stop, None, None, PromptLookup(),
                                                    tally)
                     assert torch.equal(found, plain)
                     assert tally.passes < plain.shape[1] or not tally.accepted
@@ -99,7 +99,7 @@ def test_a_models_drafts_change_no_token(folders: dict[str, Path], weights: str,
                 plain, tally = generate_tokens(session, prompts, Sampling(), stop), Tally()
                 drafter = ModelDrafter(drafting, Sampling(), [None] * count)
                 drafter.token_time_s = 0.0  # whatever is predicted, draft
-                found = generate_speculatively(session, prompts, Sampling(), stop, None, None, drafter, tally)
+                found = generate_tokens(session, prompts, Sampling(), stop, None, None, drafter, tally)
                 assert torch.equal(found, plain)
                 at_once = plain.shape[1] == 1  # a random model may repeat one token, which then ends the answer
                 assert at_once or (tally.accepted if stop.eos else tally.accepted > tally.offered / 4)
@@ -129,7 +129,7 @@ def test_sequences_in_places_check_drafts(
     families under FOREBAY_TEST_ALL=1. With a cache in 8 bits, into which sums in another order may round otherwise,
     what is drawn may part where a logit is near another."""
     chosen: list[torch.Tensor] = []
-    monkeypatch.setattr(generation, "choose", lambda logits, *how: (chosen.append(logits.clone()), choose(
+    monkeypatch.setattr(scheduler, "choose", lambda logits, *how: (chosen.append(logits.clone()), choose(
         logits, *how))[1])
     options = Options(prompt_lookup_num_tokens=7, cache=cache, cache_tier="device", prefill_chunk=5,
                     entering=entering or None)

@@ -17,12 +17,12 @@ from selection import at_length
 
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.program import ATTEND, Launch, Program
-from forebay.runtime.run.generation import Stop
+from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
+from forebay.runtime.run.progress import Tally
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import Request, answer_all
 from forebay.runtime.run.session import Session
-from forebay.runtime.run.speculation import Tally, generate_speculatively
 from forebay.runtime.run.step_inputs import StepInputs
 
 NEW, DRAFTED = 23, {"prompt_lookup_num_tokens": 7}
@@ -66,7 +66,7 @@ def test_tokens_equal_transformers(
         with lm.running(COUNT, case.prompt, NEW) as session:
             for _ in range(2):  # the second finds the first one's blocks
                 tally, prompter = Tally(), Prompter(answers)
-                found = generate_speculatively(session, [torch.tensor(p) for p in answers], Sampling(), Stop(NEW), None,
+                found = generate_tokens(session, [torch.tensor(p) for p in answers], Sampling(), Stop(NEW), None,
                                                None, prompter, tally)
                 assert found.tolist() == [*answers.values()]
                 assert max(prompter.taken_back) == 7 and 0 in prompter.taken_back and tally.passes < NEW - 1
@@ -103,7 +103,7 @@ def test_a_models_own_cache_may_be_staged(cases: Callable[[str], Case]) -> None:
         tally = Tally()
         drafter = ModelDrafter(Wrong(drafting), Sampling(), [None] * COUNT)  # type: ignore[arg-type]
         drafter.token_time_s = 0.0
-        found = generate_speculatively(session, [torch.tensor(p) for p in answers], Sampling(), Stop(NEW), None, None,
+        found = generate_tokens(session, [torch.tensor(p) for p in answers], Sampling(), Stop(NEW), None, None,
                                        drafter, tally)
         assert found.tolist() == [*answers.values()] and tally.refused and tally.accepted > tally.offered / 4
 

@@ -176,9 +176,8 @@ def _generate(
 
     from forebay.drafting import drafting
     from forebay.huggingface.served import asks_nothing_more
-    from forebay.runtime.run.generation import Stop
-    from forebay.runtime.run.loops import generate_as_planned
-    from forebay.runtime.run.speculation import Tally
+    from forebay.runtime.run.generation import Stop, generate_as_planned
+    from forebay.runtime.run.progress import Tally
 
     if not asks_nothing_more(lm.checkpoint.folder) or lm.captured.renewed_at:
         drawing = vars(sampling) if sampling.do_sample else {"do_sample": False}

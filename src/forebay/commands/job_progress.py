@@ -10,7 +10,7 @@ from forebay.commands.terminal import progress_bar, say
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from forebay.runtime.run.scheduler import WorkDone
+    from forebay.runtime.run.progress import WorkDone
 
 SHOWN_S = 0.1  # between two notes on a terminal
 SAID_S = 30.0  # between two lines where stderr is no terminal

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from forebay.commands.prompts import Prompt
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Plan
-    from forebay.runtime.run.scheduler import WorkDone
+    from forebay.runtime.run.progress import WorkDone
 
 SOME_UNANSWERED = 3  # exit code
 
@@ -193,7 +193,7 @@ def _answer(
     from forebay.drafting import files_in_budget, plans_in_budget
     from forebay.rewriter.report.explain import summarise_plan
     from forebay.runtime.disk.page_cache import drop_file
-    from forebay.runtime.run.scheduler import WorkDone
+    from forebay.runtime.run.progress import WorkDone
 
     total = len(jobs.pending(encoded, answers.answered))
     if trace:

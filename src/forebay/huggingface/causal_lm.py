@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from forebay.call_turns import ModelCall
 from forebay.drafting import drafting
-from forebay.huggingface.drawing import DrawEach, Generators, drawing_from
+from forebay.huggingface.drawing import DrawEach, drawing_from
 from forebay.huggingface.inputs import (
     Prompts,
     check_positions,
@@ -30,11 +30,10 @@ from forebay.huggingface.same_tokenizer import refuse_other_tokenizer
 from forebay.huggingface.served import SERVED
 from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.rewriter.ir.graph import Gives
-from forebay.runtime.run.generation import Stop
-from forebay.runtime.run.loops import generate_as_planned
+from forebay.runtime.run.generation import Stop, generate_as_planned
+from forebay.runtime.run.progress import Tally
 from forebay.runtime.run.rows import SequenceRows, require_movable_rows
-from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.speculation import Tally
+from forebay.runtime.run.sampling import Generators, Sampling
 from forebay.step_model import OnToken, StepModel
 
 DEFAULT_NEW_TOKENS = 20  # as transformers has it

@@ -10,8 +10,6 @@ from transformers.generation import LogitsProcessor
 
 from forebay.runtime.run.sampling import Sampling, choose
 
-Generators = torch.Generator | Sequence[torch.Generator] | None
-
 
 class DrawEach(LogitsProcessor):
     """Leaves of each row's scores the one token that the row's own generator draws."""

@@ -16,8 +16,10 @@ from forebay.commands.terminal import reason_of
 from forebay.drafting import drafting_in_places
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
+from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.room import fits
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request, WorkDone, answer_arriving, fits
+from forebay.runtime.run.scheduler import Request, answer_arriving
 from forebay.serving.answer_text import AnswerText
 from forebay.serving.metrics import Metrics
 from forebay.serving.refusal import Refusal
@@ -59,7 +61,7 @@ class Pending:
     ended_s: float = 0.0
     left: bool = False  # nobody hears it any more
 
-    def asked(self) -> Request:
+    def request(self) -> Request:
         return Request(torch.tensor(self.ids), self.new_tokens,
                      lambda: torch.Generator().manual_seed(self.seed & (1 << 63) - 1), self.sampling)
 
@@ -180,7 +182,7 @@ class Batcher:
                 pending.entered_s = time.monotonic()
                 self.metrics.queued_s.note(pending.entered_s - pending.arrived_s)
                 self.running[number] = pending
-                came[number] = pending.asked()
+                came[number] = pending.request()
             return came
 
     def _next(self, number: int, token: int) -> bool:

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.language_model import LanguageModel
-from forebay.runtime.run.balance import balanced_places
-from forebay.runtime.run.generation import Stop
-from forebay.runtime.run.loops import generate_as_planned
+from forebay.runtime.run.balance import balanced_slots
+from forebay.runtime.run.generation import Stop, generate_as_planned
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import Request, answer_all
 from forebay.runtime.run.step_inputs import StepInputs
@@ -29,7 +28,7 @@ def test_places_are_free_and_each_taken_once(data: st.DataObject) -> None:
     rows, parts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     free = data.draw(st.sets(st.integers(0, rows * parts - 1), min_size=1))
     tokens = data.draw(st.lists(st.integers(1, 100), max_size=len(free)))
-    chosen = balanced_places(tokens, sorted(free), [0] * parts, rows)
+    chosen = balanced_slots(tokens, sorted(free), [0] * parts, rows)
     assert len(chosen) == len(tokens) == len(set(chosen)) and set(chosen) <= free
 
 
@@ -37,16 +36,16 @@ def test_places_are_free_and_each_taken_once(data: st.DataObject) -> None:
 def test_micro_batches_differ_by_no_more_than_a_sequence(tokens: list[int]) -> None:
     """Where all have room until the end: none was given a sequence that belonged to one of fewer tokens."""
     load = [0, 0, 0]
-    for place, count in zip(balanced_places(tokens, range(18), [0, 0, 0], 6), tokens, strict=True):
+    for place, count in zip(balanced_slots(tokens, range(18), [0, 0, 0], 6), tokens, strict=True):
         load[place // 6] += count
     assert max(load) - min(load) <= max(tokens)
 
 
 def test_tokens_that_others_hold_count() -> None:
-    assert balanced_places([5, 4], [1, 2], [100, 0], 2) == [2, 1]
-    assert balanced_places([5], [1, 2, 3], [0, 6], 2) == [1]
-    with pytest.raises(ValueError, match="1 places for 2 sequences"):
-        balanced_places([1, 1], [3], [0, 0], 2)
+    assert balanced_slots([5, 4], [1, 2], [100, 0], 2) == [2, 1]
+    assert balanced_slots([5], [1, 2, 3], [0, 6], 2) == [1]
+    with pytest.raises(ValueError, match="1 slots for 2 sequences"):
+        balanced_slots([1, 1], [3], [0, 0], 2)
 
 
 @pytest.fixture(scope="module")

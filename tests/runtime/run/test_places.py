@@ -29,14 +29,9 @@ from forebay.rewriter.ir.turns import USUAL_TURNS
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import (
-    Request,
-    WorkDone,
-    answer_all,
-    answer_arriving,
-    entering,
-)
+from forebay.runtime.run.scheduler import Request, answer_all, answer_arriving
 
 CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=97), "opt": opt, "gpt2": gpt2,
            "gemma2": gemma2}
@@ -133,7 +128,7 @@ def test_answers_are_those_of_each_prompt_alone(
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
     with case.language_model(3.0 if name == "opt" else 1.6, **more) as lm:
-        assert entering(lm.plan) == more.get("entering", 0) and lm.plan.workload.batch == PLACES
+        assert lm.plan.schedule.batching.admitted == more.get("entering", 0) and lm.plan.workload.batch == PLACES
         assert answers(lm, case.asked())[0] == case.expected()
         assert answers(lm, case.asked(), eos=case.eos)[0] == case.expected(case.eos)
 
@@ -280,7 +275,7 @@ def test_generate_answers_more_prompts_than_places(cases: Callable[[str], Case])
                              pad_token_id=0, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
         assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
         beams = lm.generate(ids[:2], attention_mask=mask[:2], max_new_tokens=2, num_beams=2, pad_token_id=0)
-        assert entering(lm.plan) == 0 and len(beams) == 2  # beams stand in rows of one batch
+        assert lm.plan.schedule.batching.admitted == 0 and len(beams) == 2  # beams stand in rows of one batch
 
 
 def test_what_no_place_holds_is_refused_before_anything_runs(cases: Callable[[str], Case]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
@@ -14,105 +14,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recalling import VOCAB, Guessing, Recalling, scores, session
 from scipy.stats import chi2
 from selection import ALL
 
-from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
-from forebay.rewriter.ir.schedule.admission import Admission
-from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
-from forebay.rewriter.ir.schedule.speculation import Speculation
+from forebay.rewriter.ir.plan import Plan, Prediction
 from forebay.runtime.run import draft_choice
 from forebay.runtime.run.draft_choice import DraftChoice, step_times_s
 from forebay.runtime.run.drafts import MODEL, Drafted, PromptLookup
 from forebay.runtime.run.drafts_ahead import DraftsAhead
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
+from forebay.runtime.run.progress import Tally
 from forebay.runtime.run.sampling import Sampling, probabilities
 from forebay.runtime.run.scheduler import Request, answer_all, answer_arriving
-from forebay.runtime.run.speculation import Tally, generate_speculatively
 from forebay.runtime.run.step_inputs import StepInputs
-
-VOCAB = 5
-
-
-class Recalling:
-    """A session whose logits depend on every token of a row, through a cache as the model's; what is written behind
-    where a row's tokens end is rubbish that nothing may read."""
-
-    renewed_at = 0
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.grown = plan, 0
-        self.cache = torch.full((plan.workload.batch, plan.workload.context), -1)
-        self.sizes: list[int] = []
-
-    def renews(self, held: int, length: int) -> bool:
-        return False
-
-    def grow(self) -> None:
-        self.grown += 1
-
-    def step(self, inputs: StepInputs) -> torch.Tensor:
-        ids, start = inputs.input_ids, inputs.start
-        size, batch, batching = ids.shape[1], self.plan.workload.batch, self.plan.schedule.batching
-        assert size in self.plan.schedule.step_sizes
-        assert ids.shape[0] == start.shape[0] == batching.sequences(batch, size)
-        assert (inputs.places is not None) is bool(batching.admitted and batching.is_prefill(size))
-        rows = range(batch) if inputs.places is None else inputs.places.tolist()
-        self.sizes.append(size)
-        logits = torch.zeros(len(ids), size, VOCAB)
-        for i, (row, at) in enumerate(zip(rows, start.tolist(), strict=True)):
-            assert 0 <= at <= self.cache.shape[1] - size, "a position beyond the cache is written"
-            self.cache[row, at : at + size] = ids[i]
-            for j in range(size):
-                logits[i, j] = scores(self.cache[row, : at + j + 1].tolist())
-        if size in self.plan.schedule.speculative_steps:
-            return logits
-        return logits[torch.arange(len(ids)), inputs.last]
-
-
-def scores(seen: list[int]) -> torch.Tensor:
-    """Repeats itself much, and depends on the first token as on the last."""
-    best = (seen[-1] + (2 if len(seen) % 7 else 1) + seen[0]) % VOCAB
-    return torch.eye(VOCAB)[best] * 2
-
-
-class Guessing:
-    """Drafts from a list of numbers, right ones where it says so; it sees no more than it may."""
-
-    token_time_s, prefill_s, chance = 0.0, 0.0, 0.5
-
-    def note(self, draft: Drafted, offered: int, right: int) -> None:
-        pass
-
-    def __init__(self, guesses: Sequence[int], right: Sequence[bool]) -> None:
-        self.guesses, self.right, self.calls = guesses, right, 0
-
-    def draft(
-        self, held: Mapping[int, torch.Tensor], most: Mapping[int, int], least: float = 0.0
-    ) -> dict[int, Drafted]:
-        found = {}
-        for row, tokens in held.items():
-            seen, drafted = tokens.tolist(), []
-            for _ in range(max(0, most[row])):
-                self.calls += 1
-                token = int(scores(seen).argmax()) if self.right[self.calls % len(self.right)] else (
-                    self.guesses[self.calls % len(self.guesses)])
-                drafted.append(token)
-                seen.append(token)
-            found[row] = Drafted(tuple(drafted))
-        return found
-
-
-def session(
-    batch: int, prompt: int, new_tokens: int, sizes: Collection[int], chunk: int, entering: int = 0,
-    kind: type[Recalling] | None = None,
-) -> Any:
-    batching = BatchSchedule(admission=Admission(entering), speculation=Speculation(tuple(sorted(sizes, reverse=True))))
-    schedule = Schedule(prefill_chunks=(chunk,), batching=batching)
-    said = Prediction(speculative_busy_s=(0.1,) * len(sizes))
-    return (kind or Recalling)(Plan("f", "m", Limits(1), Workload(batch, prompt, new_tokens), schedule, (),
-                                    prediction=said))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,7 +60,7 @@ def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(data: st.DataObj
     target, other = session(batch, planned, new, sizes, chunk), session(batch, planned, new, sizes, chunk)
     columns: list[torch.Tensor] = []
     tally = Tally()
-    found = generate_speculatively(target, tensors, sampling, stop, draws(), columns.append, drafter, tally)
+    found = generate_tokens(target, tensors, sampling, stop, draws(), columns.append, drafter, tally)
     plain = generate_tokens(other, tensors, sampling, stop, draws())
     assert found.tolist() == plain.tolist()
     assert torch.stack(columns, 1).tolist() == found.tolist(), "columns were handed out otherwise"
@@ -230,7 +146,7 @@ def test_right_drafts_take_few_passes_and_wrong_ones_no_more_than_none() -> None
     for right, most in (([True], 8), ([False], 39)):
         target, tally = session(1, 3, 40, (16, 8, 4, 2), 3), Tally()
         drafter = Guessing([4, 4, 4, 4, 4, 4, 4], right)
-        generate_speculatively(target, prompt, Sampling(), stop, None, None, drafter, tally)
+        generate_tokens(target, prompt, Sampling(), stop, None, None, drafter, tally)
         assert tally.passes <= most and tally.tokens == 39
         assert tally.passes == len(target.sizes) - 1
         assert tally.steps.get(1, 0) <= 1, "steps that cost nothing were not used"  # the last token needs no draft
@@ -241,7 +157,7 @@ def test_a_step_that_costs_more_than_it_gives_is_not_taken() -> None:
     dear = Plan(**{**vars(target.plan), "prediction": Prediction(1.0, 1.0, speculative_times_s=(5.0, 3.0))})
     assert step_times_s(dear) == {1: 1.0, 8: 5.0, 4: 3.0}
     target.plan, tally = dear, Tally()
-    generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(40), None, None, Guessing([4], [False]),
+    generate_tokens(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(40), None, None, Guessing([4], [False]),
                            tally)
     assert tally.steps == {1: 39}
 
@@ -250,7 +166,7 @@ def test_one_generator_for_several_prompts_is_refused() -> None:
     target = session(2, 3, 4, (2,), 3)
     prompts = [torch.tensor([1]), torch.tensor([2])]
     with pytest.raises(ValueError, match="a generator for each prompt"):
-        generate_speculatively(target, prompts, Sampling(True), Stop(4), torch.Generator(), None, PromptLookup())
+        generate_tokens(target, prompts, Sampling(True), Stop(4), torch.Generator(), None, PromptLookup())
 
 
 class Erring(Recalling):
@@ -292,7 +208,7 @@ def test_another_models_greedy_drafts_change_no_token(data: st.DataObject) -> No
     drafter.token_time_s = 1e-9
     if data.draw(st.booleans()):
         drafter = DraftsAhead(drafter)
-    found = generate_speculatively(target, prompts, Sampling(), stop, None, None, drafter)
+    found = generate_tokens(target, prompts, Sampling(), stop, None, None, drafter)
     assert found.tolist() == generate_tokens(plain, prompts, Sampling(), stop).tolist()
 
 
@@ -333,7 +249,7 @@ def test_drawn_drafts_of_another_model_leave_the_distribution(least: float, monk
     for _ in range(count // rows):
         drafter: Any = ModelDrafter(other, sampling, [[g] for g in draws], 0.9)  # type: ignore[arg-type]
         drafter.token_time_s = 1e-9
-        found = generate_speculatively(target, [torch.tensor(prompt)] * rows, sampling, Stop(3), draws, None, drafter,
+        found = generate_tokens(target, [torch.tensor(prompt)] * rows, sampling, Stop(3), draws, None, drafter,
                                        tally)
         seen.update(map(tuple, found.tolist()))
     assert set(seen) <= set(expected) and 0 < tally.accepted < tally.offered
@@ -348,7 +264,7 @@ def test_a_draft_whose_time_does_not_pay_is_not_made() -> None:
     for token_time_s, drafts in ((2.0, False), (0.01, True)):
         drafter, tally = Guessing([4], [True]), Tally()
         drafter.token_time_s = token_time_s
-        generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(20), None, None, drafter, tally)
+        generate_tokens(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(20), None, None, drafter, tally)
         assert bool(drafter.calls) is drafts and tally.passes < 19, "what is looked up takes no time"
 
 
@@ -362,7 +278,7 @@ def test_what_is_looked_up_in_vain_loses_little(seed: int, dear: tuple[float, ..
     target.plan = Plan(**{**vars(target.plan), "prediction": Prediction(1.0, 1.0, speculative_times_s=dear[::-1])})
     tally = Tally()
     prompts = [torch.tensor([seed % VOCAB, 1, 2, row, 4, 1]) for row in range(batch)]
-    generate_speculatively(target, prompts, Sampling(), Stop(new), None, None, PromptLookup(), tally)
+    generate_tokens(target, prompts, Sampling(), Stop(new), None, None, PromptLookup(), tally)
     taken_s = sum(times[size] * count for size, count in tally.steps.items())
     assert taken_s <= 1.03 * (new - 1) + 2 and (tally.offered > tally.accepted or dear[0] > 1.5)
 
@@ -399,7 +315,7 @@ def test_drafts_lose_little_whatever_they_are_and_are_tried_again(right: list[bo
     drafter, tally = Timed(right, token_time_s), Tally()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_choice, "LONGEST_MATCH", 99)  # nothing is looked up
-        generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(new), None, None, drafter, tally)
+        generate_tokens(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(new), None, None, drafter, tally)
     taken_s = sum(times[size] * count for size, count in tally.steps.items()) + drafter.fed * token_time_s
     assert tally.drafting_s == pytest.approx(drafter.fed * token_time_s + 7.0 * bool(drafter.fed)), "and the prompt's"
     wasted = (8 * token_time_s + 0.05) + 1.0
@@ -414,7 +330,7 @@ def test_a_draft_that_turns_good_is_found_out(monkeypatch: pytest.MonkeyPatch) -
     target = session(1, 3, 200, (8, 4, 2), 3)
     target.plan = Plan(**{**vars(target.plan), "prediction": Prediction(1.0, 1.0, speculative_times_s=(1.0,) * 3)})
     drafter, tally = Timed([False] * 60 + [True] * 10_000, 0.028), Tally()
-    generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(200), None, None, drafter, tally)
+    generate_tokens(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(200), None, None, drafter, tally)
     assert tally.passes < 130 and tally.accepted > 80
 
 
@@ -440,7 +356,7 @@ def test_what_stood_before_is_drafted_rather_than_what_takes_time(repeats: bool)
     drafter: Any = ModelDrafter(other, Sampling(), [None], 0.9)
     prompt = torch.tensor([0, 1, 2, 3, 4] * 2 + [0, 1] if repeats else [4])
     tally = Tally()
-    found = generate_speculatively(target, [prompt], Sampling(), Stop(60), None, None, drafter, tally)
+    found = generate_tokens(target, [prompt], Sampling(), Stop(60), None, None, drafter, tally)
     assert found.tolist() == [[(int(prompt[-1]) + 1 + i) % VOCAB for i in range(60)]]
     assert tally.accepted == tally.offered and tally.passes <= 9
     assert 0 < drafter.right < tally.accepted and (drafter.right <= 7 or not repeats), "then what repeats takes over"
@@ -566,7 +482,7 @@ def test_a_right_model_drafts_ahead(entering: int | None) -> None:
         patch.setattr(draft_choice, "LONGEST_MATCH", 99)
         patch.setattr(DraftChoice, "choose", note)
         if entering is None:
-            found[0] = generate_speculatively(target, [prompt], Sampling(), Stop(80), None, None, ahead, tally)[
+            found[0] = generate_tokens(target, [prompt], Sampling(), Stop(80), None, None, ahead, tally)[
                 0].tolist()
         else:
             tally.add(answer_all(target, [Request(prompt, 80)], Sampling(), on_end=found.__setitem__, drafter=ahead))
