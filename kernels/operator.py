@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -115,17 +116,17 @@ class Operator:
     timed_as: Literal["product", "attention", "memory"] = "memory"
     onnx: Meaning | None = None
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a Launch has it: "forebay.linear"."""
         return str(self.overload).removesuffix(".default")
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[str, ...]:
         """Names of the arguments, in the order of the schema."""
         return tuple(a.name for a in self.overload._schema.arguments)
 
-    @property
+    @cached_property
     def writes(self) -> tuple[str, ...]:
         """Names of the arguments that it writes."""
         written = (a for a in self.overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -152,6 +153,8 @@ class Operator:
 
     def cache_format(self, args: tuple[Any, ...]) -> str:
         """The format of the rows of a cache that it touches ("kv4"); "" where they are values as they are."""
+        if not self.caches:
+            return ""
         given = dict(zip(self.arguments, args, strict=False))
         head_dim = next((value.shape[-1] for name, value in given.items()
                          if name not in self.caches and len(getattr(value, "shape", ())) == 4), 0)
