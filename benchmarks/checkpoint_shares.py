@@ -27,7 +27,7 @@ from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import plan_block
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
-from forebay.rewriter.planning.checkpoint_share import SHARES, balanced_share
+from forebay.rewriter.planning.features.recomputation import SHARES, balanced_share
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.model_shapes import capture_config, load_config
 from forebay.rewriter.switches import Switches

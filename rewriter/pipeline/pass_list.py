@@ -27,6 +27,7 @@ from forebay.passes.quantize.quantize_weights import fuse_dequantize, quantize_w
 from forebay.passes.shard.shard import shard
 from forebay.passes.shard.take_stage import take_stage
 from forebay.rewriter.pipeline.run_passes import Pass
+from forebay.rewriter.planning.features.table import feature_steps
 
 # Every pass in the order in which they run, with its phase, what it is run on, and the reason why it stands there.
 PASSES: list[Pass] = [
@@ -65,6 +66,7 @@ PASSES: list[Pass] = [
     Pass(delegate_attention, "lowered", "draft",
          "launches stand in the order of turns: those over caches in host memory leave the device's stream"),
     Pass(hoist_gathers, "lowered", "draft", "gathers cross the borders of layers, and what is fetched for them too"),
+    Pass(feature_steps, "lowered", "draft", "what features add from outside is hoisted and proved as the rest is"),
     Pass(hoist_prefetch, "lowered", "draft", "copies cross the borders of layers", optional=True),
     Pass(offload_hidden, "lowered", "draft", "the other copies stand where they stay: a turn's items are together"),
     Pass(place_copies, "lowered", "draft", "the order of copies is final: they get their streams and events"),

@@ -7,44 +7,38 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.cache_layout import cache_buffers
-from forebay.rewriter.ir.hidden_layout import offloaded_regions
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
-from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.ir.schedule.admission import Admission
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
-from forebay.rewriter.ir.schedule.gather_ahead import GatherAhead
 from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
-from forebay.rewriter.ir.schedule.recomputation import Recomputation
 from forebay.rewriter.ir.schedule.sparsity import Sparsity
 from forebay.rewriter.ir.schedule.speculation import Speculation
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_speculation import forced_sizes
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.checkpoint_share import balanced_share, link_binds, shares_beside
+from forebay.rewriter.planning.features.feature import Trial
+from forebay.rewriter.planning.features.recomputation import with_checkpoints
+from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.planning.objective import latency_s
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan, plan_fits
-from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.switches import Switches
 
-SIZES = (1, 4, 8, 12, 16, 24, 32, 64)  # of micro-batches; those near the best take a plan and its Programs
-TOKENS = (8, 16, 32, 64)  # of a cache block
-PADDING = 1 / 8  # of a token's bytes
+MICRO_BATCH_SIZES = (1, 4, 8, 12, 16, 24, 32, 64)  # of micro-batches; those near the best take a plan and its Programs
+BLOCK_TOKENS = (8, 16, 32, 64)  # of a cache block
+MAX_PADDING = 1 / 8  # of a token's bytes
 BATCHES = (1, 4, 16, 64, 256)  # between latency and throughput
-BROUGHT = 0.5  # of a prefill's time: where weights take less, fewer passes over them save little
-GATHER_BUFFERS = 2  # one that is read, one that is gathered; more keep activations waiting behind what comes early
-WORTH = 0.01  # of the time of prompt and answer, that this must save
-NEAR = 1.5  # times the least of the closed form: what it finds slower is not simulated
-SAVES = 0.02  # of the closed form's time, that more micro-batches must save to be simulated
-SLOWER, OTHER = 1.25, 2.0  # times the best of such ways, and of other kinds, by what the closed form errs at least
-STAMPS = 512  # layers times micro-batches that are simulated where fewer may do as well
-BESIDE = 4  # other shares of a number of micro-batches that are simulated
+MAX_CLOSED_FORM_RATIO = 1.5  # times the least of the closed form: what it finds slower is not simulated
+MIN_SAVING = 0.02  # of the closed form's time, that more micro-batches must save to be simulated
+# times the best of such ways, and of other kinds, by what the closed form errs at least
+MAX_LIKELY_RATIO, MAX_LIKELY_RATIO_OTHERS = 1.25, 2.0
+MAX_BLOCKS = 512  # layers times micro-batches that are simulated where fewer may do as well
+MAX_OTHER_SHARES = 4  # other shares of a number of micro-batches that are simulated
 
 GraphsOf = Callable[[Workload, BatchSchedule], StepGraphs]
 PlanChoice = Callable[[GraphsOf, Budget, Workload, Options, Machine, Switches], tuple[Pipeline, Plan]]
@@ -53,80 +47,86 @@ PlanChoice = Callable[[GraphsOf, Budget, Workload, Options, Machine, Switches], 
 def plan_block(
     graphs_of: GraphsOf, budget: Budget, workload: Workload, options: Options, machine: Machine, switches: Switches
 ) -> tuple[Pipeline, Plan]:
-    """The plan for (at least) the batch of `workload`, and the pipeline of its Programs.
+    """The plan for (at least) the batch of `workload`, and the pipeline of its Programs: see `ScheduleSearch`."""
+    return ScheduleSearch(graphs_of, budget, workload, options, machine, switches).best()
 
-    A cache that fits the device stays there. For one that does not, micro-batches of several sizes are compared, each
-    with several shares of its caches on faster tiers, by the closed form, and with a GPU each with attention to what
-    lies in host memory on either side. Of a few near the best (`_try_near`) the one whose Programs are predicted to
-    take prompt and answer the least time is taken. Where the links bind it, and what K and V are made of is smaller,
-    its caches may keep that of a share of the tokens; where a prompt comes in chunks for want of memory, hidden states
-    may leave the device for larger ones.
-    PlanError, if none fits, for the way that fits the smallest budget.
 
-    Long: what fits, and what was refused and why, is one search.
-    """
-    if options.entering and options.prefill_chunk == 1:
-        raise PlanError("prefill_chunk: 1 is a step that decodes for all places; where sequences enter them, a chunk "
-                        "has at least 2 tokens")
-    refused: list[tuple[Pipeline, PlanError]] = []
+class ScheduleSearch:
+    """The search for the schedule of a batch within a budget: candidates, what the closed form says of them, the
+    simulation of a few, and the choice."""
 
-    def pipeline_of(batching: BatchSchedule) -> Pipeline:
-        whole = _whole(workload, batching)
-        return Pipeline(graphs_of(whole, batching), whole, machine, switches)
+    def __init__(self, graphs_of: GraphsOf, budget: Budget, workload: Workload, options: Options, machine: Machine,
+                 switches: Switches) -> None:
+        self.graphs_of, self.budget, self.workload, self.options = graphs_of, budget, workload, options
+        self.machine, self.switches = machine, switches
+        self.planned: list[tuple[Pipeline, Plan]] = []
+        self.refused: list[tuple[Pipeline, PlanError]] = []
 
-    sizes: tuple[int, ...] = ()
-    if isinstance(options.prompt_lookup_num_tokens, int):
-        sizes = forced_sizes(graphs_of(workload, ALONE), _whole(workload, options.batching(workload.batch)), options)
-    if options.cache_tier in (None, "device"):
-        pipeline = pipeline_of(replace(options.batching(workload.batch), speculation=Speculation(sizes)))
-        try:
-            planned = pipeline, pipeline.plan(budget, options)
-        except PlanError as error:
-            refused.append((pipeline, error))
-        else:
-            return planned if options.gather_buffers is not None else _ahead(*planned, budget, options, pipeline_of)
-    ways: list[Way] = []
-    for each in staged_blocks(graphs_of, workload, options):
-        batching = replace(each, speculation=Speculation(sizes))
-        pipeline = pipeline_of(batching)
-        found = _in_shares(pipeline, batching, budget, options)
-        best: dict[tuple[int, bool], Way] = {}
-        for way in found:
-            at = way.batching.cache.on_host, way.batching.cache.cpu_attention
-            best[at] = min(best.get(at, way), way, key=lambda way: way.time_s)
-        ways += best.values()
-        if not found:
-            least = pipeline.with_batching(_wished_shares(pipeline, batching, options))
-            try:
-                least.plan(budget, options)
-            except PlanError as error:
-                refused.append((least, error))
-    fitting: list[tuple[Pipeline, Plan]] = []
+    def best(self) -> tuple[Pipeline, Plan]:
+        """Find the schedule whose Programs are predicted to take prompt and answer the least time, and its plan.
 
-    def simulate(pipeline: Pipeline) -> Plan | None:
+        A cache that fits the device stays there. For one that does not, micro-batches of several sizes are compared,
+        each with several shares of its caches on faster tiers, by the closed form, and with a GPU each with attention
+        to what lies in host memory on either side; of those a few near the best are simulated (`_try_near`). Then each
+        feature tries what it may better (`ScheduleFeature.improve`).
+
+        Raises:
+            PlanError: None fits; it is that of the schedule that fits the smallest budget.
+        """
+        options, workload = self.options, self.workload
+        if options.entering and options.prefill_chunk == 1:
+            raise PlanError("prefill_chunk: 1 is a step that decodes for all places; where sequences enter them, a "
+                            "chunk has at least 2 tokens")
+        plain, forced = options.batching(workload.batch), Speculation()
+        if isinstance(options.prompt_lookup_num_tokens, int):
+            forced = Speculation(forced_sizes(self.graphs_of(workload, ALONE), _whole(workload, plain), options))
+        if options.cache_tier not in (None, "device") or self.simulate(replace(plain, speculation=forced)) is None:
+            self._try_staged(forced)
+        if not self.planned:
+            if len(self.refused) == 1:
+                raise self.refused[0][1]
+            raise min(self.refused, key=lambda pair: pair[0].smallest_budget(options))[1]
+        pipeline, plan = min(self.planned, key=lambda pair: latency_s(pair[1]))
+        trial = Trial(self.simulate, options, self.machine, pipeline.needs.rates.bytes_per_s,
+                      bool(pipeline.graphs.gathers), self.graphs_of(workload, ALONE).checkpoint_tokens)
+        for feature in FEATURES:
+            plan = feature.improve(plan, trial)
+        return next(pair for pair in self.planned if pair[1] is plan)
+
+    def simulate(self, batching: BatchSchedule) -> Plan | None:
+        """The plan of a schedule, whose Programs are simulated; None where there is none."""
+        return self._simulated(self.pipeline(batching))
+
+    def pipeline(self, batching: BatchSchedule) -> Pipeline:
+        """The pipeline of a schedule, for a workload of whole micro-batches."""
+        whole = _whole(self.workload, batching)
+        return Pipeline(self.graphs_of(whole, batching), whole, self.machine, self.switches)
+
+    def _simulated(self, pipeline: Pipeline) -> Plan | None:
         try:  # layers that cannot share addresses take more than was known
-            fitting.append((pipeline, pipeline.plan(budget, options)))
+            self.planned.append((pipeline, pipeline.plan(self.budget, self.options)))
         except PlanError as error:
-            refused.append((pipeline, error))
+            self.refused.append((pipeline, error))
             return None
-        return fitting[-1][1]
+        return self.planned[-1][1]
 
-    def best_of() -> tuple[Pipeline, Plan]:
-        return min(fitting, key=lambda pair: latency_s(pair[1]))
-
-    known: list[tuple[float, float]] = []  # seconds as simulated, and by the closed form
-    for attends in (False, True):  # where the host attends, the closed form says less of what waits for what
-        some = [way for way in ways if way.batching.cache.cpu_attention == attends]
-        known += _try_near(some, known, lambda way: simulate(way.pipeline.with_batching(way.batching)))
-    if fitting:
-        if options.hidden_tier is None:
-            _try_hidden(*best_of(), options, lambda batching: simulate(pipeline_of(batching)))
-        if options.checkpoints is None:
-            _try_checkpoints(best_of()[1], graphs_of, workload, options, lambda b: simulate(pipeline_of(b)))
-        return best_of()
-    if len(refused) == 1:
-        raise refused[0][1]
-    raise min(refused, key=lambda pair: pair[0].smallest_budget(options))[1]
+    def _try_staged(self, forced: Speculation) -> None:
+        """Simulate the ways near the best of those with caches that come to the device for their turns."""
+        ways: list[Way] = []
+        for each in staged_blocks(self.graphs_of, self.workload, self.options):
+            batching = replace(each, speculation=forced)
+            pipeline = self.pipeline(batching)
+            best: dict[tuple[int, bool], Way] = {}
+            for way in _in_shares(pipeline, batching, self.budget, self.options):
+                at = way.batching.cache.on_host, way.batching.cache.cpu_attention
+                best[at] = min(best.get(at, way), way, key=lambda way: way.time_s)
+            ways += best.values()
+            if not best:
+                self._simulated(pipeline.with_batching(_wished_shares(pipeline, batching, self.options)))
+        known: list[tuple[float, float]] = []  # seconds as simulated, and by the closed form
+        for attends in (False, True):  # where the host attends, the closed form says less of what waits for what
+            some = [way for way in ways if way.batching.cache.cpu_attention == attends]
+            known += _try_near(some, known, lambda way: self._simulated(way.pipeline.with_batching(way.batching)))
 
 
 def closed_form_way(
@@ -135,11 +135,10 @@ def closed_form_way(
 ) -> Way | None:
     """The way with its cache off the device that the closed form finds fastest, of few shares of each, and with at most
     so many bytes of it on the disk; None where none fits. For a model too large to lower each way that may be best."""
-    ways: list[Way] = []
+    search, ways = ScheduleSearch(graphs_of, budget, workload, options, machine, switches), list[Way]()
     for batching in staged_blocks(graphs_of, workload, options):
         with contextlib.suppress(PlanError):
-            pipeline = Pipeline(graphs_of(w := _whole(workload, batching), batching), w, machine, switches)
-            ways += _in_shares(pipeline, batching, budget, options, 1, 1)
+            ways += _in_shares(search.pipeline(batching), batching, budget, options, 1, 1)
     return min((way for way in ways if way.spilled_nbytes <= spill_nbytes), key=lambda way: way.time_s, default=None)
 
 
@@ -148,65 +147,6 @@ def _whole(workload: Workload, batching: BatchSchedule) -> Workload:
     count = batching.micro_batches.count
     prompt = max(workload.prompt, 2) if batching.admitted else workload.prompt  # a step over one token decodes
     return replace(workload, batch=-(-workload.batch // count) * count, prompt=prompt)
-
-
-def _ahead(
-    pipeline: Pipeline, plain: Plan, budget: Budget, options: Options, pipeline_of: Callable[[BatchSchedule], Pipeline]
-) -> tuple[Pipeline, Plan]:
-    """The plan with memory for weights that ranks gather ahead, where there are such and prompt and answer are then
-    predicted to take less time: by what gathers take from the products beside them less than their Programs say."""
-    shown = 1 - MachineEstimator(pipeline.machine).held_up
-    if pipeline.graphs.gathers and shown > 0:
-        with contextlib.suppress(PlanError):
-            other = pipeline_of(replace(plain.schedule.batching, gathering=GatherAhead(GATHER_BUFFERS)))
-            ahead = other.plan(budget, options)
-            if shown * (latency_s(plain) - latency_s(ahead)) > WORTH * latency_s(plain):
-                return other, ahead
-    return pipeline, plain
-
-
-def _try_hidden(
-    pipeline: Pipeline, plain: Plan, options: Options, simulate: Callable[[BatchSchedule], Plan | None]
-) -> None:
-    """Simulate the block of `plain` with hidden states off the device, on the fastest tier that has room, where a
-    prompt comes in chunks and bringing the weights for each takes most of a prefill: for larger ones they come fewer
-    times."""
-    batching, prompt = plain.schedule.batching, plain.workload.paced(plain.schedule.batching)[0]
-    chunks = chunk_steps(prompt, plain.schedule.prefill_chunks)
-    if sum(chunks.values()) == 1 or options.prefill_chunk or batching.admitted or (
-            batching.micro_batches.order == "row"):
-        return
-    brought_s = sum(chunks.values()) * plain.prediction.streamed_nbytes / pipeline.needs.rates.bytes_per_s
-    if brought_s < BROUGHT * plain.prediction.prefill_time_s:
-        return
-    tiers: tuple[Literal["host", "disk"], ...] = ("host", "disk")
-    for tier in tiers[0 if plain.budget.host != 0 else 1 :]:
-        away = replace(options, hidden_tier=tier).with_hidden(batching)
-        if offloaded_regions(away) and simulate(away) is not None:
-            return
-
-
-def _try_checkpoints(
-    plain: Plan, graphs_of: GraphsOf, workload: Workload, options: Options,
-    simulate: Callable[[BatchSchedule], Plan | None],
-) -> None:
-    """Simulate the block of `plain` with checkpoints, where a link binds it and they are smaller than K and V: of all
-    tokens, and the shares next to the one with which computing and that link end together. What passes through host
-    slots keeps K and V: of blocks of two kinds the slot is not the table in order, so it would cross whole."""
-    batching = plain.schedule.batching
-    hops = plain.schedule.host_hop and batching.cache.tier == "disk"
-    if not (batching.cache.staged and link_binds(plain)) or batching.cache.cpu_attention or hops:
-        return
-    try:
-        full = _with_checkpoints(batching, graphs_of, workload, (1, 1), options.checkpoint_format)
-    except PlanError:  # the model has no place for them
-        return
-    if full.recomputation.block_tokens <= full.cache.block_tokens:
-        return
-    found = simulate(full)
-    for some, period in shares_beside(balanced_share(plain, found)) if found is not None else ():
-        if some < period:
-            simulate(replace(full, recomputation=replace(full.recomputation, checkpoints=some, period=period)))
 
 
 @dataclass(frozen=True)
@@ -241,15 +181,17 @@ def _try_near(
     ways: Sequence[Way], known: Sequence[tuple[float, float]], simulate: Callable[[Way], Plan | None]
 ) -> list[tuple[float, float]]:
     """Simulate the ways that may be best: of those near the least of the closed form, which leaves waits out, the best
-    of each number of micro-batches that saves `SAVES` over all smaller ones, as more of them take longer to plan; then
-    other shares of the number that came out best. None that would be `SLOWER` times as slow as the best if the closed
-    form erred by as little as it did of any, or `OTHER` times as slow as the best of other ways, `known`; nor one of
-    more than `STAMPS` blocks to lower, where others may be best. Seconds as simulated, and by the closed form."""
-    near = sorted((w for w in ways if w.time_s <= NEAR * min(w.time_s for w in ways)), key=lambda way: way.time_s)
-    near = [way for way in near if way.stamps <= STAMPS] or near
+    of each number of micro-batches that saves `MIN_SAVING` over all smaller ones, as more of them take longer to plan;
+    then other shares of the number that came out best. None that would be `MAX_LIKELY_RATIO` times as slow as the best
+    if the closed form erred by as little as it did of any, or `MAX_LIKELY_RATIO_OTHERS` times as slow as the best of
+    other ways, `known`; nor one of more than `MAX_BLOCKS` blocks to lower, where others may be best. Seconds as
+    simulated, and by the closed form."""
+    least_s = min((way.time_s for way in ways), default=0.0)
+    near = sorted((w for w in ways if w.time_s <= MAX_CLOSED_FORM_RATIO * least_s), key=lambda way: way.time_s)
+    near = [way for way in near if way.stamps <= MAX_BLOCKS] or near
     front: list[Way] = []
     for way in sorted(near, key=lambda way: way.batching.micro_batches.count):
-        if not front or way.time_s < (1 - SAVES) * min(w.time_s for w in front):
+        if not front or way.time_s < (1 - MIN_SAVING) * min(w.time_s for w in front):
             front = [w for w in front if w.batching.micro_batches.count < way.batching.micro_batches.count] + [way]
     found: list[tuple[float, float]] = []
     count = 0
@@ -258,7 +200,7 @@ def _try_near(
         nonlocal count
         for way in some:
             if any(way.time_s * min(s / closed for s, closed in others) > slower * min(others)[0]
-                   for others, slower in ((found, SLOWER), (known, OTHER)) if others):
+                   for others, slower in ((found, MAX_LIKELY_RATIO), (known, MAX_LIKELY_RATIO_OTHERS)) if others):
                 continue
             if (plan := simulate(way)) is not None:
                 found.append((latency_s(plan), way.time_s))
@@ -267,7 +209,7 @@ def _try_near(
 
     try_each(sorted(front, key=lambda way: way.time_s))
     rest = [way for way in near if way not in front]
-    try_each([way for way in rest if way.batching.micro_batches.count == count][:BESIDE] if found else rest)
+    try_each([way for way in rest if way.batching.micro_batches.count == count][:MAX_OTHER_SHARES] if found else rest)
     return found
 
 
@@ -339,14 +281,14 @@ def parts_of(most: int, parts: int) -> list[int]:
 
 
 def block_tokens(cache: Mapping[str, int], workload: Workload) -> int:
-    """Tokens of a cache block, for a cache of these bytes by buffer: the fewest of `TOKENS` that are whole pages
+    """Tokens of a cache block, for a cache of these bytes by buffer: the fewest of `BLOCK_TOKENS` that are whole pages
     without much padding. Loads join a sequence's blocks, and what is not full yet takes memory: fewer are better."""
     tokens = {nbytes // (workload.batch * workload.context) for nbytes in cache.values()}  # bytes of a K or a V
-    for count in TOKENS:
+    for count in BLOCK_TOKENS:
         unit = PAGE_NBYTES // count
-        if all(-(-2 * nbytes // unit) * unit <= (1 + PADDING) * 2 * nbytes for nbytes in tokens):
+        if all(-(-2 * nbytes // unit) * unit <= (1 + MAX_PADDING) * 2 * nbytes for nbytes in tokens):
             return count
-    return TOKENS[-1]
+    return BLOCK_TOKENS[-1]
 
 
 def plan_batches(
@@ -369,7 +311,7 @@ def staged_blocks(graphs_of: GraphsOf, workload: Workload, options: Options) -> 
     batch = workload.batch
     tokens = options.cache_tokens or block_tokens(cache_buffers(graphs_of(workload, ALONE).step(1)), workload)
     counts = [options.micro_batches] if options.micro_batches else [
-        math.ceil(batch / size) for size in reversed(SIZES) if size == 1 or size < 2 * batch]
+        math.ceil(batch / size) for size in reversed(MICRO_BATCH_SIZES) if size == 1 or size < 2 * batch]
     entering = min(options.entering or 0, batch)
     cache = CachePlacement(options.cache_tier or "disk", tokens, options.cache_slots,
                            cpu_attention=bool(options.cpu_attention))
@@ -377,24 +319,7 @@ def staged_blocks(graphs_of: GraphsOf, workload: Workload, options: Options) -> 
                              sparsity=Sparsity(options.sparse_values))
     share = options.checkpoints or (0, 1)
     if share[0]:
-        batching = _with_checkpoints(batching, graphs_of, workload, share, options.checkpoint_format)
+        tokens_of = graphs_of(workload, ALONE).checkpoint_tokens
+        batching = with_checkpoints(batching, tokens_of, share, options.checkpoint_format)
     return [options.with_hidden(replace(batching, micro_batches=replace(batching.micro_batches, count=count)))
             for count in dict.fromkeys(min(count, batch) for count in counts)]
-
-
-def _with_checkpoints(
-    batching: BatchSchedule, graphs_of: GraphsOf, workload: Workload, share: tuple[int, int], kept: str
-) -> BatchSchedule:
-    """The block with checkpoints in the format `kept` of so many stretches of tokens of every so many, its `share`.
-    PlanError where it can have none."""
-    some, period = share
-    if not 0 < some <= period:
-        raise PlanError(f"checkpoints: {some} of {period} stretches of tokens are no share of them")
-    if batching.cache.cpu_attention:
-        raise PlanError("checkpoints: the host attends over K and V where they lie; leave out one of both")
-    tokens = graphs_of(workload, ALONE).checkpoint_tokens(batching.cache.block_tokens, kept)
-    if not tokens:
-        raise PlanError(f"checkpoints: blocks of {batching.cache.block_tokens} tokens cannot hold them; wish for other "
-                        "cache_tokens")
-    return replace(batching, cache=replace(batching.cache, on_device=0),
-                   recomputation=Recomputation(some, period, tokens, kept))

@@ -13,8 +13,8 @@ from forebay.rewriter.pipeline.plan_speculation import plan_speculation, smalles
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.options import Options
 
-DRAFTED = 15  # tokens that a step checks at most, unless a wish says how many: steps over 16, 8, 4 and 2 are planned
-PAYS = 1.05  # times as fast as without a draft: what is predicted to gain less is left
+MAX_DRAFTED_TOKENS = 15  # of a step, unless an option says how many: steps over 16, 8, 4 and 2 are planned
+MIN_SPEEDUP = 1.05  # times as fast as without a draft: what is predicted to gain less is left
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ def plan_draft(
         return DraftedPlan(pipeline, plain, None, f"none: {why}", plain_token_s, plain_s)
     token_s = token_time_s(plan, drafting, chance)
     told = _told(plain, plan, drafting, chance, drafting.budget.device, token_s)
-    if forced or drafted_time_s(plan, drafting, chance**2) * PAYS <= plain_s:
+    if forced or drafted_time_s(plan, drafting, chance**2) * MIN_SPEEDUP <= plain_s:
         return DraftedPlan(checking, plan, drafting, told, plain_token_s, drafted_time_s(plan, drafting, chance))
     where = f" on texts where {100 * chance**2:.0f} % are right" if (
-        drafted_time_s(plan, drafting, chance) * PAYS <= plain_s) else ""
+        drafted_time_s(plan, drafting, chance) * MIN_SPEEDUP <= plain_s) else ""
     return DraftedPlan(pipeline, plain, None, f"none, for it would not pay{where}: {told}", plain_token_s, plain_s)
 
 
@@ -90,14 +90,14 @@ def plan_own_draft(
     told = "steps of its own, which share its cache and what is resident: " + _told(
         plain, found.plan, found.draft, chance, budget.device - found.plan.budget.device, token_s)
     sure_s = _answer_s(found.plan, token_time_s(found.plan, found.draft, chance**2, False))
-    if not forced and sure_s * PAYS > plain_s:
+    if not forced and sure_s * MIN_SPEEDUP > plain_s:
         return DraftedPlan(pipeline, plain, None, f"none, for it would not pay: {told}", plain_token_s, plain_s)
     return DraftedPlan(found.pipeline, found.plan, None, told, plain_token_s, _answer_s(found.plan, token_s), found)
 
 
 def _tokens(options: Options) -> int:
     """Drafted tokens that a step checks at most."""
-    return options.prompt_lookup_num_tokens if isinstance(options.prompt_lookup_num_tokens, int) else DRAFTED
+    return options.prompt_lookup_num_tokens if isinstance(options.prompt_lookup_num_tokens, int) else MAX_DRAFTED_TOKENS
 
 
 def drafted_time_s(plan: Plan, draft: Plan, chance: float) -> float:

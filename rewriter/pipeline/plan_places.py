@@ -14,9 +14,9 @@ from forebay.rewriter.planning.options import Options, require_sizes
 from forebay.rewriter.switches import Switches
 
 CacheTier = Literal["device", "host", "disk"] | None
-WORTH_S = 60.0  # a shorter job is done before ways with caches on slower tiers are compared, which takes seconds each
-PLACES = 256  # at most, of which some are given anew while the others decode
-ENTERING = 8  # a prefill step computes one in so many places: idle ones, which wait for as many, are a sixteenth
+MIN_STAGED_JOB_S = 60.0  # a shorter job is done before ways with caches on slower tiers are compared
+MAX_SLOTS = 256  # at most, of which some are given anew while the others decode
+SLOTS_PER_ADMITTED = 8  # a prefill step computes one in so many: idle ones, which wait for as many, are a sixteenth
 
 
 def plan_answers(
@@ -36,7 +36,7 @@ def plan_answers(
 def entering_at_once(places: int | None) -> int | None:
     """How many sequences a prefill step computes where they enter `places`. PlanError for places that are no size."""
     require_sizes(places=places)
-    return -(-places // ENTERING) if places else None
+    return -(-places // SLOTS_PER_ADMITTED) if places else None
 
 
 def plan_places(
@@ -48,9 +48,9 @@ def plan_places(
     Unless all find room at once, and no way with fewer places is faster, its batch is a number of places that sequences
     enter and leave. Numbers that halve the job's are planned (or `places` alone), and the one whose Programs are
     predicted to take least time a sequence is taken. With `rounds` wished, all that are computed begin together.
-    Numbers whose cache the device cannot hold have it on slower tiers too, for a job that takes `WORTH_S` else: from
-    the fewest on, as long as more are faster. Where none fits, the fewest are computed in rounds, which need less than
-    places that are entered. PlanError if these do not fit either.
+    Numbers whose cache the device cannot hold have it on slower tiers too, for a job that takes `MIN_STAGED_JOB_S`
+    else: from the fewest on, as long as more are faster. Where none fits, the fewest are computed in rounds, which need
+    less than places that are entered. PlanError if these do not fit either.
     """
     count = workload.batch
     sizes = [min(places, count)] if places else _halvings(count)
@@ -70,7 +70,7 @@ def plan_places(
             refused = error
             larger.append(size)
     least = min((sequence_time_s(plan) for _, plan in found), default=math.inf)
-    staging = options.cache_tier is None and least * count > WORTH_S
+    staging = options.cache_tier is None and least * count > MIN_STAGED_JOB_S
     for size in reversed(larger) if staging else ():
         try:
             found.append(planned(size, None))
@@ -89,9 +89,9 @@ def plan_places(
 
 
 def _halvings(count: int) -> list[int]:
-    """`count`, if it is not above `PLACES`, and powers of two below it."""
-    powers = [1 << i for i in reversed(range(PLACES.bit_length())) if 1 << i < count]
-    return [count, *powers] if count <= PLACES else powers
+    """`count`, if it is not above `MAX_SLOTS`, and powers of two below it."""
+    powers = [1 << i for i in reversed(range(MAX_SLOTS.bit_length())) if 1 << i < count]
+    return [count, *powers] if count <= MAX_SLOTS else powers
 
 
 def sequence_time_s(plan: Plan) -> float:

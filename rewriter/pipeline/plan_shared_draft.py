@@ -17,9 +17,9 @@ from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import host_rows_nbytes
 
 LOG = logging.getLogger("forebay")
-TRIES = 8  # plans of the model, each with more room beside it than the one before
-SPARE = 1.02  # times what is figured to be lacking
-WHOLE = Budget(1 << 50)  # of a plan that is laid into another's memory
+MAX_TRIES = 8  # plans of the model, each with more room beside it than the one before
+ROOM_MARGIN = 1.02  # times what is figured to be lacking
+UNLIMITED = Budget(1 << 50)  # of a plan that is laid into another's memory
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def plan_shared_draft(
         raise PlanError("no step checks drafts in models whose rotary follows the length of the call")
     plan, checking, part = plain, pipeline, 0
     checked = replace(options, prompt_lookup_num_tokens=tokens)
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         _refuse_scattered(plan)
         own = _own(plan, pipeline)
         if not own:
@@ -72,7 +72,7 @@ def plan_shared_draft(
             needed = part + over
         streams = sum(plan.weight(name).nbytes for name in own)
         grows = 1 - min(0.75, rows / streams)  # what it takes of resident weights needs rows too
-        part += int(SPARE * (needed - part) / grows)
+        part += int(ROOM_MARGIN * (needed - part) / grows)
         rest = Budget(budget.device - part, budget.host, budget.disk)
         try:
             checking, plan = plan_speculation(pipeline, plain, rest, checked)
@@ -107,10 +107,10 @@ def _share(own: Collection[str], pipeline: Pipeline, copy: PackedCopy) -> float:
 
 def _beside(pipeline: Pipeline, plan: Plan, budget: Budget) -> tuple[Plan, Program]:
     """The draft's step in the memory of `plan`, and its Program, proved by itself and beside the model's plan."""
-    alone = pipeline.plan(Budget(WHOLE.device, budget.host), Options(
+    alone = pipeline.plan(Budget(UNLIMITED.device, budget.host), Options(
         cache=plan.cache_format, cache_tier="device", prefill_chunk=1))
     looked_up = {use.name for use in pipeline.needs.uses if use.lookup and not use.product}
-    limits = Budget(WHOLE.device, budget.host).limits
+    limits = Budget(UNLIMITED.device, budget.host).limits
     draft = pipeline.replay(laid_beside(alone, plan, looked_up, host_rows_nbytes(pipeline.needs, 1), limits))
     program = pipeline.program(draft, 1)
     check_beside(program, draft, plan)

@@ -9,19 +9,20 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.options import Options
 
-SIZES = (16, 8, 4, 2)  # tokens per sequence of steps that check drafts
-DEAR = 2.0  # times a decode step: what takes longer has to check much that is right, and seldom does
-LOSS = 1.02  # times the decode step of a plan without such steps: what their memory may cost at most
+VERIFY_SIZES = (16, 8, 4, 2)  # tokens per sequence of steps that check drafts
+MAX_VERIFY_RATIO = 2.0  # times a decode step: what takes longer has to check much that is right, and seldom does
+MAX_DECODE_REGRESSION = 1.02  # times the decode step of a plan without such steps: what their memory may cost at most
 
 
 def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, options: Options) -> tuple[Pipeline, Plan]:
     """The plan of `pipeline` for `budget`, or one whose steps check drafted tokens beside, with the pipeline of its
     Programs.
 
-    Of the steps that `options` allow the planner takes ("auto") those that are predicted to take at most `DEAR` times
-    as long as a decode step, as they do where reading weights binds it, and none where the memory for them would have
-    made decoding slower. Which of them a pass takes, if any, is decided when it runs (`DraftChoice`). With a number of
-    drafted tokens they are taken whatever they cost; PlanError where there can be none.
+    Of the steps that `options` allow the planner takes ("auto") those that are predicted to take at most
+    `MAX_VERIFY_RATIO` times as long as a decode step, as they do where reading weights binds it, and none where the
+    memory for them would have made decoding slower. Which of them a pass takes, if any, is decided when it runs
+    (`DraftChoice`). With a number of drafted tokens they are taken whatever they cost; PlanError where there can be
+    none.
     """
     if options.prompt_lookup_num_tokens is None or options.sparse_values < 1:
         return pipeline, plan
@@ -39,7 +40,7 @@ def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, options: Op
             sizes = sizes[1:]
             continue
         kept = tuple(size for size, time_s in zip(sizes, drafting.prediction.speculative_times_s, strict=True)
-                     if time_s <= DEAR * plan.prediction.decode_time_s)
+                     if time_s <= MAX_VERIFY_RATIO * plan.prediction.decode_time_s)
         pays = _pays(drafting, plan)
         if not pays and kept == sizes:
             drafting = _in_slots_of(plan, found, budget, options) or drafting
@@ -100,7 +101,7 @@ def _wished_sizes(options: Options) -> list[int]:
 
 def _pays(drafting: Plan, plan: Plan) -> bool:
     """Whether a decode step is no more slower than memory for steps that check may make it."""
-    return drafting.prediction.decode_time_s <= LOSS * plan.prediction.decode_time_s
+    return drafting.prediction.decode_time_s <= MAX_DECODE_REGRESSION * plan.prediction.decode_time_s
 
 
 def _in_slots_of(plan: Plan, pipeline: Pipeline, budget: Budget, options: Options) -> Plan | None:
@@ -118,4 +119,4 @@ def _in_slots_of(plan: Plan, pipeline: Pipeline, budget: Budget, options: Option
 def _sizes(pipeline: Pipeline, plan: Plan, options: Options) -> tuple[int, ...]:
     """The sizes that steps may have, the largest first: no chunk of the prompt, and none longer than an answer."""
     taken = {options.prefill_chunk, min(plan.schedule.prefill_chunk, pipeline.workload.prompt)}
-    return tuple(size for size in SIZES if size <= pipeline.workload.new_tokens and size not in taken)
+    return tuple(size for size in VERIFY_SIZES if size <= pipeline.workload.new_tokens and size not in taken)

@@ -87,7 +87,7 @@ class Pipeline:
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
                      cache_launches(decode), graphs.batching, launch_count(decode), workload),
             graphs.batching, weights_of_layers(decode), graphs.cache_format,
-            staged_places(decode, graphs.batching, workload.prompt), read_together(decode)).moving_hidden()
+            staged_places(decode, graphs.batching, workload.prompt), read_together(decode)).with_feature_moves()
         if graphs.batching.cache.staged:
             self.needs = self.needs.staging(staged_layers(decode, graphs.batching, graphs.step), graphs.batching,
                                             workload)

@@ -12,6 +12,7 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import ARENAS, MOVING, Budget, BufferPlacement, Plan, PlanError, Prediction, Workload
 from forebay.rewriter.ir.products import Shape
 from forebay.rewriter.planning.arena_layout import slot_stride
+from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.planning.model_needs import ModelNeeds
 from forebay.rewriter.planning.planner import host_rows_nbytes
 from forebay.runtime.devices.kind import DeviceKind
@@ -159,10 +160,12 @@ def _check_schedule(plan: Plan, needs: ModelNeeds) -> None:
     if s.host_hop != needs.host_hop:
         raise PlanError(f"plan.schedule.host_hop: it must be {str(needs.host_hop).lower()} on this device; plan again")
     for feature, settings in asdict(s.batching).items():
-        for name, there in settings.items():
-            if there != (must := getattr(getattr(needs.batching, feature), name)):
+        record = getattr(needs.batching, feature)
+        for name, there in settings.items() if isinstance(settings, dict) else ():
+            if there != (must := getattr(record, name)):
                 raise PlanError(f"plan.schedule.batching.{feature}.{name}: the model is to run with {must}, the plan "
                                 f"says {there}; plan again")
+    _check_features(plan, needs)
     slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device" and b.name.startswith("slot")]
     if s.slots != len(slots):
         raise PlanError(f"plan.schedule.slots: {s.slots} slots need as many buffers of kind slot in the device arena, "
@@ -178,12 +181,25 @@ def _check_schedule(plan: Plan, needs: ModelNeeds) -> None:
                                 f"over {sizes[0]}; leave it out")
 
 
+def _check_features(plan: Plan, needs: ModelNeeds) -> None:
+    known, batching = {feature.name for feature in FEATURES}, plan.schedule.batching
+    for setting in batching.extensions:
+        if setting.partition(".")[0] not in known:
+            raise PlanError(f"plan.schedule.batching.extensions: {setting!r} is of no feature that is registered")
+    if batching.extensions != needs.batching.extensions:
+        raise PlanError(f"plan.schedule.batching.extensions: the model is to run with {needs.batching.extensions}, the "
+                        f"plan says {batching.extensions}; plan again")
+    for feature in FEATURES:
+        if fault := feature.check(plan):
+            raise PlanError(f"plan.schedule.batching.{fault}")
+
+
 def _expected(plan: Plan, needs: ModelNeeds) -> dict[tuple[str, str], _Expected]:
     """Every buffer that the plan must have, by name and phase."""
     found = {(w.name, "all"): _Expected("weight", w.tier, w.nbytes) for w in plan.weights if w.tier != "disk"}
     found |= {(name, "all"): _Expected("constant", "device", nbytes) for name, nbytes in needs.constants.items()}
     staged = needs.staged.buffers() if needs.staged is not None else ()
-    for name, kind, arena, nbytes, _ in (*staged, *needs.hidden(plan.schedule.prefill_chunk)):
+    for name, kind, arena, nbytes, _ in (*staged, *needs.feature_buffers(plan.schedule.prefill_chunk)):
         found[name, "all"] = _Expected(kind, arena, nbytes)
     stride = slot_stride(plan.schedule.slot_nbytes)
     for i in range(plan.schedule.slots):

@@ -10,7 +10,8 @@ from forebay.rewriter.ir.cache_layout import StagedLayer
 from forebay.rewriter.ir.graph import Layout
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
-from forebay.rewriter.planning.hidden_states import hidden_buffers, with_hidden_moves
+from forebay.rewriter.planning.features.feature import FeatureBuffer
+from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.planning.product_shapes import ProductUse
 from forebay.rewriter.planning.staged_cache import StagedCache, staged_cache
 from forebay.rewriter.predict.closed_form import CacheMoves, Rates
@@ -71,15 +72,15 @@ class ModelNeeds:
         """Tokens per sequence of steps that check drafted tokens, largest first."""
         return self.batching.speculation.steps
 
-    def hidden(self, chunk: int) -> list[tuple[str, str, str, int, int]]:
-        """The buffers on slower tiers of hidden states that leave the device in prefill steps over `chunk` tokens."""
-        batching = self.batching.of_step(chunk)
-        return [] if batching.hidden.tier == "device" else list(
-            hidden_buffers(self.need(chunk).layout, batching, self.host_hop))
+    def feature_buffers(self, chunk: int) -> list[FeatureBuffer]:
+        """The memory that features take throughout, with prefill steps over `chunk` tokens."""
+        layout, batching = self.need(chunk).layout, self.batching.of_step(chunk)
+        return [each for feature in FEATURES for each in feature.buffers(batching, layout, self.host_hop)]
 
-    def hidden_host_nbytes(self, chunk: int) -> int:
-        """Bytes of host memory for them."""
-        return sum(nbytes for _, _, arena, nbytes, _ in self.hidden(chunk) if arena == "host")
+    def feature_nbytes(self, chunk: int, arena: str) -> int:
+        """Bytes of an arena that this takes at most, gaps for its alignment included."""
+        return sum(nbytes + (alignment - 1 if arena == "device" else 0)
+                   for _, _, each, nbytes, alignment in self.feature_buffers(chunk) if each == arena)
 
     @property
     def speculative_activations(self) -> int:
@@ -124,18 +125,17 @@ class ModelNeeds:
 
         found = replace(self, batching=batching, staged=staged, cache=staged.tails,
                         rates=replace(self.rates, moves=moves))
-        return found.moving_hidden()
+        return found.with_feature_moves()
 
-    def moving_hidden(self) -> ModelNeeds:
-        """The same with rates that count what moves of hidden states that leave the device."""
-        if self.batching.hidden.tier == "device":
-            return self
+    def with_feature_moves(self) -> ModelNeeds:
+        """The same with rates that count what features move, as hidden states that leave the device."""
         before = self.rates.moves
 
         @functools.cache
         def moves(tokens: int) -> CacheMoves:
-            batching = self.batching.of_step(tokens)
-            layout = self.need(tokens).layout if batching.hidden.tier != "device" else None
-            return with_hidden_moves(before(tokens), layout, batching, len(self.layers))
+            moved, layout, batching = before(tokens), self.need(tokens).layout, self.batching.of_step(tokens)
+            for feature in FEATURES:
+                moved = feature.moves(moved, layout, batching, len(self.layers))
+            return moved
 
         return replace(self, rates=replace(self.rates, moves=moves))

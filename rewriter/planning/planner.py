@@ -45,7 +45,7 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
     if best is None:
         refuse_forced(needs, budget, workload, options)
         smallest, parts = smallest_budget(needs, workload, options)
-        hidden = needs.hidden_host_nbytes(options.prefill_chunk or _shortest(needs, workload.prompt))
+        hidden = needs.feature_nbytes(options.prefill_chunk or _shortest(needs, workload.prompt), "host")
         if budget.device >= smallest and (budget.host or hidden):
             what = "hidden states that wait there" if hidden else (
                 "slots that copies from disk pass through on their way to the device")
@@ -167,8 +167,9 @@ def _candidates(
         upper, _ = _upper(needs, chunk)
         fixed = upper + needs.workspace(chunk) + _aligned(needs.constants)
         fixed += needs.staged.device_nbytes if needs.staged is not None else 0
+        fixed += needs.feature_nbytes(chunk, "device")
         room = budget.device - fixed - kinds.pinned_nbytes
-        held = cached + needs.hidden_host_nbytes(chunk)
+        held = cached + needs.feature_nbytes(chunk, "host")
         if room < 0 or (budget.host is not None and held > budget.host):
             continue
         for slots, slot in ((0, 0),) if kinds.products_nbytes <= room else choices:
@@ -265,7 +266,7 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: _ChunkRoom) -> int:
     if not budget.host or needs.weight_tier != "disk":
         return 0
     passing = _staging(needs, fit.chunk, fit.slots, fit.slot_nbytes) if needs.host_hop else 0
-    return max(0, budget.host - needs.host_nbytes - needs.hidden_host_nbytes(fit.chunk) - passing)
+    return max(0, budget.host - needs.host_nbytes - needs.feature_nbytes(fit.chunk, "host") - passing)
 
 
 def _planned(
@@ -288,7 +289,7 @@ def _planned(
     upper, lends = _upper(needs, fit.chunk)
     caches = {"prefill": needs.cache_prompt, "decode": needs.cache} if lends else {"all": needs.cache}
     plan = lay_out(plan, needs.constants, caches, upper, host_rows_nbytes(needs, fit.chunk),
-                   (*(needs.staged.buffers() if needs.staged is not None else ()), *needs.hidden(fit.chunk)))
+                   (*(needs.staged.buffers() if needs.staged is not None else ()), *needs.feature_buffers(fit.chunk)))
     return replace(plan, prediction=_predicted(needs, kinds, plan))
 
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.meeting import meeting_of
-from forebay.rewriter.ir.plan import ARENAS, TIERS, BufferPlacement, Plan, WeightPlacement, Workload
+from forebay.rewriter.ir.plan import ARENAS, BufferPlacement, Plan, WeightPlacement, Workload
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.ir.printable import printable
+from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.predict.simulate import CORES
 
 if TYPE_CHECKING:
@@ -112,11 +113,7 @@ def _head(plan: Plan) -> str:
         ("prefill", f"chunks of {s.prefill_chunk} tokens, {passes} pass{'es' if passes > 1 else ''} over the weights"
                     + (f"; {s.batching.admitted} enter at once as places fall free" if s.batching.admitted else "")),
         ("cache", f"{plan.cache_format}, {_cache_tier(plan)}"),
-        *([("hidden", _hidden_states(plan))] if s.batching.hidden.tier != "device" else []),
-        *([("values",
-            f"decode steps read those of {100 * s.batching.sparsity.values:g} % of the tokens, the weightiest")]
-          if s.batching.sparsity.values < 1 else []),
-        *([("drafts", _drafts(plan))] if s.speculative_steps else []),
+        *(row for feature in FEATURES if (row := feature.explain(plan)) is not None),
         *([("softmax", _shared_maxima(plan))] if plan.score_ranges else []),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
@@ -136,13 +133,6 @@ def _shared_maxima(plan: Plan) -> str:
     ends = [layer for layer in layers if layer + 1 not in layers]
     told = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
     return f"on a GPU partial softmaxes of decode attention share a maximum in layers {told}"
-
-
-def _hidden_states(plan: Plan) -> str:
-    """Where hidden states of a prefill wait."""
-    homes = plan.schedule.batching.hidden_homes()
-    shares = ", ".join(f"{homes.count(tier)} on the {tier}" for tier in TIERS if tier in homes)
-    return f"between turns of a prefill those of {shares}, of {len(homes)} micro-batches"
 
 
 def _cache_tier(plan: Plan) -> str:
@@ -166,14 +156,6 @@ def _cache_tier(plan: Plan) -> str:
                 "which K and V are made again")
     return (f"{where} in blocks of {cache.block_tokens} tokens, through {cache.slots} staging slots; the blocks that "
             f"are not full yet on the device{attends}{kept}")
-
-
-def _drafts(plan: Plan) -> str:
-    sizes, times_s, one_s = plan.schedule.speculative_steps, plan.prediction.speculative_times_s, (
-        plan.prediction.decode_time_s)
-    beside = "" if not (times_s and one_s) else ", in {} times the time of one".format(
-        ", ".join(f"{time_s / one_s:.2f}" for time_s in times_s))
-    return f"checked by steps over {', '.join(map(str, sizes))} tokens{beside}"
 
 
 def _schedule(plan: Plan) -> str:

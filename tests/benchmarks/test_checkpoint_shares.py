@@ -7,7 +7,7 @@ import pytest
 from benchmarks.checkpoint_shares import ALL, plans, rows, times, with_link
 from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.machine.presets import PRESETS
-from forebay.rewriter.planning.checkpoint_share import balanced_share
+from forebay.rewriter.planning.features.recomputation import balanced_share
 
 
 @pytest.mark.all

@@ -325,7 +325,7 @@ def test_a_draft_changes_no_answer_of_a_job(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model drafts for itself, so much stands; it says what drafts, and what was checked."""
-    monkeypatch.setattr(plan_draft, "PAYS", 0.0)  # whatever is predicted
+    monkeypatch.setattr(plan_draft, "MIN_SPEEDUP", 0.0)  # whatever is predicted
     monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
     told = {}
     for name, drafts in (("plain", {}), ("drafted", {"draft": folder})):

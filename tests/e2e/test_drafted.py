@@ -24,7 +24,7 @@ from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import packed_copy
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.pipeline.plan_draft import PAYS
+from forebay.rewriter.pipeline.plan_draft import MIN_SPEEDUP
 from forebay.runtime.run import draft_choice
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.drafts_ahead import DraftsAhead
@@ -127,7 +127,7 @@ def test_where_no_draft_pays_none_is_taken_and_it_is_said(llama_checkpoint: Any)
     with wrap(llama_checkpoint.folder, llama_checkpoint.share(3.5), prompt=10, new_tokens=8,
               draft=llama_checkpoint.folder) as lm, wrap(
             llama_checkpoint.folder, llama_checkpoint.share(3.5), prompt=10, new_tokens=8) as plain:
-        assert PAYS > 1 and lm.helper is None and lm.plan == plain.plan
+        assert MIN_SPEEDUP > 1 and lm.helper is None and lm.plan == plain.plan
         assert "draft       none, for it would not pay: " in lm.explain()
         assert torch.equal(*(each.generate(llama_checkpoint.ids[:1], max_new_tokens=4, do_sample=False)
                              for each in (lm, plain)))

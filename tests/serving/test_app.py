@@ -225,7 +225,7 @@ def test_a_draft_serves_requests_in_all_places(
     folder: Path, prompts: list[str], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that come and go, drawn or not, and their seeds give what they give without it."""
-    monkeypatch.setattr(plan_draft, "PAYS", 0.0)  # whatever is predicted
+    monkeypatch.setattr(plan_draft, "MIN_SPEEDUP", 0.0)  # whatever is predicted
     monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
     save_machine(Machine.default(), tmp_path / "machine.json")
     lm, plain = (plan_serving(folder, "9MB", Options(

@@ -27,6 +27,11 @@ class BatchSchedule:
     speculation: Speculation = field(default_factory=Speculation)
     sparsity: Sparsity = field(default_factory=Sparsity)
     gathering: GatherAhead = field(default_factory=GatherAhead)
+    extensions: tuple[str, ...] = ()  # of features from outside the package, as "feature.setting=number"
+
+    def extension(self, name: str) -> int:
+        """The number of a "feature.setting" from outside the package; 0 where there is none."""
+        return int(dict(each.split("=", 1) for each in self.extensions).get(name, 0))
 
     @property
     def admitted(self) -> int:

@@ -17,7 +17,7 @@ from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
 from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import plan_block
-from forebay.rewriter.pipeline.plan_speculation import SIZES, plan_speculation
+from forebay.rewriter.pipeline.plan_speculation import VERIFY_SIZES, plan_speculation
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.options import Options, check_choices
 from forebay.rewriter.switches import Switches
@@ -49,10 +49,10 @@ def test_steps_that_cost_little_check_drafts_by_themselves(
     """Beside weights as few as a tiny model's the memory of drafts is much; with these bounds some pay."""
     import forebay.rewriter.pipeline.plan_speculation as module
 
-    monkeypatch.setattr(module, "DEAR", free)
-    monkeypatch.setattr(module, "LOSS", loss)
+    monkeypatch.setattr(module, "MAX_VERIFY_RATIO", free)
+    monkeypatch.setattr(module, "MAX_DECODE_REGRESSION", loss)
     plain, plan, found = planned(150_000, Options(prompt_lookup_num_tokens="auto"))
-    assert set(plan.schedule.speculative_steps) <= set(SIZES)
+    assert set(plan.schedule.speculative_steps) <= set(VERIFY_SIZES)
     assert all(t <= free * plain.prediction.decode_time_s for t in plan.prediction.speculative_times_s)
     assert plan.prediction.decode_time_s <= loss * plain.prediction.decode_time_s
     assert plan.budget == plain.budget and sum(plan.prediction.peak_nbytes.values()) <= plan.budget.device
@@ -71,7 +71,7 @@ def test_where_nothing_is_asked_for_the_plan_stays() -> None:
 def test_dearer_steps_are_taken_where_they_are_forced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     import forebay.rewriter.pipeline.plan_speculation as module
 
-    monkeypatch.setattr(module, "DEAR", 0.5)
+    monkeypatch.setattr(module, "MAX_VERIFY_RATIO", 0.5)
     plain, plan, _ = planned(100_000, Options(prompt_lookup_num_tokens="auto"))
     assert plan is plain
     _, plan, _ = planned(100_000, Options(prompt_lookup_num_tokens=6))
@@ -81,7 +81,7 @@ def test_dearer_steps_are_taken_where_they_are_forced_alone(monkeypatch: pytest.
 def test_memory_that_would_make_decoding_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     import forebay.rewriter.pipeline.plan_speculation as module
 
-    monkeypatch.setattr(module, "LOSS", 0.5)
+    monkeypatch.setattr(module, "MAX_DECODE_REGRESSION", 0.5)
     plain, plan, _ = planned(100_000, Options(prompt_lookup_num_tokens="auto"))
     assert plan is plain
 

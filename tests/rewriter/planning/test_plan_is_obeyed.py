@@ -118,7 +118,7 @@ def changes(kind: Any, data: Any, path: str) -> Iterator[tuple[str, list[object]
     origin, args = get_origin(kind), get_args(kind)
     if origin is tuple:
         if not data and not dataclasses.is_dataclass(args[0]):
-            yield path, [], [next(other_values(args[0], 1))]
+            yield path, [], [next(other_values(args[0], "" if args[0] is str else 1))]
         alike = {}
         for i, item in enumerate(data):
             alike.setdefault(str([v if isinstance(v, bool) else "" if isinstance(v, int) else v

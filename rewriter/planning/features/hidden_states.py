@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
 from forebay.rewriter.ir.cache_layout import STORE_STAGING_COUNT
@@ -17,12 +18,17 @@ from forebay.rewriter.ir.hidden_layout import (
     offloaded_regions,
     region_buffers,
 )
+from forebay.rewriter.ir.plan import TIERS, Plan
+from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.planning.features.feature import FeatureBuffer, ScheduleFeature, Trial
+from forebay.rewriter.planning.objective import latency_s
 from forebay.rewriter.predict.closed_form import CacheMoves
 
+MIN_WEIGHTS_SHARE = 0.5  # of a prefill's time: where weights take less, fewer passes over them save little
 
-def hidden_buffers(layout: Layout | None, batching: BatchSchedule,
-                   host_hop: bool) -> Iterator[tuple[str, str, str, int, int]]:
+
+def hidden_buffers(batching: BatchSchedule, layout: Layout | None, host_hop: bool) -> Iterator[FeatureBuffer]:
     """Their buffers on slower tiers, as (name, kind, arena, nbytes, alignment), from the layout of the largest prefill
     step. With `host_hop` what the disk holds passes through slots of the host's."""
     if layout is None or batching.hidden.tier == "device":
@@ -38,7 +44,7 @@ def hidden_buffers(layout: Layout | None, batching: BatchSchedule,
         yield hidden_home_name(tier), "io", HIDDEN_HOME_ARENAS[tier], nbytes, PAGE_NBYTES
 
 
-def with_hidden_moves(moves: CacheMoves, layout: Layout | None, batching: BatchSchedule, layers: int) -> CacheMoves:
+def hidden_moves(moves: CacheMoves, layout: Layout | None, batching: BatchSchedule, layers: int) -> CacheMoves:
     """What a step moves with the hidden states of `layout` beside its caches: in each layer all of a region comes, and
     the largest of its buffers, which the layer changes, goes."""
     own = region_buffers(layout.buffers.values(), batching) if layout is not None else {}
@@ -53,3 +59,34 @@ def with_hidden_moves(moves: CacheMoves, layout: Layout | None, batching: BatchS
                 nbytes[link] = nbytes.get(link, 0.0) + turns * moved
         copies += turns * (len(own) + 1)
     return replace(moves, nbytes=nbytes, copies=copies, slots=max(moves.slots, batching.hidden.slots))
+
+
+def explain_hidden(plan: Plan) -> tuple[str, str] | None:
+    """Where hidden states of a prefill wait."""
+    homes = plan.schedule.batching.hidden_homes()
+    shares = ", ".join(f"{homes.count(tier)} on the {tier}" for tier in TIERS if tier in homes)
+    text = f"between turns of a prefill those of {shares}, of {len(homes)} micro-batches"
+    return ("hidden", text) if plan.schedule.batching.hidden.tier != "device" else None
+
+
+def try_hidden_states(best: Plan, trial: Trial) -> Plan:
+    """Simulate the schedule of `best` with hidden states off the device, on the fastest tier that has room, where its
+    cache is there too, a prompt comes in chunks and bringing the weights for each takes most of a prefill: for larger
+    ones they come fewer times."""
+    batching, options = best.schedule.batching, trial.options
+    chunks = chunk_steps(best.workload.paced(batching)[0], best.schedule.prefill_chunks)
+    if options.hidden_tier is not None or options.prefill_chunk or sum(chunks.values()) == 1 or not (
+            batching.cache.staged and batching.micro_batches.order == "zigzag") or batching.admitted:
+        return best
+    brought_s = sum(chunks.values()) * best.prediction.streamed_nbytes / trial.bytes_per_s
+    tiers: tuple[Literal["host", "disk"], ...] = ("host", "disk")
+    for tier in tiers[0 if best.budget.host != 0 else 1 :]:
+        away = replace(options, hidden_tier=tier).with_hidden(batching)
+        if brought_s >= MIN_WEIGHTS_SHARE * best.prediction.prefill_time_s and offloaded_regions(away) and (
+                plan := trial.simulate(away)) is not None:
+            return min(best, plan, key=latency_s)
+    return best
+
+
+HIDDEN_STATES = ScheduleFeature("hidden", buffers=hidden_buffers, moves=hidden_moves, explain=explain_hidden,
+                                improve=try_hidden_states)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
-from forebay.rewriter.planning.checkpoint_share import balanced_share, shares_beside
+from forebay.rewriter.planning.features.recomputation import balanced_share, shares_beside
 
 
 def plan(**busy: float) -> Plan:

@@ -1,0 +1,56 @@
+"""A feature of batch schedules: what it says of a plan, what it takes, and which schedules it would try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from forebay.rewriter.ir.draft import Draft
+from forebay.rewriter.ir.graph import Layout
+from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.options import Options
+from forebay.rewriter.predict.closed_form import CacheMoves
+
+FeatureBuffer = tuple[str, str, str, int, int]  # name, kind, arena, nbytes, alignment: see `BufferPlacement`
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a feature tries other schedules with: `simulate` gives the plan of one, whose Programs are simulated, None
+    where there is none. Weights come at `bytes_per_s`, steps gather them among ranks or not, and a block of so many
+    tokens holds `checkpoint_tokens` checkpoints in a format (0: none)."""
+
+    simulate: Callable[[BatchSchedule], Plan | None]
+    options: Options
+    machine: Machine
+    bytes_per_s: float
+    gathers: bool
+    checkpoint_tokens: Callable[[int, str], int]
+
+
+@dataclass(frozen=True)
+class ScheduleFeature:
+    """A feature by its `name`; what is left out, it has none of.
+
+    Attributes:
+        check: What contradicts itself in a plan, as the field and why; "" for nothing.
+        buffers: Memory that lives throughout, by the schedule, the layout of the largest prefill step (None: not known)
+            and whether disk reads land in host memory first.
+        moves: What a step moves, from what it moves without the feature, the step's layout, the schedule and layers.
+        explain: A row of `explain`, its title of nine letters at most and its text; None where a plan has none.
+        improve: The best plan after trying more schedules, from the best so far.
+        step: Edits the draft of a step, of which the plan has the buffers. Those of the package's own features stand
+            among the passes, whose order says more.
+    """
+
+    name: str
+    check: Callable[[Plan], str] = field(default=lambda plan: "")
+    buffers: Callable[[BatchSchedule, Layout | None, bool], Iterable[FeatureBuffer]] = field(
+        default=lambda batching, layout, host_hop: ())
+    moves: Callable[[CacheMoves, Layout | None, BatchSchedule, int], CacheMoves] = field(
+        default=lambda moves, layout, batching, layers: moves)
+    explain: Callable[[Plan], tuple[str, str] | None] = field(default=lambda plan: None)
+    improve: Callable[[Plan, Trial], Plan] = field(default=lambda best, trial: best)
+    step: Callable[[Draft, Plan], None] = field(default=lambda draft, plan: None)
