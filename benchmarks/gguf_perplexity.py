@@ -21,7 +21,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gguf
 import numpy as np
@@ -36,8 +36,7 @@ from forebay.rewriter.checkpoints.gguf_repack import PLAIN, open_gguf
 from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
 from forebay.rewriter.ir.plan import Budget, PlanError
-from forebay.rewriter.pipeline.rewrite_captured import ACTIVATIONS
-from forebay.rewriter.planning.options import Options
+from forebay.rewriter.planning.options import Activations, Options
 
 REST = "Q8_0"  # of tensors whose rows are not whole blocks
 KINDS = ("F16", "BF16", *BLOCK_KINDS)
@@ -86,7 +85,7 @@ def by_forebay(path: Path, ids: torch.Tensor) -> tuple[float, float, int]:
     folder = path.with_suffix("")
     nbytes = quantize_model(path, folder, Wish(KEEP, head=True, embeddings=True)).nbytes
     found = {"int8": math.nan}
-    for kind in ACTIVATIONS:
+    for kind in get_args(Activations):
         try:
             with open_scorer(folder, Budget(2 << 30), Options(activations=kind), context=WINDOW) as lm:
                 found[kind] = perplexity(lm, ids, WINDOW).perplexity

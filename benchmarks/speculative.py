@@ -11,18 +11,26 @@ tokens per pass, and two columns say how far from it a run is: a pass, drafts an
 whole budget, and all of its time over what its own passes take as its plan predicts them, without drafts. Predicted is
 what the plans say for the share of drafted tokens that stood, and, in a column of its own, for the passes and drafts
 that were made. Reads go past the page cache; the peer's files are dropped from it before each answer.
+
+`--places 2,4,8`: a job of half as many answers again as there are places, to all texts, in place of single answers.
+Beside each stands what a decode step would take if nothing but its bytes bound it, at the rate of plain reads.
+
+`torchrun --nproc-per-node=2 -m benchmarks.speculative --ranks --machine FILE`: two ranks of a thread each over gloo,
+every layer shared or the layers, all resident or within a budget for each rank, with the profile of `forebay machine
+--mesh`; `plain` and `lookup`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -46,9 +54,14 @@ from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import COMPUTE
 from forebay.rewriter.machine.profile import Machine, load_machine
 from forebay.rewriter.pipeline.plan_draft import token_time_s
+from forebay.rewriter.pipeline.plan_places import entering_at_once
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.simulate import simulate
+from forebay.runtime.comm.ranks import leave_ranks
 from forebay.runtime.disk.page_cache import drop_file
 from forebay.runtime.run.draft_choice import step_times_s
+from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import Request
 
 SHARES = (0.15, 0.3, 0.5, 0.75)
 PARAGRAPH = ("The forebay is the pool in front of a mill's wheel. It keeps the wheel turning evenly while the stream "
@@ -69,6 +82,9 @@ OURS: dict[str, dict[str, Any]] = {
     "plain": {}, "lookup": {"prompt_lookup_num_tokens": "auto"},
     **{copy: {"prompt_lookup_num_tokens": "auto", "draft": copy} for copy in COPIES}}
 
+# Meshes, and MB of each rank's budget.
+RANKS = (("2", 2000), ("2", 200), ("stages=2", 2000), ("stages=2", 200))
+
 Row = dict[str, Any]
 
 
@@ -78,7 +94,8 @@ def answer(lm: LanguageModel, ids: list[int], new: int) -> Row:
     out = lm.generate([ids], max_new_tokens=new, eos_token_id=None, do_sample=False,
                       on_token=lambda _: at.append((time.perf_counter(), disk_read_nbytes())))
     tally, (begin, before), (end, behind) = lm.tally, at[0], at[-1]
-    return {"tokens": out[0, len(ids) :].tolist(), "time_s": end - begin, "read_nbytes": behind - before,
+    return {"tokens": out[0, len(ids) :].tolist(), "time_s": end - begin, "counted": new - 1,
+            "read_nbytes": behind - before,
             "passes": tally.passes or new - 1, "offered": tally.offered, "accepted": tally.accepted,
             "refused": tally.refused, "steps": dict(tally.steps), "drafting_s": tally.drafting_s}
 
@@ -101,7 +118,7 @@ class Peer:
         begin = time.perf_counter()
         out = self.model.generate(torch.tensor([ids]), max_new_tokens=new, min_new_tokens=new, do_sample=False,
                                   pad_token_id=0, **drafts)
-        return {"tokens": out[0, len(ids) :].tolist(), "time_s": time.perf_counter() - begin}
+        return {"tokens": out[0, len(ids) :].tolist(), "time_s": time.perf_counter() - begin, "counted": new}
 
     def answers(self, ids: list[int], new: int) -> dict[str, Row]:
         """By prompt lookup, and by the copy in 4 bits as assistant."""
@@ -134,25 +151,17 @@ def in_dtype(folder: Path, dtype: str, scratch: Path) -> Path:
     return found
 
 
-def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[list[Row]]:
+def measure(args: argparse.Namespace, folder: Path, scratch: Path, machine: Machine) -> Iterator[list[Row]]:
     """All answers of all contestants, in turns, by budget."""
     tokenizer = load_tokenizer(folder)
     prompts = {name: behind_notes(tokenizer, TEXTS[name], args.context) for name in args.texts}
-    longest = max(map(len, prompts.values()))
-    machine = load_machine(args.machine) if args.machine else known_machine(folder)
     probe = Probe(folder, machine, args.dtype, 1)
     for share in args.shares:
-        fixed = dict(prompt=longest, new_tokens=args.new, machine=machine)
+        fixed = dict(prompt=max(map(len, prompts.values())), new_tokens=args.new, machine=machine)
         with forebay.wrap(folder, 1 << 40, cache_tier="disk" if args.context else None, **fixed) as whole:
             nbytes = whole.captured.weight_nbytes
             budget = whole._pipeline.smallest_budget(whole.options) + int(share * nbytes)
-        lms = {who: forebay.wrap(folder, budget, **fixed, **drafts)  # type: ignore[arg-type]
-               for who, drafts in OURS.items()}
-        plain, checking = lms["plain"].plan, lms["lookup"].plan
-        note(f"{100 * share:.0f} %, {budget} bytes, cache on {plain.schedule.batching.cache.tier}: "
-             f"{checking.schedule.speculative_steps} tokens are checked, in {checking.prediction.speculative_times_s} "
-             f"s; one takes {plain.prediction.decode_time_s:.3f} s" + "".join(
-                 f"\n  {copy}: {draft_summary(lms[copy])}" for copy in COPIES))
+        lms = opened(folder, budget, OURS, fixed)
         peer, rows = Peer(folder, int(share * nbytes), scratch) if args.peer else None, []
         for turn in range(args.rounds + 1):  # the first binds programs, and does not count
             for name, ids in prompts.items() if turn else list(prompts.items())[:1]:
@@ -164,12 +173,74 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[l
                         note(f"  transformers cannot run with so little: {error}")
                         peer = None
                 if turn:
-                    rows += [row | {"share": share, "text": name, "who": who, "round": turn}
-                             for who, row in found.items()]
-                    note(f"  {name}: " + ", ".join(f"{who} {row['time_s']:.1f} s" for who, row in found.items()))
-        for lm in lms.values():
-            lm.close()
+                    rows += noted(found, setting=f"{100 * share:.0f} %", text=name, round=turn)
+        close(lms)
         yield rows
+
+
+def measure_places(args: argparse.Namespace, folder: Path, scratch: Path, machine: Machine) -> Iterator[list[Row]]:
+    """All jobs of all contestants, in turns, by budget and number of places."""
+    tokenizer, probe = load_tokenizer(folder), Probe(folder, machine, args.dtype, 1)
+    prompts = [torch.tensor(tokenizer(TEXTS[name])["input_ids"]) for name in args.texts]
+    for share, places in itertools.product(args.shares, args.places):
+        fixed: Any = dict(places=places, prompt=max(map(len, prompts)), new_tokens=args.new, machine=machine)
+        with forebay.wrap(folder, 1 << 40, **fixed) as whole:
+            least = whole._pipeline.smallest_budget(Options(entering=entering_at_once(places)))
+            budget = least + int(share * whole.captured.weight_nbytes)
+        lms, rows = opened(folder, budget, OURS, fixed), list[Row]()
+        asked = [Request(prompts[i % len(prompts)], args.new - 8 * (i % 2)) for i in range(places + -(-places // 2))]
+        for turn in range(args.rounds + 1):
+            rate = probe.bytes_per_s()
+            found = {who: job(lm, asked if turn else [Request(asked[0].ids, 4)], rate) for who, lm in lms.items()}
+            if turn:
+                rows += noted(found, setting=f"{100 * share:.0f} %, {places} places", text="all", round=turn)
+        close(lms)
+        yield rows
+
+
+def job(lm: LanguageModel, asked: list[Request], bytes_per_s: float) -> Row:
+    """All answers, and what they took."""
+    found: dict[int, list[int]] = {}
+    began, before = time.perf_counter(), disk_read_nbytes()
+    work = lm.answer_all(asked, Sampling(), frozenset(), on_end=found.__setitem__, on_step=lambda _: None)
+    time_s, tokens = time.perf_counter() - began, [token for i in range(len(asked)) for token in found[i]]
+    return {"time_s": time_s, "tokens": tokens, "counted": len(tokens), "passes": work.decodes, "refused": 0,
+            "read_nbytes": disk_read_nbytes() - before, "offered": work.offered, "accepted": work.accepted,
+            "reads_alone_s": lm.plan.prediction.streamed_nbytes / bytes_per_s}
+
+
+def measure_ranks(args: argparse.Namespace, folder: Path, scratch: Path, machine: Machine) -> Iterator[list[Row]]:
+    """Answers of this rank beside the other, in turns, by layout and budget of each rank."""
+    tokenizer = load_tokenizer(folder)
+    for mesh, megabytes in RANKS:
+        fixed = dict(prompt=128, new_tokens=args.new, machine=machine, mesh=mesh)
+        lms, rows = opened(folder, megabytes * 10**6, {who: OURS[who] for who in ("plain", "lookup")}, fixed), []
+        for name, turn in itertools.product(args.texts, range(args.rounds + 1)):
+            ids = tokenizer(TEXTS[name])["input_ids"]
+            found = {who: answer(lm, ids, args.new) for who, lm in lms.items()}
+            if turn:
+                rows += noted(found, setting=f"{mesh}, {megabytes} MB", text=name, round=turn)
+        close(lms)
+        yield rows
+
+
+def opened(folder: Path, budget: int, contestants: Mapping[str, Row], fixed: Row) -> dict[str, LanguageModel]:
+    lms = {who: forebay.wrap(folder, budget, **fixed, **drafts) for who, drafts in contestants.items()}
+    for who, lm in lms.items():
+        note(f"{budget} bytes, {who}: one token takes {lm.plan.prediction.decode_time_s:.3f} s, steps over "
+             f"{lm.plan.schedule.speculative_steps} {lm.plan.prediction.speculative_times_s} s"
+             + (f"; {draft_summary(lm)}" if "draft" in contestants[who] else ""))
+    return lms
+
+
+def noted(found: Mapping[str, Row], **where: Any) -> list[Row]:
+    note(f"  {where}: " + ", ".join(f"{who} {row['time_s']:.1f} s" for who, row in found.items()))
+    return [row | where | {"who": who} for who, row in found.items()]
+
+
+def close(lms: Mapping[str, LanguageModel]) -> None:
+    for lm in lms.values():
+        lm.close()
 
 
 def behind_notes(tokenizer: Any, text: str, tokens: int) -> list[int]:
@@ -220,40 +291,44 @@ def draft_at(lm: LanguageModel, machine: Machine) -> Plan:
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """A line per budget, kind of text and contestant: medians over texts and rounds."""
+    """A line per setting, kind of text and contestant: medians over texts and rounds."""
     lines = []
-    for share in dict.fromkeys(row["share"] for row in rows):
-        for kind, texts in (("repeats", REPEATING), ("plain text", tuple(set(TEXTS) - set(REPEATING)))):
-            here = [row for row in rows if row["share"] == share and row["text"] in texts]
-            by = {who: [row for row in here if row["who"] == who] for who in dict.fromkeys(row["who"] for row in here)}
-            lines += [{"share": share, "text": kind, "who": who} | summary(by["plain"], found)
-                      for who, found in by.items()]
+    for setting, kind in dict.fromkeys((row["setting"], kind_of(row["text"])) for row in rows):
+        here = [row for row in rows if (row["setting"], kind_of(row["text"])) == (setting, kind)]
+        by = {who: [row for row in here if row["who"] == who] for who in dict.fromkeys(row["who"] for row in here)}
+        lines += [{"setting": setting, "text": kind, "who": who} | summary(by["plain"], found)
+                  for who, found in by.items()]
     return lines
+
+
+def kind_of(text: str) -> str:
+    return "repeats" if text in REPEATING else "plain text" if text in TEXTS else text
 
 
 def summary(plain: list[Row], found: list[Row]) -> Row:
     """What a contestant's answers took beside those of `plain` to the same texts in the same rounds."""
-    new, pairs = len(plain[0]["tokens"]), list(zip(plain, found, strict=True))
-    ours = "passes" in found[0]
+    pairs = list(zip(plain, found, strict=True))
     line: Row = {
-        "tokens_per_s": median((new - ours) / row["time_s"] for row in found),  # a peer's time has the prompt too
-        "gain": median(a["time_s"] / (new - 1) / (b["time_s"] / (new - ours)) for a, b in pairs),
+        "tokens_per_s": median(row["counted"] / row["time_s"] for row in found),  # a peer's time has the prompt too
+        "gain": median(a["time_s"] / a["counted"] / (b["time_s"] / b["counted"]) for a, b in pairs),
         "same_tokens": sum(_agreeing(a["tokens"], b["tokens"]) for a, b in pairs) / len(pairs)}
-    if not ours:
+    if "passes" not in found[0]:
         return line
     right, offered = sum(row["accepted"] for row in found), sum(row["offered"] for row in found)
     checked = right + sum(row["refused"] for row in found)
     passes = [row["time_s"] / row["passes_s"] for row in found if "passes_s" in row]
-    predicted, told_of = ([row["time_s"] / (new - 1) / row[of] for row in found if row.get(of)]
+    predicted, told_of = ([row["time_s"] / row["counted"] / row[of] for row in found if row.get(of)]
                           for of in ("predicted_s", "told_s"))
+    alone = [row["reads_alone_s"] for row in found if "reads_alone_s" in row]
     return line | {
-        "tokens_per_pass": median((new - 1) / row["passes"] for row in found),
+        "tokens_per_pass": median(row["counted"] / row["passes"] for row in found),
         "pass_over_plain": median(b["time_s"] / b["passes"] / (a["time_s"] / a["passes"]) for a, b in pairs),
         "accepted": right / max(1, offered), "stands": right / max(1, checked),
-        "read_per_token": median(row["read_nbytes"] / (new - 1) for row in found),
+        "read_per_token": median(row["read_nbytes"] / row["counted"] for row in found),
         "over_own_passes": median(passes) if passes else None,
         "measured_over_predicted": median(predicted) if predicted else None,
-        "measured_over_told": median(told_of) if told_of else None}
+        "measured_over_told": median(told_of) if told_of else None,
+        "reads_alone_ms": 1e3 * median(alone) if alone else None}
 
 
 def _agreeing(a: list[int], b: list[int]) -> float:
@@ -270,18 +345,18 @@ def _ratio(value: float | None) -> str:
 
 
 def report(lines: list[Row]) -> None:
-    print(f"{'budget':>6} {'text':<11}{'contestant':<20}{'tokens/s':>9}{'gain':>7} {'tokens/pass':>12} "
+    print(f"{'within':<19}{'text':<11}{'contestant':<20}{'tokens/s':>9}{'gain':>7} {'tokens/pass':>12} "
           f"{'pass/plain pass':>16} {'/own passes':>11} {'accepted':>9} {'each stands':>12} {'MB/token':>9} "
-          f"{'of predicted':>13} {'by its passes':>13}   same")
+          f"{'of predicted':>13} {'by its passes':>13} {'reads, ms':>10}   same")
     for x in lines:
-        print(f"{100 * x['share']:>5.0f}% {x['text']:<11}{x['who']:<20}{x['tokens_per_s']:>9.2f}{x['gain']:>6.2f}x ",
-              end="")
+        print(f"{x['setting']:<19}{x['text']:<11}{x['who']:<20}{x['tokens_per_s']:>9.2f}{x['gain']:>6.2f}x ", end="")
         if "tokens_per_pass" in x:
             print(f"{x['tokens_per_pass']:>12.2f} {x['pass_over_plain']:>16.2f} {_ratio(x['over_own_passes']):>11} "
                   f"{100 * x['accepted']:>7.0f} % {100 * x['stands']:>10.0f} % {x['read_per_token'] / 1e6:>9.0f} "
-                  f"{_ratio(x['measured_over_predicted']):>13} {_ratio(x['measured_over_told']):>13}", end="")
+                  f"{_ratio(x['measured_over_predicted']):>13} {_ratio(x['measured_over_told']):>13} "
+                  f"{_ratio(x['reads_alone_ms']):>10}", end="")
         else:
-            print(" " * 102, end="")
+            print(" " * 113, end="")
         print(f" {100 * x['same_tokens']:>4.0f} %")
 
 
@@ -290,6 +365,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=96, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shares", type=lambda text: [float(x) for x in text.split(",")], default=list(SHARES))
+    parser.add_argument("--places", type=lambda text: [int(x) for x in text.split(",")], help="jobs in so many places")
+    parser.add_argument("--ranks", action="store_true", help="two ranks, started by torchrun")
     parser.add_argument("--context", type=int, default=0,
                         help="tokens of prompts, behind notes; budgets are then above the least with caches on disk")
     parser.add_argument("--texts", type=lambda text: text.split(","), default=list(TEXTS))
@@ -301,13 +378,21 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.new, args.rounds, args.shares, args.texts = 48, 1, [0.3], ["copy", "story"]
+    if args.ranks:
+        torch.set_num_threads(1)
+    way = measure_ranks if args.ranks else measure_places if args.places else measure
+    first = os.environ.get("RANK", "0") == "0"
     with tempfile.TemporaryDirectory(prefix="forebay-speculative-") as scratch:
-        rows: list[Row] = []
-        for found in measure(args, in_dtype(demo_checkpoint(), args.dtype, Path(scratch)), Path(scratch)):
+        folder, rows = in_dtype(demo_checkpoint(), args.dtype, Path(scratch)), list[Row]()
+        machine = load_machine(args.machine) if args.machine else known_machine(folder)
+        for found in way(args, folder, Path(scratch), machine):
             rows += found
-            if args.json:
+            if args.json and first:
                 args.json.write_text(json.dumps({"processor": processor(), "rows": rows, "table": table(rows)}) + "\n")
-    report(table(rows))
+    if first:
+        report(table(rows))
+    if args.ranks:
+        leave_ranks()
 
 
 if __name__ == "__main__":

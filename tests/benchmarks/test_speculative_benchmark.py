@@ -12,7 +12,8 @@ from benchmarks.speculative import report, table
 
 def row(who: str, text: str, time_s: float, **more: Any) -> dict[str, Any]:
     plain = {"passes": 10, "offered": 0, "accepted": 0, "refused": 0, "read_nbytes": 5e6}
-    return {"share": 0.3, "text": text, "who": who, "round": 1, "time_s": time_s, "tokens": [1] * 11,
+    return {"setting": "30 %", "text": text, "who": who, "round": 1, "time_s": time_s, "tokens": [1] * 11,
+            "counted": 10 + who.startswith("transformers"),
             **({} if who.startswith("transformers") else plain), **more}
 
 
