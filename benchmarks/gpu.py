@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases.case import Case, Place, Work
+from forebay.runtime.devices.kinds import CUDA, HOST
 
 STARTED = time.monotonic()
 LIMIT_S = 460.0
@@ -223,10 +224,10 @@ def main() -> int:
         print("benchmarks.gpu: no CUDA device; --interpret checks the kernels without one")
         return 0
     if tiny:
-        here = Place(torch.device("cpu" if options.interpret else "cuda"), tiny=True)
+        here = Place(torch.device(HOST.name if options.interpret else CUDA.name), tiny=True)
         rows = run_all(families, lambda number: run_case(cases[number], here, {}), False, lambda rows: None)
         return int(any("failed" in row for row in rows))
-    place = Place(torch.device("cuda", 0), False, torch.cuda.get_device_properties(0).L2_cache_size)
+    place = Place(torch.device(CUDA.name, 0), False, torch.cuda.get_device_properties(0).L2_cache_size)
     if options.warm:
         first, step = options.warm
         warm(place, cases[first::step])

@@ -1,4 +1,5 @@
-"""Offloading on a GPU: correctness first, then throughput beside the link's ceiling and a peer. From a bare checkout:
+"""Models on a GPU, offloaded or resident: correctness first, then throughput beside ceilings and peers. From a bare
+checkout:
 
     PYTHONPATH=src python -m benchmarks.gpu_offload
 
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_cases import offloaded
+from benchmarks.gpu_cases import offloaded, resident
 from benchmarks.gpu_cases.isolated import IsolatedWorker, check_gpu, serve
 from benchmarks.gpu_cases.large_steps import (
     SPECULATIVE,
@@ -39,7 +40,8 @@ from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_m
 
 STARTED = time.monotonic()
 LIMIT_S = 520.0  # of the whole run: a job that is begun late gets what is left of it
-JOB_S = 100.0  # a job that says nothing for so long is killed
+JOB_S = {"resident": 200.0}  # a job that says nothing for so long is killed; the first of 8B saves 16 GB
+OTHERS_S = 100.0
 LEAST_S = 20.0  # with less than this left none is begun
 SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
          "intermediate_size": 704, "vocab_size": 2048}  # fmt: skip
@@ -76,7 +78,8 @@ def jobs() -> list[Row]:
         {"part": "blocks", "shape": "llama", "attention": attention})]  # fmt: skip
     speculative = [{"part": "speculative", "way": way} for way in range(len(SPECULATIVE))]
     shared = [{"part": "shared", "weights": weights} for weights in ("w8", "w4")]
-    return tokens + ways + shared + formats + speed[:3] + peers + opt + speed[3:] + speculative + blocks
+    return (tokens + ways + shared + formats + speed[:3] + peers + opt + speed[3:] + speculative + blocks
+            + resident.jobs())  # fmt: skip
 
 
 def say(text: str) -> None:
@@ -104,7 +107,7 @@ def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
     nbytes = weights_nbytes(folder)
     from forebay.runtime.devices.cuda.memory import least_workspace_nbytes
 
-    budget = {"device": int(nbytes * job["share"]) + (least_workspace_nbytes() if offloaded.GPU == "cuda" else 0)}
+    budget = {"device": int(nbytes * job["share"]) + (least_workspace_nbytes() if torch.cuda.is_available() else 0)}
     if job["host"]:
         budget["host"] = int(nbytes * job["host"]) + (8 << 20)
     before = begin_peak()
@@ -211,7 +214,7 @@ def half_resident(folder: Path, machine: Any, cache: str) -> int:
 PARTS: dict[str, Callable[[Path, Any, Row], Row]] = {
     "tokens": check_tokens, "ways": check_ways, "shared": check_shared, "formats": check_formats,
     "throughput": measure_throughput, "peer": measure_peer, "flexgen": measure_flexgen, "blocks": measure_blocks,
-    "speculative": measure_speculative,
+    "speculative": measure_speculative, "resident": resident.measure_resident,
 }
 
 
@@ -223,9 +226,12 @@ def answer(scratch: Path) -> None:
     serve(lambda number: PARTS[known[number]["part"]](scratch, machine, known[number]), check_gpu)
 
 
+WORDS = ("part", "source", "weights", "shape", "attention", "contestant")  # told without their names
+
+
 def name_of(job: Row) -> str:
     """A job in words."""
-    return ", ".join(str(value) if key in ("part", "source", "weights", "shape", "attention") else f"{key} {value}"
+    return ", ".join(str(value) if key in WORDS else f"{key} {value}"
                      for key, value in job.items())  # fmt: skip
 
 
@@ -240,6 +246,9 @@ def line(job: Row, row: Row) -> str:
         return f"{head}: logits differ by {row['error']:.1e}; {row['streamed_nbytes'] >> 10} KiB streamed a step"
     if "bound_s" in row:
         link = f", the links' bound {1e3 * row['bound_s']:.1f}, predicted {1e3 * row['predicted_step_s']:.1f} ms"
+    elif "weight_bytes_per_s" in row:
+        link = (f", weights at {row['weight_bytes_per_s'] / 1e9:.0f} GB/s of the memory's "
+                f"{row['memory_bytes_per_s'] / 1e9:.0f}")
     elif "tally" in row:
         steps = ", ".join(f"{1e3 * a:.1f} of {1e3 * b:.1f}"
                           for a, b in zip(row["sizes_s"], row["predicted_s"], strict=True))  # fmt: skip
@@ -289,7 +298,9 @@ def main() -> int:
                 if job["part"] not in parts or not re.search(options.match, name_of(job)):
                     continue
                 left = STARTED + options.limit - time.monotonic()
-                row = worker.ask(number, JOB_S, left) if left > LEAST_S else {"skipped": "left out, no time left"}
+                row: Row = {"skipped": "left out, no time left"}
+                if left > LEAST_S:
+                    row = worker.ask(number, JOB_S.get(job["part"], OTHERS_S), left)
                 result["rows"].append(job | row)
                 say(line(job, row))
                 target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

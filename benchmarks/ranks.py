@@ -261,7 +261,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "-m",
                                   "benchmarks.ranks", *sys.argv[1:]])
     torch.set_num_threads(1)
-    rank, _ = join_ranks("cpu")
+    rank, _ = join_ranks(HOST.name)
     folder = Path(demo_checkpoint())
     machine = load_machine(args.machine) if args.machine else from_all(
         measure_machine(folder, quick=True) if rank == 0 else None)[0]

@@ -1,4 +1,5 @@
-"""A load for servers that speak OpenAI's API: requests at set times or from so many clients, and when they are heard.
+"""A load for servers that speak OpenAI's API: requests at set times or from so many clients, when they are heard, and
+`forebay serve` itself.
 
 One thread, plain sockets and little parsing: on two cores what a client takes is taken from the server.
 """
@@ -8,11 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
+import re
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from forebay.commands.options import model_folder
+from forebay.commands.prompts import load_tokenizer
 
 LIMIT_S = 120.0  # of one request
 
@@ -129,3 +138,34 @@ def open_loop(port: int, requests: Sequence[LoadRequest]) -> list[LoadAnswer]:
 def closed_loop(port: int, requests: Sequence[LoadRequest], clients: int) -> list[LoadAnswer]:
     """So many clients, each of which sends its next request when its last one is answered."""
     return asyncio.run(_closed_loop(port, requests, clients))
+
+
+@contextlib.contextmanager
+def serving(budget: str, *options: str) -> Iterator[tuple[int, int, int]]:
+    """`forebay serve demo` in a process of its own: its process, its port and its places."""
+    command = [sys.executable, "-m", "forebay", "serve", "demo", "--budget", f"device={budget}", "--port", "0"]
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if found := re.search(r"at http://[^ ]*:(\d+) in (\d+) places", line.replace("\n", " ")):
+                    yield process.pid, int(found[1]), int(found[2])
+                    break
+            else:
+                raise RuntimeError("the server did not start")
+        finally:
+            process.terminate()
+            process.communicate(timeout=120)
+
+
+def used_s(process: int) -> float:
+    """Seconds of the cores that a process has used."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def text_tokens() -> list[int]:
+    """Tokens of this project's pages."""
+    tokenizer = load_tokenizer(model_folder("demo"))
+    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    return [i for page in pages for i in tokenizer.encode(page.read_text(encoding="utf-8"))]

@@ -22,7 +22,6 @@ import random
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +34,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import numpy as np
 
 from benchmarks.probes import processor
-from benchmarks.server import used_s
-from benchmarks.server_load import LoadAnswer, LoadRequest, closed_loop
+from benchmarks.server_load import LoadAnswer, LoadRequest, closed_loop, serving, text_tokens, used_s
 from forebay.commands.options import model_folder
 from forebay.commands.prompts import load_tokenizer
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
@@ -62,12 +60,12 @@ while True:
 class ServerPeer:
     """A server in a process of its own, its port, and what its requests name as the model."""
 
-    process: subprocess.Popen[str]
+    process: int
     port: int
     model: str
 
     def used_s(self) -> float:
-        return used_s(self.process.pid)
+        return used_s(self.process)
 
 
 def free_port() -> int:
@@ -77,15 +75,9 @@ def free_port() -> int:
 
 
 def forebay(stack: contextlib.ExitStack, *options: str) -> ServerPeer:
-    command = [sys.executable, "-m", "forebay", "serve", "demo", "--budget", "device=4GiB", "--port", "0", "--prompt",
-               "64", "--new-tokens", str(ANSWER), "--places", str(CLIENTS), "--name", "demo", *options]
-    process = stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
-    stack.callback(process.terminate)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if found := re.search(r"at http://[^ ]*:(\d+) in ", line.replace("\n", " ")):
-            return ServerPeer(process, int(found[1]), "demo")
-    raise RuntimeError("forebay serve did not start")
+    process, port, _ = stack.enter_context(serving("4GiB", "--prompt", "64", "--new-tokens", str(ANSWER),
+                                                   "--places", str(CLIENTS), "--name", "demo", *options))
+    return ServerPeer(process, port, "demo")
 
 
 def peer(stack: contextlib.ExitStack, command: Sequence[str], port: int, model: str, **environment: str) -> ServerPeer:
@@ -94,7 +86,7 @@ def peer(stack: contextlib.ExitStack, command: Sequence[str], port: int, model: 
     process = stack.enter_context(subprocess.Popen(command, env=own | environment, text=True,
                                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     stack.callback(process.kill)
-    found, end = ServerPeer(process, port, model), time.monotonic() + START_S
+    found, end = ServerPeer(process.pid, port, model), time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
         if not closed_loop(port, load(found, ["hello"]), 1)[0].error:
             return found
@@ -111,10 +103,7 @@ def load(to: ServerPeer, texts: Sequence[str], spread: bool = False) -> list[Loa
 
 def texts(count: int) -> list[str]:
     """Slices of this project's pages, of `PROMPT` tokens each."""
-    tokenizer = load_tokenizer(model_folder("demo"))
-    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
-    ids = [i for page in pages for i in tokenizer.encode(page.read_text(encoding="utf-8"))]
-    chance = random.Random(0)
+    tokenizer, ids, chance = load_tokenizer(model_folder("demo")), text_tokens(), random.Random(0)
     return [tokenizer.decode(ids[at : at + PROMPT]) for at in chance.sample(range(len(ids) - PROMPT), count)]
 
 
@@ -164,7 +153,7 @@ def rounds_of(
             print(f"{number} {kind:<7}{text_of(name, row)}  {row['failed']:.0f} failed, others "
                   f"{row['others_s']:.1f} s", flush=True)
     return [{"load": kind, "server": name, **{key: median(r[key] for r in rows) for key in rows[0]},
-             **memory_nbytes(servers[name].process.pid), "rounds": rows} for (kind, name), rows in found.items()]
+             **memory_nbytes(servers[name].process), "rounds": rows} for (kind, name), rows in found.items()]
 
 
 def text_of(name: str, row: dict[str, float]) -> str:

@@ -14,6 +14,7 @@ from forebay.kernels.formats.packing import Packing
 from forebay.kernels.products.linear import reference as plain
 from forebay.kernels.products.linear import selection
 from forebay.kernels.products.linear_q import reference as packed
+from forebay.runtime.devices.kinds import CUDA
 
 GROUP = 128
 BITS = {kind: bits for bits, kind in selection.KIND_OF_BITS.items()}
@@ -43,7 +44,7 @@ def _calls(stored: Packing | None, x: Tensor, weights: list[Tensor], impl: str, 
         from forebay.kernels.products.linear.operator import LINEAR
 
         how = {"form": "nk", "accumulate": False}
-        return [LINEAR.bind["cuda"](Tensors((x, w, None), how, (out,), impl)) for w in weights]
+        return [LINEAR.bind[CUDA.name](Tensors((x, w, None), how, (out,), impl)) for w in weights]
     if stored is None:
         from forebay.kernels.products.linear.gpu import linear
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-GPU = "cuda"
+from forebay.runtime.devices.kinds import CUDA
+
+GPU = CUDA.name
 # What generating takes on the caller's stream beside what is planned: logits and chosen tokens, one small segment.
 CALLER_NBYTES = 2 << 20
 LARGE = {"hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8,

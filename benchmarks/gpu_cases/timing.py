@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu_cases.case import Call
+from forebay.runtime.devices.kinds import CUDA
 
 REPEATS = 30
 GRAPH_CALLS = 32
@@ -93,17 +94,17 @@ def _ceiling(name: str, measure: Callable[[], float]) -> float:
 
 
 def _copy_rate(nbytes: int = 1 << 30) -> float:
-    source, target = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    source, target = (torch.empty(nbytes, dtype=torch.uint8, device=CUDA.name) for _ in range(2))
     return 2 * nbytes / time_s([lambda: target.copy_(source)])
 
 
 def _upload_rate(nbytes: int = 1 << 28) -> float:
-    target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty(nbytes, dtype=torch.uint8, device=CUDA.name)
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return nbytes / time_s([lambda: target.copy_(host, non_blocking=True)], 8)
 
 
 def _matmul_rate(n: int = 8192) -> float:
-    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    out = torch.empty(n, n, dtype=torch.bfloat16, device="cuda")
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=CUDA.name) for _ in range(2))
+    out = torch.empty(n, n, dtype=torch.bfloat16, device=CUDA.name)
     return 2 * n**3 / time_s([lambda: torch.mm(a, b, out=out)])

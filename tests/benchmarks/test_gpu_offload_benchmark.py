@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from budgets import WITH_KERNELS
 from forked import run_code
 
 CODE = """
 import sys, pytest, torch, benchmarks.gpu_offload as bench
-from benchmarks.gpu_cases import large_steps, offloaded
+from benchmarks.gpu_cases import large_steps, offloaded, resident
 from captured_once import share_graphs
 from pathlib import Path
 from forebay.rewriter.machine.profile import Machine
@@ -23,6 +24,7 @@ offloaded.OPT |= {"hidden_size": 64, "word_embed_proj_dim": 64, "num_hidden_laye
 torch.cuda.reset_peak_memory_stats = torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None
 torch.cuda.max_memory_reserved = torch.cuda.memory_reserved = lambda: 0
 torch.cuda.mem_get_info = lambda: (1 << 30, 3 << 30)
+resident.SHAPES["135M"], resident.STEPS = bench.SMALL | {"num_hidden_layers": 2}, 3
 machine = Machine.default()
 Machine.link = lambda self, src, dst, find=Machine.link: find(self, "disk", "device")  # the only one here
 jobs = bench.jobs()
@@ -44,6 +46,10 @@ for job in few:
 torch.cuda.max_memory_reserved = lambda: 1 << 40
 for job in few[-1:]:
     assert "the budget is" in bench.PARTS[job["part"]](Path(sys.argv[1]), machine, job)["failed"]
+for job in resident.jobs()[:4]:
+    row = bench.PARTS["resident"](Path(sys.argv[1]), machine, job)
+    print(bench.line(job, row), flush=True)
+    assert 0 < row["spread_s"][0] <= row["step_s"] <= row["spread_s"][1], row
 if not large_steps.flexgen.installed():
     assert "pip install" in bench.line({"part": "flexgen"}, bench.PARTS["flexgen"](Path(), machine, {"batch": 1}))
 """
@@ -56,4 +62,10 @@ def test_the_checks_and_measurements_of_every_kind(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [line.split(",")[0] for line in done.stdout.splitlines()]
     assert parts == ["tokens", *["ways"] * 4, "shared", *["formats"] * 3, "throughput", *["blocks"] * 2,
-                     *["speculative"] * 2, "throughput"]  # fmt: skip
+                     *["speculative"] * 2, "throughput", *["resident"] * 4]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
+    done = run_code("import sys, benchmarks.gpu_offload as bench; sys.argv[1:] = []; bench.main()")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith("torch finds no GPU here")

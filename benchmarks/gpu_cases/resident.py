@@ -1,0 +1,86 @@
+"""Decoding a model that fits the GPU: transformers, eager and by Inductor, and Forebay with and without graphs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_cases import offloaded
+from benchmarks.gpu_cases.offloaded import Row, begin_peak, saved_model, step_times, weights_nbytes
+
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+SHAPES = {  # of SmolLM2-135M and Llama-3-8B, with random weights in bf16
+    "135M": {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+             "intermediate_size": 1536, "vocab_size": 49152},
+    "8B": {"hidden_size": 4096, "num_hidden_layers": 32, **HEADS},
+    "8B, 8 layers": {"hidden_size": 4096, "num_hidden_layers": 8, **HEADS},
+}  # fmt: skip
+PROMPT, STEPS, WARM = 64, 32, 4  # tokens of a prompt, steps that are timed, steps before that
+CONTESTANTS = ("eager", "inductor", "forebay, launches", "forebay, graphs")
+
+
+def jobs() -> list[Row]:
+    """Each contestant takes its turn at a shape and batch."""
+    return [{"part": "resident", "shape": shape, "batch": batch, "contestant": name}
+            for shape in SHAPES for batch in (1, 16) for name in CONTESTANTS]
+
+
+def prompt_of(job: Row) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(3, SHAPES[job["shape"]]["vocab_size"], (job["batch"], PROMPT), generator=generator)
+
+
+def by_transformers(folder: Path, job: Row) -> list[float]:
+    """Times at which tokens came, through transformers' static cache; compiled by Inductor with CUDA graphs of its own
+    where that is asked for (the first decode steps compile)."""
+    from transformers import LlamaForCausalLM, StaticCache
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(offloaded.GPU).eval()
+    cache = StaticCache(model.config, max_cache_len=PROMPT + WARM + STEPS + 1)
+    step: Any = model
+    if job["contestant"] == "inductor":
+        how: Any = {"mode": "reduce-overhead"} if torch.cuda.is_available() else {"backend": "eager"}
+        step = torch.compile(model, dynamic=False, **how)
+    times = []
+    with torch.inference_mode():
+        ids = prompt_of(job).to(offloaded.GPU)
+        token = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        for _ in range(WARM + STEPS + 1):
+            token.cpu()  # known on the host
+            times.append(time.perf_counter())
+            token = step(input_ids=token.clone(), past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+    return times
+
+
+def by_forebay(folder: Path, machine: Any, job: Row) -> list[float]:
+    """Times at which tokens came, with all weights on the GPU; AssertionError where the plan streams any."""
+    from forebay.api import wrap
+
+    os.environ["FOREBAY_GRAPHS"] = "1" if job["contestant"].endswith("graphs") else "0"
+    nbytes = weights_nbytes(folder)
+    budget = {"device": 2 * nbytes + (1 << 30), "host": nbytes + (1 << 30)}
+    steps, times = WARM + STEPS + 1, list[float]()
+    with wrap(folder, budget, batch=job["batch"], prompt=PROMPT, new_tokens=steps, machine=machine) as lm:
+        assert lm.plan.prediction.streamed_nbytes == 0, "the plan streams weights of a model that fits"
+        lm.generate(prompt_of(job), max_new_tokens=steps, eos_token_id=None,
+                    on_token=lambda _: times.append(time.perf_counter()))
+    return times
+
+
+def measure_resident(scratch: Path, machine: Any, job: Row) -> Row:
+    """Decode steps of one contestant: their median and spread, and the weights' bytes that a step reads per second
+    beside the rate at which a sum reads the GPU's memory."""
+    sizes = SHAPES[job["shape"]]
+    folder = saved_model(scratch, sizes, torch.bfloat16)
+    _, held = begin_peak()
+    ours = job["contestant"].startswith("forebay")
+    times = by_forebay(folder, machine, job) if ours else by_transformers(folder, job)
+    step_s, spread_s = step_times(times[WARM:])
+    read_nbytes = weights_nbytes(folder) - 2 * sizes["vocab_size"] * sizes["hidden_size"]  # one row of the embedding
+    return {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": job["batch"] / step_s,
+            "weight_bytes_per_s": read_nbytes / step_s, "peak_nbytes": torch.cuda.max_memory_reserved() - held,
+            "memory_bytes_per_s": machine.tiers["device"].bandwidth_bytes_per_s}  # fmt: skip
