@@ -137,3 +137,19 @@ def test_every_recorded_result_is_named() -> None:
     unnamed = [path.name for path in ROOT.glob("benchmarks/results/*.json")
                if not any(re.fullmatch(each, path.name) for each in known)]
     assert len(known) > 40 and not unnamed, f"results that no page and no script names: {unnamed}"
+
+
+def test_the_commands_of_benchmarks_that_pages_name_exist() -> None:
+    """Each `benchmarks.NAME` is a module with the options that follow it; fields of its cases are options, too."""
+    pages = (*ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("*/*/README.md"))
+    commands = [" ".join(quoted.split()) for page in pages
+                for quoted in re.findall(r"`([^`]+)`", page.read_text(encoding="utf-8"))]
+    found = [named for command in commands if (named := re.match(r"(?:.* -m )?benchmarks\.(\w+)(.*)", command))]
+    unknown = []
+    for name, options in (named.groups() for named in found):
+        file = next((path for path in (ROOT / f"benchmarks/{name}.py", ROOT / f"benchmarks/{name}/__main__.py")
+                     if path.exists()), None)
+        asked = [option.removeprefix("no-").replace("-", "[-_]") for option in re.findall(r"--([a-z][\w-]*)", options)]
+        if file is None or not all(re.search(rf"\b{option}\b", file.read_text()) for option in asked):
+            unknown.append(f"{name}{options}")
+    assert len(found) > 30 and not unknown
