@@ -340,6 +340,30 @@ def test_a_draft_changes_no_answer_of_a_job(
     assert "draft: " in told["drafted"].stderr and "of drafted tokens right" in told["drafted"].stderr
 
 
+@pytest.mark.parametrize("asked", [
+    {"cache_tier": "disk", "micro_batches": 2, "cache_tokens": 4, "prefill_chunk": 5, "batch": 4,
+     "budget": "device=4MB"},
+    {"slots": 3, "lead": 2}])
+def test_a_job_takes_what_the_table_has_and_answers_the_same(
+    folder: Path, reference: dict[Any, dict[str, Any]], tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    saved, output = tmp_path / "plan.json", tmp_path / "out.jsonl"
+    result = _forebay(*_run_arguments(folder, output, save_plan=saved, **asked))
+    assert result.exit_code == 0, result.output
+    assert {i: each["text"] for i, each in _answers(output).items()} == {
+        i: each["text"] for i, each in reference.items()}
+    schedule = load_plan(saved).schedule
+    found = (schedule.batching.cache.tier, schedule.batching.micro_batches.count, schedule.prefill_chunk)
+    assert found == ("disk", 2, 5) if "cache_tier" in asked else (schedule.slots, schedule.lead) == (3, 2)
+
+
+def test_answers_of_other_values_are_not_mixed(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    assert _forebay(*_run_arguments(folder, output)).exit_code == 0
+    other = _forebay(*_run_arguments(folder, output, sparse_values=0.5))
+    assert other.exit_code == 2 and "sparse_values 1.0, this job has 0.5" in other.stderr
+
+
 def test_slots_beside_a_plan_are_refused(folder: Path, tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     assert _forebay("plan", folder, "--budget", BUDGET, "--machine", folder / "machine.json", "--save", saved
