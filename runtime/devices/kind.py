@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from forebay.kernels import operators
 from forebay.rewriter.ir.program import Launch
+
+if TYPE_CHECKING:
+    from forebay.runtime.devices.device import Device
+    from forebay.runtime.devices.opening import Opening
 
 
 def with_workspace(launch: Launch, kernels: str) -> Launch:
@@ -30,11 +34,12 @@ class DeviceKind:
     """Facts of one kind of device. Nothing outside its folder compares device names.
 
     Attributes:
-        name: The key of its opener in `open_device.OPENERS`.
+        name: Its own.
         kernels: The key of operators' bindings that run on it ("cpu", "cuda").
         title: What messages call it.
         covers: Whether a profile's `device_kind` ("cpu", "NVIDIA H100 80GB HBM3") is of this kind.
         here: The `device_kind` of such a device on this machine; None where there is none, and for the CPU.
+        opener: Makes its `Device` from readers, spill files and switches; None where it is only predicted.
         on_host_cores: It computes with the cores that also issue copies and read files. Launches then take the issuing
             thread's time, other processes slow them, and products are chosen by measurement.
         near_disk: The tier that disk reads land in. "host" means that copies hop: disk, pinned host memory, device.
@@ -54,6 +59,7 @@ class DeviceKind:
     title: str
     covers: Callable[[str], bool]
     here: Callable[[], str | None] = lambda: None
+    opener: Callable[[Opening], Device] | None = None
     on_host_cores: bool = False
     near_disk: Literal["device", "host"] = "host"
     halves_alike: bool = True

@@ -4,44 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable
 
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.switches import Switches
-from forebay.runtime.devices.cpu.device import open_cpu
-from forebay.runtime.devices.cuda.kind import ACCELERATOR, CUDA
 from forebay.runtime.devices.device import Device, RuntimeFault
-from forebay.runtime.devices.kind import DeviceKind
-from forebay.runtime.devices.kinds import HOST, register_kind
-from forebay.runtime.devices.null.device import NullDevice
-from forebay.runtime.devices.null.kind import NULL
 from forebay.runtime.devices.opening import Opening
 from forebay.runtime.disk.reader import KINDS, DiskReader, open_reader, readers_beside
 from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.trace import Trace
-
-Opener = Callable[[Opening], Device]
-
-
-def _open_cuda(opening: Opening) -> Device:
-    from forebay.runtime.devices.cuda.device import open_cuda  # which imports Triton
-
-    return open_cuda(opening)
-
-
-OPENERS: dict[str, Opener] = {HOST.name: open_cpu, CUDA.name: _open_cuda, ACCELERATOR.name: _open_cuda,
-                              NULL.name: NullDevice}
-
-
-def register_device(kind: DeviceKind, opener: Opener) -> None:
-    """Add a device from outside the package.
-
-    Args:
-        kind: Its facts. Machines whose `device_kind` it covers are planned, predicted and opened by it.
-        opener: Makes its `Device` from readers, spill files and switches.
-    """
-    register_kind(kind)
-    OPENERS[kind.name] = opener
 
 
 def open_device(
@@ -58,7 +28,7 @@ def open_device(
     Raises:
         RuntimeFault: No such device is here.
     """
-    near, opener = machine.near_disk, OPENERS.get(machine.kind.name)
+    near, opener = machine.near_disk, machine.kind.opener
     if opener is None:
         raise RuntimeFault(f"this plan is for {machine.device_kind}, which is only predicted; plan for this machine")
     link, back = machine.link("disk", near), machine.link(near, "disk")

@@ -10,11 +10,10 @@ import torch
 
 from forebay.rewriter.ir.program import Item, Launch
 from forebay.rewriter.machine.profile import Machine
-from forebay.runtime.devices import kinds, open_device
+from forebay.runtime.devices import kinds
 from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.devices.device import Call
-from forebay.runtime.devices.kinds import HOST, kind_of
-from forebay.runtime.devices.open_device import register_device
+from forebay.runtime.devices.kinds import HOST, kind_of, register_device
 from forebay.runtime.devices.opening import Opening
 
 
@@ -34,10 +33,9 @@ class CountingDevice(ThreadDevice):
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(kinds, "KINDS", [*kinds.KINDS])
-    monkeypatch.setattr(open_device, "OPENERS", {**open_device.OPENERS})
     kind = replace(HOST, name="counting", title="counter", covers=lambda name: name == "counter 9000",
-                   here=lambda: None)
-    register_device(kind, CountingDevice)
+                   here=lambda: None, opener=CountingDevice)
+    register_device(kind)
     return replace(Machine.default(), device_kind="counter 9000")
 
 
@@ -56,7 +54,7 @@ def test_a_device_from_outside_plans_and_runs_a_model(llama_checkpoint: Any, mac
 
 
 def test_a_compiled_module_runs_beside_a_device_with_kernels_of_its_own(machine: Machine) -> None:
-    register_device(replace(HOST, name="other", kernels="other", covers=lambda name: name == "other 1"), CountingDevice)
+    register_device(replace(HOST, name="other", kernels="other", covers=lambda name: name == "other 1"))
     layer = torch.nn.Linear(64, 64).eval()
     x = torch.randn(2, 64)
     with torch.no_grad():

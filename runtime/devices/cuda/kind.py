@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from forebay.runtime.devices.cuda.memory import KERNELS, with_cuda_memory
 from forebay.runtime.devices.kind import DeviceKind
+
+if TYPE_CHECKING:
+    from forebay.runtime.devices.device import Device
+    from forebay.runtime.devices.opening import Opening
+
+
+def _open(opening: Opening) -> Device:
+    from forebay.runtime.devices.cuda.device import open_cuda  # which imports Triton
+
+    return open_cuda(opening)
+
 
 
 def _here() -> str | None:
@@ -16,9 +28,10 @@ def _here() -> str | None:
 
 CUDA = DeviceKind(
     name="cuda", kernels=KERNELS, title="GPU",
-    covers=lambda device_kind: device_kind.startswith(("NVIDIA", "Tesla")), here=_here,
+    covers=lambda device_kind: device_kind.startswith(("NVIDIA", "Tesla")), here=_here, opener=_open,
     collectives="cpu:gloo,cuda:nccl", with_memory=with_cuda_memory, select=torch.cuda.set_device,
     visible=lambda number: {"CUDA_VISIBLE_DEVICES": str(number)})
 # Whatever no other kind covers: planned and predicted as a GPU with host memory beside it.
 ACCELERATOR = replace(CUDA, name="accelerator", covers=lambda device_kind: True, here=lambda: None, runs=False)
-TPU = replace(ACCELERATOR, name="tpu", covers=lambda device_kind: device_kind.startswith("TPU"), torus=True)
+TPU = replace(ACCELERATOR, name="tpu", covers=lambda device_kind: device_kind.startswith("TPU"), torus=True,
+              opener=None)

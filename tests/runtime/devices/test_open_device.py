@@ -11,6 +11,7 @@ import forebay.runtime.devices.open_device as module
 from forebay.rewriter.ir.program import READS
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.switches import Switches
+from forebay.runtime.devices import kinds
 from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.devices.device import Device, RuntimeFault
 from forebay.runtime.devices.open_device import open_device
@@ -65,7 +66,7 @@ def test_a_reader_or_device_that_cannot_be_opened_leaves_no_reader(
         assert len(left) == 3
         raise OSError("no more threads")
 
-    monkeypatch.setitem(module.OPENERS, "cpu", no_device)
+    monkeypatch.setattr(kinds, "KINDS", [replace(kinds.HOST, opener=no_device)])
     monkeypatch.setattr(module, "open_reader", open_or_fail)
     with pytest.raises(OSError, match="no more threads"):
         open_device(Machine.default(), Switches(), folder=str(tmp_path))
