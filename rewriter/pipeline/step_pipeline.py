@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -11,28 +11,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from forebay.kernels import operators
-from forebay.kernels.operator import Product
 from forebay.passes.lower.grow_cache import grow_cache
-from forebay.passes.lower.launches import Launches
 from forebay.passes.lower.place_copies import place_copies
-from forebay.passes.place.allocate_buffers import place_activations, plan_activations
+from forebay.passes.place.allocate_buffers import place_activations
 from forebay.passes.place.repeat_layout import repeats
-from forebay.rewriter.capture.concretise import inline_blocks
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.cache_layout import cache_buffers, cache_rows, staged_layers
 from forebay.rewriter.ir.draft import Draft
-from forebay.rewriter.ir.graph import META, Gemm, Layout, is_collective
+from forebay.rewriter.ir.graph import META
 from forebay.rewriter.ir.plan import MOVING, Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
-from forebay.rewriter.ir.products import Shape, product_shape
-from forebay.rewriter.ir.program import Launch, Program
+from forebay.rewriter.ir.products import Shape
+from forebay.rewriter.ir.program import Program
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.cache_launches import cache_launches
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
 from forebay.rewriter.pipeline.run_passes import Stage, check_switches
-from forebay.rewriter.planning.best_product import best_product, known_names
+from forebay.rewriter.pipeline.step_analysis import StepAnalysis
+from forebay.rewriter.planning.best_product import known_names
 from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products, refuse_cache
 from forebay.rewriter.planning.graph_needs import (
     launch_count,
@@ -41,11 +38,10 @@ from forebay.rewriter.planning.graph_needs import (
     weight_products,
     weight_uses,
 )
-from forebay.rewriter.planning.launch_memory import phase_workspace, product_launch, unplaced
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
-from forebay.rewriter.planning.product_shapes import ProductUse, planned_shapes, product_uses, weights_of_layers
+from forebay.rewriter.planning.product_shapes import planned_shapes, weights_of_layers
 from forebay.rewriter.planning.staged_cache import staged_places
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
@@ -61,17 +57,16 @@ class Pipeline:
     """Plans and lowers one model's `StepGraphs` for one workload; programs are made when first asked for and kept."""
 
     @no_collection()
-    def __init__(self, graphs: StepGraphs, workload: Workload, machine: Machine, switches: Switches) -> None:
+    def __init__(self, graphs: StepGraphs, workload: Workload, machine: Machine, switches: Switches,
+                 steps: StepAnalysis | None = None) -> None:
         check_switches(PASSES, switches)
         refuse_cache(graphs.cache_format, machine.kind)
         self.graphs, self.workload, self.machine, self.switches = graphs, workload, machine, switches
-        self._each_layer = False  # activations are planned layer by layer: equal ones cannot share addresses
-        self._needs: dict[int, PhaseNeed] = {}
-        self._takers: dict[int, list[Launch]] = {}  # by tokens of a step: launches, for what they take
+        self.steps = steps or StepAnalysis(graphs, machine, not switches.no_reuse)
         self._planned: Plan | None = None  # the plan that `_programs` are of
         self._programs: dict[int, Program] = {}
         decode = graphs.step(1)
-        self._steps: dict[object, fx.GraphModule] = {(1, False): decode}  # made and not yet used up by passes
+        self._fresh: dict[object, fx.GraphModule] = {(1, False): decode}  # made and not yet used up by passes
         count = graphs.batching.micro_batches.count
         self._cache_rows = {} if graphs.prefill is None else {
             name: replace(rows, rows=count * rows.rows) for name, rows in cache_rows(decode).items()}
@@ -97,13 +92,12 @@ class Pipeline:
         return Pipeline(self.graphs.speculating(sizes), self.workload, self.machine, self.switches)
 
     def with_batching(self, batching: BatchSchedule) -> Pipeline:
-        """The pipeline of the same graphs with caches in the shares of `block`, which else differs in who attends."""
+        """The pipeline of the same graphs with caches in the shares of `batching`; what else differs is who attends."""
         if batching == self.graphs.batching:
             return self
-        other = Pipeline(replace(self.graphs, batching=batching), self.workload, self.machine, self.switches)
-        if not self._each_layer and batching.cache.cpu_attention == self.graphs.batching.cache.cpu_attention:
-            other._needs, other._takers = dict(self._needs), dict(self._takers)  # shares change nothing of a turn
-        return other
+        graphs = replace(self.graphs, batching=batching)
+        steps = self.steps if self.steps.serves(graphs) else None
+        return Pipeline(graphs, self.workload, self.machine, self.switches, steps)
 
     @no_collection()
     def plan(self, budget: Budget, options: Options | None = None) -> Plan:
@@ -130,8 +124,8 @@ class Pipeline:
     def complete(self, plan: Plan) -> Plan:
         """A plan of the planner with activations placed, implementations chosen and times predicted: after this nobody
         decides anything."""
-        s, largest = plan.schedule, self._layout(plan.schedule.prefill_chunk)
-        chunks = tuple(c for c in s.prefill_chunks if self._layout(c).within(largest))
+        s, largest = plan.schedule, self.steps.layout(plan.schedule.prefill_chunk)
+        chunks = tuple(c for c in s.prefill_chunks if self.steps.layout(c).within(largest))
         plan = self._filled(replace(plan, schedule=replace(s, prefill_chunks=chunks)))
         return self._keep(replace(plan, prediction=self._predicted(plan)))
 
@@ -178,11 +172,11 @@ class Pipeline:
         """`plan` with activations placed and implementations chosen, if it has none."""
         if not any(b.kind in MOVING and b.phase != "all" for b in plan.buffers):
             moving = [b for phase, tokens in plan.schedule.largest_steps.items()
-                      for b in place_activations(self._layout(tokens), plan.during(tokens), phase)]
+                      for b in place_activations(self.steps.layout(tokens), plan.during(tokens), phase)]
             plan = replace(plan, buffers=(*plan.buffers, *moving))
         shapes = () if plan.gemm else sorted(self._shapes(plan))
         most = self.needs.workspace(plan.schedule.prefill_chunk)
-        chosen = (GemmChoice(*shape, impl=self._best_gemm(shape, most)) for shape in shapes)
+        chosen = (GemmChoice(*shape, impl=self.steps.best_gemm(shape, most)) for shape in shapes)
         return replace(plan, gemm=(*plan.gemm, *chosen))
 
     @cached_property
@@ -192,78 +186,39 @@ class Pipeline:
         return f"{self.machine.name} #{hashlib.sha256(known.encode()).hexdigest()[:12]}"
 
     def need(self, tokens: int) -> PhaseNeed:
-        """What a step over `tokens` tokens takes beside weights and cache; its workspace is decode steps' too."""
-        found = self._needs.get(tokens)
-        if found is None:
-            if self.graphs.sample is not None and not self._each_layer:
-                flat, likes = self.graphs.sample(tokens)
-            else:
-                flat, likes = inline_blocks(self.graphs.step(tokens)), {}
-            batching = self.graphs.batching.of_step(tokens)
-            layout = replace(plan_activations(flat, not self.switches.no_reuse, batching), likes=likes)
-            self._takers[tokens] = self._launches(flat, uses := product_uses(flat))
-            if tokens > 1:
-                self.need(1)
-            taken, *parts = phase_workspace(self._takers, tokens, self.graphs.batching.is_prefill(tokens))
-            found = self._needs[tokens] = PhaseNeed(layout.height, taken, layout, uses, *parts)
-        return found
-
-    def _layout(self, tokens: int) -> Layout:
-        layout = self.need(tokens).layout
-        assert layout is not None
-        return layout
+        """What a step over `tokens` tokens takes beside weights and cache."""
+        return self.steps.need(tokens)
 
     def _step(self, plan: Plan, tokens: int) -> fx.GraphModule:
         """A fresh graph of a step, which passes may use up."""
         key = tokens, plan.lends and plan.schedule.phase_of(tokens) == "prefill"
         made = self.graphs.prefill if key[1] and self.graphs.prefill is not None else self.graphs.step
-        return self._steps.pop(key, None) or made(tokens)
+        return self._fresh.pop(key, None) or made(tokens)
 
     def _layers_repeat(self, plan: Plan) -> bool:
-        """Whether equal layers can share addresses in the steps of `plan`; if not, each is planned by itself from here
-        on, and takes more memory than the planner knew."""
-        if self._each_layer:
+        """Whether equal layers can share addresses in the steps of `plan`; if not, steps are analyzed layer by layer
+        from here on, and take more memory than the planner knew."""
+        if self.steps.each_layer:
             return True
+        alike = True
         for phase, tokens in plan.schedule.largest_steps.items():
             gm = self._step(plan, tokens)
-            self._steps[tokens, plan.lends and phase == "prefill"] = gm
-            self._each_layer |= not repeats(gm, self._layout(tokens))
-        if self._each_layer:
-            self._needs.clear()
-        return not self._each_layer
+            self._fresh[tokens, plan.lends and phase == "prefill"] = gm
+            alike = alike and repeats(gm, self.steps.layout(tokens))
+        if not alike:
+            self.steps = StepAnalysis(self.graphs, self.machine, self.steps.reuse, each_layer=True)
+        return alike
 
     def _shapes(self, plan: Plan) -> set[Shape]:
         """The shapes of all matrix products of all steps of `plan`."""
         return {shape for tokens in plan.schedule.step_sizes for shape in planned_shapes(
-            plan, self.need(tokens).products, self.needs.layers, self._layout(tokens).likes)}
+            plan, self.need(tokens).products, self.needs.layers, self.steps.layout(tokens).likes)}
 
     def _implementations(self, plan: Plan) -> dict[str, tuple[str, ...]]:
         """What may compute products of each dtype or format here; on a GPU whatever its kernels can be named."""
         if not self.machine.kind.on_host_cores:
             return {}
         return {dtype: known_names(dtype) for dtype, *_ in self._shapes(plan)}
-
-    def _best_gemm(self, shape: Shape, most: int | None = None) -> str:
-        """What computes a product; on a CPU with at most `most` bytes of workspace, if anything does."""
-        product = Product(*shape)
-        if self.machine.kind.on_host_cores:
-            return best_product(product, self.machine, self.graphs.activations, most)
-        choice = operators.product_with(product.weight).implementations
-        assert choice is not None
-        return choice.default[self.machine.kind.kernels](product, self.machine.device_kind, self.graphs.dtype)
-
-    def _launches(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> list[Launch]:
-        """The launches of a flat graph, and those that are products of ours once their weights come in tiles."""
-        launches = Launches(unplaced, self.machine.kind.with_memory)
-        for node in flat.graph.nodes:
-            shape = product_shape(node)
-            if shape is not None:
-                node.meta[META] = Gemm(self._best_gemm(shape))
-        calls = (n for n in flat.graph.nodes if n.op == "call_function")
-        nodes = [n for n in calls if n.meta.get("alias_of") is None or is_collective(n)]
-        tiled = (product_launch(Product(*u.tiled), self._best_gemm(u.tiled), self.machine.kind, self.graphs.dtype)
-                 for u in uses if not u.shape)
-        return [*tiled, *(launch for n in nodes for launch in launches.of(n))]
 
     # -- from a plan to Programs
 
@@ -297,7 +252,7 @@ class Pipeline:
             raise PlanError(f"plan.schedule.prefill_chunks: no step over {tokens} tokens is planned, only over "
                             f"{', '.join(map(str, plan.schedule.step_sizes))}")
         gm, seen = self._step(plan, tokens), plan.during(tokens)
-        gm.meta[META] = self._layout(tokens)
+        gm.meta[META] = self.steps.layout(tokens)
         stage = Stage(gm, self.switches, f"{tokens}_tokens", runs=self._runs(seen))
         for each in passes_in("planned"):
             stage.run(each, lambda _: (seen,))

@@ -85,9 +85,9 @@ def launches(program: Program) -> Counter:
 def test_stamped_layers_do_what_each_layer_by_itself_would(family: str) -> None:
     """The same launches, proved, whether equal layers share addresses or each has its own."""
     made, plan = streaming(family)
-    assert not made._each_layer, "equal layers find their inputs in the same places"
+    assert not made.steps.each_layer, "equal layers find their inputs in the same places"
     apart = pipeline(family)
-    apart._each_layer = True
+    apart.steps = replace(apart.steps, each_layer=True)
     kept = tuple(b for b in plan.buffers if b.phase == "all" or b.kind == "cache")
     roomy = {"device": plan.arenas["device"] + (1 << 20)}
     by_itself = apart.complete(replace(plan, arenas=roomy, budget=Limits(1 << 30), buffers=kept))
@@ -136,7 +136,7 @@ def test_a_deep_model_is_lowered_layer_by_layer_where_layers_do_not_repeat(monke
     shared, expected = programs()
     monkeypatch.setattr("forebay.rewriter.pipeline.step_pipeline.repeats", lambda gm, layout: bool(not layout.likes))
     apart, found = programs()
-    assert not shared._each_layer and apart._each_layer
+    assert not shared.steps.each_layer and apart.steps.each_layer
     for a, b in zip(expected, found, strict=True):
         assert {label for _, label, _ in launches(a)} >= {f"layer{i}_attention" for i in range(6)}
         assert {op for op, _, _ in launches(a)} == {op for op, _, _ in launches(b)}

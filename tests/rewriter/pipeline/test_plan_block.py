@@ -88,7 +88,7 @@ def test_other_shares_need_what_a_pipeline_of_their_own_finds(change: dict) -> N
         known.need(tokens)
     other = replace(batching, cache=replace(batching.cache, **change))
     shared, own = known.with_batching(other), Pipeline(graphs(work, other), work, machine, Switches())
-    assert [*shared._needs] == ([] if other.cache.cpu_attention else [1, 60, 8])
+    assert [*shared.steps.needs] == ([] if other.cache.cpu_attention else [1, 60, 8])
     for tokens in (1, 8, 60, 30):
         assert shared.need(tokens) == own.need(tokens)
     assert shared.plan(Budget(1 << 22, 1 << 22)) == own.plan(Budget(1 << 22, 1 << 22))

@@ -1,0 +1,87 @@
+"""What steps of each size take beside weights and cache: layouts of activations, workspace, matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from forebay.kernels import operators
+from forebay.kernels.operator import Product
+from forebay.passes.lower.launches import Launches
+from forebay.passes.place.allocate_buffers import plan_activations
+from forebay.rewriter.capture.concretise import inline_blocks
+from forebay.rewriter.capture.step_graphs import StepGraphs
+from forebay.rewriter.ir.graph import META, Gemm, Layout, is_collective
+from forebay.rewriter.ir.products import Shape, product_shape
+from forebay.rewriter.ir.program import Launch
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.best_product import best_product
+from forebay.rewriter.planning.launch_memory import phase_workspace, product_launch, unplaced
+from forebay.rewriter.planning.model_needs import PhaseNeed
+from forebay.rewriter.planning.product_shapes import ProductUse, product_uses
+
+
+@dataclass(frozen=True)
+class StepAnalysis:
+    """The steps of a model's graphs on a machine, each size analysed once. With `each_layer` activations are laid out
+    layer by layer, where equal layers cannot share addresses; else from few layers, which stand for all."""
+
+    graphs: StepGraphs
+    machine: Machine
+    reuse: bool = True  # whether values share memory once dead
+    each_layer: bool = False
+    needs: dict[int, PhaseNeed] = field(default_factory=dict)  # by tokens per sequence of a step
+    takers: dict[int, list[Launch]] = field(default_factory=dict)  # its launches, for what they take
+
+    def serves(self, graphs: StepGraphs) -> bool:
+        """Whether steps of `graphs`, which differ in the shares of their caches at most, take what these take: they do
+        unless the host attends in one of both, as shares change nothing of a turn."""
+        attends = graphs.batching.cache.cpu_attention
+        return not self.each_layer and attends == self.graphs.batching.cache.cpu_attention
+
+    def need(self, tokens: int) -> PhaseNeed:
+        """What a step over `tokens` tokens takes beside weights and cache; its workspace is decode steps' too."""
+        known = self.needs.get(tokens)
+        if known is None:
+            if self.graphs.sample is not None and not self.each_layer:
+                flat, likes = self.graphs.sample(tokens)
+            else:
+                flat, likes = inline_blocks(self.graphs.step(tokens)), {}
+            batching = self.graphs.batching.of_step(tokens)
+            layout = replace(plan_activations(flat, self.reuse, batching), likes=likes)
+            self.takers[tokens] = self._launches(flat, uses := product_uses(flat))
+            if tokens > 1:
+                self.need(1)
+            taken, *parts = phase_workspace(self.takers, tokens, self.graphs.batching.is_prefill(tokens))
+            known = self.needs[tokens] = PhaseNeed(layout.height, taken, layout, uses, *parts)
+        return known
+
+    def layout(self, tokens: int) -> Layout:
+        """The layout of a step's activations, with addresses from 0 on."""
+        layout = self.need(tokens).layout
+        assert layout is not None
+        return layout
+
+    def best_gemm(self, shape: Shape, most: int | None = None) -> str:
+        """What computes a product; on a CPU with at most `most` bytes of workspace, if anything does."""
+        product = Product(*shape)
+        if self.machine.kind.on_host_cores:
+            return best_product(product, self.machine, self.graphs.activations, most)
+        choice = operators.product_with(product.weight).implementations
+        assert choice is not None
+        return choice.default[self.machine.kind.kernels](product, self.machine.device_kind, self.graphs.dtype)
+
+    def _launches(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> list[Launch]:
+        """The launches of a flat graph, and those that are products of ours once their weights come in tiles."""
+        launches = Launches(unplaced, self.machine.kind.with_memory)
+        for node in flat.graph.nodes:
+            shape = product_shape(node)
+            if shape is not None:
+                node.meta[META] = Gemm(self.best_gemm(shape))
+        calls = (n for n in flat.graph.nodes if n.op == "call_function")
+        nodes = [n for n in calls if n.meta.get("alias_of") is None or is_collective(n)]
+        tiled = (product_launch(Product(*u.tiled), self.best_gemm(u.tiled), self.machine.kind, self.graphs.dtype)
+                 for u in uses if not u.shape)
+        return [*tiled, *(launch for n in nodes for launch in launches.of(n))]
