@@ -96,7 +96,7 @@ def answer(lm: LanguageModel, ids: list[int], new: int) -> Row:
     tally, (begin, before), (end, behind) = lm.tally, at[0], at[-1]
     return {"tokens": out[0, len(ids) :].tolist(), "time_s": end - begin, "counted": new - 1,
             "read_nbytes": behind - before,
-            "passes": tally.passes or new - 1, "offered": tally.offered, "accepted": tally.accepted,
+            "passes": tally.decodes or new - 1, "offered": tally.offered, "accepted": tally.accepted,
             "refused": tally.refused, "steps": dict(tally.steps), "drafting_s": tally.drafting_s}
 
 

@@ -153,7 +153,7 @@ def measure_speculative(scratch: Path, machine: Any, job: Row) -> Row:
         moved = lm.plan.prediction.streamed_nbytes
         predicted = [lm.plan.prediction.decode_time_s, *lm.plan.prediction.speculative_times_s]
     spent_s = times[-1] - times[0]
-    row = {"asked": asked, "tokens_per_s": (SPEAKS - 1) / spent_s, "step_s": spent_s / (tally.passes or SPEAKS - 1),
+    row = {"asked": asked, "tokens_per_s": (SPEAKS - 1) / spent_s, "step_s": spent_s / (tally.decodes or SPEAKS - 1),
            "prefill_s": times[0] - began, "moved_nbytes": moved, "speculative_steps": list(steps), "tally": str(tally),
            "sizes": tally.steps, "predicted_s": predicted, "sizes_s": sizes_s, "tokens": tokens.tolist()}  # fmt: skip
     return row | peak_within(budget["device"], before)

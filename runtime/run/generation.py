@@ -10,11 +10,13 @@ import torch
 from forebay.rewriter.ir.plan import Plan
 from forebay.runtime.run.drafts import Drafter, PromptLookup
 from forebay.runtime.run.prefill import prefill
-from forebay.runtime.run.progress import Tally
+from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.room import refuse_crossing
 from forebay.runtime.run.sampling import Generators, Sampling
 from forebay.runtime.run.scheduler import OneCall, Request, Scheduler
 from forebay.runtime.run.session import Session
+
+OnColumn = Callable[[torch.Tensor], None]  # the next token of each sequence
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,17 @@ def speculates(plan: Plan, sampling: Sampling, count: int, generator: Generators
 
 def generate_as_planned(
     session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop, generator: Generators = None,
-    on_token: Callable[[torch.Tensor], None] | None = None, tally: Tally | None = None, drafter: Drafter | None = None,
+    on_token: OnColumn | None = None, tally: WorkDone | None = None, drafter: Drafter | None = None,
 ) -> torch.Tensor:
     """`generate_tokens`, whose drafts, where the plan's steps check any, are those of `drafter` or looked up."""
-    if speculates(session.plan, sampling, len(prompts), generator):
-        return generate_tokens(session, prompts, sampling, stop, generator, on_token, drafter or PromptLookup(), tally)
-    counted = tally if session.plan.schedule.batching.admitted else None
-    return generate_tokens(session, prompts, sampling, stop, generator, on_token, None, counted)
+    drafts = speculates(session.plan, sampling, len(prompts), generator)
+    return generate_tokens(session, prompts, sampling, stop, generator, on_token,
+                           (drafter or PromptLookup()) if drafts else None, tally)
 
 
 def generate_tokens(
     session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop, generator: Generators = None,
-    on_token: Callable[[torch.Tensor], None] | None = None, drafter: Drafter | None = None, tally: Tally | None = None,
+    on_token: OnColumn | None = None, drafter: Drafter | None = None, tally: WorkDone | None = None,
 ) -> torch.Tensor:
     """New tokens [len(prompts), N] int64 for prompts of unequal length (each int64 [P], P >= 1), N <= max_new_tokens.
 
@@ -84,21 +85,20 @@ def generate_tokens(
         generator = [torch.Generator().manual_seed(seed) for seed in seeds]
     makers = [lambda g=g: g for g in generator] if isinstance(generator, Sequence) else [None] * len(prompts)
     answers = _Answers(len(prompts), stop.pad, on_token)
-    scheduler = Scheduler(session, sampling, stop.eos, answers.end, answers.add, drafter=drafter, call=call)
+    scheduler = Scheduler(session, sampling, stop.eos, answers.end, answers.add, drafter=drafter, call=call,
+                          work=tally)
     scheduler.enqueue({number: Request(ids, stop.max_new_tokens, maker)
                        for number, (ids, maker) in enumerate(zip(prompts, makers, strict=True))})
     while scheduler.busy:
         scheduler.step()
         answers.show()
-    if tally is not None:
-        tally.add(scheduler.work)
     return torch.stack([answers.column(i) for i in range(answers.shown)], 1)
 
 
 class _Answers:
     """The tokens of sequences so far, and how many columns of them were `shown` to `on_token`."""
 
-    def __init__(self, count: int, pad: int, on_token: Callable[[torch.Tensor], None] | None) -> None:
+    def __init__(self, count: int, pad: int, on_token: OnColumn | None) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self.going, self.pad, self.on_token, self.shown = set(range(count)), pad, on_token, 0
 

@@ -127,7 +127,7 @@ class Scheduler:
     def __init__(
         self, session: Session, sampling: Sampling, eos: frozenset[int], on_end: OnEnd,
         on_next: OnNext = lambda number, token: True, turns: StepTurns = USUAL_TURNS, drafter: Drafter | None = None,
-        call: OneCall | None = None,
+        call: OneCall | None = None, work: WorkDone | None = None,
     ) -> None:
         self.session, self.sampling, self.eos, self.on_end, self.on_next = session, sampling, eos, on_end, on_next
         self.turns, self.call, self.batch = turns, call, session.plan.workload.batch
@@ -147,7 +147,9 @@ class Scheduler:
         self.generators: dict[int, torch.Generator] = {}
         checks = drafter is not None and bool(session.plan.schedule.speculative_steps)
         self.choice = DraftChoice(session.plan, drafter) if checks and drafter is not None else None
-        self.work = WorkDone(sizes={} if self.choice is None else self.choice.steps)
+        self.work = work or WorkDone()
+        if self.choice is not None:
+            self.choice.steps = self.work.steps
 
     @property
     def busy(self) -> bool:

@@ -39,7 +39,7 @@ from forebay.rewriter.planning.options import Options, check_choices
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
-from forebay.runtime.run.progress import Tally, WorkDone
+from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.room import with_renewal
 from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling
@@ -83,7 +83,7 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
         self.captured, self.checkpoint, self.budget = captured, checkpoint, budget
         self.machine = machine or known_machine(checkpoint.folder)
         self.files, self.switches = files, read_switches()
-        self.tally = Tally()  # of the last `generate`
+        self.tally = WorkDone()  # of the last `generate`
         self._fused: CapturedModel | None = None  # the captured graphs after the block passes, whatever the workload
         self._session: Session | None = None
         self._turns = CallTurns()  # for the arenas

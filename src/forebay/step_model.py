@@ -15,7 +15,7 @@ from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.shared_draft import DraftRecord, SharedDraft
 from forebay.rewriter.planning.options import Options
-from forebay.runtime.run.progress import Tally
+from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.session import Session
 
@@ -43,7 +43,7 @@ class StepModel(Protocol):
     files: dict[str, FileSlice]
     plan: Plan
     options: Options
-    tally: Tally
+    tally: WorkDone
     drafts_seen: DraftRecord | None
 
     @property

@@ -18,7 +18,7 @@ from selection import at_length
 import forebay
 from forebay.rewriter.ir.plan import PlanError
 from forebay.runtime.run.generation import Stop, generate_tokens
-from forebay.runtime.run.progress import Tally
+from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import Request, answer_all
 
@@ -68,20 +68,19 @@ def checked(folder: str, cases: list[tuple[Asking, Answers]]) -> list[Any]:
     """On this rank: each case's tokens, sizes of steps, what was checked, and which steps that took."""
     found = []
     for (kind, mesh, options), answers in cases:
-        prompter, tally = Prompter(answers), Tally()
+        prompter, tally = Prompter(answers), WorkDone()
         with forebay.wrap(f"{folder}/{kind}", {"device": BUDGET, "disk": folder}, prompt=10, new_tokens=NEW, mesh=mesh,
                           **{"batch": 3, "prompt_lookup_num_tokens": 7} | options) as lm:
             with lm.running(lm.plan.workload.batch, 10, NEW, in_places="places" in options) as session:
                 prompts = [torch.tensor(p) for p in answers]
                 if lm.plan.schedule.batching.admitted:
                     ended: dict[int, list[int]] = {}
-                    done = answer_all(session, [Request(p, NEW) for p in prompts], Sampling(), frozenset(),
-                                      on_end=ended.__setitem__, drafter=prompter)
-                    tally.add(done)
+                    tally = answer_all(session, [Request(p, NEW) for p in prompts], Sampling(), frozenset(),
+                                       on_end=ended.__setitem__, drafter=prompter)
                     tokens = [ended[i] for i in range(len(prompts))]
                 else:
                     tokens = generate_tokens(session, prompts, Sampling(), Stop(NEW), None, None, prompter,
-                                                    tally).tolist()
+                                             tally).tolist()
             found.append((tokens, lm.plan.schedule.speculative_steps, tally.refused, tally.steps))
     return found
 

@@ -30,7 +30,7 @@ from forebay.runtime.devices.cuda import pinned
 from forebay.runtime.run import bind, executor
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.generation import Stop, generate_tokens
-from forebay.runtime.run.progress import Tally
+from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.sampling import Sampling
 
 GPU = replace(Machine.default(), device_kind="NVIDIA H200", host_attention_bytes_per_s=9e9)
@@ -135,10 +135,10 @@ def test_drafts(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -
         assert isinstance(session.device, Pretended)
         step = lm._pipeline.program(lm.plan, 8).step
         assert any(isinstance(i, Launch) and i.stream == ATTEND for i in step) == more["cpu_attention"]
-        tally = Tally()
+        tally = WorkDone()
         found = generate_tokens(session, [torch.tensor(p) for p in answers], Sampling(), Stop(23), None, None,
                                        Prompter(answers), tally)
-        assert found.tolist() == [*answers.values()] and tally.refused and tally.passes < 22
+        assert found.tolist() == [*answers.values()] and tally.refused and tally.decodes < 22
 
 
 @pytest.mark.parametrize("host", [1 << 20, at_length(1 << 23)])

@@ -25,7 +25,7 @@ from forebay.rewriter.ir.program import Copy, Launch, Record, Rows, Span, Wait
 from forebay.rewriter.pipeline.lay_beside import EVENTS, check_beside
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.generation import Stop, generate_tokens
-from forebay.runtime.run.progress import Tally
+from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import Request
 from forebay.runtime.run.shared_drafts import SharedDrafter
@@ -76,7 +76,7 @@ def test_tokens_are_those_of_the_model_alone(folder: Path, cache: str, share: fl
             free = generate_tokens(session, prompts, Sampling(), Stop(NEW))
             eos = frozenset(free[:, [NEW // 3, NEW // 2]].flatten().tolist())
             for stop in (Stop(NEW), Stop(NEW, eos)):
-                plain, tally = generate_tokens(session, prompts, Sampling(), stop), Tally()
+                plain, tally = generate_tokens(session, prompts, Sampling(), stop), WorkDone()
                 with drafting(None, session, prompts, NEW, Sampling(), None) as drafter:
                     assert isinstance(drafter, SharedDrafter)
                     found = generate_tokens(session, prompts, Sampling(), stop, None, None, drafter, tally)

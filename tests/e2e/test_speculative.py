@@ -24,7 +24,7 @@ from forebay.runtime.run import scheduler
 from forebay.runtime.run.drafts import PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
-from forebay.runtime.run.progress import Tally
+from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.sampling import Sampling, choose
 from forebay.runtime.run.scheduler import Request, answer_all
 
@@ -72,11 +72,11 @@ def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: 
                 eos = frozenset(free[:, [NEW // 3, NEW // 2]].flatten().tolist())  # falls within passes
                 for stop in (Stop(NEW), Stop(NEW, eos)):
                     plain = generate_tokens(session, prompts, Sampling(), stop)
-                    tally = Tally()
+                    tally = WorkDone()
                     found = generate_tokens(session, prompts, Sampling(), stop, None, None, PromptLookup(),
                                                    tally)
                     assert torch.equal(found, plain)
-                    assert tally.passes < plain.shape[1] or not tally.accepted
+                    assert tally.decodes < plain.shape[1] or not tally.accepted
         program = lm._pipeline.program(lm.plan, 8)  # proved when it was made
         assert program.outputs["out0"].shape[:2] == (4, 8)
 
@@ -96,7 +96,7 @@ def test_a_models_drafts_change_no_token(folders: dict[str, Path], weights: str,
             free = generate_tokens(session, prompts, Sampling(), Stop(NEW))
             eos = frozenset(free[:, [NEW // 3, NEW // 2]].flatten().tolist())
             for stop in (Stop(NEW), Stop(NEW, eos)):
-                plain, tally = generate_tokens(session, prompts, Sampling(), stop), Tally()
+                plain, tally = generate_tokens(session, prompts, Sampling(), stop), WorkDone()
                 drafter = ModelDrafter(drafting, Sampling(), [None] * count)
                 drafter.token_time_s = 0.0  # whatever is predicted, draft
                 found = generate_tokens(session, prompts, Sampling(), stop, None, None, drafter, tally)
@@ -189,12 +189,12 @@ def test_generate_checks_drafts_where_the_plan_does(llama_checkpoint: Any) -> No
             assert ("checked by steps over 8, 4, 2" in lm.explain()) is bool(lm.plan.schedule.speculative_steps)
             for more in ({}, {"prompt_lookup_num_tokens": 3}) if drafted else ({},):
                 ours = lm.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None, **more)
-                assert torch.equal(ours, expected) and lm.tally.tokens == (3 * 23 if drafted else 0)
+                assert torch.equal(ours, expected) and lm.tally.tokens == 3 * 24
             # one generator for three: each column is one draw, so none is drafted
             for draws in ([torch.Generator().manual_seed(i) for i in range(3)], torch.Generator().manual_seed(7)):
                 drawn.append(lm.generate(ids, max_new_tokens=24, do_sample=True, top_k=5, pad_token_id=0,
                                          eos_token_id=None, generator=draws))
-                assert (lm.tally.passes > 0) is (drafted is not None and isinstance(draws, list))
+                assert bool(lm.tally.steps) is (drafted is not None and isinstance(draws, list))
     assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])
 
 
@@ -208,7 +208,7 @@ def test_calls_too_short_for_drafts_are_answered(llama_checkpoint: Any) -> None:
             with torch.no_grad():
                 expected = model.generate(ids[:count], **options)
             assert torch.equal(lm.generate(ids[:count], prompt_lookup_num_tokens=3, **options), expected)
-            assert bool(lm.plan.schedule.speculative_steps) is drafts is (lm.tally.passes > 0)
+            assert bool(lm.plan.schedule.speculative_steps) is drafts is bool(lm.tally.steps)
 
 
 def test_a_saved_plan_checks_drafts_again(llama_checkpoint: Any, tmp_path: Path) -> None:
@@ -219,4 +219,4 @@ def test_a_saved_plan_checks_drafts_again(llama_checkpoint: Any, tmp_path: Path)
     with wrap(llama_checkpoint.folder, llama_checkpoint.share(0.8), plan=plan) as again:
         assert again.plan.schedule.speculative_steps == (8, 4, 2)
         again.generate(llama_checkpoint.ids[:1], max_new_tokens=20, eos_token_id=None, do_sample=False)
-        assert again.tally.passes
+        assert again.tally.steps

@@ -19,7 +19,7 @@ from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.program import ATTEND, Launch, Program
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
-from forebay.runtime.run.progress import Tally
+from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import Request, answer_all
 from forebay.runtime.run.session import Session
@@ -65,11 +65,11 @@ def test_tokens_equal_transformers(
         assert attends == options.get("cpu_attention", False)
         with lm.running(COUNT, case.prompt, NEW) as session:
             for _ in range(2):  # the second finds the first one's blocks
-                tally, prompter = Tally(), Prompter(answers)
+                tally, prompter = WorkDone(), Prompter(answers)
                 found = generate_tokens(session, [torch.tensor(p) for p in answers], Sampling(), Stop(NEW), None,
                                                None, prompter, tally)
                 assert found.tolist() == [*answers.values()]
-                assert max(prompter.taken_back) == 7 and 0 in prompter.taken_back and tally.passes < NEW - 1
+                assert max(prompter.taken_back) == 7 and 0 in prompter.taken_back and tally.decodes < NEW - 1
 
 
 @pytest.mark.parametrize(("entering", "options"), [
@@ -100,7 +100,7 @@ def test_a_models_own_cache_may_be_staged(cases: Callable[[str], Case]) -> None:
     answers = answers_of(case)
     with (case.language_model(2.5, **DRAFTED | DISK) as lm, case.language_model(2.5, micro_batches=2, **DISK) as other,
           lm.running(COUNT, case.prompt, NEW) as session, other.running(COUNT, case.prompt + 1, NEW) as drafting):
-        tally = Tally()
+        tally = WorkDone()
         drafter = ModelDrafter(Wrong(drafting), Sampling(), [None] * COUNT)  # type: ignore[arg-type]
         drafter.token_time_s = 0.0
         found = generate_tokens(session, [torch.tensor(p) for p in answers], Sampling(), Stop(NEW), None, None,

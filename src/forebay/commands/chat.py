@@ -162,7 +162,7 @@ def _stream(
     first, last, count = times[1], times[-1], len(times) - 1
     say(f"{count} tokens: {times[0] - began:.1f} s to load, {first - times[0]:.1f} s of prefill, {last - first:.1f} s "
         "of decode" + (f" ({(count - 1) / (last - first):.1f} tokens/s)" if count > 1 else "")
-        + (f"; {lm.tally}" if lm.tally.passes else ""))
+        + (f"; {lm.tally}" if lm.tally.steps else ""))
     return text
 
 
@@ -177,7 +177,7 @@ def _generate(
     from forebay.drafting import drafting
     from forebay.huggingface.served import asks_nothing_more
     from forebay.runtime.run.generation import Stop, generate_as_planned
-    from forebay.runtime.run.progress import Tally
+    from forebay.runtime.run.progress import WorkDone
 
     if not asks_nothing_more(lm.checkpoint.folder) or lm.captured.renewed_at:
         drawing = vars(sampling) if sampling.do_sample else {"do_sample": False}
@@ -185,7 +185,7 @@ def _generate(
                     generator=draws, **drawing)
         return
     with lm.running(1, len(ids), new_tokens, in_places=True) as session:
-        lm.tally = Tally()
+        lm.tally = WorkDone()
         rows, stop = [torch.tensor(ids)], Stop(new_tokens, frozenset(eos), eos[0] if eos else 0)
         with drafting(lm.helper, session, rows, new_tokens, sampling, draws) as drafter:
             generate_as_planned(session, rows, sampling, stop, draws, on_token, lm.tally, drafter)

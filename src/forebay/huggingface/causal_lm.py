@@ -31,7 +31,7 @@ from forebay.huggingface.served import SERVED
 from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.rewriter.ir.graph import Gives
 from forebay.runtime.run.generation import Stop, generate_as_planned
-from forebay.runtime.run.progress import Tally
+from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.rows import SequenceRows, require_movable_rows
 from forebay.runtime.run.sampling import Generators, Sampling
 from forebay.step_model import OnToken, StepModel
@@ -110,7 +110,7 @@ class StreamedCausalLM(GenerationMixin):
         rows = prompts.rows()
         stop = Stop(new_tokens, frozenset(ends), int(pad))
         with self.lm.running(len(rows), prompts.longest, new_tokens, in_places=True, call=self.call) as session:
-            self.lm.tally = Tally()
+            self.lm.tally = WorkDone()
             with drafting(helper or self.lm.helper, session, rows, new_tokens, sampling, generator) as drafter:
                 new = generate_as_planned(session, rows, sampling, stop, generator, on_token, self.lm.tally, drafter)
         return torch.cat((prompts.ids, new), 1)
