@@ -345,7 +345,7 @@ def test_a_saved_block_runs_again_and_an_edited_one_is_obeyed(cases: Callable[[s
         program = lm._pipeline.program(lm.plan, 1)
         again = sum(isinstance(i, Copy) and isinstance(i.src, FileSlice) for i in program.step)
     assert again > 3 * fetches
-    with pytest.raises(PlanError, match="micro_batches: 4 do not divide a batch of 5"):
+    with pytest.raises(PlanError, match=r"micro_batches\.count: 4 do not divide a batch of 5"):
         edited = with_settings(plan, micro_batches={"count": 4})
         plan_from_dict(json.loads(edited.to_json()))
 
