@@ -92,15 +92,15 @@ def test_bytes_on_every_link_are_the_plans(
             lm, layers, config.num_attention_heads, config.num_key_value_heads,
             config.hidden_size // config.num_attention_heads)
         given, batch = case.mask.sum(1).tolist(), lm.plan.workload.batch
-        lengths = [1] * batch
+        lengths = [0] * batch  # a free slot stands at 0
         for place, length in zip(balanced_slots(given, range(COUNT), [0] * micro_batches, batch // micro_batches),
                                  given, strict=True):
             lengths[place] = length
         chunk_end = max(lengths)
         for step, (one, other) in enumerate(itertools.pairwise(marks)):
-            starts = [length + step for length in lengths]
+            starts = [length + step if length else 0 for length in lengths]
             tokens = lm.plan.schedule.batching.cache.block_tokens
-            begun = [step == 0 and start // tokens != chunk_end // tokens for start in starts]
+            begun = [step == 0 < start and start // tokens != chunk_end // tokens for start in starts]
             expected = fixed + of_caches(lm, layers, starts, begun)
             assert +(other - one) == +expected, f"step {step}"
         most = Counter(program.link_nbytes())
