@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases.case import Case, Place, Work
-from forebay.runtime.devices.kinds import CUDA, HOST
+from forebay.runtime.devices.cpu.kind import CPU
+from forebay.runtime.devices.cuda.kind import CUDA
 
 STARTED = time.monotonic()
 LIMIT_S = 460.0
@@ -224,7 +225,7 @@ def main() -> int:
         print("benchmarks.gpu: no CUDA device; --interpret checks the kernels without one")
         return 0
     if tiny:
-        here = Place(torch.device(HOST.name if options.interpret else CUDA.name), tiny=True)
+        here = Place(torch.device(CPU.name if options.interpret else CUDA.name), tiny=True)
         rows = run_all(families, lambda number: run_case(cases[number], here, {}), False, lambda rows: None)
         return int(any("failed" in row for row in rows))
     place = Place(torch.device(CUDA.name, 0), False, torch.cuda.get_device_properties(0).L2_cache_size)

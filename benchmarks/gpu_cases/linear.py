@@ -14,7 +14,7 @@ from forebay.kernels.formats.packing import Packing
 from forebay.kernels.products.linear import reference as plain
 from forebay.kernels.products.linear import selection
 from forebay.kernels.products.linear_q import reference as packed
-from forebay.runtime.devices.kinds import CUDA
+from forebay.runtime.devices.cuda.kind import CUDA
 
 GROUP = 128
 BITS = {kind: bits for bits, kind in selection.KIND_OF_BITS.items()}

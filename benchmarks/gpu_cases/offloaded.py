@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from forebay.runtime.devices.kinds import CUDA
+from forebay.runtime.devices.cuda.kind import CUDA
 
 GPU = CUDA.name
 # What generating takes on the caller's stream beside what is planned: logits and chosen tokens, one small segment.

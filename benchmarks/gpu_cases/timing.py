@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu_cases.case import Call
-from forebay.runtime.devices.kinds import CUDA
+from forebay.runtime.devices.cuda.kind import CUDA
 
 REPEATS = 30
 GRAPH_CALLS = 32
