@@ -188,7 +188,7 @@ def check_shared(scratch: Path, machine: Any, job: Row) -> Row:
           wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, draft=job["weights"],
                prompt_lookup_num_tokens=3) as lm):  # fmt: skip
         same = all(torch.equal(lm.generate(ids, max_new_tokens=24, eos_token_id=None), expected) for _ in range(2))
-        tally, streamed, told = lm.tally, lm.plan.prediction.streamed_nbytes, lm.split.told
+        tally, streamed, told = lm.tally, lm.plan.prediction.streamed_nbytes, lm.steps.drafts.split.told
     row: Row = {"streamed_nbytes": streamed, "same": same, "offered": tally.offered, "accepted": tally.accepted,
                 "told": told}  # fmt: skip
     row |= peak_within(budget["device"], before)

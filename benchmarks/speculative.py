@@ -44,7 +44,6 @@ import forebay
 from benchmarks.probes import Probe, at_pace, processor
 from forebay.commands.process_memory import disk_read_nbytes
 from forebay.commands.prompts import load_tokenizer
-from forebay.drafted import draft_summary
 from forebay.language_model import LanguageModel
 from forebay.open_model import known_machine
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
@@ -229,7 +228,7 @@ def opened(folder: Path, budget: int, contestants: Mapping[str, Row], fixed: Row
     for who, lm in lms.items():
         note(f"{budget} bytes, {who}: one token takes {lm.plan.prediction.decode_time_s:.3f} s, steps over "
              f"{lm.plan.schedule.speculative_steps} {lm.plan.prediction.speculative_times_s} s"
-             + (f"; {draft_summary(lm)}" if "draft" in contestants[who] else ""))
+             + (f"; {lm.draft_summary}" if "draft" in contestants[who] else ""))
     return lms
 
 

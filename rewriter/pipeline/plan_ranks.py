@@ -220,5 +220,5 @@ def rank_planners(
 
 def _graphs(fused: CapturedModel, files: Mapping[str, FileSlice], fingerprint: str, host_hop: bool, workload: Workload,
             batching: BatchSchedule) -> StepGraphs:
-    """As a rank has them (`ShardedModel`)."""
+    """As a rank has them (`MeshPlanner`)."""
     return step_graphs(fused, files, workload, fingerprint, host_hop=host_hop, batching=batching)

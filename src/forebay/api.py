@@ -6,7 +6,7 @@ import os
 import tempfile
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -44,8 +44,10 @@ def wrap(
         CheckpointError: for files; SpillError for the disk's folder; CaptureError for models.
     """
     require_spill_folder((sizes := parse_budget(budget)).disk)
+    capture, given = None, cast(Any, model)
     if isinstance(model, torch.nn.Module):
-        captured = capture_model(model)
+        captured = capture_model(given)
+        capture = partial(capture_model, tied_config(given), dtype=captured.dtype, architecture=type(given))
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
         files = file_slices(weight_records(captured, checkpoint))
     else:
@@ -54,10 +56,8 @@ def wrap(
     workload = Workload(options.places or options.batch or 1,
                         options.prompt or min(128, max(1, (captured.max_positions or 256) // 2)),
                         options.new_tokens or 128, *(options.usual or ()))
-    lm = build_model((captured, checkpoint, files), sizes, workload, options)
+    lm = build_model((captured, checkpoint, files), sizes, workload, options, capture=capture)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         empty_module(model)
-        given: Any = model
         lm.config, lm.generation_config = given.config, given.generation_config
-        lm._capture = partial(capture_model, tied_config(given), dtype=captured.dtype, architecture=type(given))
     return lm

@@ -49,11 +49,6 @@ class CallTurns:
             finally:
                 self._running = outer
 
-    def refuse_within(self, name: str) -> None:
-        """Raise RuntimeError, as `taken` does, where this thread is in the middle of a call."""
-        with self.taken(ModelCall(name)):
-            pass
-
 
 class TakesTurns:
     """Of a model whose calls share one memory: its turns, and its end."""
@@ -63,6 +58,11 @@ class TakesTurns:
     def turn(self, call: ModelCall) -> AbstractContextManager[None]:
         """Give `call` the memory, as `CallTurns.taken` does; RuntimeError in a callback of another call."""
         return self._turns.taken(call)
+
+    def refuse_within(self, name: str) -> None:
+        """Raise RuntimeError, as `turn` does, where this thread is in the middle of a call."""
+        with self.turn(ModelCall(name)):
+            pass
 
     def close(self) -> None:
         """Give back memory, once the calls of other threads have ended; the next `generate` takes it again.

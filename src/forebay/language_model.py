@@ -16,8 +16,8 @@ import torch
 from forebay.call_turns import CallTurns, ModelCall, TakesTurns
 from forebay.drafting import drafting_in_places
 from forebay.huggingface.nn_module_compat import NnModuleCompat
+from forebay.model_planner import ModelPlanner, PlannedSteps, PlannerOf
 from forebay.open_model import capture_folder, known_machine
-from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_generation_config
 from forebay.rewriter.garbage import collect_when_due
@@ -25,18 +25,15 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
-from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.shared_draft import DraftRecord, SharedDraft
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.pipeline.plan_block import PlanChoice, plan_block
 from forebay.rewriter.pipeline.plan_places import plan_answers
-from forebay.rewriter.pipeline.plan_speculation import plan_speculation
-from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
-from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.check_plan import require_within
 from forebay.rewriter.planning.options import Options, check_choices
 from forebay.rewriter.report.explain import explain_plan
+from forebay.rewriter.report.explain_shared import explain_shared
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.run.progress import WorkDone
@@ -47,6 +44,7 @@ from forebay.runtime.run.scheduler import OnEnd, OnStep, Request, answer_all
 from forebay.runtime.run.session import Session, resident_copies
 from forebay.scoring_calls import ScoringCalls
 from forebay.step_model import OnToken
+from forebay.step_runner import StepRunner
 from forebay.trace_calls import TraceCalls
 
 if TYPE_CHECKING:
@@ -69,75 +67,75 @@ def causal_lm_class() -> type[StreamedCausalLM]:
 class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
     """A captured model, its plan, and the session that runs it. Close it (or use `with`) to give memory back."""
 
-    helper: LanguageModel | None = None  # drafts within the same budget (`DraftedModel`)
-    shared_draft: SharedDraft | None = None  # or a step of its own does, in its memory
+    helper: LanguageModel | None  # drafts within the same budget
+    shared_draft: SharedDraft | None  # or a step of its own does, in its memory
     drafts_seen: DraftRecord | None = None  # of what it drafts for the model that has it as its helper
 
     def __init__(
         self, captured: CapturedModel, checkpoint: Checkpoint, files: dict[str, FileSlice], budget: Budget,
         workload: Workload, options: Options, machine: Machine | None = None, plan: Plan | None = None,
-        choose: PlanChoice = plan_block,
+        choose: PlanChoice = plan_block, *, planner_of: PlannerOf = ModelPlanner, runner: StepRunner | None = None,
+        capture: Callable[..., CapturedModel] | None = None,
     ) -> None:
+        """Plan a model.
+
+        Args:
+            captured: Its graphs.
+            checkpoint: Its files.
+            files: The place of each weight within them.
+            budget: Bytes per tier.
+            workload: The sizes of the first plan.
+            options: What is asked of plans.
+            machine: The speeds that plans go by; the kept profile of this machine, or a guess, by default.
+            plan: A plan to replay.
+            choose: What makes the first plan.
+            planner_of: What makes the provider of plans.
+            runner: What the calls go through.
+            capture: What captures the model with steps that give something else; from its folder by default.
+        """
         # Where one is let go unclosed, what is due is looked for then, not while the next one is made.
         weakref.finalize(self, collect_when_due).atexit = False
         self.captured, self.checkpoint, self.budget = captured, checkpoint, budget
         self.machine = machine or known_machine(checkpoint.folder)
-        self.files, self.switches = files, read_switches()
+        self.files, self.switches, self.runner = files, read_switches(), runner or StepRunner()
         self.tally = WorkDone()  # of the last `generate`
-        self._fused: CapturedModel | None = None  # the captured graphs after the block passes, whatever the workload
         self._session: Session | None = None
         self._turns = CallTurns()  # for the arenas
         self._held: SequenceRows | None = None  # whose tokens the cache holds between calls
         self._variants: dict[tuple[Gives, bool], LanguageModel] = {}  # the same model with steps of other kinds
         self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
-        self._capture: Callable[..., CapturedModel] = partial(capture_folder, checkpoint.folder)
+        self._capture = capture or partial(capture_folder, checkpoint.folder)
+        self.planner = planner_of(captured, checkpoint, files, budget, self.machine)
         check_choices(workload, options, plan)
         if plan is not None:
             require_within(plan, budget)
         self.options = options if plan is None else options.as_planned(plan)
-        self._prepare(plan.workload if plan else workload, options, choose, plan)
+        self._adopt(self.planner.planned(workload, options, choose) if plan is None else (
+            self.planner.replayed(plan, self.options)))
 
-    def _prepare(self, workload: Workload, options: Options, choose: PlanChoice, plan: Plan | None = None) -> None:
-        limit = self.captured.max_positions
-        if limit and workload.context > limit:
-            if workload.prompt + 1 > limit:
-                raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
-            workload = workload.of(workload.batch, workload.prompt, limit - workload.prompt)
-        self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.options.cache,
-                                                      self.options.activations)
-        if plan is None:
-            asked = with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at)
-            workload = workload.of(workload.batch, *asked)
-            pipeline, plan = self._plan_anew(workload, options, choose)
-        else:
-            pipeline = Pipeline(self._graphs(workload, plan.schedule.batching), workload, self.machine, self.switches)
-            plan = pipeline.replay(plan)
-        self._adopt(pipeline, plan)
-
-    def _plan_anew(self, workload: Workload, options: Options, choose: PlanChoice) -> tuple[Pipeline, Plan]:
-        pipeline, plan = choose(self._graphs, self.budget, workload, options, self.machine, self.switches)
-        return plan_speculation(pipeline, plan, self.budget, options)
-
-    def _adopt(self, pipeline: Pipeline, plan: Plan) -> None:
-        if "plan" in vars(self):  # only now: where there is no plan, the one before still serves
+    def _adopt(self, steps: PlannedSteps) -> None:
+        if "steps" in vars(self):  # only now: where there is no plan, the one before still serves
             self._end_sessions()
-        self._pipeline, self.plan = pipeline, plan
-        work, nbytes = plan.workload, (plan.budget.device, plan.nbytes_on("device"), plan.prediction.streamed_nbytes)
+        self.steps, self.plan, self._pipeline = steps, steps.plan, steps.pipeline
+        self.helper, self.shared_draft = steps.helper, steps.shared_draft
+        plan, work = steps.plan, steps.plan.workload
+        nbytes = plan.budget.device, plan.nbytes_on("device"), plan.prediction.streamed_nbytes
         LOG.info("planned %d of %d + %d tokens within %s: %s of weights stay, %s stream in each step", work.batch,
                  work.prompt, work.new_tokens, *map(format_nbytes, nbytes))
 
-    def _graphs(self, workload: Workload, batching: BatchSchedule) -> StepGraphs:
-        """The step graphs of the model after the block passes."""
-        assert self._fused is not None
-        graphs = step_graphs(self._fused, self.files, workload, self.checkpoint.fingerprint,
-                             host_hop=self.machine.kind.host_hop, batching=batching)
-        if self.captured.gives == "all":
-            graphs = replace(graphs, prefill=None)  # chunks may follow decode steps, so the cache has its full length
-        return graphs
-
     def explain(self) -> str:
-        """The plan as text: what lives where, per layer, bytes per tier, predicted times."""
-        return explain_plan(self.plan, self.captured)
+        """The plan as text: what lives where, per layer, bytes per tier, predicted times; and what drafts, and why."""
+        drafts = [] if self.steps.drafts is None else [f"draft       {self.draft_summary}"]
+        if self.helper is not None:
+            drafts.append(f"The plan of the draft:\n\n{self.helper.explain()}")
+        if self.shared_draft is not None:
+            drafts.append(explain_shared(self.shared_draft.plan, self.plan))
+        return "\n\n".join([explain_plan(self.plan, self.captured), *drafts])
+
+    @property
+    def draft_summary(self) -> str:
+        """The draft and why it was chosen, or why there is none."""
+        return "none was given" if self.steps.drafts is None else str(self.steps.drafts)
 
     @cached_property
     def config(self) -> PreTrainedConfig:
@@ -163,14 +161,22 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
         return self.captured.dtype
 
     @property
+    def loaded(self) -> bool:
+        """Whether the session runs."""
+        return self._session is not None
+
+    @property
     def session(self) -> Session:
         """The running session; made, and its resident weights loaded, when first asked for."""
         if self._session is None:
+            if self.helper is not None:
+                _ = self.helper.session
             began, plan, captured = time.monotonic(), self.plan, self.captured
+            agreed = self.runner.agreed(self.steps)
             folder = self.budget.disk if isinstance(self.budget, Budget) else None  # limits alone name none
             device = open_device(self.machine, self.switches, self.trace, folder)
             self._session = Session(
-                plan, partial(self._pipeline.program, plan),  # without `self`: no cycle keeps the memory
+                agreed, partial(self._pipeline.program, plan),  # without `self`: no cycle keeps the memory
                 resident_copies(plan, self.files), captured.constants, device, self.trace,
                 self._pipeline.growth(plan), captured.gives == "all", captured.renewed_at, self.shared_draft)
             LOG.info("loaded %d bytes of weights in %.1f s", plan.nbytes_on("device"), time.monotonic() - began)
@@ -185,8 +191,9 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
         with self._turns.lock:
             if kind not in self._variants:
                 other = LanguageModel(self._capture(gives=gives, embeds=embeds), self.checkpoint, self.files,
-                                      self.budget, self.plan.workload, self.options.output_agnostic(), self.machine)
-                other._turns, other._capture, other._origin = self._turns, self._capture, weakref.ref(self)
+                                      self.budget, self.plan.workload, self.options.output_agnostic(), self.machine,
+                                      capture=self._capture)
+                other._turns, other._origin = self._turns, weakref.ref(self)
                 other.config, other.generation_config = self.config, self.generation_config
                 self._variants[kind] = other
             return self._variants[kind]
@@ -244,7 +251,8 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
     def check_files(self) -> None:
         """Raise CheckpointError if a file of the weights was changed or replaced since the model was opened: what was
         computed so far may come from both. A few microseconds per file."""
-        self.checkpoint.require_unchanged()
+        for checkpoint in (self.checkpoint, *self.steps.more_files):
+            checkpoint.require_unchanged()
 
     def reserve(
         self, batch: int, prompt: int, new_tokens: int, in_places: bool = False, *, call: ModelCall | None = None
@@ -256,6 +264,11 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
             self._reserve(batch, prompt, new_tokens, in_places)
 
     def _reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool) -> None:
+        if (drafts := self.steps.drafts) and drafts.outdated and (
+                not isinstance(self.options.prompt_lookup_num_tokens, int)):
+            LOG.info("of drafted tokens %.0f %% stood, which is too few: planning without a draft",
+                     100 * drafts.seen.chance)
+            self._adopt(self.planner.planned(self.plan.workload, self.options, plan_block))
         have, (prompt, new_tokens) = self.plan.workload, with_renewal(prompt, new_tokens, self.captured.renewed_at)
         held = in_places if self.plan.schedule.batching.admitted else batch <= have.batch
         if not (held and prompt <= have.prompt and prompt + new_tokens <= have.context):
@@ -265,12 +278,14 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
             options = self.options if in_places else replace(self.options, entering=None)
             work, choose = have.of(batch, prompt, new_tokens), plan_answers if in_places else plan_block
             try:
-                self._prepare(work, options, choose)
+                self._adopt(self.planner.planned(work, options, choose))
             except PlanError as error:
                 if not isinstance(options.prompt_lookup_num_tokens, int):
                     raise
                 LOG.info("no step checks drafts of this call: %s", error)
-                self._prepare(work, replace(options, prompt_lookup_num_tokens=None), choose)
+                options = replace(options, prompt_lookup_num_tokens=None)
+                self._adopt(self.planner.planned(work, options, choose))
+        self.runner.reserved()
 
     def generate(
         self,
@@ -291,19 +306,21 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
         tokens as it is chosen. Calls from several threads take turns. ValueError where arguments do not fit, and
         RuntimeError in a callback of another call.
         """
-        with self.turn(call := ModelCall("generate")):
+        with (self.runner.generating(self, inputs, generation_config, generator, options=options),
+              self.turn(call := ModelCall("generate"))):
             return self._causal_lm(call).answer(inputs, generation_config, generator, on_token, options)
 
     def answer_all(
         self, asked: Sequence[Request], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
     ) -> WorkDone:
         """`runtime.run.scheduler.answer_all` on the plan there is, however many are asked."""
-        longest = max(each.ids.numel() for each in asked)
-        most = max(each.ids.numel() + each.new_tokens for each in asked) - longest  # beside it in a place
-        count, call = min(len(asked), self.plan.workload.batch), ModelCall("answer_all")
-        with (self.running(count, longest, most, in_places=True, call=call) as session,
-              drafting_in_places(self.helper, session) as drafter):
-            return answer_all(session, asked, sampling, eos, on_end=on_end, on_step=on_step, drafter=drafter)
+        with self.runner.answering(self, asked, sampling, eos):
+            longest = max(each.ids.numel() for each in asked)
+            most = max(each.ids.numel() + each.new_tokens for each in asked) - longest  # beside it in a place
+            count, call = min(len(asked), self.plan.workload.batch), ModelCall("answer_all")
+            with (self.running(count, longest, most, in_places=True, call=call) as session,
+                  drafting_in_places(self.helper, session) as drafter):
+                return answer_all(session, asked, sampling, eos, on_end=on_end, on_step=on_step, drafter=drafter)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Logits at every position, and the loss of `labels`: see `StreamedCausalLM.forward`."""
@@ -319,6 +336,8 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
         collect_when_due()
 
     def _end_session(self) -> None:
+        if self.helper is not None:
+            self.helper._end_session()
         session, self._session = self._session, None
         if session is not None:
             session.close()

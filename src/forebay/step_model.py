@@ -26,17 +26,7 @@ OnToken = Callable[[torch.Tensor], None]
 
 
 class StepModel(Protocol):
-    """A model whose steps can be run.
-
-    Attributes:
-        captured: Its graphs and sizes.
-        checkpoint: Its files.
-        files: The place of each weight within them.
-        plan: The present plan; `reserve` and `running` may put another in its place.
-        options: The options with which it is planned anew.
-        tally: Steps, tokens and drafts of the last `generate`.
-        drafts_seen: The record of its drafts, where it drafts for another model.
-    """
+    """A model whose steps can be run; its methods are described at `LanguageModel`."""
 
     captured: CapturedModel
     checkpoint: Checkpoint
@@ -44,15 +34,11 @@ class StepModel(Protocol):
     plan: Plan
     options: Options
     tally: WorkDone
+    shared_draft: SharedDraft | None
     drafts_seen: DraftRecord | None
 
     @property
-    def helper(self) -> StepModel | None:
-        """The model that drafts for this one within the same budget."""
-
-    @property
-    def shared_draft(self) -> SharedDraft | None:
-        """The step of this model that drafts in its own memory."""
+    def helper(self) -> StepModel | None: ...
 
     @property
     def config(self) -> PreTrainedConfig: ...
@@ -66,27 +52,27 @@ class StepModel(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def turn(self, call: ModelCall) -> AbstractContextManager[None]:
-        """Give `call` the memory; RuntimeError in a callback of another call."""
+    @property
+    def loaded(self) -> bool: ...
 
-    def giving(self, gives: Gives, embeds: bool = False) -> StepModel:
-        """Return this model with steps that give something else, or take embeddings."""
+    def close(self) -> None: ...
+
+    def turn(self, call: ModelCall) -> AbstractContextManager[None]: ...
+
+    def refuse_within(self, name: str) -> None: ...
+
+    def giving(self, gives: Gives, embeds: bool = False) -> StepModel: ...
 
     def reserve(
         self, batch: int, prompt: int, new_tokens: int, in_places: bool = False, *, call: ModelCall | None = None
-    ) -> None:
-        """Plan for (at least) so many sequences, prompt tokens and new tokens."""
+    ) -> None: ...
 
     def running(
         self, batch: int, prompt: int, new_tokens: int, in_places: bool = False, *, call: ModelCall | None = None
-    ) -> AbstractContextManager[Session]:
-        """Reserve, and give the session."""
+    ) -> AbstractContextManager[Session]: ...
 
-    def hold(self, rows: SequenceRows) -> None:
-        """Let `resuming` go on with these rows until the session is used for others."""
+    def hold(self, rows: SequenceRows) -> None: ...
 
-    def holds(self, rows: SequenceRows) -> bool:
-        """Whether `resuming` can go on with these rows."""
+    def holds(self, rows: SequenceRows) -> bool: ...
 
-    def resuming(self, rows: SequenceRows, call: ModelCall) -> AbstractContextManager[None]:
-        """Give the session that holds `rows` to further steps of `call`."""
+    def resuming(self, rows: SequenceRows, call: ModelCall) -> AbstractContextManager[None]: ...

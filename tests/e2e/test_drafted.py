@@ -137,7 +137,7 @@ def test_a_budget_without_room_for_both_says_what_is_lacking(llama_checkpoint: A
     options: Any = dict(prompt=10, new_tokens=8, draft=llama_checkpoint.folder)
     nbytes = llama_checkpoint.share(0.3)
     with wrap(llama_checkpoint.folder, nbytes, **options) as lm:
-        assert lm.helper is None and lm.split.told.startswith("none: ") and lm.plan.budget.device == nbytes  # type: ignore[attr-defined]
+        assert lm.helper is None and lm.steps.drafts.split.told.startswith("none: ") and lm.plan.budget.device == nbytes  # type: ignore[union-attr]
     for short in (nbytes, llama_checkpoint.share(1.0)):  # of the draft's part, and of the model's beside it
         with pytest.raises(PlanError, match=r"draft: .* both; the smallest that can is .* \(\d+ bytes: ") as refused:
             wrap(llama_checkpoint.folder, short, prompt_lookup_num_tokens=3, **options)

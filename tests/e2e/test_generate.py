@@ -17,6 +17,7 @@ import transformers
 from e2e.agreement import assert_same_tokens
 
 import forebay.language_model as model_module
+import forebay.model_planner as model_planner
 from forebay.api import wrap
 from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.records import CheckpointError
@@ -175,8 +176,8 @@ def test_the_program_of_a_gpu_computes_the_same_here(
     llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, slots: int, host: int
 ) -> None:
     """Disk to pinned host slots to the device, rows of lookups too: the Program that a GPU runs, proved and run."""
-    source = model_module.step_graphs
-    monkeypatch.setattr(model_module, "step_graphs", lambda *a, **k: source(*a, **k | {"host_hop": True}))
+    source = model_planner.step_graphs
+    monkeypatch.setattr(model_planner, "step_graphs", lambda *a, **k: source(*a, **k | {"host_hop": True}))
     with llama_checkpoint.language_model(0.4, host=host, slots=slots) as lm:
         assert lm.plan.schedule.host_hop and lm.plan.schedule.slots == slots
         assert (lm.plan.nbytes_on("host") > 0) is (host > 0) and lm.plan.nbytes_on("disk") > 0
@@ -194,8 +195,8 @@ def test_rows_of_a_lookup_come_from_host_memory_that_has_room(
     llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, hop: bool
 ) -> None:
     """No byte is read from the disk then; a row that the table lacks is refused by name."""
-    source = model_module.step_graphs
-    monkeypatch.setattr(model_module, "step_graphs", lambda *a, **k: source(*a, **k | {"host_hop": hop}))
+    source = model_planner.step_graphs
+    monkeypatch.setattr(model_planner, "step_graphs", lambda *a, **k: source(*a, **k | {"host_hop": hop}))
     with llama_checkpoint.language_model(0.4, host=4 * llama_checkpoint.nbytes, slots=2) as lm:
         assert lm.plan.nbytes_on("disk") == 0 and any(w.gather and w.tier == "host" for w in lm.plan.weights)
         for tokens in (1, 10):

@@ -152,7 +152,7 @@ def test_its_own_steps_draft(tmp_path: Path, driver: None, monkeypatch: pytest.M
     with wrap(tmp_path, {"device": 1 << 40, "host": host}, **asked) as whole:
         least = whole._pipeline.smallest_budget(whole.options)
     with wrap(tmp_path, {"device": least + 7 * case.nbytes // 10, "host": host}, draft="w8", **asked) as lm:
-        shared = lm.split.shared  # type: ignore[attr-defined]
+        shared = lm.steps.drafts.split.shared  # type: ignore[union-attr]
         assert isinstance(lm.session.device, Pretended) and lm.plan.prediction.streamed_nbytes
         assert {w.tier for w in shared.draft.weights} == {"device", "host" if host > 1 << 20 else "disk"}
         for _ in range(2):

@@ -14,10 +14,9 @@ from e2e.drafting import Paying, refused
 from families import FAMILIES
 from selection import ALL, at_length
 
-import forebay.language_model as model_module
+import forebay.model_planner as model_planner
 from forebay import drafted
 from forebay.api import wrap
-from forebay.drafted import DraftedModel
 from forebay.drafting import drafting, files_in_budget, plans_in_budget
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.plan import PlanError
@@ -50,14 +49,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return made
 
 
-def drafting_model(folder: Path, share: float = 0.5, draft: str = "w8", **options: Any) -> DraftedModel:
+def drafting_model(folder: Path, share: float = 0.5, draft: str = "w8", **options: Any) -> LanguageModel:
     """Planned so that such a share of the weights stays beside the smallest plan, and so many tokens are drafted."""
     fixed: Any = dict(prompt=20, new_tokens=NEW, prompt_lookup_num_tokens=3, **options)
     with wrap(folder, 1 << 28, **fixed) as whole:
         least = whole._pipeline.smallest_budget(whole.options)
         nbytes = least + int(share * whole.captured.weight_nbytes)
     lm = wrap(folder, nbytes, draft=draft, **fixed)
-    assert isinstance(lm, DraftedModel) and lm.split is not None and lm.split.shared is not None and lm.helper is None
+    assert lm.shared_draft is not None and lm.helper is None
     assert lm.plan.prediction.streamed_nbytes and lm.budget.device == nbytes
     return lm
 
@@ -86,7 +85,7 @@ def test_tokens_are_those_of_the_model_alone(folder: Path, cache: str, share: fl
 
 def test_what_is_resident_is_shared_and_all_is_within_the_budget(llama_checkpoint: Any) -> None:
     with drafting_model(llama_checkpoint.folder, 0.75) as lm:
-        shared, main = lm.split.shared, lm.plan  # type: ignore[union-attr]
+        shared, main = lm.steps.drafts.split.shared, lm.plan  # type: ignore[union-attr]
         assert shared is not None
         resident = {w.name for w in main.weights if w.tier == "device" and w.nbytes > 4096}
         assert resident and not resident & set(shared.own) and shared.own
@@ -132,7 +131,7 @@ def test_every_budget_is_kept(folder: Path, batch: int) -> None:
         except PlanError:
             continue
         with lm:
-            shared, main = lm.split.shared, lm.plan  # type: ignore[attr-defined]
+            shared, main = lm.steps.drafts.split.shared, lm.plan  # type: ignore[union-attr]
             if shared is not None:
                 found += 1
                 top = max(main.arenas["device"], shared.draft.arenas["device"])
@@ -143,7 +142,7 @@ def test_every_budget_is_kept(folder: Path, batch: int) -> None:
 
 def test_a_step_that_writes_what_is_the_models_is_refused(llama_checkpoint: Any) -> None:
     with drafting_model(llama_checkpoint.folder, 0.5) as lm:
-        shared, main = lm.split.shared, lm.plan  # type: ignore[union-attr]
+        shared, main = lm.steps.drafts.split.shared, lm.plan  # type: ignore[union-attr]
         assert shared is not None
         check_beside(shared.program, shared.draft, main)
         weight = next(b for b in main.buffers if b.kind == "weight")
@@ -195,7 +194,7 @@ def test_longer_answers_are_planned_anew_and_closed_ones_loaded_again(llama_chec
         nbytes = lm.budget.device
         for _ in range(2):
             assert torch.equal(lm.generate(ids, **options), expected) and lm.tally.offered
-            assert lm.split.shared is not None  # type: ignore[union-attr]
+            assert lm.shared_draft is not None
             assert plans_in_budget(lm)[0].arenas["device"] <= nbytes
             lm.close()
 
@@ -206,7 +205,7 @@ def test_through_host_slots_as_a_gpu_would(
 ) -> None:
     """What passes through host memory lands where the model's does, and rows of a lookup that are there come from
     there; the host's budget is one too."""
-    for module in (model_module, drafted):
+    for module in (model_planner, drafted):
         source = module.step_graphs
         monkeypatch.setattr(module, "step_graphs", lambda *a, _of=source, **k: _of(*a, **k | {"host_hop": True}))
     ids, options = llama_checkpoint.ids[:1], dict(max_new_tokens=NEW, pad_token_id=0, eos_token_id=None)
@@ -214,7 +213,7 @@ def test_through_host_slots_as_a_gpu_would(
         expected = llama_checkpoint.model.generate(ids, do_sample=False, **options)
     with wrap(llama_checkpoint.folder, f"device=1200KiB,host={host}", prompt=20, new_tokens=NEW, draft="w8",
               prompt_lookup_num_tokens=3) as lm:
-        shared = lm.split.shared  # type: ignore[attr-defined]
+        shared = lm.steps.drafts.split.shared  # type: ignore[union-attr]
         assert shared is not None and lm.plan.schedule.host_hop
         assert torch.equal(lm.generate(ids, do_sample=False, **options), expected) and lm.tally.offered
         looked_up = next(i for i in shared.program.step if isinstance(i, Copy) and isinstance(i.src, Rows))
@@ -226,12 +225,12 @@ def test_where_it_cannot_be_it_says_why(llama_checkpoint: Any) -> None:
     with wrap(llama_checkpoint.folder, 1 << 28, **fixed) as whole:
         nbytes = whole._pipeline.smallest_budget(whole.options) + (32 << 10)
     with wrap(llama_checkpoint.folder, nbytes, **fixed) as lm:
-        assert lm.split.shared is None and "no room for packed rows" in lm.explain()  # type: ignore[attr-defined]
+        assert lm.shared_draft is None and "no room for packed rows" in lm.explain()
         assert lm.plan.budget.device == nbytes
     with wrap(llama_checkpoint.folder, 1 << 28, **fixed) as lm:
-        assert lm.split.shared is None and "no weight streams" in lm.explain()  # type: ignore[attr-defined]
+        assert lm.shared_draft is None and "no weight streams" in lm.explain()
     with wrap(llama_checkpoint.folder, llama_checkpoint.share(2.0), cache_tier="disk", **fixed) as lm:
-        assert lm.split.shared is None and "whole cache lies on the device" in lm.explain()  # type: ignore[attr-defined]
+        assert lm.shared_draft is None and "whole cache lies on the device" in lm.explain()
     with pytest.raises(PlanError, match=r"none by itself; by steps .* itself, a device budget of .* packed"):
         wrap(llama_checkpoint.folder, nbytes, prompt_lookup_num_tokens=3, **fixed)
 
@@ -248,19 +247,19 @@ def test_what_stood_is_kept_for_such_a_share_of_packed_weights(
     case = Paying(tmp_path / "model")
     nbytes, options = case.nbytes, case.options
     with wrap(tmp_path / "model", nbytes, **options) as lm:
-        assert lm.split.shared is not None and 0 < lm.split.shared.packed < 1  # type: ignore[attr-defined]
-        assumed = 1 - lm.split.shared.packed * 0.05  # type: ignore[attr-defined]
+        assert lm.shared_draft is not None and 0 < lm.steps.drafts.split.shared.packed < 1  # type: ignore[union-attr]
+        assumed = 1 - lm.steps.drafts.split.shared.packed * 0.05  # type: ignore[union-attr]
         assert lm.chance == pytest.approx(assumed) and f"{100 * assumed:.0f} % are assumed" in lm.explain()  # type: ignore[attr-defined]
         for seldom in (False, True):
             if seldom:
-                lm.seen.add(2, 500)  # type: ignore[attr-defined]
+                lm.shared_draft.record.add(2, 500)  # type: ignore[union-attr]
             found = lm.generate(case.ids, **case.asked, eos_token_id=None)
             assert torch.equal(found, case.expected)
-            assert (lm.split.shared is None) is seldom  # type: ignore[attr-defined]
-            assert seldom or lm.seen.known > 0  # type: ignore[attr-defined]
+            assert (lm.shared_draft is None) is seldom
+            assert seldom or lm.shared_draft.record.known > 0  # type: ignore[union-attr]
         assert lm.plan.budget.device == nbytes
     with wrap(tmp_path / "model", nbytes, **options) as lm:
-        assert lm.split.shared is None and "would not pay" in lm.explain()  # type: ignore[attr-defined]
+        assert lm.shared_draft is None and "would not pay" in lm.explain()
 
 
 def test_rows_that_draft_nothing_keep_what_they_hold(llama_checkpoint: Any) -> None:

@@ -17,6 +17,7 @@ from forebay.api import wrap
 from forebay.call_turns import ModelCall
 from forebay.huggingface import causal_lm
 from forebay.language_model import LanguageModel
+from forebay.model_planner import ModelPlanner
 from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.runtime.devices.device import RuntimeFault
@@ -201,14 +202,14 @@ def test_an_assistants_cache_serves_all_its_drafts(streamed: LanguageModel, llam
         draft.generation_config.num_assistant_tokens = 3
         draft.generation_config.num_assistant_tokens_schedule = "constant"
         plans, steps = [], []
-        prepared, passed = type(draft)._prepare, Session.step
+        prepared, passed = ModelPlanner.planned, Session.step
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(draft), "_prepare", lambda self, *a: plans.append(self) or prepared(self, *a))
+            patch.setattr(ModelPlanner, "planned", lambda self, *a: plans.append(self) or prepared(self, *a))
             patch.setattr(Session, "step", lambda self, inputs: steps.append((self, inputs)) or passed(self, inputs))
             streamed.generate(llama_checkpoint.ids[2:], max_new_tokens=12, pad_token_id=0, eos_token_id=None,
                               assistant_model=draft)
         drafted = [inputs.tokens for session, inputs in steps if session is draft.session]
-        assert plans.count(draft) == 1
+        assert plans.count(draft.planner) == 1
         assert drafted[0] >= 10 and len(drafted) > 4 and max(drafted[1:]) <= 3
 
 

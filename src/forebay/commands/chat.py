@@ -88,7 +88,6 @@ def _planned(folder: Path, budget: str | None, options: Options) -> LanguageMode
     """The model planned for one sequence; within half of the memory that is free where no budget is named. A bundle's
     own plan is taken where it is what is asked for."""
     from forebay.api import wrap
-    from forebay.drafted import draft_summary
     from forebay.exported.bundle import is_bundle
     from forebay.exported.start import open_bundle, stored_plan
     from forebay.kernels.build.process_limits import available_nbytes
@@ -110,7 +109,7 @@ def _planned(folder: Path, budget: str | None, options: Options) -> LanguageMode
     with console().status("capturing and planning"):
         lm = wrap(folder, sizes, options)
     if options.draft is not None:
-        say(f"draft: {draft_summary(lm)}")
+        say(f"draft: {lm.draft_summary}")
     return lm
 
 

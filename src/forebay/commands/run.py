@@ -77,7 +77,6 @@ def run(
         from forebay.commands.chat import answer_one
         from forebay.commands.plan_job import fit_job, prompt_room, unfit
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
-        from forebay.drafted import draft_summary
         from forebay.open_model import open_model
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
@@ -153,7 +152,7 @@ def run(
                 prepare_draft(options.draft, folder, sizes.device)
                 lm, fitting = fit_job((captured, checkpoint, files), encoded, sizes, options, answers.batch)
                 if options.draft is not None:
-                    say(f"draft: {draft_summary(lm)}")
+                    say(f"draft: {lm.draft_summary}")
                 if batch is None and answers.batch not in (None, lm.plan.workload.batch):
                     say(f"{output}: going on with {lm.plan.workload.batch} prompts at once, not with {answers.batch}, "
                         "which do not fit: what is computed may differ by rounding")

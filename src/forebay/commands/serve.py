@@ -49,7 +49,6 @@ def serve(
     with clean_errors(debug):
         from forebay.commands.plan_serving import plan_serving
         from forebay.commands.prompts import JobError, load_tokenizer, stop_ids
-        from forebay.drafted import draft_summary
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import PlanError
         from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
@@ -73,7 +72,7 @@ def serve(
                 choice = plan_serving(folder, budget, options, goals)
             lm, limit = choice.lm, choice.lm.captured.max_positions
             if options.draft is not None:
-                say(f"draft: {draft_summary(lm)}")
+                say(f"draft: {lm.draft_summary}")
             alone = host in ("localhost", "127.0.0.1", "::1") and api_key is None
             named = name or Path(model).expanduser().resolve().name
             told = ServingOptions(named, api_key, frozenset(LOOPBACK) if alone else None)

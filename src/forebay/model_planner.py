@@ -1,0 +1,146 @@
+"""The plan provider of a language model: it plans steps for a workload within a budget."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, Self
+
+from forebay.drafts_seen import KNOWN, DraftsSeen
+from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint
+from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
+from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.shared_draft import SharedDraft
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline.plan_block import GraphsOf, PlanChoice
+from forebay.rewriter.pipeline.plan_draft import DraftedPlan, token_time_s
+from forebay.rewriter.pipeline.plan_speculation import plan_speculation
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
+from forebay.rewriter.planning.options import Options
+from forebay.rewriter.switches import read_switches
+from forebay.runtime.run.room import with_renewal
+
+MIN_DROP = 0.02  # of the share of accepted drafts, since a plan was made for it, for another plan to be made
+
+
+@dataclass(frozen=True)
+class PlannedDrafts:
+    """The draft of a plan, or the reason why there is none.
+
+    Attributes:
+        split: Both plans, and how they were compared.
+        seen: How many drafted tokens were accepted.
+        expected: The share of them that was expected when this was planned.
+    """
+
+    split: DraftedPlan
+    seen: DraftsSeen
+    expected: float
+
+    def __str__(self) -> str:
+        return f"{self.split.told}; {self.seen}"
+
+    @property
+    def outdated(self) -> bool:
+        """Whether so few drafts are accepted that the whole budget without them is predicted to do better."""
+        split, chance = self.split, self.seen.chance
+        if split.drafting is None or self.seen.known < KNOWN:
+            return False
+        with_s = token_time_s(split.plan, split.drafting, chance, split.shared is None)
+        return with_s > split.plain_time_s > 0 and chance < self.expected - MIN_DROP
+
+
+@dataclass(frozen=True)
+class PlannedSteps:
+    """A plan, and all that a session needs beside it.
+
+    Attributes:
+        pipeline: The source of the plan's Programs.
+        plan: The plan.
+        helper: The `LanguageModel` that drafts, in a part of the budget.
+        shared_draft: The step of the model itself that drafts, in its memory.
+        drafts: How the draft was chosen, where one was given.
+        more_files: Checkpoints that the steps read besides the model's own.
+    """
+
+    pipeline: Pipeline
+    plan: Plan
+    helper: Any = None
+    shared_draft: SharedDraft | None = None
+    drafts: PlannedDrafts | None = None
+    more_files: tuple[Checkpoint, ...] = ()
+
+
+class PlanProvider(Protocol):
+    """Makes the plans of a `LanguageModel`; PlanError where the budget holds none."""
+
+    def planned(self, workload: Workload, options: Options, choose: PlanChoice) -> PlannedSteps:
+        """Plan for (at least) `workload`."""
+
+    def replayed(self, plan: Plan, options: Options) -> PlannedSteps:
+        """Take a plan that was made before."""
+
+
+class ModelPlanner:
+    """Plans a model by itself."""
+
+    def __init__(
+        self, captured: CapturedModel, checkpoint: Checkpoint, files: dict[str, FileSlice], budget: Budget,
+        machine: Machine, part: str = "",
+    ) -> None:
+        self.captured, self.checkpoint, self.files, self.budget = captured, checkpoint, files, budget
+        self.machine, self.switches = machine, read_switches()
+        self.fingerprint = f"{checkpoint.fingerprint} {part}" if part else checkpoint.fingerprint
+        self._fused: CapturedModel | None = None  # the captured graphs after the block passes, whatever the workload
+
+    def within(self, budget: Budget) -> Self:
+        """Return a planner of the same model in another budget."""
+        other = copy.copy(self)
+        other.budget = budget
+        return other
+
+    def planned(self, workload: Workload, options: Options, choose: PlanChoice) -> PlannedSteps:
+        pipeline, plan = choose(self.graphs_of(options), self.budget, self.fitted(workload), options, self.machine,
+                                self.switches)
+        return PlannedSteps(*plan_speculation(pipeline, plan, self.budget, options))
+
+    def replayed(self, plan: Plan, options: Options) -> PlannedSteps:
+        workload = self._within_positions(plan.workload)
+        graphs = self.graphs_of(options)(workload, plan.schedule.batching)
+        pipeline = Pipeline(graphs, workload, self.machine, self.switches)
+        return PlannedSteps(pipeline, pipeline.replay(plan))
+
+    def fitted(self, workload: Workload) -> Workload:
+        """The part of `workload` for which the model has positions, with room for a prompt that runs anew."""
+        workload = self._within_positions(workload)
+        return workload.of(workload.batch,
+                           *with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at))
+
+    def _within_positions(self, workload: Workload) -> Workload:
+        limit = self.captured.max_positions
+        if not limit or workload.context <= limit:
+            return workload
+        if workload.prompt + 1 > limit:
+            raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
+        return workload.of(workload.batch, workload.prompt, limit - workload.prompt)
+
+    def graphs_of(self, options: Options) -> GraphsOf:
+        """The step graphs of the model after the block passes, by workload and schedule."""
+        self._fused = self._fused or rewrite_captured(self.captured, self.switches, options.cache, options.activations)
+        return partial(self._graphs, self._fused)
+
+    def _graphs(self, fused: CapturedModel, workload: Workload, batching: BatchSchedule) -> StepGraphs:
+        graphs = step_graphs(fused, self.files, workload, self.fingerprint, host_hop=self.machine.kind.host_hop,
+                             batching=batching)
+        if self.captured.gives == "all":
+            graphs = replace(graphs, prefill=None)  # chunks may follow decode steps, so the cache has its full length
+        return graphs
+
+
+PlannerOf = Callable[[CapturedModel, Checkpoint, dict[str, FileSlice], Budget, Machine], PlanProvider]
