@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.operator import Operator
-from forebay.kernels.operators import LINEAR, LINEAR_Q, of_target
+from forebay.kernels.operators import EXPERTS, LINEAR, LINEAR_Q, of_target
 from forebay.passes.lower.out_trials import keeps_memory
 from forebay.passes.lower.out_variants import (
     COPIES,
@@ -56,6 +56,8 @@ class Launches:
             return [self._linear_tile(node)]
         if target is ops.matmul_tile:
             return [self._matmul_tile(node)]
+        if target is ops.experts_tile:
+            return [self._experts_tile(node)]
         if not isinstance(target, torch._ops.OpOverload):
             if callable(target) and not values_of(node):
                 return []  # arithmetic on sizes, already folded
@@ -118,6 +120,15 @@ class Launches:
         part = _narrow(self.ref(x), -1, lower, weight.shape[0])  # type: ignore[arg-type]
         vector = self.ref(bias) if bias is not None and lower == 0 else None  # type: ignore[arg-type]
         return self._gemm(node, (part, weight, vector), self.ref(out), "kn", lower != 0, {})  # type: ignore[arg-type]
+
+    def _experts_tile(self, node: fx.Node) -> Launch:
+        out, x, index, weights, tile, lower, count, *form = node.args
+        operands, target = tuple(map(self.ref, (x, index, weights, tile))), self.ref(out)
+        how = {"first": lower, "count": count, "accumulate": lower != 0}
+        reads = (*map(span_of, operands), *((span_of(target),) if lower else ()))
+        return self._counted(EXPERTS, Launch(
+            COMPUTE, EXPERTS.name, (*operands, *form), how, (target,), reads, (span_of(target),), node.name,
+            node.meta.get("layer", -1)))
 
     # -- everything else
 

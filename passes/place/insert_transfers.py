@@ -10,7 +10,7 @@ from torch import fx
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, STREAMED, Transfer, weight_name
 from forebay.rewriter.ir.plan import Plan, WeightPlacement
-from forebay.rewriter.ir.products import linear_arguments, tileable
+from forebay.rewriter.ir.products import linear_arguments, reads_table, tileable
 
 aten = torch.ops.aten
 
@@ -92,6 +92,8 @@ def _tiles(rows: int, tile_rows: int) -> Iterator[tuple[int, int]]:
 
 def _tile_product(graph: fx.Graph, user: fx.Node, weight: fx.Node, placement: WeightPlacement) -> fx.Node:
     value = weight.meta["val"]
+    if reads_table(user, weight):
+        return _tile_experts(graph, user, weight, placement)
     linear = linear_arguments(user)
     after: tuple = ()
     target: object
@@ -108,6 +110,22 @@ def _tile_product(graph: fx.Graph, user: fx.Node, weight: fx.Node, placement: We
             tile = _call(graph, user, ops.fetch, (weight, lower, upper),
                          value.new_empty((upper - lower, *value.shape[1:])))
             _call(graph, user, target, (out, x, tile, bias, lower, *after), None)
+            _call(graph, user, ops.release, (tile,), None)
+    user.replace_all_uses_with(out)
+    graph.erase_node(user)
+    return out
+
+
+def _tile_experts(graph: fx.Graph, user: fx.Node, weight: fx.Node, placement: WeightPlacement) -> fx.Node:
+    """Experts some at a time, in their order: each adds what it gives to what those before it gave."""
+    value, made, (x, index, weights, _, *form) = weight.meta["val"], user.meta["val"], user.args
+    count = value.shape[0]
+    with graph.inserting_before(user):
+        out = _call(graph, user, ops.new_output, (x, made.shape[-1]), made, user.name + STREAMED)
+        for lower, upper in _tiles(count, placement.tile_rows):
+            tile = _call(graph, user, ops.fetch, (weight, lower, upper),
+                         value.new_empty((upper - lower, *value.shape[1:])))
+            _call(graph, user, ops.experts_tile, (out, x, index, weights, tile, lower, count, *form), None)
             _call(graph, user, ops.release, (tile,), None)
     user.replace_all_uses_with(out)
     graph.erase_node(user)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ def capture_model(
     whose layers are not a plain chain; and, unless it is to be looked at alone (not `runs`), for one whose layers
     choose among experts.
     """
+    from forebay.rewriter.capture.experts import adopt_experts, with_tables
     from forebay.rewriter.capture.own_attention import FAMILIES
     from forebay.rewriter.capture.trace import trace_model
 
@@ -68,11 +69,12 @@ def capture_model(
     with no_collection(), torch.no_grad(), _unlogged():
         try:
             model = _build(cls, config, dtype)
-            if runs:
-                _refuse_experts(model)
             if given is not None:
                 _check_same_parameters(given, model)
-            return replace(trace_model(model, gives, embeds),
+            tables = adopt_experts(model)
+            if runs:
+                _refuse_experts(model, tables)
+            return replace(with_tables(trace_model(model, gives, embeds), tables),
                            token_types="token_type_ids" in inspect.signature(cls.forward).parameters)
         except CaptureError as error:
             raise CaptureError(f"{title}: {error}") from error
@@ -143,10 +145,11 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     return model
 
 
-def _refuse_experts(model: nn.Module) -> None:
+def _refuse_experts(model: nn.Module, tables: Collection[str]) -> None:
     for name, module in model.named_modules():
-        if name.endswith(".experts") and any(True for _ in module.parameters()):
-            raise CaptureError("its layers choose among experts by token, which is not implemented")
+        if name.endswith(".experts") and f"{name}.table" not in tables and any(True for _ in module.parameters()):
+            raise CaptureError("its layers choose among experts by token in a way of their own, which is not "
+                               "implemented")
 
 
 def _check_same_parameters(given: nn.Module, built: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -112,6 +112,11 @@ def read_tensor(record: TensorRecord) -> torch.Tensor:
 
     Raises CheckpointError if the file has become shorter than its header said.
     """
+    if record.bands:
+        pieces = [replace(record, path=band.path or record.path, offset=record.offset + band.offset, bands=(),
+                          nbytes=band.row_nbytes, dtype=torch.uint8, shape=(band.row_nbytes,)) for band in record.bands]
+        assert not any(band.has_gaps for band in record.bands), "a tensor is made of whole ones"
+        return torch.cat([read_tensor(piece) for piece in pieces]).view(record.dtype).reshape(record.shape)
     if record.nbytes == 0:
         return torch.empty(record.shape, dtype=record.dtype)
     data = torch.empty(record.nbytes, dtype=torch.uint8)

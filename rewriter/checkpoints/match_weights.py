@@ -14,6 +14,7 @@ import torch
 
 from forebay.rewriter.checkpoints.checkpoint import DTYPES, Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.config import meta_model, read_config
+from forebay.rewriter.checkpoints.expert_tables import expert_names, table_record
 from forebay.rewriter.checkpoints.identity import FileState, file_state
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat
@@ -32,7 +33,7 @@ IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 
 def file_slices(records: Mapping[str, TensorRecord]) -> dict[str, FileSlice]:
     """Where each weight lies, from `weight_records`."""
-    return {name: FileSlice(record.path, record.offset, record.nbytes) for name, record in records.items()}
+    return {name: FileSlice(each.path, each.offset, each.nbytes, each.bands) for name, each in records.items()}
 
 
 def with_stored_formats(captured: CapturedModel, records: Mapping[str, TensorRecord]) -> CapturedModel:
@@ -70,6 +71,9 @@ def weight_records(
         by_name.setdefault(rename(name), []).append(record)
     found = {}
     for spec in captured.weights.values():
+        if spec.table is not None:
+            found[spec.name] = table_record(spec, by_name, prefix, checkpoint.folder)
+            continue
         names = [n for tied in (spec.name, *spec.ties) for n in spellings(tied, prefix)]
         stored = [record for n in dict.fromkeys(names) for record in by_name.get(n, ())]
         if not stored:
@@ -167,7 +171,7 @@ def _same_bytes(one: TensorRecord, other: TensorRecord, *states: FileState) -> b
 def _bytes_of(record: TensorRecord) -> Iterator[torch.Tensor]:
     for at in range(0, record.nbytes, PIECE_NBYTES):
         nbytes = min(PIECE_NBYTES, record.nbytes - at)
-        yield read_tensor(replace(record, offset=record.offset + at, nbytes=nbytes, dtype=torch.uint8, shape=(nbytes,)))
+        yield read_tensor(record.part(at, nbytes, torch.uint8, (nbytes,)))
 
 
 def unread_tensors(config: PreTrainedConfig, stored: Iterable[str]) -> list[str]:
@@ -186,7 +190,7 @@ def check_unread(config: PreTrainedConfig, checkpoint: Checkpoint, used: Iterabl
     Raises:
         CheckpointError: The checkpoint is quantized: what is left out there changes the values of the rest.
     """
-    read = {(record.path, record.offset) for record in used if record.nbytes}
+    read = {(each.path, each.offset) for record in used for each in record.made_of or (record,) if each.nbytes}
     left = [name for name, record in checkpoint.tensors.items() if (record.path, record.offset) not in read]
     unread = unread_tensors(config, left) if left else []
     report_unread(checkpoint.folder, unread, any(each.packed is not None for each in checkpoint.tensors.values()))
@@ -217,12 +221,15 @@ def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
     kind = model_class(config)
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming, rename_source_key
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:  # older releases rename nothing in these families
         return kind.base_model_prefix, str
     found = get_checkpoint_conversion_mapping(kind.__name__) or get_checkpoint_conversion_mapping(config.model_type)
     renames = [step for step in found or () if isinstance(step, WeightRenaming)]
-    return kind.base_model_prefix, (lambda name: rename_source_key(name, renames, [])[0]) if renames else str
+    of_experts = expert_names([step for step in found or () if isinstance(step, WeightConverter)])
+    if not found:
+        return kind.base_model_prefix, str
+    return kind.base_model_prefix, lambda name: of_experts(rename_source_key(name, renames, [])[0] if renames else name)
 
 
 @one_thread

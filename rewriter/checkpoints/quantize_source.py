@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from forebay.rewriter.capture.experts import is_experts
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.config import meta_model
 from forebay.rewriter.checkpoints.grouped import (
@@ -98,6 +99,9 @@ def open_folder_source(path: Path) -> QuantizeSource:
     checkpoint = open_checkpoint(path)
     tensors = _file_tensors(checkpoint)
     model = _described_model(checkpoint, [tensor.name for tensor in tensors if isinstance(tensor, GroupedTensor)])
+    if any(map(is_experts, model.modules())):
+        raise CheckpointError(f"{path}: its layers choose among experts, which cannot be quantized yet; run the model "
+                              "as it is")
     names = _match(model, [tensor.name for tensor in tensors])
 
     def prepare(folder: Path) -> None:
@@ -247,8 +251,8 @@ class FileTensor:
         if not self.shape:
             return read_tensor(self.record)
         size = self.record.nbytes // max(1, self.shape[0])
-        return read_tensor(replace(self.record, offset=self.record.offset + lower * size, nbytes=(upper - lower) * size,
-                                   shape=(upper - lower, *self.shape[1:])))
+        return read_tensor(self.record.part(lower * size, (upper - lower) * size, self.record.dtype,
+                                            (upper - lower, *self.shape[1:])))
 
     def repacked(self) -> ReadRows:
         raise NotImplementedError(f"{self.name} has no format of its own")

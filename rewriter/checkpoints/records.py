@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import Format, weight_format
 from forebay.rewriter.ir.printable import PrintableError
+from forebay.rewriter.ir.program import Band, FileSlice
 
 
 class CheckpointError(PrintableError, ValueError):
@@ -63,7 +64,8 @@ class TensorRecord:
     """Where one tensor lies: `nbytes` bytes at the absolute byte `offset` of the file `path`.
 
     `dtype` and `shape` are those of the bytes; of a quantised weight, `packed` says what they mean. `opaque` names the
-    dtype of a tensor that nothing here computes with; `dtype` and `shape` are then those of plain bytes.
+    dtype of a tensor that nothing here computes with; `dtype` and `shape` are then those of plain bytes. What is put
+    together from other tensors says in `bands` where its bytes lie, and `made_of` which tensors those are.
     """
 
     name: str
@@ -74,3 +76,10 @@ class TensorRecord:
     shape: tuple[int, ...]
     packed: Packed | None = None
     opaque: str = ""
+    bands: tuple[Band, ...] = ()
+    made_of: tuple[TensorRecord, ...] = ()
+
+    def part(self, lower: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorRecord:
+        """The tensor of this dtype and shape that `nbytes` of its bytes are, from number `lower` on."""
+        held = FileSlice(self.path, self.offset, self.nbytes, self.bands).part(lower, nbytes)
+        return replace(self, offset=held.offset, nbytes=nbytes, dtype=dtype, shape=shape, bands=held.bands)

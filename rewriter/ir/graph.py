@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from forebay.kernels.formats.packing import Packing
+from forebay.rewriter.ir.expert_table import ExpertTable
 from forebay.rewriter.ir.plan import BufferPlacement
 
 STREAMED = "_streamed"  # ends the name of a node that takes over from one that read a weight in device memory
@@ -107,13 +108,14 @@ class RowFormat:
 @dataclass(frozen=True)
 class WeightSpec:
     """A weight's shape and dtype as the graph reads it; `ties` are other names of the same storage; `stored` if its
-    bytes are packed rows."""
+    bytes are packed rows; `table` if it holds experts."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     ties: tuple[str, ...] = ()
     stored: RowFormat | None = None
+    table: ExpertTable | None = None
 
     @property
     def nbytes(self) -> int:

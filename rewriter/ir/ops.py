@@ -6,6 +6,8 @@ Lowered, they become Copy, Wait and Release items.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from forebay.kernels.formats.packing import Packing
@@ -61,4 +63,15 @@ def matmul_tile(
         out.add_(product)
 
 
-TILES = (linear_tile, matmul_tile)  # write part of what new_output makes
+def experts_tile(
+    out: torch.Tensor, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, tile: torch.Tensor, lower: int,
+    count: int, *form: Any,
+) -> None:
+    """Add to out [..., H] what the experts [lower, lower + R) of `count`, whose entries `tile` has, give of x [..., H];
+    those at 0 start it. `form` as the arguments of `forebay::experts` behind its table."""
+    inside = (index >= lower) & (index < lower + tile.shape[0])
+    found = torch.ops.forebay.experts(x, torch.where(inside, index - lower, -1), weights, tile, *form)
+    out.copy_(found if lower == 0 else out + found)
+
+
+TILES = (linear_tile, matmul_tile, experts_tile)  # write part of what new_output makes

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from forebay.kernels.formats.packing import Packing
-from forebay.kernels.operators import LINEAR, LINEAR_Q
+from forebay.kernels.operators import EXPERTS, LINEAR, LINEAR_Q
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import PRODUCT_DTYPES
 
@@ -132,8 +132,15 @@ def product_shape(node: fx.Node) -> Shape | None:
     return str(matrix.dtype)[6:], math.prod(value.shape[:-1]), n, k
 
 
+def reads_table(user: fx.Node, weight: fx.Node) -> bool:
+    """Whether `weight` is the table of experts that `user` reads, an entry a row."""
+    return user.target is EXPERTS.overload and EXPERTS.argument(user.args, "table") is weight
+
+
 def tileable(user: fx.Node, weight: fx.Node) -> bool:
-    """Whether `user` is a matrix product that can be computed from row tiles of `weight`."""
+    """Whether `user` can be computed from row tiles of `weight`: a matrix product, or one with experts."""
+    if reads_table(user, weight):
+        return user.args.count(weight) == 1
     linear = linear_arguments(user)
     if weight.meta["val"].dtype not in PRODUCT_DTYPES and (linear is None or linear.packing is None):
         return False

@@ -6,6 +6,7 @@ order them, as CUDA events do: a Wait refers to the latest Record of its event t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -57,17 +58,33 @@ class TensorRef:
 
 @record
 class Band:
-    """From `offset` on `count` rows, `stride` bytes apart: of each the pieces (offset in the row, nbytes)."""
+    """From `offset` on `count` rows, `stride` bytes apart: of each the pieces (offset in the row, nbytes). They lie in
+    the file `path`, or else in the one that all but a few do."""
 
     offset: int
     count: int
     stride: int
     pieces: tuple[tuple[int, int], ...]
+    path: str = ""
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of the pieces of a row."""
         return sum(nbytes for _, nbytes in self.pieces)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether its bytes do not lie one after the other, row by row."""
+        return len(self.pieces) != 1 or self.pieces[0][0] != 0 or (self.count > 1 and self.stride != self.row_nbytes)
+
+    def part(self, first: int, end: int, path: str) -> Band:
+        """The bytes [first, end) of it; ValueError, naming `path`, where a row with gaps is cut."""
+        row = self.row_nbytes
+        if not self.has_gaps:
+            return Band(self.offset + first, 1, end - first, ((0, end - first),), self.path)
+        if first % row or end % row:
+            raise ValueError(f"{self.path or path}: bytes [{first}, {end}) cut a row of {row} bytes")
+        return Band(self.offset + first // row * self.stride, (end - first) // row, self.stride, self.pieces, self.path)
 
 
 @record
@@ -81,20 +98,33 @@ class FileSlice:
     bands: tuple[Band, ...] = ()
 
     def part(self, lower: int, nbytes: int) -> FileSlice:
-        """`nbytes` of these bytes from number `lower` on; of bands whole rows. ValueError where a row is cut."""
+        """`nbytes` of these bytes from number `lower` on. ValueError where a row with gaps is cut."""
         if not self.bands:
             return FileSlice(self.path, self.offset + lower, nbytes)
         found, at = [], 0
         for band in self.bands:
-            row = band.row_nbytes
-            first, end = (min(max(0, edge - at), band.count * row) for edge in (lower, lower + nbytes))
-            at += band.count * row
-            if first >= end:
-                continue
-            if first % row or end % row:
-                raise ValueError(f"{self.path}: bytes [{lower}, {lower + nbytes}) cut a row of {row} bytes")
-            found.append(Band(band.offset + first // row * band.stride, (end - first) // row, band.stride, band.pieces))
+            size = band.count * band.row_nbytes
+            first, end = (min(max(0, edge - at), size) for edge in (lower, lower + nbytes))
+            at += size
+            if first < end:
+                found.append(band.part(first, end, self.path))
         return FileSlice(self.path, self.offset, nbytes, tuple(found))
+
+    @property
+    def paths(self) -> set[str]:
+        """The files that its bytes lie in."""
+        return {band.path or self.path for band in self.bands} or {self.path}
+
+    def by_file(self) -> Iterator[tuple[int, FileSlice]]:
+        """The bytes in runs that lie in one file each: where a run begins among all, and the run."""
+        at = 0
+        for path, group in itertools.groupby(self.bands, key=lambda band: band.path or self.path):
+            bands = tuple(group)
+            nbytes = sum(band.count * band.row_nbytes for band in bands)
+            yield at, FileSlice(path, self.offset, nbytes, bands)
+            at += nbytes
+        if not self.bands:
+            yield 0, self
 
 
 @record

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from forebay.kernels.operators import EXPERTS
 from forebay.rewriter.ir.graph import META, storage_of, weight_name
-from forebay.rewriter.ir.products import tileable
+from forebay.rewriter.ir.products import reads_table, tileable
 from forebay.rewriter.planning.model_needs import WeightUse
 from forebay.rewriter.predict.closed_form import StepProduct
 
@@ -21,13 +22,15 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class _Reading:
     """How one graph consumes one of its placeholders: where in its order first, by lookups, by other operators, whether
-    all of the others accept row tiles, and the most rows that one of them multiplies by it."""
+    all of the others accept row tiles, the most rows that one of them multiplies by it, and what share of it each row
+    meets."""
 
     first: int
     lookup: bool
     product: bool
     tiles: bool
     rows: int = 0
+    share: float = 1.0
 
 
 def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
@@ -61,7 +64,8 @@ def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
                                        node.meta[META].format, str(value.dtype)[6:],
                                        max((call.meta["layer"] for call in node.users if call.op == "call_module"),
                                            default=-1),
-                                       max(0, max((r.rows for _, r in readings), default=0) - tokens))))
+                                       max(0, max((r.rows for _, r in readings), default=0) - tokens),
+                                       max((r.share for _, r in readings), default=1.0))))
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -100,7 +104,8 @@ def weight_products(uses: Sequence[WeightUse]) -> list[StepProduct]:
         packed = re.fullmatch(r"w([48])g(\d+)", u.format)
         kind = u.format if packed else u.dtype
         bits = int(packed[1]) + 32 / int(packed[2]) if packed else 8 * getattr(torch, u.dtype).itemsize
-        found.append(StepProduct(kind, u.rows, max(1, round(8 * u.nbytes / u.rows / bits)), u.nbytes, u.more_rows))
+        columns = max(1, round(8 * u.nbytes / u.rows / bits))
+        found.append(StepProduct(kind, u.rows, columns, u.nbytes, u.more_rows, u.share))
     return found
 
 
@@ -132,4 +137,6 @@ def _reading(node: fx.Node, order: dict[fx.Node, int]) -> _Reading | None:
     first = min(order[u] for u in others or lookups)
     rows = max((u.meta["val"].numel() // max(1, u.meta["val"].shape[-1]) for u in others if tileable(u, node)),
                default=0)
-    return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others), rows)
+    chosen = [EXPERTS.argument(u.args, "index").meta["val"].shape[-1] for u in others if reads_table(u, node)]
+    share = max(chosen) / node.meta["val"].shape[0] if chosen and len(chosen) == len(others) else 1.0
+    return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others), rows, share)

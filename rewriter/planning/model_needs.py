@@ -31,6 +31,7 @@ class WeightUse:
     dtype: str = "float32"  # of the values where they are stored as they are
     layer: int = -1  # that reads it; -1: none
     more_rows: int = 0  # that a product multiplies by it beside those of the step's tokens, of checkpoints
+    share: float = 1.0  # of it that one row multiplies by: of a table of experts those that are chosen
 
 
 @dataclass(frozen=True)

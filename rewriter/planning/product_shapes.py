@@ -10,7 +10,7 @@ from torch import fx
 
 from forebay.rewriter.ir.graph import weight_name
 from forebay.rewriter.ir.plan import Plan
-from forebay.rewriter.ir.products import Shape, linear_arguments, product_shape, tileable
+from forebay.rewriter.ir.products import Shape, linear_arguments, product_shape, reads_table, tileable
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ def product_uses(flat: fx.GraphModule) -> tuple[ProductUse, ...]:
     found: dict[ProductUse, None] = {}
     for node in flat.graph.nodes:
         shape = product_shape(node)
-        weights = [arg for arg in node.all_input_nodes if weight_name(arg) is not None and tileable(node, arg)]
+        weights = [arg for arg in node.all_input_nodes
+                   if weight_name(arg) is not None and tileable(node, arg) and not reads_table(node, arg)]
         if not weights:
             if shape is not None:
                 linear = linear_arguments(node)

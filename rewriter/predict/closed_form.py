@@ -24,13 +24,22 @@ HIDDEN = 0.05
 @dataclass(frozen=True)
 class StepProduct:
     """A weight of `n` rows and `k` columns in `nbytes` that each step multiplies by; dtype or format as GEMMs are
-    measured. Beside those of its tokens it multiplies `more` rows."""
+    measured. Beside those of its tokens it multiplies `more` rows. Each multiplies by a `share` of it: of experts."""
 
     dtype: str
     n: int
     k: int
     nbytes: int
     more: int = 0
+    share: float = 1.0
+
+    def time_s(self, times: Estimator, m: int) -> float:
+        """Seconds of `m` rows; where they multiply by shares of it, of as many different ones as they may be."""
+        if self.share == 1.0:
+            return times.product_s(self.dtype, m, self.n, self.k, nbytes=self.nbytes)
+        read = min(1.0, m * self.share)
+        return times.product_s(self.dtype, max(1, round(m * self.share / read)), max(1, round(self.n * read)), self.k,
+                               nbytes=round(self.nbytes * read))
 
 
 @dataclass(frozen=True)
@@ -146,8 +155,7 @@ def rates_of(
         sequences, parts = batching.sequences(batch, tokens), batching.of_step(tokens).micro_batches.count
         m, each = sequences * tokens, batching.sequences(batch, 1)
         products_s = parts * sum(
-            count * times.product_s(p.dtype, m + p.more * sequences // each, p.n, p.k, nbytes=p.nbytes)
-            for p, count in counts.items())
+            count * p.time_s(times, m + p.more * sequences // each) for p, count in counts.items())
         issued_s = parts * launches * times.dispatch_s
         return products_s + issued_s if times.serial else max(products_s, issued_s)
 

@@ -6,7 +6,8 @@ import torch
 
 from forebay.rewriter.ir.program import FileSlice
 from forebay.runtime.devices.streams import CopyLedger, Ticket
-from forebay.runtime.disk.reader import DiskReader, Read
+from forebay.runtime.disk.file_reads import prepared, reads_of
+from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.run.arena import Arena
 
 
@@ -19,7 +20,7 @@ def load_through(
     if not src.nbytes:
         return
     half = landing.nbytes // 2
-    if src.bands:  # whole rows
+    if any(band.has_gaps for band in src.bands):  # whole rows, which all are alike
         half -= half % src.bands[0].row_nbytes
     uploaded: list[torch.cuda.Event | None] = [None, None]
 
@@ -29,8 +30,7 @@ def load_through(
         if before is not None:
             before.synchronize()
         part = src.part(lower, min(half, src.nbytes - lower))
-        reader.submit(Read(part.path, part.offset, part.nbytes, landing.address + side * half, 0, 0, ledger.begin(),
-                           part.bands))
+        prepared(reader, reads_of(part, landing.address + side * half, (0, 0), ledger.begin()))()
         return ledger.record()
 
     ticket = begin(0)

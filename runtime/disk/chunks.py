@@ -124,7 +124,7 @@ def split_bands(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int)
                 (at - start, to, nbytes) for at, to, nbytes in copies)))
             copies.clear()
 
-    for offset, address, nbytes in _pieces_of(read):
+    for offset, address, nbytes in sorted(_pieces_of(read)):  # bands may lie in any order
         if nbytes >= min(APART_NBYTES, limit - PAGE_NBYTES):
             flush()
             chunks += split_read(replace(read, offset=offset, nbytes=nbytes, address=address, room_before=0,
@@ -133,8 +133,8 @@ def split_bands(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int)
         if copies and (offset - end > GATHER_NBYTES or whole_pages(offset + nbytes) - page_floor(first) > limit):
             flush()
         if not copies:
-            first = offset
-        end = offset + nbytes
+            first = end = offset
+        end = max(end, offset + nbytes)
         copies.append((offset, address, nbytes))
     flush()
     return chunks

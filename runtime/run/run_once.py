@@ -58,18 +58,28 @@ class _SideFile:
         self.places: dict[str, list[tuple[int, int, int]]] = {}  # by file: offset there, offset here, bytes; in order
         end = 0
         for place in sorted(names, key=lambda place: (place.path, place.offset)):
-            self.places.setdefault(place.path, []).append((place.offset, end, place.nbytes))
             self.names.append(names[place])
-            end += place.nbytes
+            for file, there, nbytes in _runs(place):
+                self.places.setdefault(file, []).append((there, end, nbytes))
+                end += nbytes
+        for known in self.places.values():
+            known.sort()
 
     def item(self, item: Item) -> Item:
         """`item`, reading from here what it reads of a weight's file."""
         if not isinstance(item, Copy) or not isinstance(place := place_of(item.src), FileSlice):
             return item
-        known = self.places.get(place.path, [])
-        at = bisect_right(known, place.offset, key=lambda entry: entry[0]) - 1
-        if at < 0 or place.offset + place.nbytes > known[at][0] + known[at][2]:
+        file, first, nbytes = _runs(place)[0]
+        known = self.places.get(file, [])
+        at = bisect_right(known, first, key=lambda entry: entry[0]) - 1
+        if at < 0 or first + nbytes > known[at][0] + known[at][2]:
             raise KeyError(f"{item.label} reads {place}, which is no weight's")
         there, here, _ = known[at]
-        source = FileSlice(self.path, here + place.offset - there, place.nbytes)
+        source = FileSlice(self.path, here + first - there, place.nbytes)
         return replace(item, src=replace(item.src, table=source) if isinstance(item.src, Rows) else source)
+
+
+def _runs(place: FileSlice) -> list[tuple[str, int, int]]:
+    """File, offset and bytes of what lies in one piece; of bands with gaps all that they span."""
+    return [(band.path or place.path, place.offset + band.offset, band.count * band.row_nbytes)
+            for band in place.bands] or [(place.path, place.offset, place.nbytes)]

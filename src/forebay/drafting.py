@@ -36,8 +36,9 @@ def plans_in_budget(lm: StepModel) -> list[Plan]:
 def files_in_budget(lm: StepModel) -> set[str]:
     """The files of all weights that are read within a model's budget."""
     own = () if lm.shared_draft is None else lm.shared_draft.load
-    return {f.path for part in _in_one_budget(lm) for f in part.files.values()} | {
-        copy.src.path for copy in own if isinstance(copy.src, FileSlice)}
+    slices = [f for part in _in_one_budget(lm) for f in part.files.values()]
+    slices += [copy.src for copy in own if isinstance(copy.src, FileSlice)]
+    return {path for each in slices for path in each.paths}
 
 
 @contextmanager

@@ -6,6 +6,7 @@
 #include "bf16_products.h"
 #include "finish.h"
 #include "panels.h"
+#include "product_args.h"
 #include "row_groups.h"
 #include "team.h"
 
@@ -30,20 +31,6 @@ constexpr int64_t PANELS_CHUNK = 64;  // weight rows per task in panels: 64 KiB 
 template <class W> constexpr int64_t PANEL_ROWS = sizeof(W) == 4 ? 12 : 32;
 
 }  // namespace
-
-extern "C" struct LinearArgs {
-  const void* x;
-  const void* w;
-  const void* bias;        // may be null
-  const void* multiplier;  // [m, n] of out's dtype, may be null or out
-  const void* residual;    // [m, n] of out's dtype, may be null or out
-  void* out;
-  int64_t m, n, k, x_stride, w_stride, multiplier_stride, residual_stride, out_stride;
-  int32_t x_dtype, w_dtype, bias_dtype, out_dtype;
-  int32_t conv1d;      // 1: w is [k, n]
-  int32_t accumulate;  // 1: the product is added to what out holds
-  int32_t activation;
-};
 
 namespace {
 

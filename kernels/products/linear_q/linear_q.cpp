@@ -9,25 +9,12 @@
 #include "groups.h"
 #include "integer_dot.h"
 #include "panels.h"
+#include "product_args.h"
 #include "team.h"
 #include "vnni_dot.h"
 #include "vnni_panels.h"
 
 using namespace forebay;
-
-extern "C" struct QuantizedLinearArgs {
-  const void* x;
-  const uint8_t* rows;     // [n, rows_stride] bytes
-  const void* bias;        // may be null
-  const void* multiplier;  // [m, n] of out's dtype, may be null or out
-  const void* residual;    // [m, n] of out's dtype, may be null or out
-  void* out;
-  int64_t m, n, k, x_stride, rows_stride, multiplier_stride, residual_stride, out_stride, group;
-  int32_t bits, scale_dtype, x_dtype, bias_dtype, out_dtype, activation;
-  int32_t integer_nbytes;  // 2 or 1: x as integers of so many bytes; 0: x as fp32
-  int32_t bf16_panels;     // many rows of x, and the weights that they meet, as bf16
-  int32_t symmetric;       // rows without lows
-};
 
 namespace {
 

@@ -42,7 +42,8 @@ from forebay.runtime.devices.lookups import is_lookup, look_up
 from forebay.runtime.devices.opening import Opening
 from forebay.runtime.devices.outward import FindRuns, NamedRows, copy_runs, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
-from forebay.runtime.disk.reader import DiskReader, Read
+from forebay.runtime.disk.file_reads import prepared, reads_of
+from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.arena import Arena, view
 from forebay.runtime.run.trace import Trace
@@ -230,12 +231,12 @@ class CudaDevice:
         return self.host.address + span.offset
 
     def _bind_read(self, item: Copy, address: int) -> Call:
-        src, disk, reader, (before, after) = item.src, self.workers[item.stream], self.readers[item.stream], item.room
+        src, disk, reader = item.src, self.workers[item.stream], self.readers[item.stream]
         if isinstance(src, FileSlice):
 
             def read(src: FileSlice = src) -> None:
                 with told(self._begin(item, src.nbytes)) as done:
-                    reader.submit(Read(src.path, src.offset, src.nbytes, address, before, after, done, src.bands))
+                    prepared(reader, reads_of(src, address, item.room, done))()
 
             return lambda: disk.submit(read)
 

@@ -16,6 +16,8 @@ from forebay.exported.errors import ExportError
 from forebay.open_model import open_model
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints import packed
+from forebay.rewriter.checkpoints.checkpoint import read_tensor
+from forebay.rewriter.checkpoints.expert_tables import table_of
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names, read_model_config, weight_records
 from forebay.rewriter.checkpoints.module_weights import named_tensors
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, copy_model_files
@@ -76,6 +78,8 @@ def _file_item(name: str, record: TensorRecord) -> PendingTensor:
 def _mapped(record: TensorRecord) -> torch.Tensor:
     if not record.nbytes:
         return torch.empty(record.shape, dtype=record.dtype)
+    if record.bands:
+        return read_tensor(record)
     data = np.memmap(record.path, np.uint8, "c", record.offset, (record.nbytes,))  # no page of it is ever written
     return torch.from_numpy(data).view(record.dtype).reshape(record.shape)
 
@@ -85,6 +89,8 @@ def _of_module(model: Any, gives: Gives) -> Source:
     tensors = named_tensors(model)
     items = {}
     for name, spec in captured.weights.items():
+        if spec.table is not None and not any(tensors[each].is_meta for each in spec.table.sources):
+            tensors[name] = table_of(spec, tensors)
         tensor = tensors.get(name)
         if tensor is None or tensor.is_meta:
             raise CheckpointError(f"the module's {name} holds no numbers: load its weights before it is exported")

@@ -3,9 +3,11 @@ launches finds it here."""
 
 from __future__ import annotations
 
+import transformers
 from families import captured, packed, rewritten
 
 from forebay.kernels.operators import OPERATORS, find
+from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Workload
@@ -22,6 +24,13 @@ CALLED = {
     "forebay.dequantize": "reads packed files, and what a cache of rows holds",
     "forebay.sampling": "draws a token from the logits that a step gave",
 }
+
+
+def experts() -> CapturedModel:
+    """A model whose layers choose among experts."""
+    return capture_model(transformers.Qwen3MoeConfig(
+        vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, pad_token_id=0))
 
 
 def launched(model: CapturedModel, options: Options | None = None) -> set[str]:
@@ -42,7 +51,7 @@ def test_every_operator_is_launched_by_some_program() -> None:
     staged = Options(cache_tier="host", cache_tokens=4, micro_batches=2, checkpoints=(1, 1), checkpoint_format="act8")
     rows = rewrite_captured(packed(captured("llama"), embedding=True), Switches(), "kv8")
     found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(rows) | (
-        launched(rewritten("opt"), Options(sparse_values=0.5)))
+        launched(rewritten("opt"), Options(sparse_values=0.5))) | launched(rewrite_captured(experts(), Switches()))
     ours = {operator.name for operator in OPERATORS}
     unused, both = ours - found - CALLED.keys(), found & CALLED.keys()
     assert found | CALLED.keys() == ours and not both, (unused, both)

@@ -337,8 +337,10 @@ def test_other_architectures_are_refused_by_what_they_are():
     """A recurrent model has no attention to complain of, and experts no dtype."""
     for config, reason in (
         (transformers.MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2), "recurrent state"),
-        (transformers.MixtralConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-                                    num_key_value_heads=2, intermediate_size=96), "choose among experts"),
+        (transformers.Llama4TextConfig(
+            vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=16, intermediate_size=32, intermediate_size_mlp=64, num_local_experts=4,
+            interleave_moe_layer_step=1, pad_token_id=0), "choose among experts"),
         (transformers.DeepseekV3Config(
             vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
             intermediate_size=96, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,

@@ -1,0 +1,180 @@
+"""`forebay::experts` on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.cpu_support import native
+from forebay.kernels.cpu_support.matrices import as_matrix
+from forebay.kernels.products.experts.reference import (
+    ACTIVATIONS,
+    Experts,
+    Form,
+    Stored,
+    activated,
+    fail,
+    sizes,
+)
+from forebay.kernels.products.linear import cpu as linear
+from forebay.kernels.products.linear_q import cpu as linear_q
+from forebay.kernels.quantization.quantize.reference import dequantize_reference
+
+BLOCK = 128  # rows of x that meet an expert's matrices at once
+INTEGER_NBYTES = linear_q.INTEGER_NBYTES
+
+
+class ExpertsArgs(ctypes.Structure):
+    """Mirror of `ExpertsArgs` in experts.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "index", "weights", "up", "up_bias", "down", "down_bias")),
+        *((name, ctypes.c_void_p) for name in ("entries", "out")),
+        *((name, ctypes.c_int64) for name in ("tokens", "picks", "experts", "entry_count", "first", "hidden")),
+        *((name, ctypes.c_int64) for name in ("units", "inner", "x_stride", "out_stride")),
+        *((name, ctypes.c_int64) for name in ("up_entry", "up_bias_entry", "down_entry", "down_bias_entry")),
+        *((name, ctypes.c_int64) for name in ("up_row", "down_row", "block", "bits", "group")),
+        *((name, ctypes.c_int32) for name in ("x_dtype", "weights_dtype", "out_dtype", "scale_dtype", "symmetric")),
+        *((name, ctypes.c_int32) for name in ("integer_nbytes", "bf16_panels", "activation", "gated")),
+        *((name, ctypes.c_int32) for name in ("interleaved", "transposed", "scales_input", "accumulate")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+    )
+
+
+def implementation(stored: Stored) -> str:
+    """What multiplies: the implementation of `linear` or `linear_q` that few rows take."""
+    if not stored.bits:
+        return "flat"
+    return linear_q.default_choice(stored.bits, 1, stored.group_size)
+
+
+class Sizes(NamedTuple):
+    """What scratch depends on: tokens, experts that each chooses, experts in all, H, U and F."""
+
+    tokens: int
+    picks: int
+    experts: int
+    hidden: int
+    units: int
+    inner: int
+
+
+def scratch_nbytes(dtype: torch.dtype, out_dtype: torch.dtype, sizes: Sizes, form: Form, stored: Stored) -> int:
+    """Bytes of scratch that a call holds for x of `dtype`."""
+    tokens, picks, experts, hidden, units, inner = sizes
+    block, size = min(max(1, tokens), BLOCK), dtype.itemsize
+    parts = (0 if out_dtype == torch.float32 else tokens * hidden * 4, (experts + 1) * 4, tokens * picks * 8,
+             block * hidden * size, block * units * size, block * inner * size, block * hidden * 4)
+    shapes = (units, hidden), (hidden, inner)
+    if stored.bits:
+        rest = max(linear_q.scratch_nbytes(implementation(stored), dtype, block, n, k, stored.group_size)
+                   for n, k in shapes)
+    else:
+        most = max(linear.scratch_nbytes("flat", dtype, rows, n, k, form.transposed)
+                   for n, k in shapes for rows in (block, min(block, 48)))
+        rest = max(most, 4 * (max(hidden, inner) + 64))
+    return sum(-(-part // 64) * 64 for part in parts) + rest + 64
+
+
+def _check(x: Tensor, index: Tensor, weights: Tensor, experts: Experts, stored: Stored, out: Tensor) -> None:
+    named = {"x": x, "weights": weights, "out": out, "up_bias": experts.up_bias, "down_bias": experts.down_bias}
+    for name, tensor in named.items():
+        if tensor is not None and tensor.dtype not in native.DTYPES:
+            fail(name, f"must be fp32, bf16 or fp16, got {tensor.dtype}")
+    if out.shape != x.shape or out.dtype not in (x.dtype, torch.float32):
+        fail("out", f"must be {tuple(x.shape)} of {x.dtype} or fp32, got {tuple(out.shape)} {out.dtype}")
+    if index.dtype != torch.int64 or index.shape[:-1].numel() != x.shape[:-1].numel() or index.dim() < 2:
+        fail("index", f"must be int64 [..., K] for x {tuple(x.shape)}, got {index.dtype} {tuple(index.shape)}")
+    if weights.shape != index.shape:
+        fail("weights", f"must have index's shape {tuple(index.shape)}, got {tuple(weights.shape)}")
+    for name, tensor in (("index", index), ("weights", weights), ("entries", experts.entries)):
+        if tensor is not None and not tensor.is_contiguous():
+            fail(name, f"must be contiguous, got strides {tensor.stride()}")
+    for name, tensor in (("up", experts.up), ("down", experts.down), ("up_bias", experts.up_bias),
+                         ("down_bias", experts.down_bias)):
+        if tensor is not None and len(tensor) and not tensor[0].is_contiguous():
+            fail(name, f"must have contiguous entries, got strides {tensor.stride()}")
+    wanted = torch.uint8 if stored.bits else x.dtype
+    for name, tensor, dtype in (("up", experts.up, wanted), ("down", experts.down, wanted),
+                                ("up_bias", experts.up_bias, x.dtype), ("down_bias", experts.down_bias, x.dtype),
+                                ("entries", experts.entries, torch.int64)):
+        if tensor is not None and tensor.dtype != dtype:
+            fail(name, f"must be {dtype}, got {tensor.dtype}")
+
+
+def bind_experts(
+    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Stored, out: Tensor,
+    accumulate: bool = False,
+) -> Callable[[], object]:
+    """A closure that computes out [..., H] from the tensors' contents at each call (`reference`).
+
+    Args:
+        x: [..., H]; only its last dimension must be contiguous, as out's.
+        index: int64 [..., K]: each token's experts, no one twice. Those that have no entry are left out.
+        weights: [..., K], any float.
+        experts: Biases of x's dtype, and matrices of it or packed rows; those of an expert are contiguous.
+        form: How an expert computes.
+        stored: How matrices are stored.
+        out: Of x's dtype or fp32; sums are fp32, in ascending order of experts.
+        accumulate: Add to what out holds.
+
+    Raises:
+        ValueError: An argument is wrong; the message names it.
+    """
+    hidden, units, inner = sizes(x, experts, form, stored)
+    _check(x, index, weights, experts, stored, out)
+    x2, out2 = as_matrix(x, "x", fail), as_matrix(out, "out", fail)
+    picks = index.reshape(-1, index.shape[-1])
+    if native.load() is None:
+        return lambda: _by_torch(x2, picks, weights.reshape(picks.shape), experts, form, stored, out2, accumulate)
+    count = experts.up.shape[0] + experts.first if experts.entries is None else experts.entries.shape[0]
+    impl = implementation(stored)
+    row = (units, hidden) if form.transposed else (hidden, inner)
+    given = (x2, picks, weights, experts.up, experts.up_bias, experts.down, experts.down_bias, experts.entries, out2)
+    args = ExpertsArgs(
+        *(None if t is None else t.data_ptr() for t in given), *picks.shape, count, experts.up.shape[0],
+        experts.first, hidden, units, inner, x2.stride(0), out2.stride(0),
+        *(0 if t is None else t.stride(0) * t.element_size() for t in experts[:4]),
+        *((experts.up.shape[2], experts.down.shape[2]) if stored.bits else row),
+        min(max(1, x2.shape[0]), BLOCK), stored.bits, stored.group_size,
+        *(native.DTYPES[t.dtype] for t in (x, weights, out)), native.DTYPES[stored.scale_dtype], stored.symmetric,
+        INTEGER_NBYTES.get(impl, 0), impl == "bf16" and x.dtype != torch.float16, ACTIVATIONS.index(form.activation),
+        form.gated, form.interleaved, form.transposed, form.scales_input, accumulate, form.alpha, form.limit,
+    )  # fmt: skip
+    tokens, chosen = picks.shape
+    nbytes = scratch_nbytes(x.dtype, out.dtype, Sizes(tokens, chosen, count, hidden, units, inner), form, stored)
+    return native.NativeCall("experts", args, given, -(-nbytes // 4))
+
+
+def _by_torch(
+    x: Tensor, picks: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Stored, out: Tensor,
+    accumulate: bool,
+) -> None:
+    """The same by torch, expert by expert."""
+    native.rest()
+    sums = out.float() if accumulate else torch.zeros(out.shape)
+    for expert in picks.unique().tolist():
+        known = experts.entries is None or 0 <= expert < experts.entries.shape[0]
+        entry = expert - experts.first if experts.entries is None else int(experts.entries[expert]) if known else -1
+        if expert < 0 or not 0 <= entry < experts.up.shape[0]:
+            continue
+        token, pick = torch.where(picks == expert)
+        share, rows = weights[token, pick, None], x[token]
+        given = rows * share.to(x.dtype) if form.scales_input else rows
+        y = activated(_linear(given, experts.up[entry], experts.up_bias, entry, form, stored).to(x.dtype), form)
+        y = _linear(y, experts.down[entry], experts.down_bias, entry, form, stored)
+        sums.index_add_(0, token, y if form.scales_input else y * share.float())
+    out.copy_(sums)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, entry: int, form: Form, stored: Stored) -> Tensor:
+    if stored.bits:
+        packing = stored.packing(x.shape[1])
+        weight = dequantize_reference(*packing.unpack(weight), stored.bits, stored.group_size, 1, x.shape[1])
+    matrix = weight.float() if form.transposed else weight.float().t()
+    y = x.float() @ matrix
+    return y if bias is None else y + bias[entry].float()

@@ -1,0 +1,113 @@
+"""`forebay::experts`: of each token the products with the few experts that its router chose, weighted and added.
+
+out[t] = sum over k of weights[t, k] * down_e(act(up_e(x[t]))), e being index[t, k]; `Form` says how an expert computes,
+`Stored` how its matrices are stored. An expert's rows of x are gathered, and meet its matrices in the C++ kernels of
+`linear` or `linear_q`. Intermediate results are rounded to x's dtype as operators apart would leave them; what `down`
+gives stays fp32, is added up in ascending order of experts, and is rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.formats.entry_part import Part
+from forebay.kernels.operator import Call, Cost, Operator, Use, dtype_of, nbytes_of
+from forebay.kernels.products.experts.cpu import Sizes, bind_experts, scratch_nbytes
+from forebay.kernels.products.experts.entries import entry_parts, experts_of
+from forebay.kernels.products.experts.reference import Form, Stored, reference
+
+
+@torch.library.custom_op("forebay::experts", mutates_args=(), device_types="cpu")
+def experts(
+    x: Tensor, index: Tensor, weights: Tensor, table: Tensor, inner: int, biased: bool, activation: str, gated: bool,
+    interleaved: bool, transposed: bool, scales_input: bool, alpha: float, limit: float, bits: int = 0,
+    group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [..., H], index int64 [..., K], weights [..., K], table [E, N] (`entries`) -> contiguous [..., H] of x's dtype.
+
+    ValueError names what is wrong.
+    """
+    form = Form(activation, gated, interleaved, transposed, scales_input, alpha, limit)
+    stored = Stored(bits, group_size, scale_dtype, symmetric)
+    parts = entry_parts(x.shape[-1], inner, form, stored, biased, x.dtype)
+    out = x.new_empty(x.shape)
+    given = (x.contiguous(), index.contiguous(), weights.contiguous(), experts_of(table.contiguous(), parts))
+    bind_experts(*given, form, stored, out)()
+    return out
+
+
+@experts.register_fake
+def _(
+    x: Tensor, index: Tensor, weights: Tensor, table: Tensor, inner: int, biased: bool, activation: str, gated: bool,
+    interleaved: bool, transposed: bool, scales_input: bool, alpha: float, limit: float, bits: int = 0,
+    group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape)
+
+
+class Arguments(NamedTuple):
+    """A use's arguments. A launch over a part of the experts names by keyword the `first` of them, or gives their
+    `entries`; how many there are, `count`; and whether results are added to what its output holds, `accumulate`."""
+
+    x: Any
+    index: Any
+    weights: Any
+    table: Any
+    inner: int
+    biased: bool
+    form: Form
+    stored: Stored
+
+    def parts(self) -> tuple[Part, ...]:
+        """What an entry of the table holds."""
+        return entry_parts(self.x.shape[-1], self.inner, self.form, self.stored, self.biased, dtype_of(self.x))
+
+
+def arguments_of(args: tuple[Any, ...]) -> Arguments:
+    """Positional arguments, sorted."""
+    x, index, weights, table, inner, biased, *rest = args
+    return Arguments(x, index, weights, table, inner, biased, Form(*rest[:7]), Stored(*rest[7:]))
+
+
+def _count(use: Use) -> int:
+    """Experts that a use may be asked for."""
+    return use.kwargs.get("count", use.args[3].shape[0])  # type: ignore[no-any-return]
+
+
+def _bind_cpu(use: Use) -> Call:
+    given = arguments_of(use.args)
+    held = experts_of(given.table, given.parts(), use.kwargs.get("first", 0), use.kwargs.get("entries"))
+    return bind_experts(given.x, given.index, given.weights, held, given.form, given.stored, use.out[0],
+                        use.kwargs.get("accumulate", False))
+
+
+def _cpu_workspace(use: Use) -> int:
+    given = arguments_of(use.args)
+    units = 2 * given.inner if given.form.gated else given.inner
+    sizes = Sizes(math.prod(given.x.shape[:-1]), given.index.shape[-1], _count(use), given.x.shape[-1], units,
+                  given.inner)
+    return scratch_nbytes(dtype_of(given.x), dtype_of(use.out[0]), sizes, given.form, given.stored)
+
+
+def _cost(use: Use) -> Cost:
+    """Of a part of the experts its share of picks, and as many of them read as these may be of."""
+    given = arguments_of(use.args)
+    units, entries = 2 * given.inner if given.form.gated else given.inner, given.table.shape[0]
+    picks = math.prod(given.index.shape) * entries // max(1, _count(use))
+    read = nbytes_of(given.table) * min(picks, entries) // max(1, entries)
+    return Cost(2 * picks * (units + given.inner) * given.x.shape[-1],
+                read + nbytes_of(given.x, given.index, given.weights), nbytes_of(*use.out))
+
+
+EXPERTS = Operator(
+    torch.ops.forebay.experts.default,
+    reference,
+    _cost,
+    bind={"cpu": _bind_cpu},
+    workspace={"cpu": _cpu_workspace},
+    layouts={"x": "rows", "index": "dense", "weights": "dense", "table": "dense"},
+)

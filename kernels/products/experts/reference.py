@@ -1,0 +1,157 @@
+"""The definition of `forebay::experts`, and the checks of its arguments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.quantization.quantize.reference import dequantize_reference
+
+ACTIVATIONS = ("", "silu", "gelu", "gelu_tanh", "relu", "relu2", "alpha_swiglu")  # in the order of experts.cpp
+
+
+class Form(NamedTuple):
+    """How an expert computes.
+
+    Attributes:
+        activation: One of ACTIVATIONS, of what `up` gives.
+        gated: `up` gives gate and value, and act(gate) * value is what `down` is given.
+        interleaved: Gate and value alternate, instead of all of the gate coming first.
+        transposed: Matrices are [in_features, out_features].
+        scales_input: A pick's weight multiplies what `up` is given, instead of what `down` gives (Llama 4).
+        alpha: Of alpha_swiglu, which is (value + 1) * gate * sigmoid(alpha * gate) (gpt-oss).
+        limit: Where gated, the most that the gate, and the magnitude of the value, may be; 0 for none.
+    """
+
+    activation: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    transposed: bool = False
+    scales_input: bool = False
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+class Stored(NamedTuple):
+    """How matrices are stored: as they are (0 bits), or as packed rows (`Packing`)."""
+
+    bits: int = 0
+    group_size: int = 0
+    scale_dtype: torch.dtype = torch.float16
+    symmetric: bool = False
+
+    def packing(self, in_features: int) -> Packing:
+        """What packed rows over so many input features mean."""
+        return Packing(self.bits, in_features, self.group_size, self.scale_dtype, self.symmetric)
+
+
+class Experts(NamedTuple):
+    """The weights of experts, and which of them they are.
+
+    Attributes:
+        up: [n, U, H], or [n, H, U] where transposed; packed rows uint8 [n, U, R]. U is 2 F where gated, else F.
+        up_bias: [n, U] or None.
+        down: [n, H, F], or [n, F, H] where transposed; packed rows uint8 [n, H, R'].
+        down_bias: [n, H] or None.
+        first: Entry i is expert first + i, unless `entries` tell.
+        entries: int64 [experts], the entry of each expert, below 0 for one that is not there; or None.
+    """
+
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    first: int = 0
+    entries: Tensor | None = None
+
+
+SWIGLU, PLAIN = Form(), Stored()
+
+
+def fail(argument: str, problem: str) -> NoReturn:
+    raise ValueError(f"experts: {argument} {problem}")
+
+
+def sizes(x: Tensor, experts: Experts, form: Form, stored: Stored) -> tuple[int, int, int]:
+    """H, U and F of checked arguments; ValueError names the argument that is wrong.
+
+    Tensors may be anything with a shape and a dtype.
+    """
+    hidden = x.shape[-1]
+    if form.activation not in ACTIVATIONS:
+        fail("activation", f"must be one of {ACTIVATIONS}, got {form.activation!r}")
+    if len(experts.up.shape) != 3 or len(experts.down.shape) != 3:
+        fail("up", f"and down must have three dimensions, got {tuple(experts.up.shape)}, {tuple(experts.down.shape)}")
+    if form.transposed and stored.bits:
+        fail("transposed", "is for matrices that are not packed")
+    units = experts.up.shape[2] if form.transposed else experts.up.shape[1]
+    inner = units // 2 if form.gated else units
+    if form.gated and units % 2:
+        fail("up", f"must give as many gates as values, got {units} outputs")
+    wanted = {"up": (units, hidden), "down": (hidden, inner)}
+    for name, (n, k) in wanted.items():
+        matrix = getattr(experts, name)
+        count = (stored.packing(k).row_nbytes,) if stored.bits else (k,)
+        shape = (*count, n) if form.transposed else (n, *count)
+        if tuple(matrix.shape[1:]) != shape or matrix.shape[0] != experts.up.shape[0]:
+            fail(name, f"must be [n, {shape[0]}, {shape[1]}], got {tuple(matrix.shape)}")
+        bias = getattr(experts, f"{name}_bias")
+        if bias is not None and tuple(bias.shape) != (experts.up.shape[0], n):
+            fail(f"{name}_bias", f"must be [{experts.up.shape[0]}, {n}], got {tuple(bias.shape)}")
+    return hidden, units, inner
+
+
+def _matrix(weight: Tensor, in_features: int, form: Form, stored: Stored) -> Tensor:
+    """One expert's matrix [out_features, in_features] in float64."""
+    if stored.bits:
+        packing = stored.packing(in_features)
+        return dequantize_reference(*packing.unpack(weight), stored.bits, stored.group_size, 1, in_features).double()
+    return weight.double().mT if form.transposed else weight.double()
+
+
+def activated(y: Tensor, form: Form) -> Tensor:
+    """What `down` is given [..., F] of what `up` gives [..., U]."""
+    if not form.gated:
+        return _activate(y, form.activation)
+    gate, value = (y[..., ::2], y[..., 1::2]) if form.interleaved else y.chunk(2, -1)
+    if form.limit > 0:
+        gate, value = gate.clamp(max=form.limit), value.clamp(-form.limit, form.limit)
+    if form.activation == "alpha_swiglu":
+        return (value + 1) * (gate * torch.sigmoid(form.alpha * gate))
+    return _activate(gate, form.activation) * value
+
+
+def _activate(y: Tensor, name: str) -> Tensor:
+    if name == "relu2":
+        return y.relu().square()
+    if name.startswith("gelu"):
+        return functional.gelu(y, approximate="tanh" if name == "gelu_tanh" else "none")
+    return {"": lambda t: t, "silu": functional.silu, "relu": torch.relu}[name](y)
+
+
+def reference(
+    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form = SWIGLU, stored: Stored = PLAIN
+) -> Tensor:
+    """The definition in float64, on any device: sum over k of weights[t, k] * expert index[t, k] of x[t], [..., H]."""
+    hidden, _, inner = sizes(x, experts, form, stored)
+    rows, picks = x.double().reshape(-1, hidden), index.reshape(-1, index.shape[-1])
+    shares = weights.double().reshape(picks.shape)
+    out = torch.zeros_like(rows)
+    for expert in picks.unique().tolist():
+        if expert < 0 or (experts.entries is not None and expert >= len(experts.entries)):
+            continue
+        entry = expert - experts.first if experts.entries is None else int(experts.entries[expert])
+        if not 0 <= entry < experts.up.shape[0]:
+            continue
+        token, pick = torch.where(picks == expert)
+        share, given = shares[token, pick, None], rows[token]
+        y = (given * share if form.scales_input else given) @ _matrix(experts.up[entry], hidden, form, stored).mT
+        y = activated(y if experts.up_bias is None else y + experts.up_bias[entry].double(), form)
+        y = y @ _matrix(experts.down[entry], inner, form, stored).mT
+        y = y if experts.down_bias is None else y + experts.down_bias[entry].double()
+        out.index_add_(0, token, y if form.scales_input else y * share)
+    return out.view(x.shape)

@@ -1,0 +1,138 @@
+"""Tables of experts put together from a checkpoint's tensors, where they lie: none is copied or read.
+
+Most checkpoints have three matrices an expert, some the matrices of all experts of a layer in one tensor. transformers'
+conversion mapping tells which of them are which part of the model's own parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from forebay.kernels.formats.entry_part import Part
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.ir.graph import WeightSpec
+from forebay.rewriter.ir.program import Band
+
+
+class ExpertPiece(NamedTuple):
+    """What a tensor of one expert is a part of: the model's parameter, and of its rows for that expert the piece with
+    this number."""
+
+    parameter: str
+    expert: int
+    number: int
+
+    @property
+    def name(self) -> str:
+        """A name for it, which no parameter has."""
+        return f"{self.parameter}[{self.expert}][{self.number}]"
+
+
+def expert_names(converters: Sequence[Any]) -> Callable[[str], str]:
+    """The renaming of tensors that hold a part of one expert (`ExpertPiece.name`); others keep their names.
+
+    `converters` are transformers' `WeightConverter`s. Those count that stack one tensor an expert, and put two such
+    stacks together row by row.
+    """
+    known: list[tuple[re.Pattern[str], str, int]] = []
+    for each in converters:
+        steps = [(type(step).__name__, getattr(step, "dim", 0)) for step in each.operations]
+        if len(each.target_patterns) == 1 and steps in ([("MergeModulelist", 0)],
+                                                        [("MergeModulelist", 0), ("Concatenate", 1)]):
+            for number, pattern in enumerate(each.source_patterns):
+                plain = re.escape(pattern.replace("\\", "")).replace(r"\*", r"(\d+)")
+                known.append((re.compile(f"{plain}$"), each.target_patterns[0].replace("\\", ""), number))
+
+    def rename(name: str) -> str:
+        for pattern, target, number in known:
+            found = pattern.search(name)
+            if found is not None:
+                return ExpertPiece(name[: found.start()] + target, int(found[1]), number).name
+        return name
+
+    return rename
+
+
+def table_record(
+    spec: WeightSpec, stored: Mapping[str, Sequence[TensorRecord]], prefix: str, folder: Path
+) -> TensorRecord:
+    """Where the entries of a table lie.
+
+    Args:
+        spec: The table as the model has it.
+        stored: The checkpoint's tensors by the model's names, those of `expert_names` among them.
+        prefix: The base model's, which names may lack or have on top.
+        folder: The checkpoint's, for messages.
+
+    Raises:
+        CheckpointError: A part is missing, or has another shape or dtype.
+    """
+    table, bands, made_of = spec.table, [], []
+    assert table is not None
+    homes = {part: _homes(part, source, table.count, spec, stored, prefix, folder)
+             for part, source in zip(table.parts, table.sources, strict=True)}
+    for expert in range(table.count):
+        for part in table.parts:
+            for record, offset, nbytes in homes[part](expert):
+                bands.append(Band(offset, 1, nbytes, ((0, nbytes),), record.path))
+                made_of.append(record)
+    path = made_of[0].path
+    return TensorRecord(spec.name, path, 0, spec.nbytes, spec.dtype, spec.shape, bands=tuple(bands),
+                        made_of=tuple(dict.fromkeys(made_of)))
+
+
+def table_of(spec: WeightSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A table put together from a model's parameters in memory, by the names of its `sources`."""
+    assert spec.table is not None
+    return torch.cat([tensors[name].detach().flatten(1) for name in spec.table.sources], 1)
+
+
+def _homes(
+    part: Part, source: str, count: int, spec: WeightSpec, stored: Mapping[str, Sequence[TensorRecord]], prefix: str,
+    folder: Path,
+) -> Callable[[int], list[tuple[TensorRecord, int, int]]]:
+    """What gives the bytes of a part, by expert: records, offsets in their files, and sizes."""
+    names = dict.fromkeys((source, f"{prefix}.{source}", source.removeprefix(f"{prefix}.")))
+    for name in names:
+        if name in stored:
+            whole = _checked(stored[name][0], (count, *part.shape), part)
+            return lambda expert: [(whole, whole.offset + expert * part.nbytes, part.nbytes)]
+    for name in names:
+        if ExpertPiece(name, 0, 0).name in stored:
+            def pieces(expert: int, name: str = name) -> list[tuple[TensorRecord, int, int]]:
+                found: list[tuple[TensorRecord, int, int]] = []
+                rows = 0
+                while rows < part.shape[0]:
+                    key = ExpertPiece(name, expert, len(found)).name
+                    if key not in stored:
+                        raise CheckpointError(f"{folder} holds only a part of expert {expert} of {source}")
+                    record = stored[key][0]
+                    rows += record.shape[0] if record.shape else 0
+                    if record.shape[1:] != part.shape[1:] or not record.nbytes:
+                        raise CheckpointError(f"{record.path}: {record.name} has shape {list(record.shape)}, which is "
+                                              f"no part of {list(part.shape)}")
+                    found.append((_checked(record, record.shape, part), record.offset, record.nbytes))
+                if rows != part.shape[0]:
+                    raise CheckpointError(f"{folder}: expert {expert} of {source} has {rows} rows, not {part.shape[0]}")
+                return found
+
+            return pieces
+    raise CheckpointError(f"{folder} holds no tensor for {source}: it is a checkpoint of another model")
+
+
+def _checked(record: TensorRecord, shape: tuple[int, ...], part: Part) -> TensorRecord:
+    if record.packed is not None or record.opaque:
+        raise CheckpointError(f"{record.path}: {record.name} is quantised or of dtype {record.opaque or record.dtype}, "
+                              "which is not implemented for experts")
+    if tuple(record.shape) != shape:
+        raise CheckpointError(f"{record.path}: {record.name} has shape {list(record.shape)}, the model's has "
+                              f"{list(shape)}")
+    if record.dtype != part.dtype:
+        raise CheckpointError(f"{record.path}: {record.name} is {str(record.dtype)[6:]}, the model computes in "
+                              f"{str(part.dtype)[6:]}; save the checkpoint in that dtype")
+    return record

@@ -1,0 +1,188 @@
+"""Mixtures of experts: the tokens of transformers at any budget, from checkpoints as they lie on disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from selection import at_length
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+import forebay
+from forebay.exported.errors import ExportError
+from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.ir.plan import PlanError
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
+              pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
+SMALL: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3, vocab_size=128,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_local_experts=8, n_routed_experts=8,
+    num_experts_per_tok=2, n_group=2, topk_group=1, max_position_embeddings=64, first_k_dense_replace=1,
+    shared_expert_intermediate_size=32, n_shared_experts=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    tie_word_embeddings=False, use_cache=True)  # fmt: skip
+# Per-expert tensors; all experts of a layer in one tensor; groups of experts, shared ones beside, a dense first layer.
+FAMILIES = ["qwen3_moe", "granitemoe", "glm4_moe", at_length("mixtral"), at_length("qwen2_moe"), at_length("olmoe"),
+            at_length("dots1"), at_length("minimax_m2"), at_length("granitemoeshared"), at_length("flex_olmo"),
+            at_length("ernie4_5_moe"), at_length("cohere2_moe"), at_length("hunyuan_v1_moe"), at_length("phimoe")]
+PROMPT, NEW = 7, 6
+
+
+def small(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with random weights whose router prefers nobody."""
+    from transformers import CONFIG_MAPPING
+
+    kind: Any = CONFIG_MAPPING[family]
+    known = set(getattr(kind, "__dataclass_fields__", ())) | set(vars(kind())) | set(
+        getattr(kind, "attribute_map", {}).values())
+    config: PreTrainedConfig = kind(**{name: value for name, value in SMALL.items() if name in known})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.15)
+    return model.to(dtype)
+
+
+def tokens(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """A family's model in a folder of several files, and in memory."""
+    known: dict[str, tuple[Path, Any]] = {}
+
+    def save(family: str) -> tuple[Path, Any]:
+        if family not in known:
+            known[family] = tmp_path_factory.mktemp(family), small(family)
+            known[family][1].save_pretrained(known[family][0], max_shard_size="150KB")
+        return known[family]
+
+    return save
+
+
+Saved = Callable[[str], tuple[Path, Any]]
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Three prompts of unequal length."""
+    ids = torch.randint(3, 128, (3, PROMPT), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[2, :1] = 0, 0
+    return ids, mask
+
+
+def smallest(folder: Path, **options: Any) -> int:
+    with pytest.raises(PlanError, match="the smallest that can is") as refused:
+        forebay.wrap(folder, {"device": 1000, "disk": folder}, batch=3, prompt=PROMPT, new_tokens=NEW, **options)
+    return int(re.search(r"\((\d+) bytes", str(refused.value))[1])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens_as_transformers_at_any_budget(saved: Saved, family: str) -> None:
+    folder, model = saved(family)
+    ids, mask = prompts()
+    want, least = tokens(model, ids, mask), smallest(folder)
+    nbytes = sum(p.numel() * 4 for p in model.parameters())
+    rows = set()
+    for budget in (least, (least + nbytes) // 2, 4 * nbytes):
+        lm = forebay.wrap(folder, {"device": budget, "disk": folder}, batch=3, prompt=PROMPT, new_tokens=NEW)
+        assert torch.equal(tokens(lm, ids, mask), want), budget
+        tables = [w for w in lm.plan.weights if w.name.endswith("experts.table")]
+        rows.add(tables[0].tile_rows if tables[0].tier == "disk" else -1)
+        lm.close()
+    assert len(rows) > 1 and tables  # experts a few at a time, and in memory
+
+
+@pytest.mark.parametrize("options", [
+    {"prefill_chunk": 2}, {"prompt_lookup_num_tokens": 3}, {"cache": "kv8"}, {"places": 2},
+    {"batch": 4, "micro_batches": 2, "cache_tier": "disk"},
+], ids=lambda options: " ".join(options))
+def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
+    folder, model = saved("qwen3_moe")
+    ids, mask = prompts()
+    sizes = {} if {"batch", "places"} & options.keys() else {"batch": 3}
+    budget = {"device": "700KiB", "host": 0, "disk": folder}
+    lm = forebay.wrap(folder, budget, prompt=PROMPT, new_tokens=NEW, **sizes, **options)
+    assert torch.equal(tokens(lm, ids, mask), tokens(model, ids, mask))
+    lm.close()
+
+
+def test_a_model_in_memory_and_a_bundle(saved: Saved, tmp_path: Path) -> None:
+    folder, model = saved("granitemoe")
+    ids, mask = prompts()
+    want, budget = tokens(model, ids, mask), {"device": smallest(folder) + 100_000, "disk": tmp_path}
+    own = small("granitemoe")
+    lm = forebay.wrap(own, budget, batch=3, prompt=PROMPT, new_tokens=NEW)
+    assert torch.equal(tokens(lm, ids, mask), want)
+    lm.close()
+    for source in (folder, small("granitemoe")):
+        out = tmp_path / f"bundle{source is folder}"
+        forebay.export(source, out, "bundle", budget=budget)
+        lm = forebay.wrap(out, budget, batch=3, prompt=PROMPT, new_tokens=NEW)
+        assert torch.equal(tokens(lm, ids, mask), want)
+        lm.close()
+
+
+def test_bf16_stays_near(tmp_path: Path) -> None:
+    model = small("qwen3_moe", torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    ids, _ = prompts()
+    with torch.no_grad():
+        want = model(ids).logits.float()
+    for budget in (smallest(tmp_path), 10 << 20):
+        lm = forebay.wrap(tmp_path, {"device": budget, "disk": tmp_path}, batch=3, prompt=PROMPT, new_tokens=NEW)
+        found = lm(ids).logits.float()
+        assert (found - want).norm() < 0.03 * want.norm()
+        lm.close()
+
+
+def test_a_wrong_expert_is_seen(saved: Saved, tmp_path: Path) -> None:
+    """Two experts of one layer that have changed places change tokens: the test of tokens would see it."""
+    _, model = saved("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    one, other = ([name for name in weights if f"layers.1.mlp.experts.{i}." in name] for i in (2, 5))
+    swapped = {**weights, **{a: weights[b] for a, b in zip(one + other, other + one, strict=True)}}
+    save_file(swapped, tmp_path / "model.safetensors", {"format": "pt"})
+    lm = forebay.wrap(tmp_path, {"device": "1GiB", "disk": tmp_path}, batch=3, prompt=PROMPT, new_tokens=NEW)
+    ids, _ = prompts()
+    with torch.no_grad():
+        assert (lm(ids).logits - model(ids).logits).norm() > 1e-3
+    lm.close()
+
+
+@pytest.mark.parametrize(("what", "message"), [
+    ("missing", "holds only a part of expert 3"), ("shape", "which is no part of"), ("dtype", "float16"),
+    ("more", "has 96 rows, not 64")])
+def test_odd_checkpoints_are_refused(saved: Saved, tmp_path: Path, what: str, message: str) -> None:
+    _, model = saved("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    if what == "missing":
+        del weights[name]
+    else:
+        weights[name] = {"shape": weights[name][:, 1:], "dtype": weights[name].half(),
+                         "more": weights[name].repeat(2, 1)}[what].contiguous()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        forebay.wrap(tmp_path, {"device": "1GiB", "disk": tmp_path})
+
+
+def test_what_it_cannot_do_is_refused_by_name(saved: Saved, tmp_path: Path) -> None:
+    from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+
+    folder, _ = saved("qwen3_moe")
+    with pytest.raises(CheckpointError, match="choose among experts"):
+        quantize_model(folder, tmp_path / "w4", Wish("w4g32"))
+    with pytest.raises(ExportError, match="whose meaning in ONNX is not known"):
+        forebay.export(folder, tmp_path / "onnx", "onnx")
