@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -38,10 +40,22 @@ def _options(
         print(package_version())
         raise typer.Exit
     if verbose:
-        logger, handler = logging.getLogger("forebay"), logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("forebay: %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+        context.with_resource(_logged(logging.INFO if verbose == 1 else logging.DEBUG))
+
+
+@contextmanager
+def _logged(level: int) -> Iterator[None]:
+    """Write what the package logs to stderr."""
+    logger, handler = logging.getLogger("forebay"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("forebay: %(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 @app.command("eval", add_help_option=False,
