@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from forebay.kernels import operators
+from forebay.kernels.products.experts.operator import arguments_of
 from forebay.rewriter.checkpoints.config import MOST_LAYERS, MOST_LENGTH, oversized
 from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
@@ -305,16 +306,8 @@ def _layer_of_graph(graph: fx.GraphModule, count: int, kv_heads: int, head_dim: 
 
 def _stages(nodes: list[fx.Node], attention: fx.Node) -> dict[fx.Node, str]:
     """The attention stage: what attention needs, and what follows it up to the first product after it."""
-    before, stack = {attention}, [attention]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in before:
-                before.add(source)
-                stack.append(source)
-    appends = [n for n in nodes if n.target is operators.KV_APPEND.overload]
-    for node in appends:
-        stack.append(node)
-        before.add(node)
+    before = {attention, *(n for n in nodes if n.target is operators.KV_APPEND.overload)}
+    stack = [*before]
     while stack:
         for source in stack.pop().all_input_nodes:
             if source not in before:
@@ -332,6 +325,11 @@ def _product(node: fx.Node) -> tuple[fx.Node | None, int]:
     """(the weight, operations per token) of a product with a weight, (None, 0) of any other node."""
     if node.op != "call_function" or not values_of(node):
         return None, 0
+    if node.target is operators.EXPERTS.overload:
+        given = arguments_of(node.args)
+        units = 2 * given.inner if given.form.gated else given.inner
+        chosen, hidden = (_ones(values_of(each)[0].shape)[-1] for each in (given.index, given.x))
+        return given.table, 2 * chosen * (units + given.inner) * hidden
     weight = next((a for a in node.all_input_nodes if _is_matrix(a)), None)
     if weight is None or node.target not in PRODUCTS:
         return None, 0

@@ -6,7 +6,7 @@ import torch
 
 from forebay.rewriter.ir.program import FileSlice
 from forebay.runtime.devices.streams import CopyLedger, Ticket
-from forebay.runtime.disk.file_reads import prepared, reads_of
+from forebay.runtime.disk.file_reads import reads_of
 from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.run.arena import Arena
 
@@ -30,7 +30,8 @@ def load_through(
         if before is not None:
             before.synchronize()
         part = src.part(lower, min(half, src.nbytes - lower))
-        prepared(reader, reads_of(part, landing.address + side * half, (0, 0), ledger.begin()))()
+        for read in reads_of(part, landing.address + side * half, (0, 0), ledger.begin()):
+            reader.submit(read)
         return ledger.record()
 
     ticket = begin(0)
