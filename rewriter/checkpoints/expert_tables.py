@@ -15,6 +15,7 @@ import torch
 
 from forebay.kernels.formats.entry_part import Part
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.stored_tensors import require_fits, require_same, spellings
 from forebay.rewriter.ir.graph import WeightSpec
 from forebay.rewriter.ir.program import Band
 
@@ -97,42 +98,43 @@ def _homes(
     folder: Path,
 ) -> Callable[[int], list[tuple[TensorRecord, int, int]]]:
     """What gives the bytes of a part, by expert: records, offsets in their files, and sizes."""
-    names = dict.fromkeys((source, f"{prefix}.{source}", source.removeprefix(f"{prefix}.")))
-    for name in names:
-        if name in stored:
-            whole = _checked(stored[name][0], (count, *part.shape), part)
-            return lambda expert: [(whole, whole.offset + expert * part.nbytes, part.nbytes)]
-    for name in names:
-        if ExpertPiece(name, 0, 0).name in stored:
-            def pieces(expert: int, name: str = name) -> list[tuple[TensorRecord, int, int]]:
-                found: list[tuple[TensorRecord, int, int]] = []
-                rows = 0
-                while rows < part.shape[0]:
-                    key = ExpertPiece(name, expert, len(found)).name
-                    if key not in stored:
-                        raise CheckpointError(f"{folder} holds only a part of expert {expert} of {source}")
-                    record = stored[key][0]
-                    rows += record.shape[0] if record.shape else 0
-                    if record.shape[1:] != part.shape[1:] or not record.nbytes:
-                        raise CheckpointError(f"{record.path}: {record.name} has shape {list(record.shape)}, which is "
-                                              f"no part of {list(part.shape)}")
-                    found.append((_checked(record, record.shape, part), record.offset, record.nbytes))
-                if rows != part.shape[0]:
-                    raise CheckpointError(f"{folder}: expert {expert} of {source} has {rows} rows, not {part.shape[0]}")
-                return found
+    names = spellings(source, prefix)
 
-            return pieces
-    raise CheckpointError(f"{folder} holds no tensor for {source}: it is a checkpoint of another model")
+    def found(expert: int, number: int) -> list[TensorRecord]:
+        keys = [ExpertPiece(name, expert, number).name for name in names]
+        return [record for key in keys for record in stored.get(key, ())]
+
+    def pieces(expert: int) -> list[tuple[TensorRecord, int, int]]:
+        homes: list[tuple[TensorRecord, int, int]] = []
+        rows = 0
+        while rows < part.shape[0]:
+            same = found(expert, len(homes))
+            if not same:
+                raise CheckpointError(f"{folder} holds only a part of expert {expert} of {source}")
+            record = same[0]
+            if not record.shape or record.shape[1:] != part.shape[1:] or not record.nbytes:
+                raise CheckpointError(f"{record.path}: {record.name} has shape {list(record.shape)}, which is no part "
+                                      f"of {list(part.shape)}")
+            rows += record.shape[0]
+            homes.append((_checked(same, record.shape, part, source), record.offset, record.nbytes))
+        if rows != part.shape[0]:
+            raise CheckpointError(f"{folder}: expert {expert} of {source} has {rows} rows, not {part.shape[0]}")
+        return homes
+
+    stacked = [record for name in names for record in stored.get(name, ())]
+    if stacked:
+        whole = _checked(stacked, (count, *part.shape), part, source)
+        return lambda expert: [(whole, whole.offset + expert * part.nbytes, part.nbytes)]
+    if not found(0, 0):
+        raise CheckpointError(f"{folder} holds no tensor for {source}: it is a checkpoint of another model")
+    return pieces
 
 
-def _checked(record: TensorRecord, shape: tuple[int, ...], part: Part) -> TensorRecord:
-    if record.packed is not None or record.opaque:
-        raise CheckpointError(f"{record.path}: {record.name} is quantised or of dtype {record.opaque or record.dtype}, "
-                              "which is not implemented for experts")
-    if tuple(record.shape) != shape:
-        raise CheckpointError(f"{record.path}: {record.name} has shape {list(record.shape)}, the model's has "
-                              f"{list(shape)}")
-    if record.dtype != part.dtype:
-        raise CheckpointError(f"{record.path}: {record.name} is {str(record.dtype)[6:]}, the model computes in "
-                              f"{str(part.dtype)[6:]}; save the checkpoint in that dtype")
+def _checked(same: Sequence[TensorRecord], shape: tuple[int, ...], part: Part, source: str) -> TensorRecord:
+    """The first of tensors that go by one name, once it is known to be what the parameter `source` needs of it."""
+    record, *others = same
+    require_same(record, others)
+    if record.packed is not None:
+        raise CheckpointError(f"{record.path}: {record.name} is quantized, which experts cannot be yet")
+    require_fits(record, shape, part.dtype, source)
     return record

@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from forebay.rewriter.checkpoints.checkpoint import DTYPES, Checkpoint, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.checkpoints.expert_tables import expert_names, table_record
-from forebay.rewriter.checkpoints.identity import FileState, file_state
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.stored_tensors import require_fits, require_same, same_contents, spellings
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.one_thread import one_thread
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 LOG = logging.getLogger("forebay")
-PIECE_NBYTES = 4 << 20  # of two tensors that are compared
 NAMED = 3  # tensors that a message names
 # Buffers that every loader makes anew (transformers' _adjust_missing_and_unexpected_keys).
 IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
@@ -81,32 +78,9 @@ def weight_records(
                                   f"(it has {len(checkpoint.tensors)} tensors): it is a checkpoint of another model")
         record, *others = stored
         require_same(record, others)
-        if record.opaque:
-            raise CheckpointError(f"{record.path}: {record.name} has dtype {record.opaque!r}, which cannot be computed "
-                                  f"with; known are {', '.join(DTYPES)}")
-        shape, dtype = (record.shape, record.dtype) if record.packed is None else (
-            record.packed.shape, record.packed.dtype)
-        if tuple(shape) != tuple(spec.shape):
-            raise CheckpointError(f"{record.path}: {record.name} has shape {list(shape)}, the model's "
-                                  f"{spec.name} has {list(spec.shape)}")
-        if dtype != spec.dtype:
-            raise CheckpointError(f"{record.path}: {record.name} is {str(dtype)[6:]}, the model computes in "
-                                  f"{str(spec.dtype)[6:]}; save the checkpoint in that dtype")
+        require_fits(record, spec.shape, spec.dtype, spec.name)
         found[spec.name] = record
     return found
-
-
-def spellings(name: str, prefix: str) -> tuple[str, ...]:
-    """The names that a checkpoint may give to one of the model's: with the base model's prefix, and without."""
-    return tuple(dict.fromkeys((name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))))
-
-
-def require_same(record: TensorRecord, others: Iterable[TensorRecord]) -> None:
-    """Raise CheckpointError unless other tensors, which are the same weight to the model, hold the same values."""
-    for other in others:
-        if not _same_contents(record, other):
-            raise CheckpointError(f"{other.path}: {record.name} and {other.name} are one weight to the model, and "
-                                  "their values differ; take the wrong one out of the checkpoint")
 
 
 def read_model_config(folder: Path, checkpoint: Checkpoint, quantized: Iterable[str] = ()) -> PreTrainedConfig:
@@ -147,31 +121,9 @@ def _stored_apart(config: Any, checkpoint: Checkpoint, quantized: Iterable[str])
     records |= dict.fromkeys(map(rename, quantized))
     for pair in tied.items():
         stored = [records[n] for name in pair if (n := next((n for n in spellings(name, prefix) if n in records), ""))]
-        if len(stored) == 2 and (stored[0] is None or stored[1] is None or not _same_contents(stored[0], stored[1])):
+        if len(stored) == 2 and (stored[0] is None or stored[1] is None or not same_contents(stored[0], stored[1])):
             return True
     return False
-
-
-def _same_contents(one: TensorRecord, other: TensorRecord) -> bool:
-    """Whether two tensors hold the same values; both are read where nothing else tells them apart."""
-    if (one.path, one.offset) == (other.path, other.offset):
-        return True
-    if (one.dtype, one.shape, one.packed, one.opaque) != (other.dtype, other.shape, other.packed, other.opaque):
-        return False
-    first, second = sorted((one, other), key=lambda record: (record.path, record.offset))
-    return _same_bytes(first, second, file_state(first.path), file_state(second.path))
-
-
-@functools.lru_cache(maxsize=64)
-def _same_bytes(one: TensorRecord, other: TensorRecord, *states: FileState) -> bool:
-    """Compare the bytes of two tensors, once while their files are in the given states."""
-    return all(torch.equal(a, b) for a, b in zip(_bytes_of(one), _bytes_of(other), strict=True))
-
-
-def _bytes_of(record: TensorRecord) -> Iterator[torch.Tensor]:
-    for at in range(0, record.nbytes, PIECE_NBYTES):
-        nbytes = min(PIECE_NBYTES, record.nbytes - at)
-        yield read_tensor(record.part(at, nbytes, torch.uint8, (nbytes,)))
 
 
 def unread_tensors(config: PreTrainedConfig, stored: Iterable[str]) -> list[str]:

@@ -26,8 +26,6 @@ from forebay.rewriter.checkpoints.match_weights import (
     checkpoint_names,
     read_model_config,
     report_unread,
-    require_same,
-    spellings,
     ties_head,
     unread_tensors,
 )
@@ -35,6 +33,7 @@ from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import copy_model_files
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.stored_tensors import require_same, spellings
 from forebay.rewriter.ir.files import read_input, write_text
 
 PIECE_NBYTES = 4 << 20  # float32 bytes quantised at a time

@@ -59,7 +59,7 @@ class TensorRef:
 @record
 class Band:
     """From `offset` on `count` rows, `stride` bytes apart: of each the pieces (offset in the row, nbytes). They lie in
-    the file `path`, or else in the one that all but a few do."""
+    the file `path`; where that is "", in the file of the slice."""
 
     offset: int
     count: int

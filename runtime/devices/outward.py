@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -24,6 +23,7 @@ from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.disk.chunks import OnDone, Read, RowRun, Write
 from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.disk.spill import SpillSpace
+from forebay.runtime.disk.together import Together
 
 FindRuns = Callable[[], tuple[RowRun, ...]]
 
@@ -135,24 +135,6 @@ def _runs(rows: Rows, inward: bool, named: np.ndarray, count: int, label: str) -
 def runs_nbytes(moved: tuple[RowRun, ...]) -> int:
     """Bytes of some runs."""
     return sum(nbytes for _, _, nbytes in moved)
-
-
-class Together:
-    """Calls `done` once, when `parts` parts have ended, with the first error among them."""
-
-    def __init__(self, parts: int, done: OnDone) -> None:
-        self._left, self._done = parts, done
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def part(self, error: BaseException | None) -> None:
-        """Tell that one part has ended."""
-        with self._lock:
-            self._left -= 1
-            self._error = self._error or error
-            if self._left:
-                return
-        self._done(self._error)
 
 
 def read_rows(

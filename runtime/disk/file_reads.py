@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 from forebay.rewriter.ir.program import FileSlice
 from forebay.runtime.disk.chunks import OnDone, Read
 from forebay.runtime.disk.reader import DiskReader
+from forebay.runtime.disk.together import Together
 
 
 def reads_of(src: FileSlice, address: int, room: tuple[int, int], on_done: OnDone) -> list[Read]:
@@ -19,7 +19,7 @@ def reads_of(src: FileSlice, address: int, room: tuple[int, int], on_done: OnDon
     if len(runs) == 1:
         ((_, run),) = runs
         return [Read(run.path, run.offset, run.nbytes, address, *room, on_done, run.bands)]
-    done = _AllDone(len(runs), on_done)
+    done = Together(len(runs), on_done).part
     return [Read(run.path, run.offset, run.nbytes, address + at, 0, 0, done, run.bands) for at, run in runs]
 
 
@@ -34,23 +34,3 @@ def prepared(reader: DiskReader, reads: Sequence[Read]) -> Callable[[], None]:
             call()
 
     return queue
-
-
-class _AllDone:
-    """Counts reads that end, on whatever thread."""
-
-    def __init__(self, count: int, on_done: OnDone) -> None:
-        self.count = self.left = count
-        self.on_done = on_done
-        self.error: BaseException | None = None
-        self.lock = threading.Lock()
-
-    def __call__(self, error: BaseException | None) -> None:
-        with self.lock:
-            self.error = self.error or error
-            self.left -= 1
-            last, first = self.left == 0, self.error
-            if last:
-                self.left, self.error = self.count, None
-        if last:
-            self.on_done(first)

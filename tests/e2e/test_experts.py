@@ -162,7 +162,7 @@ def test_a_wrong_expert_is_seen(saved: Saved, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("what", "message"), [
     ("missing", "holds only a part of expert 3"), ("shape", "which is no part of"), ("dtype", "float16"),
-    ("more", "has 96 rows, not 64")])
+    ("more", "has 96 rows, not 64"), ("twice", "are one weight to the model, and their values differ")])
 def test_odd_checkpoints_are_refused(saved: Saved, tmp_path: Path, what: str, message: str) -> None:
     _, model = saved("qwen3_moe")
     model.save_pretrained(tmp_path)
@@ -170,6 +170,8 @@ def test_odd_checkpoints_are_refused(saved: Saved, tmp_path: Path, what: str, me
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     if what == "missing":
         del weights[name]
+    elif what == "twice":
+        weights[name.removeprefix("model.")] = weights[name] + 1
     else:
         weights[name] = {"shape": weights[name][:, 1:], "dtype": weights[name].half(),
                          "more": weights[name].repeat(2, 1)}[what].contiguous()

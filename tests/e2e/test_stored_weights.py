@@ -17,7 +17,7 @@ from forebay.api import wrap
 from forebay.exported.export import export
 from forebay.open_model import open_model
 from forebay.rewriter.capture.language_model import CaptureError
-from forebay.rewriter.checkpoints import match_weights, quantize, resolve
+from forebay.rewriter.checkpoints import quantize, resolve, stored_tensors
 from forebay.rewriter.checkpoints.match_weights import warn_once
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_quantized
@@ -211,8 +211,8 @@ def test_equal_copies_are_compared_once_while_their_file_is_the_same(
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, folder / "model.safetensors", {"format": "pt"})
     read: list[str] = []
-    plain = match_weights.read_tensor
-    monkeypatch.setattr(match_weights, "read_tensor", lambda record: read.append(record.name) or plain(record))
+    plain = stored_tensors.read_tensor
+    monkeypatch.setattr(stored_tensors, "read_tensor", lambda record: read.append(record.name) or plain(record))
     assert HEAD not in open_model(folder)[0].weights and sorted(read) == [HEAD, EMBEDDING]
     assert HEAD not in open_model(folder)[0].weights and len(read) == 2
     save_file(tensors | {HEAD: tensors[EMBEDDING] + 1}, folder / "model.safetensors", {"format": "pt"})

@@ -18,6 +18,7 @@ from forebay.kernels.products.experts.reference import (
     Stored,
     activated,
     fail,
+    picked,
     sizes,
 )
 from forebay.kernels.products.linear import cpu as linear
@@ -157,12 +158,7 @@ def _by_torch(
     """The same by torch, expert by expert."""
     native.rest()
     sums = out.float() if accumulate else torch.zeros(out.shape)
-    for expert in picks.unique().tolist():
-        known = experts.entries is None or 0 <= expert < experts.entries.shape[0]
-        entry = expert - experts.first if experts.entries is None else int(experts.entries[expert]) if known else -1
-        if expert < 0 or not 0 <= entry < experts.up.shape[0]:
-            continue
-        token, pick = torch.where(picks == expert)
+    for entry, token, pick in picked(picks, experts):
         share, rows = weights[token, pick, None], x[token]
         given = rows * share.to(x.dtype) if form.scales_input else rows
         y = activated(_linear(given, experts.up[entry], experts.up_bias, entry, form, stored).to(x.dtype), form)

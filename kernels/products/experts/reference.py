@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -133,6 +134,18 @@ def _activate(y: Tensor, name: str) -> Tensor:
     return {"": lambda t: t, "silu": functional.silu, "relu": torch.relu}[name](y)
 
 
+def picked(picks: Tensor, experts: Experts) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each entry that `picks` [T, K] choose, in ascending order of experts, with the token and the place of every pick.
+    Picks of experts that have no entry are left out."""
+    for expert in picks.unique().tolist():
+        if experts.entries is None:
+            entry = expert - experts.first
+        else:
+            entry = int(experts.entries[expert]) if 0 <= expert < len(experts.entries) else -1
+        if expert >= 0 and 0 <= entry < experts.up.shape[0]:
+            yield entry, *torch.where(picks == expert)
+
+
 def reference(
     x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form = SWIGLU, stored: Stored = PLAIN
 ) -> Tensor:
@@ -141,13 +154,7 @@ def reference(
     rows, picks = x.double().reshape(-1, hidden), index.reshape(-1, index.shape[-1])
     shares = weights.double().reshape(picks.shape)
     out = torch.zeros_like(rows)
-    for expert in picks.unique().tolist():
-        if expert < 0 or (experts.entries is not None and expert >= len(experts.entries)):
-            continue
-        entry = expert - experts.first if experts.entries is None else int(experts.entries[expert])
-        if not 0 <= entry < experts.up.shape[0]:
-            continue
-        token, pick = torch.where(picks == expert)
+    for entry, token, pick in picked(picks, experts):
         share, given = shares[token, pick, None], rows[token]
         y = (given * share if form.scales_input else given) @ _matrix(experts.up[entry], hidden, form, stored).mT
         y = activated(y if experts.up_bias is None else y + experts.up_bias[entry].double(), form)

@@ -1,0 +1,28 @@
+"""Several reads or writes that are one to who waits for them."""
+
+from __future__ import annotations
+
+import threading
+
+from forebay.runtime.disk.chunks import OnDone
+
+
+class Together:
+    """Calls `done` once when `parts` parts have ended, with the first error among them. They may then be issued again.
+    """
+
+    def __init__(self, parts: int, done: OnDone) -> None:
+        self._parts = self._left = parts
+        self._done = done
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def part(self, error: BaseException | None) -> None:
+        """Tell that one part has ended."""
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            if self._left:
+                return
+            first, self._error, self._left = self._error, None, self._parts
+        self._done(first)
