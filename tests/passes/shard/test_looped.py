@@ -91,6 +91,7 @@ def test_of_parallel_blocks_both_inputs_of_a_chunk_are_gathered_at_once() -> Non
         "all_reduce"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", families.FAMILIES)
 @pytest.mark.parametrize("share", [LINE, GRID, replace(GRID, attention="batch", chunks=(3, 1)), GATHERING,
                                    replace(GRID, attention="batch", gather_chunks=(3, 1))])

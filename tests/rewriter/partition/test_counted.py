@@ -78,6 +78,7 @@ def as_counted(operator: str, ranks: tuple[int, ...], elements: int) -> list[tup
     return [(kind, len(ranks), float(elements * times)) for kind, times in kinds[operator]]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", EVEN)
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -88,6 +89,7 @@ def test_layers_exchange_what_the_model_of_one_dimension_counts(family: str, tok
         family, ChipLayout("1d", (), (), "heads", copied=True), (ranks,), tokens)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", EVEN)
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_layers_exchange_what_the_model_of_two_dimensions_counts(family: str, tokens: int) -> None:
@@ -106,6 +108,7 @@ def test_layers_exchange_what_the_model_of_two_dimensions_counts(family: str, to
             family, ChipLayout("2d", (1,), (), "heads", copied=True), (2, 2), tokens)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", EVEN)
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_chunks_of_sums_are_exchanged_as_often_as_the_model_counts(family: str, tokens: int) -> None:
@@ -121,6 +124,7 @@ def test_chunks_of_sums_are_exchanged_as_often_as_the_model_counts(family: str, 
                           for item in as_counted(*each)) == counted(family, way, shape, tokens)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", EVEN)
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize(("attention", "chunks"), [("heads", 1), ("heads", 2), ("batch", 1)])
@@ -141,6 +145,7 @@ def test_chunks_of_inputs_are_gathered_as_often_as_the_model_counts(family: str,
             family, way, (2, 2), tokens, work)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", EVEN)
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_attention_over_the_batch_exchanges_what_the_model_counts(family: str, tokens: int) -> None:
@@ -157,6 +162,7 @@ def test_attention_over_the_batch_exchanges_what_the_model_counts(family: str, t
                           for item in as_counted(*each)) == counted(family, way, shape, tokens, EIGHT)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", EVEN)
 @pytest.mark.parametrize(("shape", "layout"), [((2, 2), "x"), ((2, 2), "xyz"), ((2, 2, 2), "xy")])
 def test_gathered_weights_are_those_that_the_model_counts(family: str, shape: tuple[int, ...], layout: str) -> None:
