@@ -86,7 +86,7 @@ def graphs_are_checked(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def one_thread_where_models_are_tiny(request: pytest.FixtureRequest) -> Iterator[None]:
     """Operators of tiny models take more time for waking threads than they compute: with two of each of two workers on
-    two cores they take 10 to 30 % more of the processors' time. Files that look for races keep all, and so do kernels."""
+    two cores they take 10 to 30 % more processor time. Files that look for races keep all, and so do kernels."""
     import torch
 
     before = torch.get_num_threads()
