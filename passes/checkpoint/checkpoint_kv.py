@@ -28,11 +28,12 @@ from forebay.kernels.operator import HOST_MEMORY
 from forebay.kernels.operators import ACTIVATION_APPEND_Q, DEQUANTIZE_ROWS, KV_APPEND
 from forebay.passes.checkpoint.smallest_cut import Cut, smallest_cut, token_nbytes
 from forebay.rewriter.ir.cache_layout import CHECKPOINTED, RESTORED
-from forebay.rewriter.ir.graph import META, CacheInput, CheckpointSpec, values_of
+from forebay.rewriter.ir.graph import META, values_of
+from forebay.rewriter.ir.state import CheckpointState, StateInput, state_name
 from forebay.rewriter.ir.symbolic_values import InputLayout, fill_graphs
 
 aten = torch.ops.aten
-X = "cache_x"
+X = "x"  # the tensor of a `CheckpointState`
 _LAYOUT = "layout"  # in the meta of a placeholder that this pass made
 
 
@@ -56,7 +57,7 @@ def checkpoint_kv(step: fx.GraphModule, stored: Format = NATIVE) -> None:
             for call in step.graph.find_nodes(op="call_module")}
     _rewrite_step(step, kept, tables, positions)
     fill_graphs([*(_block(step, name) for name in cuts), step], _layout)
-    step.meta[X] = kept
+    step.meta[CheckpointState.kind] = kept
 
 
 def layer_cuts(step: fx.GraphModule) -> dict[object, Cut]:
@@ -133,12 +134,12 @@ def _width(node: fx.Node) -> int:
     return token_nbytes(node) // _value(node).element_size()
 
 
-def _kept(node: fx.Node, stored: Format) -> CheckpointSpec:
+def _kept(node: fx.Node, stored: Format) -> CheckpointState:
     """What is kept of a token of a value."""
     dtype, width = _value(node).dtype, _width(node)
     if not stored.bits:
-        return CheckpointSpec(width, dtype)
-    return CheckpointSpec(stored.row_nbytes(width, dtype.itemsize), torch.uint8)
+        return CheckpointState(width, dtype)
+    return CheckpointState(stored.row_nbytes(width, dtype.itemsize), torch.uint8)
 
 
 def _tables_used(cut: Cut) -> list[str]:
@@ -259,7 +260,7 @@ def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str], stored: F
     token = next(n for n in graph.find_nodes(op="placeholder") if n.meta.get(META) is None and _value(n).dim() == 3)
     write, width, spec = _GraphEdit(graph), _width(kept), _kept(kept, stored)
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-        cache_x = write.input(X, (spec.dtype, ("B", 1, "L", spec.width)), cache_k.meta.get(META))
+        cache_x = write.input(state_name(X), (spec.dtype, ("B", 1, "L", spec.width)), cache_k.meta.get(META))
         restored = write.input(RESTORED, (torch.int64, ("B", 1, "L")))
         rows_of = write.input(CHECKPOINTED, (torch.int64, ("B", "S")))
         env = {placeholders[name]: write.input(f"{name}_rows", (
@@ -323,10 +324,10 @@ def _bring_forward(slice_: list[fx.Node], made: set[fx.Node]) -> None:
 
 
 def _rewrite_step(
-    step: fx.GraphModule, kept: dict[int, CheckpointSpec], tables: dict[object, list[str]], positions: fx.Node | None
+    step: fx.GraphModule, kept: dict[int, CheckpointState], tables: dict[object, list[str]], positions: fx.Node | None
 ) -> None:
     graph = step.graph
-    caches = [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get(META), CacheInput)]
+    caches = [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get(META), StateInput)]
     write = _GraphEdit(graph)
     with graph.inserting_before(caches[0]):
         restored = write.input(RESTORED, (torch.int64, ("B", 1, "L")))
@@ -337,8 +338,8 @@ def _rewrite_step(
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         for call in calls:
             layer, spec = call.meta["layer"], kept[call.meta["layer"]]
-            given_x[layer] = write.input(f"{X}_{layer}", (spec.dtype, ("B", 1, "L", spec.width)),
-                                         CacheInput(layer, "x", windows[layer]))
+            given_x[layer] = write.input(state_name(X, layer), (spec.dtype, ("B", 1, "L", spec.width)),
+                                         StateInput(layer, X, CheckpointState.kind, windows[layer]))
     env: dict[fx.Node, fx.Node] = {}
     if positions is not None and any(tables.values()):
         with graph.inserting_before(positions.next):
@@ -353,6 +354,6 @@ def _rewrite_step(
             for table in given:
                 write.over_rows([n for n in _cone(positions, table) if n not in env], env, positions, rows)  # type: ignore[arg-type]
         inner = [n.name for n in _block(step, call.target).graph.find_nodes(op="placeholder")]
-        more = {X: given_x[call.meta["layer"]], RESTORED: restored, CHECKPOINTED: rows_of,
+        more = {state_name(X): given_x[call.meta["layer"]], RESTORED: restored, CHECKPOINTED: rows_of,
                 **{f"{name}_rows": env[table] for name, table in zip(names, given, strict=True)}}
         call.args = (*call.args, *(more[name] for name in inner[len(call.args):]))

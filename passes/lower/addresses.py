@@ -10,9 +10,10 @@ from torch import fx
 
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.gathers import GATHER_BUFFER, gathers_weight
-from forebay.rewriter.ir.graph import META, STREAMED, CacheInput, Layout, WeightInput, storage_of, values_of
+from forebay.rewriter.ir.graph import META, STREAMED, Layout, WeightInput, storage_of, values_of
 from forebay.rewriter.ir.program import Span, TensorRef
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.state import StateInput
 
 # A symbol stands in place of an arena where the address is known only when a layer is stamped: "?w3" is the memory that
 # the graph's placeholder 3 stands for, "?t2" the tile that its fetch number 2 brings, "?ax" the planned buffer x of the
@@ -59,7 +60,7 @@ class Addresses:
             symbol = f"{GATHERED}{self.ahead[base]}"
             return symbol, 0, symbol
         if base.op == "placeholder":
-            if isinstance(base.meta.get(META), WeightInput | CacheInput):
+            if isinstance(base.meta.get(META), WeightInput | StateInput):
                 return self.symbols[base], 0, self.symbols[base]
             if base in self.inputs:
                 return self.inputs[base]

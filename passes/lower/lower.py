@@ -35,9 +35,10 @@ from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.cache_layout import staged_layers
 from forebay.rewriter.ir.draft import Arrive, Draft, Exchanged, Fetch, Found, Free, Lookup, Move
 from forebay.rewriter.ir.gathers import GATHER_BUFFER
-from forebay.rewriter.ir.graph import META, CacheInput, Layout, WeightInput, hands_on, values_of
+from forebay.rewriter.ir.graph import META, Layout, WeightInput, hands_on, values_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import FileSlice, Launch, Release, Rows, Span, TensorRef, span_of
+from forebay.rewriter.ir.state import StateInput, state_name
 
 
 @dataclass
@@ -191,10 +192,10 @@ class _Lowering:
                 b = self.buffers.get(mark.name)
                 if b is not None:  # else it streams from disk
                     symbols[symbol] = b.arena, b.offset, b.name
-            elif isinstance(mark, CacheInput) and self.staging is not None:
+            elif isinstance(mark, StateInput) and self.staging is not None:
                 staged[symbol] = self.staging.offset(mark)
-            elif isinstance(mark, CacheInput):
-                b = self.buffers[f"cache_{mark.side}_{mark.layer}"]
+            elif isinstance(mark, StateInput):
+                b = self.buffers[state_name(mark.tensor, mark.layer)]
                 cache[symbol] = (b.arena, b.offset, b.name), b.nbytes // self.count
         return _Stamp(layer, symbols, names, cache, staged)
 
@@ -305,4 +306,4 @@ class _Lowering:
 def _activations(call: fx.Node) -> list[fx.Node]:
     """The arguments of a block call that are neither weights nor cache."""
     return [arg for arg in call.args if isinstance(arg, fx.Node) and values_of(arg)
-            and not isinstance(arg.meta.get(META), WeightInput | CacheInput)]
+            and not isinstance(arg.meta.get(META), WeightInput | StateInput)]

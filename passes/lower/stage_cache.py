@@ -33,9 +33,9 @@ from forebay.rewriter.ir.cache_layout import (
     moved_shares,
 )
 from forebay.rewriter.ir.draft import Arrive, Draft, Evict, Fetch, Free, Move, Outgoing, Store
-from forebay.rewriter.ir.graph import CacheInput
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import COMPUTE, Release, Rows, Span, TensorRef, span_of
+from forebay.rewriter.ir.state import StateInput
 
 
 class CacheStaging:
@@ -62,10 +62,9 @@ class CacheStaging:
             draft.inputs[name] = TensorRef(b.arena, b.offset, "int64", (self.count * size,), (1,), name)
             draft.resident[name] = span_of(draft.inputs[name])
 
-    def offset(self, mark: CacheInput) -> int:
-        """Where K, V or checkpoints of a layer begin in what is staged."""
-        layer = self.layers[mark.layer]
-        return {"k": 0, "v": layer.beside, "x": layer.checkpoint_offset}[mark.side]
+    def offset(self, mark: StateInput) -> int:
+        """Where a tensor of a layer's states begins in what is staged."""
+        return self.layers[mark.layer].offset(mark)
 
     def bring(self, layer: int, micro_batch: int) -> Address:
         """Load the blocks that exist, and put the tails beside them; where they lie then. A cache that is attended

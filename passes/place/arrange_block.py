@@ -11,8 +11,9 @@ from torch import fx
 
 from forebay.passes.allocators import Allocation, Buffer, allocate
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
-from forebay.rewriter.ir.graph import META, CacheInput, hands_on, storage_of, weight_name
+from forebay.rewriter.ir.graph import META, hands_on, storage_of, weight_name
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.state import StateInput
 
 TIME_LIMIT_S = 1.0
 
@@ -64,7 +65,7 @@ def _tokens(nodes: Sequence[fx.Node]) -> int:
 def touches_cache(node: fx.Node) -> bool:
     """Whether an operator reads or writes a cache."""
     return node.op == "call_function" and any(
-        isinstance(storage_of(operand)[0].meta.get(META), CacheInput) for operand in node.all_input_nodes)
+        isinstance(storage_of(operand)[0].meta.get(META), StateInput) for operand in node.all_input_nodes)
 
 
 def reads_matrix(operand: fx.Node) -> bool:

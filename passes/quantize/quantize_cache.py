@@ -7,7 +7,8 @@ from torch import fx
 
 from forebay.kernels.formats.table import CacheFormat
 from forebay.kernels.operators import ATTENTION, KV_APPEND, find, of_target
-from forebay.rewriter.ir.graph import META, CacheInput
+from forebay.rewriter.ir.graph import META
+from forebay.rewriter.ir.state import KVState, StateInput
 
 
 def quantize_cache(gm: fx.GraphModule, stored: CacheFormat) -> None:
@@ -17,7 +18,7 @@ def quantize_cache(gm: fx.GraphModule, stored: CacheFormat) -> None:
     A graph without cache operators keeps its nodes.
     """
     caches: dict[fx.Node, None] = {n: None for n in gm.graph.find_nodes(op="placeholder")
-                                   if isinstance(n.meta.get(META), CacheInput)}
+                                   if isinstance(mark := n.meta.get(META), StateInput) and mark.kind == KVState.kind}
     for node in gm.graph.nodes:
         operator = of_target(node.target)
         if operator not in (ATTENTION, KV_APPEND):

@@ -14,8 +14,9 @@ from forebay.passes.shard.gathered import GatheredStep
 from forebay.passes.shard.looped import InChunks, piece_name
 from forebay.passes.shard.sequences import Apart
 from forebay.passes.shard.split import ShardError, Split, shape_of
-from forebay.rewriter.ir.graph import META, CacheInput, WeightInput, block_graphs, weight_name
+from forebay.rewriter.ir.graph import META, WeightInput, block_graphs, weight_name
 from forebay.rewriter.ir.share import RankShare, ranges
+from forebay.rewriter.ir.state import StateInput
 
 
 def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int], stored: Mapping[Any, Cuts] | None = None,
@@ -57,7 +58,7 @@ def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int], stored
 def _note(cuts: Cuts, outer: fx.Node, inner: fx.Node, found: Cuts) -> None:
     """Note of a step's placeholder, which a layer is given as `inner`, what the layer has of it."""
     mark, name = outer.meta.get(META), weight_name(inner)
-    if isinstance(mark, CacheInput) and inner.name in found.heads:
+    if isinstance(mark, StateInput) and inner.name in found.heads:
         cuts.heads[outer.name] = found.heads[inner.name]
     elif isinstance(mark, WeightInput) and name in found.in_pieces:
         cuts.in_pieces[mark.name] = found.in_pieces[name]

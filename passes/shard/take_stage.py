@@ -11,8 +11,9 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from forebay.passes.shard.split import ShardError, same, shape_of
-from forebay.rewriter.ir.graph import META, CacheInput, WeightInput, copy_node, values_of
+from forebay.rewriter.ir.graph import META, WeightInput, copy_node, values_of
 from forebay.rewriter.ir.share import RankShare, group_name
+from forebay.rewriter.ir.state import StateInput, state_name
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
@@ -92,11 +93,11 @@ class _Staged:
 
     def _input(self, node: fx.Node) -> fx.Node:
         mark = node.meta.get(META)
-        assert mark is None or isinstance(mark, WeightInput | CacheInput)
-        if not isinstance(mark, CacheInput):
+        assert mark is None or isinstance(mark, WeightInput | StateInput)
+        if not isinstance(mark, StateInput):
             return copy_node(self.graph, node, {})
         mine = replace(mark, layer=mark.layer - self.first)
-        name = f"cache_{mine.side}_{mine.layer}"
+        name = state_name(mine.tensor, mine.layer)
         new = self.graph.create_node("placeholder", name, name=name)
         new.meta.update(node.meta, **{META: mine})
         return new

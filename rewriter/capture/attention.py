@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,12 +10,12 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from forebay.kernels.operators import ATTENTION, KV_APPEND
+from forebay.rewriter.capture.layer_states import layer_state, starts
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.capture.patterns import Temperature, window_of
+from forebay.rewriter.ir.state import KVState
 
 NAME = "forebay"  # value of config._attn_implementation
-
-_start: ContextVar[torch.Tensor] = ContextVar("forebay_start")
 
 
 def register_attention() -> None:
@@ -27,21 +24,6 @@ def register_attention() -> None:
     No mask is registered on purpose: transformers then builds none, for any of its mask kinds.
     """
     AttentionInterface.register(NAME, _attention)
-
-
-@contextmanager
-def starting_at(start: torch.Tensor) -> Iterator[None]:
-    """Let attention calls made inside read `start` [B], the number of tokens already cached per sequence."""
-    token = _start.set(start)
-    try:
-        yield
-    finally:
-        _start.reset(token)
-
-
-def starts() -> torch.Tensor:
-    """What `starting_at` was given."""
-    return _start.get()
 
 
 def _attention(
@@ -69,10 +51,10 @@ def _attention(
     window = window_of(module, sliding)
     temperature: Temperature | None = vars(module).get("query_temperature")
     if temperature is not None:
-        query = temperature.scale(query, _start.get()[:, None] + torch.arange(query.shape[2], device=query.device))
+        query = temperature.scale(query, starts()[:, None] + torch.arange(query.shape[2], device=query.device))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = ATTENTION.overload(
-        query, key, value, _start.get(), float(scale), window, float(softcap or 0.0)
+        query, key, value, starts(), float(scale), window, float(softcap or 0.0)
     )
     return out, None
 
@@ -108,16 +90,11 @@ class _CacheLayer(CacheLayerMixin):
 
 
 class TracedCache(Cache):
-    """A transformers cache that hands k [B, Hkv, S, D] and v to `store`, whatever the layer index."""
+    """A transformers cache whose layers, whatever their index, keep k and v [B, Hkv, S, D] as their state: what is new
+    is appended at `starts`, and all `length` tokens are read."""
 
-    def __init__(
-        self,
-        store: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-        length: int | torch.SymInt = 1,
-        in_layer: bool = False,
-    ) -> None:
+    def __init__(self, length: int | torch.SymInt = 1, in_layer: bool = False) -> None:
         super().__init__(layers=[_CacheLayer(length)])
-        self.store = store
         self.length = length
         self.in_layer = in_layer
 
@@ -128,7 +105,12 @@ class TracedCache(Cache):
         if width != other:
             raise CaptureError(f"it caches rows of unequal width, {width} and {other} (latent attention), which is not "
                                "implemented")
-        return self.store(key_states, value_states)
+        if key_states.shape != value_states.shape or key_states.dtype != value_states.dtype:
+            raise CaptureError(f"a layer has keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} of "
+                               "unequal shape")
+        k, v = layer_state(KVState(key_states.shape[1], width, key_states.dtype))
+        KV_APPEND.overload(k, v, key_states, value_states, starts())
+        return k, v
 
     def get_seq_length(self, layer_idx: object = 0, *args: Any) -> int:
         if self.in_layer:
@@ -137,13 +119,3 @@ class TracedCache(Cache):
 
     def get_mask_sizes(self, query_length: Any, layer_idx: object = 0) -> tuple[int, int]:
         return self.length, 0  # type: ignore[return-value]
-
-
-def append_into(cache_k: torch.Tensor, cache_v: torch.Tensor, start: torch.Tensor) -> TracedCache:
-    """A cache over the given tensors [B, Hkv, L, D]: storing appends at `start` [B] and reads the whole length."""
-
-    def store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        KV_APPEND.overload(cache_k, cache_v, k, v, start)
-        return cache_k, cache_v
-
-    return TracedCache(store, cache_k.shape[2], in_layer=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,7 +16,8 @@ from torch.utils import _pytree as pytree
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.kernels.operators import ATTENTION, KV_APPEND
 from forebay.rewriter.capture.layers import CaptureError, LayerCall, LayerCalls, Slot
-from forebay.rewriter.ir.graph import META, CacheInput, CacheSpec, CapturedModel, WeightInput, WeightSpec
+from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput, WeightSpec
+from forebay.rewriter.ir.state import KVState, StateInput, StateSpec, state_name
 
 _aten = torch.ops.aten
 _KEPT_META = ("val", "nn_module_stack", "stack_trace")
@@ -41,7 +43,7 @@ class Kind:
 
     program: ExportedProgram
     call: LayerCall
-    cache: CacheSpec
+    states: tuple[StateSpec, ...]
 
 
 @dataclass
@@ -61,8 +63,9 @@ class _TracedBlock:
     others: tuple[int, ...]  # which of the layer's other inputs it reads
     weights: dict[str, torch.Tensor]  # relative name -> traced value
     constants: tuple[tuple[str, torch.Tensor, bool], ...]
-    cache: CacheSpec
-    cache_val: torch.Tensor  # traced value of either cache input
+    states: tuple[StateSpec, ...]
+    state_vals: tuple[torch.Tensor, ...]  # traced values of their tensors
+    counted: bool  # it reads `count`
 
 
 def _read(program: ExportedProgram, prefix: str) -> _Traced:
@@ -153,16 +156,20 @@ def _copy_node(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> f
 
 def _make_block(kind: Kind) -> _TracedBlock:
     traced = _read(kind.program, "layer.")
-    _check_ops(traced.graph)
+    tensors = [tensor for spec in kind.states for tensor in spec.tensors]
+    _check_ops(traced.graph, kind.states)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    hidden, *others, start, cache_k, cache_v = traced.inputs
+    first = len(traced.inputs) - len(tensors)
+    hidden, *others, start, count = traced.inputs[:first]
+    kept = traced.inputs[first:]
     env[hidden] = _placeholder(graph, "hidden", hidden.meta["val"])
     names = _other_names(kind.call)
     used = tuple(i for i, node in enumerate(others) if node.users)
     for i in used:
         env[others[i]] = _placeholder(graph, names[i], others[i].meta["val"])
-    for node, name in ((start, "start"), (cache_k, "cache_k"), (cache_v, "cache_v")):
+    named = [(start, "start"), *([(count, "count")] if count.users else ())]
+    for node, name in (*named, *zip(kept, (state_name(tensor.name) for tensor in tensors), strict=True)):
         env[node] = _placeholder(graph, name, node.meta["val"])
     weights = {node: name for node, name in traced.weights.items() if node.users}
     constants = {node: entry for node, entry in traced.constants.items() if node.users}
@@ -172,20 +179,22 @@ def _make_block(kind: Kind) -> _TracedBlock:
         if node.op not in ("placeholder", "output"):
             env[node] = _copy_node(graph, node, env)
     graph.output(env[traced.result])
-    (attention,) = graph.find_nodes(op="call_function", target=ATTENTION.overload)
-    window = int(ATTENTION.argument(attention.args, "window"))
-    cache = replace(kind.cache, window=window)
+    windows = [int(ATTENTION.argument(node.args, "window"))
+               for node in graph.find_nodes(op="call_function", target=ATTENTION.overload)]
+    states = tuple(replace(spec, window=windows[0]) if isinstance(spec, KVState) else spec for spec in kind.states)
     vals = {name: node.meta["val"] for node, name in weights.items()}
-    return _TracedBlock(_LazyGraphModule({}, graph), used, vals, tuple(constants.values()), cache, cache_k.meta["val"])
+    return _TracedBlock(_LazyGraphModule({}, graph), used, vals, tuple(constants.values()), states,
+                        tuple(node.meta["val"] for node in kept), bool(count.users))
 
 
-def _check_ops(graph: fx.Graph) -> None:
-    for op in (ATTENTION.overload, KV_APPEND.overload):
-        count = len(graph.find_nodes(op="call_function", target=op))
-        if count != 1:
+def _check_ops(graph: fx.Graph, states: tuple[StateSpec, ...]) -> None:
+    called = Counter(str(node.target).removesuffix(".default") for node in graph.nodes if node.op == "call_function")
+    wanted = Counter(name for spec in states for name in spec.operators)
+    for name in (ATTENTION.name, KV_APPEND.name, *wanted):
+        if called[name] != wanted[name]:
             raise CaptureError(
-                f"a layer came out with {count} calls of {op.name()} where there must be one: "
-                "it does not use transformers' attention interface as its class claims"
+                f"a layer came out with {called[name]} calls of {name} where there must be {wanted[name]}: it does not "
+                "keep its state as its class claims, K and V through transformers' attention interface"
             )
 
 
@@ -238,11 +247,8 @@ def join(
     graph = fx.Graph()
     env = {node: _placeholder(graph, node.name, node.meta["val"]) for node in outer.inputs}
     start = env[outer.inputs[1]]
-    caches = [
-        [_placeholder(graph, f"cache_{side}_{i}", block.cache_val, CacheInput(i, side, block.cache.window))
-         for side in "kv"]
-        for i, block in enumerate(blocks)
-    ]
+    count = [env[node] for node in outer.inputs if node.name == "count"]
+    states = [_state_inputs(graph, i, block) for i, block in enumerate(blocks)]
     inputs = {
         name: _placeholder(graph, name.replace(".", "_"), weights[name], WeightInput(name))
         for name in dict.fromkeys(names.values())
@@ -257,7 +263,8 @@ def join(
     def call_block(call: LayerCall, hidden: fx.Node, val: object) -> fx.Node:
         i = call.layer
         others = [env[markers[run].args[1][position]] for run, position in call.sources]  # type: ignore[union-attr,index]
-        given = [hidden, *(others[j] for j in blocks[i].others), start, *caches[i]]
+        given = [hidden, *(others[j] for j in blocks[i].others), start, *count * blocks[i].counted,
+                 *states[i]]
         given += [inputs[name] for name in (*layer_weights[i].values(), *layer_constants[i])]
         node = graph.create_node("call_module", kind_of_layer[i], name=f"layer_{i}")
         node.args = tuple(given)  # given above, they would be searched
@@ -283,13 +290,20 @@ def join(
         constants=constants,
         layers=tuple(kind_of_layer),
         layer_weights=layer_weights,
-        cache=tuple(block.cache for block in blocks),
+        states=tuple(block.states for block in blocks),
         vocab_size=int(outer.result.meta["val"].shape[-1]),
         max_positions=int(getattr(model.config, "max_position_embeddings", None)
                           or getattr(model.config, "max_seq_len", None) or 0),
         dtype=model.dtype,
         model_type=model.config.model_type,
     )
+
+
+def _state_inputs(graph: fx.Graph, layer: int, block: _TracedBlock) -> list[fx.Node]:
+    marks = [StateInput(layer, tensor.name, spec.kind, spec.window if isinstance(spec, KVState) else 0)
+             for spec in block.states for tensor in spec.tensors]
+    return [_placeholder(graph, state_name(mark.tensor, layer), val, mark)
+            for mark, val in zip(marks, block.state_vals, strict=True)]
 
 
 def _weight_specs(weights: dict[str, torch.Tensor], names: dict[str, str]) -> dict[str, WeightSpec]:

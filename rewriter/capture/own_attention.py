@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from forebay.kernels.operators import ATTENTION
-from forebay.rewriter.capture.attention import starts
 from forebay.rewriter.capture.cache_name import find_cache
 from forebay.rewriter.capture.family import FAMILIES as FAMILIES
 from forebay.rewriter.capture.family import Family, register_family
+from forebay.rewriter.capture.layer_states import starts
 from forebay.rewriter.capture.layers import CaptureError
 
 _PIECE = 256  # whole numbers up to it are exact in every dtype

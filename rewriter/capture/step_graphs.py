@@ -16,11 +16,12 @@ from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.cache_layout import CHECKPOINTED, RESTORED
 from forebay.rewriter.ir.gathers import gathers_weight
-from forebay.rewriter.ir.graph import META, CacheSpec, CapturedModel, WeightInput
+from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.ir.schedule.speculation import Speculation
+from forebay.rewriter.ir.state import CheckpointState, StateSpec, kv_state, kv_states, require_states, state_name
 
 StepGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh graph of concrete sizes
 
@@ -80,6 +81,7 @@ def step_graphs(
     its `speculative_steps` give logits of every token. PlanError for such steps, and for checkpoints, of a model that
     cannot have any."""
     plain = captured
+    _refuse_features(captured, batching)
     if batching.gathering.buffers and not _gathers(captured):
         raise PlanError("plan.schedule.batching.gathering.buffers: no step of this model gathers weights as they are "
                         "kept")
@@ -120,13 +122,27 @@ def step_graphs(
                            batching=replace(batching, speculation=Speculation(sizes)))
 
     return StepGraphs(fingerprint, step, files, captured.constants, host_hop, sample=sample,
-                      prefill=None if batching.cache.staged or batching.admitted else (
-                          lambda tokens: step(tokens, workload.prompt)),
-                      cache_format=captured.cache[0].format if captured.cache else "native", batching=batching,
+                      prefill=None if batching.cache.staged or batching.admitted or not all(
+                          tensor.grows for states in captured.states for spec in states for tensor in spec.tensors)
+                      else lambda tokens: step(tokens, workload.prompt),
+                      cache_format=next((kv.format for kv in map(kv_state, captured.states) if kv), "native"),
+                      batching=batching,
                       activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
                       gathers=captured.prefill is not None,
                       speculate=speculate if gives_every_position(captured) else None,
                       checkpoint_tokens=lambda tokens, kept: checkpoint_tokens(_checkpointed(plain, kept), tokens))
+
+
+def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
+    """PlanError for what the states of a layer cannot do."""
+    if batching.cache.staged:
+        require_states(captured.states, "pageable", "plan.schedule.batching.cache.tier")
+    if batching.admitted:
+        require_states(captured.states, "pageable", "plan.schedule.batching.admission.sequences")
+    if batching.speculation.steps:
+        require_states(captured.states, "rewindable", "plan.schedule.batching.speculation.steps")
+    if batching.recomputation.checkpoints:
+        kv_states(captured.states, "plan.schedule.batching.recomputation.checkpoints")
 
 
 def _gathers(captured: CapturedModel) -> bool:
@@ -161,16 +177,14 @@ def step_inputs(
     batch, context = workload.batch, workload.context if cached is None else cached
     own = own_sequences(captured, batch, batching)
     inputs = {"input_ids": _meta((batch, tokens)), "start": _meta((batch,)), "last": _meta((batch,))}
-    if any(node.name == "length" for node in captured.step.graph.find_nodes(op="placeholder")):
-        inputs["length"] = _meta((batch,))
+    named = {node.name for node in captured.step.graph.find_nodes(op="placeholder")}
+    inputs |= {name: _meta((batch,)) for name in ("length", "count") if name in named}
     if captured.embeds:
         inputs["inputs_embeds"] = _meta((batch, tokens, captured.embeds), captured.dtype)
-    for i, spec in enumerate(captured.cache):
-        for side in "kv":
-            inputs[f"cache_{side}_{i}"] = _token_major(batch, context, spec, batching) if batching.cache.staged else (
-                _meta((own, spec.kv_heads, context, spec.head_dim), spec.dtype))
-        if batching.recomputation.checkpoints:
-            inputs[f"cache_x_{i}"] = checkpoint_input(batch, context, spec, batching)
+    for i, states in enumerate(captured.states):
+        kept = staged_inputs(states, batch, context, batching) if batching.cache.staged else {
+            tensor.name: _meta(tensor.sized(own, context), tensor.dtype) for spec in states for tensor in spec.tensors}
+        inputs |= {state_name(name, i): value for name, value in kept.items()}
     if batching.recomputation.checkpoints:
         inputs[RESTORED] = _meta((batch, 1, batching.checkpoint_blocks(context) * batching.recomputation.block_tokens))
         inputs[CHECKPOINTED] = _meta((batch, tokens))
@@ -210,46 +224,60 @@ def _weight_inputs(captured: CapturedModel) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def _token_major(batch: int, context: int, spec: CacheSpec, batching: BatchSchedule) -> torch.Tensor:
-    """K or V of [B, Hkv, L, D] as views of [B, blocks, T, 2, Hkv, D], the bytes of a token padded so that T of them are
-    whole pages."""
-    heads, width = spec.kv_heads, spec.head_dim
-    tokens = batching.cache_blocks(context) * batching.cache.block_tokens
-    stride = _token_nbytes(spec, batching.cache.block_tokens) // spec.dtype.itemsize
-    return torch.empty_strided((batch, heads, tokens, width), (tokens * stride, width, stride, 1), dtype=spec.dtype,
-                               device=_META)
+def staged_inputs(
+    states: Sequence[StateSpec], batch: int, context: int, batching: BatchSchedule
+) -> dict[str, torch.Tensor]:
+    """The tensors of a layer's states in a staging slot, by name: K and V [B, Hkv, L, D] as views of
+    [B, blocks, T, 2, Hkv, D], the bytes of a token padded so that T of them are whole pages; checkpoints
+    [B, 1, rows, width], those of a block in as many bytes as K and V have there."""
+    (kv,), kept = kv_states([states], "plan.schedule.batching.cache.tier"), _checkpoint(states)
+    block_tokens = batching.cache.block_tokens
+    tokens = batching.cache_blocks(context) * block_tokens
+    stride = _token_nbytes(states, block_tokens) // kv.dtype.itemsize
+    found = {tensor.name: torch.empty_strided(tensor.sized(batch, tokens), (tokens * stride, kv.head_dim, stride, 1),
+                                              dtype=kv.dtype, device=_META) for tensor in kv.tensors}
+    if kept is not None:
+        rows = batching.checkpoint_blocks(context) * batching.recomputation.block_tokens
+        stride = block_nbytes(states, block_tokens) // batching.recomputation.block_tokens // kept.dtype.itemsize
+        found |= {tensor.name: torch.empty_strided(tensor.sized(batch, rows), (rows * stride, rows * stride, stride, 1),
+                                                   dtype=kept.dtype, device=_META) for tensor in kept.tensors}
+    return found
 
 
-def _token_nbytes(spec: CacheSpec, tokens: int) -> int:
+def _checkpoint(states: Sequence[StateSpec]) -> CheckpointState | None:
+    return next((spec for spec in states if isinstance(spec, CheckpointState)), None)
+
+
+def _token_nbytes(states: Sequence[StateSpec], tokens: int) -> int:
     """Bytes from K and V of one token to those of the next, so that a block of `tokens` is whole pages, and has room
     for checkpoints of twice as many tokens where hardly more bytes give it."""
-    unit = PAGE_NBYTES // math.gcd(PAGE_NBYTES, tokens)
-    plain = -(-2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize // unit) * unit
-    if spec.checkpoint is None:
+    unit, kept = PAGE_NBYTES // math.gcd(PAGE_NBYTES, tokens), _checkpoint(states)
+    plain = -(-sum(spec.token_nbytes for spec in states if spec is not kept) // unit) * unit
+    if kept is None:
         return plain
-    most = MOST_PADDED * plain / spec.checkpoint.nbytes  # checkpoints for each token of K and V
-    return max(plain, -(-int(2.0 ** math.floor(math.log2(most)) * spec.checkpoint.nbytes) // unit) * unit)
+    most = MOST_PADDED * plain / kept.token_nbytes  # checkpoints for each token of K and V
+    return max(plain, -(-int(2.0 ** math.floor(math.log2(most)) * kept.token_nbytes) // unit) * unit)
 
 
-def _block_nbytes(spec: CacheSpec, tokens: int) -> int:
-    """Bytes of a block of K and V of so many tokens."""
-    return tokens * _token_nbytes(spec, tokens)
+def block_nbytes(states: Sequence[StateSpec], tokens: int) -> int:
+    """Bytes of a block of a layer's K and V of so many tokens."""
+    return tokens * _token_nbytes(states, tokens)
 
 
 def checkpoint_tokens(captured: CapturedModel, cache_tokens: int) -> int:
     """Tokens whose checkpoints fill a block that holds K and V of `cache_tokens` tokens: `cache_tokens` times or over a
     power of two, so that stretches of tokens are of either. 0 where a block does not hold one, or layers differ."""
-    found = {_checkpoint_tokens(spec, cache_tokens) for spec in captured.cache}
+    found = {_checkpoint_tokens(states, cache_tokens) for states in captured.states}
     return found.pop() if len(found) == 1 else 0
 
 
-def _checkpoint_tokens(spec: CacheSpec, cache_tokens: int) -> int:
-    nbytes, kept = _block_nbytes(spec, cache_tokens), spec.checkpoint
+def _checkpoint_tokens(states: Sequence[StateSpec], cache_tokens: int) -> int:
+    nbytes, kept = block_nbytes(states, cache_tokens), _checkpoint(states)
     assert kept is not None
 
     def fits(tokens: int) -> bool:
         """Whether rows of so many tokens have room, and begin where words do."""
-        return tokens * kept.nbytes <= nbytes and nbytes % (tokens * max(kept.dtype.itemsize, 4)) == 0
+        return tokens * kept.token_nbytes <= nbytes and nbytes % (tokens * max(kept.dtype.itemsize, 4)) == 0
 
     tokens = cache_tokens
     while tokens and not fits(tokens):
@@ -257,17 +285,6 @@ def _checkpoint_tokens(spec: CacheSpec, cache_tokens: int) -> int:
     while tokens and fits(2 * tokens):
         tokens *= 2
     return tokens if tokens and max(tokens, cache_tokens) % min(tokens, cache_tokens) == 0 else 0
-
-
-def checkpoint_input(batch: int, context: int, spec: CacheSpec, batching: BatchSchedule) -> torch.Tensor:
-    """Checkpoints [B, 1, rows, width] of sequences in a staging slot, those of a block in as many bytes as K and V have
-    there."""
-    rows, kept = batching.checkpoint_blocks(context) * batching.recomputation.block_tokens, spec.checkpoint
-    assert kept is not None
-    block_nbytes = _block_nbytes(spec, batching.cache.block_tokens)
-    stride = block_nbytes // batching.recomputation.block_tokens // kept.dtype.itemsize
-    return torch.empty_strided((batch, 1, rows, kept.width), (rows * stride, rows * stride, stride, 1),
-                               dtype=kept.dtype, device=_META)
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:

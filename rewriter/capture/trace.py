@@ -16,9 +16,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from forebay.kernels.operator import HOST_MEMORY
-from forebay.rewriter.capture.attention import TracedCache, append_into, starting_at
+from forebay.rewriter.capture.attention import TracedCache
 from forebay.rewriter.capture.cache_name import cache_argument
 from forebay.rewriter.capture.family import family_of, outer_inputs
+from forebay.rewriter.capture.layer_states import layer_inputs, starts
 from forebay.rewriter.capture.layers import (
     CaptureError,
     LayerCall,
@@ -34,7 +35,8 @@ from forebay.rewriter.capture.merge import Kind, join
 from forebay.rewriter.capture.patterns import mark_patterns
 from forebay.rewriter.capture.released import failures_released, release_symbols, sources_released
 from forebay.rewriter.capture.rotary import calls_of, follow_length
-from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, Gives
+from forebay.rewriter.ir.graph import CapturedModel, Gives
+from forebay.rewriter.ir.state import KVState, StateSpec
 
 # Example sizes: unequal, so that a size mistaken for another shows, and none is 1, which tracing would specialise.
 _B, _S, _L = 3, 7, 19
@@ -48,7 +50,7 @@ class _TrialRun:
     """What one run of a layer over fake tensors showed."""
 
     returned: int  # elements of the tuple it returns, 0 if it returns the bare hidden state
-    cache: CacheSpec
+    states: tuple[StateSpec, ...]
 
     def output(self, hidden: torch.Tensor) -> Any:
         return (hidden, *[None] * (self.returned - 1)) if self.returned else hidden
@@ -62,7 +64,7 @@ class _Step(nn.Module):
         self.model = model
         self.calls = calls
         self.wanted = wanted
-        self.cache = TracedCache(_no_store)
+        self.cache = TracedCache()
         if wanted == "last":
             head = model.get_output_embeddings()
             if head is None:
@@ -77,7 +79,7 @@ class _Step(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, start: torch.Tensor, last: torch.Tensor, length: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None, count: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.calls.clear()
         positions = start[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -86,7 +88,7 @@ class _Step(nn.Module):
             _given.set([(input_ids, inputs_embeds)])
             input_ids = input_ids.clamp(min=0)
         try:
-            with starting_at(start), calls_of(length):
+            with layer_inputs(start, start if count is None else count), calls_of(length):
                 out = self.model(
                     input_ids=input_ids,
                     **outer_inputs(self.model, positions),
@@ -120,14 +122,19 @@ def _score(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 class _Layer(nn.Module):
     """One layer with every tensor it reads as an input, its index unknown to it."""
 
-    def __init__(self, layer: nn.Module, call: LayerCall) -> None:
+    def __init__(self, layer: nn.Module, call: LayerCall, states: tuple[StateSpec, ...]) -> None:
         super().__init__()
         self.layer, self.call = layer, call
+        self.shapes = [tensor.shape for spec in states for tensor in spec.tensors]
 
     def forward(
-        self, hidden: torch.Tensor, others: list[torch.Tensor], start: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, hidden: torch.Tensor, others: list[torch.Tensor], start: torch.Tensor, count: torch.Tensor,
+        states: list[torch.Tensor],
     ) -> torch.Tensor:
-        cache = append_into(k, v, start)
+        given = iter(states)
+        lengths = [value.shape[shape.index("L")] for value, shape in zip(states, self.shapes, strict=True)
+                   if "L" in shape]
+        cache = TracedCache(lengths[0] if lengths else 1, in_layer=True)
 
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, Slot):
@@ -135,13 +142,9 @@ class _Layer(nn.Module):
             return cache if isinstance(leaf, TracedCache) else leaf
 
         args, kwargs = pytree.tree_unflatten([fill(leaf) for leaf in self.call.leaves], self.call.spec)
-        with starting_at(start):
+        with layer_inputs(start, count, lambda spec: tuple(next(given) for _ in spec.tensors)):
             out = self.layer(*args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
-
-
-def _no_store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    raise CaptureError("it stores keys and values outside its repeated layers")
 
 
 def trace_model(model: Any, wanted: Gives, embeds: bool = False) -> CapturedModel:
@@ -214,6 +217,8 @@ class _Tracer:
                 self.width = model.get_input_embeddings().weight.shape[1]
                 given["inputs_embeds"] = torch.zeros(_B, _S, self.width, dtype=model.dtype)
             self.step(**given)
+            if any(not spec.rewindable for probe in self.probes.values() for spec in probe.states):
+                given["count"] = torch.zeros(_B, dtype=torch.int64)
         self.exporting = True
         shapes = {name: {0: _BATCH, 1: _SEQ} if value.dim() > 1 else {0: _BATCH} for name, value in given.items()}
         self.program = export(self.step, (), given, dynamic_shapes=shapes, strict=False)
@@ -232,26 +237,22 @@ class _Tracer:
         return self.probes[signature].output(hidden)
 
     def _probe(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _TrialRun:
-        """Run a layer on fake tensors to see what it stores and what it returns."""
-        stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Run a layer on fake tensors to see what it keeps and what it returns."""
+        states: list[StateSpec] = []
 
-        def store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            stored.append((k, v))
-            return k, v
+        def give(spec: StateSpec) -> tuple[torch.Tensor, ...]:
+            states.append(replace(spec, exact=True) if self.exact and isinstance(spec, KVState) else spec)
+            return _example_state(spec)
 
         self._make_fake(self.layers[index])
-        self.step.cache.store = store
-        out = self.layers[index](*args, **kwargs)
-        self.step.cache.store = _no_store
-        if len(stored) != 1:
-            raise CaptureError(f"layer {index} stores keys and values {len(stored)} times, not once")
-        k, v = stored[0]
-        if k.shape != v.shape or k.dtype != v.dtype:
-            raise CaptureError(f"layer {index} has keys {tuple(k.shape)} and values {tuple(v.shape)} of unequal shape")
+        with layer_inputs(starts(), starts(), give):
+            out = self.layers[index](*args, **kwargs)
+        names = [tensor.name for spec in states for tensor in spec.tensors]
+        if len(set(names)) < len(names):
+            raise CaptureError(f"layer {index} keeps two states of the same tensors: {', '.join(names)}")
         if isinstance(out, tuple) and any(isinstance(extra, torch.Tensor) for extra in out[1:]):
             raise CaptureError(f"layer {index} returns more than a hidden state")
-        cache = CacheSpec(k.shape[1], k.shape[3], k.dtype, exact=self.exact)
-        return _TrialRun(len(out) if isinstance(out, tuple) else 0, cache)
+        return _TrialRun(len(out) if isinstance(out, tuple) else 0, tuple(states))
 
     def trace_layers(self, ignore: tuple[str, ...]) -> tuple[dict[str, Kind], list[str]]:
         """Trace one layer of each kind; returns the kinds by name, and the name of each layer's kind."""
@@ -263,34 +264,36 @@ class _Tracer:
             key = (signature, call.key())
             if key not in by_key:
                 by_key[key] = f"block_{len(kinds)}"
-                kinds[by_key[key]] = self._trace_layer(call, self.probes[probe_key].cache, bool(ignore))
+                kinds[by_key[key]] = self._trace_layer(call, self.probes[probe_key].states, bool(ignore))
             kind_of_layer.append(by_key[key])
         return kinds, kind_of_layer
 
-    def _trace_layer(self, call: LayerCall, cache: CacheSpec, hide_index: bool) -> Kind:
+    def _trace_layer(self, call: LayerCall, states: tuple[StateSpec, ...], hide_index: bool) -> Kind:
         layer = self.layers[call.layer]
         self._make_fake(layer)
         indices = {module: vars(module)["layer_idx"] for module in layer.modules() if "layer_idx" in vars(module)}
         with self.mode:
             hidden = self._example(self.calls.hidden[call.run])
             others = [self._example(t) for t in call.others]
-            start = torch.zeros(_B, dtype=torch.int64)
-            k, v = (torch.empty(_B, cache.kv_heads, _L, cache.head_dim, dtype=cache.dtype) for _ in range(2))
+            start, count = (torch.zeros(_B, dtype=torch.int64) for _ in range(2))
+            kept = [value for spec in states for value in _example_state(spec)]
         shapes = (
             self._dims(self.calls.hidden[call.run]),
             [self._dims(t) for t in call.others],
             {0: _BATCH},
-            {0: _BATCH, 2: _LEN},
-            {0: _BATCH, 2: _LEN},
+            {0: _BATCH},
+            [{i: {"B": _BATCH, "L": _LEN}[n] for i, n in enumerate(tensor.shape) if isinstance(n, str)}
+             for spec in states for tensor in spec.tensors],
         )
         try:
             for module in indices if hide_index else ():
                 module.layer_idx = LayerIndex()  # type: ignore[assignment]
-            program = export(_Layer(layer, call), (hidden, others, start, k, v), dynamic_shapes=shapes, strict=False)
+            program = export(_Layer(layer, call, states), (hidden, others, start, count, kept), dynamic_shapes=shapes,
+                             strict=False)
         finally:
             for module, index in indices.items():
                 module.layer_idx = index
-        return Kind(program, call, cache)
+        return Kind(program, call, states)
 
     def _example(self, traced: torch.Tensor) -> torch.Tensor:
         hints = {_BATCH: _B, _SEQ: _S}
@@ -326,6 +329,10 @@ class _Tracer:
             is_parameter = isinstance(tensor, nn.Parameter)
             self.memo[tensor] = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
         return self.memo[tensor]
+
+
+def _example_state(spec: StateSpec) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(tensor.sized(_B, _L), dtype=tensor.dtype) for tensor in spec.tensors)
 
 
 def _dynamic_sizes(program: ExportedProgram) -> dict[Any, Any]:

@@ -11,10 +11,11 @@ from torch import fx
 
 from forebay.kernels.operators import of_target
 from forebay.rewriter.ir.alignment import aligned
-from forebay.rewriter.ir.graph import META, CacheInput, values_of
+from forebay.rewriter.ir.graph import META, values_of
 from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.ir.program import dtype_itemsize
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.state import KV_TENSORS, KVState, StateInput, state_name
 
 OPERANDS = "operands"  # host memory for what a turn's launches there read and write; a buffer for each micro-batch
 # inputs of a step with staged caches, each with one part for every micro-batch: rows of its table of blocks
@@ -133,9 +134,11 @@ class StagedLayer:
     def tail_nbytes(self) -> int:
         return self.tails * self.block_nbytes
 
-    @property
-    def checkpoint_offset(self) -> int:
-        """Where checkpoints begin in a slot."""
+    def offset(self, mark: StateInput) -> int:
+        """Where a tensor of the layer's states begins in a slot: K, then V within each token, checkpoints behind both.
+        """
+        if mark.kind == KVState.kind:
+            return KV_TENSORS.index(mark.tensor) * self.beside
         return self.sequences * self.blocks * self.block_nbytes
 
 
@@ -152,7 +155,7 @@ def staged_layers(
     found = {}
     for node in step.graph.find_nodes(op="placeholder"):
         mark = node.meta.get(META)
-        if isinstance(mark, CacheInput) and mark.side == "k":
+        if isinstance(mark, StateInput) and mark.kind == KVState.kind and mark.layer not in found:
             value = node.meta["val"]
             batch, heads, tokens, width = value.shape
             itemsize = value.element_size()
@@ -207,8 +210,8 @@ def _cache_inputs(step: fx.GraphModule) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the cache buffers of a step graph: the name and value of each."""
     for node in step.graph.find_nodes(op="placeholder"):
         mark = node.meta.get(META)
-        if isinstance(mark, CacheInput):
-            yield f"cache_{mark.side}_{mark.layer}", node.meta["val"]
+        if isinstance(mark, StateInput):
+            yield state_name(mark.tensor, mark.layer), node.meta["val"]
 
 
 def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:

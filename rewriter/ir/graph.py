@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 from forebay.kernels.formats.packing import Packing
 from forebay.rewriter.ir.expert_table import ExpertTable
 from forebay.rewriter.ir.plan import BufferPlacement
+from forebay.rewriter.ir.state import StateSpec
 
 STREAMED = "_streamed"  # ends the name of a node that takes over from one that read a weight in device memory
 PRODUCT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the matrices our products take
@@ -27,16 +28,6 @@ class WeightInput:
 
     name: str
     format: str = "native"
-
-
-@dataclass(frozen=True)
-class CacheInput:
-    """On a placeholder of the step graph: the `side` cache of `layer` ("k", "v", or "x" for checkpoints that both are
-    made of), of which attention sees a `window` (as its operator says; 0: all)."""
-
-    layer: int
-    side: str
-    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,35 +118,6 @@ class WeightSpec:
         return n
 
 
-@dataclass(frozen=True)
-class CheckpointSpec:
-    """What is kept of a token in place of its K and V: so many elements of a dtype, or of packed rows, whose bytes are
-    then counted as elements of dtype uint8."""
-
-    width: int
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.width * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class CacheSpec:
-    """One layer's KV cache: k and v are each [B, kv_heads, L, head_dim], or of packed rows, whose bytes are then
-    counted as elements of dtype uint8. `exact` rows hold positions too, and are never packed. It is that of one of
-    `parts` equal parts of a step's sequences; other ranks have the others."""
-
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    window: int = 0  # sliding window in tokens, 0 for full attention
-    format: str = "native"
-    exact: bool = False
-    checkpoint: CheckpointSpec | None = None
-    parts: int = 1
-
-
 class Choices(Protocol):
     """The graphs of a model as the block of a plan may ask for them."""
 
@@ -172,9 +134,10 @@ class CapturedModel:
 
     `step` has the placeholders input_ids [B, S], start [B] (tokens already cached), last [B] (index within this chunk
     of the token whose logits are wanted), where rotary frequencies follow it length [B] (tokens of the whole call, in
-    every chunk of a prompt), where it `embeds` inputs_embeds [B, S, H] (read where an id is -1), then cache_k_i /
-    cache_v_i [B, Hkv, L, D] for each layer i, then weights; it returns what `gives` says: logits [B, V] of the token
-    `last`, or something for all tokens (`capture_model`). Its `call_module` nodes call block graphs (its submodules),
+    every chunk of a prompt), where it `embeds` inputs_embeds [B, S, H] (read where an id is -1), where a
+    state is not rewindable count [B] (tokens of this chunk that are real), then the tensors of each layer's states
+    (`state_name`), then weights; it returns what `gives` says: logits [B, V] of the token `last`, or something for all
+    tokens (`capture_model`). Its `call_module` nodes call block graphs (its submodules),
     whose placeholders are matched by position. Equal layers share one block graph.
     """
 
@@ -183,7 +146,7 @@ class CapturedModel:
     constants: dict[str, torch.Tensor]  # non-persistent buffers and lifted constants, always in memory
     layers: tuple[str, ...]  # block graph name of every layer, in order
     layer_weights: tuple[dict[str, str], ...]  # per layer: name within the block -> name in `weights`
-    cache: tuple[CacheSpec, ...]
+    states: tuple[tuple[StateSpec, ...], ...]  # of each layer
     vocab_size: int
     max_positions: int  # 0: no limit known
     dtype: torch.dtype
@@ -209,7 +172,7 @@ class CapturedModel:
     @property
     def cache_parts(self) -> int:
         """Among how many ranks the sequences of a step are divided."""
-        return max((spec.parts for spec in self.cache), default=1)
+        return max((spec.parts for layer in self.states for spec in layer), default=1)
 
     def blocks(self) -> dict[str, fx.GraphModule]:
         """The distinct block graphs by name."""

@@ -16,8 +16,9 @@ from forebay.passes.checkpoint.checkpoint_kv import CannotCheckpoint, checkpoint
 from forebay.passes.quantize.drop_values import drop_values
 from forebay.rewriter.capture.stored_sizes import fill_values
 from forebay.rewriter.garbage import no_collection
-from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, RowFormat, block_graphs, copy_node
+from forebay.rewriter.ir.graph import CapturedModel, RowFormat, block_graphs, copy_node
 from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.ir.state import CheckpointState, KVState
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
 from forebay.rewriter.pipeline.run_passes import Stage, check_switches
 from forebay.rewriter.planning.best_product import rounding_names
@@ -55,9 +56,11 @@ def rewrite_captured(
     given: dict[str, Callable[[str], tuple]] = {}
     if cache_format != "native":
         kept = _format_of_cache(cache_format)
-        if any(spec.exact for spec in captured.cache):
+        if any(spec.exact for states in captured.states for spec in states if isinstance(spec, KVState)):
             raise PlanError(f"cache: {cache_format} would round positions, which its keys hold; keep it native")
-        captured = replace(captured, cache=tuple(_packed(spec, kept) for spec in captured.cache))
+        captured = replace(captured, states=tuple(
+            tuple(_packed(spec, kept) if isinstance(spec, KVState) else spec for spec in states)
+            for states in captured.states))
         given["quantize_cache"] = lambda _: (kept,)
     if formats:
         given["quantize_weights"] = lambda graph: (stored[graph],)
@@ -144,9 +147,9 @@ def _checkpointed(captured: CapturedModel, switches: Switches, kept: str) -> Cap
         stage.run(next(each for each in PASSES if each.run is checkpoint_kv), lambda _: (stored,))
     except CannotCheckpoint as error:
         raise PlanError(f"checkpoints: {error}; leave them out") from error
-    specs = step.meta["cache_x"]
-    return _with_choices(replace(captured, step=step, cache=tuple(
-        replace(spec, checkpoint=specs[i]) for i, spec in enumerate(captured.cache))), switches)
+    specs = step.meta[CheckpointState.kind]
+    return _with_choices(replace(captured, step=step, states=tuple(
+        (*states, specs[i]) for i, states in enumerate(captured.states))), switches)
 
 
 def _fill(captured: CapturedModel) -> None:
@@ -181,7 +184,7 @@ def _format_of_cache(name: str) -> CacheFormat:
     return kept
 
 
-def _packed(spec: CacheSpec, kept: CacheFormat) -> CacheSpec:
+def _packed(spec: KVState, kept: CacheFormat) -> KVState:
     """A layer's cache whose rows are packed: head_dim counts their bytes."""
     return replace(spec, head_dim=kept.row_nbytes(spec.head_dim, spec.dtype.itemsize), dtype=torch.uint8,
                    format=kept.name)

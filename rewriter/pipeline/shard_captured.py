@@ -20,6 +20,7 @@ from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, weight_name
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.share import RankShare, WeightCut
+from forebay.rewriter.ir.state import kv_states, state_name
 from forebay.rewriter.pipeline.pass_list import PASSES
 from forebay.rewriter.pipeline.rewrite_captured import with_blocks
 from forebay.rewriter.pipeline.run_passes import Stage
@@ -51,9 +52,9 @@ def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches
     for name, (source, cut) in parts.items():
         weights[name] = cut_spec(captured.weights[source], cut, name)
     shapes = {node.name: node.meta["val"].shape for node in step.graph.find_nodes(op="placeholder")}
-    cache = tuple(replace(spec, kv_heads=shapes[f"cache_k_{i}"][1], parts=share.sharers)
-                  for i, spec in enumerate(captured.cache))
-    found = replace(captured, step=step, layer_weights=names, weights=weights, cache=cache, choices=None)
+    states = tuple((replace(kv, kv_heads=shapes[state_name(kv.tensors[0].name, i)][1], parts=share.sharers),)
+                   for i, kv in enumerate(kv_states(captured.states, "mesh")))
+    found = replace(captured, step=step, layer_weights=names, weights=weights, states=states, choices=None)
     if share.gathered or several != one:
         prefill, _ = _sharded(captured, share, switches, "sharded_prefill", cuts if share.gathered else None, several)
         found = replace(found, prefill=replace(found, step=prefill))
@@ -91,7 +92,7 @@ def _staged(captured: CapturedModel, share: RankShare, switches: Switches) -> Ca
     own = slice(*begins[share.stage : share.stage + 2])
     return replace(
         captured, step=step, layers=captured.layers[own], layer_weights=captured.layer_weights[own],
-        cache=captured.cache[own], weights={name: w for name, w in captured.weights.items() if name in read},
+        states=captured.states[own], weights={name: w for name, w in captured.weights.items() if name in read},
         constants={name: c for name, c in captured.constants.items() if name in read})
 
 

@@ -23,9 +23,10 @@ from forebay.rewriter.ir.cache_layout import (
     input_sizes,
     moved_shares,
 )
-from forebay.rewriter.ir.graph import META, CacheInput
+from forebay.rewriter.ir.graph import META
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.state import StateInput
 from forebay.rewriter.predict.closed_form import STILL, CacheMoves
 
 
@@ -157,7 +158,7 @@ def _staged_nbytes(step: fx.GraphModule, sequences: int, prompt: int) -> int:
     layers: dict[int, int] = {}
     for node in step.graph.find_nodes(op="placeholder"):
         mark = node.meta.get(META)
-        if isinstance(mark, CacheInput):
+        if isinstance(mark, StateInput):
             _, heads, _, width = node.meta["val"].shape
             nbytes = sequences * heads * prompt * width * node.meta["val"].element_size()
             layers[mark.layer] = layers.get(mark.layer, 0) + aligned(nbytes)

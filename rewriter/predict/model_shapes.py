@@ -19,6 +19,7 @@ from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
 from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.program import dtype_itemsize
+from forebay.rewriter.ir.state import kv_states
 from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.predict.preset_models import PRESET_CONFIGS
 
@@ -265,14 +266,13 @@ def load_config(model: str) -> tuple[str, dict[str, Any]]:
 
 def shape_from_graphs(captured: CapturedModel, name: str = "") -> ModelShape:
     """The shape of a captured model, read off the nodes of its block graphs and step graph."""
-    kinds, inside = [], set()
+    kinds, inside, caches = [], set(), kv_states(captured.states, "the model's shape")
     for block, graph in captured.blocks().items():
         indices = [i for i, used in enumerate(captured.layers) if used == block]
         inside |= {n for i in indices for n in captured.layer_weights[i].values()}
         by_window: dict[tuple[int, int, int], int] = {}
         for i in indices:
-            cache = captured.cache[i]
-            key = (cache.kv_heads, cache.head_dim, cache.window)
+            key = (caches[i].kv_heads, caches[i].head_dim, caches[i].window)
             by_window[key] = by_window.get(key, 0) + 1
         kinds += [_layer_of_graph(graph, count, *key) for key, count in by_window.items()]
     outside = tuple(TensorShape(n, math.prod(spec.shape)) for n, spec in captured.weights.items() if n not in inside)

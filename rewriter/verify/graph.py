@@ -12,8 +12,9 @@ from torch.fx.node import map_aggregate
 
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import META, CacheInput, Gemm, Transfer, WeightInput, block_graphs, values_of
+from forebay.rewriter.ir.graph import META, Gemm, Transfer, WeightInput, block_graphs, values_of
 from forebay.rewriter.ir.printable import PrintableError
+from forebay.rewriter.ir.state import StateInput
 
 SMALL = (2, 3, 12)  # at these sizes captured graphs are looked at: sequences, tokens of each, room in the cache
 
@@ -105,7 +106,7 @@ def _structure(gm: fx.GraphModule, inner: bool) -> None:
 
 def _marks(node: fx.Node) -> tuple[type, ...]:
     if node.op == "placeholder":
-        return WeightInput, CacheInput
+        return WeightInput, StateInput
     if node.op == "call_function":
         return (Transfer,) if node.target is ops.fetch else (Gemm,)
     return ()

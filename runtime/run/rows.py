@@ -8,6 +8,7 @@ import torch
 
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import TensorRef
+from forebay.rewriter.ir.state import LayerStates, require_states, state_name
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.prefill import chunk_spans, chunks, prefill
 from forebay.runtime.run.room import refuse_crossing
@@ -19,13 +20,13 @@ SCRATCH_NBYTES = 1 << 20  # at most so much of the cache is copied aside at once
 class SequenceRows:
     """The cache rows of `session` from the first prompt to the last token of a call.
 
-    `heads` are the KV heads of each layer, `parts` among how many ranks sequences are divided. A session whose steps
+    `states` are those of each layer, `parts` among how many ranks sequences are divided. A session whose steps
     give logits [B, V] can be asked for those of the last token alone, one that gives [B, S, V] for those of every
     token.
     """
 
-    def __init__(self, session: Session, heads: Sequence[int], parts: int = 1) -> None:
-        self.session, self.heads, self.parts = session, tuple(heads), parts
+    def __init__(self, session: Session, states: LayerStates, parts: int = 1) -> None:
+        self.session, self.states, self.parts = session, states, parts
         self.lengths = torch.zeros(0, dtype=torch.int64)  # [n] tokens that each row holds
         self._ids: list[torch.Tensor] = []  # and which, for a cache that may have to be computed anew
         self._call = 0  # tokens of the longest row so far, some of which may have been taken back
@@ -89,6 +90,8 @@ class SequenceRows:
         """Forget the last `tokens` tokens of every row."""
         if not 0 <= tokens <= int(self.lengths.min()):
             raise ValueError(f"crop: {tokens} is not between 0 and the {int(self.lengths.min())} tokens of a row")
+        if tokens:
+            require_states(self.states, "rewindable", "drafts and crop")
         self.lengths = self.lengths - tokens
 
     def reorder(self, index: torch.Tensor) -> None:
@@ -100,23 +103,28 @@ class SequenceRows:
         if moved.numel() == 0:
             return
         require_movable_rows(self.session.plan, self.parts)
+        require_states(self.states, "reorderable", "beam search")
         if not self._grown:
             self.session.grow()
             self._grown = True
         source, plan = index[moved], self.session.plan
         used = int(self.lengths[source].max())
         batch, context = plan.workload.batch, plan.workload.context
+        tensors = {state_name(tensor.name, i): tensor for i, states in enumerate(self.states) for spec in states
+                   for tensor in spec.tensors}
         for b in plan.buffers_of("decode"):
             if b.kind != "cache" or not b.nbytes:
                 continue
-            heads = self.heads[int(b.name.rpartition("_")[2])]
-            width = b.nbytes // (batch * heads * context)
-            shape = (batch, heads, context, width)
-            strides = (heads * context * width, context * width, width, 1)
+            # [B, rows, L, bytes]; what has no row for each token is one row
+            grows = tensors[b.name].grows
+            heads, length = (int(tensors[b.name].shape[1]), context) if grows else (1, 1)
+            width = b.nbytes // (batch * heads * length)
+            shape = (batch, heads, length, width)
+            strides = (heads * length * width, length * width, width, 1)
             cache = self.session.device.tensor(TensorRef(b.arena, b.offset, "uint8", shape, strides, b.name))
             tokens = max(1, SCRATCH_NBYTES // (moved.numel() * heads * width))
             to, found = moved.to(cache.device), source.to(cache.device)
-            for first in range(0, used, tokens):
+            for first in range(0, used if grows else 1, tokens):
                 part = cache[:, :, first : min(first + tokens, used)]
                 part[to] = part[found]  # the right side is a copy, so no row is read after it was written
         self.lengths = self.lengths[index]

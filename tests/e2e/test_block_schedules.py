@@ -298,7 +298,7 @@ def test_more_sequences_than_the_device_could_cache(cases: Callable[[str], Case]
 def test_rows_on_disk_cannot_change_places(cases: Callable[[str], Case]) -> None:
     case = cases("llama")
     with case.language_model(3.0, **DISK) as lm, lm.running(2, PROMPT, 1) as session:
-        rows = SequenceRows(session, [2] * 3)
+        rows = SequenceRows(session, lm.captured.states)
         rows.begin([torch.tensor([3, 4]), torch.tensor([5])])
         rows.reorder(torch.tensor([0, 1]))
         with pytest.raises(RuntimeFault, match=r"keep the cache on the device \(wrap"):

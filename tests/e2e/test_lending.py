@@ -61,7 +61,7 @@ def test_every_cached_token_is_moved_and_the_rest_is_zero(llama_checkpoint: Any)
     with lending(llama_checkpoint) as lm:
         prompts = list(llama_checkpoint.ids)
         next_logits(lm.session, prompts)
-        spec, context = lm.captured.cache[0], lm.plan.workload.context
+        spec, context = lm.captured.states[0][0], lm.plan.workload.context
         tensor = lm.session.device.tensor
         step, growth = lm._pipeline.program(lm.plan, PROMPT), lm._pipeline.growth(lm.plan)
         assert growth is not None
@@ -70,7 +70,7 @@ def test_every_cached_token_is_moved_and_the_rest_is_zero(llama_checkpoint: Any)
         assert all(ref.shape == (BATCH, spec.kv_heads, PROMPT, spec.head_dim) for ref in appended.values())
         before = {name: tensor(ref).flatten(0, 1).clone() for name, ref in appended.items()}
         lm.session.grow()
-        assert growth.outputs.keys() == before.keys() and len(before) == 2 * len(lm.captured.cache)
+        assert growth.outputs.keys() == before.keys() and len(before) == 2 * len(lm.captured.states)
         for name, ref in growth.outputs.items():
             held = tensor(ref)
             assert held.shape[1] == context and span_of(ref).nbytes == held.numel() * 4

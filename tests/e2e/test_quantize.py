@@ -84,7 +84,7 @@ def test_what_the_model_computes_in(small: Path, tmp_path: Path, format: str) ->
         assert torch.equal(read_dequantized(record), read_dequantized(own[name]).bfloat16())
         assert (record.packed or record).dtype == torch.bfloat16
     with wrap(tmp_path / "half", 1 << 28) as lm:
-        assert lm.captured.dtype == torch.bfloat16 == lm.captured.cache[0].dtype
+        assert lm.captured.dtype == torch.bfloat16 == lm.captured.states[0][0].dtype
         ids = torch.arange(12)[None]
         model = AutoModelForCausalLM.from_pretrained(small).bfloat16() if format == "native" else None
         got = lm.next_logits(ids).float()

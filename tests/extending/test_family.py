@@ -127,7 +127,8 @@ def test_a_family_from_outside_is_captured_and_streamed(tmp_path: Path) -> None:
     torch.testing.assert_close(found, greedy(model, ids), rtol=1e-3, atol=1e-3)
     assert "forebay.attention" in launches
     captured = capture_model(model)
-    assert captured.layers == ("block_0", "block_1", "block_0") and [c.window for c in captured.cache] == [4, 0, 4]
+    assert captured.layers == ("block_0", "block_1", "block_0")
+    assert [kv.window for (kv,) in captured.states] == [4, 0, 4]
 
 
 def test_without_its_record_it_is_refused() -> None:

@@ -17,8 +17,6 @@ from forebay.rewriter.capture.stored_sizes import STORED
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.graph import (
     META,
-    CacheInput,
-    CacheSpec,
     CapturedModel,
     Gives,
     RowFormat,
@@ -26,6 +24,7 @@ from forebay.rewriter.ir.graph import (
     WeightSpec,
 )
 from forebay.rewriter.ir.plan import Workload
+from forebay.rewriter.ir.state import STATE_KINDS, StateInput, StateSpec, kv_state, state_name
 
 MOST_ELEMENTS = 1 << 40  # of a weight, of a cache per token: beyond any model, and bytes of tensors still fit 64 bits
 SMALL = Workload(batch=2, prompt=3, new_tokens=9)  # sizes at which a graph that was read is looked at
@@ -59,17 +58,6 @@ class StoredWeight:
 
 
 @dataclass(frozen=True)
-class StoredCache:
-    """`CacheSpec` of a cache in the model's own dtype."""
-
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    window: int
-    exact: bool
-
-
-@dataclass(frozen=True)
 class StoredModel:
     """`CapturedModel`; a constant goes by the name of its tensor in the bundle's file of constants."""
 
@@ -84,7 +72,7 @@ class StoredModel:
     constants: dict[str, str]
     layers: tuple[str, ...]
     layer_weights: tuple[dict[str, str], ...]
-    cache: tuple[StoredCache, ...]
+    states: tuple[tuple[dict[str, object], ...], ...]  # `StateSpec`s: the kind, and the fields
     step: object
     blocks: dict[str, object]
 
@@ -92,7 +80,7 @@ class StoredModel:
 def captured_to_data(captured: CapturedModel, constants: Mapping[str, str]) -> dict[str, Any]:
     """`captured` (rewritten, its cache native) as JSON values; `constants` names the tensor that each one is.
     ExportError names what the schema cannot hold, with its layer."""
-    if not captured.rewritten or any(spec.format != "native" for spec in captured.cache):
+    if not captured.rewritten or any(kv.format != "native" for kv in map(kv_state, captured.states) if kv):
         raise ExportError("a bundle holds rewritten graphs over a native cache")
     blocks: dict[str, object] = {
         name: graph_to_data(gm, f"layer {captured.layers.index(name)}") for name, gm in captured.blocks().items()}
@@ -100,7 +88,7 @@ def captured_to_data(captured: CapturedModel, constants: Mapping[str, str]) -> d
         captured.gives, captured.vocab_size, captured.max_positions, captured.renewed_at, dtype_name(captured.dtype),
         captured.model_type, captured.token_types, tuple(_weight(spec) for spec in captured.weights.values()),
         dict(constants), captured.layers, captured.layer_weights,
-        tuple(StoredCache(c.kv_heads, c.head_dim, dtype_name(c.dtype), c.window, c.exact) for c in captured.cache),
+        tuple(tuple(_state(spec) for spec in states) for states in captured.states),
         graph_to_data(captured.step, "the model outside its layers"), blocks))
 
 
@@ -124,7 +112,8 @@ def captured_from_data(data: object, tensors: Mapping[str, torch.Tensor]) -> Cap
             weights={w.name: _spec(w) for w in read.weights},
             constants={name: tensors[key] for name, key in read.constants.items()},
             layers=read.layers, layer_weights=read.layer_weights,
-            cache=tuple(_cache(i, c) for i, c in enumerate(read.cache)),
+            states=tuple(tuple(_state_from_data(s, f"graphs.states[{i}]") for s in states)
+                         for i, states in enumerate(read.states)),
             vocab_size=read.vocab_size, max_positions=read.max_positions, renewed_at=read.renewed_at,
             dtype=dtype_named(read.dtype), model_type=read.model_type, gives=read.gives, token_types=read.token_types,
             rewritten=True)
@@ -145,9 +134,20 @@ def _spec(weight: StoredWeight) -> WeightSpec:
     return WeightSpec(weight.name, weight.shape, dtype_named(weight.dtype), weight.ties, stored)
 
 
-def _cache(layer: int, cache: StoredCache) -> CacheSpec:
-    _check_sizes(f"graphs.cache: layer {layer}", (cache.kv_heads, cache.head_dim))
-    return CacheSpec(cache.kv_heads, cache.head_dim, dtype_named(cache.dtype), cache.window, exact=cache.exact)
+def _state(spec: StateSpec) -> dict[str, object]:
+    return {"kind": spec.kind, **{name: dtype_name(v) if isinstance(v, torch.dtype) else v
+                                  for name, v in vars(spec).items()}}
+
+
+def _state_from_data(data: Mapping[str, object], path: str) -> StateSpec:
+    kind = STATE_KINDS.get(str(data.get("kind")))
+    if kind is None:
+        raise ValueError(f"{path}.kind: expected one of {', '.join(STATE_KINDS)}")
+    values = {name: dtype_named(str(v)) if name == "dtype" else v for name, v in data.items() if name != "kind"}
+    spec: StateSpec = from_json(kind, values, path)
+    for tensor in spec.tensors:
+        _check_sizes(path, tensor.sized(1, 1))
+    return spec
 
 
 def _check_sizes(what: str, shape: tuple[int, ...]) -> None:
@@ -163,19 +163,20 @@ def _check_names(captured: CapturedModel) -> None:
     if tuple(str(call.target) for call in calls) != captured.layers or \
             [call.meta["layer"] for call in calls] != list(range(len(captured.layers))):
         raise ValueError("graphs.layers: not the layers that graphs.step calls, in order")
-    if not len(captured.layers) == len(captured.layer_weights) == len(captured.cache):
-        raise ValueError("graphs.layer_weights, graphs.cache: not one for each layer")
+    if not len(captured.layers) == len(captured.layer_weights) == len(captured.states):
+        raise ValueError("graphs.layer_weights, graphs.states: not one for each layer")
     marks = [(node.name, node.meta.get(META)) for node in step.find_nodes(op="placeholder")]
-    caches = sorted((m.layer, m.side, name) for name, m in marks if isinstance(m, CacheInput))
-    if caches != sorted((i, side, f"cache_{side}_{i}") for i in range(len(captured.cache)) for side in "kv"):
-        raise ValueError("graphs.step: its cache inputs are not two for each layer")
+    kept = sorted((m.layer, m.kind, m.tensor, name) for name, m in marks if isinstance(m, StateInput))
+    if kept != sorted((i, spec.kind, tensor.name, state_name(tensor.name, i)) for i, states in
+                      enumerate(captured.states) for spec in states for tensor in spec.tensors):
+        raise ValueError("graphs.step: its inputs for states are not those of graphs.states")
     named = {m.name for _, m in marks if isinstance(m, WeightInput)}
     odd = sorted((named - known) | (set(captured.weights) - named) | {
         name for weights in captured.layer_weights for name in weights.values() if name not in captured.weights})
     if odd:
         raise ValueError(f"graphs.weights: {odd[0]!r} is not a weight that graphs.step reads and graphs.weights has")
     free = {name for name, m in marks if m is None}
-    if not free <= {"input_ids", "start", "last", "length"}:
+    if not free <= {"input_ids", "start", "last", "length", "count"}:
         raise ValueError(f"graphs.step: unknown input {sorted(free)[0]!r}")
 
 

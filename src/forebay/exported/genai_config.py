@@ -9,6 +9,7 @@ from forebay.exported.onnx_file import MODEL
 from forebay.rewriter.checkpoints.config import read_eos
 from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.state import kv_states
 
 # Model types that onnxruntime-genai knows and runs as decoders alone; others are run as "llama", which says no more.
 KNOWN = ("gemma", "gemma2", "granite", "llama", "mistral", "nemotron", "olmo", "phi", "phi3", "qwen2", "qwen3",
@@ -20,7 +21,7 @@ def write_genai_config(folder: Path, captured: CapturedModel, config: Any) -> No
     """Write genai_config.json into a folder that holds the model, in the dialect "microsoft", and its config."""
     text = config.get_text_config(decoder=True)
     ends = list(read_eos(folder))
-    first, spec = getattr(text, "bos_token_id", None), captured.cache[0]
+    first, spec = getattr(text, "bos_token_id", None), kv_states(captured.states, "onnx")[0]
     context = captured.max_positions or CONTEXT
     pad = getattr(text, "pad_token_id", None)
     write_json(folder / "genai_config.json", {

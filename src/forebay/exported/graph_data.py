@@ -2,9 +2,9 @@
 
 A graph is a list of nodes in order. An input is {"in": name, "dtype": …, "shape": […]} with the sizes "B", "S" and "L"
 (sequences, tokens of each, room in the cache) for those that vary, and, for what it stands for, "weight": [name,
-format] or "cache": [layer, side, window]. An operation is {"op": name, "as": node, "args": […], "kwargs": {…}}, a
-layer {"call": block, "as": node, "args": […], "layer": number}, the result {"out": value}. Among arguments "%x" is the
-value of node x; numbers, booleans, null and lists are themselves; whatever else is an object of one entry that names
+format] or "state": [layer, tensor, kind, window]. An operation is {"op": name, "as": node, "args": […], "kwargs": {…}},
+a layer {"call": block, "as": node, "args": […], "layer": number}, the result {"out": value}. Among arguments "%x" is
+the value of node x; numbers, booleans, null and lists are themselves; whatever else is an object of one entry that names
 its kind.
 """
 
@@ -23,7 +23,8 @@ from forebay.exported.errors import ExportError
 from forebay.kernels import operators
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.stored_sizes import STORED
-from forebay.rewriter.ir.graph import META, CacheInput, WeightInput
+from forebay.rewriter.ir.graph import META, WeightInput
+from forebay.rewriter.ir.state import STATE_KINDS, StateInput
 
 SIZES = "BSL"  # of an input's dimension 0, 1 and 2, where they vary
 _DTYPES = {str(d)[6:]: d for d in (
@@ -89,8 +90,8 @@ def _input_to_data(node: fx.Node, sizes: dict[object, str], where: str) -> dict[
     found: dict[str, Any] = {"in": node.name, "dtype": dtype_name(value.dtype), "shape": shape}
     if isinstance(mark, WeightInput):
         found["weight"] = [mark.name, mark.format]
-    elif isinstance(mark, CacheInput):
-        found["cache"] = [mark.layer, mark.side, mark.window]
+    elif isinstance(mark, StateInput):
+        found["state"] = [mark.layer, mark.tensor, mark.kind, mark.window]
     return found
 
 
@@ -148,7 +149,7 @@ def _add_node(
     if not isinstance(name, str) or not name.isidentifier() or len(name) > NAME_LENGTH or name in nodes:
         raise ValueError(f"{str(name)[:80]!r} is no name for a node, or another node's")
     if "in" in entry:
-        _only(entry, "in", "dtype", "shape", "weight", "cache")
+        _only(entry, "in", "dtype", "shape", "weight", "state")
         new = graph.create_node("placeholder", name, name=name)
         new.meta[STORED] = dtype_named(entry["dtype"]), _shape_from_data(entry["shape"])
         mark = _mark_from_data(entry)
@@ -245,17 +246,17 @@ def _shape_from_data(shape: object) -> tuple[int | str, ...]:
     return tuple(shape)
 
 
-def _mark_from_data(entry: Mapping[str, Any]) -> WeightInput | CacheInput | None:
+def _mark_from_data(entry: Mapping[str, Any]) -> WeightInput | StateInput | None:
     if "weight" in entry:
         name, kept = entry["weight"]
-        if not isinstance(name, str) or not isinstance(kept, str) or "cache" in entry:
+        if not isinstance(name, str) or not isinstance(kept, str) or "state" in entry:
             raise ValueError("weight: expected a name and a format")
         return WeightInput(name, kept)
-    if "cache" in entry:
-        layer, side, window = entry["cache"]
-        if side not in ("k", "v"):
-            raise ValueError("cache: expected k or v")
-        return CacheInput(_number(layer), side, _number(window, negative=True))
+    if "state" in entry:
+        layer, tensor, kind, window = entry["state"]
+        if not isinstance(tensor, str) or kind not in STATE_KINDS:
+            raise ValueError(f"state: expected a tensor, and a kind of {', '.join(STATE_KINDS)}")
+        return StateInput(_number(layer), tensor, kind, _number(window, negative=True))
     return None
 
 

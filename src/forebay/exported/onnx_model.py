@@ -25,7 +25,8 @@ from forebay.exported.position_table import position_table
 from forebay.kernels.onnx_meaning import OnnxForm, OnnxValue, Parts
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor
-from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, RowFormat, WeightInput
+from forebay.rewriter.ir.graph import META, CapturedModel, RowFormat, WeightInput
+from forebay.rewriter.ir.state import KV_TENSORS, StateInput, kv_states
 from forebay.version import package_version
 
 ADVICE = "export the model as a bundle"
@@ -53,6 +54,9 @@ def write_onnx(
     write_model(out, g, model, progress, check)
 
 
+ONNX_NAMES = dict(zip(KV_TENSORS, ("key", "value"), strict=True))
+
+
 def _interface(captured: CapturedModel, in_place: bool) -> tuple[list[Any], list[Any]]:
     ids = torch.int64
     inputs = [value_info("input_ids", ids, ("batch", "sequence")),
@@ -60,8 +64,8 @@ def _interface(captured: CapturedModel, in_place: bool) -> tuple[list[Any], list
               value_info("position_ids", ids, ("batch", "sequence"))]
     past, present = ("room", "room") if in_place else ("past", "present")
     outputs = [value_info("logits", captured.dtype, ("batch", "sequence", captured.vocab_size))]
-    for i, spec in enumerate(captured.cache):
-        for side in ("key", "value"):
+    for i, spec in enumerate(kv_states(captured.states, "onnx")):
+        for side in ONNX_NAMES.values():
             inputs.append(value_info(f"past_key_values.{i}.{side}", spec.dtype,
                                      ("batch", spec.kv_heads, past, spec.head_dim)))
             outputs.append(value_info(f"present.{i}.{side}", spec.dtype,
@@ -74,8 +78,8 @@ def _input(g: Graph, captured: CapturedModel, items: Mapping[str, PendingTensor]
     mark = node.meta.get(META)
     value = node.meta["val"]
     shape = [n if isinstance(n, int) else None for n in value.shape]
-    if isinstance(mark, CacheInput):
-        side = "key" if mark.side == "k" else "value"
+    if isinstance(mark, StateInput):
+        side = ONNX_NAMES[mark.tensor]
         return OnnxValue(f"past_key_values.{mark.layer}.{side}", value.dtype, shape)
     if not isinstance(mark, WeightInput):
         return OnnxValue(node.name if node.name == "input_ids" else UNKNOWN + node.name, value.dtype, shape)

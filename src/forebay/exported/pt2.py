@@ -21,6 +21,7 @@ from forebay.rewriter.checkpoints.packed_writer import Writer
 from forebay.rewriter.checkpoints.write_tensors import require_free
 from forebay.rewriter.ir.files import naming
 from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.state import kv_states
 
 PROGRAM = "model.pt2"
 
@@ -37,7 +38,7 @@ def describe_inputs(captured: CapturedModel) -> dict[str, Any]:
     return {"vocab_size": captured.vocab_size, "max_positions": captured.max_positions,
             "length": any(n.name == "length" for n in captured.step.graph.find_nodes(op="placeholder")),
             "caches": [{"kv_heads": c.kv_heads, "head_dim": c.head_dim, "dtype": str(c.dtype).removeprefix("torch.")}
-                       for c in captured.cache]}
+                       for c in kv_states(captured.states, "pt2")]}
 
 
 def save_program(out: Path, program: ExportedProgram, progress: Progress | None, check: Callable[[], None]) -> None:

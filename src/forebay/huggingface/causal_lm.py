@@ -345,7 +345,7 @@ class StreamedCausalLM(GenerationMixin):
         if cache is None and (use_cache or (use_cache is None and getattr(self.config, "use_cache", True))):
             cache, new_tokens = RowCache(lm, self.call), self.lm.plan.workload.new_tokens if use_cache else 1
         with lm.running(count, prompts.longest, new_tokens, call=self.call) as session:
-            rows = SequenceRows(session, [spec.kv_heads for spec in lm.captured.cache], lm.captured.cache_parts)
+            rows = SequenceRows(session, lm.captured.states, lm.captured.cache_parts)
             if cache is None:
                 found = rows.begin(prompts.rows(), 1, prompts.embed_rows())
             else:

@@ -14,9 +14,10 @@ from transformers import BloomConfig, Gemma3TextConfig
 from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
 from forebay.passes.checkpoint.checkpoint_kv import follows_positions
 from forebay.rewriter.capture.language_model import capture_model
-from forebay.rewriter.capture.step_graphs import _block_nbytes, checkpoint_tokens
-from forebay.rewriter.ir.graph import META, CacheInput, CacheSpec, CapturedModel, CheckpointSpec
+from forebay.rewriter.capture.step_graphs import block_nbytes, checkpoint_tokens
+from forebay.rewriter.ir.graph import META, CapturedModel
 from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.ir.state import CheckpointState, KVState, StateInput
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
@@ -45,9 +46,9 @@ def test_weights_are_read_as_often_as_before(make: Any) -> None:
         other = kept.blocks()[name]
         for node in block.graph.find_nodes(op="placeholder"):
             again = next(n for n in other.graph.nodes if n.name == node.name)
-            if not isinstance(node.meta.get(META), CacheInput) and node.name.endswith("_weight"):
+            if not isinstance(node.meta.get(META), StateInput) and node.name.endswith("_weight"):
                 assert len(again.users) == len(node.users), node.name
-    assert all(spec.checkpoint for spec in kept.cache) and not any(spec.checkpoint for spec in plain.cache)
+    assert all(len(states) == 2 for states in kept.states) and all(len(states) == 1 for states in plain.states)
 
 
 def test_the_plain_graphs_stay_as_they_are() -> None:
@@ -96,11 +97,10 @@ def test_what_follows_positions() -> None:
 def test_blocks_are_a_little_larger_where_that_makes_room_for_twice_the_tokens() -> None:
     """16 tokens of fp16 K and V, 32 heads of 128: 262 144 bytes, of 32 checkpoints as they are, of 60 in 8 bits; 17/16
     of these bytes have room for 64."""
-    def blocks(kept: CheckpointSpec | None) -> tuple[int, int]:
-        spec = CacheSpec(32, 128, torch.float16, checkpoint=kept)
-        made = SimpleNamespace(cache=(spec,))
-        return (_block_nbytes(spec, 16), 0 if kept is None else checkpoint_tokens(made, 16))  # type: ignore[arg-type]
+    def blocks(*kept: CheckpointState) -> tuple[int, int]:
+        made = SimpleNamespace(states=((KVState(32, 128, torch.float16), *kept),))
+        return block_nbytes(made.states[0], 16), checkpoint_tokens(made, 16) if kept else 0  # type: ignore[arg-type]
 
-    assert blocks(None) == (262_144, 0)
-    assert blocks(CheckpointSpec(4096, torch.float16)) == (262_144, 32)
-    assert blocks(CheckpointSpec(4352, torch.uint8)) == (278_528, 64)
+    assert blocks() == (262_144, 0)
+    assert blocks(CheckpointState(4096, torch.float16)) == (262_144, 32)
+    assert blocks(CheckpointState(4352, torch.uint8)) == (278_528, 64)

@@ -16,9 +16,10 @@ from forebay.passes.place.specialise_blocks import specialise_blocks
 from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs, step_inputs
-from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, WeightInput, block_graphs, weight_name
+from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput, block_graphs, weight_name
 from forebay.rewriter.ir.plan import Budget, Limits, Plan, Workload
 from forebay.rewriter.ir.program import FileSlice, Launch, Program
+from forebay.rewriter.ir.state import StateInput
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
@@ -66,7 +67,7 @@ def test_a_copy_for_every_way_to_place_a_layer(family: str) -> None:
         for mark, arg in zip(marks, call.args, strict=True):
             assert isinstance(arg, fx.Node)
             assert type(mark) is type(arg.meta.get(META)), "every weight and cache is marked, nothing else is"
-        assert sum(isinstance(m, CacheInput) for m in marks) == 2 and any(isinstance(m, WeightInput) for m in marks)
+        assert sum(isinstance(m, StateInput) for m in marks) == 2 and any(isinstance(m, WeightInput) for m in marks)
 
 
 def test_a_graph_without_calls_is_left_alone() -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import fx
 
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
-from forebay.rewriter.ir.graph import CacheInput, CapturedModel, weight_name
+from forebay.rewriter.ir.graph import CapturedModel, weight_name
+from forebay.rewriter.ir.state import StateInput
 from tests.families import FAMILIES, captured
 
 aten = torch.ops.aten
@@ -209,4 +210,4 @@ def test_marks_of_ours_survive():
     flat = inline_blocks(concretise(lm.step, inputs(lm, 1, 1)))
     placeholders = flat.graph.find_nodes(op="placeholder")
     assert [weight_name(n) for n in placeholders if weight_name(n)] == [*lm.weights, *lm.constants]
-    assert sum(isinstance(n.meta.get("forebay"), CacheInput) for n in placeholders) == 2 * len(lm.layers)
+    assert sum(isinstance(n.meta.get("forebay"), StateInput) for n in placeholders) == 2 * len(lm.layers)

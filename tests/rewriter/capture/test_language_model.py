@@ -13,7 +13,8 @@ from forebay.kernels import operators
 from forebay.rewriter.capture.cache_name import find_cache
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
-from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, weight_name
+from forebay.rewriter.ir.graph import META, CapturedModel, weight_name
+from forebay.rewriter.ir.state import KV_TENSORS, StateInput
 from tests.families import FAMILIES, REFUSED, VOCAB, captured
 
 _NEW = 3  # decode steps
@@ -39,8 +40,8 @@ class Runner:
         self.state = model.state_dict()
         # Unwritten cache holds large numbers: reading any of it would show.
         self.cache = [
-            [torch.full((batch, c.kv_heads, _CACHE_LENGTH, c.head_dim), 50.0, dtype=c.dtype) for _ in "kv"]
-            for c in lm.cache
+            [torch.full(each.sized(batch, _CACHE_LENGTH), 50.0, dtype=each.dtype) for each in kv.tensors]
+            for (kv,) in lm.states
         ]
 
     def __call__(
@@ -49,8 +50,8 @@ class Runner:
         bound = {"input_ids": tokens, "start": start, "last": last} | ({} if length is None else {"length": length})
         for node in self.lm.step.graph.find_nodes(op="placeholder"):
             mark = node.meta.get(META)
-            if isinstance(mark, CacheInput):
-                bound[node.name] = self.cache[mark.layer]["kv".index(mark.side)]
+            if isinstance(mark, StateInput):
+                bound[node.name] = self.cache[mark.layer][KV_TENSORS.index(mark.tensor)]
             elif (name := weight_name(node)) is not None:
                 bound[node.name] = self.lm.constants[name] if name in self.lm.constants else self.state[name]
         step = self.lm.step

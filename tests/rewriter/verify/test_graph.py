@@ -18,8 +18,9 @@ from forebay.passes.place.insert_transfers import insert_transfers
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.capture.step_graphs import step_inputs
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import META, CacheInput, Gemm, Transfer, WeightInput, block_graphs
+from forebay.rewriter.ir.graph import META, Gemm, Transfer, WeightInput, block_graphs
 from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.state import StateInput
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.graph import GraphError, check_captured, check_concrete
@@ -89,7 +90,7 @@ def shows(target: object, base: Callable[[fx.GraphModule], fx.Node]) -> Break:
     (mark(ops.fetch, Gemm("flat")), "fetch is marked Gemm"),
     (mark(ops.linear_tile, "flat"), "linear_tile is marked 'flat'; a call_function may bear Gemm"),
     (lambda gm: gm.graph.find_nodes(op="placeholder")[0].meta.update({META: "x"}), "x is marked 'x'; a placeholder may "
-     "bear WeightInput or CacheInput"),
+     "bear WeightInput or StateInput"),
     (lambda gm: gm.graph.erase_node(node(gm, ops.release)), "fetch has 0 releases"),
     (released_twice, "fetch has 2 releases"),
     (released_early, "fetch is released before linear_tile reads it"),
@@ -209,4 +210,4 @@ def test_the_pass_that_breaks_a_graph_is_named_where_graphs_are_checked(
 def test_marks_of_every_kind_are_known() -> None:
     model = captured("llama")
     marks = {type(n.meta.get(META)) for n in model.step.graph.find_nodes(op="placeholder")}
-    assert marks == {WeightInput, CacheInput, type(None)}
+    assert marks == {WeightInput, StateInput, type(None)}

@@ -21,7 +21,7 @@ def every(llama_checkpoint: Any) -> Any:
 
 
 def rows_of(lm: Any, session: Any) -> SequenceRows:
-    return SequenceRows(session, [spec.kv_heads for spec in lm.captured.cache])
+    return SequenceRows(session, lm.captured.states)
 
 
 def expected(model: Any, ids: list[int]) -> torch.Tensor:

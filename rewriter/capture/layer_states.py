@@ -1,0 +1,51 @@
+"""The states of a layer while it is traced: its code asks for one by its spec, and is given its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.ir.state import StateSpec
+
+GiveState = Callable[[StateSpec], tuple[torch.Tensor, ...]]
+
+
+def _none(spec: StateSpec) -> tuple[torch.Tensor, ...]:
+    raise CaptureError(f"it keeps a state of kind {spec.kind} outside its repeated layers")
+
+
+_start: ContextVar[torch.Tensor] = ContextVar("forebay_start")
+_count: ContextVar[torch.Tensor] = ContextVar("forebay_count")
+_give: ContextVar[GiveState] = ContextVar("forebay_give", default=_none)
+
+
+@contextmanager
+def layer_inputs(start: torch.Tensor, count: torch.Tensor, give: GiveState = _none) -> Iterator[None]:
+    """Let the code of layers read `starts` and `counts`, and have `give` answer `layer_state`."""
+    tokens = [(var, var.set(value)) for var, value in ((_start, start), (_count, count))]
+    given = _give.set(give)
+    try:
+        yield
+    finally:
+        _give.reset(given)
+        for var, token in tokens:
+            var.reset(token)
+
+
+def layer_state(spec: StateSpec) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a state that the layer keeps; it updates them in place, by an operator of its kind."""
+    return _give.get()(spec)
+
+
+def starts() -> torch.Tensor:
+    """Return [B], the tokens of each sequence before this step."""
+    return _start.get()
+
+
+def counts() -> torch.Tensor:
+    """Return [B], the tokens of this step that are real; only for states that are not rewindable."""
+    return _count.get()

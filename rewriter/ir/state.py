@@ -1,0 +1,182 @@
+"""What a layer keeps of each sequence from step to step.
+
+A *kind* of state is a class of specs, which `register_state` makes known. Capture, planner, staging, generation and
+export ask a spec for its tensors and for what may be done with it; only the kind's own operators know what they hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+
+from forebay.kernels.operators import ATTENTION, KV_APPEND
+from forebay.rewriter.ir.plan import PlanError
+
+Capability = Literal["rewindable", "pageable", "reorderable"]
+
+
+@dataclass(frozen=True)
+class StateInput:
+    """On a placeholder of the step graph: `tensor` of the state of this `kind` of `layer`, of which attention sees a
+    `window` (as its operator says; 0: all)."""
+
+    layer: int
+    tensor: str
+    kind: str = "kv"
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of a state.
+
+    Attributes:
+        name: No other tensor of the layer has it.
+        shape: Sizes; "B" is the number of sequences, "L" that of the tokens that the state has room for.
+        dtype: Of its elements.
+    """
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+
+    def sized(self, sequences: int, tokens: int) -> tuple[int, ...]:
+        """Return the shape for so many sequences, with room for so many tokens of each."""
+        return tuple({"B": sequences, "L": tokens}[n] if isinstance(n, str) else n for n in self.shape)
+
+    @property
+    def grows(self) -> bool:
+        """Whether it has a row for each token."""
+        return "L" in self.shape
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One state of one layer; a kind of state is a subclass.
+
+    Attributes:
+        kind: Its name.
+        operators: Names of the operators that update and read it, each called once in a layer.
+        rewindable: Whether a step may compute tokens again, or tokens that nobody wants: it writes the same values, or
+            values that are overwritten before they are read. Steps over any other kind are given `count` [B], the
+            tokens of each sequence that are real, and update the state by those alone; where `start` is 0 they take it
+            as empty, whatever it holds.
+        pageable: Whether its rows may lie on slower tiers, or be staged for some sequences alone.
+        reorderable: Whether a sequence may take over the state of another, as beam search asks.
+        parts: Among how many ranks a step's sequences are divided; each has the states of its own.
+    """
+
+    kind: ClassVar[str]
+    operators: ClassVar[tuple[str, ...]] = ()
+    rewindable: ClassVar[bool] = False
+    pageable: ClassVar[bool] = False
+    reorderable: ClassVar[bool] = False
+
+    parts: int = field(default=1, kw_only=True)
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        """Its tensors, in the order in which a layer is given them."""
+        raise NotImplementedError
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes that each token adds to it."""
+        return sum(math.prod(tensor.sized(1, 1)) * tensor.dtype.itemsize for tensor in self.tensors if tensor.grows)
+
+
+LayerStates = Sequence[Sequence[StateSpec]]  # of each layer
+STATE_KINDS: dict[str, type[StateSpec]] = {}
+
+
+def register_state(kind: type[StateSpec]) -> type[StateSpec]:
+    """Make a kind of state known; returns it. ValueError where its name is taken."""
+    if kind.kind in STATE_KINDS:
+        raise ValueError(f"register_state: {kind.kind} is a kind of state already")
+    STATE_KINDS[kind.kind] = kind
+    return kind
+
+
+def state_name(tensor: str, layer: int | None = None) -> str:
+    """The placeholder of a state's tensor in the step graph, and its buffer; without a layer, in a block graph."""
+    return f"cache_{tensor}" if layer is None else f"cache_{tensor}_{layer}"
+
+
+KV_TENSORS = ("k", "v")
+
+
+@register_state
+@dataclass(frozen=True)
+class KVState(StateSpec):
+    """Keys and values, each [B, kv_heads, L, head_dim], or of packed rows, whose bytes are then counted as elements of
+    dtype uint8. `exact` rows hold positions too, and are never packed."""
+
+    kind = "kv"
+    operators = (ATTENTION.name, KV_APPEND.name)
+    rewindable = pageable = reorderable = True
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int = 0  # sliding window in tokens, below 0 chunks of tokens, 0 for full attention
+    format: str = "native"
+    exact: bool = False
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        return tuple(StateTensor(name, ("B", self.kv_heads, "L", self.head_dim), self.dtype) for name in KV_TENSORS)
+
+
+@register_state
+@dataclass(frozen=True)
+class CheckpointState(StateSpec):
+    """What is kept of some tokens in place of their K and V: `width` elements of a dtype, or of packed rows, whose
+    bytes are then counted as elements of dtype uint8."""
+
+    kind = "checkpoint"
+    rewindable = pageable = True
+
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        return (StateTensor("x", ("B", 1, "L", self.width), self.dtype),)
+
+
+def rewindable(states: LayerStates) -> bool:
+    """Whether every state of every layer is rewindable."""
+    return all(spec.rewindable for layer in states for spec in layer)
+
+
+def require_states(states: LayerStates, capability: Capability, feature: str) -> None:
+    """PlanError, naming the kind and the `feature` that needs the capability, for a layer with a state that lacks it.
+    """
+    for i, layer in enumerate(states):
+        for spec in layer:
+            if not getattr(spec, capability):
+                raise PlanError(f"{feature}: layer {i} keeps a state of kind {spec.kind}, which is not {capability}; "
+                                f"leave it out")
+
+
+def kv_state(states: Iterable[StateSpec]) -> KVState | None:
+    """Keys and values among a layer's states; None where it keeps none."""
+    return next((spec for spec in states if isinstance(spec, KVState)), None)
+
+
+def kv_states(states: LayerStates, feature: str) -> tuple[KVState, ...]:
+    """Keys and values of every layer. PlanError, naming the kind and the `feature`, where a layer keeps anything else.
+    """
+    found = []
+    for i, layer in enumerate(states):
+        kv = kv_state(layer)
+        others = [spec.kind for spec in layer if spec is not kv and not isinstance(spec, CheckpointState)]
+        if kv is None or others:
+            kept = f"a state of kind {others[0]}" if others else "no state"
+            raise PlanError(f"{feature}: layer {i} keeps {kept}, where K and V are all that is implemented")
+        found.append(kv)
+    return tuple(found)
