@@ -21,7 +21,7 @@ class Recalling:
     """A session whose logits depend on every token of a row, through a cache as the model's; what is written behind
     where a row's tokens end is rubbish that nothing may read."""
 
-    renewed_at = 0
+    renewed_at, rewindable = 0, True
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.grown = plan, 0

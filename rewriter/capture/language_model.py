@@ -52,12 +52,14 @@ def capture_model(
     if isinstance(config_or_model, nn.Module):
         config = tied_config(config_or_model)
     title = f"{cls.__name__} (model type {config.model_type!r}) cannot be captured"
-    if cls._is_stateful or config.get_text_config(decoder=True).__dict__.get("layers_block_type"):
+    known = cls.__name__ in FAMILIES
+    if not known and (
+            cls._is_stateful or config.get_text_config(decoder=True).__dict__.get("layers_block_type")):
         raise CaptureError(f"{title}: its layers keep a recurrent state, where a KV cache is all that is implemented")
     if config.get_text_config(decoder=True).__dict__.get("altup_num_inputs"):
         raise CaptureError(f"{title}: its layers pass on several predictions of the hidden state (AltUp), where one is "
                            "all that is implemented")
-    if not cls._supports_attention_backend and cls.__name__ not in FAMILIES:
+    if not cls._supports_attention_backend and not known:
         raise CaptureError(
             f"{title}: its attention does not go through transformers' attention interface, "
             "so it cannot be replaced by one that reads a streamed KV cache"

@@ -18,7 +18,7 @@ from forebay.rewriter.capture.stored_sizes import fill_values
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat, block_graphs, copy_node
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.ir.state import CheckpointState, KVState
+from forebay.rewriter.ir.state import CheckpointState, KVState, kv_state
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
 from forebay.rewriter.pipeline.run_passes import Stage, check_switches
 from forebay.rewriter.planning.best_product import rounding_names
@@ -128,7 +128,8 @@ def _sparse(captured: CapturedModel, switches: Switches, share: float) -> Captur
     stage.run(next(each for each in PASSES if each.run is drop_values), lambda _: (share,))
     if not any(node.meta.get("made_by") == drop_values.__name__
                for graph in (step, *block_graphs(step).values()) for node in graph.graph.nodes):
-        cached = f"a {captured.cache[0].format} cache" if captured.cache else "a cache, of which this model has none"
+        kv = next(filter(None, map(kv_state, captured.states)), None)
+        cached = f"a {kv.format} cache" if kv is not None else "a cache, of which this model has none"
         raise PlanError(f"sparse_values: no operator reads a share of the values of {cached}; leave it out")
     return replace(captured, step=step)
 

@@ -1,6 +1,7 @@
 """Prompts on their way into the cache, a chunk of tokens each step.
 
-Rows stand left-aligned. What a shorter one computes past its end is never seen and is overwritten later.
+Rows stand left-aligned. What a shorter one computes past its end is never seen and is overwritten later; states that
+are not rewindable take the tokens that `StepInputs.count` counts, and no others.
 """
 
 from __future__ import annotations
@@ -32,21 +33,26 @@ class PrefillChunk:
     final: bool
 
 
-def chunk_spans(sizes: Sequence[int], tokens: int, room: int | None = None) -> list[tuple[int, int]]:
+def chunk_spans(
+    sizes: Sequence[int], tokens: int, room: int | None = None, rewindable: bool = True
+) -> list[tuple[int, int]]:
     """Cut `tokens` tokens into steps of the planned `sizes`, each the smallest that holds the rest, else the largest.
 
     The last step is moved back to end with the last token, so that no position past it is touched; a step longer than
-    all tokens is taken where the cache has `room` for it (None: it has).
+    all tokens is taken where the cache has `room` for it (None: it has). Where states are not `rewindable`, no step is
+    moved back: the last one holds tokens past the last, if there is room, which `StepInputs.count` leaves out.
 
     Returns:
         The first token and the size of each step.
     """
     spans, done = list[tuple[int, int]](), 0
     while done < tokens:
+        if not rewindable:
+            sizes = [size for size in (*sizes, 1) if room is None or done + size <= room]
         size = min((size for size in sizes if size >= tokens - done), default=max(sizes))
-        if room is not None and size > max(tokens, room):
+        if rewindable and room is not None and size > max(tokens, room):
             size = max(size for size in (*sizes, 1) if size <= tokens)
-        at = max(0, min(done, tokens - size))
+        at = max(0, min(done, tokens - size)) if rewindable else done
         spans.append((at, size))
         done = at + size
     return spans
@@ -69,7 +75,8 @@ def chunks(
         ends = tuple(row for row, length in enumerate(lengths.tolist()) if done < length <= at + size)
         done = at + size
         yield PrefillChunk(StepInputs(ids[:, at:done], start + at, (lengths - 1 - at).clamp(0, size - 1), call, places,
-                               _embedded(embeds, len(ids), at, size)), at, ends, (at, size) == spans[-1])
+                               _embedded(embeds, len(ids), at, size), (lengths - at).clamp(0, size)), at, ends,
+                           (at, size) == spans[-1])
 
 
 def _embedded(embeds: Sequence[torch.Tensor] | None, batch: int, at: int, size: int) -> torch.Tensor | None:
@@ -84,7 +91,7 @@ def _embedded(embeds: Sequence[torch.Tensor] | None, batch: int, at: int, size: 
 
 def prompt_chunks(
     plan: Plan, prompts: Mapping[int, torch.Tensor], length: int | None = None,
-    embeds: Sequence[torch.Tensor] | None = None,
+    embeds: Sequence[torch.Tensor] | None = None, rewindable: bool = True,
 ) -> Iterator[PrefillChunk]:
     """Yield the steps that compute `prompts`, int64 [P] each, by the batch slots that they stand in.
 
@@ -98,7 +105,9 @@ def prompt_chunks(
     call = torch.tensor([row.numel() for row in rows])
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     real = torch.tensor([row < len(prompts) if entering else slot in prompts for row, slot in enumerate(slots)])
-    spans, places = chunk_spans(plan.schedule.prefill_chunks, ids.shape[1]), torch.tensor(slots) if entering else None
+    spans = chunk_spans(plan.schedule.prefill_chunks, ids.shape[1], None if rewindable else plan.workload.context,
+                        rewindable)
+    places = torch.tensor(slots) if entering else None
     return chunks(spans, ids, torch.zeros_like(call), torch.where(real, call, 0),
                   call if length is None else torch.full_like(call, length), places, embeds)
 
@@ -111,7 +120,7 @@ def prefill(
     length = None if entering else max(prompt.numel() for prompt in prompts.values())
     index = {row if entering else slot: row for row, slot in enumerate(prompts)}
     logits = torch.empty(0)
-    for chunk in prompt_chunks(session.plan, prompts, length, embeds):
+    for chunk in prompt_chunks(session.plan, prompts, length, embeds, session.rewindable):
         step = session.step(chunk.inputs)
         logits = logits if logits.numel() else step.new_empty(len(prompts), step.shape[-1])
         for row in chunk.ends:

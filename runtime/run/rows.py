@@ -46,7 +46,7 @@ class SequenceRows:
             logits = prefill(self.session, dict(enumerate(prompts)), embeds)
         else:
             ids = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
-            logits = self._run(ids, ids.shape[1], embeds)
+            logits = self._run(ids, ids.shape[1], embeds, lengths)
             logits[torch.arange(ids.shape[1]) >= lengths[:, None]] = 0
         self.lengths = lengths
         return logits
@@ -130,8 +130,12 @@ class SequenceRows:
         self.lengths = self.lengths[index]
         self._ids = [self._ids[i] for i in index.tolist()]
 
-    def _run(self, ids: torch.Tensor, keep: int, embeds: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-        """Steps over ids [n, S] after what the rows hold; logits [n, keep, V] of the last `keep`."""
+    def _run(
+        self, ids: torch.Tensor, keep: int, embeds: Sequence[torch.Tensor] | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Steps over ids [n, S], of which rows have `lengths` [n] (None: S), after what the rows hold; logits
+        [n, keep, V] of the last `keep`."""
         plan, (count, span) = self.session.plan, ids.shape
         batch, every = plan.workload.batch, self.session.every_position
         if keep > 1 and not every:
@@ -140,10 +144,11 @@ class SequenceRows:
         fed[:count], start[:count] = ids, self.lengths
         # once grown, a cache that a prefill overlays lies where a chunk would compute
         sizes = (1,) if span == 1 or plan.lends else plan.schedule.prefill_chunks
-        spans = chunk_spans(sizes, span, plan.workload.context - int(start.max()))
+        spans = chunk_spans(sizes, span, plan.workload.context - int(start.max()), self.session.rewindable)
+        real = torch.full((batch,), span)
+        real[:count] = span if lengths is None else lengths
         logits = torch.empty(0)
-        for chunk in chunks(spans, fed, start, torch.full((batch,), span), torch.full((batch,), self._call),
-                            embeds=embeds):
+        for chunk in chunks(spans, fed, start, real, torch.full((batch,), self._call), embeds=embeds):
             step = self.session.step(chunk.inputs)[:count]
             if not every:
                 logits = step[:, None]

@@ -198,7 +198,8 @@ class Scheduler:
         if self.call is not None and self.choice is not None and most > 1:
             self.choice.begin(prompts, most)
         length = None if self.call is None else max(map(self._call_length, numbers))
-        self.done, self.chunks = 0, prompt_chunks(self.session.plan, prompts, length)
+        self.done, self.chunks = 0, prompt_chunks(self.session.plan, prompts, length,
+                                                    rewindable=self.session.rewindable)
 
     def _slots_for(self, numbers: Sequence[int]) -> list[int]:
         """Free slots for requests, such that micro-batches hold about as many tokens; those of a call whose draws go by

@@ -15,7 +15,9 @@ def token_scores(session: Session, rows: Sequence[torch.Tensor]) -> list[torch.T
     """For each row of ids [T] (T >= 2) the scores [T - 1, 2] of its tokens but the first, see `capture_model`. Rows run
     left-aligned in the steps of `chunk_spans`."""
     lengths, batch = [row.numel() - 1 for row in rows], session.plan.workload.batch
-    spans = chunk_spans(session.plan.schedule.prefill_chunks, max(lengths))
+    plan = session.plan
+    spans = chunk_spans(plan.schedule.prefill_chunks, max(lengths), None if session.rewindable else
+                        plan.workload.context, session.rewindable)
     end = max(at + size for at, size in spans)
     ids = torch.zeros(batch, end + 1, dtype=torch.int64)
     for i, row in enumerate(rows):
@@ -24,7 +26,8 @@ def token_scores(session: Session, rows: Sequence[torch.Tensor]) -> list[torch.T
     calls = torch.tensor(lengths + [1] * (batch - len(rows)))  # each row by itself
     for at, size in spans:
         scores[:, at : at + size] = session.step(StepInputs(
-            ids[:, at : at + size], torch.full((batch,), at), ids[:, at + size], calls))
+            ids[:, at : at + size], torch.full((batch,), at), ids[:, at + size], calls,
+            count=(calls - at).clamp(0, size)))
     return [scores[i, :length] for i, length in enumerate(lengths)]
 
 

@@ -41,7 +41,8 @@ class Session:
     """Holds the arenas of `plan` until `close`. `program` gives the Program for a number of tokens per sequence,
     `growth` the one between prefill and decoding where the cache then gets more room. With `every_position` the
     Programs give logits of every token of a step. A cache that was begun within `renewed_at` tokens is no use beyond
-    them: whoever runs steps then begins again (0: never). A step that drafts in the plan's memory may be `shared`."""
+    them: whoever runs steps then begins again (0: never). A step that drafts in the plan's memory may be `shared`.
+    States that are not `rewindable` take each token once."""
 
     def __init__(
         self,
@@ -55,11 +56,12 @@ class Session:
         every_position: bool = False,
         renewed_at: int = 0,
         shared: SharedDraft | None = None,
+        rewindable: bool = True,
     ) -> None:
         if plan.lends and growth is None:
             raise RuntimeFault("this plan's cache grows after the prefill; give the session the program that does it")
         self.plan, self.device, self.trace = plan, device, trace
-        self.every_position, self.renewed_at = every_position, renewed_at
+        self.every_position, self.renewed_at, self.rewindable = every_position, renewed_at, rewindable
         self._program, self._growth, self.shared = program, growth, shared
         self._grow: BoundProgram | None = None
         self._drafting: BoundProgram | None = None

@@ -18,6 +18,7 @@ class StepInputs:
         length: [B] int64, tokens of the call that each row belongs to, for rotary frequencies that follow them.
         places: [B] int64, the batch slots of the rows, where a prefill step computes some slots alone.
         inputs_embeds: [B, S, H].
+        count: [B] int64, tokens of the step that are real, for states that are not rewindable; all, if not given.
     """
 
     input_ids: torch.Tensor
@@ -26,6 +27,7 @@ class StepInputs:
     length: torch.Tensor | None = None
     places: torch.Tensor | None = None
     inputs_embeds: torch.Tensor | None = None
+    count: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -34,4 +36,5 @@ class StepInputs:
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """Return the inputs that are given."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        count = torch.full_like(self.start, self.tokens) if self.count is None else self.count
+        return {name: value for name, value in vars(self).items() if value is not None} | {"count": count}

@@ -19,6 +19,7 @@ from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.shared_draft import COPY_STANDS, SharedDraft
+from forebay.rewriter.ir.state import require_states
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_block import PlanChoice
 from forebay.rewriter.pipeline.plan_draft import DraftedPlan, plan_draft, plan_own_draft
@@ -49,6 +50,8 @@ class DraftedPlanner:
             refuse_other_tokenizer(checkpoint.folder, opened[1].folder, "draft")
         except ValueError as error:
             raise PlanError(str(error)) from error
+        for model in (captured, opened[0]):
+            require_states(model.states, "rewindable", "draft")
         self._copied = draft_format(draft) is not None
         self._own = ModelPlanner(captured, checkpoint, files, budget, machine)
         self._draft = ModelPlanner(*opened, budget, machine)

@@ -26,6 +26,7 @@ from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.shared_draft import DraftRecord, SharedDraft
+from forebay.rewriter.ir.state import rewindable
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.pipeline.plan_block import PlanChoice, plan_block
@@ -178,7 +179,8 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
             self._session = Session(
                 agreed, partial(self._pipeline.program, plan),  # without `self`: no cycle keeps the memory
                 resident_copies(plan, self.files), captured.constants, device, self.trace,
-                self._pipeline.growth(plan), captured.gives == "all", captured.renewed_at, self.shared_draft)
+                self._pipeline.growth(plan), captured.gives == "all", captured.renewed_at, self.shared_draft,
+                rewindable(captured.states))
             LOG.info("loaded %d bytes of weights in %.1f s", plan.nbytes_on("device"), time.monotonic() - began)
         return self._session
 

@@ -146,7 +146,7 @@ def test_tokens_with_caches_in_shares(
     with case.language_model(3.0, micro_batches=micro_batches, order=order, cache_tier=tier, cache_tokens=4,
                              cache_slots=slots, cache_shares=shares, prefill_chunk=6) as lm:
         validate(lm.plan)
-        layers = len(case.opened[0].cache)
+        layers = len(case.opened[0].states)
         homes = [home for of_layer in lm.plan.schedule.batching.cache_homes(layers) for home in of_layer]
         wanted = {"device": int(shares[0] * len(homes)), "host": int(shares[1] * len(homes))}
         wanted[tier] = wanted.get(tier, 0) + len(homes) - sum(wanted.values())

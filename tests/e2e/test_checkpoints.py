@@ -166,7 +166,7 @@ def test_bytes_are_those_of_both_kinds_of_blocks(cases: Callable[[str], Case], s
             marks.append(Counter(lm.trace.link_nbytes()))
 
         case.answer(lm, on_token=note)
-        batching, layers = lm.plan.schedule.batching, len(case.opened[0].cache)
+        batching, layers = lm.plan.schedule.batching, len(case.opened[0].states)
         context = lm.plan.workload.context
         home = next(b for b in lm.plan.buffers if b.name == "cache_0_host")
         nbytes = home.nbytes // lm.plan.workload.batch // batching.kept_blocks(context)

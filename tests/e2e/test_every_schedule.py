@@ -120,7 +120,7 @@ def test_answers_are_those_of_each_prompt_alone(
     with case.language_model(PLACES, cache, order=order, micro_batches=MICRO_BATCHES, entering=ENTERING,
                              prefill_chunk=6, **TIERS[tier], **staging) as lm:
         batching = lm.plan.schedule.batching
-        homes = {home for of_layer in batching.cache_homes(len(case.opened[0].cache)) for home in of_layer}
+        homes = {home for of_layer in batching.cache_homes(len(case.opened[0].states)) for home in of_layer}
         assert homes == ({tier.partition(",")[0]} if "mixed" not in tier else {"device", "host", "disk"})
         assert (batching.micro_batches.count, batching.micro_batches.order,
                 batching.admitted) == (MICRO_BATCHES, order, ENTERING)

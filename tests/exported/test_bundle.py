@@ -323,12 +323,12 @@ def mutate(data: Any, draw: random.Random) -> Any:
     return data
 
 
-@pytest.mark.parametrize("at", ["cache", "weights"])
+@pytest.mark.parametrize("at", ["states", "weights"])
 def test_sizes_beyond_any_model_are_refused_where_they_are_read(exported: Path, tmp_path: Path, at: str) -> None:
     folder = copy(exported, tmp_path / "b")
     graphs = json.loads((folder / "graphs-last.json").read_text())
-    changed = graphs[at][0]
-    changed.update({"kv_heads": 1 << 62} if at == "cache" else {"shape": [1 << 62, *changed["shape"][1:]]})
+    changed = graphs[at][0][0] if at == "states" else graphs[at][0]
+    changed.update({"kv_heads": 1 << 62} if at == "states" else {"shape": [1 << 62, *changed["shape"][1:]]})
     (folder / "graphs-last.json").write_text(json.dumps(graphs))
     resealed(folder)
     with pytest.raises(CheckpointError, match=rf"graphs\.{at}: .* has shape \(4611686018427387904"):

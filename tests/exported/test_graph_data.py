@@ -59,8 +59,8 @@ def test_a_model_read_back_computes_the_same(family: str) -> None:
     model, data, tensors = stored(family)
     read = captured_from_data(data, tensors)
     assert nodes_of(read) == nodes_of(model)
-    assert (read.layers, read.layer_weights, read.cache, read.vocab_size, read.max_positions, read.token_types) == (
-        model.layers, model.layer_weights, model.cache, model.vocab_size, model.max_positions, model.token_types)
+    assert (read.layers, read.layer_weights, read.states, read.vocab_size, read.max_positions, read.token_types) == (
+        model.layers, model.layer_weights, model.states, model.vocab_size, model.max_positions, model.token_types)
     assert read.renewed_at == model.renewed_at == (16 if family == "longrope" else 0)
     assert read.weights == model.weights and read.constants.keys() == model.constants.keys()
 
@@ -70,7 +70,7 @@ def test_a_cache_of_packed_rows_can_still_be_asked_for(cache: str) -> None:
     model, data, tensors = stored("qwen3")
     there = rewrite_captured(captured("qwen3"), Switches(), cache)
     here = rewrite_captured(captured_from_data(data, tensors), Switches(), cache)
-    assert here.cache == there.cache != model.cache
+    assert here.states == there.states != model.states
     assert nodes_of(here) == nodes_of(there)
 
 
@@ -149,7 +149,7 @@ def test_an_operation_that_no_bundle_holds_is_named_with_its_layer() -> None:
 def test_graphs_that_do_not_belong_together_are_refused() -> None:
     _, data, tensors = stored("llama")
     for change, says in [
-        (lambda d: d["cache"].pop(), "not one for each layer"),
+        (lambda d: d["states"].pop(), "not one for each layer"),
         (lambda d: d["layers"].append("block_0"), "in order"),
         (lambda d: d.update(vocab_size=5), "does not run"),
         (lambda d: d["weights"].pop(), "is not a weight"),
@@ -158,7 +158,7 @@ def test_graphs_that_do_not_belong_together_are_refused() -> None:
         (lambda d: d.update(gives="first"), "is not one of"),
         (lambda d: d.pop("step"), "step"),
         (lambda d: d.update(extra=1), "unknown field"),
-        (lambda d: d["cache"][0].update(head_dim=17), "as it is elsewhere"),
+        (lambda d: d["states"][0][0].update(head_dim=17), "as it is elsewhere"),
         (lambda d: next(n for n in d["step"] if "call" in n)["args"].__setitem__(4, "%lm_head_weight"),
          "is given lm_head_weight for an input of other dimensions"),
     ]:

@@ -112,7 +112,7 @@ def captured_from_data(data: object, tensors: Mapping[str, torch.Tensor]) -> Cap
             weights={w.name: _spec(w) for w in read.weights},
             constants={name: tensors[key] for name, key in read.constants.items()},
             layers=read.layers, layer_weights=read.layer_weights,
-            states=tuple(tuple(_state_from_data(s, f"graphs.states[{i}]") for s in states)
+            states=tuple(tuple(_state_from_data(s, f"graphs.states: layer {i}") for s in states)
                          for i, states in enumerate(read.states)),
             vocab_size=read.vocab_size, max_positions=read.max_positions, renewed_at=read.renewed_at,
             dtype=dtype_named(read.dtype), model_type=read.model_type, gives=read.gives, token_types=read.token_types,
@@ -146,7 +146,7 @@ def _state_from_data(data: Mapping[str, object], path: str) -> StateSpec:
     values = {name: dtype_named(str(v)) if name == "dtype" else v for name, v in data.items() if name != "kind"}
     spec: StateSpec = from_json(kind, values, path)
     for tensor in spec.tensors:
-        _check_sizes(path, tensor.sized(1, 1))
+        _check_sizes(f"{path}: {tensor.name}", tensor.sized(1, 1))
     return spec
 
 

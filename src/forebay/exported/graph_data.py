@@ -4,8 +4,8 @@ A graph is a list of nodes in order. An input is {"in": name, "dtype": …, "sha
 (sequences, tokens of each, room in the cache) for those that vary, and, for what it stands for, "weight": [name,
 format] or "state": [layer, tensor, kind, window]. An operation is {"op": name, "as": node, "args": […], "kwargs": {…}},
 a layer {"call": block, "as": node, "args": […], "layer": number}, the result {"out": value}. Among arguments "%x" is
-the value of node x; numbers, booleans, null and lists are themselves; whatever else is an object of one entry that names
-its kind.
+the value of node x; numbers, booleans, null and lists are themselves; whatever else is an object of one entry that
+names its kind.
 """
 
 from __future__ import annotations

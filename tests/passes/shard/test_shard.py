@@ -44,7 +44,7 @@ def test_parts_of_all_ranks_are_the_whole(family: str) -> None:
             assert dim == other and ranges((*held, *theirs)) == ((0, size),), name  # each index is somebody's
     for model, _ in parts:
         check_captured(model.step, "shard")
-        assert sum(spec.kv_heads for spec in model.cache) < sum(spec.kv_heads for spec in whole.cache)
+        assert sum(spec.kv_heads for (spec,) in model.states) < sum(spec.kv_heads for (spec,) in whole.states)
         for block in model.blocks().values():  # one sum for attention, one for the feed-forward
             assert collectives(block) in (["all_reduce"] * 2, ["all_reduce"])
         assert collectives(model.step) == ["all_gather_into_tensor"]
@@ -146,7 +146,8 @@ def test_attention_over_the_batch_has_every_row_once_and_all_heads(family: str, 
     for each in share.all:
         model, parts = shard_captured(whole, each, Switches())
         check_captured(model.step, "shard")
-        assert [(spec.kv_heads, spec.parts) for spec in model.cache] == [(spec.kv_heads, 4) for spec in whole.cache]
+        assert [(spec.kv_heads, spec.parts) for (spec,) in model.states] == [
+            (spec.kv_heads, 4) for (spec,) in whole.states]
         for block in model.blocks().values():
             assert collectives(block).count("all_to_all_single") == 2
         for source, cut in parts.values():

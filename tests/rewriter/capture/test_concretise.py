@@ -20,7 +20,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def inputs(lm: CapturedModel, batch: int, seq: int, length: int = 32) -> dict[str, torch.Tensor]:
     ints = functools.partial(meta, dtype=torch.int64)
     found = {"input_ids": ints(batch, seq), "start": ints(batch), "last": ints(batch)}
-    for i, c in enumerate(lm.cache):
+    for i, (c,) in enumerate(lm.states):
         found |= {f"cache_{s}_{i}": meta(batch, c.kv_heads, length, c.head_dim, dtype=c.dtype) for s in "kv"}
     return found
 

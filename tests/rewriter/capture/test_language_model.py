@@ -137,7 +137,7 @@ def test_equal_layers_share_one_block_and_different_ones_do_not():
     assert captured("llama").layers == ("block_0",) * 3
     gemma = captured("gemma2")
     assert gemma.layers == ("block_0", "block_1", "block_0", "block_1")
-    assert [c.window for c in gemma.cache] == [6, 0, 6, 0]
+    assert [kv.window for (kv,) in gemma.states] == [6, 0, 6, 0]
     assert {c.window for c in captured("mistral").cache} == {6}
 
 
@@ -241,7 +241,7 @@ def test_module_in_memory_gives_the_graph_of_its_config():
 def test_dtype_overrides_the_config(dtype):
     lm = capture_model(FAMILIES["llama"](2), dtype=dtype)
     assert lm.dtype == dtype
-    assert {w.dtype for w in lm.weights.values()} == {dtype} == {c.dtype for c in lm.cache}
+    assert {w.dtype for w in lm.weights.values()} == {dtype} == {kv.dtype for (kv,) in lm.states}
     assert lm.constants["model.rotary_emb.inv_freq"].dtype == torch.float32
     assert lm.step.graph.output_node().args[0].meta["val"].dtype == dtype
 

@@ -26,7 +26,7 @@ TIMES = StepTimes(4, 1, 32, 48, (16, 8), {1: (0.5, 0.5), 8: (1.0, 1.0), 16: (1.7
 class ClockedSession:
     """Computes nothing; a step takes its time on the clock."""
 
-    renewed_at = 0
+    renewed_at, rewindable = 0, True
 
     def __init__(self, times: StepTimes) -> None:
         batching = BatchSchedule(admission=Admission(times.entering))

@@ -29,6 +29,7 @@ class Recalling:
     cache: torch.Tensor = field(init=False)
     chunks: list[int] = field(default_factory=list)
     renewed_at: int = 0
+    rewindable: bool = True
     renews = Session.renews
     call = 0  # what the cache was computed for
 
