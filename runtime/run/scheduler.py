@@ -197,9 +197,8 @@ class Scheduler:
         most = max(self.requests[number].new_tokens for number in numbers)
         if self.call is not None and self.choice is not None and most > 1:
             self.choice.begin(prompts, most)
-        length = None if self.call is None else max(map(self._call_length, numbers))
-        self.done, self.chunks = 0, prompt_chunks(self.session.plan, prompts, length,
-                                                    rewindable=self.session.rewindable)
+        length, keeps = None if self.call is None else max(map(self._call_length, numbers)), self.session.rewindable
+        self.done, self.chunks = 0, prompt_chunks(self.session.plan, prompts, length, rewindable=keeps)
 
     def _slots_for(self, numbers: Sequence[int]) -> list[int]:
         """Free slots for requests, such that micro-batches hold about as many tokens; those of a call whose draws go by

@@ -146,7 +146,7 @@ def _state_from_data(data: Mapping[str, object], path: str) -> StateSpec:
     values = {name: dtype_named(str(v)) if name == "dtype" else v for name, v in data.items() if name != "kind"}
     spec: StateSpec = from_json(kind, values, path)
     for tensor in spec.tensors:
-        _check_sizes(f"{path}: {tensor.name}", tensor.sized(1, 1))
+        _check_sizes(path, tuple(n for n in tensor.shape if isinstance(n, int)))
     return spec
 
 
