@@ -46,7 +46,7 @@ def test_stages_have_each_layer_once_and_the_ends_what_stands_there(family: str)
     parts = stages_of(whole, count)
     assert sum((part.layers for part in parts), ()) == whole.layers
     assert sum((part.layer_weights for part in parts), ()) == whole.layer_weights
-    assert sum((part.cache for part in parts), ()) == whole.cache
+    assert sum((part.states for part in parts), ()) == whole.states
     assert set().union(*(part.weights for part in parts)) == set(whole.weights)
     tables = {weight_name(n) for node in whole.step.graph.nodes if node.op == "call_function" for n in
               node.all_input_nodes}

@@ -138,7 +138,7 @@ def test_equal_layers_share_one_block_and_different_ones_do_not():
     gemma = captured("gemma2")
     assert gemma.layers == ("block_0", "block_1", "block_0", "block_1")
     assert [kv.window for (kv,) in gemma.states] == [6, 0, 6, 0]
-    assert {c.window for c in captured("mistral").cache} == {6}
+    assert {kv.window for (kv,) in captured("mistral").states} == {6}
 
 
 def test_layers_scaled_by_their_index_are_different_kinds():
@@ -209,7 +209,7 @@ def test_layer_that_computes_attention_itself_is_refused(monkeypatch):
     monkeypatch.setattr(
         module.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *args: module.eager_attention_forward, raising=True
     )
-    with pytest.raises(CaptureError, match=r"LlamaForCausalLM.*0 calls of forebay::attention"):
+    with pytest.raises(CaptureError, match=r"LlamaForCausalLM.*0 calls of forebay.attention"):
         capture_model(FAMILIES["llama"](2))
 
 
