@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from forebay.rewriter.ir.program import FileSlice
-from forebay.runtime.devices.streams import CopyLedger, Ticket
-from forebay.runtime.disk.file_reads import reads_of
+from forebay.runtime.devices.streams import CopyLedger, Ticket, told
+from forebay.runtime.disk.file_reads import submit_slice
 from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.run.arena import Arena
 
@@ -30,8 +30,8 @@ def load_through(
         if before is not None:
             before.synchronize()
         part = src.part(lower, min(half, src.nbytes - lower))
-        for read in reads_of(part, landing.address + side * half, (0, 0), ledger.begin()):
-            reader.submit(read)
+        with told(ledger.begin()) as done:
+            submit_slice(reader, part, landing.address + side * half, (0, 0), done)
         return ledger.record()
 
     ticket = begin(0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -174,21 +175,8 @@ def write_rows(item: Copy, spill: SpillSpace, address: int, moved: tuple[RowRun,
         else:
             parts.append((place.offset + target, nbytes, [(address + source, nbytes)]))
     together = Together(len(parts), done)
-    _each(parts, together, lambda part: spill.writer.write(
-        file, Write(part[0], part[1] + item.room[1], tuple(part[2]), together.part)))
-
-
-def _each(parts: Iterable, together: Together, issue: Callable) -> None:
-    """Issue all parts; what cannot be issued has ended, with the error."""
-    failed: BaseException | None = None
-    for part in parts:
-        if failed is None:
-            try:
-                issue(part)
-                continue
-            except BaseException as error:
-                failed = error
-        together.part(failed)
+    together.issue(functools.partial(spill.writer.write, file, Write(
+        offset, nbytes + item.room[1], tuple(pieces), together.part)) for offset, nbytes, pieces in parts)
 
 
 def faults_named(item: Copy, done: OnDone) -> OnDone:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 
 from forebay.runtime.disk.chunks import OnDone
 
@@ -16,6 +17,19 @@ class Together:
         self._done = done
         self._error: BaseException | None = None
         self._lock = threading.Lock()
+
+    def issue(self, parts: Iterable[Callable[[], object]]) -> None:
+        """Issue all parts; those from the first on that cannot be issued have ended, with its error. So `done` is
+        called once the others have ended too, and nothing is under way then."""
+        failed: BaseException | None = None
+        for issue in parts:
+            if failed is None:
+                try:
+                    issue()
+                    continue
+                except BaseException as error:
+                    failed = error
+            self.part(failed)
 
     def part(self, error: BaseException | None) -> None:
         """Tell that one part has ended."""

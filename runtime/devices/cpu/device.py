@@ -44,7 +44,7 @@ from forebay.runtime.devices.opening import Opening
 from forebay.runtime.devices.outward import NamedRows, copy_runs, faults_named, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
 from forebay.runtime.disk.chunks import OnDone, Read, Write
-from forebay.runtime.disk.file_reads import prepared, reads_of
+from forebay.runtime.disk.file_reads import prepare_slice
 from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.arena import Arena
@@ -137,7 +137,7 @@ class ThreadDevice:
 
         def prepare(done: OnDone) -> Call:
             if isinstance(src, FileSlice):
-                return prepared(reader, reads_of(src, address, item.room, done))
+                return prepare_slice(reader, src, address, item.room, done)
             return reader.prepare(Read(path, src.offset, src.nbytes, address, before, after, faults_named(item, done)))
 
         return self._bind_asynchronous(item, prepare)

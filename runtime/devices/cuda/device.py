@@ -42,7 +42,7 @@ from forebay.runtime.devices.lookups import is_lookup, look_up
 from forebay.runtime.devices.opening import Opening
 from forebay.runtime.devices.outward import FindRuns, NamedRows, copy_runs, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
-from forebay.runtime.disk.file_reads import reads_of
+from forebay.runtime.disk.file_reads import submit_slice
 from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.arena import Arena, view
@@ -236,8 +236,7 @@ class CudaDevice:
 
             def read(src: FileSlice = src) -> None:
                 with told(self._begin(item, src.nbytes)) as done:
-                    for each in reads_of(src, address, item.room, done):
-                        reader.submit(each)
+                    submit_slice(reader, src, address, item.room, done)
 
             return lambda: disk.submit(read)
 

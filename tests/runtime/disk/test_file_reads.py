@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from forebay.rewriter.ir.program import Band, FileSlice
-from forebay.runtime.disk.file_reads import prepared, reads_of
+from forebay.runtime.disk.chunks import Read
+from forebay.runtime.disk.file_reads import prepare_slice, submit_slice
 from forebay.runtime.disk.reader import available_kinds, open_reader
 
 
@@ -47,7 +51,7 @@ def test_bytes_arrive_in_order_again_and_again(tmp_path: Path, kind: str, larges
                 ended.append(error)
                 event.set()
 
-            queue = prepared(reader, reads_of(part, memory.data_ptr() + 64, (0, 0), done))
+            queue = prepare_slice(reader, part, memory.data_ptr() + 64, (0, 0), done)
             for _ in range(2):
                 memory.zero_()
                 event.clear()
@@ -70,8 +74,46 @@ def test_an_error_of_one_file_is_told_once(tmp_path: Path) -> None:
     memory, ended, event = torch.zeros(source.nbytes, dtype=torch.uint8), [], threading.Event()
     reader = open_reader("buffered")
     try:
-        prepared(reader, reads_of(source, memory.data_ptr(), (0, 0), lambda e: (ended.append(e), event.set())))()
+        submit_slice(reader, source, memory.data_ptr(), (0, 0), lambda e: (ended.append(e), event.set()))
         assert event.wait(60)
     finally:
         reader.close()
     assert len(ended) == 1 and isinstance(ended[0], BaseException)
+
+
+class Held:
+    """A reader whose reads end when they are told to, and of which one cannot be issued."""
+
+    def __init__(self, refuses: int) -> None:
+        self.reads: list[Read] = []
+        self.refuses = refuses
+
+    def submit(self, read: Read) -> None:
+        if len(self.reads) == self.refuses:
+            raise RuntimeError("closed")
+        self.reads.append(read)
+
+    def prepare(self, read: Read) -> Callable[[], None]:
+        return lambda: self.submit(read)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("refuses", [0, 1, 2])
+def test_a_read_that_cannot_be_issued_is_told_behind_those_under_way(refuses: int, again: bool) -> None:
+    """Else whoever is told would take memory as free into which the earlier reads still write."""
+    paths = ["a", "b", "a", "b"]
+    source = FileSlice("a", 0, 400, tuple(Band(100 * i, 1, 100, ((0, 100),), path) for i, path in enumerate(paths)))
+    assert len(list(source.by_file())) == 4
+    ended: list[BaseException | None] = []
+    reader = Held(refuses)
+    given: Any = reader, source, 0, (0, 0), ended.append
+    queue = prepare_slice(*given) if again else partial(submit_slice, *given)
+    for _ in range(1 + again):
+        reader.reads.clear()
+        ended.clear()
+        queue()
+        assert len(reader.reads) == refuses and bool(ended) is (refuses == 0)
+        for i, read in enumerate(reader.reads):
+            assert not ended, f"told before read {i} has ended"
+            read.on_done(None)
+        assert [str(each) for each in ended] == ["closed"]
