@@ -22,6 +22,7 @@ from forebay.kernels.norms.layer_norm.operator import LAYER_NORM as LAYER_NORM
 from forebay.kernels.norms.rms_norm.operator import RMS_NORM as RMS_NORM
 from forebay.kernels.operator import Operator
 from forebay.kernels.positions.rotary.operator import ROTARY as ROTARY
+from forebay.kernels.products.expert_slots.operator import ASSIGN_SLOTS as ASSIGN_SLOTS
 from forebay.kernels.products.experts.operator import EXPERTS as EXPERTS
 from forebay.kernels.products.linear.operator import LINEAR
 from forebay.kernels.products.linear_q.operator import LINEAR_Q

@@ -17,8 +17,9 @@ from forebay.rewriter.ir.state import StateInput
 
 # A symbol stands in place of an arena where the address is known only when a layer is stamped: "?w3" is the memory that
 # the graph's placeholder 3 stands for, "?t2" the tile that its fetch number 2 brings, "?ax" the planned buffer x of the
-# micro-batch whose turn it is, "?g1" the weight that its gather number 1 brings ahead.
-WEIGHT, TILE, ACTIVATION, GATHERED = "?w", "?t", "?a", "?g"
+# micro-batch whose turn it is, "?g1" the weight that its gather number 1 brings ahead, "?p3" and "?r3" the pool of
+# placeholder 3, a table of experts, and what is known of it.
+WEIGHT, TILE, ACTIVATION, GATHERED, POOL, ROUTING = "?w", "?t", "?a", "?g", "?p", "?r"
 Address = tuple[str, int, str]  # arena, byte address, buffer name
 Symbols = Mapping[str, Address]
 
@@ -88,7 +89,8 @@ class Addresses:
         last tile."""
         ends = self.layout.ends
         name = self.prefix + node.name
-        dying = ends.get(name, ())
+        own = name.removesuffix(STREAMED) if node.target is ops.experts_from_pool else name
+        dying = ends.get(own, ())
         if node.target in ops.TILES:
             out = node.args[0]
             assert isinstance(out, fx.Node)

@@ -11,8 +11,9 @@ def hoist_prefetch(draft: Draft, plan: Plan) -> None:
     """Move every Fetch up to the Free that lets it start.
 
     Weights: number j stands behind Free number j - lead, in order, and never before its slot's last contents are free.
-    The first `lead` of them become the prologue, and stand again at the end of the step, for the next one. PlanError
-    where one launch needs more moves at once than there are slots.
+    The first `lead` of them become the prologue, and stand again at the end of the step, for the next one; where some
+    steps read experts by name, and so others than the rest, they stand at the top of their own step. PlanError where
+    one launch needs more moves at once than there are slots.
 
     Cache: what is loaded is named by inputs of the step, so the first loads stand at its top, and each other where its
     slot is given back. That is a turn later than it was, if there are slots for it, so that stores have a turn's time.
@@ -26,11 +27,11 @@ def _hoist_weights(draft: Draft, plan: Plan) -> None:
     number = {index: j for j, index in enumerate(moves)}
     lead, slots, count = plan.schedule.lead, plan.schedule.slots, len(moves)
     ahead = min(lead, count)
-    draft.prologue = tuple(moves[:ahead])
+    draft.prologue = () if plan.schedule.routed.steps else tuple(moves[:ahead])
     last_in_slot = {j % slots: j for j in range(count)}
     freed: set[int] = set()
-    items: list = []
-    following, again = ahead, 0  # the next move to issue: of this step, of the next one
+    items: list = [] if draft.prologue else [Fetch(index) for index in moves[:ahead]]
+    following, again = ahead, 0 if draft.prologue else ahead  # the next move to issue: of this step, of the next one
     for item in draft.items:
         j = number.get(item.index, -1) if isinstance(item, Fetch | Free) else -1
         if isinstance(item, Fetch) and j >= 0:

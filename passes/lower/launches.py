@@ -99,7 +99,7 @@ class Launches:
         operator, how = LINEAR, {"form": form, "accumulate": accumulate}
         if packing is not None:
             operator, how = LINEAR_Q, Packing(*packing)._asdict()
-        return self._counted(operator, Launch(
+        return self.counted(operator, Launch(
             COMPUTE, operator.name, args, {**how, **after}, (out,), reads, (span_of(out),), node.name,
             node.meta.get("layer", -1), impl=self._impl(node)))
 
@@ -126,13 +126,13 @@ class Launches:
         operands, target = tuple(map(self.ref, (x, index, weights, tile))), self.ref(out)
         how = {"first": lower, "count": count, "accumulate": lower != 0}
         reads = (*map(span_of, operands), *((span_of(target),) if lower else ()))
-        return self._counted(EXPERTS, Launch(
+        return self.counted(EXPERTS, Launch(
             COMPUTE, EXPERTS.name, (*operands, *form), how, (target,), reads, (span_of(target),), node.name,
             node.meta.get("layer", -1)))
 
     # -- everything else
 
-    def _counted(self, operator: Operator, launch: Launch) -> Launch:
+    def counted(self, operator: Operator, launch: Launch) -> Launch:
         """A launch of one of our own operators, with its operations and its workspace."""
         return self.workspace(replace(launch, flops=operator.cost(launch).flops))
 
@@ -142,7 +142,7 @@ class Launches:
         mutated = [operator.argument(args, name) for name in operator.writes]
         reads = tuple(span_of(r) for r in _refs(args))
         writes = tuple(span_of(r) for r in (*out, *_refs(mutated)))
-        return self._counted(operator, Launch(
+        return self.counted(operator, Launch(
             COMPUTE, operator.name, args, dict(self._map(node.kwargs)), out, reads, writes, node.name,
             node.meta.get("layer", -1)))
 

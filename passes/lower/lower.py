@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from forebay.passes.lower.addresses import GATHERED, TILE, Address, Addresses, Symbols, micro_batch_symbols, settled
+from forebay.passes.lower.addresses import (
+    GATHERED,
+    POOL,
+    ROUTING,
+    TILE,
+    WEIGHT,
+    Address,
+    Addresses,
+    Symbols,
+    micro_batch_symbols,
+    settled,
+)
 from forebay.passes.lower.enter_places import PlaceStaging
 from forebay.passes.lower.launches import LoweringError, Workspace
 from forebay.passes.lower.place_copies import landing_of
@@ -38,6 +49,7 @@ from forebay.rewriter.ir.gathers import GATHER_BUFFER
 from forebay.rewriter.ir.graph import META, Layout, WeightInput, hands_on, values_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import FileSlice, Launch, Release, Rows, Span, TensorRef, span_of
+from forebay.rewriter.ir.schedule import routed_fetch
 from forebay.rewriter.ir.state import StateInput, state_name
 
 
@@ -98,7 +110,7 @@ class _Lowering:
 
     def record(self) -> None:
         draft = self.draft
-        kept = ("weight", "constant", "cache")
+        kept = ("weight", "constant", "cache", "pool", "routing")
         draft.resident |= {b.name: Span(b.arena, b.offset, b.nbytes, b.name)
                            for b in self.plan.buffers if b.kind in kept}
         placeholders = self.gm.graph.find_nodes(op="placeholder")
@@ -189,9 +201,10 @@ class _Lowering:
             mark = node.meta.get(META)
             if isinstance(mark, WeightInput):
                 names[symbol] = mark.name
-                b = self.buffers.get(mark.name)
-                if b is not None:  # else it streams from disk
-                    symbols[symbol] = b.arena, b.offset, b.name
+                for kind, end in ((WEIGHT, ""), (POOL, routed_fetch.POOL), (ROUTING, routed_fetch.ROUTING)):
+                    b = self.buffers.get(mark.name + end)
+                    if b is not None:  # else it streams from disk
+                        symbols[symbol.replace(WEIGHT, kind)] = b.arena, b.offset, b.name
             elif isinstance(mark, StateInput) and self.staging is not None:
                 staged[symbol] = self.staging.offset(mark)
             elif isinstance(mark, StateInput):
@@ -299,8 +312,12 @@ class _Lowering:
         name = instance.names[entry.table]
         row_nbytes = self.plan.weight(name).nbytes // entry.rows
         index, out = settled(entry.index, symbols), settled(entry.out, symbols)
-        source = Rows(self._away(name, 0, entry.rows * row_nbytes), row_nbytes, index)
-        self.draft.items.append(Lookup(number, f"gather {name}", instance.layer, source, span_of(out)))
+        table, pooled = self._away(name, 0, entry.rows * row_nbytes), entry.tokens > 0
+        missed = self.plan.schedule.routed.missed(entry.rows, entry.picks, entry.tokens) if pooled else 0.0
+        usual = min(1.0, missed / entry.parts / index.shape[0]) if pooled else 1.0
+        source = Rows(table, row_nbytes, index, skips=pooled, usual=usual, keeps=pooled)
+        self.draft.items.append(Lookup(number, f"{'fetch' if pooled else 'gather'} {name}", instance.layer, source,
+                                       span_of(out)))
 
 
 def _activations(call: fx.Node) -> list[fx.Node]:

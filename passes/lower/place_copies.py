@@ -72,6 +72,7 @@ class _Placing:
         self.leaving: dict[str, tuple[Span, int]] = {}  # host slot -> what is on its way out of it, and the event then
         self.order = Order()
         self.orders = bool(draft.stores)  # without any, slots order all there is
+        self.behind_top: set[str] = set()  # streams that waited for what frees slots at the top of a step
         self.sent: dict[str, int] = {}  # collectives of the step by their labels, in order
         self.waited = -1  # the last of them that launches waited for
         self.behind = True  # launches computed since one was told to wait for them
@@ -88,7 +89,7 @@ class _Placing:
                        draft.inputs, draft.outputs, files=draft.files)
 
     def _step(self) -> None:
-        self.items, self.sent, self.waited, self.behind = [], {}, -1, True
+        self.items, self.sent, self.waited, self.behind, self.behind_top = [], {}, -1, True, set()
         self._open_free_slots()
         exchanged: list[str] = []
         for item in self.draft.items:
@@ -205,6 +206,9 @@ class _Placing:
         span = place if isinstance(place, Span) and self.orders else None
         if self.orders:
             after = tuple(self.order.missing(copy.stream, after, span, writes))
+        elif after == (self.events.get(("top",)),):
+            after = () if copy.stream in self.behind_top else after
+            self.behind_top.add(copy.stream)
         for earlier in after:
             self._add(Wait(copy.stream, earlier), into)
         self._add(copy, into)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from forebay.kernels.operators import ASSIGN_SLOTS, EXPERTS
 from forebay.passes.lower.addresses import Address, Addresses, Symbols, has_symbols, settled
 from forebay.passes.lower.launches import Launches, Workspace
 from forebay.passes.lower.out_variants import mutated_arguments
+from forebay.passes.lower.pool_launches import PooledExperts
 from forebay.passes.place.arrange_block import reads_matrix, touches_cache
 from forebay.passes.place.insert_transfers import tile_readers
 from forebay.rewriter.ir import ops
@@ -32,13 +34,18 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """A row lookup to be stamped: rows named by `index`, of the weight [rows, ...] of symbol `table`, to `out`."""
+    """A row lookup to be stamped: rows named by `index`, of the weight [rows, ...] of symbol `table`, to `out`. Of
+    experts, of which `out` keeps those that are not named, so many tokens make so many `picks` each; they are those of
+    `parts` such lookups."""
 
     number: int
     table: str  # a symbol
     rows: int
     index: TensorRef
     out: TensorRef
+    tokens: int = 0
+    picks: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +169,8 @@ class Recorder:
                 self.entries.append(Free(self.addresses.tiles[tile], _reader(tile)))  # type: ignore[index, arg-type]
             elif node.target is ops.gather_rows:
                 self._gather(node)
+            elif node.target is ops.experts_from_pool:
+                self._experts_from_pool(node)
             elif node.op == "call_function" and node.target is not operator.getitem and (
                     node.meta.get("alias_of") is None or _writes_argument(node)):
                 self._launch(node)
@@ -191,6 +200,16 @@ class Recorder:
                                     self.addresses.ref(index), self.addresses.ref(node)))
         self.found += 1
 
+    def _experts_from_pool(self, node: fx.Node) -> None:
+        self._arrive(*node.all_input_nodes)
+        pooled = PooledExperts(node, self.addresses)
+        self._add(self.launches.counted(ASSIGN_SLOTS, pooled.assign()))
+        for each in pooled.rounds():
+            self.entries += [Gather(self.found, pooled.source, pooled.sizes.experts, each.want, each.pool,
+                                    pooled.tokens, pooled.picks, pooled.sizes.rounds), Found(self.found)]
+            self.found += 1
+            self._add(self.launches.counted(EXPERTS, each.launch))
+
     def _arrive(self, *nodes: fx.Node) -> None:
         marks = [mark for node in nodes if (mark := self.landing.pop(storage_of(node)[0], None)) is not None]
         self.entries += marks
@@ -200,10 +219,13 @@ class Recorder:
         if node in self.addresses.ahead:
             self.entries.append(Ahead(self.addresses.ahead[node], self.addresses.gathered(node).nbytes))
         for launch in self.launches.of(node):
-            parts = (launch.args, launch.kwargs, launch.out, launch.reads, launch.writes)
-            self.entries.append(Recorded(launch, tuple(map(has_symbols, parts))))
+            self._add(launch)
             if launch.stream == COLLECT:
                 self.landing[storage_of(node)[0]] = Exchanged(launch.label)
+
+    def _add(self, launch: Launch) -> None:
+        parts = (launch.args, launch.kwargs, launch.out, launch.reads, launch.writes)
+        self.entries.append(Recorded(launch, tuple(map(has_symbols, parts))))
 
 
 def _reader(tile: fx.Node) -> str:

@@ -20,7 +20,8 @@ def insert_transfers(gm: fx.GraphModule, plan: Plan) -> None:
     that is not in device memory.
 
     `gm` is a flat graph. A matrix product whose weight has `tile_rows` is split into one product per tile; a lookup
-    of a weight with `gather` becomes `gather_rows`. Fetches are numbered in graph order, slot = number mod slots. A
+    of a weight with `gather` becomes `gather_rows`, and experts of a table with a pool come from there
+    (`experts_from_pool`). Fetches are numbered in graph order, slot = number mod slots. A
     weight that several operators read is fetched once where the slots can hold it from the first to the last of them,
     otherwise for each.
     """
@@ -38,6 +39,8 @@ def insert_transfers(gm: fx.GraphModule, plan: Plan) -> None:
                 continue  # the block reads it, and has a graph of its own
             if placement.gather and _is_lookup(user, node):
                 replaced[user] = _replace_lookup(graph, user, node)
+            elif placement.pool_slots and reads_table(user, node):
+                replaced[user] = _replace_experts(graph, user, placement.pool_slots)
             elif placement.tile_rows and placement.tile_rows < node.meta["val"].shape[0] and tileable(user, node):
                 replaced[user] = _tile_product(graph, user, node, placement)
             else:
@@ -83,6 +86,16 @@ def _replace_lookup(graph: fx.Graph, user: fx.Node, weight: fx.Node) -> fx.Node:
     user.replace_all_uses_with(rows)
     graph.erase_node(user)
     return rows
+
+
+def _replace_experts(graph: fx.Graph, user: fx.Node, slots: int) -> fx.Node:
+    operands, form = user.args[:4], user.args[4:]
+    with graph.inserting_before(user):
+        out = _call(graph, user, ops.experts_from_pool, (*operands, slots, *form), user.meta["val"],
+                    user.name + STREAMED)
+    user.replace_all_uses_with(out)
+    graph.erase_node(user)
+    return out
 
 
 def _tiles(rows: int, tile_rows: int) -> Iterator[tuple[int, int]]:

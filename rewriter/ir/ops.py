@@ -74,4 +74,12 @@ def experts_tile(
     out.copy_(found if lower == 0 else out + found)
 
 
+def experts_from_pool(
+    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, table: torch.Tensor, slots: int, *form: Any
+) -> torch.Tensor:
+    """What the experts of `table` give of x [..., H]; those that `index` names alone move, into a pool of `slots` that
+    keeps them. `form` as of `experts_tile`."""
+    return torch.ops.forebay.experts(x, index, weights, table, *form)  # type: ignore[no-any-return]
+
+
 TILES = (linear_tile, matmul_tile, experts_tile)  # write part of what new_output makes

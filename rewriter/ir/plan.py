@@ -16,12 +16,13 @@ from forebay.rewriter.ir.files import StrPath, read_input, write_text
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
+from forebay.rewriter.ir.schedule.routed_fetch import RoutedFetch
 from forebay.rewriter.ir.score_range import ScoreRange, check_ranges
 
 VERSION = 4
 TIERS = ("device", "host", "disk")
 ARENAS = ("device", "host")  # one for each tier but the disk
-KEPT = ("weight", "constant", "slot", "cache")  # kinds of buffers that live as long as their phase
+KEPT = ("weight", "constant", "slot", "cache", "pool", "routing")  # kinds of buffers that live as long as their phase
 MOVING = ("activation", "io")  # kinds of buffers that come and go within a step
 
 
@@ -97,7 +98,8 @@ class WeightPlacement:
     """Where one weight lives and how it is consumed; what is not on the disk has a buffer of its name.
 
     `tier` device: resident. Otherwise it streams: in tiles of `tile_rows` rows (0: whole), or, with `gather`, only the
-    rows that a lookup names. `nbytes` counts the stored format.
+    rows that a lookup names, or, in the steps of `Schedule.routed`, only the experts that a router names and that are
+    not in a pool of `pool_slots` already. `nbytes` counts the stored format.
     """
 
     name: str
@@ -106,6 +108,7 @@ class WeightPlacement:
     format: str = "native"
     tile_rows: int = 0
     gather: bool = False
+    pool_slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class Schedule:
     prefill_chunks: tuple[int, ...] = (64,)  # tokens per sequence of every prefill step that may run, largest first
     host_hop: bool = False  # disk reads land in pinned host slots first (a GPU cannot read the disk)
     batching: BatchSchedule = ALONE
+    routed: RoutedFetch = field(default_factory=RoutedFetch)
 
     @property
     def speculative_steps(self) -> tuple[int, ...]:
@@ -159,7 +163,7 @@ class BufferPlacement:
     """
 
     name: str
-    kind: Literal["weight", "constant", "slot", "cache", "activation", "io"]
+    kind: Literal["weight", "constant", "slot", "cache", "pool", "routing", "activation", "io"]
     arena: str
     offset: int
     nbytes: int
@@ -240,9 +244,13 @@ class Plan:
         return tuple(b for b in self.buffers if b.phase in ("all", phase) or (b.kind == "cache" and b.phase == cache))
 
     def during(self, tokens: int) -> Plan:
-        """The plan as a step over `tokens` tokens per sequence sees it: with the buffers and the block of its phase."""
+        """The plan as a step over `tokens` tokens per sequence sees it: with the buffers and the block of its phase,
+        and with pools where it reads experts by name."""
         schedule = replace(self.schedule, batching=self.schedule.batching.of_step(tokens))
-        return replace(self, schedule=schedule, buffers=self.buffers_of(self.schedule.phase_of(tokens)))
+        weights = self.weights if tokens in schedule.routed.steps else tuple(
+            replace(w, pool_slots=0) if w.pool_slots else w for w in self.weights)
+        return replace(self, schedule=schedule, weights=weights,
+                       buffers=self.buffers_of(self.schedule.phase_of(tokens)))
 
     def nbytes_on(self, tier: str) -> int:
         """Stored bytes of the weights that live on `tier`."""
@@ -280,17 +288,8 @@ def plan_from_dict(data: object) -> Plan:
 
 
 def _validate_batching(plan: Plan) -> None:
-    s, cache = plan.schedule, plan.schedule.batching.cache
-    if cache.staged and (cache.slots < 1 or cache.block_tokens < 1):
-        raise PlanError(f"plan.schedule.batching.cache: a cache on the tier {cache.tier} needs slots and block_tokens "
-                        "of at least 1")
-    for name, given in (*((f"cache.{n}", getattr(cache, n)) for n in (
-            "slots", "block_tokens", "on_device", "on_host", "cpu_attention")),
-            ("recomputation.checkpoints", s.batching.recomputation.checkpoints)):
-        if given < 0 or (given and not cache.staged) or (given and name == "cache.on_host" and cache.tier == "host"):
-            raise PlanError(f"plan.schedule.batching.{name}: {given} is for a cache on a tier further off than "
-                            f"{cache.tier}, and never below 0")
-    if fault := s.batching.fault():
+    s = plan.schedule
+    if fault := s.batching.cache.fault(s.batching.recomputation.checkpoints) or s.batching.fault():
         raise PlanError(f"plan.schedule.batching.{fault}")
     if plan.workload.batch % s.batching.micro_batches.count:
         raise PlanError(f"plan.schedule.batching.micro_batches.count: {s.batching.micro_batches.count} do not divide a "
@@ -383,9 +382,11 @@ def validate(plan: Plan) -> None:
             weight_format(w.format)
         except ValueError as error:
             raise PlanError(f"{at}.format: {error}") from error
-        if w.nbytes < 0 or w.tile_rows < 0:
+        if w.nbytes < 0 or w.tile_rows < 0 or w.pool_slots < 0:
             raise PlanError(f"{at}: negative size")
     _validate_cache(plan)
+    if fault := s.routed.fault(s.step_sizes, [w.tier for w in plan.weights if w.pool_slots], s.batching.micro_batches):
+        raise PlanError(f"plan.{fault}")
     for i, b in enumerate(plan.buffers):
         if b.offset < 0 or b.nbytes < 0:
             raise PlanError(f"plan.buffers[{i}]: negative offset or size")

@@ -133,8 +133,8 @@ class Rows:
 
     Row i of the other end is row index[i] of the table (without `index`: row i); where `skips`, one with a negative
     number is left out. With `count` [1] only the first count[0] rows are moved. What is left out keeps what it held in
-    a table, and is undefined in the dense end. The proof takes all of both ends to be touched. `usual` is the share
-    that predictions count.
+    a table; in a dense end it is undefined, unless the copy `keeps` it, which then must hold something. The proof takes
+    all of both ends to be touched. `usual` is the share that predictions count.
     """
 
     table: FileSlice | Span
@@ -143,6 +143,7 @@ class Rows:
     count: TensorRef | None = None
     skips: bool = False
     usual: float = 1.0
+    keeps: bool = False
 
     @property
     def rows(self) -> int:
@@ -264,10 +265,13 @@ class Program:
         return found
 
     def moved_nbytes(self) -> int:
-        """Bytes of weights that one step copies into staging slots on the device, from wherever they are kept."""
+        """Bytes of weights that one step copies into staging slots on the device, from wherever they are kept, and into
+        pools, as predictions count these."""
         return sum(i.dst.nbytes for i in self.step
                    if isinstance(i, Copy) and isinstance(i.dst, Span) and i.dst.arena == DEVICE
-                   and i.dst.buffer.startswith("slot"))
+                   and i.dst.buffer.startswith("slot")) + round(sum(
+                       i.src.usual * i.src.nbytes for i in self.step
+                       if isinstance(i, Copy) and isinstance(i.src, Rows) and i.src.keeps))
 
     def workspace_nbytes(self, tier: str = DEVICE) -> int:
         """Most memory of a tier that launches take outside the arenas at a time, those of the prologue among them."""

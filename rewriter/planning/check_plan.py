@@ -12,6 +12,7 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import ARENAS, MOVING, Budget, BufferPlacement, Plan, PlanError, Prediction, Workload
 from forebay.rewriter.ir.products import Shape
 from forebay.rewriter.planning.arena_layout import slot_stride
+from forebay.rewriter.planning.expert_pools import expert_buffers, is_table
 from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.planning.model_needs import ModelNeeds
 from forebay.rewriter.planning.planner import host_rows_nbytes
@@ -145,6 +146,9 @@ def _check_weights(plan: Plan, needs: ModelNeeds) -> None:
             raise PlanError(f"{at}.tile_rows: {w.name} cannot be streamed in row tiles; it must be 0")
         if w.tile_rows >= use.rows and w.tile_rows:
             raise PlanError(f"{at}.tile_rows: {w.name} has {use.rows} rows; 0 streams it whole")
+        if w.pool_slots and not (is_table(use) and w.pool_slots < use.rows):
+            raise PlanError(f"{at}.pool_slots: {w.name} has {use.rows} rows, and is {'' if is_table(use) else 'no '}"
+                            "table of experts; only a table has a pool, of fewer of them")
         if w.tier != "device" and use.product:
             pieces[i] = use.nbytes // max(1, use.rows) * (w.tile_rows or use.rows)
     if used:
@@ -199,7 +203,8 @@ def _expected(plan: Plan, needs: ModelNeeds) -> dict[tuple[str, str], _Expected]
     found = {(w.name, "all"): _Expected("weight", w.tier, w.nbytes) for w in plan.weights if w.tier != "disk"}
     found |= {(name, "all"): _Expected("constant", "device", nbytes) for name, nbytes in needs.constants.items()}
     staged = needs.staged.buffers() if needs.staged is not None else ()
-    for name, kind, arena, nbytes, _ in (*staged, *needs.feature_buffers(plan.schedule.prefill_chunk)):
+    features = needs.feature_buffers(plan.schedule.prefill_chunk)
+    for name, kind, arena, nbytes, _ in (*expert_buffers(plan, needs), *staged, *features):
         found[name, "all"] = _Expected(kind, arena, nbytes)
     stride = slot_stride(plan.schedule.slot_nbytes)
     for i in range(plan.schedule.slots):

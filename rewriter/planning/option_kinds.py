@@ -47,10 +47,10 @@ def pair(what: str, least: int = 0) -> OptionKind:
         f" must be {words}, {what}, found {value!r}"), lambda text: _numbers(text, int), _as_tuple)
 
 
-def _wrong_size(value: Any) -> str:
+def _wrong_size(value: Any, least: int = 1) -> str:
     if not isinstance(value, int) or isinstance(value, bool):
         return f" must be a whole number, found {value!r}"
-    return "" if value >= 1 else f" must be at least 1, found {value}"
+    return "" if value >= least else f" must be at least {least}, found {value}"
 
 
 def _wrong_share(value: Any) -> str:
@@ -125,6 +125,7 @@ def _numbers(text: str, kind: Callable[[str], Any]) -> Any:
 
 
 SIZE = OptionKind("a whole number of at least 1", "N", _wrong_size, _number)
+COUNT = OptionKind("a whole number of at least 0", "N", lambda value: _wrong_size(value, 0), _number)
 NBYTES = OptionKind("bytes, or a size such as 8MiB", "SIZE", _wrong_size,
               take=lambda name, value: parse_nbytes(value, name) if isinstance(value, str) else value)
 SHARE = OptionKind("a number above 0 and at most 1", "SHARE", _wrong_share, _share)

@@ -26,6 +26,7 @@ from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.planning.option_kinds import (
     CACHE_FORMAT,
     CHECKPOINT_FORMAT,
+    COUNT,
     FLAG,
     MACHINE,
     MODEL,
@@ -139,6 +140,10 @@ class Options:
     lead: int | None = field(default=None, metadata=option(
         SIZE, "Copies of weights that are issued ahead", WEIGHTS, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.lead if plan.schedule.slots else None))
+    expert_slots: int | None = field(default=None, metadata=option(
+        COUNT, "Experts of each layer that stay in memory where not all do: decode steps read those that are named and "
+        "missing (0: all that stream)", WEIGHTS, otherwise=PLANNER,
+        planned=lambda plan: max(w.pool_slots for w in plan.weights)))
     prefill_chunk: int | None = field(default=None, metadata=option(
         SIZE, "Tokens of a prompt that a step computes", WEIGHTS, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.prefill_chunk,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
 from forebay.rewriter.ir.byte_sizes import format_nbytes
@@ -15,12 +14,13 @@ from forebay.rewriter.ir.prefill_chunks import SHORTEST_CHUNK, chunk_sizes, chun
 from forebay.rewriter.ir.program import DISK, UPLOAD
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
+from forebay.rewriter.planning.expert_pools import expert_buffers, is_table
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.spread_resident import halving_order, spread_resident
+from forebay.rewriter.planning.step_streams import ChunkRoom, StepStreams, WeightKinds, kinds_of, with_pools
 from forebay.rewriter.planning.tiles import most_tiles, room_beside_slots, tile_rows_of
 
-SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
 # What may be chosen. None of it depends on the budget, so that whatever works with less works with more.
 SLOTS = (1, 2, 3, 4, 6, 8)
 SLOT_NBYTES = (4 << 20, 8 << 20, 2 << 20, 1 << 20)  # of equals the first: 4 MiB are near an NVMe disk's best rate
@@ -36,7 +36,7 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
     for resident weights. They are compared by `Rates.step_time_s`, and none of them gets worse with more budget.
     """
     needs.refuse_sparse_values()
-    kinds, held = _kinds(needs), needs.host_nbytes
+    kinds, held = kinds_of(needs, workload), needs.host_nbytes
     if budget.host is not None and held > budget.host:
         raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the {format_nbytes(held)} ({held} "
                         "bytes) of cache that are to lie in host memory (plan.schedule.batching.cache.on_host); give "
@@ -63,15 +63,15 @@ def plan_fits(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
     """Whether there is a plan for `budget`."""
     held = needs.host_nbytes
     return (budget.host is None or held <= budget.host) and bool(
-        _candidates(needs, _kinds(needs), budget, workload, options))
+        _candidates(needs, kinds_of(needs, workload), budget, workload, options))
 
 
 def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> tuple[int, dict[str, int]]:
     """The least device budget in bytes that a plan exists for, and what takes it; by bisection."""
-    kinds = _kinds(needs)
+    kinds = kinds_of(needs, workload)
     least = replace(options, prefill_chunk=options.prefill_chunk or _shortest(needs, workload.prompt))
 
-    def fits(nbytes: int) -> list[_ChunkRoom]:
+    def fits(nbytes: int) -> list[ChunkRoom]:
         return _candidates(needs, kinds, Budget(nbytes, None), workload, least)
 
     if not _chunks(needs, workload, least):
@@ -99,52 +99,15 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> 
 
 def refuse_forced(needs: ModelNeeds, budget: Budget, workload: Workload, options: Options) -> None:
     """Raise PlanError, naming what is forced, for a budget that would be enough without it."""
-    free, _ = smallest_budget(needs, workload, replace(options, slots=None, slot_nbytes=None, prefill_chunk=None))
+    names = ("slots", "slot_nbytes", "expert_slots", "prefill_chunk")
+    free, _ = smallest_budget(needs, workload, replace(options, slots=None, slot_nbytes=None, expert_slots=None,
+                                                       prefill_chunk=None))
     needed, _ = smallest_budget(needs, workload, options)
-    forced = ", ".join(f"{n}={v}" for n in ("slots", "slot_nbytes", "prefill_chunk") if (v := getattr(options, n)))
+    forced = ", ".join(f"{n}={v}" for n in names if (v := getattr(options, n)))
     if free <= budget.device < needed:
         raise PlanError(f"{forced} cannot work within a device budget of {format_nbytes(budget.device)} "
                         f"({budget.device} bytes): it needs {format_nbytes(needed)} ({needed} bytes); left to the "
                         f"planner, {format_nbytes(free)} do")
-
-
-@dataclass(frozen=True)
-class _Kinds:
-    """A model's weights by what the planner does with them, and their aligned bytes."""
-
-    pinned: tuple[WeightUse, ...]
-    products: tuple[WeightUse, ...]  # of the rest, those that a step reads whole
-    tables: tuple[WeightUse, ...]  # of the rest, those read by row alone
-    pinned_nbytes: int
-    products_nbytes: int
-    tied_nbytes: int  # of products that are looked up too: these never lie in host memory
-    sizes: tuple[tuple[int, int], ...]  # bytes of a product's weight, and how many are as large
-    least_slots: int  # the most of `products` that one operator reads
-
-    def tiles(self, slot_nbytes: int) -> int:
-        """Copies that all products take through slots of this size."""
-        return sum(count * -(-nbytes // slot_nbytes) for nbytes, count in self.sizes)
-
-
-def _kinds(needs: ModelNeeds) -> _Kinds:
-    pinned = tuple(u for u in needs.uses if _pinned(u))
-    products = tuple(u for u in needs.uses if not _pinned(u) and u.product)
-    tables = tuple(u for u in needs.uses if not _pinned(u) and not u.product)
-    streamed = {u.name for u in products}
-    return _Kinds(pinned, products, tables, sum(aligned(u.nbytes) for u in pinned),
-                  sum(aligned(u.nbytes) for u in products),
-                  sum(u.nbytes for u in products if u.lookup), tuple(Counter(u.nbytes for u in products).items()),
-                  max([1, *(len(names & streamed) for names in needs.read_together)]))
-
-
-@dataclass(frozen=True)
-class _ChunkRoom:
-    """What one prefill chunk leaves: `room` bytes for resident weights beside slots; without slots nothing streams."""
-
-    chunk: int
-    room: int
-    slots: int
-    slot_nbytes: int
 
 
 def _chunks(needs: ModelNeeds, workload: Workload, options: Options) -> list[int]:
@@ -156,8 +119,8 @@ def _chunks(needs: ModelNeeds, workload: Workload, options: Options) -> list[int
 
 
 def _candidates(
-    needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, options: Options
-) -> list[_ChunkRoom]:
+    needs: ModelNeeds, kinds: WeightKinds, budget: Budget, workload: Workload, options: Options
+) -> list[ChunkRoom]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
     choices = _slot_choices(kinds, options, needs.batching)
     cached = needs.host_nbytes
@@ -179,15 +142,15 @@ def _candidates(
             if slots and options.slots and needs.batching.micro_batches.takes_turns:
                 left = room_beside_slots(halving_order(kinds.products), left, slots, slot)
             if left >= 0:
-                found.append(_ChunkRoom(chunk, left, slots, slot))
-    return found
+                found.append(ChunkRoom(chunk, left, slots, slot))
+                found += with_pools(found[-1], kinds, options) if slots else ()
+    return [fit for fit in found if fit.pool_slots or not options.expert_slots or not fit.slots]
 
 
 def _cheapest(
-    needs: ModelNeeds, kinds: _Kinds, budget: Limits, workload: Workload, fits: Sequence[_ChunkRoom]
-) -> _ChunkRoom | None:
+    needs: ModelNeeds, kinds: WeightKinds, budget: Limits, workload: Workload, fits: Sequence[ChunkRoom]
+) -> ChunkRoom | None:
     """The fit of least predicted time, of equals the first. Bounds come first, as if weights filled the room."""
-    tiles = functools.cache(kinds.tiles)
     new_tokens = workload.paced(needs.batching)[1]
 
     @functools.cache
@@ -195,26 +158,25 @@ def _cheapest(
         return _prefill_steps(needs, workload, chunk_sizes(chunk, needs.speculative))
 
     @functools.cache
-    def kept(room: int) -> int:
-        return sum(aligned(u.nbytes) for u in spread_resident(kinds.products, room))
+    def kept(room: int, pools: bool) -> int:
+        return sum(aligned(u.nbytes) for u in spread_resident(kinds.streaming(pools), room))
 
-    def cost(fit: _ChunkRoom, nbytes: int) -> float:
+    def cost(fit: ChunkRoom, nbytes: int) -> float:
         steps = dict(prefill_steps(fit.chunk))
-        held = needs.batching.micro_batches.fetches * min(max(0, nbytes - kinds.tied_nbytes),
-                                                          _host_room(needs, budget, fit))
-        nbytes *= needs.batching.micro_batches.fetches
-        copies = nbytes / kinds.products_nbytes * tiles(fit.slot_nbytes) if nbytes else 0
+        held = min(max(0, nbytes - kinds.tied_nbytes), _host_room(needs, budget, fit))
+        streams = StepStreams(needs.rates, kinds, needs.batching.micro_batches.fetches, nbytes, held, fit)
         steps[1] = steps.get(1, 0) + max(0, new_tokens - 1)
-        return sum(count * needs.rates.step_time_s(tokens, nbytes, copies, fit.slots, held)
-                   for tokens, count in steps.items())
+        return sum(count * streams.step_time_s(tokens) for tokens, count in steps.items())
 
-    bounds = [(cost(fit, kinds.products_nbytes - fit.room if fit.slots else 0), i) for i, fit in enumerate(fits)]
+    whole = {pools: sum(aligned(u.nbytes) for u in kinds.streaming(pools)) for pools in (False, True)}
+    bounds = [(cost(fit, max(0, whole[fit.pool_slots > 0] - fit.room) if fit.slots else 0), i)
+              for i, fit in enumerate(fits)]
     best, least = None, math.inf
     for bound, i in sorted(bounds):
         if bound >= least:
             break
         fit = fits[i]
-        found = bound if not fit.slots else cost(fit, kinds.products_nbytes - kept(fit.room))
+        found = bound if not fit.slots else cost(fit, whole[fit.pool_slots > 0] - kept(fit.room, fit.pool_slots > 0))
         if found < least:
             best, least = fit, found
     return best
@@ -237,11 +199,11 @@ def _aligned(sizes: Mapping[str, int]) -> int:
     return sum(aligned(n) for n in sizes.values())
 
 
-def _resident(kinds: _Kinds, fit: _ChunkRoom) -> set[str]:
+def _resident(kinds: WeightKinds, fit: ChunkRoom) -> set[str]:
     """Names of the weights that stay on the device."""
     chosen = {u.name for u in kinds.pinned}
     if fit.slots:
-        return chosen | {u.name for u in spread_resident(kinds.products, fit.room)}
+        return chosen | {u.name for u in spread_resident(kinds.streaming(fit.pool_slots > 0), fit.room)}
     chosen |= {u.name for u in kinds.products}
     room = fit.room - kinds.products_nbytes
     for u in kinds.tables:  # these come last: on disk they cost little
@@ -261,7 +223,7 @@ def host_rows_nbytes(needs: ModelNeeds, chunk: int) -> int:
     return max(needs.need(tokens).activations for tokens in (chunk, 1, *needs.speculative[:1]))
 
 
-def _host_room(needs: ModelNeeds, budget: Limits, fit: _ChunkRoom) -> int:
+def _host_room(needs: ModelNeeds, budget: Limits, fit: ChunkRoom) -> int:
     """Bytes of host memory for weights beside what copies from disk pass through."""
     if not budget.host or needs.weight_tier != "disk":
         return 0
@@ -270,48 +232,50 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: _ChunkRoom) -> int:
 
 
 def _planned(
-    needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, options: Options, machine: str,
-    fit: _ChunkRoom,
+    needs: ModelNeeds, kinds: WeightKinds, budget: Budget, workload: Workload, options: Options, machine: str,
+    fit: ChunkRoom,
 ) -> Plan:
     """The plan that spends the budget as `fit` says."""
     resident = _resident(kinds, fit)
-    weights = [_place(u, u.name in resident, fit.slot_nbytes, needs.weight_tier) for u in needs.uses]
+    weights = [_place(u, u.name in resident, fit, needs.weight_tier) for u in needs.uses]
     weights = _fill_host(weights, _host_room(needs, budget, fit))
     rows = {u.name: u.rows for u in needs.uses if u.product}
     piece = max((w.nbytes // rows[w.name] * (w.tile_rows or rows[w.name])
                  for w in weights if w.tier != "device" and w.name in rows), default=0)
     chunks = chunk_sizes(fit.chunk, needs.speculative)
     lead = min(options.lead or fit.slots, fit.slots)
-    schedule = Schedule(fit.slots, piece, lead, chunks, needs.host_hop,
-                        needs.batching)
+    schedule = Schedule(fit.slots, piece, lead, chunks, needs.host_hop, needs.batching,
+                        kinds.pools.routed(fit.pool_slots))
     plan = Plan(needs.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
                 cache_format=needs.cache_format, score_ranges=options.score_ranges)
     upper, lends = _upper(needs, fit.chunk)
     caches = {"prefill": needs.cache_prompt, "decode": needs.cache} if lends else {"all": needs.cache}
     plan = lay_out(plan, needs.constants, caches, upper, host_rows_nbytes(needs, fit.chunk),
-                   (*(needs.staged.buffers() if needs.staged is not None else ()), *needs.feature_buffers(fit.chunk)))
-    return replace(plan, prediction=_predicted(needs, kinds, plan))
+                   (*expert_buffers(plan, needs), *(needs.staged.buffers() if needs.staged is not None else ()),
+                    *needs.feature_buffers(fit.chunk)))
+    return replace(plan, prediction=_predicted(needs, kinds, plan, fit))
 
 
-def _predicted(needs: ModelNeeds, kinds: _Kinds, plan: Plan) -> Prediction:
+def _predicted(needs: ModelNeeds, kinds: WeightKinds, plan: Plan, fit: ChunkRoom) -> Prediction:
     """What the closed form expects of a plan; the simulator's word, once there are Programs, takes its place."""
     s, streamed = plan.schedule, [w for w, u in zip(plan.weights, needs.uses, strict=True)
-                                  if w.tier != "device" and u.product]
-    nbytes = needs.batching.micro_batches.fetches * sum(w.nbytes for w in streamed)
-    held = needs.batching.micro_batches.fetches * sum(w.nbytes for w in streamed if w.tier == "host")
-    copies = nbytes / kinds.products_nbytes * kinds.tiles(s.slot_nbytes) if nbytes else 0.0
+                                  if w.tier != "device" and not w.pool_slots and u.product]
+    streams = StepStreams(needs.rates, kinds, needs.batching.micro_batches.fetches, sum(w.nbytes for w in streamed),
+                       sum(w.nbytes for w in streamed if w.tier == "host"), fit)
     rates = needs.rates
     chunks = _prefill_steps(needs, plan.workload, s.prefill_chunks)
-    step_s = {tokens: rates.step_time_s(tokens, nbytes, copies, s.slots, held) + rates.device_attend_s(tokens)
-              for tokens in (1, *chunks)}
-    busy = rates.busy_s(1, nbytes, copies, held)
+    step_s = {tokens: streams.step_time_s(tokens) + rates.device_attend_s(tokens) for tokens in (1, *chunks)}
+    busy = rates.busy_s(1, *streams.moved(1))
+    named = streams.named_nbytes(1)
+    busy[DISK] += named / rates.bytes_per_s
     if needs.weight_tier == "host":
         busy[UPLOAD] = busy.pop(DISK)
     beside = {"device": needs.workspace(s.prefill_chunk),
               "host": needs.host_nbytes - (needs.staged.host_nbytes if needs.staged is not None else 0)}
     peak = {tier: size + beside.get(tier, 0) for tier, size in plan.arenas.items()}
     prefill_s = sum(count * step_s[tokens] for tokens, count in chunks.items())
-    return Prediction(prefill_s, step_s[1], {stream: t for stream, t in busy.items() if t}, nbytes, peak,
+    return Prediction(prefill_s, step_s[1], {stream: t for stream, t in busy.items() if t},
+                      streams.moved(1)[0] + round(named), peak,
                       max(busy, key=lambda stream: busy[stream]))
 
 
@@ -333,17 +297,12 @@ def _shortest(needs: ModelNeeds, prompt: int) -> int:
     return min(sizes, key=lambda n: (n < SHORTEST_CHUNK, abs(n - SHORTEST_CHUNK)), default=1)
 
 
-def _pinned(u: WeightUse) -> bool:
-    """Small weights stay resident; so does one that is only looked up, when it is small."""
-    return u.nbytes <= SMALL_NBYTES and (not u.tileable or u.nbytes <= PAGE_NBYTES or u.rows == 1)
-
-
 def _smallest_tile(u: WeightUse) -> int:
     row = -(-u.nbytes // max(1, u.rows))
     return max(row, min(u.nbytes, PAGE_NBYTES)) if u.tileable else u.nbytes
 
 
-def _slot_choices(kinds: _Kinds, options: Options, batching: BatchSchedule) -> list[tuple[int, int]]:
+def _slot_choices(kinds: WeightKinds, options: Options, batching: BatchSchedule) -> list[tuple[int, int]]:
     """List the (count, bytes) of staging slots to compare.
 
     Counts are at least `kinds.least_slots`; a wish of fewer has none. Where micro-batches take turns layer by layer,
@@ -371,18 +330,19 @@ def _slot_choices(kinds: _Kinds, options: Options, batching: BatchSchedule) -> l
             for ahead in dict.fromkeys((0, 1, 2, least[slot] // 2, least[slot]))]
 
 
-def _place(u: WeightUse, resident: bool, slot: int, tier: str) -> WeightPlacement:
+def _place(u: WeightUse, resident: bool, fit: ChunkRoom, tier: str) -> WeightPlacement:
     if resident:
         return WeightPlacement(u.name, "device", u.nbytes, u.format)
-    tile_rows = tile_rows_of(u, slot) if u.product else 0
-    return WeightPlacement(u.name, tier, u.nbytes, u.format, tile_rows=tile_rows, gather=u.lookup)  # type: ignore[arg-type]
+    tile_rows = tile_rows_of(u, fit.slot_nbytes) if u.product else 0
+    return WeightPlacement(u.name, tier, u.nbytes, u.format, tile_rows=tile_rows, gather=u.lookup,  # type: ignore[arg-type]
+                           pool_slots=fit.pool_slots if is_table(u) else 0)
 
 
 def _fill_host(weights: list[WeightPlacement], room: int) -> list[WeightPlacement]:
     """Move weights from disk to host memory while it lasts, last those of which few rows are read at a time."""
     away = set()
     for w in sorted(weights, key=lambda w: w.gather):
-        if w.tier == "disk" and aligned(w.nbytes) <= room:
+        if w.tier == "disk" and not w.pool_slots and aligned(w.nbytes) <= room:
             room -= aligned(w.nbytes)
             away.add(w.name)
     return [replace(w, tier="host") if w.name in away else w for w in weights]

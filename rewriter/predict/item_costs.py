@@ -10,8 +10,9 @@ import torch
 
 from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.formats.table import packed_caches
-from forebay.kernels.operator import Operator, each_once
-from forebay.kernels.operators import ATTENTION, find
+from forebay.kernels.operator import Operator, each_once, nbytes_of
+from forebay.kernels.operators import ATTENTION, EXPERTS, find
+from forebay.kernels.products.experts.operator import arguments_of
 from forebay.rewriter.ir.alignment import GATHER_NBYTES, PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES
 from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.program import (
@@ -54,6 +55,8 @@ def copy_time_s(item: Copy, times: Estimator) -> float:
     (`copy_latency_s`) is hidden while others are in flight. Rows of a table in host memory are brought together there,
     at the rate at which it reads K and V."""
     src, tiers = item.src, (tier_of(item.src), tier_of(item.dst))
+    if isinstance(src, Rows) and src.keeps:
+        return times.latency_s(*tiers) + src.usual * src.nbytes * times.byte_s(*tiers)
     if isinstance(src, Rows) and isinstance(src.table, FileSlice):
         requests, nbytes = lookup_reads(src.nbytes // src.row_nbytes, src.row_nbytes, src.table.nbytes)
         return (times.latency_s(*tiers) + max(0.0, requests - 1) * times.row_request_s
@@ -116,11 +119,23 @@ def work_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> fl
         return times.product_s(*shape, nbytes=touched_nbytes(item), impl=item.impl)
     if operator is not None and operator.timed_as == "attention":
         return _attention_time_s(item, operator, times, seen)
+    if operator is EXPERTS:
+        return _experts_time_s(item, times)
     time_s = times.touch_s(touched_nbytes(item))
     if operator is not None and operator.appends:
         values = sum(math.prod(ref.shape) for ref in _tensors(item) if ref.dtype not in ("uint8", "int64"))
         time_s = max(time_s, times.pack_s(operator.cache_format(item.args), values))
     return time_s
+
+
+def _experts_time_s(item: Launch, times: Estimator) -> float:
+    """That of one product, of as many rows as each expert has, with all that the experts read hold."""
+    given, cost = arguments_of(item.args), EXPERTS.cost(item)
+    held = max(1, cost.read_nbytes - nbytes_of(given.x, given.index, given.weights))
+    hidden, elements = given.x.shape[-1], held / (given.stored.bits / 8 or dtype_itemsize(given.table.dtype))
+    kind = given.stored.packing(hidden).format if given.stored.bits else given.table.dtype
+    rows = cost.flops / 2 / max(1.0, elements)
+    return times.product_s(kind, max(1, round(rows)), max(1, round(elements / hidden)), hidden, nbytes=held)
 
 
 def over_tokens(item: Launch, tokens: int) -> Launch:

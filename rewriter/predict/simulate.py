@@ -94,9 +94,11 @@ def _likeness(item: Item) -> tuple:
     """Items of equal likeness take equal time."""
     if isinstance(item, Launch):
         shapes = tuple([(ref.dtype, ref.shape) for ref in item.args if type(ref) is TensorRef])
-        return (item.stream, item.op, item.impl, shapes, item.kwargs.get("form"), sum([s.nbytes for s in item.reads]),
+        how = item.kwargs.get("form"), item.kwargs.get("count")
+        return (item.stream, item.op, item.impl, shapes, how, sum([s.nbytes for s in item.reads]),
                 sum([s.nbytes for s in item.writes]))
     if isinstance(item, Copy):
-        rows = [(end.row_nbytes, type(end.table)) if isinstance(end, Rows) else None for end in (item.src, item.dst)]
+        rows = [(end.row_nbytes, type(end.table), end.usual) if isinstance(end, Rows) else None
+                for end in (item.src, item.dst)]
         return tier_of(item.src), tier_of(item.dst), copy_nbytes(item), taken_nbytes(item), *rows
     return ()

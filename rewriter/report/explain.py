@@ -18,8 +18,8 @@ from forebay.rewriter.predict.simulate import CORES
 if TYPE_CHECKING:
     from forebay.rewriter.ir.graph import CapturedModel
 
-KIND_LETTERS = {"weight": "W", "constant": "C", "slot": "S", "cache": "K", "activation": "a", "io": "i",
-                "workspace": "x"}
+KIND_LETTERS = {"weight": "W", "constant": "C", "slot": "S", "cache": "K", "pool": "E", "routing": "r",
+                "activation": "a", "io": "i", "workspace": "x"}
 COLUMNS = {"weights": "weights", "bytes": "nbytes", "resident": "resident", "from host": "from_host",
            "from disk": "from_disk", "by row": "by_row", "copies": "copies"}
 BOUND_BY = {CORES: "the cores, which compute and bear a share of the disk's copies"}
@@ -114,9 +114,22 @@ def _head(plan: Plan) -> str:
                     + (f"; {s.batching.admitted} enter at once as places fall free" if s.batching.admitted else "")),
         ("cache", f"{plan.cache_format}, {_cache_tier(plan)}"),
         *(row for feature in FEATURES if (row := feature.explain(plan)) is not None),
+        *([("experts", _experts(plan))] if s.routed.steps else []),
         *([("softmax", _shared_maxima(plan))] if plan.score_ranges else []),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
+
+
+def _experts(plan: Plan) -> str:
+    """How many experts pools hold, and what a decode step is expected to find there and to read."""
+    tables, routed = [w for w in plan.weights if w.pool_slots], plan.schedule.routed
+    pools = sum(b.nbytes for b in plan.buffers if b.kind == "pool")
+    share = pools / max(1, sum(w.nbytes for w in tables))
+    other = sorted({*plan.schedule.step_sizes} - {*routed.steps})
+    whole = f"; steps over {' or '.join(map(str, other))} tokens stream all of them" if other else ""
+    return (f"{tables[0].pool_slots} of each of {len(tables)} layers lie in pools ({format_nbytes(pools)}, "
+            f"{100 * share:.0f} %); decode steps read those that the router names and that are not there: "
+            f"{100 * routed.hit_rate:.0f} % are taken to be, as if the router preferred nobody{whole}")
 
 
 def _usual(work: Workload) -> str:

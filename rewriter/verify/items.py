@@ -126,6 +126,8 @@ def _check_stream(copy: Copy, files: Collection[str]) -> None:
 def _check_rows(rows: Rows, label: str, files: Collection[str], extents: Extents) -> None:
     if rows.row_nbytes <= 0 or rows.table.nbytes % rows.row_nbytes:
         raise ItemFault(f"{label}: a table of {rows.table.nbytes} bytes has no rows of {rows.row_nbytes} bytes")
+    if rows.keeps and not rows.skips:
+        raise ItemFault(f"{label} keeps what it leaves out, and leaves nothing out by its number")
     if rows.skips and rows.index is None:
         raise ItemFault(f"{label}: rows are skipped by their numbers, and it has none")
     for ref in rows.told_by:
@@ -226,6 +228,11 @@ def _check_within(refs: Iterable[TensorRef], spans: tuple[Span, ...], what: str,
 def span_text(span: Span) -> str:
     """A span as messages name it."""
     return f"{span.buffer} at {span.arena} [{span.offset}, {span.offset + span.nbytes})"
+
+
+def writes_in_part(copy: Copy) -> bool:
+    """Whether a copy may leave bytes of its target as they are, which must hold something then."""
+    return isinstance(copy.dst, Rows) or (isinstance(copy.src, Rows) and copy.src.keeps)
 
 
 def copy_spans(copy: Copy) -> tuple[tuple[Span, ...], tuple[Span, ...]]:

@@ -29,7 +29,7 @@ from forebay.rewriter.ir.program import (
     span_of,
 )
 from forebay.rewriter.verify.held import PreparedItem, Range, Segment, Touched, TouchedRun, buffer_of, owners_of
-from forebay.rewriter.verify.items import ItemFault, check_items, copy_spans, span_text
+from forebay.rewriter.verify.items import ItemFault, check_items, copy_spans, span_text, writes_in_part
 
 OUTWARD = (DOWNLOAD, WRITE)
 
@@ -269,7 +269,7 @@ class _ProofState:
                             self._check_free(item, writes, run)
                         owners[where] = meant
                 copied = kind is Copy  # what it brings must be read; what it takes out may update what is kept
-                if copied and (type(item.dst) is Rows or item.stream in OUTWARD):  # type: ignore[union-attr]
+                if copied and (type(item.src) is Rows or type(item.dst) is Rows or item.stream in OUTWARD):  # type: ignore[union-attr]
                     copied = self._check_outward(item, writes)  # type: ignore[arg-type]
                 for segments, buffer in writes.shared:
                     for segment in segments:
@@ -305,7 +305,7 @@ class _ProofState:
         if not writes.shared:
             return False
         segments, buffer = writes.shared[0]
-        if type(item.dst) is Rows:
+        if writes_in_part(item):
             for segment in segments:
                 if segment.owner != buffer:
                     raise ProgramError(f"{self.name}: {item.label} writes some rows of "

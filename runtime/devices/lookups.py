@@ -1,16 +1,20 @@
-"""Rows of a weight that a step names, brought together from its file or from host memory."""
+"""Rows of a weight that a step names, brought together from its file or from host memory; or each into its place among
+others, as experts are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from forebay.rewriter.ir.program import LOOKUP, Copy, FileSlice, Rows, Span, TensorRef
-from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.streams import told
 from forebay.runtime.disk.chunks import OnDone
+from forebay.runtime.disk.file_reads import submit_slice
 from forebay.runtime.disk.reader import DiskReader
+from forebay.runtime.disk.together import Together
 
 _UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -41,3 +45,31 @@ def look_up(
         whole, found = (memory(span).view(unit).view(-1, src.row_nbytes // unit.itemsize) for span in (table, dst))
         torch.index_select(whole, 0, torch.tensor(rows, dtype=torch.int64), out=found)
         done(None)
+
+
+def bind_fetches(
+    item: Copy, tensor: Callable[[TensorRef], torch.Tensor], reader: DiskReader, address: int,
+    begin: Callable[[Copy, int], OnDone],
+) -> Call:
+    """A call that begins to read the rows of a file that its index names then, in the order in which they lie there,
+    row i of the memory at `address` being the i-th that is named; what has no row keeps what it holds. The call raises
+    RuntimeFault where a row is named that the table lacks."""
+    src = item.src
+    assert isinstance(src, Rows) and src.index is not None and isinstance(src.table, FileSlice)
+    index, table, nbytes = tensor(src.index), src.table, src.row_nbytes
+    known: dict[int, FileSlice] = {}
+
+    def fetch() -> None:
+        named = sorted((row, i) for i, row in enumerate(index.tolist()) if row >= 0)
+        if named and named[-1][0] >= src.rows:
+            raise RuntimeFault(f"{item.label}: row {named[-1][0]} of a table of {src.rows}")
+        with told(begin(item, len(named) * nbytes)) as done:
+            if not named:
+                done(None)
+                return
+            known.update({row: table.part(row * nbytes, nbytes) for row, _ in named if row not in known})
+            together = Together(len(named), done)
+            together.issue(partial(submit_slice, reader, known[row], address + i * nbytes, (0, 0), together.part)
+                           for row, i in named)
+
+    return fetch

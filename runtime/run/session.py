@@ -75,6 +75,9 @@ class Session:
         try:
             device.allocate(plan.arenas if shared is None else shared.beside(plan).arenas)
             self._write_constants(constants)
+            for b in plan.buffers:
+                if b.kind == "routing":  # all slots are empty
+                    device.tensor(TensorRef(b.arena, b.offset, "uint8", (b.nbytes,), (1,), b.name)).zero_()
             load_resident([*load, *(() if shared is None else shared.load)], device)
         except BaseException:
             self._end()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from selection import at_length
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from small_experts import small
 
 import forebay
 from forebay.exported.errors import ExportError
@@ -20,34 +20,11 @@ from forebay.rewriter.ir.plan import PlanError
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
-SMALL: dict[str, Any] = dict(
-    hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3, vocab_size=128,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_local_experts=8, n_routed_experts=8,
-    num_experts_per_tok=2, n_group=2, topk_group=1, max_position_embeddings=64, first_k_dense_replace=1,
-    shared_expert_intermediate_size=32, n_shared_experts=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    tie_word_embeddings=False, use_cache=True)  # fmt: skip
 # Per-expert tensors; all experts of a layer in one tensor; groups of experts, shared ones beside, a dense first layer.
 FAMILIES = ["qwen3_moe", "granitemoe", "glm4_moe", at_length("mixtral"), at_length("qwen2_moe"), at_length("olmoe"),
             at_length("dots1"), at_length("minimax_m2"), at_length("granitemoeshared"), at_length("flex_olmo"),
             at_length("ernie4_5_moe"), at_length("cohere2_moe"), at_length("hunyuan_v1_moe"), at_length("phimoe")]
 PROMPT, NEW = 7, 6
-
-
-def small(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model with random weights whose router prefers nobody."""
-    from transformers import CONFIG_MAPPING
-
-    kind: Any = CONFIG_MAPPING[family]
-    known = set(getattr(kind, "__dataclass_fields__", ())) | set(vars(kind())) | set(
-        getattr(kind, "attribute_map", {}).values())
-    config: PreTrainedConfig = kind(**{name: value for name, value in SMALL.items() if name in known})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.15)
-    return model.to(dtype)
 
 
 def tokens(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

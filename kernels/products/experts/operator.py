@@ -94,10 +94,13 @@ def _cpu_workspace(use: Use) -> int:
 
 
 def _cost(use: Use) -> Cost:
-    """Of a part of the experts its share of picks, and as many of them read as these may be of."""
+    """Of a part of the experts its share of picks, and as many of them read as these may be of; of entries that may be
+    any experts, a share as if all picks were spread over as many such launches as they need."""
     given = arguments_of(use.args)
     units, entries = 2 * given.inner if given.form.gated else given.inner, given.table.shape[0]
-    picks = math.prod(given.index.shape) * entries // max(1, _count(use))
+    picks, count = math.prod(given.index.shape), max(1, _count(use))
+    share = entries / count if "entries" not in use.kwargs else min(1.0, entries / max(1, min(picks, count)))
+    picks = int(picks * share)
     read = nbytes_of(given.table) * min(picks, entries) // max(1, entries)
     return Cost(2 * picks * (units + given.inner) * given.x.shape[-1],
                 read + nbytes_of(given.x, given.index, given.weights), nbytes_of(*use.out))

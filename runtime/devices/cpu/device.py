@@ -39,7 +39,7 @@ from forebay.rewriter.ir.program import (
 )
 from forebay.runtime.comm.faults import rank_fault
 from forebay.runtime.devices.device import Call, RuntimeFault
-from forebay.runtime.devices.lookups import is_lookup, look_up
+from forebay.runtime.devices.lookups import bind_fetches, is_lookup, look_up
 from forebay.runtime.devices.opening import Opening
 from forebay.runtime.devices.outward import NamedRows, copy_runs, faults_named, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
@@ -168,6 +168,8 @@ class ThreadDevice:
     def _bind_rows(self, item: Copy, address: int) -> Call:
         """Rows that are named when the copy is issued."""
         reader = self.readers[item.stream]
+        if isinstance(item.src, Rows) and item.src.keeps:
+            return bind_fetches(item, self.tensor, reader, address, self._begin)
         if is_lookup(item):
             return lambda: look_up(item, self.tensor, self._bytes, reader, address, self._begin)
 

@@ -18,8 +18,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 from families import rewritten
 from selection import ALL
+from small_experts import small_config
 
 import forebay.rewriter.pipeline.run_passes as run_passes
+from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.plan import MOVING, Budget, Plan, PlanError, Workload, plan_from_dict
 from forebay.rewriter.ir.program import FileSlice, Program
@@ -31,6 +33,7 @@ from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.ir.schedule.speculation import Speculation
 from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
@@ -50,17 +53,18 @@ BLOCKS = {"row": BatchSchedule(MicroBatches(2, "row")),
 LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 
 
-def pipeline(work: Workload, host_hop: bool, batching: BatchSchedule = ALONE) -> Pipeline:
-    lm = rewritten("llama")
+def pipeline(work: Workload, host_hop: bool, batching: BatchSchedule = ALONE, experts: bool = False) -> Pipeline:
+    lm = rewrite_captured(capture_model(small_config("qwen3_moe")), Switches()) if experts else rewritten("llama")
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
     graphs = step_graphs(lm, files, work, "llama", host_hop=host_hop, batching=batching)
     return Pipeline(graphs, work, Machine.default(), Switches())
 
 
 def planned(kind: str) -> tuple[Pipeline, Plan]:
-    lending = kind in ("lending", "speculative")
-    made = pipeline(LENDING if lending else WORK, kind == "by way of the host", BLOCKS.get(kind, ALONE))
-    options = Options(prefill_chunk=36)
+    lending = kind in ("lending", "speculative", "experts by name")
+    experts = kind == "experts by name"
+    made = pipeline(LENDING if lending else WORK, kind == "by way of the host", BLOCKS.get(kind, ALONE), experts)
+    options = Options(prefill_chunk=36, expert_slots=3 if experts else None)
     weights = sum(u.nbytes for u in made.needs.uses)
     device = made.smallest_budget(options) + (
         4 * weights if kind == "resident" else 0 if kind in BLOCKS and not lending else weights // 2)
@@ -182,7 +186,7 @@ def leaves(kind: Any, path: str) -> Iterator[str]:
         yield path
 
 
-@pytest.mark.parametrize("kind", ["lending", "resident", "by way of the host", *BLOCKS])
+@pytest.mark.parametrize("kind", ["lending", "resident", "by way of the host", "experts by name", *BLOCKS])
 def test_every_field_is_obeyed_or_refused_by_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, plan = planned(kind)
     monkeypatch.setattr(run_passes, "ALWAYS_CHECK", False)  # graphs of changed plans differ in addresses and tiles

@@ -132,7 +132,7 @@ def test_smallest_budget_is_exact_and_named(needs: ModelNeeds, workload: Workloa
 
 def chosen_slot_nbytes(plan: Plan, needs: ModelNeeds) -> int:
     """Bytes of the slots that the planner compared for this plan; 0 where nothing streams."""
-    budget, kinds = Budget(plan.budget.device, plan.budget.host), planner._kinds(needs)
+    budget, kinds = Budget(plan.budget.device, plan.budget.host), planner.kinds_of(needs, plan.workload)
     fit = planner._cheapest(needs, kinds, budget, plan.workload,
                             planner._candidates(needs, kinds, budget, plan.workload, Options()))
     assert fit is not None and (fit.slots, fit.chunk) == (plan.schedule.slots, plan.schedule.prefill_chunk)

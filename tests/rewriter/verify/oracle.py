@@ -207,7 +207,7 @@ def _do(item: Item, order: Order, cells: Cells) -> None:
     for span in writes:
         if cells.step <= 1 and any(cell.owner == span.buffer for cell in cells.of(span)):
             cells.updates.add(item.label)
-        if isinstance(item, Copy) and isinstance(item.dst, Rows) and any(
+        if isinstance(item, Copy) and (isinstance(item.dst, Rows) or getattr(item.src, "keeps", False)) and any(
                 cell.owner != span.buffer for cell in cells.of(span)):
             raise Refused("written in part, but the rest holds something else")
         # what is brought must be read; what is taken out may update what is kept

@@ -1,0 +1,39 @@
+"""`forebay::assign_slots`: which of the experts that a step has picked lie in slots, and which are to be fetched.
+
+It keeps what it knows in a tensor (`SlotState`), which lives as long as the slots do, and there tells the copies what
+to fetch, and `forebay::experts` where experts lie. Launches alone call it: the graphs of a model know no slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.operator import Cost, Operator, Use, nbytes_of
+from forebay.kernels.products.expert_slots.cpu import bind_assign_slots, scratch_floats
+from forebay.kernels.products.expert_slots.reference import reference
+
+
+@torch.library.custom_op("forebay::assign_slots", mutates_args=("state",), device_types="cpu")
+def assign_slots(index: Tensor, state: Tensor, slots: int, rounds: int, experts: int) -> None:
+    """index int64 [...], state int64 [n] (`SlotState`). ValueError names what is wrong."""
+    bind_assign_slots(index.contiguous(), state, slots, rounds, experts)()
+
+
+@assign_slots.register_fake
+def _(index: Tensor, state: Tensor, slots: int, rounds: int, experts: int) -> None:
+    return None
+
+
+def _cost(use: Use) -> Cost:
+    return Cost(0, nbytes_of(*use.args[:2]), nbytes_of(use.args[1]))
+
+
+ASSIGN_SLOTS = Operator(
+    torch.ops.forebay.assign_slots.default,
+    reference,
+    _cost,
+    bind={"cpu": lambda use: bind_assign_slots(*use.args)},
+    workspace={"cpu": lambda use: 4 * scratch_floats(use.args[2], use.args[4])},
+    layouts={"index": "dense", "state": "dense"},
+)

@@ -1,0 +1,61 @@
+"""The definition of `forebay::assign_slots`, and the checks of its arguments."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.products.expert_slots.state import SlotState
+
+
+def fail(argument: str, problem: str) -> NoReturn:
+    raise ValueError(f"assign_slots: {argument} {problem}")
+
+
+def check(index: Tensor, state: Tensor, slots: int, rounds: int, experts: int) -> SlotState:
+    """The sizes of a state; ValueError names the argument that is wrong."""
+    for name, value in (("slots", slots), ("rounds", rounds), ("experts", experts)):
+        if value < 1:
+            fail(name, f"must be at least 1, got {value}")
+    sizes = SlotState(slots, rounds, experts)
+    for name, tensor in (("index", index), ("state", state)):
+        if tensor.dtype != torch.int64 or not tensor.is_contiguous():
+            fail(name, f"must be contiguous int64, got {tensor.dtype} with strides {tensor.stride()}")
+    if state.numel() < sizes.numbers:
+        fail("state", f"must have {sizes.numbers} numbers, got {state.numel()}")
+    if min(index.numel(), experts) > slots * rounds:
+        fail("rounds", f"must hold all that {index.numel()} picks may name, got {rounds} of {slots} slots")
+    return sizes
+
+
+def reference(index: Tensor, state: Tensor, slots: int, rounds: int, experts: int) -> Tensor:
+    """The state [n] that follows `state` once a step has picked the experts of `index`.
+
+    Rounds have the experts that are named in ascending order, as many each as there are slots. One that is in a slot
+    stays there; others come in ascending order, each to the slot that no expert of its round has, of these to one that
+    no later round needs, of these to the one used longest ago, of these to the first.
+    """
+    sizes, found = SlotState(slots, rounds, experts), state.tolist()
+    owner, used = found[:slots], found[slots : 2 * slots]
+    clock = max(used) + 1
+    named = sorted({expert for expert in index.flatten().tolist() if 0 <= expert < experts})
+    slot_of = {expert - 1: slot for slot, expert in enumerate(owner) if expert > 0}
+    found[sizes.want(0) : sizes.want(rounds)] = [-1] * (sizes.want(rounds) - sizes.want(0))
+    for number in range(rounds):
+        want, entries = sizes.want(number), sizes.entries(number)
+        group, later = named[number * slots :][:slots], set(named[(number + 1) * slots :])
+        held = {slot_of[expert] for expert in group if expert in slot_of}
+        for expert in group:
+            if expert not in slot_of:
+                slot = min((s for s in range(slots) if s not in held), key=lambda s: (owner[s] - 1 in later, used[s]))
+                slot_of.pop(owner[slot] - 1, None)
+                owner[slot], slot_of[expert] = expert + 1, slot
+                found[want + slot] = expert
+                held.add(slot)
+            found[entries + expert] = slot_of[expert]
+        for slot in held:
+            used[slot] = clock
+    found[: 2 * slots] = owner + used
+    return torch.tensor(found, dtype=torch.int64, device=state.device)

@@ -1,0 +1,42 @@
+"""What is known of the slots that hold some experts of a table, and what a step is to fetch into them.
+
+One row of int64 numbers: of each slot the expert in it, counted from 1 (0: none), and when it was used last; then of
+each round of a step the expert to fetch into each slot (-1: it keeps what it holds), and the slot of each expert (-1:
+it is not of this round). Zeros mean that all slots are empty.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ITEMSIZE = 8
+
+
+class SlotState(NamedTuple):
+    """The sizes of a state: slots, rounds of a step at most, experts of the table."""
+
+    slots: int
+    rounds: int
+    experts: int
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers it has."""
+        return self.want(self.rounds)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers * ITEMSIZE
+
+    def want(self, number: int) -> int:
+        """Where a round's experts to fetch begin, one for each slot."""
+        return 2 * self.slots + number * (self.slots + self.experts)
+
+    def entries(self, number: int) -> int:
+        """Where a round's slots begin, one for each expert."""
+        return self.want(number) + self.slots
+
+
+def rounds_of(experts: int, picks: int, slots: int) -> int:
+    """Rounds of a step that makes so many picks among experts, of which each round holds as many as there are slots."""
+    return -(-min(experts, picks) // slots)

@@ -1,0 +1,43 @@
+"""Which steps read, of a table of experts, only those that the router names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
+
+POOL, ROUTING = ".pool", ".routing"  # end the names of a table's buffers: experts in slots, and which these are
+
+
+@dataclass(frozen=True)
+class RoutedFetch:
+    """Steps over so many tokens per sequence, the `steps`, read experts by name into the pools of their tables, which
+    keep what they hold from step to step; all others stream tables whole. Predictions take a share `hit_rate` of the
+    experts that a step names to be in their pool."""
+
+    steps: tuple[int, ...] = ()
+    hit_rate: float = 0.0
+
+    def missed(self, experts: int, picks: int, tokens: int) -> float:
+        """Experts that a step over so many tokens in all is expected to read of a table."""
+        return (1 - self.hit_rate) * named_experts(experts, picks, tokens)
+
+    def fault(self, step_sizes: Sequence[int], tiers: Sequence[str], micro_batches: MicroBatches) -> str:
+        """What contradicts the steps that there are, or where the tables lie that have pools, as the field and why; ""
+        for nothing."""
+        if list(self.steps) != sorted({*self.steps} & {*step_sizes}) or bool(self.steps) != bool(tiers):
+            return (f"schedule.routed.steps: {list(self.steps)} must be among the steps over {sorted(step_sizes)} "
+                    "tokens, the smallest first; some where there are pools (plan.weights[].pool_slots), else none")
+        if not 0 <= self.hit_rate <= 1 or (self.hit_rate and not tiers):
+            return f"schedule.routed.hit_rate: {self.hit_rate} must be a share, and 0 without pools"
+        if {*tiers} - {"disk"}:
+            return "weights[].pool_slots: only tables on the tier disk have pools"
+        if tiers and micro_batches.count > 1:
+            return "weights[].pool_slots: experts are read by name for a batch that is computed at once; it must be 0"
+        return ""
+
+
+def named_experts(experts: int, picks: int, tokens: int) -> float:
+    """Different experts that so many tokens pick, each `picks` of them, where the router prefers nobody."""
+    return float(experts * (1 - (1 - picks / experts) ** tokens))

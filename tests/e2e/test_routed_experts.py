@@ -1,0 +1,243 @@
+"""Experts that are read by name: the tokens of transformers from any number of slots, and no byte more than is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from selection import at_length
+from small_experts import SMALL, small
+
+import forebay
+from forebay.kernels.operator import Call, Use
+from forebay.kernels.operators import ASSIGN_SLOTS
+from forebay.rewriter.ir.plan import Plan, PlanError
+from forebay.rewriter.ir.program import Copy, Program, Rows, Wait
+from forebay.rewriter.ir.schedule.routed_fetch import POOL
+from forebay.rewriter.verify.program import ProgramError, verify_program
+
+pytestmark = pytest.mark.filterwarnings("ignore:OpenMP threads spin")
+EXPERTS = SMALL["num_experts"]
+PROMPT, NEW = 7, 12
+Saved = Callable[[str], tuple[Path, Any]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A family's model in a folder of several files, and in memory."""
+    known: dict[str, tuple[Path, Any]] = {}
+
+    def save(family: str) -> tuple[Path, Any]:
+        if family not in known:
+            known[family] = tmp_path_factory.mktemp(family), small(family)
+            known[family][1].save_pretrained(known[family][0], max_shard_size="150KB")
+        return known[family]
+
+    return save
+
+
+def wrapped(folder: Path, slots: int | None, batch: int = 3, device: str = "900KiB", **options: Any) -> Any:
+    budget = {"device": device, "host": 0, "disk": folder}
+    return forebay.wrap(folder, budget, batch=batch, prompt=PROMPT, new_tokens=NEW, expert_slots=slots, **options)
+
+
+def prompts(batch: int = 3) -> dict[str, torch.Tensor]:
+    """Prompts of unequal length."""
+    ids = torch.randint(3, 128, (batch, PROMPT), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for i in range(batch - 1):
+        mask[i, : 3 - i] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def tokens(model: Any, **given: torch.Tensor) -> torch.Tensor:
+    return model.generate(**given, max_new_tokens=NEW, do_sample=False)  # type: ignore[no-any-return]
+
+
+def pools(plan: Plan) -> list[int]:
+    return [w.pool_slots for w in plan.weights if w.name.endswith("experts.table")]
+
+
+@pytest.mark.parametrize("slots", [1, 4, 7])  # of 8; in rounds of one expert, and all that a step names in one round
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe", at_length("glm4_moe"), at_length("mixtral")])
+def test_same_tokens_as_transformers(saved: Saved, family: str, slots: int) -> None:
+    folder, model = saved(family)
+    with wrapped(folder, slots, device="2MiB" if family == "granitemoe" else "900KiB") as lm:
+        assert set(pools(lm.plan)) == {slots}
+        for _ in range(2):  # pools keep what they hold from call to call
+            assert torch.equal(tokens(lm, **prompts()), tokens(model, **prompts()))
+
+
+@pytest.mark.parametrize("options", [
+    {"prefill_chunk": 2}, {"prefill_chunk": 1}, {"prompt_lookup_num_tokens": 3}, {"cache": "kv8"}, {"places": 2},
+    {"cache_tier": "disk", "cache_tokens": 4}], ids=lambda options: " ".join(options))
+def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
+    folder, model = saved("qwen3_moe")
+    sizes = {"batch": None} if "places" in options else {}
+    with wrapped(folder, 3, **options, **sizes) as lm:
+        assert set(pools(lm.plan)) == {3}
+        assert torch.equal(tokens(lm, **prompts()), tokens(model, **prompts()))
+
+
+def test_micro_batches_stream_whole_tables(saved: Saved) -> None:
+    folder, model = saved("qwen3_moe")
+    with wrapped(folder, None, 4, micro_batches=2, cache_tier="disk") as lm:
+        assert set(pools(lm.plan)) == {0}
+        assert torch.equal(tokens(lm, **prompts(4)), tokens(model, **prompts(4)))
+    with pytest.raises(PlanError, match="expert_slots"):
+        wrapped(folder, 3, 4, micro_batches=2, cache_tier="disk").plan  # noqa: B018
+
+
+class Pool:
+    """What lies in the slots of a table, as a least recently used cache of them: of slots used equally long ago the
+    first gives way, and what a later round needs stays if it can."""
+
+    def __init__(self, slots: int) -> None:
+        self.held: list[int | None] = [None] * slots
+        self.used, self.now = [0] * slots, 0
+
+    def missed(self, named: set[int]) -> int:
+        self.now += 1
+        found, left = 0, sorted(named)
+        while left:
+            group, left = left[: len(self.held)], left[len(self.held) :]
+            there = [e for e in group if e in self.held]
+            for expert in group:
+                if expert in there:
+                    continue
+                free = [i for i, e in enumerate(self.held) if e not in group]
+                oldest = min(free, key=lambda i: (self.held[i] in left, self.used[i]))
+                self.held[oldest], found = expert, found + 1
+            for i, e in enumerate(self.held):
+                if e in group:
+                    self.used[i] = self.now
+        return found
+
+
+@pytest.fixture
+def routing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[int]]]:
+    """What each step named of each table, as it runs: the address of what is known of a pool, and the experts."""
+    found: list[tuple[int, set[int]]] = []
+    bind = ASSIGN_SLOTS.bind["cpu"]
+
+    def bound(use: Use) -> Call:
+        index, state = use.args[:2]
+        call = bind(use)
+
+        def run() -> None:
+            found.append((state.data_ptr(), set(index.flatten().tolist())))
+            call()
+
+        return run
+
+    monkeypatch.setitem(ASSIGN_SLOTS.bind, "cpu", bound)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize(("batch", "slots"), [(1, 2), (1, 5), (3, 2), (3, 6)])
+def test_reads_are_what_is_missing(saved: Saved, routing: list, batch: int, slots: int) -> None:
+    """Bytes equal the arithmetic from the routing, exactly; beside them a step reads rows of the embedding."""
+    folder, _ = saved("qwen3_moe")
+    with wrapped(folder, slots, batch) as lm:
+        lm.start_trace()
+        tokens(lm, **prompts(batch))
+        tokens(lm, **prompts(batch))
+        read: dict[str, int] = {}
+        for (lane, label, _), _, _, nbytes in lm.trace._kept():
+            if lane == "lookup":
+                read[label] = read.get(label, 0) + nbytes
+        entry = next(w.nbytes for w in lm.plan.weights if w.name.endswith("table")) // EXPERTS
+    known: dict[int, Pool] = {}
+    missed = [known.setdefault(table, Pool(slots)).missed(named) for table, named in routing]
+    assert len(known) == 3 and len(missed) == 3 * 2 * (NEW - 1)
+    fetched = {label: nbytes for label, nbytes in read.items() if label.startswith("fetch ")}
+    assert sum(fetched.values()) == sum(missed) * entry and len(fetched) == 3
+    assert 0 < sum(missed) < sum(len(named) for _, named in routing)  # some were there, others were not
+
+
+def test_predicted_bytes_are_those_of_a_router_that_prefers_nobody(saved: Saved) -> None:
+    folder, _ = saved("qwen3_moe")
+    with wrapped(folder, 4, 3) as lm:
+        program, entry = lm._pipeline.program(lm.plan, 1), 3 * 64 * 32 * 4
+        named = EXPERTS * (1 - (1 - 2 / EXPERTS) ** 3)
+        assert lm.plan.schedule.routed.hit_rate == 4 / EXPERTS
+        assert lm.plan.prediction.streamed_nbytes == program.moved_nbytes() == round(3 * named * 0.5 * entry)
+
+
+def fetches(program: Program) -> list[Copy]:
+    return [i for i in program.step if isinstance(i, Copy) and isinstance(i.src, Rows) and i.src.keeps]
+
+
+def each_without_a_wait(program: Program) -> Iterator[Program]:
+    for i, item in enumerate(program.step):
+        if isinstance(item, Wait):
+            yield replace(program, step=program.step[:i] + program.step[i + 1 :])
+
+
+@pytest.mark.parametrize(("slots", "rounds"), [(6, 1), (2, 3)])
+def test_no_wait_may_be_missing(saved: Saved, slots: int, rounds: int) -> None:
+    folder, _ = saved("qwen3_moe")
+    with wrapped(folder, slots, 3) as lm:
+        program = lm._pipeline.program(lm.plan, 1)
+    assert len(fetches(program)) == 3 * rounds
+    faulty = list(each_without_a_wait(program))
+    assert len(faulty) >= 6 * rounds
+    for each in faulty:
+        with pytest.raises(ProgramError):
+            verify_program(each)
+
+
+def test_what_is_kept_must_be_there(saved: Saved) -> None:
+    """A pool whose contents end before a step brings what is missing would be read with whatever lay there."""
+    folder, _ = saved("qwen3_moe")
+    with wrapped(folder, 6, 3) as lm:
+        program = lm._pipeline.program(lm.plan, 1)
+    resident = {name: span for name, span in program.resident.items() if not name.endswith(POOL)}
+    with pytest.raises(ProgramError, match="which holds nothing by then"):
+        verify_program(replace(program, resident=resident))
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Those of each step of a prompt's answer."""
+    made = model.generate(prompts(1)["input_ids"], max_new_tokens=NEW, do_sample=False, output_logits=True,
+                          return_dict_in_generate=True)
+    return torch.stack([each.float() for each in made.logits])
+
+
+def test_experts_in_wrong_slots_are_seen(saved: Saved) -> None:
+    folder, model = saved("qwen3_moe")
+    with wrapped(folder, 5, 1) as lm:
+        want = logits(lm)
+        assert torch.allclose(want, logits(model), atol=1e-4) and torch.equal(logits(lm), want)
+        (b,) = [b for b in lm.plan.buffers if b.name == "model.layers.1.mlp.experts.table" + POOL]
+        memory = lm._session.device.arenas["device"].bytes[b.offset : b.offset + b.nbytes].view(5, -1)
+        memory.copy_(memory.roll(1, 0))
+        assert (logits(lm) - want).norm() > 1e-3
+
+
+def test_an_interrupted_step_leaves_no_wrong_expert(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that ends between what says which experts come and their coming is not taken to have brought them."""
+    folder, model = saved("qwen3_moe")
+    bind, left = ASSIGN_SLOTS.bind["cpu"], [9]
+
+    def bound(use: Use) -> Call:
+        call = bind(use)
+
+        def run() -> None:
+            call()
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+
+        return run
+
+    monkeypatch.setitem(ASSIGN_SLOTS.bind, "cpu", bound)  # type: ignore[arg-type]
+    with wrapped(folder, 5, 1) as lm:
+        with pytest.raises(KeyboardInterrupt):
+            logits(lm)
+        assert torch.allclose(logits(lm), logits(model), atol=1e-4)

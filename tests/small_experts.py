@@ -1,0 +1,36 @@
+"""Small mixtures of experts with random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+SMALL: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3, vocab_size=128,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_local_experts=8, n_routed_experts=8,
+    num_experts_per_tok=2, n_group=2, topk_group=1, max_position_embeddings=64, first_k_dense_replace=1,
+    shared_expert_intermediate_size=32, n_shared_experts=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    tie_word_embeddings=False, use_cache=True)  # fmt: skip
+
+
+def small_config(family: str) -> PreTrainedConfig:
+    """A family's config in small sizes."""
+    from transformers import CONFIG_MAPPING
+
+    kind: Any = CONFIG_MAPPING[family]
+    known = set(getattr(kind, "__dataclass_fields__", ())) | set(vars(kind())) | set(
+        getattr(kind, "attribute_map", {}).values())
+    return kind(**{name: value for name, value in SMALL.items() if name in known})  # type: ignore[no-any-return]
+
+
+def small(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with random weights whose router prefers nobody."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(family), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.15)
+    return model.to(dtype)
