@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torch import fx
 
+from forebay.kernels.formats.slot_state import ITEMSIZE, SlotState, rounds_of
 from forebay.kernels.operators import ASSIGN_SLOTS, EXPERTS
-from forebay.kernels.products.expert_slots.state import ITEMSIZE, SlotState, rounds_of
 from forebay.passes.lower.addresses import POOL, ROUTING, WEIGHT, Addresses
 from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, row_major_strides, span_of
 

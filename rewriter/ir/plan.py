@@ -98,8 +98,8 @@ class WeightPlacement:
     """Where one weight lives and how it is consumed; what is not on the disk has a buffer of its name.
 
     `tier` device: resident. Otherwise it streams: in tiles of `tile_rows` rows (0: whole), or, with `gather`, only the
-    rows that a lookup names, or, in the steps of `Schedule.routed`, only the experts that a router names and that are
-    not in a pool of `pool_slots` already. `nbytes` counts the stored format.
+    rows that a lookup names, or, in the steps of `Schedule.routed`, only experts that a router names and that are not
+    in a pool of `pool_slots`. `nbytes` counts the stored format.
     """
 
     name: str
@@ -244,13 +244,12 @@ class Plan:
         return tuple(b for b in self.buffers if b.phase in ("all", phase) or (b.kind == "cache" and b.phase == cache))
 
     def during(self, tokens: int) -> Plan:
-        """The plan as a step over `tokens` tokens per sequence sees it: with the buffers and the block of its phase,
-        and with pools where it reads experts by name."""
-        schedule = replace(self.schedule, batching=self.schedule.batching.of_step(tokens))
-        weights = self.weights if tokens in schedule.routed.steps else tuple(
-            replace(w, pool_slots=0) if w.pool_slots else w for w in self.weights)
-        return replace(self, schedule=schedule, weights=weights,
-                       buffers=self.buffers_of(self.schedule.phase_of(tokens)))
+        """The plan as a step over `tokens` tokens per sequence sees it: with buffers and block of its phase, and pools.
+        """
+        schedule, weights = replace(self.schedule, batching=self.schedule.batching.of_step(tokens)), self.weights
+        if tokens not in schedule.routed.steps:
+            weights = tuple(replace(w, pool_slots=0) if w.pool_slots else w for w in weights)
+        return replace(self, schedule=schedule, weights=weights, buffers=self.buffers_of(schedule.phase_of(tokens)))
 
     def nbytes_on(self, tier: str) -> int:
         """Stored bytes of the weights that live on `tier`."""

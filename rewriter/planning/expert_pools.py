@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from forebay.kernels.products.expert_slots.state import SlotState, rounds_of
+from forebay.kernels.formats.slot_state import SlotState, rounds_of
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.schedule.routed_fetch import POOL, ROUTING, RoutedFetch, named_experts

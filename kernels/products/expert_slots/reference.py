@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from forebay.kernels.products.expert_slots.state import SlotState
+from forebay.kernels.formats.slot_state import SlotState
 
 
 def fail(argument: str, problem: str) -> NoReturn:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from forebay.kernels.build import compile
+from forebay.kernels.formats.slot_state import SlotState, rounds_of
 from forebay.kernels.products.expert_slots import cpu
 from forebay.kernels.products.expert_slots.cpu import bind_assign_slots
 from forebay.kernels.products.expert_slots.reference import reference
-from forebay.kernels.products.expert_slots.state import SlotState, rounds_of
 
 needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 
