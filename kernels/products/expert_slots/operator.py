@@ -17,7 +17,10 @@ from forebay.kernels.products.expert_slots.reference import reference
 @torch.library.custom_op("forebay::assign_slots", mutates_args=("state",), device_types="cpu")
 def assign_slots(index: Tensor, state: Tensor, slots: int, rounds: int, experts: int) -> None:
     """index int64 [...], state int64 [n] (`SlotState`). ValueError names what is wrong."""
-    bind_assign_slots(index.contiguous(), state, slots, rounds, experts)()
+    found = state.contiguous()
+    bind_assign_slots(index.contiguous(), found, slots, rounds, experts)()
+    if found is not state:
+        state.copy_(found)
 
 
 @assign_slots.register_fake

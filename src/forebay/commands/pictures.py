@@ -12,8 +12,8 @@ from forebay.rewriter.predict.simulate import Timeline
 from forebay.rewriter.report.explain import KIND_LETTERS, lasting, peak_nbytes, phases
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
-COLOURS = dict(zip(KIND_LETTERS, ("#0072B2", "#999999", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00"),
-                   strict=True))
+COLOURS = dict(zip(KIND_LETTERS, ("#0072B2", "#999999", "#E69F00", "#009E73", "#F0E442", "#000000", "#56B4E9",
+                                  "#CC79A7", "#D55E00"), strict=True))
 MIB = 1 << 20
 
 

@@ -33,14 +33,14 @@ def experts() -> CapturedModel:
         moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, pad_token_id=0))
 
 
-def launched(model: CapturedModel, options: Options | None = None) -> set[str]:
+def launched(model: CapturedModel, options: Options | None = None, nbytes: int = 1 << 28) -> set[str]:
     """Names of our operators in the Programs of a prompt's chunk and of a decode step."""
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(model.weights.values())}
 
     def graphs_of(work: Workload, batching: BatchSchedule) -> StepGraphs:
         return step_graphs(model, files, work, "model", batching=batching)
 
-    pipeline, plan = plan_block(graphs_of, Budget(1 << 28, 1 << 24), Workload(2, 9, 4), options or Options(),
+    pipeline, plan = plan_block(graphs_of, Budget(nbytes, 1 << 24), Workload(2, 9, 4), options or Options(),
                                 Machine.default(), Switches())
     programs = [pipeline.program(plan, tokens) for tokens in (1, plan.schedule.prefill_chunk)]
     items = [item for program in programs for item in (*program.prologue, *program.step)]
@@ -51,7 +51,8 @@ def test_every_operator_is_launched_by_some_program() -> None:
     staged = Options(cache_tier="host", cache_tokens=4, micro_batches=2, checkpoints=(1, 1), checkpoint_format="act8")
     rows = rewrite_captured(packed(captured("llama"), embedding=True), Switches(), "kv8")
     found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(rows) | (
-        launched(rewritten("opt"), Options(sparse_values=0.5))) | launched(rewrite_captured(experts(), Switches()))
+        launched(rewritten("opt"), Options(sparse_values=0.5))) | launched(rewrite_captured(experts(), Switches())) | (
+            launched(rewrite_captured(experts(), Switches()), Options(expert_slots=2), 500_000))
     ours = {operator.name for operator in OPERATORS}
     unused, both = ours - found - CALLED.keys(), found & CALLED.keys()
     assert found | CALLED.keys() == ours and not both, (unused, both)
