@@ -25,7 +25,8 @@ from forebay.rewriter.ir.program import COMPUTE, FileSlice
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_block import plan_block
+from forebay.rewriter.pipeline.plan_search import plan_batch
+from forebay.rewriter.pipeline.plan_task import PlanTask
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.features.recomputation import SHARES, balanced_share
 from forebay.rewriter.planning.options import Options
@@ -52,9 +53,9 @@ def plans(
 
     tiers = machine.tiers
     budget = Budget(tiers["device"].capacity_nbytes, tiers["host"].capacity_nbytes)
-    return {share: plan_block(graphs_of, budget, work, Options(
+    return {share: plan_batch(PlanTask(graphs_of, budget, work, Options(
         cache_tier="host", micro_batches=-(-work.batch // micro), cpu_attention=False, checkpoints=share,
-        checkpoint_format=kept, cache=cache), machine, Switches())[1] for share in ALL}
+        checkpoint_format=kept, cache=cache), machine, Switches()))[1] for share in ALL}
 
 
 def rows(found: dict[tuple[int, int], Plan], batch: int) -> list[Row]:

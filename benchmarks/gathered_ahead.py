@@ -26,7 +26,6 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.ranks import RankLine, simulate_ranks
-from forebay.rewriter.switches import Switches
 
 WAYS = [f"{mesh},gather_buffers={n}" for mesh in ("tensor=2,layout=xyz", "tensor=2x2,layout=x", "tensor=2x2,layout=xyz")
         for n in (0, 2, 4)] + [f"tensor=2x2,layout=2d,gather_chunks={n}" for n in (1, 2, 4)]
@@ -43,9 +42,9 @@ def simulated(captured: CapturedModel, mesh: str, work: Workload, machine: Machi
     """The step over all prompts, of rank 0 beside the others."""
     files = {name: FileSlice(name, 0, spec.nbytes) for name, spec in captured.weights.items()}
     budget = Budget(int(machine.tiers["device"].capacity_nbytes), 0)
-    planners = rank_planners(captured, "", files, read_mesh(mesh), budget, Options(prefill_chunk=work.prompt), machine,
-                             Switches())
-    planned = plan_together([planner for _, planner in planners], work)
+    planners = rank_planners(captured, "", files, read_mesh(mesh), budget, work,
+                             Options(prefill_chunk=work.prompt), machine)
+    planned = plan_together([planner for _, planner in planners])
     return simulate_ranks([pipeline.program(plan, work.prompt) for pipeline, plan in planned], machine)[0]
 
 

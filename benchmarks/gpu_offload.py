@@ -183,7 +183,7 @@ def check_shared(scratch: Path, machine: Any, job: Row) -> Row:
     nbytes = weights_nbytes(folder)
     budget = {"device": half_resident(folder, machine, "native") + nbytes // 3, "host": nbytes + (8 << 20)}
     before = begin_peak()
-    with (patch.object(drafted, "plan_draft", side_effect=PlanError("no copy has memory of its own")),
+    with (patch.object(drafted, "draft_apart", side_effect=PlanError("no copy has memory of its own")),
           patch.object(DraftChoice, "_worth", lambda *_: (3, 0.0)),
           wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, draft=job["weights"],
                prompt_lookup_num_tokens=3) as lm):  # fmt: skip

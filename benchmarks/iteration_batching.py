@@ -4,7 +4,7 @@ A job as `forebay run` does it, answers written to a file as they end: prompts o
 take 5 to 200, through weights that stream. In one process, in turns of half a second, each contestant on the same
 sequences within the same budget and with the same number of places:
 
-- `entering`: sequences enter the places of the plan that `plan_places` makes as others leave them;
+- `entering`: sequences enter the places of the plan that `plan_slots` makes as others leave them;
 - `static`: as many sequences at a time as there are places, in the order of the job: prompts are padded to the longest
   of them, and all wait until the slowest has ended, by the plan that is made for such batches;
 - `sorted`: the plan and Programs of `entering`, as many sequences at a time, longest prompts first: batches that pad
@@ -46,7 +46,7 @@ from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
 from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.pipeline.plan_places import plan_places
+from forebay.rewriter.pipeline.plan_search import plan_slots
 from forebay.rewriter.planning.options import Options
 from forebay.runtime.run.progress import WorkDone
 
@@ -138,7 +138,7 @@ def measure(name: str, options: argparse.Namespace, say: Any) -> dict[str, Any]:
         job = Workload(count, prompts[1], answers[1], sum(prompts) // 2, sum(answers) // 2)
         began = time.monotonic()
         with LanguageModel(*opened, parse_budget({"device": budget}), job, Options(cache_tier="device"),
-                           choose=partial(plan_places, places=places)) as lm:
+                           choose=partial(plan_slots, slots=places)) as lm:
             plan = lm.plan
             say(f"{name}: planned in {time.monotonic() - began:.1f} s; {places} places, "
                 f"{plan.schedule.batching.admitted} enter at once, chunks of {plan.schedule.prefill_chunk} tokens; "

@@ -126,7 +126,7 @@ class ForebayInCells:
         if share is not None:
             whole = within(UNLIMITED)
             weights = sum(weight.nbytes for weight in whole.plan.weights)
-            return within(whole._pipeline.smallest_budget() + weights * share // 100)
+            return within(whole.steps.pipeline.smallest_budget() + weights * share // 100)
         return within(UNLIMITED if order["ram"] else order["budget"])
 
     def fits(self, order: Order) -> Order:
@@ -219,9 +219,9 @@ class ForebayInCells:
         step, prompt = (at_pace(self.lm.machine, order["bytes_per_s"], order[pace]) for pace in PACES)
         chunk = p.schedule.prefill_chunk
         passes = -(-p.workload.prompt // chunk)
-        program = self.lm._pipeline.program
-        return {"predicted_step_s": simulate(program(p, 1), step).time_s,
-                "predicted_prefill_s": passes * simulate(program(p, chunk), prompt, min(3, passes)).time_s}
+        program = self.lm.steps.program
+        return {"predicted_step_s": simulate(program(1), step).time_s,
+                "predicted_prefill_s": passes * simulate(program(chunk), prompt, min(3, passes)).time_s}
 
     def close(self, label: str = "") -> None:
         """Forget a plan, and give its memory back."""

@@ -17,7 +17,7 @@ def crossing_nbytes(lm: Any, tokens: int) -> dict[str, float]:
     from forebay.rewriter.ir.program import Copy, Rows, copy_nbytes, tier_of
 
     moved: dict[str, float] = {}
-    for item in lm._pipeline.program(lm.plan, tokens).step:
+    for item in lm.steps.program(tokens).step:
         if isinstance(item, Copy):
             usual = min((end.usual for end in (item.src, item.dst) if isinstance(end, Rows)), default=1.0)
             way = f"{tier_of(item.src)}->{tier_of(item.dst)}"

@@ -132,7 +132,7 @@ def wrapped(cell: RanksCell, folder: Path, machine: Machine, prompt: int, new: i
     lm = wrap(1 << 40)
     if cell.share == 1:
         return lm
-    budget = lm._pipeline.smallest_budget() + int(cell.share * sum(w.nbytes for w in lm.plan.weights))
+    budget = lm.steps.pipeline.smallest_budget() + int(cell.share * sum(w.nbytes for w in lm.plan.weights))
     lm.close()
     return wrap(max(from_all(budget)))
 
@@ -183,7 +183,7 @@ def measure_cells(cells: Sequence[RanksCell], folder: Path, machine: Machine, ar
     for cell in cells:
         lm = wrapped(cell, _packed(folder, cell.packed), machine, args.prompt, args.new)
         chunk = lm.plan.schedule.prefill_chunk
-        programs = {"prefill": lm._pipeline.program(lm.plan, chunk), "decode": lm._pipeline.program(lm.plan, 1)}
+        programs = {"prefill": lm.steps.program(chunk), "decode": lm.steps.program(1)}
         passes = -(-args.prompt // chunk), lm.plan.schedule.batching.admission.prefills(cell.batch)
         assert lm.session is not None  # makes the groups in which ranks exchange
         lm.close()

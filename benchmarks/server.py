@@ -27,7 +27,6 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,7 +63,7 @@ def planned(budget: str, machine: Path | None) -> LanguageModel:
 def times_at(lm: LanguageModel, bytes_per_s: float, pace: float) -> StepTimes:
     """What its steps are predicted to take on a machine that reads so fast and whose products take `pace` times what
     the profile says."""
-    return step_times(lm.plan, partial(lm._pipeline.program, lm.plan), at_pace(lm.machine, bytes_per_s, pace))
+    return step_times(lm.plan, lm.steps.program, at_pace(lm.machine, bytes_per_s, pace))
 
 
 def requests(count: int, rate: float, seed: int, words: Sequence[int]) -> list[LoadRequest]:

@@ -53,7 +53,7 @@ from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import COMPUTE
 from forebay.rewriter.machine.profile import Machine, load_machine
 from forebay.rewriter.pipeline.plan_draft import token_time_s
-from forebay.rewriter.pipeline.plan_places import entering_at_once
+from forebay.rewriter.planning.features.admission import entering_at_once
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.simulate import simulate
 from forebay.runtime.comm.ranks import leave_ranks
@@ -159,7 +159,7 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path, machine: Mach
         fixed = dict(prompt=max(map(len, prompts.values())), new_tokens=args.new, machine=machine)
         with forebay.wrap(folder, 1 << 40, cache_tier="disk" if args.context else None, **fixed) as whole:
             nbytes = whole.captured.weight_nbytes
-            budget = whole._pipeline.smallest_budget(whole.options) + int(share * nbytes)
+            budget = whole.steps.pipeline.smallest_budget(whole.options) + int(share * nbytes)
         lms = opened(folder, budget, OURS, fixed)
         peer, rows = Peer(folder, int(share * nbytes), scratch) if args.peer else None, []
         for turn in range(args.rounds + 1):  # the first binds programs, and does not count
@@ -184,7 +184,7 @@ def measure_places(args: argparse.Namespace, folder: Path, scratch: Path, machin
     for share, places in itertools.product(args.shares, args.places):
         fixed: Any = dict(places=places, prompt=max(map(len, prompts)), new_tokens=args.new, machine=machine)
         with forebay.wrap(folder, 1 << 40, **fixed) as whole:
-            least = whole._pipeline.smallest_budget(Options(entering=entering_at_once(places)))
+            least = whole.steps.pipeline.smallest_budget(Options(entering=entering_at_once(places)))
             budget = least + int(share * whole.captured.weight_nbytes)
         lms, rows = opened(folder, budget, OURS, fixed), list[Row]()
         asked = [Request(prompts[i % len(prompts)], args.new - 8 * (i % 2)) for i in range(places + -(-places // 2))]
@@ -273,7 +273,7 @@ def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe, machine: M
 
 def plan_at(lm: LanguageModel, machine: Machine) -> Plan:
     """The plan with the times of its decode steps as predicted on another machine."""
-    one, *more = (simulate(lm._pipeline.program(lm.plan, size), machine)
+    one, *more = (simulate(lm.steps.program(size), machine)
                   for size in (1, *lm.plan.schedule.speculative_steps))
     return replace(lm.plan, prediction=replace(
         lm.plan.prediction, decode_time_s=one.time_s, speculative_times_s=tuple(each.time_s for each in more),

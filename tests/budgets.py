@@ -40,7 +40,7 @@ def operators_nbytes(opened: tuple[Any, ...], workload: Workload, options: Optio
     from forebay.language_model import LanguageModel
 
     with LanguageModel(*opened, Budget(1 << 30, host), workload, options or Options()) as lm:
-        taken = lm._pipeline.needs.workspace(lm.plan.schedule.prefill_chunk)
+        taken = lm.steps.pipeline.needs.workspace(lm.plan.schedule.prefill_chunk)
     if ours:  # a step whose attention is the host's takes none
         return NATIVE_NBYTES * (threads - THREADS) if taken >= NATIVE_NBYTES * threads else 0
     return max(0, taken - NATIVE_NBYTES * THREADS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import forebay.model_planner as model_planner
+import forebay.rewriter.pipeline.plan_task as plan_task
 from forebay.rewriter.capture import trace
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.pipeline import pass_list as pipeline
@@ -39,7 +39,7 @@ class _Kept:
 
 
 _TRACED, _REWRITTEN, _AGAIN = _Kept(), _Kept(), _Kept()
-_trace, _rewrite = trace.trace_model, model_planner.rewrite_captured
+_trace, _rewrite = trace.trace_model, plan_task.rewrite_captured
 
 
 def shares_graphs(path: Path) -> bool:
@@ -52,7 +52,7 @@ def share_graphs(patch: pytest.MonkeyPatch) -> None:
     each, and rewrite their graphs once for each way in which weights and cache are stored. Who runs graphs reads them,
     and edits copies."""
     patch.setattr(trace, "trace_model", _known)
-    patch.setattr(model_planner, "rewrite_captured", _known_rewritten)
+    patch.setattr(plan_task, "rewrite_captured", _known_rewritten)
 
 
 def _known(model: Any, gives: Any = "last", embeds: bool = False) -> CapturedModel:

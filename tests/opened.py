@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import forebay.model_planner as model_planner
+import forebay.rewriter.pipeline.plan_task as plan_task
 from forebay.open_model import open_model
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.ir.graph import CapturedModel
@@ -15,4 +15,4 @@ from forebay.rewriter.switches import Switches
 def open_rewritten(folder: Path) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
     """As `open_model` gives them; what a language model does to captured graphs first is done once for all."""
     captured, checkpoint, files = open_model(folder)
-    return model_planner.rewrite_captured(captured, Switches()), checkpoint, files
+    return plan_task.rewrite_captured(captured, Switches()), checkpoint, files

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from forebay.kernels.formats.table import cache_format, checkpoint_format, weight_format
+from forebay.kernels.formats.table import cache_format, weight_format
 from forebay.rewriter.ir.files import StrPath, read_input, write_text
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.printable import PrintableError
@@ -81,6 +81,12 @@ class Workload:
         """So many sequences of at most so many tokens, as long as these usually are."""
         usual = min(self.usual_prompt, prompt), min(self.usual_new_tokens, new_tokens)
         return Workload(batch, prompt, new_tokens, *usual)
+
+    def whole(self, batching: BatchSchedule) -> Workload:
+        """Round up to whole micro-batches, and to a prompt that a prefill step can compute."""
+        count = batching.micro_batches.count
+        prompt = max(self.prompt, 2) if batching.admitted else self.prompt  # a step over one token decodes
+        return replace(self, batch=-(-self.batch // count) * count, prompt=prompt)
 
     def paced(self, batching: BatchSchedule) -> tuple[int, int]:
         """Tokens of the prompt and of the answer that steps are made for: usual ones where each sequence goes at its
@@ -288,26 +294,13 @@ def plan_from_dict(data: object) -> Plan:
 
 def _validate_batching(plan: Plan) -> None:
     s = plan.schedule
-    if fault := s.batching.cache.fault(s.batching.recomputation.checkpoints) or s.batching.fault():
+    if fault := s.batching.fault(plan.workload.batch):
         raise PlanError(f"plan.schedule.batching.{fault}")
-    if plan.workload.batch % s.batching.micro_batches.count:
-        raise PlanError(f"plan.schedule.batching.micro_batches.count: {s.batching.micro_batches.count} do not divide a "
-                        f"batch of {plan.workload.batch} (plan.workload.batch)")
     share, alone = s.batching.sparsity.values, s.prefill_chunks[-1] == 1 < plan.workload.prompt
     if not 0 < share <= 1 or (share < 1 and (plan.score_ranges or s.speculative_steps or alone)):
         raise PlanError(f"plan.schedule.batching.sparsity.values: {share} must be a share above 0; below 1 with no "
                         "plan.score_ranges, plan.schedule.batching.speculation.steps or plan.schedule.prefill_chunks "
                         "of 1")
-    try:
-        checkpoint_format(s.batching.recomputation.format)
-    except ValueError as error:
-        raise PlanError(f"plan.schedule.batching.recomputation.format: {error}") from error
-    if s.batching.recomputation.format != "native" and not s.batching.recomputation.checkpoints:
-        raise PlanError(f"plan.schedule.batching.recomputation.format: {s.batching.recomputation.format} of no "
-                        "checkpoints (plan.schedule.batching.recomputation.checkpoints)")
-    if not 0 <= s.batching.admitted <= plan.workload.batch:
-        raise PlanError(f"plan.schedule.batching.admission.sequences: {s.batching.admitted} is not between 0 "
-                        f"and the batch of {plan.workload.batch} (plan.workload.batch)")
     if s.batching.admitted and s.prefill_chunks[-1] == 1:
         raise PlanError("plan.schedule.prefill_chunks: with plan.schedule.batching.admission.sequences a step over 1 "
                         "token decodes; the shortest chunk must be 2")

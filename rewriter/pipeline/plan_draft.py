@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.drafts_beside import beside_s, pays_beside
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError
-from forebay.rewriter.pipeline.plan_shared_draft import PackedCopy, SharedPlan, plan_shared_draft
-from forebay.rewriter.pipeline.plan_speculation import plan_speculation, smallest_checking
+from forebay.rewriter.pipeline.plan_shared_draft import PackedCopy, SharedPlan, checking_drafts, plan_shared_draft
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.options import Options
 
 MAX_DRAFTED_TOKENS = 15  # of a step, unless an option says how many: steps over 16, 8, 4 and 2 are planned
+BOTH = "; by steps of the model itself, "  # between why neither is taken
 MIN_SPEEDUP = 1.05  # times as fast as without a draft: what is predicted to gain less is left
 
 
@@ -38,71 +38,86 @@ class DraftedPlan:
         return self.draft if self.shared is None else self.shared.draft
 
 
+@dataclass(frozen=True)
+class DraftWay:
+    """A way to draft: the model's plan, whose steps check drafts, with the pipeline of its Programs, the plan of what
+    drafts, which takes `nbytes` of the device budget, and the chance that a token of it stands where all before do."""
+
+    pipeline: Pipeline
+    plan: Plan
+    draft: Plan
+    chance: float
+    nbytes: int
+    shared: SharedPlan | None = None  # steps of the model itself draft, in its own memory
+
+    def answer_s(self, chance: float) -> float:
+        """Predicted seconds of an answer, prompt and all."""
+        prefill_s = self.draft.prediction.prefill_time_s if self.shared is None else 0.0
+        return prefill_s + answer_time_s(self.plan, token_time_s(self.plan, self.draft, chance, self.shared is None))
+
+
 def plan_draft(
-    model: tuple[Pipeline, Plan, Options], draft: tuple[Pipeline, Options], budget: Budget, chance: float
+    model: tuple[Pipeline, Plan, Options], ways: Sequence[Callable[[], DraftWay]]
 ) -> DraftedPlan:
-    """Split `budget` between `model`, with its plan without a draft, and the model of `draft`, where an answer is
-    predicted to take less time so; a drafted token is taken to stand with `chance` where all before it do. As texts
-    differ, and what the draft has of the budget slows every step, it must pay with the square of that chance too. With
-    a number of drafted tokens in the model's options a split is taken whatever it costs; PlanError where there is none.
-    """
-    (pipeline, plain, options), (drafter, asked) = model, draft
+    """Of the ways to draft for a model, with its plan without a draft, take the one whose answer is predicted to take
+    least time, where it takes less than without. As texts differ, and what the draft has of the budget slows every
+    step, it must pay with the square of the expected chance too. With a number of drafted tokens in the model's options
+    one is taken whatever it costs; PlanError where there is none."""
+    pipeline, plain, options = model
     forced, plain_token_s = isinstance(options.prompt_lookup_num_tokens, int), plain.prediction.decode_time_s
-    checked, part = replace(options, prompt_lookup_num_tokens=_tokens(options)), Budget(0)
-    plain_s = _answer_s(plain, plain_token_s)
+    plain_s = answer_time_s(plain, plain_token_s)
+    taken, left, refused = list[DraftedPlan](), list[str](), list[str]()
+    for make in ways:
+        try:
+            way = make()
+        except PlanError as error:
+            refused.append(str(error))
+            left.append(f"none: {error}")
+            continue
+        told, time_s = _told(plain, way), way.answer_s(way.chance)
+        if forced or way.answer_s(way.chance**2) * MIN_SPEEDUP <= plain_s:
+            taken.append(DraftedPlan(way.pipeline, way.plan, way.draft if way.shared is None else None, told,
+                                     plain_token_s, time_s, way.shared))
+            continue
+        where = f" on texts where {100 * way.chance**2:.0f} % are right" if time_s * MIN_SPEEDUP <= plain_s else ""
+        left.append(f"none, for it would not pay{where}: {told}")
+    if forced and not taken:
+        raise PlanError(f"draft: {BOTH.join(refused)}")
+    return min(taken, key=lambda split: split.time_s, default=DraftedPlan(
+        pipeline, plain, None, BOTH.join(left), plain_token_s, plain_s))
+
+
+def draft_apart(
+    model: tuple[Pipeline, Plan, Options], draft: tuple[Pipeline, Options], budget: Budget, chance: float
+) -> DraftWay:
+    """Split `budget` between the model and another that drafts. PlanError where it cannot be split."""
+    (pipeline, _, options), (drafter, asked) = model, draft
+    checked, part = replace(options, prompt_lookup_num_tokens=drafted_tokens(options)), Budget(0)
     try:
         part = _size_of_draft(drafter, budget, asked)
         rest = Budget(budget.device - part.device, _without(budget.host, part.host), budget.disk)
         if rest.device <= 0:
             raise PlanError("it leaves the model nothing; give a smaller draft")
         drafting = drafter.plan(part, asked)
-        checking, plan = plan_speculation(pipeline, plain, rest, checked)
+        checking = checking_drafts(pipeline, checked)
+        return DraftWay(checking, checking.plan(rest, checked), drafting, chance, drafting.budget.device)
     except PlanError as error:
-        why = _lacking(part, (pipeline, checked), budget) or str(error)
-        if forced:
-            raise PlanError(f"draft: {why}") from error
-        return DraftedPlan(pipeline, plain, None, f"none: {why}", plain_token_s, plain_s)
-    token_s = token_time_s(plan, drafting, chance)
-    told = _told(plain, plan, drafting, chance, drafting.budget.device, token_s)
-    if forced or drafted_time_s(plan, drafting, chance**2) * MIN_SPEEDUP <= plain_s:
-        return DraftedPlan(checking, plan, drafting, told, plain_token_s, drafted_time_s(plan, drafting, chance))
-    where = f" on texts where {100 * chance**2:.0f} % are right" if (
-        drafted_time_s(plan, drafting, chance) * MIN_SPEEDUP <= plain_s) else ""
-    return DraftedPlan(pipeline, plain, None, f"none, for it would not pay{where}: {told}", plain_token_s, plain_s)
+        raise PlanError(_lacking(part, (pipeline, checked), budget) or str(error)) from error
 
 
-def plan_own_draft(
+def draft_beside(
     model: tuple[Pipeline, Plan, Options], copy: PackedCopy, budget: Budget, chance_of: Callable[[float], float]
-) -> DraftedPlan:
-    """As `plan_draft`, with steps of the model itself that draft in its own memory by weights of `copy`; `chance_of`
-    gives the chance of their tokens by the share of weights that are packed."""
-    pipeline, plain, options = model
-    forced, plain_token_s = isinstance(options.prompt_lookup_num_tokens, int), plain.prediction.decode_time_s
-    plain_s = _answer_s(plain, plain_token_s)
-    try:
-        found = plan_shared_draft(pipeline, plain, options, copy, budget, _tokens(options))
-    except PlanError as error:
-        if forced:
-            raise PlanError(f"draft: {error}") from error
-        return DraftedPlan(pipeline, plain, None, f"none: {error}", plain_token_s, plain_s)
-    chance = chance_of(found.packed)
-    token_s = token_time_s(found.plan, found.draft, chance, False)
-    told = "steps of its own, which share its cache and what is resident: " + _told(
-        plain, found.plan, found.draft, chance, budget.device - found.plan.budget.device, token_s)
-    sure_s = _answer_s(found.plan, token_time_s(found.plan, found.draft, chance**2, False))
-    if not forced and sure_s * MIN_SPEEDUP > plain_s:
-        return DraftedPlan(pipeline, plain, None, f"none, for it would not pay: {told}", plain_token_s, plain_s)
-    return DraftedPlan(found.pipeline, found.plan, None, told, plain_token_s, _answer_s(found.plan, token_s), found)
+) -> DraftWay:
+    """Let steps of the model itself draft in its own memory by weights of `copy`; `chance_of` gives the chance of their
+    tokens by the share of weights that are packed. PlanError where there is no room for them."""
+    shared = plan_shared_draft(*model, copy, budget, drafted_tokens(model[2]))
+    return DraftWay(shared.pipeline, shared.plan, shared.draft, chance_of(shared.packed),
+                    budget.device - shared.plan.budget.device, shared)
 
 
-def _tokens(options: Options) -> int:
+def drafted_tokens(options: Options) -> int:
     """Drafted tokens that a step checks at most."""
     return options.prompt_lookup_num_tokens if isinstance(options.prompt_lookup_num_tokens, int) else MAX_DRAFTED_TOKENS
-
-
-def drafted_time_s(plan: Plan, draft: Plan, chance: float) -> float:
-    """Predicted seconds of an answer whose drafts are those of `draft`, prompt and all."""
-    return draft.prediction.prefill_time_s + _answer_s(plan, token_time_s(plan, draft, chance))
 
 
 def token_time_s(plan: Plan, draft: Plan, chance: float, ahead: bool = True) -> float:
@@ -129,7 +144,8 @@ def _times_s(plan: Plan) -> Mapping[int, float]:
                     strict=True))
 
 
-def _answer_s(plan: Plan, token_s: float) -> float:
+def answer_time_s(plan: Plan, token_s: float) -> float:
+    """Predicted seconds of an answer whose tokens take so long each, prompt and all."""
     return plan.prediction.prefill_time_s + max(0, plan.workload.paced(plan.schedule.batching)[1] - 1) * token_s
 
 
@@ -143,7 +159,7 @@ def _size_of_draft(draft: Pipeline, budget: Budget, options: Options) -> Budget:
 def _lacking(part: Budget, model: tuple[Pipeline, Options], budget: Budget) -> str:
     """What a device budget is short of beside the `part` of a draft; "" where it is not that."""
     try:
-        least = smallest_checking(*model)
+        least = checking_drafts(*model).smallest_budget(model[1])
     except PlanError:
         return ""
     if part.device + least <= budget.device:
@@ -158,15 +174,16 @@ def _without(host: int | None, taken: int | None) -> int | None:
     return None if host is None else max(0, host - (taken or 0))
 
 
-def _told(plain: Plan, plan: Plan, draft: Plan, chance: float, nbytes: int, with_s: float) -> str:
-    """What both take, the draft `nbytes` of the budget, and what is expected of it, `with_s` for a token of each
-    sequence, in a line or two."""
-    p, d, without_s = plan.prediction, draft.prediction, plain.prediction.decode_time_s
+def _told(plain: Plan, way: DraftWay) -> str:
+    """What both take, the draft its part of the budget, and what is expected of it, in a line or two."""
+    p, d, without_s = way.plan.prediction, way.draft.prediction, plain.prediction.decode_time_s
+    whose = "" if way.shared is None else "steps of its own, which share its cache and what is resident: "
     streams = f", of which {format_nbytes(d.streamed_nbytes)} stream for each token" if d.streamed_nbytes else ""
-    return (f"{format_nbytes(nbytes)} of the device budget{streams}, {1000 * d.decode_time_s:.3g} ms a "
+    with_s = token_time_s(way.plan, way.draft, way.chance, way.shared is None)
+    return (f"{whose}{format_nbytes(way.nbytes)} of the device budget{streams}, {1000 * d.decode_time_s:.3g} ms a "
             f"drafted token; the model's step takes {1000 * p.decode_time_s:.3g} ms in the "
-            f"{format_nbytes(plan.budget.device)} left, for {1000 * without_s:.3g} ms in all of it; with "
-            f"{100 * chance:.0f} % of drafted tokens right {_rate(with_s)} tokens/s per sequence, without a draft "
+            f"{format_nbytes(way.plan.budget.device)} left, for {1000 * without_s:.3g} ms in all of it; with "
+            f"{100 * way.chance:.0f} % of drafted tokens right {_rate(with_s)} tokens/s per sequence, without a draft "
             f"{_rate(without_s)}")
 
 

@@ -7,23 +7,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import MOVING, Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
-from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_block import GraphsOf, PlanChoice, plan_block
-from forebay.rewriter.pipeline.plan_speculation import plan_speculation
-from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.plan_search import finish, plan_batch
+from forebay.rewriter.pipeline.plan_task import ModelGraphs, PlanChoice, Planned, PlanTask
 from forebay.rewriter.pipeline.shard_captured import rank_files, shard_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.ranks import beside_readers
-from forebay.rewriter.switches import Switches
+from forebay.rewriter.switches import read_switches
 
-Planned = tuple[Pipeline, Plan]
 FromAll = Callable[[list[Any]], list[Any]]  # of what some ranks say, what all say, by rank
 
 
@@ -65,19 +61,21 @@ class RankPlanner:
     """What plans one rank's part of a model."""
 
     share: RankShare
-    graphs_of: GraphsOf
-    budget: Budget
-    options: Options
-    machine: Machine
-    switches: Switches
+    task: PlanTask
 
-    def planned(self, workload: Workload, choose: PlanChoice) -> Planned:
-        return choose(self.graphs_of, self.budget, workload, self.options, self.machine, self.switches)
+    def planned(self, choose: PlanChoice) -> Planned:
+        """A plan for whole sequences of each rank and micro-batch."""
+        workload, options = self.task.workload, self.task.options
+        together = self.share.sharers * (options.micro_batches or 1)  # sequences, as many of each rank
+        return choose(self.task.for_batch(-(-workload.batch // together) * together))
+
+    def with_steps(self, asked: Steps) -> PlanTask:
+        """What is to be planned, with these steps."""
+        return replace(self.task, workload=asked.workload, options=asked.wished(self.task.options))
 
     def follow(self, asked: Steps) -> Planned:
         """A plan with these steps; PlanError where there is none."""
-        found = plan_block(self.graphs_of, self.budget, asked.workload, asked.wished(self.options), self.machine,
-                           self.switches)
+        found = plan_batch(self.with_steps(asked))
         if Steps.of(found[1]) != asked:
             raise PlanError(f"{self.share.name} has no steps of {asked.workload.batch} sequences in "
                             f"{asked.micro_batches} micro-batches and chunks of {asked.prefill_chunk} tokens")
@@ -85,14 +83,12 @@ class RankPlanner:
 
 
 def plan_together(
-    ranks: Sequence[RankPlanner], workload: Workload, choose: PlanChoice = plan_block, gather: FromAll = list
+    ranks: Sequence[RankPlanner], choose: PlanChoice = plan_batch, gather: FromAll = list
 ) -> list[Planned]:
     """The plans of some ranks; what they say of them `gather` brings together with what all others say. All take the
     steps of one of the plans: of those that all can follow within their budgets the first, least memory last.
     PlanError, the same on all ranks, names one that cannot."""
-    together = ranks[0].share.sharers * (ranks[0].options.micro_batches or 1)  # sequences, as many of each rank
-    workload = replace(workload, batch=-(-workload.batch // together) * together)
-    own = [_tried(partial(rank.planned, workload, choose)) for rank in ranks]
+    own = [_tried(partial(rank.planned, choose)) for rank in ranks]
     proposals = gather([found if isinstance(found, str) else Steps.of(found[1]) for found in own])
     require_all(proposals)
     refused = ""
@@ -110,30 +106,23 @@ def plan_together(
 def _checking_drafts(
     ranks: Sequence[RankPlanner], planned: Sequence[Planned], asked: Steps, gather: FromAll
 ) -> Sequence[Planned]:
-    """The plans, or such with the steps that check drafts which every rank would take for itself. PlanError, the same
-    on all ranks, where a number of drafted tokens is wished and one has no room."""
-    wished = [asked.wished(rank.options) for rank in ranks]
-    if wished[0].prompt_lookup_num_tokens is None:
+    """The plans, or such with the steps that check drafts which every rank would take for itself."""
+    tasks = [rank.with_steps(asked) for rank in ranks]
+    if tasks[0].options.prompt_lookup_num_tokens != "auto":  # a number of them is among the steps that all take
         return planned
-    forced = wished[0].prompt_lookup_num_tokens != "auto"
-    own = [_tried(partial(plan_speculation, *mine, rank.budget, options))
-           for mine, rank, options in zip(planned, ranks, wished, strict=True)]
-    said = gather([each if isinstance(each, str) else each[1].schedule.speculative_steps for each in own])
-    if forced:
-        require_all(said)
+    own = [*map(finish, tasks, planned)]
+    said = gather([plan.schedule.speculative_steps for _, plan in own])
     sizes = tuple(size for size in said[0] if all(size in steps for steps in said))
-    found = [mine if isinstance(mine, str) or mine[1].schedule.speculative_steps == sizes else _tried(
-        partial(_with_sizes, before[0], sizes, rank.budget, options))
-        for mine, before, rank, options in zip(own, planned, ranks, wished, strict=True)] if sizes else planned
+    found = [mine if mine[1].schedule.speculative_steps == sizes else _tried(
+        partial(_with_sizes, before[0], sizes, task))
+        for mine, before, task in zip(own, planned, tasks, strict=True)] if sizes else planned
     refused = gather([each if isinstance(each, str) else "" for each in found])
-    if forced:
-        require_all([text or None for text in refused])
     return planned if any(refused) else [each for each in found if not isinstance(each, str)]
 
 
-def _with_sizes(pipeline: Pipeline, sizes: tuple[int, ...], budget: Budget, options: Options) -> Planned:
+def _with_sizes(pipeline: Pipeline, sizes: tuple[int, ...], task: PlanTask) -> Planned:
     checking = pipeline.with_speculative(sizes)
-    return checking, checking.plan(budget, options)
+    return checking, checking.plan(task.budget, task.options)
 
 
 def require_all(said: Sequence[Any]) -> None:
@@ -202,23 +191,16 @@ def rank_options(share: RankShare, options: Options) -> Options:
 
 def rank_planners(
     captured: CapturedModel, fingerprint: str, files: Mapping[str, FileSlice], mesh: RankShare, budget: Budget,
-    options: Options, machine: Machine, switches: Switches
+    workload: Workload, options: Options, machine: Machine
 ) -> list[tuple[CapturedModel, RankPlanner]]:
     """Every rank's part of a model and its planner, in one process, of which none exchanges anything; all ranks are to
     run on this machine."""
-    found = []
+    found, switches = [], read_switches()
     options, own = rank_options(mesh, options), beside_readers(machine, mesh.ranks)
     for rank in range(mesh.ranks):
         share = replace(mesh, rank=rank)
         sharded, parts = shard_captured(captured, share, switches)
-        fused = rewrite_captured(sharded, switches, options.cache, options.activations)
-        graphs_of = partial(_graphs, fused, rank_files(captured, parts, files), f"{fingerprint} {share.name}",
-                            machine.kind.host_hop)
-        found.append((sharded, RankPlanner(share, graphs_of, budget, options, own, switches)))
+        graphs = ModelGraphs.of(sharded, rank_files(captured, parts, files), f"{fingerprint} {share.name}", machine,
+                                switches, options)
+        found.append((sharded, RankPlanner(share, PlanTask(graphs, budget, workload, options, own, switches))))
     return found
-
-
-def _graphs(fused: CapturedModel, files: Mapping[str, FileSlice], fingerprint: str, host_hop: bool, workload: Workload,
-            batching: BatchSchedule) -> StepGraphs:
-    """As a rank has them (`MeshPlanner`)."""
-    return step_graphs(fused, files, workload, fingerprint, host_hop=host_hop, batching=batching)

@@ -11,8 +11,8 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError
 from forebay.rewriter.ir.program import DEVICE, Program
 from forebay.rewriter.pipeline.lay_beside import apart, check_beside, laid_beside
-from forebay.rewriter.pipeline.plan_speculation import plan_speculation
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
+from forebay.rewriter.planning.features.speculation import forced_sizes
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import host_rows_nbytes
 
@@ -42,6 +42,11 @@ class SharedPlan:
     program: Program
     own: tuple[str, ...]
     packed: float
+
+
+def checking_drafts(pipeline: Pipeline, options: Options) -> Pipeline:
+    """The pipeline with the steps that a number of drafted tokens asks for. PlanError where there are none."""
+    return pipeline.with_speculative(forced_sizes(pipeline.graphs, pipeline.workload, options))
 
 
 def plan_shared_draft(
@@ -75,7 +80,7 @@ def plan_shared_draft(
         part += int(ROOM_MARGIN * (needed - part) / grows)
         rest = Budget(budget.device - part, budget.host, budget.disk)
         try:
-            checking, plan = plan_speculation(pipeline, plain, rest, checked)
+            plan = (checking := checking_drafts(pipeline, checked)).plan(rest, checked)
         except PlanError as error:
             LOG.debug("with %d bytes for a draft's step: %s", part, error)
             break

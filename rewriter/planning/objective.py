@@ -21,6 +21,16 @@ def tokens_per_s(plan: Plan) -> float:
     return plan.workload.batch * plan.workload.usual[1] / time_s if time_s else 0.0
 
 
+def sequence_time_s(plan: Plan) -> float:
+    """Predicted seconds of a batch per sequence of a long job. Where sequences are admitted, slots wait until as many
+    are free as are admitted at once: half of these are idle at any time."""
+    w, s = plan.workload, plan.schedule
+    _, new_tokens = w.paced(s.batching)
+    idle = (s.batching.admitted - 1) / 2 if s.batching.admitted else 0.0
+    decode = (new_tokens - 1) * plan.prediction.decode_time_s
+    return plan.prediction.prefill_time_s / w.batch + decode / (w.batch - idle)
+
+
 class BudgetError(ValueError):
     """A budget nothing fits in; the message names the tier that binds and the smallest that would do."""
 

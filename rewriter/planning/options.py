@@ -16,12 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forebay.kernels.formats.table import cache_choices
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
-from forebay.rewriter.ir.schedule.admission import Admission
-from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
-from forebay.rewriter.ir.schedule.gather_ahead import GatherAhead
-from forebay.rewriter.ir.schedule.hidden_placement import HiddenPlacement
-from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
-from forebay.rewriter.ir.schedule.sparsity import Sparsity
 from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.planning.option_kinds import (
     CACHE_FORMAT,
@@ -52,7 +46,6 @@ Activations = Literal["native", "bf16", "int8"]  # that packed weights meet: as 
 MeshShape = str | int | Sequence[int] | Mapping[str, int | str | Sequence[int]]
 MemoryTier = Literal["device", "host", "disk"]
 
-HIDDEN_SLOTS = 3  # regions for hidden states: one is computed in, one is stored, one is loaded
 GROUPS = ("Batch", "Weights", "KV cache", "Hidden states", "Speculation", "Model and machine")
 BATCH, WEIGHTS, CACHE, HIDDEN, SPECULATION, SOURCE = GROUPS
 PLANNER = "the planner's choice"
@@ -252,21 +245,6 @@ class Options:
         """What is asked for whatever steps give."""
         return Options(cache=self.cache, score_ranges=self.score_ranges, sparse_values=self.sparse_values,
                        activations=self.activations)
-
-    def batching(self, batch: int) -> BatchSchedule:
-        """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
-        return self.with_hidden(BatchSchedule(
-            MicroBatches(min(self.micro_batches or 1, batch), self.order), sparsity=Sparsity(self.sparse_values),
-            admission=Admission(min(self.entering or 0, batch)), gathering=GatherAhead(self.gather_buffers or 0)))
-
-    def with_hidden(self, batching: BatchSchedule) -> BatchSchedule:
-        """The block with hidden states of its micro-batches on the tiers that are asked for; of one they stay."""
-        if self.hidden_tier in (None, "device") or batching.micro_batches.count == 1:
-            return batching
-        device, host = (int(share * batching.micro_batches.count) for share in self.hidden_shares or (0.0, 0.0))
-        host = 0 if self.hidden_tier == "host" else host
-        slots = max(1, min(HIDDEN_SLOTS, batching.micro_batches.count - device - 1))
-        return replace(batching, hidden=HiddenPlacement(self.hidden_tier, slots, device, host))
 
 
 OPTIONS: dict[str, OptionRecord] = {

@@ -20,7 +20,7 @@ from forebay.rewriter.checkpoints.match_weights import file_slices, weight_recor
 from forebay.rewriter.checkpoints.module_weights import spill_module
 from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Budget, Workload
-from forebay.rewriter.pipeline.plan_places import entering_at_once
+from forebay.rewriter.planning.features.admission import entering_at_once
 from forebay.rewriter.planning.options import Options
 from forebay.runtime.disk.spill_file import require_spill_folder
 

@@ -14,13 +14,14 @@ from forebay.read_mesh import read_mesh
 from forebay.rewriter.checkpoints.resolve import draft_copies
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
-from forebay.rewriter.pipeline.plan_block import PlanChoice, plan_block
+from forebay.rewriter.pipeline.plan_search import plan_batch
+from forebay.rewriter.pipeline.plan_task import PlanChoice
 from forebay.rewriter.planning.options import Options
 from forebay.sharded import shard_model
 
 
 def build_model(
-    opened: tuple[Any, Any, Any], budget: Budget, workload: Workload, options: Options, choose: PlanChoice = plan_block,
+    opened: tuple[Any, Any, Any], budget: Budget, workload: Workload, options: Options, choose: PlanChoice = plan_batch,
     capture: Callable[..., CapturedModel] | None = None,
 ) -> LanguageModel:
     """Build an opened model by itself, beside a draft, or on one of several ranks; `capture` is as for it."""

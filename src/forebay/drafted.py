@@ -5,33 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from forebay.drafts_seen import DraftsSeen
 from forebay.huggingface.same_tokenizer import refuse_other_tokenizer
 from forebay.language_model import LanguageModel
 from forebay.model_planner import ModelPlanner, PlannedDrafts, PlannedSteps
 from forebay.open_model import open_model
-from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.resolve import draft_format, resolve_draft
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.schedule.batch_schedule import ALONE
 from forebay.rewriter.ir.shared_draft import COPY_STANDS, SharedDraft
 from forebay.rewriter.ir.state import require_states
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_block import PlanChoice
-from forebay.rewriter.pipeline.plan_draft import DraftedPlan, plan_draft, plan_own_draft
+from forebay.rewriter.pipeline.plan_draft import DraftedPlan, draft_apart, draft_beside, plan_draft
 from forebay.rewriter.pipeline.plan_shared_draft import PackedCopy, SharedPlan
-from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.plan_task import ModelGraphs, PlanChoice
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.check_plan import require_within
 from forebay.rewriter.planning.options import Options
 from forebay.runtime.run.session import resident_copies
 
 ASSUMED = 0.6  # of a smaller model's tokens stand, until some were checked; Leviathan et al. 2023, table 3: 0.5 to 0.9
-BOTH = "; by steps of the model itself, "  # between why neither is taken
 NO_LIMIT = 1 << 50  # bytes
 
 
@@ -67,8 +65,8 @@ class DraftedPlanner:
         limit = self._draft.captured.max_positions or NO_LIMIT
         prompt = min(work.prompt + 1, limit - 1)  # the answer's first token is known when drafts begin
         work = work.of(work.batch, prompt, min(work.new_tokens, limit - prompt))
-        pipeline = Pipeline(self._draft.graphs_of(asked)(work, asked.batching(work.batch)), work, self._own.machine,
-                            self._own.switches)
+        task = self._draft.task(work, asked)
+        pipeline = task.pipeline(*task.schedules())
         split = self._best((plain.pipeline, plain.plan, options), (pipeline, asked))
         seen = self._seen if split.shared is None else self._seen_with(split.shared.packed)
         steps = PlannedSteps(split.pipeline, split.plan, drafts=PlannedDrafts(split, seen, seen.chance))
@@ -108,25 +106,11 @@ class DraftedPlanner:
     def _best(self, model: tuple[Pipeline, Plan, Options], draft: tuple[Pipeline, Options]) -> DraftedPlan:
         """By a copy of the model, in memory of its own or in the model's, whichever is predicted to answer sooner; any
         other draft has its own. PlanError where drafts are forced and there is room for neither."""
-        found, refused = [], []
-        for way in (self._apart, self._beside)[: 1 + self._copied]:
-            try:
-                found.append(way(model, draft))
-            except PlanError as error:
-                refused.append(error)
-        if not found:
-            raise PlanError(BOTH.join(str(error) for error in refused).replace(BOTH + "draft: ", BOTH))
-        best = min(found, key=lambda split: (split.drafting is None, split.time_s))
-        if best.drafting is None and len(found) == 2:
-            best = replace(best, told=BOTH.join(split.told for split in found))
-        return best
-
-    def _apart(self, model: tuple[Pipeline, Plan, Options], draft: tuple[Pipeline, Options]) -> DraftedPlan:
-        return plan_draft(model, draft, self._own.budget, self._seen.chance)
-
-    def _beside(self, model: tuple[Pipeline, Plan, Options], draft: tuple[Pipeline, Options]) -> DraftedPlan:
-        return plan_own_draft(model, self._copy(model[1]), self._own.budget,
-                              lambda packed: self._seen_with(packed).chance)
+        budget = self._own.budget
+        apart = partial(draft_apart, model, draft, budget, self._seen.chance)
+        beside = partial(draft_beside, model, self._copy(model[1]), budget,
+                         lambda packed: self._seen_with(packed).chance)
+        return plan_draft(model, (apart, beside)[: 1 + self._copied])
 
     def _seen_with(self, packed: float) -> DraftsSeen:
         """How many tokens stood of those that steps of the model gave with about such a share of its weights packed;
@@ -148,11 +132,11 @@ class DraftedPlanner:
         def pipeline(own: Collection[str]) -> Pipeline:
             packed = {name: self._draft.captured.weights[name] if name in own and name in self._packed else spec
                       for name, spec in model.captured.weights.items()}
-            captured = rewrite_captured(replace(model.captured, weights=packed), model.switches, plan.cache_format)
-            name = f"{model.fingerprint} drafting"
-            graphs = step_graphs(captured, self._files_of(own), plan.workload, name,
-                                 host_hop=model.machine.kind.host_hop)
-            return Pipeline(replace(graphs, prefill=None), plan.workload, model.machine, model.switches)
+            graphs = ModelGraphs.of(replace(model.captured, weights=packed), self._files_of(own),
+                                    f"{model.fingerprint} drafting", model.machine, model.switches,
+                                    Options(cache=plan.cache_format))
+            return Pipeline(replace(graphs(plan.workload, ALONE), prefill=None), plan.workload, model.machine,
+                            model.switches)
 
         return PackedCopy(self._packed, pipeline)
 

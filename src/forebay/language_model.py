@@ -29,8 +29,8 @@ from forebay.rewriter.ir.shared_draft import DraftRecord, SharedDraft
 from forebay.rewriter.ir.state import rewindable
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.one_thread import one_thread
-from forebay.rewriter.pipeline.plan_block import PlanChoice, plan_block
-from forebay.rewriter.pipeline.plan_places import plan_answers
+from forebay.rewriter.pipeline.plan_search import plan_answers, plan_batch
+from forebay.rewriter.pipeline.plan_task import PlanChoice
 from forebay.rewriter.planning.check_plan import require_within
 from forebay.rewriter.planning.options import Options, check_choices
 from forebay.rewriter.report.explain import explain_plan
@@ -75,7 +75,7 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
     def __init__(
         self, captured: CapturedModel, checkpoint: Checkpoint, files: dict[str, FileSlice], budget: Budget,
         workload: Workload, options: Options, machine: Machine | None = None, plan: Plan | None = None,
-        choose: PlanChoice = plan_block, *, planner_of: PlannerOf = ModelPlanner, runner: StepRunner | None = None,
+        choose: PlanChoice = plan_batch, *, planner_of: PlannerOf = ModelPlanner, runner: StepRunner | None = None,
         capture: Callable[..., CapturedModel] | None = None,
     ) -> None:
         """Plan a model.
@@ -117,7 +117,7 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
     def _adopt(self, steps: PlannedSteps) -> None:
         if "steps" in vars(self):  # only now: where there is no plan, the one before still serves
             self._end_sessions()
-        self.steps, self.plan, self._pipeline = steps, steps.plan, steps.pipeline
+        self.steps, self.plan = steps, steps.plan
         self.helper, self.shared_draft = steps.helper, steps.shared_draft
         plan, work = steps.plan, steps.plan.workload
         nbytes = plan.budget.device, plan.nbytes_on("device"), plan.prediction.streamed_nbytes
@@ -177,9 +177,9 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
             folder = self.budget.disk if isinstance(self.budget, Budget) else None  # limits alone name none
             device = open_device(self.machine, self.switches, self.trace, folder)
             self._session = Session(
-                agreed, partial(self._pipeline.program, plan),  # without `self`: no cycle keeps the memory
+                agreed, partial(self.steps.pipeline.program, plan),  # without `self`: no cycle keeps the memory
                 resident_copies(plan, self.files), captured.constants, device, self.trace,
-                self._pipeline.growth(plan), captured.gives == "all", captured.renewed_at, self.shared_draft,
+                self.steps.pipeline.growth(plan), captured.gives == "all", captured.renewed_at, self.shared_draft,
                 rewindable(captured.states))
             LOG.info("loaded %d bytes of weights in %.1f s", plan.nbytes_on("device"), time.monotonic() - began)
         return self._session
@@ -270,7 +270,7 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
                 not isinstance(self.options.prompt_lookup_num_tokens, int)):
             LOG.info("of drafted tokens %.0f %% stood, which is too few: planning without a draft",
                      100 * drafts.seen.chance)
-            self._adopt(self.planner.planned(self.plan.workload, self.options, plan_block))
+            self._adopt(self.planner.planned(self.plan.workload, self.options, plan_batch))
         have, (prompt, new_tokens) = self.plan.workload, with_renewal(prompt, new_tokens, self.captured.renewed_at)
         held = in_places if self.plan.schedule.batching.admitted else batch <= have.batch
         if not (held and prompt <= have.prompt and prompt + new_tokens <= have.context):
@@ -278,7 +278,7 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
                      new_tokens, have.batch, have.prompt, have.new_tokens)
             batch = have.batch if in_places and self.options.entering else max(1, batch)
             options = self.options if in_places else replace(self.options, entering=None)
-            work, choose = have.of(batch, prompt, new_tokens), plan_answers if in_places else plan_block
+            work, choose = have.of(batch, prompt, new_tokens), plan_answers if in_places else plan_batch
             try:
                 self._adopt(self.planner.planned(work, options, choose))
             except PlanError as error:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from forebay.drafts_seen import KNOWN, DraftsSeen
-from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
-from forebay.rewriter.ir.program import FileSlice
-from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.program import FileSlice, Program
 from forebay.rewriter.ir.shared_draft import SharedDraft
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_block import GraphsOf, PlanChoice
 from forebay.rewriter.pipeline.plan_draft import DraftedPlan, token_time_s
-from forebay.rewriter.pipeline.plan_speculation import plan_speculation
-from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.plan_search import finish
+from forebay.rewriter.pipeline.plan_task import ModelGraphs, PlanChoice, PlanTask
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import read_switches
@@ -76,6 +72,10 @@ class PlannedSteps:
     drafts: PlannedDrafts | None = None
     more_files: tuple[Checkpoint, ...] = ()
 
+    def program(self, tokens: int) -> Program:
+        """Return the verified Program of a step over `tokens` tokens per sequence."""
+        return self.pipeline.program(self.plan, tokens)
+
 
 class PlanProvider(Protocol):
     """Makes the plans of a `LanguageModel`; PlanError where the budget holds none."""
@@ -97,7 +97,7 @@ class ModelPlanner:
         self.captured, self.checkpoint, self.files, self.budget = captured, checkpoint, files, budget
         self.machine, self.switches = machine, read_switches()
         self.fingerprint = f"{checkpoint.fingerprint} {part}" if part else checkpoint.fingerprint
-        self._fused: CapturedModel | None = None  # the captured graphs after the block passes, whatever the workload
+        self._graphs: ModelGraphs | None = None  # after the block passes, whatever the workload
 
     def within(self, budget: Budget) -> Self:
         """Return a planner of the same model in another budget."""
@@ -106,15 +106,19 @@ class ModelPlanner:
         return other
 
     def planned(self, workload: Workload, options: Options, choose: PlanChoice) -> PlannedSteps:
-        pipeline, plan = choose(self.graphs_of(options), self.budget, self.fitted(workload), options, self.machine,
-                                self.switches)
-        return PlannedSteps(*plan_speculation(pipeline, plan, self.budget, options))
+        task = self.task(self.fitted(workload), options)
+        return PlannedSteps(*finish(task, choose(task)))
 
     def replayed(self, plan: Plan, options: Options) -> PlannedSteps:
-        workload = self._within_positions(plan.workload)
-        graphs = self.graphs_of(options)(workload, plan.schedule.batching)
-        pipeline = Pipeline(graphs, workload, self.machine, self.switches)
+        pipeline = self.task(self._within_positions(plan.workload), options).pipeline(plan.schedule.batching)
         return PlannedSteps(pipeline, pipeline.replay(plan))
+
+    def task(self, workload: Workload, options: Options) -> PlanTask:
+        """Return what is to be planned for a workload."""
+        if self._graphs is None:
+            self._graphs = ModelGraphs.of(self.captured, self.files, self.fingerprint, self.machine, self.switches,
+                                          options)
+        return PlanTask(self._graphs, self.budget, workload, options, self.machine, self.switches)
 
     def fitted(self, workload: Workload) -> Workload:
         """The part of `workload` for which the model has positions, with room for a prompt that runs anew."""
@@ -129,18 +133,6 @@ class ModelPlanner:
         if workload.prompt + 1 > limit:
             raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
         return workload.of(workload.batch, workload.prompt, limit - workload.prompt)
-
-    def graphs_of(self, options: Options) -> GraphsOf:
-        """The step graphs of the model after the block passes, by workload and schedule."""
-        self._fused = self._fused or rewrite_captured(self.captured, self.switches, options.cache, options.activations)
-        return partial(self._graphs, self._fused)
-
-    def _graphs(self, fused: CapturedModel, workload: Workload, batching: BatchSchedule) -> StepGraphs:
-        graphs = step_graphs(fused, self.files, workload, self.fingerprint, host_hop=self.machine.kind.host_hop,
-                             batching=batching)
-        if self.captured.gives == "all":
-            graphs = replace(graphs, prefill=None)  # chunks may follow decode steps, so the cache has its full length
-        return graphs
 
 
 PlannerOf = Callable[[CapturedModel, Checkpoint, dict[str, FileSlice], Budget, Machine], PlanProvider]

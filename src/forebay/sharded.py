@@ -22,7 +22,6 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_block import PlanChoice
 from forebay.rewriter.pipeline.plan_ranks import (
     RankPlanner,
     Steps,
@@ -31,6 +30,7 @@ from forebay.rewriter.pipeline.plan_ranks import (
     require_alike,
     require_all,
 )
+from forebay.rewriter.pipeline.plan_task import PlanChoice
 from forebay.rewriter.pipeline.shard_captured import rank_files, shard_captured
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.ranks import beside_readers
@@ -88,11 +88,9 @@ class MeshPlanner:
         self._own = ModelPlanner(captured, checkpoint, files, budget, machine, share.name)  # no other part's plan suits
 
     def planned(self, workload: Workload, options: Options, choose: PlanChoice) -> PlannedSteps:
-        own = self._own
-        work, graphs_of = own.fitted(workload), own.graphs_of(options)
-        planner = RankPlanner(self._share, graphs_of, own.budget, options, own.machine, own.switches)
+        planner = RankPlanner(self._share, self._own.task(self._own.fitted(workload), options))
         with _telling_others():
-            return PlannedSteps(*plan_together([planner], work, choose, lambda said: from_all(said[0]))[0])
+            return PlannedSteps(*plan_together([planner], choose, lambda said: from_all(said[0]))[0])
 
     def replayed(self, plan: Plan, options: Options) -> PlannedSteps:
         """As for one device; plans that are replayed must be those of ranks that were planned together."""

@@ -28,6 +28,6 @@ class TraceCalls:
         from forebay.rewriter.predict.simulate import simulate
 
         lm: Any = self
-        program, trace = lm._pipeline.program(lm.plan, 1), self.trace
+        program, trace = lm.steps.program(1), self.trace
         write_trace(path, trace.spans(), simulate(program, lm.machine).spans, trace.moved(), program.link_nbytes())
         return trace.gone

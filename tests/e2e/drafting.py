@@ -14,7 +14,7 @@ from forebay.rewriter.machine.profile import Machine
 
 
 def refused(*_: object) -> NoReturn:
-    """In the place of `plan_draft` or `plan_own_draft`: there is none of this kind."""
+    """In the place of `draft_apart` or `draft_beside`: there is none of this kind."""
     raise PlanError("none by itself")
 
 

@@ -55,7 +55,7 @@ def test_any_options_are_met_or_refused_in_a_line(cases: Callable[[str], Case], 
             continue
         with lm:
             for tokens in lm.plan.schedule.step_sizes:
-                verify_program(lm._pipeline.program(lm.plan, tokens), {"device": budget.device, "host": budget.host})
+                verify_program(lm.steps.program(tokens), {"device": budget.device, "host": budget.host})
             ids = case.ids[: workload.batch, -workload.prompt :]
             options = dict(max_new_tokens=workload.new_tokens, pad_token_id=0, eos_token_id=None)
             ours = lm.generate(ids, **options)

@@ -91,7 +91,7 @@ def test_without_any_one_wait_the_program_is_refused(
 ) -> None:
     """Every wait of the compute stream, and those for slots that nothing else orders."""
     with cases("llama").language_model(1.0, micro_batches=2, order=order, **more) as lm:
-        assert_waits_are_needed(lm._pipeline.program(lm.plan, 1))
+        assert_waits_are_needed(lm.steps.program(1))
 
 
 @pytest.mark.parametrize(("order", "more"), [
@@ -170,7 +170,7 @@ def test_tokens_where_the_host_attends(
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
     with case.language_model(3.0, micro_batches=micro_batches, order=order, **more) as lm:
-        step = lm._pipeline.program(lm.plan, 1).step
+        step = lm.steps.program(1).step
         assert any(isinstance(item, Launch) and item.stream == ATTEND for item in step)
         case.check(lm)
         case.check(lm)
@@ -181,12 +181,12 @@ def test_what_the_host_attends_with_is_counted_there(cases: Callable[[str], Case
     case = cases("llama")
     with case.language_model(3.0, micro_batches=3, **ATTENDED) as lm, case.language_model(
             3.0, micro_batches=3, **HOST) as elsewhere:
-        plan, program = lm.plan, lm._pipeline.program(lm.plan, 1)
+        plan, program = lm.plan, lm.steps.program(1)
         there = max(i.workspace_nbytes for i in program.step if isinstance(i, Launch) and i.stream == ATTEND)
         here = max(i.workspace_nbytes for i in program.step if isinstance(i, Launch) and i.stream != ATTEND)
         assert program.workspace_nbytes("host") == there > 0 and program.workspace_nbytes() == here
         assert plan.prediction.peak_nbytes["host"] == plan.arenas["host"] + there
-        assert elsewhere._pipeline.program(elsewhere.plan, 1).workspace_nbytes() == max(here, there)
+        assert elsewhere.steps.program(1).workspace_nbytes() == max(here, there)
     least, options = plan.prediction.peak_nbytes["host"], Options(micro_batches=3, **ATTENDED)  # type: ignore[arg-type]
     for host, fits in ((least, True), (least - 1, False)):
         try:
@@ -322,7 +322,7 @@ def test_an_edited_staging_is_obeyed_or_refused(cases: Callable[[str], Case], ch
     fewer = replace(with_settings(plan, cache={"slots": 2}),
                     buffers=tuple(b for b in plan.buffers if b.name != "cache2"), prediction=Prediction())
     with LanguageModel(*case.opened, Budget(fewer.budget.device), fewer.workload, Options(), plan=fewer) as lm:
-        used = {i.dst.buffer.partition(":")[0] for i in lm._pipeline.program(lm.plan, 1).step
+        used = {i.dst.buffer.partition(":")[0] for i in lm.steps.program(1).step
                 if isinstance(i, Copy) and i.stream == LOAD}
         assert used == {"cache0", "cache1"}
         case.check(lm)
@@ -337,12 +337,13 @@ def test_a_saved_block_runs_again_and_an_edited_one_is_obeyed(cases: Callable[[s
     with LanguageModel(*case.opened, Budget(plan.budget.device), plan.workload, Options(), plan=plan) as lm:
         assert lm.plan.schedule.batching == plan.schedule.batching
         case.check(lm)
-        fetches = sum(isinstance(i, Copy) and isinstance(i.src, FileSlice) for i in lm._pipeline.program(plan, 1).step)
+        step = lm.steps.pipeline.program(plan, 1).step
+        fetches = sum(isinstance(i, Copy) and isinstance(i.src, FileSlice) for i in step)
     kept = tuple(b for b in plan.buffers if b.phase == "all" or b.kind == "cache")
     row = replace(with_settings(plan, micro_batches={"order": "row"}), buffers=kept,
                   prediction=Prediction())  # what another order makes other is left out, and planned
     with LanguageModel(*case.opened, Budget(row.budget.device), row.workload, Options(), plan=row) as lm:
-        program = lm._pipeline.program(lm.plan, 1)
+        program = lm.steps.program(1)
         again = sum(isinstance(i, Copy) and isinstance(i.src, FileSlice) for i in program.step)
     assert again > 3 * fetches
     with pytest.raises(PlanError, match=r"micro_batches\.count: 4 do not divide a batch of 5"):

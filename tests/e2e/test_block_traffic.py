@@ -86,7 +86,7 @@ def test_bytes_on_every_link_are_the_plans(
             marks.append(Counter(lm.trace.link_nbytes()))
 
         case.answer(lm, on_token=note)
-        program, layers = lm._pipeline.program(lm.plan, 1), len(case.opened[0].states)
+        program, layers = lm.steps.program(1), len(case.opened[0].states)
         config = case.model.config
         fixed = of_weights(lm, program) + of_attention(
             lm, layers, config.num_attention_heads, config.num_key_value_heads,

@@ -144,7 +144,7 @@ def test_copies_that_overtake_each_other(
 
 def test_without_any_one_wait_the_program_is_refused(cases: Callable[[str], Case]) -> None:
     with cases("opt").language_model(12.0, **DISK | {"checkpoints": (1, 2)}) as lm:
-        program = lm._pipeline.program(lm.plan, 1)
+        program = lm.steps.program(1)
         waits = [i for i, item in enumerate(program.step) if isinstance(item, Wait)]
         for i in waits:
             with pytest.raises(ProgramError):

@@ -188,7 +188,7 @@ def test_a_copy_in_fewer_bits_drafts_and_is_made_once_of_these_weights(
 def test_a_draft_whose_tokens_seldom_stand_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What answers have shown counts for the next one, and for the next process; predicted times are a guess's."""
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(drafted, "plan_own_draft", refused)
+    monkeypatch.setattr(drafted, "draft_beside", refused)
     case = Paying(tmp_path / "model")
     nbytes, options = case.nbytes, case.options
     with wrap(tmp_path / "model", nbytes, **options | {"draft": "w4"}) as lm:

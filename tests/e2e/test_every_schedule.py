@@ -124,7 +124,7 @@ def test_answers_are_those_of_each_prompt_alone(
         assert homes == ({tier.partition(",")[0]} if "mixed" not in tier else {"device", "host", "disk"})
         assert (batching.micro_batches.count, batching.micro_batches.order,
                 batching.admitted) == (MICRO_BATCHES, order, ENTERING)
-        step = lm._pipeline.program(lm.plan, 1).step
+        step = lm.steps.program(1).step
         assert any(isinstance(i, Launch) and i.stream == ATTEND for i in step) == ("attended" in tier)
         for i, (ours, theirs) in enumerate(zip(case.answers(lm), expected, strict=True)):
             assert len(ours) == len(theirs)

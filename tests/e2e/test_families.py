@@ -76,7 +76,7 @@ def test_tokens_equal_transformers(
         if share < 1:
             assert streamed > (1 - share) * nbytes * 0.6, "nothing to speak of was streamed"
             assert lm.plan.schedule.slots == slots
-            program = lm._pipeline.program(lm.plan, 1)
+            program = lm.steps.program(1)
             assert streamed == sum(i.src.nbytes for i in program.step
                                    if isinstance(i, Copy) and isinstance(i.src, FileSlice))
         assert sum(lm.plan.arenas.values()) <= budget

@@ -17,7 +17,7 @@ import transformers
 from e2e.agreement import assert_same_tokens
 
 import forebay.language_model as model_module
-import forebay.model_planner as model_planner
+import forebay.rewriter.pipeline.plan_task as plan_task
 from forebay.api import wrap
 from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.records import CheckpointError
@@ -111,7 +111,7 @@ def test_steps_of_every_size_hand_each_other_the_same_copies(
     """Prefill leaves copies in flight that decoding waits for: same bytes, same slots, same events."""
     monkeypatch.setenv("FOREBAY_SKIP", skip)
     with llama_checkpoint.language_model(0.6, slots=3, prompt=40, prefill_chunk=32) as lm:
-        programs = [lm._pipeline.program(lm.plan, tokens) for tokens in (1, *lm.plan.schedule.prefill_chunks)]
+        programs = [lm.steps.program(tokens) for tokens in (1, *lm.plan.schedule.prefill_chunks)]
         assert len(programs) > 2
         assert len(programs[0].prologue) == (0 if skip else 6)
         assert all(p.prologue == programs[0].prologue for p in programs[1:])
@@ -161,7 +161,7 @@ def test_trace_holds_planned_and_actual(llama_checkpoint: Any, tmp_path: Path) -
 def test_host_memory_takes_what_the_device_cannot(llama_checkpoint: Any, reader_log: Any) -> None:
     with llama_checkpoint.language_model(0.4, host=llama_checkpoint.nbytes // 3, slots=2) as lm:
         assert 0 < lm.plan.nbytes_on("host") <= llama_checkpoint.nbytes // 3 and lm.plan.nbytes_on("disk") > 0
-        program = lm._pipeline.program(lm.plan, 1)
+        program = lm.steps.program(1)
         uploaded = sum(i.dst.nbytes for i in program.step if isinstance(i, Copy) and i.stream == UPLOAD)
         assert uploaded == lm.plan.nbytes_on("host")
         assert lm.plan.prediction.streamed_nbytes == program.streamed_nbytes() + uploaded
@@ -176,13 +176,13 @@ def test_the_program_of_a_gpu_computes_the_same_here(
     llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, slots: int, host: int
 ) -> None:
     """Disk to pinned host slots to the device, rows of lookups too: the Program that a GPU runs, proved and run."""
-    source = model_planner.step_graphs
-    monkeypatch.setattr(model_planner, "step_graphs", lambda *a, **k: source(*a, **k | {"host_hop": True}))
+    source = plan_task.step_graphs
+    monkeypatch.setattr(plan_task, "step_graphs", lambda *a, **k: source(*a, **k | {"host_hop": True}))
     with llama_checkpoint.language_model(0.4, host=host, slots=slots) as lm:
         assert lm.plan.schedule.host_hop and lm.plan.schedule.slots == slots
         assert (lm.plan.nbytes_on("host") > 0) is (host > 0) and lm.plan.nbytes_on("disk") > 0
         for tokens in (1, 10):
-            program = lm._pipeline.program(lm.plan, tokens)
+            program = lm.steps.program(tokens)
             verify_program(program, {"device": lm.plan.budget.device, "host": host or None})
             from_disk = [i for i in (*program.prologue, *program.step) if isinstance(i, Copy) and i.stream in UNORDERED]
             assert from_disk and all(i.dst.arena == "host" for i in from_disk)
@@ -195,12 +195,12 @@ def test_rows_of_a_lookup_come_from_host_memory_that_has_room(
     llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, hop: bool
 ) -> None:
     """No byte is read from the disk then; a row that the table lacks is refused by name."""
-    source = model_planner.step_graphs
-    monkeypatch.setattr(model_planner, "step_graphs", lambda *a, **k: source(*a, **k | {"host_hop": hop}))
+    source = plan_task.step_graphs
+    monkeypatch.setattr(plan_task, "step_graphs", lambda *a, **k: source(*a, **k | {"host_hop": hop}))
     with llama_checkpoint.language_model(0.4, host=4 * llama_checkpoint.nbytes, slots=2) as lm:
         assert lm.plan.nbytes_on("disk") == 0 and any(w.gather and w.tier == "host" for w in lm.plan.weights)
         for tokens in (1, 10):
-            program = lm._pipeline.program(lm.plan, tokens)
+            program = lm.steps.program(tokens)
             verify_program(program, {"device": lm.plan.budget.device, "host": lm.plan.budget.host})
             looked_up = [i for i in program.step if isinstance(i, Copy) and i.stream == LOOKUP]
             assert looked_up and all(isinstance(i.src, Rows) and isinstance(i.src.table, Span) for i in looked_up)

@@ -93,7 +93,7 @@ def test_packed_weights_of_an_fp32_model(tmp_path: Path, monkeypatch: pytest.Mon
         with LanguageModel(*opened, budget, workload, Options(), replace(Machine.default(), device_kind=kind)) as lm:
             tokens = lm.generate(prompt, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
             found[kind] = lm.next_logits(tokens).double()
-            program = lm._pipeline.program(lm.plan, 1)
+            program = lm.steps.program(1)
     assert gpu is not None and ("forebay.linear_q", "aten") in gpu.bound
     products = [i for i in program.step if isinstance(i, Launch) and i.op == "forebay.linear_q"]
     assert products and all(dict(i.held)["scratch"] >= 4 * i.out[0].shape[-1] * i.args[0].shape[-1] and
@@ -116,7 +116,7 @@ def test_a_quantised_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with LanguageModel(*opened, budget, workload, Options(cache="kv4"), machine) as lm:
             tokens = lm.generate(prompt, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
             found[kind] = lm.next_logits(tokens).double()
-            program = lm._pipeline.program(lm.plan, 1)
+            program = lm.steps.program(1)
     assert gpu is not None and {"forebay.attention_q", "forebay.kv_append_q"} <= {op for op, _ in gpu.bound}
     assert not {"forebay.attention", "forebay.kv_append"} & {op for op, _ in gpu.bound}
     assert (found["NVIDIA H200"] - found["cpu"]).norm() < 1e-2 * found["cpu"].norm()

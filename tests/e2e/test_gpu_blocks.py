@@ -112,7 +112,7 @@ def test_tokens(
     more = {"cpu_attention": False} | more
     with case.language_model(400.0, GPU, micro_batches=micro_batches, order=order, **more) as lm:
         assert isinstance(lm.session.device, Pretended)
-        step = lm._pipeline.program(lm.plan, 1).step
+        step = lm.steps.program(1).step
         assert any(isinstance(i, Launch) and i.stream == ATTEND for i in step) == more["cpu_attention"]
         if "cache" in more:
             with case.language_model(4.0, cache="kv8", prefill_chunk=6) as plain:
@@ -133,7 +133,7 @@ def test_drafts(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -
     more = {"cpu_attention": False, "micro_batches": 3, "prompt_lookup_num_tokens": 7} | more
     with case.language_model(400.0, GPU, **more) as lm, lm.running(COUNT, case.prompt, 23) as session:
         assert isinstance(session.device, Pretended)
-        step = lm._pipeline.program(lm.plan, 8).step
+        step = lm.steps.program(8).step
         assert any(isinstance(i, Launch) and i.stream == ATTEND for i in step) == more["cpu_attention"]
         tally = WorkDone()
         found = generate_tokens(session, [torch.tensor(p) for p in answers], Sampling(), Stop(23), None, None,
@@ -146,11 +146,11 @@ def test_its_own_steps_draft(tmp_path: Path, driver: None, monkeypatch: pytest.M
     """By packed rows of what streams, beside the model's weights, cache and lookups."""
     case, fixed = Case("llama", tmp_path, 12, 10), dict(batch=COUNT, prompt=12, new_tokens=10, machine=GPU)
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(drafted, "plan_draft", refused)
+    monkeypatch.setattr(drafted, "draft_apart", refused)
     monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
     asked: dict[str, Any] = fixed | {"prompt_lookup_num_tokens": 3}
     with wrap(tmp_path, {"device": 1 << 40, "host": host}, **asked) as whole:
-        least = whole._pipeline.smallest_budget(whole.options)
+        least = whole.steps.pipeline.smallest_budget(whole.options)
     with wrap(tmp_path, {"device": least + 7 * case.nbytes // 10, "host": host}, draft="w8", **asked) as lm:
         shared = lm.steps.drafts.split.shared  # type: ignore[union-attr]
         assert isinstance(lm.session.device, Pretended) and lm.plan.prediction.streamed_nbytes
@@ -202,7 +202,7 @@ def test_the_host_reads_few_values(cases: Callable[[str], Case], driver: None) -
 def test_of_what_is_on_disk_only_the_blocks_that_exist_cross_the_link(cases: Callable[[str], Case]) -> None:
     """Through host slots, in which they stand as they do in the file and on the device."""
     with cases("llama").language_model(400.0, GPU, micro_batches=3, **DISK) as lm:
-        program = lm._pipeline.program(lm.plan, 1)
+        program = lm.steps.program(1)
         lent = {b.name for b in lm.plan.buffers if b.arena == "host" and b.kind == "slot"}
     copies = [i for i in program.step if isinstance(i, Copy) and "cache" in i.label]
     assert lent == {"host_cache0", "host_cache1", "host_cache2", "host_out0", "host_out1"}

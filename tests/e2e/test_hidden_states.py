@@ -30,7 +30,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 
 def prefill(lm: forebay.LanguageModel) -> Program:
-    return lm._pipeline.program(lm.plan, lm.plan.schedule.prefill_chunk)
+    return lm.steps.program(lm.plan.schedule.prefill_chunk)
 
 
 def moved(program: Program) -> list[Copy]:
@@ -59,7 +59,7 @@ def test_tokens_equal_transformers(
         assert batching.hidden_homes().count("device") == int(device * micro_batches)
         tiers = {tier_of(i.src) for i in copies} | {tier_of(i.dst) for i in copies}
         assert tiers == {"device", options["hidden_tier"], *(["host"] if host else [])}
-        assert f"{micro_batches} micro-batches" in lm.explain() and not moved(lm._pipeline.program(lm.plan, 1))
+        assert f"{micro_batches} micro-batches" in lm.explain() and not moved(lm.steps.program(1))
         case.check(lm)
 
 

@@ -63,7 +63,7 @@ def test_every_cached_token_is_moved_and_the_rest_is_zero(llama_checkpoint: Any)
         next_logits(lm.session, prompts)
         spec, context = lm.captured.states[0][0], lm.plan.workload.context
         tensor = lm.session.device.tensor
-        step, growth = lm._pipeline.program(lm.plan, PROMPT), lm._pipeline.growth(lm.plan)
+        step, growth = lm.steps.program(PROMPT), lm.steps.pipeline.growth(lm.plan)
         assert growth is not None
         appended = {ref.buffer: ref for item in step.step if isinstance(item, Launch) and item.op == "forebay.kv_append"
                     for ref in item.args[:2]}
@@ -83,9 +83,9 @@ def test_it_runs_in_less_than_was_the_least_before(llama_checkpoint: Any) -> Non
     captured, checkpoint, files = llama_checkpoint.opened
     workload, options = Workload(BATCH, PROMPT, NEW), Options(prefill_chunk=PROMPT)
     with LanguageModel(captured, checkpoint, files, Budget(1 << 30), workload, options) as lm:
-        smallest = lm._pipeline.smallest_budget(options)
-        lm._pipeline.needs = replace(lm._pipeline.needs, cache_prompt={})
-        apart = lm._pipeline.smallest_budget(options)
+        smallest = lm.steps.pipeline.smallest_budget(options)
+        lm.steps.pipeline.needs = replace(lm.steps.pipeline.needs, cache_prompt={})
+        apart = lm.steps.pipeline.smallest_budget(options)
     assert smallest < apart
     with pytest.raises(PlanError, match=rf"prefill_chunk={PROMPT} .* needs .* \({smallest} bytes\)"):
         LanguageModel(captured, checkpoint, files, Budget(smallest - 1), workload, options)
@@ -114,12 +114,12 @@ def test_an_edited_plan_whose_cache_cannot_grow_is_refused(llama_checkpoint: Any
     with pytest.raises(PlanError, match=r"cache_\w+ lies higher during prefill than later; a cache only moves up"):
         LanguageModel(*llama_checkpoint.opened, plan.budget, plan.workload, Options(), plan=edited)
     with lending(llama_checkpoint) as lm, pytest.raises(PlanError, match=r"cache cannot grow .*moves up; plan again"):
-        lm._pipeline.growth(edited)
+        lm.steps.pipeline.growth(edited)
 
 
 def test_one_token_at_a_time_borrows_nothing(llama_checkpoint: Any) -> None:
     with llama_checkpoint.language_model(0.8, prefill_chunk=1) as lm:
-        assert not lm.plan.lends and lm._pipeline.growth(lm.plan) is None
+        assert not lm.plan.lends and lm.steps.pipeline.growth(lm.plan) is None
         check(lm, llama_checkpoint)
 
 

@@ -98,10 +98,10 @@ def test_tokens_are_those_of_the_unpacked_model(tmp_path: Path, family: str, for
     for streams in (False, True) if family in WIDE else (False,):
         with LanguageModel(*opened, Budget(budget), work, Options()) as lm:
             assert any(w.format == format and w.tier == "disk" for w in lm.plan.weights) is streams
-            smallest = lm._pipeline.smallest_budget()
+            smallest = lm.steps.pipeline.smallest_budget()
             budget = int(smallest + 0.15 * (lm.plan.arenas["device"] + (1 << 22) - smallest))
             got = lm.generate(ids, attention_mask=mask, max_new_tokens=8, eos_token_id=None, pad_token_id=0)
-            program = lm._pipeline.program(lm.plan, 1)
+            program = lm.steps.program(1)
             used = {i.op for i in program.step if isinstance(i, Launch)}
         assert "forebay.linear_q" in used and "forebay.dequantize_rows" not in used, "unpacking is folded everywhere"
         assert torch.equal(got, expected)
@@ -116,10 +116,10 @@ def test_what_crosses_the_link_is_packed(tmp_path: Path) -> None:
     streamed: dict[str, dict[str, int]] = {}
     for folder in ("original", "packed"):
         with forebay.wrap(tmp_path / folder, 1 << 30, batch=1, prompt=4, new_tokens=4) as lm:
-            smallest = lm._pipeline.smallest_budget()
+            smallest = lm.steps.pipeline.smallest_budget()
         with forebay.wrap(tmp_path / folder, smallest, batch=1, prompt=4, new_tokens=4) as lm:
             counted: dict[str, int] = {}
-            for item in lm._pipeline.program(lm.plan, 1).step:
+            for item in lm.steps.program(1).step:
                 if isinstance(item, Copy) and isinstance(item.src, FileSlice):
                     name = item.label.split()[1].split("[")[0]
                     counted[name] = counted.get(name, 0) + item.src.nbytes
@@ -155,7 +155,7 @@ def test_left_unfused_it_still_computes_right(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(pipeline, "PASSES", [each for each in pipeline.PASSES if each.name != "fuse_dequantize"])
     with forebay.wrap(packed, 1 << 30, batch=3, prompt=9, new_tokens=4) as lm:
         got = lm.generate(ids, attention_mask=mask, max_new_tokens=4, eos_token_id=None, pad_token_id=0)
-        assert any(i.op == "forebay.dequantize_rows" for i in lm._pipeline.program(lm.plan, 1).step
+        assert any(i.op == "forebay.dequantize_rows" for i in lm.steps.program(1).step
                    if isinstance(i, Launch))
     assert torch.equal(got, expected)
 
@@ -177,9 +177,9 @@ def test_a_packed_cache_gives_nearly_the_logits_of_a_plain_one(tmp_path: Path, f
         with LanguageModel(*opened, Budget(1 << 30), Workload(3, 9, 4), Options(cache=cache)) as lm:
             lm.generate(ids, attention_mask=mask, max_new_tokens=3, eos_token_id=None, pad_token_id=0)
             found[cache] = lm.next_logits(ids, mask).float()
-            sizes[cache] = sum(lm._pipeline.needs.cache.values())
+            sizes[cache] = sum(lm.steps.pipeline.needs.cache.values())
             assert lm.plan.cache_format == cache
-            used = {i.op for i in lm._pipeline.program(lm.plan, 1).step if isinstance(i, Launch)}
+            used = {i.op for i in lm.steps.program(1).step if isinstance(i, Launch)}
             assert ("forebay.attention_q" in used) is (cache != "native")
     for format in KEPT[family]:
         assert sizes[format] < 0.6 * sizes["native"]

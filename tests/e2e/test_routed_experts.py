@@ -163,7 +163,7 @@ def test_reads_are_what_is_missing(saved: Saved, routing: list, batch: int, slot
 def test_predicted_bytes_are_those_of_a_router_that_prefers_nobody(saved: Saved) -> None:
     folder, _ = saved("qwen3_moe")
     with wrapped(folder, 4, 3) as lm:
-        program, entry = lm._pipeline.program(lm.plan, 1), 3 * 64 * 32 * 4
+        program, entry = lm.steps.program(1), 3 * 64 * 32 * 4
         named = EXPERTS * (1 - (1 - 2 / EXPERTS) ** 3)
         assert lm.plan.schedule.routed.hit_rate == 4 / EXPERTS
         assert lm.plan.prediction.streamed_nbytes == program.moved_nbytes() == round(3 * named * 0.5 * entry)
@@ -183,7 +183,7 @@ def each_without_a_wait(program: Program) -> Iterator[Program]:
 def test_no_wait_may_be_missing(saved: Saved, slots: int, rounds: int) -> None:
     folder, _ = saved("qwen3_moe")
     with wrapped(folder, slots, 3) as lm:
-        program = lm._pipeline.program(lm.plan, 1)
+        program = lm.steps.program(1)
     assert len(fetches(program)) == 3 * rounds
     faulty = list(each_without_a_wait(program))
     assert len(faulty) >= 6 * rounds
@@ -196,7 +196,7 @@ def test_what_is_kept_must_be_there(saved: Saved) -> None:
     """A pool whose contents end before a step brings what is missing would be read with whatever lay there."""
     folder, _ = saved("qwen3_moe")
     with wrapped(folder, 6, 3) as lm:
-        program = lm._pipeline.program(lm.plan, 1)
+        program = lm.steps.program(1)
     resident = {name: span for name, span in program.resident.items() if not name.endswith(POOL)}
     with pytest.raises(ProgramError, match="which holds nothing by then"):
         verify_program(replace(program, resident=resident))

@@ -264,7 +264,7 @@ def programs(case: Case, mesh: str) -> list[Any]:
         lm = forebay.wrap(case.folder, case.budget, batch=3, prompt=8, new_tokens=NEW, mesh=mesh)
         found = []
         for tokens in lm.plan.schedule.step_sizes:
-            program = lm._pipeline.program(lm.plan, tokens)
+            program = lm.steps.program(tokens)
             launches = [i for i in program.step if isinstance(i, Launch) and i.stream == COLLECT]
             proved = []
             for i, item in enumerate(program.step):
@@ -329,14 +329,14 @@ def job_answers(folder: str, budget: int, mesh: str, places: int) -> tuple[int, 
     from forebay.build_model import build_model
     from forebay.open_model import open_model
     from forebay.rewriter.ir.plan import Workload
-    from forebay.rewriter.pipeline.plan_places import plan_places
+    from forebay.rewriter.pipeline.plan_search import plan_slots
     from forebay.rewriter.planning.options import Options
     from forebay.runtime.run.sampling import Sampling
     from forebay.runtime.run.scheduler import Request
 
     found: dict[int, list[int]] = {}
     with build_model(open_model(folder), Budget(budget, 0), Workload(5, 8, NEW), Options(mesh=mesh),
-                     partial(plan_places, places=places)) as lm:
+                     partial(plan_slots, slots=places)) as lm:
         lm.answer_all([Request(torch.tensor(ids), NEW) for ids in (*PROMPTS, *PROMPTS[:2])], Sampling(), frozenset(),
                       on_end=found.__setitem__, on_step=lambda work: None)
         return lm.plan.workload.batch, lm.plan.schedule.batching.admitted, [found[i] for i in range(5)]

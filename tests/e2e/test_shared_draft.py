@@ -14,7 +14,7 @@ from e2e.drafting import Paying, refused
 from families import FAMILIES
 from selection import ALL, at_length
 
-import forebay.model_planner as model_planner
+import forebay.rewriter.pipeline.plan_task as plan_task
 from forebay import drafted
 from forebay.api import wrap
 from forebay.drafting import drafting, files_in_budget, plans_in_budget
@@ -37,7 +37,7 @@ PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7, 8, 9] * 4, [11, 12, 13], [3, 
 def shared_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No copy has memory of its own, and three tokens are drafted whatever is predicted."""
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(drafted, "plan_draft", refused)
+    monkeypatch.setattr(drafted, "draft_apart", refused)
     monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
 
 
@@ -53,7 +53,7 @@ def drafting_model(folder: Path, share: float = 0.5, draft: str = "w8", **option
     """Planned so that such a share of the weights stays beside the smallest plan, and so many tokens are drafted."""
     fixed: Any = dict(prompt=20, new_tokens=NEW, prompt_lookup_num_tokens=3, **options)
     with wrap(folder, 1 << 28, **fixed) as whole:
-        least = whole._pipeline.smallest_budget(whole.options)
+        least = whole.steps.pipeline.smallest_budget(whole.options)
         nbytes = least + int(share * whole.captured.weight_nbytes)
     lm = wrap(folder, nbytes, draft=draft, **fixed)
     assert lm.shared_draft is not None and lm.helper is None
@@ -99,11 +99,11 @@ def test_what_is_resident_is_shared_and_all_is_within_the_budget(llama_checkpoin
         assert {formats[name] for name in shared.own if name.endswith("proj.weight")} == {"w8g64"}
         assert shared.program.streamed_nbytes() == 0 and not shared.program.prologue
         mine = {i.event for i in shared.program.step if isinstance(i, Record | Wait)}
-        theirs = {i.event for size in main.schedule.step_sizes for i in lm._pipeline.program(main, size).items(1)
+        theirs = {i.event for size in main.schedule.step_sizes for i in lm.steps.pipeline.program(main, size).items(1)
                   if isinstance(i, Record | Wait)}
         assert min(mine, default=EVENTS) >= EVENTS > max(theirs)
         (together,) = plans_in_budget(lm)
-        programs = [shared.program, *(lm._pipeline.program(main, size) for size in main.schedule.step_sizes)]
+        programs = [shared.program, *(lm.steps.pipeline.program(main, size) for size in main.schedule.step_sizes)]
         for program in programs:  # each beside all that both keep
             assert together.arenas["device"] + program.workspace_nbytes() <= lm.budget.device
         assert together.prediction.peak_nbytes["device"] <= lm.budget.device
@@ -122,7 +122,7 @@ def test_every_budget_is_kept(folder: Path, batch: int) -> None:
     """Steps of the model take their workspace beside what is the draft's, and the other way round."""
     fixed: Any = dict(prompt=60, new_tokens=NEW, prompt_lookup_num_tokens=3, batch=batch)
     with wrap(folder, 1 << 28, **fixed) as whole:
-        least, nbytes = whole._pipeline.smallest_budget(whole.options), whole.captured.weight_nbytes
+        least, nbytes = whole.steps.pipeline.smallest_budget(whole.options), whole.captured.weight_nbytes
     found = 0
     for i in range(steps := 20 if ALL else 3):
         budget = least + int((0.35 + 0.6 * i / steps) * nbytes) + 64 * i
@@ -135,7 +135,7 @@ def test_every_budget_is_kept(folder: Path, batch: int) -> None:
             if shared is not None:
                 found += 1
                 top = max(main.arenas["device"], shared.draft.arenas["device"])
-                for program in (shared.program, *(lm._pipeline.program(main, n) for n in main.schedule.step_sizes)):
+                for program in (shared.program, *map(lm.steps.program, main.schedule.step_sizes)):
                     assert top + program.workspace_nbytes() <= budget
     assert found > 1
 
@@ -205,9 +205,8 @@ def test_through_host_slots_as_a_gpu_would(
 ) -> None:
     """What passes through host memory lands where the model's does, and rows of a lookup that are there come from
     there; the host's budget is one too."""
-    for module in (model_planner, drafted):
-        source = module.step_graphs
-        monkeypatch.setattr(module, "step_graphs", lambda *a, _of=source, **k: _of(*a, **k | {"host_hop": True}))
+    source = plan_task.step_graphs
+    monkeypatch.setattr(plan_task, "step_graphs", lambda *a, **k: source(*a, **k | {"host_hop": True}))
     ids, options = llama_checkpoint.ids[:1], dict(max_new_tokens=NEW, pad_token_id=0, eos_token_id=None)
     with torch.no_grad():
         expected = llama_checkpoint.model.generate(ids, do_sample=False, **options)
@@ -223,7 +222,7 @@ def test_through_host_slots_as_a_gpu_would(
 def test_where_it_cannot_be_it_says_why(llama_checkpoint: Any) -> None:
     fixed: Any = dict(prompt=20, new_tokens=NEW, draft="w8")
     with wrap(llama_checkpoint.folder, 1 << 28, **fixed) as whole:
-        nbytes = whole._pipeline.smallest_budget(whole.options) + (32 << 10)
+        nbytes = whole.steps.pipeline.smallest_budget(whole.options) + (32 << 10)
     with wrap(llama_checkpoint.folder, nbytes, **fixed) as lm:
         assert lm.shared_draft is None and "no room for packed rows" in lm.explain()
         assert lm.plan.budget.device == nbytes
@@ -243,7 +242,7 @@ def test_what_stood_is_kept_for_such_a_share_of_packed_weights(
     """And where it was seldom, the next plan drafts nothing."""
     monkeypatch.undo()
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(drafted, "plan_draft", refused)
+    monkeypatch.setattr(drafted, "draft_apart", refused)
     case = Paying(tmp_path / "model")
     nbytes, options = case.nbytes, case.options
     with wrap(tmp_path / "model", nbytes, **options) as lm:
@@ -279,7 +278,7 @@ def test_rows_that_draft_nothing_keep_what_they_hold(llama_checkpoint: Any) -> N
 
 
 def _cache(lm: LanguageModel, session: Any) -> dict[str, torch.Tensor]:
-    program = lm._pipeline.program(lm.plan, 1)
+    program = lm.steps.program(1)
     refs = {ref.buffer: ref for i in program.step if isinstance(i, Launch) for ref in i.args
             if hasattr(ref, "buffer") and ref.buffer.startswith("cache_") and len(ref.shape) == 4}
     assert refs

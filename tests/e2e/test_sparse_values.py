@@ -116,7 +116,7 @@ def test_answers_are_those_of_transformers(
     with case.language_model(**options) as lm:
         assert case.answers(lm) == case.expected
         assert lm.plan.schedule.batching.sparsity.values == SHARE and "20 % of the tokens" in lm.explain()
-        decode, prefill = (lm._pipeline.program(lm.plan, n) for n in (1, lm.plan.schedule.prefill_chunk))
+        decode, prefill = (lm.steps.program(n) for n in (1, lm.plan.schedule.prefill_chunk))
         ops = {i.op: i.stream for i in decode.step if isinstance(i, Launch)}
         assert SPARSE_ATTENTION.name in ops and ATTENTION.name not in ops
         assert (ops[SPARSE_ATTENTION.name] == ATTEND) == options.get("cpu_attention", False)
@@ -134,7 +134,7 @@ def test_packed_caches(cases: Callable[[str], Case]) -> None:
         for tier in ({}, HOST | {"cpu_attention": True, "cache_tokens": 64}):
             with case.language_model(cache="kv8", sparse_values=share, **tier) as lm:
                 found[share, bool(tier)] = case.answers(lm)
-                ops = {i.op for i in lm._pipeline.program(lm.plan, 1).step if isinstance(i, Launch)}
+                ops = {i.op for i in lm.steps.program(1).step if isinstance(i, Launch)}
                 assert (SPARSE_ATTENTION.name in ops) == (share < 1) != (ATTENTION_Q.name in ops)
     assert found[1.0, False] == found[0.999, False] == found[1.0, True] == found[0.999, True]
     assert found[SHARE, False] == found[SHARE, True] != found[1.0, False]

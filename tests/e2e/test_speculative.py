@@ -47,7 +47,7 @@ def language_model(folder: Path, options: Options) -> LanguageModel:
     """Planned for a little more than what every plan with such steps takes."""
     opened, work = open_rewritten(folder), Workload(4, 20, NEW)
     with LanguageModel(*opened, Budget(1 << 25), work, options) as whole:
-        least = whole._pipeline.smallest_budget(options)
+        least = whole.steps.pipeline.smallest_budget(options)
     return LanguageModel(*opened, Budget(least + (16 << 10)), work, options)
 
 
@@ -77,7 +77,7 @@ def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: 
                                                    tally)
                     assert torch.equal(found, plain)
                     assert tally.decodes < plain.shape[1] or not tally.accepted
-        program = lm._pipeline.program(lm.plan, 8)  # proved when it was made
+        program = lm.steps.program(8)  # proved when it was made
         assert program.outputs["out0"].shape[:2] == (4, 8)
 
 

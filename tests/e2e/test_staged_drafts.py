@@ -34,7 +34,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 
 def steps_that_check(lm: LanguageModel) -> list[Program]:
-    return [lm._pipeline.program(lm.plan, tokens) for tokens in lm.plan.schedule.speculative_steps]
+    return [lm.steps.program(tokens) for tokens in lm.plan.schedule.speculative_steps]
 
 
 WAYS: list[Any] = [

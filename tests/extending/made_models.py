@@ -39,12 +39,12 @@ def streamed(folder: Path, ids: torch.Tensor, tokens: int = 4, cache: str = "nat
     """The same by Forebay, which is given device memory for a quarter of the weights, and the operators of a decode
     step that was verified."""
     with wrap(folder, 1 << 30, **SHAPE, cache=cache) as lm:
-        budget = lm._pipeline.smallest_budget() + lm.captured.weight_nbytes // 4
+        budget = lm.steps.pipeline.smallest_budget() + lm.captured.weight_nbytes // 4
     with wrap(folder, budget, **SHAPE, cache=cache) as lm:
         assert lm.plan.prediction.streamed_nbytes, "a budget that holds all weights shows nothing of streaming"
         found = lm.generate(ids, max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True,
                             output_logits=True, eos_token_id=None, pad_token_id=0)
-        return torch.stack(found.logits, 1), launched(lm._pipeline.program(lm.plan, 1).step)
+        return torch.stack(found.logits, 1), launched(lm.steps.program(1).step)
 
 
 def launched(items: Iterable[Any]) -> set[str]:

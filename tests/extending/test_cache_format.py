@@ -75,7 +75,7 @@ def test_its_bytes_are_planned_and_its_plan_is_kept(tmp_path: Path, fp8: CacheFo
     sizes = {}
     for cache in ("native", "fp8"):
         with forebay.wrap(folder, "8MB", **SHAPE, cache=cache) as lm:
-            sizes[cache] = sum(lm._pipeline.needs.cache.values())
+            sizes[cache] = sum(lm.steps.pipeline.needs.cache.values())
             expected = lm.next_logits(prompts(), torch.ones(2, 9, dtype=torch.int64)).clone()
             lm.plan.save(tmp_path / "plan.json")
     assert sizes["fp8"] / sizes["native"] == fp8.ratio(16, 4) == (16 + 4) / (16 * 4)

@@ -82,7 +82,7 @@ def test_an_operator_from_outside_is_held_by_a_bundle(tmp_path: Path) -> None:
         expected = lm.next_logits(ids).clone()
     with forebay.open_bundle(tmp_path / "bundle") as lm:
         assert torch.equal(lm.next_logits(ids), expected)
-        assert SQUARED_RELU.name in launched(lm._pipeline.program(lm.plan, 1).step)
+        assert SQUARED_RELU.name in launched(lm.steps.program(1).step)
 
 
 @pytest.mark.usefixtures("registered")

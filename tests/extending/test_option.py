@@ -13,7 +13,8 @@ from forebay.api import wrap
 from forebay.commands.app import app
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
-from forebay.rewriter.pipeline.plan_block import plan_block
+from forebay.rewriter.pipeline.plan_search import plan_batch
+from forebay.rewriter.pipeline.plan_task import Planned, PlanTask
 from forebay.rewriter.planning.option_kinds import SIZE
 from forebay.rewriter.planning.options import OPTIONS, OptionRecord, Options, make_options, register_option
 from forebay.rewriter.report.options_page import options_page
@@ -30,10 +31,10 @@ def registered() -> Iterator[None]:
     del OPTIONS["shared_by"]
 
 
-def plan_a_part(graphs_of: Any, budget: Budget, workload: Workload, options: Options, *more: Any) -> Any:
+def plan_a_part(task: PlanTask) -> Planned:
     """A plan within what is this process's part."""
-    part = replace(budget, device=budget.device // options.shared_by)
-    return plan_block(graphs_of, part, workload, options, *more)
+    part = replace(task.budget, device=task.budget.device // task.options.shared_by)
+    return plan_batch(replace(task, budget=part))
 
 
 def test_who_plans_reads_it(llama_checkpoint: Any) -> None:

@@ -189,7 +189,7 @@ def test_a_state_from_outside_is_captured_streamed_and_takes_each_token_once(mod
     assert captured.layers == ("block_0", "block_1") * 2
     assert captured.states == ((RunningState(64, torch.float32),), (KVState(4, 16, torch.float32),)) * 2
     with wrap(folder, 1 << 30, **SHAPE) as lm:
-        budget = lm._pipeline.smallest_budget() + lm.captured.weight_nbytes // 4
+        budget = lm.steps.pipeline.smallest_budget() + lm.captured.weight_nbytes // 4
     prompts = [torch.arange(3, 3 + n)[None] * 7 % 199 for n in (11, 6)]
     ids = torch.zeros(2, 11, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -197,7 +197,7 @@ def test_a_state_from_outside_is_captured_streamed_and_takes_each_token_once(mod
         ids[row, 11 - prompt.shape[1] :], mask[row, 11 - prompt.shape[1] :] = prompt[0], 1
     with wrap(folder, budget, **SHAPE) as lm:
         assert lm.plan.prediction.streamed_nbytes and lm.plan.schedule.prefill_chunks == (4,)
-        assert RUNNING_SUM.name in launched(lm._pipeline.program(lm.plan, 4).step)
+        assert RUNNING_SUM.name in launched(lm.steps.program(4).step)
         for _ in range(2):  # a state that another call left is taken as empty
             found = lm.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, eos_token_id=None,
                                 pad_token_id=0, return_dict_in_generate=True, output_logits=True)

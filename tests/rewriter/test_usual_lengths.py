@@ -17,9 +17,10 @@ from forebay.rewriter.ir.schedule.admission import Admission
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_places import plan_places, sequence_time_s
+from forebay.rewriter.pipeline.plan_search import plan_slots
+from forebay.rewriter.pipeline.plan_task import PlanTask
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.objective import latency_s
+from forebay.rewriter.planning.objective import latency_s, sequence_time_s
 from forebay.rewriter.planning.options import Options, check_choices
 from forebay.rewriter.policy.block_costs import BlockShape
 from forebay.rewriter.policy.policy_search import Problem
@@ -28,7 +29,7 @@ from forebay.rewriter.predict.of_programs import predict, step_times
 from forebay.rewriter.predict.simulate import simulate
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.switches import Switches
-from tests.rewriter.pipeline.test_plan_block import graphs
+from tests.rewriter.pipeline.test_plan_search import graphs
 
 pytestmark = pytest.mark.usefixtures("planned_with_our_kernels")
 LONGEST = Workload(100, 400, 100)
@@ -41,7 +42,7 @@ def places_of(
     job: Workload, budget: int = 16 << 20, places: int | None = 8, **options: Any
 ) -> tuple[Pipeline, Plan]:
     wished = Options(cache_tier="device", **options)
-    return plan_places(graphs, Budget(budget), job, wished, SLOW, Switches(), places)
+    return plan_slots(PlanTask(graphs, Budget(budget), job, wished, SLOW, Switches()), places)
 
 
 def test_lengths_that_are_not_named_are_the_longest() -> None:

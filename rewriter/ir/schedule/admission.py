@@ -13,6 +13,11 @@ class Admission:
 
     sequences: int = 0
 
+    def fault(self, batch: int) -> str:
+        """What contradicts itself, as the field and why; "" for nothing."""
+        return "" if 0 <= self.sequences <= batch else (
+            f"admission.sequences: {self.sequences} is not between 0 and the batch of {batch} (plan.workload.batch)")
+
     def begins(self, waiting: int, free: int, slots: int) -> int:
         """How many of `waiting` requests a prefill begins now, with so many `slots`, some of them `free`: as many as it
         computes alone once their slots are free; or all together, as many as there are slots, when all are free."""

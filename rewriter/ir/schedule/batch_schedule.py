@@ -124,11 +124,11 @@ class BatchSchedule:
         """The number of the region of device memory that each micro-batch's hidden states have during its turns."""
         return self.hidden.regions(self.micro_batches.count)
 
-    def fault(self) -> str:
-        """What contradicts itself in the shares of checkpoints, in where hidden states are to lie, and in memory for
-        what is gathered, as the field and why; "" for nothing."""
-        return self.gathering.fault() or self.recomputation.fault() or self.hidden.fault(
-            self.micro_batches, self.admission)
+    def fault(self, batch: int) -> str:
+        """What contradicts itself for a batch of so many sequences, as the field and why; "" for nothing."""
+        return (self.cache.fault() or self.gathering.fault() or self.recomputation.fault(self.cache)
+                or self.hidden.fault(self.micro_batches, self.admission) or self.micro_batches.fault(batch)
+                or self.admission.fault(batch))
 
 
 ALONE = BatchSchedule()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 
@@ -30,16 +30,17 @@ class CachePlacement:
         """Whether caches come to the device for their turns."""
         return self.tier != "device"
 
-    def fault(self, checkpoints: int) -> str:
-        """What contradicts itself, beside so many checkpoints, as the field and why; "" for nothing."""
+    def fault(self) -> str:
+        """What contradicts itself, as the field and why; "" for nothing."""
         if self.staged and (self.slots < 1 or self.block_tokens < 1):
             return f"cache: a cache on the tier {self.tier} needs slots and block_tokens of at least 1"
-        own = ("slots", "block_tokens", "on_device", "on_host", "cpu_attention")
-        given_ones = {f"cache.{name}": getattr(self, name) for name in own} | {"recomputation.checkpoints": checkpoints}
-        for name, given in given_ones.items():
-            if given < 0 or (given and not self.staged) or (given and name == "cache.on_host" and self.tier == "host"):
-                return f"{name}: {given} is for a cache on a tier further off than {self.tier}, and never below 0"
-        return ""
+        given = {name: value for name, value in asdict(self).items() if name != "tier"}
+        return next((self.further_off(f"cache.{name}", value) for name, value in given.items() if value < 0 or (
+            value and (not self.staged or (name == "on_host" and self.tier == "host")))), "")
+
+    def further_off(self, name: str, value: int) -> str:
+        """Why a field has no such value: caches lie too near."""
+        return f"{name}: {value} is for a cache on a tier further off than {self.tier}, and never below 0"
 
     def has_tails(self, tier: str) -> bool:
         """Whether the blocks that are not full yet of caches of this tier stay on the device."""

@@ -20,6 +20,11 @@ class MicroBatches:
         """Whether several micro-batches read a weight that was brought once."""
         return self.order == "zigzag" and self.count > 1
 
+    def fault(self, batch: int) -> str:
+        """What contradicts itself, as the field and why; "" for nothing."""
+        return "" if batch % self.count == 0 else (
+            f"micro_batches.count: {self.count} do not divide a batch of {batch} (plan.workload.batch)")
+
     @property
     def fetches(self) -> int:
         """How many times a step brings each streamed weight."""

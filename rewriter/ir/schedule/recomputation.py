@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forebay.kernels.formats.table import checkpoint_format
+from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
+
 
 @dataclass(frozen=True)
 class Recomputation:
@@ -23,8 +26,17 @@ class Recomputation:
             return False
         return (stretch + 1) * self.checkpoints // self.period > stretch * self.checkpoints // self.period
 
-    def fault(self) -> str:
+    def fault(self, cache: CachePlacement) -> str:
         """What contradicts itself, as the field and why; "" for nothing."""
+        if self.checkpoints < 0 or (self.checkpoints and not cache.staged):
+            return cache.further_off("recomputation.checkpoints", self.checkpoints)
+        try:
+            checkpoint_format(self.format)
+        except ValueError as error:
+            return f"recomputation.format: {error}"
+        if self.format != "native" and not self.checkpoints:
+            return (f"recomputation.format: {self.format} of no checkpoints "
+                    "(plan.schedule.batching.recomputation.checkpoints)")
         if self.checkpoints and not (self.checkpoints <= self.period and self.block_tokens > 0):
             return (f"recomputation.checkpoints: {self.checkpoints} of a period of {self.period}, in blocks of "
                     f"block_tokens {self.block_tokens}, are no share of the cache")

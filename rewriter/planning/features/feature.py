@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.draft import Draft
 from forebay.rewriter.ir.graph import Layout
-from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.ir.plan import Plan, Workload
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.options import Options
@@ -17,17 +18,40 @@ FeatureBuffer = tuple[str, str, str, int, int]  # name, kind, arena, nbytes, ali
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What a feature tries other schedules with: `simulate` gives the plan of one, whose Programs are simulated, None
-    where there is none. Weights come at `bytes_per_s`, steps gather them among ranks or not, and a block of so many
-    tokens holds `checkpoint_tokens` checkpoints in a format (0: none)."""
+class ScheduleRequest:
+    """A search for schedules of a workload.
 
-    simulate: Callable[[BatchSchedule], Plan | None]
+    Attributes:
+        workload: The sizes that are asked for.
+        options: What is asked of the plan.
+        graphs: The model's step graphs for the whole workload at once.
+        staged: Whether caches leave the device.
+    """
+
+    workload: Workload
+    options: Options
+    graphs: StepGraphs
+    staged: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a feature tries other schedules with.
+
+    Attributes:
+        simulate: The plan of a schedule (and of other options, where they are given), whose Programs are simulated;
+            None where there is none.
+        options: What is asked of the plan.
+        machine: The speeds that plans go by.
+        bytes_per_s: The rate at which weights come.
+        graphs: The model's step graphs for the whole workload at once.
+    """
+
+    simulate: Callable[..., Plan | None]
     options: Options
     machine: Machine
     bytes_per_s: float
-    gathers: bool
-    checkpoint_tokens: Callable[[int, str], int]
+    graphs: StepGraphs
 
 
 @dataclass(frozen=True)
@@ -36,21 +60,27 @@ class ScheduleFeature:
 
     Attributes:
         check: What contradicts itself in a plan, as the field and why; "" for nothing.
+        candidates: The schedules to compare in place of one that features before it have settled; PlanError for options
+            that no schedule has.
         buffers: Memory that lives throughout, by the schedule, the layout of the largest prefill step (None: not known)
             and whether disk reads land in host memory first.
         moves: What a step moves, from what it moves without the feature, the step's layout, the schedule and layers.
         explain: A row of `explain`, its title of nine letters at most and its text; None where a plan has none.
-        improve: The best plan after trying more schedules, from the best so far.
+        improve: The best plan of a batch after trying more schedules, from the best so far.
+        finish: The same once the batch is chosen.
         step: Edits the draft of a step, of which the plan has the buffers. Those of the package's own features stand
             among the passes, whose order says more.
     """
 
     name: str
     check: Callable[[Plan], str] = field(default=lambda plan: "")
+    candidates: Callable[[BatchSchedule, ScheduleRequest], Iterable[BatchSchedule]] = field(
+        default=lambda batching, request: (batching,))
     buffers: Callable[[BatchSchedule, Layout | None, bool], Iterable[FeatureBuffer]] = field(
         default=lambda batching, layout, host_hop: ())
     moves: Callable[[CacheMoves, Layout | None, BatchSchedule, int], CacheMoves] = field(
         default=lambda moves, layout, batching, layers: moves)
     explain: Callable[[Plan], tuple[str, str] | None] = field(default=lambda plan: None)
     improve: Callable[[Plan, Trial], Plan] = field(default=lambda best, trial: best)
+    finish: Callable[[Plan, Trial], Plan] = field(default=lambda best, trial: best)
     step: Callable[[Draft, Plan], None] = field(default=lambda draft, plan: None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.schedule.gather_ahead import GatherAhead
-from forebay.rewriter.planning.features.feature import ScheduleFeature, Trial
+from forebay.rewriter.planning.features.feature import ScheduleFeature, ScheduleRequest, Trial
 from forebay.rewriter.planning.objective import latency_s
 from forebay.rewriter.predict.estimator import MachineEstimator
 
@@ -19,11 +21,17 @@ def gather_ahead(best: Plan, trial: Trial) -> Plan:
     predicted to take less time: by what gathers take from the products beside them less than their Programs say."""
     shown = 1 - MachineEstimator(trial.machine).held_up
     batching = best.schedule.batching
-    if batching.cache.staged or trial.options.gather_buffers is not None or not trial.gathers or shown <= 0:
+    if batching.cache.staged or trial.options.gather_buffers is not None or not trial.graphs.gathers or shown <= 0:
         return best
     ahead = trial.simulate(replace(batching, gathering=GatherAhead(GATHER_BUFFERS)))
     gains = ahead is not None and shown * (latency_s(best) - latency_s(ahead)) > MIN_GAIN * latency_s(best)
     return ahead if ahead is not None and gains else best
 
 
-GATHER_AHEAD = ScheduleFeature("gathering", improve=gather_ahead)
+def asked_buffers(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:
+    """Memory as is asked for, where caches stay on the device."""
+    yield batching if request.staged else replace(
+        batching, gathering=GatherAhead(request.options.gather_buffers or 0))
+
+
+GATHER_AHEAD = ScheduleFeature("gathering", candidates=asked_buffers, improve=gather_ahead)

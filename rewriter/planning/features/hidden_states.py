@@ -21,10 +21,13 @@ from forebay.rewriter.ir.hidden_layout import (
 from forebay.rewriter.ir.plan import TIERS, Plan
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
-from forebay.rewriter.planning.features.feature import FeatureBuffer, ScheduleFeature, Trial
+from forebay.rewriter.ir.schedule.hidden_placement import HiddenPlacement
+from forebay.rewriter.planning.features.feature import FeatureBuffer, ScheduleFeature, ScheduleRequest, Trial
 from forebay.rewriter.planning.objective import latency_s
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.closed_form import CacheMoves
 
+HIDDEN_SLOTS = 3  # regions for hidden states: one is computed in, one is stored, one is loaded
 MIN_WEIGHTS_SHARE = 0.5  # of a prefill's time: where weights take less, fewer passes over them save little
 
 
@@ -81,12 +84,28 @@ def try_hidden_states(best: Plan, trial: Trial) -> Plan:
     brought_s = sum(chunks.values()) * best.prediction.streamed_nbytes / trial.bytes_per_s
     tiers: tuple[Literal["host", "disk"], ...] = ("host", "disk")
     for tier in tiers[0 if best.budget.host != 0 else 1 :]:
-        away = replace(options, hidden_tier=tier).with_hidden(batching)
+        away = placed(batching, replace(options, hidden_tier=tier))
         if brought_s >= MIN_WEIGHTS_SHARE * best.prediction.prefill_time_s and offloaded_regions(away) and (
                 plan := trial.simulate(away)) is not None:
             return min(best, plan, key=latency_s)
     return best
 
 
-HIDDEN_STATES = ScheduleFeature("hidden", buffers=hidden_buffers, moves=hidden_moves, explain=explain_hidden,
-                                improve=try_hidden_states)
+def asked_tiers(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:
+    """Those of all but one micro-batch on the tiers that are asked for."""
+    yield placed(batching, request.options)
+
+
+def placed(batching: BatchSchedule, options: Options) -> BatchSchedule:
+    """The schedule with hidden states of its micro-batches on the tiers that are asked for; of one they stay."""
+    count = batching.micro_batches.count
+    if options.hidden_tier in (None, "device") or count == 1:
+        return batching
+    device, host = (int(share * count) for share in options.hidden_shares or (0.0, 0.0))
+    host = 0 if options.hidden_tier == "host" else host
+    slots = max(1, min(HIDDEN_SLOTS, count - device - 1))
+    return replace(batching, hidden=HiddenPlacement(options.hidden_tier, slots, device, host))
+
+
+HIDDEN_STATES = ScheduleFeature("hidden", candidates=asked_tiers, buffers=hidden_buffers, moves=hidden_moves,
+                                explain=explain_hidden, improve=try_hidden_states)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import COMPUTE, DISK, DOWNLOAD, LOAD, UPWARD, WRITE
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.schedule.recomputation import Recomputation
-from forebay.rewriter.planning.features.feature import ScheduleFeature, Trial
+from forebay.rewriter.planning.features.feature import ScheduleFeature, ScheduleRequest, Trial
 from forebay.rewriter.planning.objective import latency_s
 from forebay.rewriter.predict.activation_ratio import SHARES
 
@@ -77,7 +77,7 @@ def try_checkpoints(best: Plan, trial: Trial) -> Plan:
             batching.cache.cpu_attention or hops):
         return best
     try:
-        full = with_checkpoints(batching, trial.checkpoint_tokens, (1, 1), trial.options.checkpoint_format)
+        full = with_checkpoints(batching, trial.graphs.checkpoint_tokens, (1, 1), trial.options.checkpoint_format)
     except PlanError:  # the model has no place for them
         return best
     if full.recomputation.block_tokens <= full.cache.block_tokens or (every := trial.simulate(full)) is None:
@@ -87,4 +87,11 @@ def try_checkpoints(best: Plan, trial: Trial) -> Plan:
     return min([best, every, *(plan for plan in some if plan is not None)], key=latency_s)
 
 
-RECOMPUTATION = ScheduleFeature("recomputation", improve=try_checkpoints)
+def asked_checkpoints(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:
+    """The share of a staged cache that is asked for."""
+    share, options = request.options.checkpoints or (0, 1), request.options
+    yield batching if not (request.staged and share[0]) else with_checkpoints(
+        batching, request.graphs.checkpoint_tokens, share, options.checkpoint_format)
+
+
+RECOMPUTATION = ScheduleFeature("recomputation", candidates=asked_checkpoints, improve=try_checkpoints)

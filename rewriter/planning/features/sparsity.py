@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from forebay.rewriter.ir.plan import Plan
-from forebay.rewriter.planning.features.feature import ScheduleFeature
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.sparsity import Sparsity
+from forebay.rewriter.planning.features.feature import ScheduleFeature, ScheduleRequest
 
 
 def explain_values(plan: Plan) -> tuple[str, str] | None:
@@ -13,4 +18,9 @@ def explain_values(plan: Plan) -> tuple[str, str] | None:
     return ("values", text) if share < 1 else None
 
 
-SPARSITY = ScheduleFeature("sparsity", explain=explain_values)
+def asked_values(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:
+    """The share that is asked for."""
+    yield replace(batching, sparsity=Sparsity(request.options.sparse_values))
+
+
+SPARSITY = ScheduleFeature("sparsity", candidates=asked_values, explain=explain_values)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from forebay.rewriter.ir.draft import Draft
 from forebay.rewriter.ir.plan import Plan
-from forebay.rewriter.planning.features.feature import ScheduleFeature
+from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
+from forebay.rewriter.planning.features.admission import ADMISSION
+from forebay.rewriter.planning.features.cache_placement import CACHE_PLACEMENT
+from forebay.rewriter.planning.features.feature import ScheduleFeature, ScheduleRequest
 from forebay.rewriter.planning.features.gather_ahead import GATHER_AHEAD
 from forebay.rewriter.planning.features.hidden_states import HIDDEN_STATES
+from forebay.rewriter.planning.features.micro_batches import MICRO_BATCHES
 from forebay.rewriter.planning.features.recomputation import RECOMPUTATION
 from forebay.rewriter.planning.features.sparsity import SPARSITY
 from forebay.rewriter.planning.features.speculation import SPECULATION
 
-# In the order in which they improve a plan and stand in what explains it.
-FEATURES: list[ScheduleFeature] = [HIDDEN_STATES, RECOMPUTATION, GATHER_AHEAD, SPARSITY, SPECULATION]
+# In the order in which they make candidates, improve a plan and stand in what explains it.
+FEATURES: list[ScheduleFeature] = [MICRO_BATCHES, CACHE_PLACEMENT, ADMISSION, HIDDEN_STATES, RECOMPUTATION,
+                                   GATHER_AHEAD, SPARSITY, SPECULATION]
 
 
 def register_feature(feature: ScheduleFeature) -> None:
@@ -24,6 +29,14 @@ def register_feature(feature: ScheduleFeature) -> None:
     if feature.name in [known.name for known in FEATURES]:
         raise ValueError(f"register_feature: there is a feature {feature.name} already")
     FEATURES.append(feature)
+
+
+def candidates(request: ScheduleRequest) -> list[BatchSchedule]:
+    """The schedules that are worth a look: every choice of a feature with every one of those before it."""
+    found = [ALONE]
+    for feature in FEATURES:
+        found = [each for batching in found for each in feature.candidates(batching, request)]
+    return found
 
 
 def feature_steps(draft: Draft, plan: Plan) -> None:

@@ -23,10 +23,8 @@ from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
     from forebay.commands.plan_config import PlanRequest
-    from forebay.rewriter.capture.step_graphs import StepGraphs
     from forebay.rewriter.ir.graph import CapturedModel
     from forebay.rewriter.ir.plan import Plan, Workload
-    from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
     from forebay.rewriter.machine.profile import Machine
 
 
@@ -137,18 +135,16 @@ def _plan_model(
     from forebay.commands.pictures import draw_step
     from forebay.commands.plan_config import draw_frontier, frontier_lines
     from forebay.commands.process_memory import anonymous_nbytes, beside_nbytes, calls_of
+    from forebay.model_planner import ModelPlanner
     from forebay.open_model import open_model
-    from forebay.rewriter.capture.step_graphs import step_graphs
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
-    from forebay.rewriter.pipeline.plan_block import plan_batches, plan_block
-    from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+    from forebay.rewriter.pipeline.plan_search import plan_batch, plan_batches
     from forebay.rewriter.planning.objective import latency_s, tokens_per_s
     from forebay.rewriter.planning.options import check_choices
     from forebay.rewriter.policy.plan_search import plan_frontier
     from forebay.rewriter.predict.simulate import simulate
-    from forebay.rewriter.switches import read_switches
 
-    sizes, workload, switches = parse_budget(budget), _workload(options), read_switches()
+    sizes, workload = parse_budget(budget), _workload(options)
     check_choices(workload, options)
     require_writable(save, "--save")
     picture, pareto = pictures
@@ -157,31 +153,25 @@ def _plan_model(
     folder = model_folder(model, options.dequantize)
     profile = machine_profile(options, folder)
     with console().status("capturing the model"):
-        captured, checkpoint, files = open_model(folder)
+        planner = ModelPlanner(*(opened := open_model(folder)), sizes, profile)
     with console().status("planning"):
-        fused = rewrite_captured(captured, switches, options.cache, options.activations)
-
-        def graphs_of(whole: Workload, batching: BatchSchedule) -> StepGraphs:
-            return step_graphs(fused, files, whole, checkpoint.fingerprint, batching=batching,
-                               host_hop=profile.kind.host_hop)
-
-        pipeline, made = plan_block(graphs_of, sizes, workload, options, profile, switches)
-        smallest = pipeline.smallest_budget(options)
-        others = plan_batches(graphs_of, sizes, workload, options, profile, switches) if pareto else []
+        steps = planner.planned(workload, options, plan_batch)
+        made, smallest = steps.plan, steps.pipeline.smallest_budget(options)
+        others = plan_batches(planner.task(workload, options)) if pareto else []
     frontier = [(latency_s(p), tokens_per_s(p), p.workload.batch) for p in plan_frontier([made, *others])]
     if save:
         made.save(save)
     if picture:
-        draw_step(made, simulate(pipeline.program(made, 1), profile), picture)
+        draw_step(made, simulate(steps.program(1), profile), picture)
     if pareto:
         draw_frontier({Path(model).name: frontier}, pareto)
     if as_json:
         print(made.to_json())
         return
-    show_plan(made, captured)
+    show_plan(made, opened[0])
     print(*frontier_lines(frontier), sep="\n", end="\n" if len(frontier) > 1 else "")
     python, peak = anonymous_nbytes(), sum(made.prediction.peak_nbytes.values())
-    beside = beside_nbytes(calls_of(pipeline, made))
+    beside = beside_nbytes(calls_of(steps.pipeline, made))
     print(f"process     {format_nbytes(python + peak + beside)} of anonymous memory expected at the peak: "
           f"{format_nbytes(python)} that Python and its imports hold, measured here, without a tokenizer, the "
           f"{format_nbytes(peak)} that are planned, which the budget counts, and "

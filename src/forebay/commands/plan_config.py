@@ -15,18 +15,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.alignment import whole_pages
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.files import write_text
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
-from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_block import Way, closed_form_way
-from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.plan_search import Way, closed_form_way
+from forebay.rewriter.pipeline.plan_task import ModelGraphs, PlanTask
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.objective import Objective, latency_s, tokens_per_s
 from forebay.rewriter.planning.options import Options
@@ -117,23 +115,20 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
         raise PlanError(f"prompt: {request.prompt} and {request.output} new tokens exceed the model's {limit} "
                         "positions")
     switches, (budget, spill_nbytes) = read_switches(), _budget(machine, dict(request.capacity), captured)
-    graphs, files = rewrite_captured(captured, switches, options.cache), _one_file(captured)
     fingerprint = f"config:{name}:{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
 
-    def graphs_of(workload: Workload, batching: BatchSchedule) -> StepGraphs:
-        return step_graphs(graphs, files, workload, fingerprint, host_hop=machine.kind.host_hop, batching=batching)
-
-    def work_of(batch: int) -> Workload:
-        return Workload(batch, request.prompt, request.output, *(request.usual or ()))
+    whole = PlanTask(ModelGraphs.of(captured, _one_file(captured), fingerprint, machine, switches, options), budget,
+                     Workload(1, request.prompt, request.output, *(request.usual or ())), options, machine, switches)
 
     @functools.cache
     def pipeline_of(batch: int) -> Pipeline:
-        return Pipeline(graphs_of(work_of(batch), options.batching(batch)), work_of(batch), machine, switches)
+        task = whole.for_batch(batch)
+        return task.pipeline(*task.schedules())
 
     ways: list[Way] = []
 
     def way_of(batch: int) -> Way | None:
-        way = closed_form_way(graphs_of, budget, work_of(batch), options, machine, switches, spill_nbytes)
+        way = closed_form_way(whole.for_batch(batch), spill_nbytes)
         ways.extend([way] if way else [])
         return way
 

@@ -30,7 +30,7 @@ def fit_job(
     """
     from forebay.build_model import build_model
     from forebay.rewriter.ir.plan import PlanError, Workload
-    from forebay.rewriter.pipeline.plan_places import plan_places
+    from forebay.rewriter.pipeline.plan_search import plan_slots
 
     if options.plan is not None:
         return build_model(opened, sizes, cast("Plan", options.plan).workload, options), encoded
@@ -43,7 +43,7 @@ def fit_job(
     def planned(most: int, places: int | None) -> LanguageModel:
         kept = up_to(most)
         prompts, usual = [len(p.ids) for p in kept], round(fmean(_new_tokens(p, new_tokens) for p in kept))
-        beside, how = most - max(prompts), partial(plan_places, places=places)
+        beside, how = most - max(prompts), partial(plan_slots, slots=places)
 
         def made_for(answer: int) -> LanguageModel:
             work = Workload(len(kept), max(prompts), answer, round(fmean(prompts)), min(usual, answer))

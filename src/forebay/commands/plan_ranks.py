@@ -24,13 +24,12 @@ def plans_of_ranks(
     none."""
     from forebay.read_mesh import read_mesh
     from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
-    from forebay.rewriter.switches import read_switches
 
     captured, checkpoint, files = opened
     with console().status("planning all ranks"):
-        ranks = rank_planners(captured, checkpoint.fingerprint, files, read_mesh(mesh), budget, options, machine,
-                              read_switches())
-        planned = plan_together([planner for _, planner in ranks], workload)
+        ranks = rank_planners(captured, checkpoint.fingerprint, files, read_mesh(mesh), budget, workload, options,
+                              machine)
+        planned = plan_together([planner for _, planner in ranks])
     return [(part, *each) for (part, _), each in zip(ranks, planned, strict=True)]
 
 

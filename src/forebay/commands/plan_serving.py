@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.turns import StepTurns
-    from forebay.rewriter.pipeline.step_pipeline import Pipeline
+    from forebay.rewriter.pipeline.plan_task import Planned, PlanTask
     from forebay.rewriter.planning.options import Options
     from forebay.rewriter.predict.of_programs import StepTimes
 
@@ -45,7 +45,7 @@ class ServingChoice:
 class _ServingWay:
     """A pipeline and its plan, with the turns and the rate for the goals."""
 
-    planned: tuple[Any, Any]
+    planned: Planned
     turns: StepTurns
     rate: float | None
 
@@ -61,15 +61,15 @@ def plan_serving(
     from forebay.open_model import open_model
     from forebay.rewriter.ir.byte_sizes import parse_budget
     from forebay.rewriter.ir.plan import Workload
-    from forebay.rewriter.pipeline.plan_places import entering_at_once
+    from forebay.rewriter.planning.features.admission import entering_at_once
     from forebay.runtime.disk.spill_file import require_spill_folder
 
     sizes = parse_budget(budget)
     require_spill_folder(sizes.disk)
     chosen: list[_ServingWay] = []
 
-    def choose(*given: Any) -> Any:
-        chosen.append(_best_way(given, options, goals))
+    def choose(task: PlanTask) -> Any:
+        chosen.append(_best_way(task, goals))
         return chosen[-1].planned
 
     places, prompt, new_tokens = options.places or 1, options.prompt or 1, options.new_tokens or 1
@@ -83,17 +83,18 @@ def step_times_of(lm: LanguageModel) -> StepTimes:
     """What its steps are predicted to take."""
     from forebay.rewriter.predict.of_programs import step_times
 
-    return step_times(lm.plan, partial(lm._pipeline.program, lm.plan), lm.machine)
+    return step_times(lm.plan, lm.steps.program, lm.machine)
 
 
-def _best_way(given: tuple[Any, ...], options: Options, goals: ServingGoals | None) -> _ServingWay:
+def _best_way(task: PlanTask, goals: ServingGoals | None) -> _ServingWay:
     from forebay.rewriter.ir.plan import PlanError
 
+    options = task.options
     ways, refused = [], None
     for count in (options.places,) if options.places else PLACES:
         for alone in (True, False) if options.prompt_lookup_num_tokens is not None and count == 1 else (False,):
             try:
-                ways.append(_way(_planned(given, count, alone=alone), given, goals))
+                ways.append(_way(_planned(task, count, alone=alone), task, goals))
                 break
             except PlanError as error:
                 refused = error
@@ -102,36 +103,35 @@ def _best_way(given: tuple[Any, ...], options: Options, goals: ServingGoals | No
         raise refused
     best = min(ways, key=_order)
     if goals is not None and not best.rate:
-        raise PlanError(_missed(ways, given, goals))
+        raise PlanError(_missed(ways, task, goals))
     return best
 
 
 def _order(way: _ServingWay) -> tuple[float, float]:
     """The greatest rate, then the least time of a sequence of a long job."""
-    from forebay.rewriter.pipeline.plan_places import sequence_time_s
+    from forebay.rewriter.planning.objective import sequence_time_s
 
     return -(way.rate or 0.0), sequence_time_s(way.planned[1])
 
 
-def _planned(given: tuple[Any, ...], count: int, *, alone: bool = False) -> tuple[Pipeline, Any]:
+def _planned(task: PlanTask, count: int, *, alone: bool = False) -> Planned:
     """So many places; one that is `alone` is entered by none beside it, and takes no memory for who enters."""
-    from forebay.rewriter.pipeline.plan_block import plan_block
-    from forebay.rewriter.pipeline.plan_places import entering_at_once
+    from forebay.rewriter.pipeline.plan_search import plan_batch
+    from forebay.rewriter.planning.features.admission import entering_at_once
 
-    graphs_of, limits, workload, options, profile, switches = given
-    wished = replace(options, entering=None, cache_tier=options.cache_tier or "device") if alone else replace(
-        options, entering=entering_at_once(count))
-    return plan_block(graphs_of, limits, replace(workload, batch=count), wished, profile, switches)
+    if alone:
+        return plan_batch(task.for_batch(count, entering=None, cache_tier=task.options.cache_tier or "device"))
+    return plan_batch(task.for_batch(count, entering=entering_at_once(count)))
 
 
-def _times(planned: tuple[Pipeline, Any], given: tuple[Any, ...]) -> StepTimes:
+def _times(planned: Planned, task: PlanTask) -> StepTimes:
     from forebay.rewriter.predict.of_programs import step_times
 
     pipeline, plan = planned
-    return step_times(plan, partial(pipeline.program, plan), given[4])
+    return step_times(plan, partial(pipeline.program, plan), task.machine)
 
 
-def _way(planned: tuple[Pipeline, Any], given: tuple[Any, ...], goals: ServingGoals | None) -> _ServingWay:
+def _way(planned: Planned, task: PlanTask, goals: ServingGoals | None) -> _ServingWay:
     """A plan, with the turns under which it keeps the goals at the greatest rate."""
     from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
     from forebay.rewriter.serving.goodput import ServiceLevel, greatest_rate
@@ -141,7 +141,7 @@ def _way(planned: tuple[Pipeline, Any], given: tuple[Any, ...], goals: ServingGo
 
     if goals is None:
         return _ServingWay(planned, USUAL_TURNS, None)
-    times, level = _times(planned, given), ServiceLevel(goals.ttft_s, goals.tpot_s, SHARE, runs=1)
+    times, level = _times(planned, task), ServiceLevel(goals.ttft_s, goals.tpot_s, SHARE, runs=1)
     alone = float(in_places([Arrival(0.0, goals.prompt, goals.output)], times).last[0])
     traffic = Traffic(1.0, REQUESTS, goals.prompt, goals.output)
     rates = {}
@@ -152,11 +152,11 @@ def _way(planned: tuple[Pipeline, Any], given: tuple[Any, ...], goals: ServingGo
     return _ServingWay(planned, turns, rates[turns])
 
 
-def _missed(ways: list[_ServingWay], given: tuple[Any, ...], goals: ServingGoals) -> str:
+def _missed(ways: list[_ServingWay], task: PlanTask, goals: ServingGoals) -> str:
     from forebay.rewriter.serving.in_places import in_places
     from forebay.rewriter.serving.traffic import Arrival
 
-    runs = [in_places([Arrival(0.0, goals.prompt, goals.output)], _times(way.planned, given)) for way in ways]
+    runs = [in_places([Arrival(0.0, goals.prompt, goals.output)], _times(way.planned, task)) for way in ways]
     ttft = min(float(run.ttft_s[0]) for run in runs)
     tpot = min((float(run.tpot_s[0]) for run in runs if len(run.tpot_s)), default=0.0)
     return (f"no plan within this budget keeps these goals: a request alone is predicted to take {_ms(ttft)} to its "

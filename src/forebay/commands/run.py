@@ -229,7 +229,7 @@ def _answer(
             finally:
                 lm.close()
     tokens = sum(len(p.ids) for p in encoded)
-    calls = sum(calls_of(part._pipeline, part.plan) for part in (lm, lm.helper) if part)
+    calls = sum(calls_of(part.steps.pipeline, part.plan) for part in (lm, lm.helper) if part)
     calls += 0 if lm.shared_draft is None else len(lm.shared_draft.program.step)
     beside = beside_nbytes(calls, total, tokens, lm.captured.vocab_size if ask.sampling.do_sample else 0,
                            traced=trace is not None)

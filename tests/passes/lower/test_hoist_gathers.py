@@ -25,7 +25,6 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.ranks import simulate_ranks
-from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.program import ProgramError, verify_program
 
 WORK, TOKENS = Workload(4, 8, 6), 8
@@ -45,9 +44,9 @@ def ranks(family: str, mesh: str, budget: int = 8 << 20, machine: Machine | None
     for name, spec in captured.weights.items():
         files[name] = FileSlice("/nothing", at, spec.nbytes)
         at += spec.nbytes
-    planners = rank_planners(captured, "", files, read_mesh(mesh), Budget(budget, 0), Options(prefill_chunk=TOKENS),
-                             machine or Machine.default(), Switches())
-    return plan_together([planner for _, planner in planners], WORK)
+    planners = rank_planners(captured, "", files, read_mesh(mesh), Budget(budget, 0), WORK,
+                             Options(prefill_chunk=TOKENS), machine or Machine.default())
+    return plan_together([planner for _, planner in planners])
 
 
 def program(family: str, mesh: str, budget: int = 8 << 20, tokens: int = TOKENS) -> Program:

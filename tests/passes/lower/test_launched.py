@@ -14,7 +14,8 @@ from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import FileSlice, Launch
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_block import plan_block
+from forebay.rewriter.pipeline.plan_search import plan_batch
+from forebay.rewriter.pipeline.plan_task import PlanTask
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
@@ -40,8 +41,8 @@ def launched(model: CapturedModel, options: Options | None = None, nbytes: int =
     def graphs_of(work: Workload, batching: BatchSchedule) -> StepGraphs:
         return step_graphs(model, files, work, "model", batching=batching)
 
-    pipeline, plan = plan_block(graphs_of, Budget(nbytes, 1 << 24), Workload(2, 9, 4), options or Options(),
-                                Machine.default(), Switches())
+    pipeline, plan = plan_batch(PlanTask(graphs_of, Budget(nbytes, 1 << 24), Workload(2, 9, 4), options or Options(),
+                                         Machine.default(), Switches()))
     programs = [pipeline.program(plan, tokens) for tokens in (1, plan.schedule.prefill_chunk)]
     items = [item for program in programs for item in (*program.prologue, *program.step)]
     return {item.op for item in items if isinstance(item, Launch) and find(item.op) is not None}

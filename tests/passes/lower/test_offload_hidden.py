@@ -130,14 +130,14 @@ def test_what_ends_where_it_waits_is_not_released_on_the_device() -> None:
 
 def test_shares_are_spread_and_contradictions_are_named() -> None:
     spread = BatchSchedule(MicroBatches(6), hidden=HiddenPlacement("disk", 2, 2, 2))
-    assert sorted(spread.hidden_homes()) == ["device"] * 2 + ["disk"] * 2 + ["host"] * 2 and not spread.fault()
+    assert sorted(spread.hidden_homes()) == ["device"] * 2 + ["disk"] * 2 + ["host"] * 2 and not spread.fault(6)
     assert spread.hidden_homes()[:3] != ["device"] * 3
     hidden = spread.hidden
-    assert replace(spread, hidden=replace(hidden, on_host=5)).fault().startswith("hidden.on_device, hidden.on_host")
-    assert replace(spread, hidden=replace(hidden, slots=0)).fault().startswith("hidden.slots")
-    assert replace(spread, micro_batches=MicroBatches(6, "row")).fault().startswith("hidden.tier: ")
-    assert replace(spread, admission=Admission(2)).fault()
-    assert BatchSchedule(MicroBatches(6), hidden=HiddenPlacement(on_device=1)).fault()
+    assert replace(spread, hidden=replace(hidden, on_host=5)).fault(6).startswith("hidden.on_device, hidden.on_host")
+    assert replace(spread, hidden=replace(hidden, slots=0)).fault(6).startswith("hidden.slots")
+    assert replace(spread, micro_batches=MicroBatches(6, "row")).fault(6).startswith("hidden.tier: ")
+    assert replace(spread, admission=Admission(2)).fault(6)
+    assert BatchSchedule(MicroBatches(6), hidden=HiddenPlacement(on_device=1)).fault(6)
     plain = BatchSchedule(MicroBatches(3))
     assert plain.of_step(8) == plain
     assert spread.of_step(1) == BatchSchedule(MicroBatches(6)) and spread.of_step(8) == spread

@@ -31,4 +31,4 @@ def without_slots(plan: Plan) -> Plan:
     (without_slots, r"the plan does not fit the model's graph \(IndexError: .*\); plan again")])
 def test_an_edited_plan_is_told_as_one(llama_checkpoint: Any, edit: Callable[[Plan], Plan], message: str) -> None:
     with llama_checkpoint.language_model(0.8, prefill_chunk=1) as lm, pytest.raises(PlanError, match=message):
-        lm._pipeline.program(edit(lm.plan), 1)
+        lm.steps.pipeline.program(edit(lm.plan), 1)

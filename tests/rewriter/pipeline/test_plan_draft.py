@@ -10,7 +10,7 @@ from forebay.rewriter.ir.drafts_beside import HELD_UP
 from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.schedule.speculation import Speculation
-from forebay.rewriter.pipeline.plan_draft import drafted_time_s, token_time_s
+from forebay.rewriter.pipeline.plan_draft import DraftWay, token_time_s
 
 PLAN = Plan("", "", Limits(1), Workload(1, 8, 11), Schedule(batching=BatchSchedule(speculation=Speculation((4, 2)))),
             (),
@@ -25,7 +25,8 @@ DRAFT = replace(PLAN, schedule=Schedule(), prediction=Prediction(0.5, 0.1))
 ])
 def test_a_token_takes_its_share_of_a_pass_and_of_the_drafts(chance: float, expected: float) -> None:
     assert token_time_s(PLAN, DRAFT, chance) == pytest.approx(expected)
-    assert drafted_time_s(PLAN, DRAFT, chance) == pytest.approx(0.5 + 2.0 + 10 * expected)
+    way = DraftWay(None, PLAN, DRAFT, chance, 0)  # type: ignore[arg-type]
+    assert way.answer_s(chance) == pytest.approx(0.5 + 2.0 + 10 * expected)
 
 
 def test_dear_drafts_are_left() -> None:

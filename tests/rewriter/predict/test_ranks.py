@@ -99,11 +99,9 @@ def test_plans_of_ranks_know_that_all_read_one_disk(ranks: int, measured: int, s
     whole = families.captured("opt")
     files = {spec.name: FileSlice("/nothing", i << 24, spec.nbytes) for i, spec in enumerate(whole.weights.values())}
 
-
     def plans(nbytes: int) -> list[tuple[Pipeline, Plan]]:
-        planners = rank_planners(whole, "", files, RankShare((ranks,), 0), Budget(nbytes, 0), Options(), known,
-                                 Switches())
-        return plan_together([planner for _, planner in planners], WORK)
+        planners = rank_planners(whole, "", files, RankShare((ranks,), 0), Budget(nbytes, 0), WORK, Options(), known)
+        return plan_together([planner for _, planner in planners])
 
     planned = plans(max(pipeline.smallest_budget() for pipeline, _ in plans(1 << 24)))
     prediction = planned[0][1].prediction

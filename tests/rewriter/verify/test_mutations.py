@@ -93,7 +93,7 @@ def programs_of(schedule: str, opened: tuple, folder: Path) -> list[Program]:
         small("qwen3_moe").save_pretrained(folder)
         budget = {"device": 900_000, "host": 0, "disk": folder}
         experts = wrap(folder, budget, batch=3, prompt=7, new_tokens=6, expert_slots=2)  # three rounds
-        return [experts._pipeline.program(experts.plan, 1)]
+        return [experts.steps.program(1)]
     if schedule.startswith("carried"):
         return [Carried(tier="host" if "host" in schedule else "disk", hop="hop" in schedule).program()]
     nbytes = sum(w.nbytes for w in opened[0].weights.values())
@@ -103,7 +103,7 @@ def programs_of(schedule: str, opened: tuple, folder: Path) -> list[Program]:
     budget = Budget(int(share * nbytes) + operators_nbytes(opened, workload, options, host), host, str(folder))
     lm = LanguageModel(*opened, budget, workload, options)
     chunk = lm.plan.schedule.prefill_chunk
-    return [lm._pipeline.program(lm.plan, tokens) for tokens in {1, chunk}]
+    return [lm.steps.program(tokens) for tokens in {1, chunk}]
 
 
 def _module_program(folder: Path) -> Program:

@@ -213,7 +213,7 @@ def test_without_any_one_wait_a_step_is_refused(
 ) -> None:
     """Every wait but those that a later one of the same stream implies, together with which it is refused."""
     with cases("llama").language_model(1.2, entering=2, **more) as lm:
-        program = lm._pipeline.program(lm.plan, tokens)
+        program = lm.steps.program(tokens)
         waits = [i for i, item in enumerate(program.step) if isinstance(item, Wait)]
         assert len(waits) > 10
         for i in waits:

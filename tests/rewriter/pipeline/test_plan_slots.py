@@ -14,11 +14,14 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.schedule.admission import Admission
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_places import entering_at_once, plan_answers, plan_places, sequence_time_s
+from forebay.rewriter.pipeline.plan_search import plan_answers, plan_slots
+from forebay.rewriter.pipeline.plan_task import PlanTask
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.planning.features.admission import entering_at_once
+from forebay.rewriter.planning.objective import sequence_time_s
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
-from tests.rewriter.pipeline.test_plan_block import graphs
+from tests.rewriter.pipeline.test_plan_search import graphs
 
 pytestmark = pytest.mark.usefixtures("planned_with_our_kernels")
 JOB = Workload(100, 60, 40)
@@ -26,7 +29,7 @@ JOB = Workload(100, 60, 40)
 
 def places_of(budget: int, job: Workload = JOB, wished: int | None = None, **options: Any) -> Plan:
     wish = Options(**{"cache_tier": "device"} | options)
-    return plan_places(graphs, Budget(budget), job, wish, Machine.default(), Switches(), wished)[1]
+    return plan_slots(PlanTask(graphs, Budget(budget), job, wish, Machine.default(), Switches()), wished)[1]
 
 
 def test_a_job_has_the_places_that_take_least_time_a_sequence() -> None:
@@ -70,9 +73,10 @@ def test_a_prompt_of_one_token_enters() -> None:
 
 def test_answers_begin_together_where_the_device_caches_them() -> None:
     for budget, entering in ((1 << 28, False), (4 << 20, True)):
-        _, plan = plan_answers(graphs, Budget(budget), JOB, Options(), Machine.default(), Switches())
+        _, plan = plan_answers(PlanTask(graphs, Budget(budget), JOB, Options(), Machine.default(), Switches()))
         assert bool(plan.schedule.batching.admitted) is entering and (plan.workload.batch == JOB.batch) is not entering
-    _, plan = plan_answers(graphs, Budget(4 << 20), JOB, Options(cache_tier="disk"), Machine.default(), Switches())
+    on_disk = Options(cache_tier="disk")
+    _, plan = plan_answers(PlanTask(graphs, Budget(4 << 20), JOB, on_disk, Machine.default(), Switches()))
     assert plan.schedule.batching.cache.tier == "disk" and plan.workload.batch >= JOB.batch
 
 
@@ -86,7 +90,7 @@ def test_caches_off_the_device_where_more_places_take_less_time_a_sequence() -> 
 
     def planned(budget: int, tier: Any = None) -> Plan:
         job, machine = Workload(8, 300, 200), Machine.default()
-        return plan_places(large, Budget(budget), job, Options(cache_tier=tier), machine, Switches())[1]
+        return plan_slots(PlanTask(large, Budget(budget), job, Options(cache_tier=tier), machine, Switches()))[1]
 
     plan, on_device = planned(32 << 20), planned(32 << 20, "device")
     batching = plan.schedule.batching
@@ -101,8 +105,8 @@ def test_caches_off_the_device_where_more_places_take_less_time_a_sequence() -> 
 def test_places_with_caches_on_several_tiers() -> None:
     """Whole layers of them, so that sequences may enter any place."""
     options: dict[str, Any] = {"cache_shares": (0.3, 0.4), "micro_batches": 2, "cache_tokens": 16}
-    _, plan = plan_places(graphs, Budget(64 << 20, 64 << 20), JOB, Options(cache_tier="disk", **options),
-                          Machine.default(), Switches(), 16)
+    _, plan = plan_slots(PlanTask(graphs, Budget(64 << 20, 64 << 20), JOB, Options(cache_tier="disk", **options),
+                          Machine.default(), Switches()), 16)
     batching = plan.schedule.batching
     homes = batching.cache_homes(3)
     assert batching.admitted == 2 and {len(set(of_layer)) for of_layer in homes} == {1}

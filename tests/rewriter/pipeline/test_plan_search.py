@@ -12,7 +12,7 @@ from families import rewritten
 from hypothesis import given
 from hypothesis import strategies as st
 
-import forebay.rewriter.pipeline.plan_block as module
+import forebay.rewriter.pipeline.plan_search as module
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
@@ -22,8 +22,10 @@ from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
 from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_block import block_tokens, plan_block, staged_blocks
+from forebay.rewriter.pipeline.plan_search import plan_batch
+from forebay.rewriter.pipeline.plan_task import PlanTask
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
+from forebay.rewriter.planning.features.cache_placement import block_tokens
 from forebay.rewriter.planning.graph_needs import launch_count
 from forebay.rewriter.planning.objective import latency_s
 from forebay.rewriter.planning.options import Options
@@ -49,19 +51,23 @@ def test_blocks_are_whole_pages_with_little_padding_where_that_can_be(token: int
     assert tokens == 64 or padding(tokens) <= 1 / 8
 
 
+def staged(work: Workload, options: Options) -> list[BatchSchedule]:
+    return PlanTask(graphs, Budget(1), work, options, Machine.default(), Switches()).schedules(staged=True)
+
+
 @given(st.integers(1, 300))
 def test_every_way_has_room_for_the_batch_and_none_is_empty(batch: int) -> None:
     work = replace(WORK, batch=batch)
-    ways = staged_blocks(graphs, work, Options(cache_tokens=16))
+    ways = staged(work, Options(cache_tokens=16))
     assert len({way.micro_batches.count for way in ways}) == len(ways) >= 1
     for way in ways:
         each = math.ceil(batch / way.micro_batches.count)
         assert 1 <= way.micro_batches.count <= batch and way.cache.tier == "disk" and each <= 128
     assert any(way.micro_batches.count == batch for way in ways)
-    wished = staged_blocks(graphs, work, Options(micro_batches=7, order="row", cache_slots=4, cache_tokens=32))
+    wished = staged(work, Options(micro_batches=7, order="row", cache_slots=4, cache_tokens=32))
     assert wished == [BatchSchedule(MicroBatches(min(7, batch), "row"), CachePlacement("disk", 32, 4))]
-    assert staged_blocks(graphs, work, Options(cache_tier="host", cache_tokens=16))[0].cache.tier == "host"
-    assert not staged_blocks(graphs, work, Options(cache_tier="device"))
+    assert staged(work, Options(cache_tier="host", cache_tokens=16))[0].cache.tier == "host"
+    assert not staged(work, Options(cache_tier="device"))
 
 
 def graphs(work: Workload, batching: BatchSchedule) -> StepGraphs:
@@ -98,7 +104,7 @@ def test_other_shares_need_what_a_pipeline_of_their_own_finds(change: dict) -> N
 
 def test_a_cache_that_fits_the_device_stays_there() -> None:
     for options, count in ((Options(), 1), (Options(micro_batches=3), 3)):
-        _, plan = plan_block(graphs, Budget(1 << 24), WORK, options, Machine.default(), Switches())
+        _, plan = plan_batch(PlanTask(graphs, Budget(1 << 24), WORK, options, Machine.default(), Switches()))
         assert plan.schedule.batching == BatchSchedule(MicroBatches(count))
 
 
@@ -107,11 +113,12 @@ def test_one_that_does_not_goes_to_disk_in_the_fastest_way() -> None:
     device = Pipeline(graphs(work, BatchSchedule()), work, Machine.default(), Switches()).smallest_budget(Options())
     budget = Budget(device - 200_000)
     with pytest.raises(PlanError, match="cannot work for batch 24"):
-        plan_block(graphs, budget, work, Options(cache_tier="device"), Machine.default(), Switches())
-    _, plan = plan_block(graphs, budget, work, Options(), Machine.default(), Switches())
+        plan_batch(PlanTask(graphs, budget, work, Options(cache_tier="device"), Machine.default(), Switches()))
+    _, plan = plan_batch(PlanTask(graphs, budget, work, Options(), Machine.default(), Switches()))
     assert plan.schedule.batching.cache.tier == "disk" and plan.workload.batch >= 24
     for count in (3, 6, 24):
-        _, other = plan_block(graphs, budget, work, Options(micro_batches=count), Machine.default(), Switches())
+        options = Options(micro_batches=count)
+        _, other = plan_batch(PlanTask(graphs, budget, work, options, Machine.default(), Switches()))
         assert latency_s(plan) <= latency_s(other)
 
 
@@ -123,7 +130,7 @@ def test_host_memory_takes_caches_where_it_is_given() -> None:
     plans = {}
     for host in (0, 1 << 20, 1 << 24):
         budget = Budget(device + 200_000, host)
-        _, plan = plan_block(graphs, budget, work, Options(micro_batches=6), Machine.default(), Switches())
+        _, plan = plan_batch(PlanTask(graphs, budget, work, Options(micro_batches=6), Machine.default(), Switches()))
         assert plan.arenas.get("host", 0) <= host and plan.arenas["device"] <= budget.device
         plans[host] = plan
     assert plans[0].schedule.batching.cache.on_host == 0
@@ -134,12 +141,12 @@ def test_host_memory_takes_caches_where_it_is_given() -> None:
 def test_where_nothing_fits_the_smallest_need_is_named() -> None:
     least = min(needed("device"), needed("disk"))
     with pytest.raises(PlanError, match=r"the smallest that can is .*?\((\d+) bytes") as refused:
-        plan_block(graphs, Budget(1000), WORK, Options(), Machine.default(), Switches())
+        plan_batch(PlanTask(graphs, Budget(1000), WORK, Options(), Machine.default(), Switches()))
     named = int(str(refused.value).split(" bytes: ")[0].rsplit("(", 1)[1])
     assert named <= least
-    plan_block(graphs, Budget(named), WORK, Options(), Machine.default(), Switches())
+    plan_batch(PlanTask(graphs, Budget(named), WORK, Options(), Machine.default(), Switches()))
     with pytest.raises(PlanError, match="the smallest that can is"):
-        plan_block(graphs, Budget(named - 1), WORK, Options(), Machine.default(), Switches())
+        plan_batch(PlanTask(graphs, Budget(named - 1), WORK, Options(), Machine.default(), Switches()))
 
 
 def on_gpu(work: Workload, batching: BatchSchedule) -> StepGraphs:
@@ -151,13 +158,13 @@ def test_with_few_slots_the_smallest_named_is_enough(slots: int) -> None:
     """Micro-batches that take turns hold a layer's weights: with fewer slots than their tiles more stays resident."""
     options = Options(slots=slots, cache_tier="disk", micro_batches=3)
     with pytest.raises(PlanError, match=r"the smallest that can is .*?\((\d+) bytes") as refused:
-        plan_block(graphs, Budget(20_000), WORK, options, Machine.default(), Switches())
+        plan_batch(PlanTask(graphs, Budget(20_000), WORK, options, Machine.default(), Switches()))
     least = int(re.search(r"\((\d+) bytes", str(refused.value))[1])
     for budget in (least, 5 * least // 4):
-        _, plan = plan_block(graphs, Budget(budget), WORK, options, Machine.default(), Switches())
+        _, plan = plan_batch(PlanTask(graphs, Budget(budget), WORK, options, Machine.default(), Switches()))
         assert plan.schedule.slots in (0, slots)
     with pytest.raises(PlanError):
-        plan_block(graphs, Budget(least - 1), WORK, options, Machine.default(), Switches())
+        plan_batch(PlanTask(graphs, Budget(least - 1), WORK, options, Machine.default(), Switches()))
 
 
 def test_on_a_gpu_the_host_attends_where_that_is_faster() -> None:
@@ -170,8 +177,8 @@ def test_on_a_gpu_the_host_attends_where_that_is_faster() -> None:
     found = {}
     for rate in (t4.host_attention_bytes_per_s, t4.host_attention_bytes_per_s / 100):
         machine = replace(t4, host_attention_bytes_per_s=rate)
-        ways = {wish: plan_block(on_gpu, budget, work, Options(cache_tier="host", micro_batches=4, cpu_attention=wish),
-                                 machine, Switches())[1] for wish in (True, False, None)}
+        task = PlanTask(on_gpu, budget, work, Options(cache_tier="host", micro_batches=4), machine, Switches())
+        ways = {wish: plan_batch(task.for_batch(work.batch, cpu_attention=wish))[1] for wish in (True, False, None)}
         taken = ways[None].schedule.batching.cache.cpu_attention
         assert taken is (latency_s(ways[True]) < latency_s(ways[False]))
         assert latency_s(ways[None]) == min(map(latency_s, ways.values()))
@@ -184,7 +191,7 @@ def test_beside_a_gpu_a_region_is_loaded_into_behind_what_was_stored_of_it(count
     """Also where the next of its micro-batches takes its turn at once: without that wait it is refused."""
     work, budget = Workload(32, 32, 8), Budget(80 << 20, 1 << 28)
     options = Options(cache_tier="host", micro_batches=count, hidden_tier="host", prefill_chunk=16)
-    pipeline, plan = plan_block(on_gpu, budget, work, options, load_machine_or_preset("t4"), Switches())
+    pipeline, plan = plan_batch(PlanTask(on_gpu, budget, work, options, load_machine_or_preset("t4"), Switches()))
     program = pipeline.program(plan, 16)
     loads = [i for i, item in enumerate(program.step) if isinstance(item, Copy) and item.stream == RETURN
              and item.label.startswith("load") and item.label.endswith("@0") and "cache" not in item.label]
@@ -210,7 +217,7 @@ def test_few_ways_are_simulated_and_the_best_of_all_is_near(monkeypatch: pytest.
         monkeypatch.setattr(module, "_try_near", found)
         plan = Pipeline.plan
         monkeypatch.setattr(Pipeline, "plan", lambda *a, plan=plan, plans=plans: plans.append(p := plan(*a)) or p)
-        _, best = plan_block(on_gpu, budget, work, Options(cache_tier="host"), t4, Switches())
+        _, best = plan_batch(PlanTask(on_gpu, budget, work, Options(cache_tier="host"), t4, Switches()))
         monkeypatch.setattr(Pipeline, "plan", plan)
         taken.append((len(plans), latency_s(best)))
     assert taken[0][0] <= 12 < len(tried)
@@ -220,8 +227,9 @@ def test_few_ways_are_simulated_and_the_best_of_all_is_near(monkeypatch: pytest.
 def test_without_a_gpu_it_attends_only_where_that_is_wished() -> None:
     options = Options(cache_tier="host", micro_batches=3)
     for wish, expected in ((None, False), (True, True)):
-        _, plan = plan_block(graphs, Budget(needed("disk") * 2, 1 << 24), WORK, replace(options, cpu_attention=wish),
-                             replace(Machine.default(), host_attention_bytes_per_s=1e15), Switches())
+        machine = replace(Machine.default(), host_attention_bytes_per_s=1e15)
+        _, plan = plan_batch(PlanTask(graphs, Budget(needed("disk") * 2, 1 << 24), WORK,
+                                      replace(options, cpu_attention=wish), machine, Switches()))
         assert plan.schedule.batching.cache.cpu_attention is expected
 
 
@@ -248,9 +256,9 @@ def test_hidden_states_leave_the_device_for_larger_chunks_where_weights_bind() -
     work, options = Workload(4, 64, 4), Options(cache_tier="disk", micro_batches=4)
     staged = graphs(work, BatchSchedule(MicroBatches(4, "zigzag"), CachePlacement("disk", 16, 3)))
     budget = Budget(int(1.05 * Pipeline(staged, work, fast, Switches()).smallest_budget(Options())))
-    _, away = plan_block(graphs, budget, work, options, fast, Switches())
-    _, stays = plan_block(graphs, budget, work, replace(options, hidden_tier="device"), fast, Switches())
-    _, other = plan_block(graphs, budget, work, options, slow, Switches())
+    _, away = plan_batch(PlanTask(graphs, budget, work, options, fast, Switches()))
+    _, stays = plan_batch(PlanTask(graphs, budget, work, replace(options, hidden_tier="device"), fast, Switches()))
+    _, other = plan_batch(PlanTask(graphs, budget, work, options, slow, Switches()))
     assert (away.schedule.batching.hidden.tier, stays.schedule.batching.hidden.tier,
             other.schedule.batching.hidden.tier) == (
         "disk", "device", "device")

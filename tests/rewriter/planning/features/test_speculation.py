@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from families import rewritten
 
-from forebay.rewriter.capture.step_graphs import step_graphs
+from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, validate
 from forebay.rewriter.ir.program import Copy, FileSlice
 from forebay.rewriter.ir.schedule.admission import Admission
@@ -16,9 +16,11 @@ from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
 from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_block import plan_block
-from forebay.rewriter.pipeline.plan_speculation import VERIFY_SIZES, plan_speculation
+from forebay.rewriter.pipeline.plan_search import finish, plan_batch
+from forebay.rewriter.pipeline.plan_shared_draft import checking_drafts
+from forebay.rewriter.pipeline.plan_task import PlanTask
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
+from forebay.rewriter.planning.features.speculation import VERIFY_SIZES
 from forebay.rewriter.planning.options import Options, check_choices
 from forebay.rewriter.switches import Switches
 
@@ -32,13 +34,25 @@ def pipeline(work: Workload = WORK, batching: BatchSchedule = ALONE, family: str
     return Pipeline(step_graphs(lm, files, work, family, batching=batching), work, Machine.default(), Switches())
 
 
+def speculated(made: Pipeline, plain: Plan, budget: Budget, options: Options) -> tuple[Pipeline, Plan]:
+    """What comes of a plan without such steps, or of its pipeline, where a number of drafted tokens is asked for."""
+    if isinstance(options.prompt_lookup_num_tokens, int):
+        checking = checking_drafts(made, options)
+        return checking, checking.plan(budget, options)
+
+    def graphs_of(work: Workload, batching: BatchSchedule) -> StepGraphs:
+        return pipeline(work, batching).graphs
+
+    return finish(PlanTask(graphs_of, budget, made.workload, options, made.machine, made.switches), (made, plain))
+
+
 def planned(room: int, options: Options, work: Workload = WORK, batching: BatchSchedule = ALONE) -> tuple[Plan, Plan,
                                                                                                         Pipeline]:
     """The plan without and with what is decided here, `room` bytes above the least budget."""
     made = pipeline(work, batching)
     budget = Budget(made.smallest_budget(options) + room)
     plain = made.plan(budget, options)
-    found, plan = plan_speculation(made, plain, budget, options)
+    found, plan = speculated(made, plain, budget, options)
     return plain, plan, found
 
 
@@ -47,7 +61,7 @@ def test_steps_that_cost_little_check_drafts_by_themselves(
     free: float, loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside weights as few as a tiny model's the memory of drafts is much; with these bounds some pay."""
-    import forebay.rewriter.pipeline.plan_speculation as module
+    import forebay.rewriter.planning.features.speculation as module
 
     monkeypatch.setattr(module, "MAX_VERIFY_RATIO", free)
     monkeypatch.setattr(module, "MAX_DECODE_REGRESSION", loss)
@@ -69,7 +83,7 @@ def test_where_nothing_is_asked_for_the_plan_stays() -> None:
 
 
 def test_dearer_steps_are_taken_where_they_are_forced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    import forebay.rewriter.pipeline.plan_speculation as module
+    import forebay.rewriter.planning.features.speculation as module
 
     monkeypatch.setattr(module, "MAX_VERIFY_RATIO", 0.5)
     plain, plan, _ = planned(100_000, Options(prompt_lookup_num_tokens="auto"))
@@ -79,7 +93,7 @@ def test_dearer_steps_are_taken_where_they_are_forced_alone(monkeypatch: pytest.
 
 
 def test_memory_that_would_make_decoding_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    import forebay.rewriter.pipeline.plan_speculation as module
+    import forebay.rewriter.planning.features.speculation as module
 
     monkeypatch.setattr(module, "MAX_DECODE_REGRESSION", 0.5)
     plain, plan, _ = planned(100_000, Options(prompt_lookup_num_tokens="auto"))
@@ -91,9 +105,9 @@ def test_a_budget_without_room_for_them_has_no_such_steps() -> None:
     made = pipeline(Workload(4, 2, 60))
     budget = Budget(made.smallest_budget(options))
     plain = made.plan(budget, options)
-    assert plan_speculation(made, plain, budget, options)[1] is plain
+    assert speculated(made, plain, budget, options)[1] is plain
     with pytest.raises(PlanError, match="cannot work"):
-        plan_speculation(made, plain, budget, replace(options, prompt_lookup_num_tokens=40))
+        speculated(made, plain, budget, replace(options, prompt_lookup_num_tokens=40))
 
 
 def test_caches_off_the_device_keep_their_shares_in_such_steps() -> None:
@@ -108,7 +122,7 @@ def test_caches_off_the_device_keep_their_shares_in_such_steps() -> None:
                                 cache=replace(batching.cache, on_device=0, on_host=0))).with_batching(batching)
         budget = Budget(made.smallest_budget(options) + 200_000, 1 << 22)
         plain = made.plan(budget, options)
-        found, plan = plan_speculation(made, plain, budget, options)
+        found, plan = speculated(made, plain, budget, options)
         assert plan.schedule.batching == replace(batching, speculation=replace(batching.speculation, steps=(4, 2)))
         assert found.needs.staged is not None
         rooms = [{b.name: b.nbytes for b in p.buffers if b.name.startswith("operands")} for p in (plain, plan)]
@@ -147,7 +161,7 @@ def test_the_shortest_chunk_is_no_step_that_checks(prompt: int, drafted: Any) ->
     budget = Budget(made.smallest_budget(options))
     plain = made.plan(budget, options)
     try:
-        _, plan = plan_speculation(made, plain, budget, options)
+        _, plan = speculated(made, plain, budget, options)
     except PlanError as error:
         assert drafted != "auto" and ("cannot work" in str(error) or "leave none for a prompt" in str(error))
     else:
@@ -155,7 +169,7 @@ def test_the_shortest_chunk_is_no_step_that_checks(prompt: int, drafted: Any) ->
         assert plan is plain or drafted != "auto" or plan.prediction.decode_time_s <= 1.02 * (
             plain.prediction.decode_time_s)
     wide = Budget(budget.device + 1_000_000)
-    _, plan = plan_speculation(made, made.plan(wide, options), wide, options)
+    _, plan = speculated(made, made.plan(wide, options), wide, options)
     assert plan.schedule.speculative_steps or drafted == "auto"
 
 
@@ -166,9 +180,9 @@ def test_pieces_as_large_as_without_such_steps_are_tried_too(monkeypatch: pytest
         budget = Budget(made.smallest_budget(options) + room)
         plain = made.plan(budget, options)
         with monkeypatch.context() as patch:
-            patch.setattr("forebay.rewriter.pipeline.plan_speculation._in_slots_of", lambda *_: None)
-            without = plan_speculation(made, plain, budget, options)[1].schedule.speculative_steps
-        plan = plan_speculation(made, plain, budget, options)[1]
+            patch.setattr("forebay.rewriter.planning.features.speculation._in_slots_of", lambda *_: None)
+            without = speculated(made, plain, budget, options)[1].schedule.speculative_steps
+        plan = speculated(made, plain, budget, options)[1]
         assert set(plan.schedule.speculative_steps) >= set(without)
         assert plan.prediction.decode_time_s <= 1.02 * plain.prediction.decode_time_s
         larger += plan.schedule.speculative_steps != without
@@ -208,9 +222,9 @@ def test_a_short_prompt_that_enters_is_computed_by_a_prefill_step(prompt: int, d
     work, options = Workload(1, prompt, 24), Options(prompt_lookup_num_tokens=drafted, entering=1)
     if drafted == 1:
         with pytest.raises(PlanError, match="steps over 2 tokens compute the prompt, in chunks of as many"):
-            plan_block(graphs_of, Budget(1 << 24), work, options, Machine.default(), Switches())
+            plan_batch(PlanTask(graphs_of, Budget(1 << 24), work, options, Machine.default(), Switches()))
         return
-    _, plan = plan_block(graphs_of, Budget(1 << 24), work, options, Machine.default(), Switches())
+    _, plan = plan_batch(PlanTask(graphs_of, Budget(1 << 24), work, options, Machine.default(), Switches()))
     assert plan.schedule.speculative_steps == (4,) and plan.schedule.prefill_chunk == 2
 
 

@@ -1,0 +1,112 @@
+"""Where the caches of a batch lie: on which tier, in blocks of how many tokens, and what shares on faster ones."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.cache_layout import cache_buffers
+from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
+from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.features.feature import ScheduleFeature, ScheduleRequest
+from forebay.rewriter.planning.options import Options
+
+BLOCK_TOKENS = (8, 16, 32, 64)  # of a cache block
+MAX_PADDING = 1 / 8  # of a token's bytes
+
+
+def cache_placements(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:
+    """Of caches that leave the device, all on the furthest tier that is allowed; none where they have to stay."""
+    options = request.options
+    if not request.staged:
+        yield batching
+    elif options.cache_tier != "device":
+        tokens = options.cache_tokens or block_tokens(cache_buffers(request.graphs.step(1)), request.workload)
+        yield replace(batching, cache=CachePlacement(options.cache_tier or "disk", tokens, options.cache_slots,
+                                                     cpu_attention=bool(options.cpu_attention)))
+
+
+def block_tokens(cache: Mapping[str, int], workload: Workload) -> int:
+    """Tokens of a cache block, for a cache of these bytes by buffer: the fewest of `BLOCK_TOKENS` that are whole pages
+    without much padding. Loads join a sequence's blocks, and what is not full yet takes memory: fewer are better."""
+    tokens = {nbytes // (workload.batch * workload.context) for nbytes in cache.values()}  # bytes of a K or a V
+    for count in BLOCK_TOKENS:
+        unit = PAGE_NBYTES // count
+        if all(-(-2 * each // unit) * unit <= (1 + MAX_PADDING) * 2 * each for each in tokens):
+            return count
+    return BLOCK_TOKENS[-1]
+
+
+def in_shares(
+    batching: BatchSchedule, layers: int, options: Options, machine: Machine, host: bool,
+    fits: Callable[[BatchSchedule], bool], parts: tuple[int, int]
+) -> list[BatchSchedule]:
+    """List a schedule with shares of the caches of so many layers on faster tiers.
+
+    Args:
+        batching: The schedule, with all of its caches on one tier.
+        layers: Layers whose caches are staged.
+        options: The shares that are asked for; without any, from none to all that fit are listed.
+        machine: The machine, whose host may attend beside the device.
+        host: Whether host memory is allowed.
+        fits: Whether a schedule has a plan.
+        parts: Into how many parts the most that fit the device, and host memory, are divided.
+
+    Returns:
+        Those that fit.
+    """
+    total = layers * batching.micro_batches.count
+
+    def most(way: Callable[[int], BatchSchedule]) -> int:
+        """The most caches that a faster tier has room for; all of them need no slots for what comes from the disk."""
+        if fits(way(total)):
+            return total
+        return max(0, bisect_right(range(total), 0, key=lambda n: int(not fits(way(n)))) - 1)
+
+    if options.cache_tier is not None or options.cache_shares is not None:
+        ways = [asked_shares(batching, layers, options)]
+    else:
+        held = most(lambda n: _in_whole_layers(batching, 0, n)) if batching.cache.tier == "disk" and host else 0
+        stay = most(lambda n: _in_whole_layers(batching, n, min(held, total - n)))
+        ways = [_in_whole_layers(batching, d, min(h, total - d))
+                for d in parts_of(stay, parts[0]) for h in parts_of(held, parts[1])]
+    if options.cpu_attention is None and host_attends(machine):
+        ways += [replace(way, cache=replace(way.cache, cpu_attention=True)) for way in ways
+                 if way.cache.on_host or way.cache.tier == "host"]
+    return [*filter(fits, dict.fromkeys(ways))]
+
+
+def asked_shares(batching: BatchSchedule, layers: int, options: Options) -> BatchSchedule:
+    """The schedule with the shares of its caches that `options` name on faster tiers, none where they name none.
+    PlanError for shares that are none."""
+    device_share, host_share = options.cache_shares or (0.0, 0.0)
+    if min(device_share, host_share) < 0 or device_share + host_share > 1:
+        raise PlanError(f"cache_shares: {device_share} on the device and {host_share} in host memory must be "
+                        "shares of one whole")
+    total = layers * batching.micro_batches.count
+    return _in_whole_layers(batching, int(device_share * total), int(host_share * total))
+
+
+def _in_whole_layers(batching: BatchSchedule, device: int, host: int) -> BatchSchedule:
+    """The schedule with at most so many of its caches on the device and in host memory, if not all others are there: as
+    many as lie together."""
+    unit, host = batching.placement_granularity, 0 if batching.cache.tier == "host" else host
+    return replace(batching,
+                   cache=replace(batching.cache, on_device=device // unit * unit, on_host=host // unit * unit))
+
+
+def host_attends(machine: Machine) -> bool:
+    """Whether there is a host beside the device that is known to attend; without a GPU both are the same cores."""
+    return machine.kind.host_hop and machine.host_attention_bytes_per_s > 0
+
+
+def parts_of(most: int, parts: int) -> list[int]:
+    """0, `most` and what lies between, in so many equal parts."""
+    return list(dict.fromkeys(most * i // parts for i in range(parts + 1)))
+
+
+CACHE_PLACEMENT = ScheduleFeature("cache", candidates=cache_placements)
