@@ -13,6 +13,7 @@ from forebay.rewriter.ir.program import (
     DISK,
     DOWNLOAD,
     LOAD,
+    LOOKUP,
     RETURN,
     UPLOAD,
     WRITE,
@@ -72,6 +73,8 @@ def advise(plan: Plan) -> list[str]:
     if not p.decode_time_s:
         return []
     compute, lane = p.busy_time_s.get(COMPUTE, 0.0), _busiest(plan)
+    if plan.schedule.routed.steps:
+        return _of_experts(plan, compute)
     if not p.streamed_nbytes and not lane.time_s:
         return ["compute-bound: nothing streams; more sequences at once would give more tokens per second"]
 
@@ -100,6 +103,24 @@ def advise(plan: Plan) -> list[str]:
     bound = "compute" if compute >= lane.time_s else lane.name
     busy = [100 * min(1.0, t / p.decode_time_s) for t in (lane.time_s, compute)]
     first = f"{bound}-bound: {lane.what} busy {busy[0]:.0f} % of the step, computation {busy[1]:.0f} %"
+    return [first] + [f"{what} would give {times:.1f}x" for times, what in sorted(found, reverse=True)
+                      if times >= WORTH]
+
+
+def _of_experts(plan: Plan, compute: float) -> list[str]:
+    """The same where decode steps read experts by name, which runs beside nothing: what more memory would give, by the
+    share of experts that pools would hold, and a faster disk."""
+    step, read = plan.prediction.decode_time_s, plan.prediction.busy_time_s.get(LOOKUP, 0.0)
+    hit = plan.schedule.routed.hit_rate
+    pools = sum(b.nbytes for b in plan.buffers if b.kind == "pool")
+    tables = sum(w.nbytes for w in plan.weights if w.pool_slots)
+    less = min(1.0, hit / (1 - hit)) if hit < 1 else 0.0  # the share of what is read that twice the slots would hold
+    twice, all_ = (format_nbytes(plan.budget.device + more) for more in (min(pools, tables - pools), tables - pools))
+    found = [(step / max(1e-9, step - read * less), f"a device budget of {twice}, for pools of twice as many experts,"),
+             (step / max(1e-9, step - read), f"a device budget of {all_}, in which all experts stay,"),
+             (step / (step - read / 2), "a disk twice as fast")]
+    first = (f"{'disk' if read > compute else 'compute'}-bound: reads of experts take {100 * read / step:.0f} % of the "
+             f"step, computation {100 * compute / step:.0f} %")
     return [first] + [f"{what} would give {times:.1f}x" for times, what in sorted(found, reverse=True)
                       if times >= WORTH]
 

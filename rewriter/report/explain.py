@@ -125,11 +125,9 @@ def _experts(plan: Plan) -> str:
     tables, routed = [w for w in plan.weights if w.pool_slots], plan.schedule.routed
     pools = sum(b.nbytes for b in plan.buffers if b.kind == "pool")
     share = pools / max(1, sum(w.nbytes for w in tables))
-    other = sorted({*plan.schedule.step_sizes} - {*routed.steps})
-    whole = f"; steps over {' or '.join(map(str, other))} tokens stream all of them" if other else ""
-    return (f"{tables[0].pool_slots} of each of {len(tables)} layers lie in pools ({format_nbytes(pools)}, "
-            f"{100 * share:.0f} %); decode steps read those that the router names and that are not there: "
-            f"{100 * routed.hit_rate:.0f} % are taken to be, as if the router preferred nobody{whole}")
+    return (f"{tables[0].pool_slots} of each of {len(tables)} layers stay in pools of {format_nbytes(pools)} "
+            f"({100 * share:.0f} %)\n{'':<10}decode steps read those that the router names and that are not there\n"
+            f"{'':<10}assumed: {100 * routed.hit_rate:.0f} % are there, as if the router preferred nobody")
 
 
 def _usual(work: Workload) -> str:

@@ -19,6 +19,7 @@ from forebay.kernels.operators import ASSIGN_SLOTS
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import Copy, Program, Rows, Wait
 from forebay.rewriter.ir.schedule.routed_fetch import POOL
+from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.verify.program import ProgramError, verify_program
 
 pytestmark = pytest.mark.filterwarnings("ignore:OpenMP threads spin")
@@ -166,6 +167,7 @@ def test_predicted_bytes_are_those_of_a_router_that_prefers_nobody(saved: Saved)
         program, entry = lm.steps.program(1), 3 * 64 * 32 * 4
         named = EXPERTS * (1 - (1 - 2 / EXPERTS) ** 3)
         assert lm.plan.schedule.routed.hit_rate == 4 / EXPERTS
+        assert "assumed: 50 % are there, as if the router preferred nobody" in explain_plan(lm.plan)
         assert lm.plan.prediction.streamed_nbytes == program.moved_nbytes() == round(3 * named * 0.5 * entry)
 
 

@@ -1,0 +1,104 @@
+"""Pools of experts in plans: their layout is sound, more memory never costs, and what they read is as it is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Prediction, Workload
+from forebay.rewriter.ir.schedule.routed_fetch import POOL, ROUTING, RoutedFetch, named_experts
+from forebay.rewriter.planning.advice import advise
+from forebay.rewriter.planning.expert_pools import pool_buffers
+from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed, WeightUse
+from forebay.rewriter.planning.options import Options
+from forebay.rewriter.planning.planner import make_plan, smallest_budget
+from tests.rewriter.planning.test_planner import assert_sound, rates
+
+MACHINE = "m"
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> ModelNeeds:
+    """Layers of a dense weight and a table of experts; sizes need no alignment."""
+    experts, layers = draw(st.sampled_from([4, 8, 32])), draw(st.integers(1, 4))
+    picks, entry = draw(st.integers(1, 3)), 64 * draw(st.integers(20, 400))
+    uses = []
+    for i in range(layers):
+        uses.append(WeightUse(f"d{i}", 64 * 200 * draw(st.integers(1, 9)), 200, True, False, True, layer=i))
+        uses.append(WeightUse(f"e{i}", experts * entry, experts, True, False, True, layer=i, share=picks / experts))
+    return ModelNeeds("f", uses, {}, {"cache": 640}, lambda tokens: PhaseNeed(64 * tokens, 10 * tokens),
+                      rates=draw(rates))
+
+
+workloads = st.builds(Workload, st.integers(1, 3), st.integers(1, 20), st.integers(1, 30))
+
+
+def time_s(plan: Plan) -> float:
+    return plan.prediction.prefill_time_s + plan.prediction.decode_time_s * (plan.workload.new_tokens - 1)
+
+
+@settings(deadline=None, max_examples=100)
+@given(mixtures(), workloads, st.integers(0, 600_000), st.integers(0, 600_000))
+def test_more_memory_never_predicts_slower(needs: ModelNeeds, workload: Workload, extra: int, more: int) -> None:
+    smallest, _ = smallest_budget(needs, workload, Options())
+    plans = []
+    for nbytes in (smallest + extra, smallest + extra + more):
+        plan = make_plan(needs, Budget(nbytes), workload, Options(), MACHINE)
+        assert_sound(plan, needs, Budget(nbytes))
+        pools = {w.name: w.pool_slots for w in plan.weights if w.pool_slots}
+        assert set(pools) in (set(), {u.name for u in needs.uses if u.share < 1}) and len({*pools.values()}) <= 1
+        assert {b.name for b in plan.buffers if b.kind in ("pool", "routing")} == {
+            name + end for name in pools for end in (POOL, ROUTING)}
+        whole = make_plan(needs, Budget(nbytes), workload, Options(expert_slots=0), MACHINE)
+        assert time_s(plan) <= time_s(whole) * (1 + 1e-9) and not any(w.pool_slots for w in whole.weights)
+        plans.append(plan)
+    assert time_s(plans[1]) <= time_s(plans[0]) * (1 + 1e-9)
+
+
+def mixture(**changed: object) -> ModelNeeds:
+    """One layer: 8 experts of 64 KiB, of which a token picks 2, behind 64 KiB that all tokens read."""
+    uses = [WeightUse("d", 1 << 16, 64, True, False, True, layer=0),
+            WeightUse("e", 1 << 19, 8, True, False, True, layer=0, share=0.25)]
+    return replace(ModelNeeds("f", uses, {}, {}, lambda tokens: PhaseNeed(64, 64)), **changed)
+
+
+def test_predicted_bytes_and_hits_are_those_of_a_router_that_prefers_nobody() -> None:
+    needs, work = mixture(), Workload(3, 16, 100)
+    smallest, _ = smallest_budget(needs, work, Options(expert_slots=4))
+    plan = make_plan(needs, Budget(smallest + (1 << 17)), work, Options(expert_slots=4), MACHINE)
+    assert plan.schedule.routed == RoutedFetch((1,), 0.5) and plan.weight("e").pool_slots == 4
+    assert named_experts(8, 2, 3) == 8 * (1 - 0.75**3)
+    assert plan.weight("d").tier == "device"
+    assert plan.prediction.streamed_nbytes == round(named_experts(8, 2, 3) * 0.5 * (1 << 16))
+
+
+def test_a_step_in_rounds_has_room_for_what_each_is_told() -> None:
+    _, table = mixture().uses
+    assert [nbytes for *_, nbytes in pool_buffers(table, 4, 1)] == [4 << 16, 8 * (4 + 4 + 4 + 8)]
+    assert [nbytes for *_, nbytes in pool_buffers(table, 3, 4)] == [3 << 16, 8 * (3 + 3 + 3 * (3 + 8))]
+
+
+def test_pools_of_a_number_that_was_asked_for() -> None:
+    needs, work = mixture(), Workload(1, 4, 4)
+    least, _ = smallest_budget(needs, work, Options(expert_slots=6))
+    assert make_plan(needs, Budget(least), work, Options(expert_slots=6), MACHINE).weight("e").pool_slots == 6
+    with pytest.raises(PlanError, match="expert_slots=6 cannot work within"):
+        make_plan(needs, Budget(least - 1), work, Options(expert_slots=6), MACHINE)
+    for other in (mixture(weight_tier="host"), mixture(host_hop=True)):  # there tables stream whole
+        plan = make_plan(other, Budget(least, 1 << 22), work, Options(), MACHINE)
+        assert plan.weight("e").pool_slots == 0 and not plan.schedule.routed.steps
+
+
+def test_advice_counts_what_larger_pools_would_read() -> None:
+    needs, work = mixture(), Workload(1, 16, 100)
+    plan = make_plan(needs, Budget(smallest_budget(needs, work, Options(expert_slots=2))[0]), work,
+                     Options(expert_slots=2), MACHINE)
+    plan = replace(plan, prediction=Prediction(1.0, 1.0, {"compute": 0.2, "lookup": 0.8}, 1000))
+    first, *rest = advise(plan)
+    assert first == "disk-bound: reads of experts take 80 % of the step, computation 20 %"
+    # a quarter is there; with twice the slots a half, so that two thirds are left of what is read
+    assert [line.rpartition(" would give ")[2] for line in rest] == ["5.0x", "1.7x", "1.4x"]
+    assert "in which all experts stay" in rest[0] and "twice as many experts" in rest[2]
