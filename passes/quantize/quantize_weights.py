@@ -9,7 +9,7 @@ from torch import fx
 
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.row_sizes import product_refusal
-from forebay.kernels.operators import DEQUANTIZE_ROWS
+from forebay.kernels.operators import DEQUANTIZE_ROWS, EXPERTS
 from forebay.rewriter.ir.graph import META, RowFormat, WeightInput, weight_name
 from forebay.rewriter.ir.products import Linear, fold, is_plain_bias, linear_arguments
 
@@ -18,7 +18,8 @@ aten = torch.ops.aten
 
 def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> None:
     """Turn each weight named in `formats` into its packed rows uint8 [N, R], with a `forebay::dequantize_rows` between
-    them and its readers; afterwards the graph computes with what the rows stand for.
+    them and its readers, of which experts read packed entries themselves; afterwards the graph computes with what the
+    rows stand for.
 
     Blocks that a step graph calls read weights of their own and are not touched.
     """
@@ -31,6 +32,10 @@ def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> No
         original = node.meta["val"]
         rows = torch.empty((stored.out_features, stored.row_nbytes), dtype=torch.uint8, device="meta")
         node.meta = {**node.meta, "val": rows, META: WeightInput(name, stored.name)}
+        if stored.down is not None:
+            for user in readers:
+                _read_packed_experts(user, stored, stored.down)
+            continue
         if not readers:
             continue
         with gm.graph.inserting_before(min(readers, key=list(gm.graph.nodes).index)):
@@ -40,6 +45,14 @@ def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> No
         value.meta = {"val": original, "layer": readers[0].meta.get("layer", -1), "made_by": "quantize_weights"}
         for user in readers:
             user.replace_input_with(node, value)
+
+
+def _read_packed_experts(user: fx.Node, up: RowFormat, down: RowFormat) -> None:
+    """Let experts read a table of packed entries, whose rows are outputs whichever way the model has its matrices."""
+    form = list(user.args[: EXPERTS.arguments.index("bits")])
+    form[EXPERTS.arguments.index("transposed")] = False
+    how = ((each.bits, each.group_size, each.scale_dtype, each.symmetric) for each in (up, down))
+    user.args = (*form, *(value for each in how for value in each))
 
 
 def fuse_dequantize(gm: fx.GraphModule) -> None:

@@ -7,14 +7,15 @@ conversion mapping tells which of them are which part of the model's own paramet
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from forebay.kernels.formats.entry_part import Part
-from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.records import CheckpointError, Packed, TensorRecord
 from forebay.rewriter.checkpoints.stored_tensors import require_fits, require_same, spellings
 from forebay.rewriter.ir.graph import WeightSpec
 from forebay.rewriter.ir.program import Band
@@ -32,6 +33,12 @@ class ExpertPiece(NamedTuple):
     def name(self) -> str:
         """A name for it, which no parameter has."""
         return f"{self.parameter}[{self.expert}][{self.number}]"
+
+    @staticmethod
+    def of(name: str) -> ExpertPiece | None:
+        """The piece of that name; None for names of whole parameters."""
+        found = re.fullmatch(r"(.+)\[(\d+)\]\[(\d+)\]", name)
+        return None if found is None else ExpertPiece(found[1], int(found[2]), int(found[3]))
 
 
 def expert_names(converters: Sequence[Any]) -> Callable[[str], str]:
@@ -75,16 +82,27 @@ def table_record(
     """
     table, bands, made_of = spec.table, [], []
     assert table is not None
-    homes = {part: _homes(part, source, table.count, spec, stored, prefix, folder)
-             for part, source in zip(table.parts, table.sources, strict=True)}
+    homes = [_homes(part, source, table.count, stored, prefix, folder)
+             for part, source in zip(table.parts, table.sources, strict=True)]
     for expert in range(table.count):
-        for part in table.parts:
-            for record, offset, nbytes in homes[part](expert):
+        for home in homes:
+            for record, offset, nbytes in home(expert):
                 bands.append(Band(offset, 1, nbytes, ((0, nbytes),), record.path))
                 made_of.append(record)
-    path = made_of[0].path
-    return TensorRecord(spec.name, path, 0, spec.nbytes, spec.dtype, spec.shape, bands=tuple(bands),
+    path, entry = made_of[0].path, sum(band.row_nbytes for band in bands) // table.count
+    packed = _packed_entries(spec, dict.fromkeys(made_of), entry)
+    dtype, shape = (spec.dtype, spec.shape) if packed is None else (torch.uint8, (table.count, entry))
+    return TensorRecord(spec.name, path, 0, table.count * entry, dtype, shape, packed, bands=tuple(bands),
                         made_of=tuple(dict.fromkeys(made_of)))
+
+
+def _packed_entries(spec: WeightSpec, made_of: Iterable[TensorRecord], nbytes: int) -> Packed | None:
+    """What entries of so many bytes mean that are made of packed rows; None where they hold values as they are."""
+    found = [record.packed for record in made_of if record.packed is not None]
+    if found and len(found) != 2:
+        raise CheckpointError(f"of the matrices of {spec.name} some are packed and some are not; quantize the model "
+                              "again, with a format for all")
+    return replace(found[0], shape=spec.shape, transposed=False, entry_nbytes=nbytes, down=found[1]) if found else None
 
 
 def table_of(spec: WeightSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -94,8 +112,7 @@ def table_of(spec: WeightSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def _homes(
-    part: Part, source: str, count: int, spec: WeightSpec, stored: Mapping[str, Sequence[TensorRecord]], prefix: str,
-    folder: Path,
+    part: Part, source: str, count: int, stored: Mapping[str, Sequence[TensorRecord]], prefix: str, folder: Path
 ) -> Callable[[int], list[tuple[TensorRecord, int, int]]]:
     """What gives the bytes of a part, by expert: records, offsets in their files, and sizes."""
     names = spellings(source, prefix)
@@ -124,7 +141,8 @@ def _homes(
     stacked = [record for name in names for record in stored.get(name, ())]
     if stacked:
         whole = _checked(stacked, (count, *part.shape), part, source)
-        return lambda expert: [(whole, whole.offset + expert * part.nbytes, part.nbytes)]
+        nbytes = whole.nbytes // count
+        return lambda expert: [(whole, whole.offset + expert * nbytes, nbytes)]
     if not found(0, 0):
         raise CheckpointError(f"{folder} holds no tensor for {source}: it is a checkpoint of another model")
     return pieces
@@ -134,7 +152,5 @@ def _checked(same: Sequence[TensorRecord], shape: tuple[int, ...], part: Part, s
     """The first of tensors that go by one name, once it is known to be what the parameter `source` needs of it."""
     record, *others = same
     require_same(record, others)
-    if record.packed is not None:
-        raise CheckpointError(f"{record.path}: {record.name} is quantized, which experts cannot be yet")
     require_fits(record, shape, part.dtype, source)
     return record

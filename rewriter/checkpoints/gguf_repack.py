@@ -132,7 +132,7 @@ class GgufWeight:
         return lambda lower, upper: torch.from_numpy(
             dequantize(self._blocks(order[0][lower:upper]), self.tensor.kind))
 
-    def repacked(self) -> Any:
+    def repacked(self, scale_dtype: torch.dtype | None = None) -> Any:
         order = self._order
         assert order is not None
         kind = BLOCK_KINDS[self.tensor.kind.name]

@@ -317,9 +317,9 @@ class GroupedTensor:
 
         return values
 
-    def repacked(self) -> Callable[[int, int], torch.Tensor]:
+    def repacked(self, scale_dtype: torch.dtype | None = None) -> Callable[[int, int], torch.Tensor]:
         codes, scale, zero = self._parts
-        dtype, times = _scale_dtype(scale, zero), self.shape[1] // scale.shape[1] // self._group
+        dtype, times = scale_dtype or _scale_dtype(scale, zero), self.shape[1] // scale.shape[1] // self._group
 
         def rows(lower: int, upper: int) -> torch.Tensor:
             s = scale[lower:upper].to(dtype).repeat_interleave(times, 1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.checkpoints.expert_tables import expert_names, table_record
-from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.records import CheckpointError, Packed, TensorRecord
 from forebay.rewriter.checkpoints.stored_tensors import require_fits, require_same, same_contents, spellings
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat
 from forebay.rewriter.ir.program import FileSlice
@@ -35,15 +35,14 @@ def file_slices(records: Mapping[str, TensorRecord]) -> dict[str, FileSlice]:
 
 def with_stored_formats(captured: CapturedModel, records: Mapping[str, TensorRecord]) -> CapturedModel:
     """`captured` knowing which of its weights are stored as packed rows."""
-    weights = {name: replace(spec, stored=_row_format(records[name])) for name, spec in captured.weights.items()}
+    weights = {name: replace(spec, stored=_row_format(records[name].packed)) for name, spec in captured.weights.items()}
     return replace(captured, weights=weights)
 
 
-def _row_format(record: TensorRecord) -> RowFormat | None:
-    packed = record.packed
+def _row_format(packed: Packed | None) -> RowFormat | None:
     return None if packed is None else RowFormat(
         packed.format, packed.bits, packed.group_size, packed.scale_dtype, packed.in_features, packed.out_features,
-        packed.row_nbytes, packed.dtype, packed.transposed, packed.rows.symmetric)
+        packed.row_nbytes, packed.dtype, packed.transposed, packed.rows.symmetric, _row_format(packed.down))
 
 
 def weight_records(

@@ -136,16 +136,19 @@ def read_dequantized(record: TensorRecord) -> torch.Tensor:
         return read_tensor(record)
     parts = packed.rows.unpack(read_tensor(record))
     values = dequantize(*parts, packed.bits, packed.group_size, -1, packed.in_features, packed.dtype)
-    return values.t().contiguous() if packed.transposed else values
+    if packed.transposed:
+        return values.unflatten(0, (*packed.shape[:-2], -1)).mT.contiguous()
+    return values.view(packed.shape)
 
 
 def describe_packed(packed: Packed | None) -> dict[str, Any] | None:
     """`packed` as JSON values."""
     if packed is None:
         return None
+    table = {} if packed.down is None else {"entry_nbytes": packed.entry_nbytes, "down": describe_packed(packed.down)}
     return {"format": packed.format, "bits": packed.bits, "group_size": packed.group_size,
             "scale_dtype": DTYPE_NAMES[packed.scale_dtype], "shape": list(packed.shape),
-            "dtype": DTYPE_NAMES[packed.dtype], "transposed": packed.transposed}
+            "dtype": DTYPE_NAMES[packed.dtype], "transposed": packed.transposed} | table
 
 
 def shard_records(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorRecord]:
@@ -207,9 +210,9 @@ def _records(
 def _parse_packed(entry: Mapping[str, Any] | None) -> Packed | None:
     if entry is None:
         return None
-    outer, inner = entry["shape"]
-    return Packed(entry["format"], entry["bits"], entry["group_size"], DTYPES[entry["scale_dtype"]], (outer, inner),
-                  DTYPES[entry["dtype"]], entry["transposed"])
+    return Packed(entry["format"], entry["bits"], entry["group_size"], DTYPES[entry["scale_dtype"]],
+                  tuple(entry["shape"]), DTYPES[entry["dtype"]], entry["transposed"], entry.get("entry_nbytes", 0),
+                  _parse_packed(entry.get("down")))
 
 
 def _note(checkpoint: Checkpoint) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from forebay.kernels.formats.row_sizes import product_refusal
 from forebay.kernels.formats.table import symmetric_name
 from forebay.kernels.quantization.quantize.operator import quantize
 from forebay.kernels.quantization.quantize.reference import ROUNDINGS
+from forebay.rewriter.capture.experts import is_experts
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress
 from forebay.rewriter.checkpoints.config import write_dtype
 from forebay.rewriter.checkpoints.grouped import (
@@ -33,11 +35,10 @@ from forebay.rewriter.checkpoints.packed_writer import (
 from forebay.rewriter.checkpoints.quantize_source import (
     PIECE_NBYTES,
     QuantizeSource,
-    ReadRows,
-    SourceTensor,
     open_folder_source,
 )
 from forebay.rewriter.checkpoints.records import CheckpointError, Packed, parse_format
+from forebay.rewriter.checkpoints.source_tensor import ReadRows, SourceTensor
 from forebay.rewriter.one_thread import one_thread
 
 KEEP = "keep"  # each GGUF matrix in the format it has
@@ -46,8 +47,8 @@ KEEP = "keep"  # each GGUF matrix in the format it has
 class Matrix:
     """What a weight matrix is to the model: the names it goes by, its role, and whether it lies as [inputs, outputs].
 
-    Roles: `linear`; `head`, the output head; `embedding`, of tokens; `tied`, both of these; `table`, looked up by
-    something else than tokens.
+    Roles: `linear`; `experts`, of all experts of a layer; `head`, the output head; `embedding`, of tokens; `tied`, both
+    of these; `table`, looked up by something else than tokens.
     """
 
     names: tuple[str, ...]
@@ -125,24 +126,38 @@ def quantize_model(
 
 @one_thread
 def find_matrices(model: nn.Module) -> dict[str, Matrix]:
-    """The weight matrices of linear layers and embeddings, by the first name of each; a tied one is one."""
+    """The weight matrices of linear layers, experts and embeddings, by the first name of each; a tied one is one.
+    Routers are none."""
     from transformers.pytorch_utils import Conv1D
 
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    found = {}
+    found, of_experts = _expert_matrices(model, names)
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or not isinstance(weight, nn.Parameter):
             continue
+        if isinstance(module, nn.Linear) and weight.shape[0] in of_experts:
+            continue  # a router
         looked_up, is_head = weight is embedding.weight, head is not None and weight is head.weight
         role = "tied" if looked_up and is_head else "embedding" if looked_up else "head" if is_head else (
             "table" if isinstance(module, nn.Embedding) else "linear")
         known = tuple(names[id(weight)])
         found[known[0]] = Matrix(known, role, isinstance(module, Conv1D))
     return found
+
+
+def _expert_matrices(model: nn.Module, names: Mapping[int, Sequence[str]]) -> tuple[dict[str, Matrix], set[int]]:
+    """The matrices of experts by their names, and the outputs that a router may have: a number an expert, or one."""
+    found, outputs = {}, set[int]()
+    for module in filter(is_experts, model.modules()):
+        for parameter in (p for p in module.parameters(recurse=False) if p.dim() == 3):
+            (name,) = names[id(parameter)]
+            found[name] = Matrix((name, f"{name}.weight"), "experts", bool(module.is_transposed))
+            outputs |= {1, parameter.shape[0]}
+    return found, outputs
 
 
 def choose_formats(
@@ -152,7 +167,8 @@ def choose_formats(
 
     A second copy of a tied weight is left out. CheckpointError names the first pattern that matches no matrix.
     """
-    asked = {"linear", *(("head", "tied") if wish.head else ()), *(("embedding", "tied") if wish.embeddings else ())}
+    asked = {"linear", "experts", *(("head", "tied") if wish.head else ()),
+             *(("embedding", "tied") if wish.embeddings else ())}
     formats: dict[str, str] = {}
     unused = [pattern for pattern, _ in wish.overrides]
     taken: set[str] = set()
@@ -177,12 +193,26 @@ def choose_formats(
         elif wish.rounding == "symmetric":
             format = symmetric_name(format)
         if format != NATIVE:
-            _refuse_unread(format, tensor.shape[0 if matrix.transposed else 1], tensor.name)
+            _refuse_unread(format, tensor.shape[-2 if matrix.transposed else -1], tensor.name)
         formats[tensor.name] = format
+    _refuse_halves({names[name]: format for name, format in formats.items() if name in names}, matrices)
     if unused:
         known = ", ".join(list(matrices)[:3])
         raise CheckpointError(f"the override pattern {unused[0]!r} matches no weight matrix; names are like {known}")
     return formats
+
+
+def _refuse_halves(formats: Mapping[str, str], matrices: Mapping[str, Matrix]) -> None:
+    """CheckpointError for experts of which one matrix is packed and the other is not."""
+    packed: dict[str, dict[str, bool]] = {}
+    for name, format in formats.items():
+        if name in matrices and matrices[name].role == "experts":
+            packed.setdefault(name.rpartition(".")[0], {})[name] = format != NATIVE
+    for own in packed.values():
+        if len(set(own.values())) > 1:
+            native = next(name for name, is_packed in own.items() if not is_packed)
+            raise CheckpointError(f"{native} would keep its values and the other matrix of those experts would not: "
+                                  "name a format for both, or native for both")
 
 
 def _check(wish: Wish, path: Path) -> None:
@@ -212,13 +242,13 @@ def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, wish: Wish) 
                              lambda: (None, (piece.to(dtype) for piece in tensor.contents())))
     stored = parse_format(format)
     bits, group_size, rounding = stored.bits, stored.group_size, "symmetric" if stored.symmetric else wish.rounding
-    outer, inner = tensor.shape
-    inputs, outputs = (outer, inner) if matrix.transposed else (inner, outer)
+    inputs = tensor.shape[-2 if matrix.transposed else -1]
+    outputs = math.prod(tensor.shape) // max(1, inputs)
     width = stored.row_nbytes(inputs, dtype.itemsize)
     step = max(1, PIECE_NBYTES // (4 * inputs))
 
     def packed(scale_dtype: torch.dtype) -> Packed:
-        return Packed(format, bits, group_size, scale_dtype, (outer, inner), dtype, matrix.transposed)
+        return Packed(format, bits, group_size, scale_dtype, tuple(tensor.shape), dtype, matrix.transposed)
 
     def pieces() -> Pieces:
         if tensor.format() == format:

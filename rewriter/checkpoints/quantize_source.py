@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from forebay.rewriter.capture.experts import is_experts
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.config import meta_model
+from forebay.rewriter.checkpoints.expert_sources import StackedTensor, stack_experts
 from forebay.rewriter.checkpoints.grouped import (
     GroupedTensor,
     grouped_tensors,
@@ -33,45 +34,11 @@ from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import copy_model_files
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.source_tensor import ReadRows, SourceTensor
 from forebay.rewriter.checkpoints.stored_tensors import require_same, spellings
 from forebay.rewriter.ir.files import read_input, write_text
 
 PIECE_NBYTES = 4 << 20  # float32 bytes quantised at a time
-
-ReadRows = Callable[[int, int], torch.Tensor]  # rows [lower, upper)
-
-
-class SourceTensor(Protocol):
-    """One tensor of the model to be quantised, with `shape` and `dtype` as the model has it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def format(self) -> str:
-        """The weight format that holds its values exactly as they lie in the source, or ""."""
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """What the scales and lows of `repacked` rows are of."""
-
-    def nearest(self) -> str:
-        """The weight format to round it to where it is quantised in a way that none holds exactly, or ""."""
-
-    def contents(self) -> Iterator[torch.Tensor]:
-        """All of it, in pieces, in the model's own order."""
-
-    def rows(self, transposed: bool) -> ReadRows:
-        """Its rows in float32; with `transposed`, its columns."""
-
-    def repacked(self) -> ReadRows:
-        """Its rows (of outputs) in the layout of `packing`, bit for bit, in the format that `format` names."""
-
 
 @dataclass(frozen=True)
 class QuantizeSource:
@@ -98,9 +65,7 @@ def open_folder_source(path: Path) -> QuantizeSource:
     checkpoint = open_checkpoint(path)
     tensors = _file_tensors(checkpoint)
     model = _described_model(checkpoint, [tensor.name for tensor in tensors if isinstance(tensor, GroupedTensor)])
-    if any(map(is_experts, model.modules())):
-        raise CheckpointError(f"{path}: its layers choose among experts, which cannot be quantized yet; run the model "
-                              "as it is")
+    tensors = stack_experts(model, tensors, *checkpoint_names(model.config), path)
     names = _match(model, [tensor.name for tensor in tensors])
 
     def prepare(folder: Path) -> None:
@@ -165,7 +130,8 @@ def _read_ones(
                 raise CheckpointError(f"{record.path}: {record.name} has dtype {record.opaque!r}, which cannot be "
                                       "quantized from; save the checkpoint in float32 or bfloat16")
     unread = set(unread_tensors(model.config, [tensor.name for tensor in tensors if tensor.name not in names]))
-    quantized = {tensor.name for tensor in tensors if isinstance(tensor, GroupedTensor)}
+    pieces = [piece for t in tensors for piece in (t.pieces if isinstance(t, StackedTensor) else (t,))]
+    quantized = {tensor.name for tensor in pieces if isinstance(tensor, GroupedTensor)}
     report_unread(folder, [tensor.name for tensor in tensors if tensor.name in unread and not _is_no_bias(
         tensor, quantized)], quantization_settings(folder) is not None)
     return [tensor for tensor in tensors if tensor.name not in unread]
@@ -235,23 +201,37 @@ class FileTensor:
         return ""
 
     def contents(self) -> Iterator[torch.Tensor]:
-        count = self.shape[0] if self.shape else 1
+        count = math.prod(self.shape[:-1])
         step = max(1, PIECE_NBYTES * count // max(1, self.record.nbytes))
         return (self._rows(n, min(n + step, count)) for n in range(0, count, step))
 
     def rows(self, transposed: bool) -> ReadRows:
         if not transposed:
             return lambda lower, upper: self._rows(lower, upper).float()
-        whole = read_tensor(self.record).t()
-        return lambda lower, upper: whole[lower:upper].float().contiguous()
+        inputs, outputs = self.shape[-2:]
+        held: dict[int, torch.Tensor] = {}
+
+        def columns(lower: int, upper: int) -> torch.Tensor:
+            found = []
+            while lower < upper:
+                expert, first = divmod(lower, outputs)
+                if expert not in held:
+                    held.clear()
+                    held[expert] = self._rows(expert * inputs, (expert + 1) * inputs).t()
+                last = min(first + upper - lower, outputs)
+                found.append(held[expert][first:last])
+                lower += last - first
+            return torch.cat(found).float().contiguous()
+
+        return columns
 
     def _rows(self, lower: int, upper: int) -> torch.Tensor:
-        """Entries [lower, upper) of the first dimension, read from the file."""
+        """Rows [lower, upper) of the last dimension, read from the file."""
         if not self.shape:
             return read_tensor(self.record)
-        size = self.record.nbytes // max(1, self.shape[0])
+        size = self.shape[-1] * self.record.dtype.itemsize
         return read_tensor(self.record.part(lower * size, (upper - lower) * size, self.record.dtype,
-                                            (upper - lower, *self.shape[1:])))
+                                            (upper - lower, self.shape[-1])))
 
-    def repacked(self) -> ReadRows:
+    def repacked(self, scale_dtype: torch.dtype | None = None) -> ReadRows:
         raise NotImplementedError(f"{self.name} has no format of its own")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,27 +27,31 @@ def parse_format(name: str) -> Format:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What the rows of a quantised weight mean: a matrix of `shape` and `dtype` in the model, groups along its inputs.
+    """What the rows of a quantised weight mean: a matrix of `shape` and `dtype` in the model, groups along its inputs;
+    or one for each expert of a layer, the first dimension, whose rows lie one after the other.
 
     `transposed`: the model holds it as [inputs, outputs] (GPT-2's Conv1D); rows are outputs always. Whether rows have
-    lows is in the format's name.
+    lows is in the format's name. Of a table of experts a row is an entry of `entry_nbytes`, `down` tells of the
+    matrices of that name, and all else of those of `up`.
     """
 
     format: str
     bits: int
     group_size: int
     scale_dtype: torch.dtype
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     transposed: bool = False
+    entry_nbytes: int = 0
+    down: Packed | None = None
 
     @property
     def in_features(self) -> int:
-        return self.shape[0] if self.transposed else self.shape[1]
+        return self.shape[-2 if self.transposed else -1]
 
     @property
     def out_features(self) -> int:
-        return self.shape[1] if self.transposed else self.shape[0]
+        return math.prod(self.shape) // max(1, self.in_features)
 
     @property
     def rows(self) -> Packing:
@@ -56,7 +61,7 @@ class Packed:
 
     @property
     def row_nbytes(self) -> int:
-        return self.rows.row_nbytes
+        return self.entry_nbytes or self.rows.row_nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,8 @@ class Layout:
 class RowFormat:
     """How a quantised weight is stored: packed rows uint8 [out_features, row_nbytes], groups along in_features.
 
-    `dtype` is the model's. `transposed`: the model holds the weight as [in_features, out_features].
+    `dtype` is the model's. `transposed`: the model holds the weight as [in_features, out_features]. Rows of a table of
+    experts are entries: `down` is how matrices of that name are stored, all else but sizes is of those of `up`.
     """
 
     name: str  # as the Plan has it: w4g64
@@ -89,6 +90,7 @@ class RowFormat:
     dtype: torch.dtype
     transposed: bool = False
     symmetric: bool = False  # rows without lows
+    down: RowFormat | None = None
 
     def packing(self, in_features: int | None = None) -> Packing:
         """What the rows mean, or those of so many input features."""

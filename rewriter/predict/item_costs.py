@@ -132,8 +132,10 @@ def _experts_time_s(item: Launch, times: Estimator) -> float:
     """That of one product, of as many rows as each expert has, with all that the experts read hold."""
     given, cost = arguments_of(item.args), EXPERTS.cost(item)
     held = max(1, cost.read_nbytes - nbytes_of(given.x, given.index, given.weights))
-    hidden, elements = given.x.shape[-1], held / (given.stored.bits / 8 or dtype_itemsize(given.table.dtype))
-    kind = given.stored.packing(hidden).format if given.stored.bits else given.table.dtype
+    hidden, units = given.x.shape[-1], 2 * given.inner if given.form.gated else given.inner
+    entry = given.table.shape[1] * dtype_itemsize(given.table.dtype)
+    elements = held * (units + given.inner) * hidden / entry
+    kind = given.stored.up.packing(hidden).format if given.stored.packed else given.table.dtype
     rows = cost.flops / 2 / max(1.0, elements)
     return times.product_s(kind, max(1, round(rows)), max(1, round(elements / hidden)), hidden, nbytes=held)
 

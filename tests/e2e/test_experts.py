@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prompted_experts import NEW, PROMPT, prompts, smallest, tokens
 from safetensors.torch import load_file, save_file
 from selection import at_length
 from small_experts import small
@@ -16,7 +16,6 @@ from small_experts import small
 import forebay
 from forebay.exported.errors import ExportError
 from forebay.rewriter.checkpoints.records import CheckpointError
-from forebay.rewriter.ir.plan import PlanError
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
@@ -24,12 +23,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
 FAMILIES = ["qwen3_moe", "granitemoe", "glm4_moe", at_length("mixtral"), at_length("qwen2_moe"), at_length("olmoe"),
             at_length("dots1"), at_length("minimax_m2"), at_length("granitemoeshared"), at_length("flex_olmo"),
             at_length("ernie4_5_moe"), at_length("cohere2_moe"), at_length("hunyuan_v1_moe"), at_length("phimoe")]
-PROMPT, NEW = 7, 6
-
-
-def tokens(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +40,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 
 
 Saved = Callable[[str], tuple[Path, Any]]
-
-
-def prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Three prompts of unequal length."""
-    ids = torch.randint(3, 128, (3, PROMPT), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[0, :3], mask[2, :1] = 0, 0
-    return ids, mask
-
-
-def smallest(folder: Path, **options: Any) -> int:
-    with pytest.raises(PlanError, match="the smallest that can is") as refused:
-        forebay.wrap(folder, {"device": 1000, "disk": folder}, batch=3, prompt=PROMPT, new_tokens=NEW, **options)
-    return int(re.search(r"\((\d+) bytes", str(refused.value))[1])  # type: ignore[index]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -158,10 +137,6 @@ def test_odd_checkpoints_are_refused(saved: Saved, tmp_path: Path, what: str, me
 
 
 def test_what_it_cannot_do_is_refused_by_name(saved: Saved, tmp_path: Path) -> None:
-    from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
-
     folder, _ = saved("qwen3_moe")
-    with pytest.raises(CheckpointError, match="choose among experts"):
-        quantize_model(folder, tmp_path / "w4", Wish("w4g32"))
     with pytest.raises(ExportError, match="whose meaning in ONNX is not known"):
         forebay.export(folder, tmp_path / "onnx", "onnx")

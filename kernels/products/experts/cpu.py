@@ -15,6 +15,7 @@ from forebay.kernels.products.experts.reference import (
     ACTIVATIONS,
     Experts,
     Form,
+    Storage,
     Stored,
     activated,
     fail,
@@ -29,6 +30,15 @@ BLOCK = 128  # rows of x that meet an expert's matrices at once
 INTEGER_NBYTES = linear_q.INTEGER_NBYTES
 
 
+class MatrixArgs(ctypes.Structure):
+    """Mirror of `ExpertsMatrix` in experts.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("row", "bits", "group")),
+        *((name, ctypes.c_int32) for name in ("scale_dtype", "symmetric", "integer_nbytes", "bf16_panels")),
+    )
+
+
 class ExpertsArgs(ctypes.Structure):
     """Mirror of `ExpertsArgs` in experts.cpp."""
 
@@ -38,16 +48,16 @@ class ExpertsArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("tokens", "picks", "experts", "entry_count", "first", "hidden")),
         *((name, ctypes.c_int64) for name in ("units", "inner", "x_stride", "out_stride")),
         *((name, ctypes.c_int64) for name in ("up_entry", "up_bias_entry", "down_entry", "down_bias_entry")),
-        *((name, ctypes.c_int64) for name in ("up_row", "down_row", "block", "bits", "group")),
-        *((name, ctypes.c_int32) for name in ("x_dtype", "weights_dtype", "out_dtype", "scale_dtype", "symmetric")),
-        *((name, ctypes.c_int32) for name in ("integer_nbytes", "bf16_panels", "activation", "gated")),
+        ("block", ctypes.c_int64),
+        *((name, MatrixArgs) for name in ("up_how", "down_how")),
+        *((name, ctypes.c_int32) for name in ("x_dtype", "weights_dtype", "out_dtype", "activation", "gated")),
         *((name, ctypes.c_int32) for name in ("interleaved", "transposed", "scales_input", "accumulate")),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
     )
 
 
 def implementation(stored: Stored) -> str:
-    """What multiplies: the implementation of `linear` or `linear_q` that few rows take."""
+    """What multiplies with a matrix: the implementation of `linear` or `linear_q` that few rows take."""
     if not stored.bits:
         return "flat"
     return linear_q.default_choice(stored.bits, 1, stored.group_size)
@@ -64,24 +74,24 @@ class Sizes(NamedTuple):
     inner: int
 
 
-def scratch_nbytes(dtype: torch.dtype, out_dtype: torch.dtype, sizes: Sizes, form: Form, stored: Stored) -> int:
+def scratch_nbytes(dtype: torch.dtype, out_dtype: torch.dtype, sizes: Sizes, form: Form, stored: Storage) -> int:
     """Bytes of scratch that a call holds for x of `dtype`."""
     tokens, picks, experts, hidden, units, inner = sizes
     block, size = min(max(1, tokens), BLOCK), dtype.itemsize
     parts = (0 if out_dtype == torch.float32 else tokens * hidden * 4, (experts + 1) * 4, tokens * picks * 8,
              block * hidden * size, block * units * size, block * inner * size, block * hidden * 4)
-    shapes = (units, hidden), (hidden, inner)
-    if stored.bits:
-        rest = max(linear_q.scratch_nbytes(implementation(stored), dtype, block, n, k, stored.group_size)
-                   for n, k in shapes)
+    shapes = (units, hidden, stored.up), (hidden, inner, stored.down)
+    if stored.packed:
+        rest = max(linear_q.scratch_nbytes(implementation(how), dtype, block, n, k, how.group_size)
+                   for n, k, how in shapes)
     else:
         most = max(linear.scratch_nbytes("flat", dtype, rows, n, k, form.transposed)
-                   for n, k in shapes for rows in (block, min(block, 48)))
+                   for n, k, _ in shapes for rows in (block, min(block, 48)))
         rest = max(most, 4 * (max(hidden, inner) + 64))
     return sum(-(-part // 64) * 64 for part in parts) + rest + 64
 
 
-def _check(x: Tensor, index: Tensor, weights: Tensor, experts: Experts, stored: Stored, out: Tensor) -> None:
+def _check(x: Tensor, index: Tensor, weights: Tensor, experts: Experts, stored: Storage, out: Tensor) -> None:
     named = {"x": x, "weights": weights, "out": out, "up_bias": experts.up_bias, "down_bias": experts.down_bias}
     for name, tensor in named.items():
         if tensor is not None and tensor.dtype not in native.DTYPES:
@@ -99,7 +109,7 @@ def _check(x: Tensor, index: Tensor, weights: Tensor, experts: Experts, stored: 
                          ("down_bias", experts.down_bias)):
         if tensor is not None and len(tensor) and not tensor[0].is_contiguous():
             fail(name, f"must have contiguous entries, got strides {tensor.stride()}")
-    wanted = torch.uint8 if stored.bits else x.dtype
+    wanted = torch.uint8 if stored.packed else x.dtype
     for name, tensor, dtype in (("up", experts.up, wanted), ("down", experts.down, wanted),
                                 ("up_bias", experts.up_bias, x.dtype), ("down_bias", experts.down_bias, x.dtype),
                                 ("entries", experts.entries, torch.int64)):
@@ -108,7 +118,7 @@ def _check(x: Tensor, index: Tensor, weights: Tensor, experts: Experts, stored: 
 
 
 def bind_experts(
-    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Stored, out: Tensor,
+    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Storage, out: Tensor,
     accumulate: bool = False,
 ) -> Callable[[], object]:
     """A closure that computes out [..., H] from the tensors' contents at each call (`reference`).
@@ -133,26 +143,33 @@ def bind_experts(
     if native.load() is None:
         return lambda: _by_torch(x2, picks, weights.reshape(picks.shape), experts, form, stored, out2, accumulate)
     count = experts.up.shape[0] + experts.first if experts.entries is None else experts.entries.shape[0]
-    impl = implementation(stored)
     row = (units, hidden) if form.transposed else (hidden, inner)
     given = (x2, picks, weights, experts.up, experts.up_bias, experts.down, experts.down_bias, experts.entries, out2)
     args = ExpertsArgs(
         *(None if t is None else t.data_ptr() for t in given), *picks.shape, count, experts.up.shape[0],
         experts.first, hidden, units, inner, x2.stride(0), out2.stride(0),
         *(0 if t is None else t.stride(0) * t.element_size() for t in experts[:4]),
-        *((experts.up.shape[2], experts.down.shape[2]) if stored.bits else row),
-        min(max(1, x2.shape[0]), BLOCK), stored.bits, stored.group_size,
-        *(native.DTYPES[t.dtype] for t in (x, weights, out)), native.DTYPES[stored.scale_dtype], stored.symmetric,
-        INTEGER_NBYTES.get(impl, 0), impl == "bf16" and x.dtype != torch.float16, ACTIVATIONS.index(form.activation),
-        form.gated, form.interleaved, form.transposed, form.scales_input, accumulate, form.alpha, form.limit,
+        min(max(1, x2.shape[0]), BLOCK),
+        _matrix(experts.up, row[0], stored.up, x.dtype), _matrix(experts.down, row[1], stored.down, x.dtype),
+        *(native.DTYPES[t.dtype] for t in (x, weights, out)), ACTIVATIONS.index(form.activation), form.gated,
+        form.interleaved, form.transposed, form.scales_input, accumulate, form.alpha, form.limit,
     )  # fmt: skip
     tokens, chosen = picks.shape
     nbytes = scratch_nbytes(x.dtype, out.dtype, Sizes(tokens, chosen, count, hidden, units, inner), form, stored)
     return native.NativeCall("experts", args, given, -(-nbytes // 4))
 
 
+def _matrix(held: Tensor, row: int, stored: Stored, dtype: torch.dtype) -> MatrixArgs:
+    """How the C++ code reads a matrix of each expert, whose rows of values as they are are so many elements apart."""
+    if not stored.bits:
+        return MatrixArgs(row, 0, 0, 0, 0, 0, 0)
+    impl = implementation(stored)
+    return MatrixArgs(held.shape[2], stored.bits, stored.group_size, native.DTYPES[stored.scale_dtype],
+                      stored.symmetric, INTEGER_NBYTES.get(impl, 0), impl == "bf16" and dtype != torch.float16)
+
+
 def _by_torch(
-    x: Tensor, picks: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Stored, out: Tensor,
+    x: Tensor, picks: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Storage, out: Tensor,
     accumulate: bool,
 ) -> None:
     """The same by torch, expert by expert."""
@@ -161,8 +178,8 @@ def _by_torch(
     for entry, token, pick in picked(picks, experts):
         share, rows = weights[token, pick, None], x[token]
         given = rows * share.to(x.dtype) if form.scales_input else rows
-        y = activated(_linear(given, experts.up[entry], experts.up_bias, entry, form, stored).to(x.dtype), form)
-        y = _linear(y, experts.down[entry], experts.down_bias, entry, form, stored)
+        y = activated(_linear(given, experts.up[entry], experts.up_bias, entry, form, stored.up).to(x.dtype), form)
+        y = _linear(y, experts.down[entry], experts.down_bias, entry, form, stored.down)
         sums.index_add_(0, token, y if form.scales_input else y * share.float())
     out.copy_(sums)
 

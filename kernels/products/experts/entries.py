@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.formats.entry_part import Part
-from forebay.kernels.products.experts.reference import Experts, Form, Stored
+from forebay.kernels.products.experts.reference import Experts, Form, Storage
 
 
 def entry_parts(
-    hidden: int, inner: int, form: Form, stored: Stored, biased: bool, dtype: torch.dtype
+    hidden: int, inner: int, form: Form, stored: Storage, biased: bool, dtype: torch.dtype
 ) -> tuple[Part, ...]:
     """The parts of an entry, in their order. `dtype` is that of biases, and of matrices that are not packed."""
     units = 2 * inner if form.gated else inner
     found: list[Part] = []
     at = 0
-    for name, n, k in (("up", units, hidden), ("down", hidden, inner)):
-        row, kind = (stored.packing(k).row_nbytes, torch.uint8) if stored.bits else (k, dtype)
+    for name, n, k, how in (("up", units, hidden, stored.up), ("down", hidden, inner, stored.down)):
+        row, kind = (how.packing(k).row_nbytes, torch.uint8) if how.bits else (k, dtype)
         shape = (row, n) if form.transposed else (n, row)
         for each in (Part(name, at, shape, kind), *((Part(f"{name}_bias", 0, (n,), dtype),) if biased else ())):
             found.append(each._replace(offset=at))

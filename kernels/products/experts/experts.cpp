@@ -9,6 +9,12 @@
 
 using namespace forebay;
 
+extern "C" struct ExpertsMatrix {
+  int64_t row;          // elements, or bytes of packed rows
+  int64_t bits, group;  // 0 bits: weights as they are
+  int32_t scale_dtype, symmetric, integer_nbytes, bf16_panels;
+};
+
 extern "C" struct ExpertsArgs {
   const void* x;           // [tokens, hidden]
   const int64_t* index;    // [tokens, picks]
@@ -22,11 +28,9 @@ extern "C" struct ExpertsArgs {
   int64_t tokens, picks, experts, entry_count, first, hidden, units, inner;
   int64_t x_stride, out_stride;
   int64_t up_entry, up_bias_entry, down_entry, down_bias_entry;  // bytes from one expert's to the next one's
-  int64_t up_row, down_row;                            // elements, or bytes of packed rows
   int64_t block;                                       // rows of x that scratch has room for
-  int64_t bits, group;                                 // 0 bits: weights as they are
+  ExpertsMatrix up_how, down_how;
   int32_t x_dtype, weights_dtype, out_dtype;  // of x, biases and weights that are not packed; of the picks'; of out
-  int32_t scale_dtype, symmetric, integer_nbytes, bf16_panels;
   int32_t activation, gated, interleaved, transposed, scales_input, accumulate;
   float alpha, limit;
 };
@@ -91,16 +95,17 @@ template <class T> void scale_row(const T* x, float by, T* to, int64_t n) {
 }
 
 // One product of m rows with an expert's matrix.
-int product(const ExpertsArgs& a, const void* x, const uint8_t* w, const void* bias, void* out, int32_t out_dtype,
-            int64_t m, int64_t n, int64_t k, int64_t row, float* scratch, int64_t floats, int threads) {
-  if (a.bits) {
-    QuantizedLinearArgs q = {x, w, bias, nullptr, nullptr, out, m, n, k, k, row, 0, 0, n, a.group};
-    q.bits = int32_t(a.bits), q.scale_dtype = a.scale_dtype, q.x_dtype = a.x_dtype, q.bias_dtype = a.x_dtype;
-    q.out_dtype = out_dtype, q.integer_nbytes = a.integer_nbytes, q.symmetric = a.symmetric;
-    q.bf16_panels = a.bf16_panels;
+int product(const ExpertsArgs& a, const ExpertsMatrix& how, const void* x, const uint8_t* w, const void* bias,
+            void* out, int32_t out_dtype, int64_t m, int64_t n, int64_t k, float* scratch, int64_t floats,
+            int threads) {
+  if (how.bits) {
+    QuantizedLinearArgs q = {x, w, bias, nullptr, nullptr, out, m, n, k, k, how.row, 0, 0, n, how.group};
+    q.bits = int32_t(how.bits), q.scale_dtype = how.scale_dtype, q.x_dtype = a.x_dtype, q.bias_dtype = a.x_dtype;
+    q.out_dtype = out_dtype, q.integer_nbytes = how.integer_nbytes, q.symmetric = how.symmetric;
+    q.bf16_panels = how.bf16_panels;
     return forebay_linear_q(&q, scratch, floats, threads);
   }
-  LinearArgs p = {x, w, bias, nullptr, nullptr, out, m, n, k, k, row, 0, 0, n, a.x_dtype, a.x_dtype, a.x_dtype};
+  LinearArgs p = {x, w, bias, nullptr, nullptr, out, m, n, k, k, how.row, 0, 0, n, a.x_dtype, a.x_dtype, a.x_dtype};
   p.out_dtype = out_dtype, p.conv1d = a.transposed;
   return forebay_linear(&p, scratch, floats, threads);
 }
@@ -170,14 +175,14 @@ int run_block(const ExpertsArgs& a, Scratch& s, const Pick* picks, int64_t m, in
     else
       std::memcpy(rows + i * a.hidden, x, size_t(a.hidden) * sizeof(T));
   });
-  int refused = product(a, rows, a.up + entry * a.up_entry,
+  int refused = product(a, a.up_how, rows, a.up + entry * a.up_entry,
                         a.up_bias ? a.up_bias + entry * a.up_bias_entry : nullptr, wide, a.x_dtype, m,
-                        a.units, a.hidden, a.up_row, s.rest, floats, threads);
+                        a.units, a.hidden, s.rest, floats, threads);
   if (refused) return refused;
   parallel_for(m, threads, m * a.inner, [&](int64_t i) { activate_row(a, wide + i * a.units, narrow + i * a.inner); });
-  refused = product(a, narrow, a.down + entry * a.down_entry,
+  refused = product(a, a.down_how, narrow, a.down + entry * a.down_entry,
                     a.down_bias ? a.down_bias + entry * a.down_bias_entry : nullptr, s.made, F32, m, a.hidden,
-                    a.inner, a.down_row, s.rest, floats, threads);
+                    a.inner, s.rest, floats, threads);
   if (refused) return refused;
   parallel_for(m, threads, m * a.hidden / 8, [&](int64_t i) {  // a token chooses an expert once
     const Pick p = picks[i];

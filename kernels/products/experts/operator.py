@@ -1,7 +1,7 @@
 """`forebay::experts`: of each token the products with the few experts that its router chose, weighted and added.
 
 out[t] = sum over k of weights[t, k] * down_e(act(up_e(x[t]))), e being index[t, k]; `Form` says how an expert computes,
-`Stored` how its matrices are stored. An expert's rows of x are gathered, and meet its matrices in the C++ kernels of
+`Storage` how its matrices are stored. An expert's rows of x are gathered, and meet its matrices in the C++ kernels of
 `linear` or `linear_q`. Intermediate results are rounded to x's dtype as operators apart would leave them; what `down`
 gives stays fp32, is added up in ascending order of experts, and is rounded once.
 """
@@ -18,21 +18,23 @@ from forebay.kernels.formats.entry_part import Part
 from forebay.kernels.operator import Call, Cost, Operator, Use, dtype_of, nbytes_of
 from forebay.kernels.products.experts.cpu import Sizes, bind_experts, scratch_nbytes
 from forebay.kernels.products.experts.entries import entry_parts, experts_of
-from forebay.kernels.products.experts.reference import Form, Stored, reference
+from forebay.kernels.products.experts.reference import Form, Storage, Stored, reference
 
 
 @torch.library.custom_op("forebay::experts", mutates_args=(), device_types="cpu")
 def experts(
     x: Tensor, index: Tensor, weights: Tensor, table: Tensor, inner: int, biased: bool, activation: str, gated: bool,
     interleaved: bool, transposed: bool, scales_input: bool, alpha: float, limit: float, bits: int = 0,
-    group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False,
+    group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False, down_bits: int = 0,
+    down_group_size: int = 0, down_scale_dtype: torch.dtype = torch.float16, down_symmetric: bool = False,
 ) -> Tensor:  # fmt: skip
     """x [..., H], index int64 [..., K], weights [..., K], table [E, N] (`entries`) -> contiguous [..., H] of x's dtype.
 
     ValueError names what is wrong.
     """
     form = Form(activation, gated, interleaved, transposed, scales_input, alpha, limit)
-    stored = Stored(bits, group_size, scale_dtype, symmetric)
+    stored = Storage(Stored(bits, group_size, scale_dtype, symmetric),
+                     Stored(down_bits, down_group_size, down_scale_dtype, down_symmetric))
     parts = entry_parts(x.shape[-1], inner, form, stored, biased, x.dtype)
     out = x.new_empty(x.shape)
     given = (x.contiguous(), index.contiguous(), weights.contiguous(), experts_of(table.contiguous(), parts))
@@ -44,7 +46,8 @@ def experts(
 def _(
     x: Tensor, index: Tensor, weights: Tensor, table: Tensor, inner: int, biased: bool, activation: str, gated: bool,
     interleaved: bool, transposed: bool, scales_input: bool, alpha: float, limit: float, bits: int = 0,
-    group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False,
+    group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False, down_bits: int = 0,
+    down_group_size: int = 0, down_scale_dtype: torch.dtype = torch.float16, down_symmetric: bool = False,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape)
 
@@ -60,7 +63,7 @@ class Arguments(NamedTuple):
     inner: int
     biased: bool
     form: Form
-    stored: Stored
+    stored: Storage
 
     def parts(self) -> tuple[Part, ...]:
         """What an entry of the table holds."""
@@ -70,7 +73,8 @@ class Arguments(NamedTuple):
 def arguments_of(args: tuple[Any, ...]) -> Arguments:
     """Positional arguments, sorted."""
     x, index, weights, table, inner, biased, *rest = args
-    return Arguments(x, index, weights, table, inner, biased, Form(*rest[:7]), Stored(*rest[7:]))
+    return Arguments(x, index, weights, table, inner, biased, Form(*rest[:7]),
+                     Storage(Stored(*rest[7:11]), Stored(*rest[11:])))
 
 
 def _count(use: Use) -> int:

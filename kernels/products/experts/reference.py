@@ -38,7 +38,7 @@ class Form(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """How matrices are stored: as they are (0 bits), or as packed rows (`Packing`)."""
+    """How a matrix is stored: as it is (0 bits), or as packed rows (`Packing`)."""
 
     bits: int = 0
     group_size: int = 0
@@ -48,6 +48,17 @@ class Stored(NamedTuple):
     def packing(self, in_features: int) -> Packing:
         """What packed rows over so many input features mean."""
         return Packing(self.bits, in_features, self.group_size, self.scale_dtype, self.symmetric)
+
+
+class Storage(NamedTuple):
+    """How both matrices of each expert are stored: both as they are, or both packed."""
+
+    up: Stored = Stored()
+    down: Stored = Stored()
+
+    @property
+    def packed(self) -> bool:
+        return self.up.bits > 0
 
 
 class Experts(NamedTuple):
@@ -70,14 +81,14 @@ class Experts(NamedTuple):
     entries: Tensor | None = None
 
 
-SWIGLU, PLAIN = Form(), Stored()
+SWIGLU, PLAIN = Form(), Storage()
 
 
 def fail(argument: str, problem: str) -> NoReturn:
     raise ValueError(f"experts: {argument} {problem}")
 
 
-def sizes(x: Tensor, experts: Experts, form: Form, stored: Stored) -> tuple[int, int, int]:
+def sizes(x: Tensor, experts: Experts, form: Form, stored: Storage) -> tuple[int, int, int]:
     """H, U and F of checked arguments; ValueError names the argument that is wrong.
 
     Tensors may be anything with a shape and a dtype.
@@ -87,16 +98,18 @@ def sizes(x: Tensor, experts: Experts, form: Form, stored: Stored) -> tuple[int,
         fail("activation", f"must be one of {ACTIVATIONS}, got {form.activation!r}")
     if len(experts.up.shape) != 3 or len(experts.down.shape) != 3:
         fail("up", f"and down must have three dimensions, got {tuple(experts.up.shape)}, {tuple(experts.down.shape)}")
-    if form.transposed and stored.bits:
+    if form.transposed and stored.packed:
         fail("transposed", "is for matrices that are not packed")
+    if (stored.up.bits > 0) != (stored.down.bits > 0):
+        fail("down", "must be packed where up is, and only there")
     units = experts.up.shape[2] if form.transposed else experts.up.shape[1]
     inner = units // 2 if form.gated else units
     if form.gated and units % 2:
         fail("up", f"must give as many gates as values, got {units} outputs")
-    wanted = {"up": (units, hidden), "down": (hidden, inner)}
-    for name, (n, k) in wanted.items():
+    wanted = {"up": (units, hidden, stored.up), "down": (hidden, inner, stored.down)}
+    for name, (n, k, how) in wanted.items():
         matrix = getattr(experts, name)
-        count = (stored.packing(k).row_nbytes,) if stored.bits else (k,)
+        count = (how.packing(k).row_nbytes,) if how.bits else (k,)
         shape = (*count, n) if form.transposed else (n, *count)
         if tuple(matrix.shape[1:]) != shape or matrix.shape[0] != experts.up.shape[0]:
             fail(name, f"must be [n, {shape[0]}, {shape[1]}], got {tuple(matrix.shape)}")
@@ -147,7 +160,7 @@ def picked(picks: Tensor, experts: Experts) -> Iterator[tuple[int, Tensor, Tenso
 
 
 def reference(
-    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form = SWIGLU, stored: Stored = PLAIN
+    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form = SWIGLU, stored: Storage = PLAIN
 ) -> Tensor:
     """The definition in float64, on any device: sum over k of weights[t, k] * expert index[t, k] of x[t], [..., H]."""
     hidden, _, inner = sizes(x, experts, form, stored)
@@ -156,9 +169,9 @@ def reference(
     out = torch.zeros_like(rows)
     for entry, token, pick in picked(picks, experts):
         share, given = shares[token, pick, None], rows[token]
-        y = (given * share if form.scales_input else given) @ _matrix(experts.up[entry], hidden, form, stored).mT
+        y = (given * share if form.scales_input else given) @ _matrix(experts.up[entry], hidden, form, stored.up).mT
         y = activated(y if experts.up_bias is None else y + experts.up_bias[entry].double(), form)
-        y = y @ _matrix(experts.down[entry], inner, form, stored).mT
+        y = y @ _matrix(experts.down[entry], inner, form, stored.down).mT
         y = y if experts.down_bias is None else y + experts.down_bias[entry].double()
         out.index_add_(0, token, y if form.scales_input else y * share)
     return out.view(x.shape)

@@ -44,6 +44,7 @@ class StoredRows:
     dtype: str
     transposed: bool
     symmetric: bool = False
+    down: StoredRows | None = None
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,15 @@ def captured_to_data(captured: CapturedModel, constants: Mapping[str, str]) -> d
 
 
 def _weight(spec: WeightSpec) -> StoredWeight:
-    rows = None
-    if spec.stored is not None:
-        values: dict[str, Any] = {
-            name: dtype_name(v) if isinstance(v, torch.dtype) else v for name, v in vars(spec.stored).items()}
-        rows = StoredRows(**values)
-    return StoredWeight(spec.name, tuple(spec.shape), dtype_name(spec.dtype), spec.ties, rows)
+    return StoredWeight(spec.name, tuple(spec.shape), dtype_name(spec.dtype), spec.ties, _rows(spec.stored))
+
+
+def _rows(stored: RowFormat | None) -> StoredRows | None:
+    if stored is None:
+        return None
+    values: dict[str, Any] = {
+        name: dtype_name(v) if isinstance(v, torch.dtype) else v for name, v in vars(stored).items()}
+    return StoredRows(**values | {"down": _rows(stored.down)})
 
 
 def captured_from_data(data: object, tensors: Mapping[str, torch.Tensor]) -> CapturedModel:
@@ -125,13 +129,18 @@ def captured_from_data(data: object, tensors: Mapping[str, torch.Tensor]) -> Cap
 
 
 def _spec(weight: StoredWeight) -> WeightSpec:
-    rows, stored = weight.stored, None
-    if rows is not None:
-        stored = RowFormat(rows.name, rows.bits, rows.group_size, dtype_named(rows.scale_dtype), rows.in_features,
-                           rows.out_features, rows.row_nbytes, dtype_named(rows.dtype), rows.transposed, rows.symmetric)
-        _check_sizes(f"graphs.weights: {weight.name}, stored,", (rows.out_features, rows.row_nbytes))
     _check_sizes(f"graphs.weights: {weight.name}", weight.shape)
-    return WeightSpec(weight.name, weight.shape, dtype_named(weight.dtype), weight.ties, stored)
+    return WeightSpec(weight.name, weight.shape, dtype_named(weight.dtype), weight.ties,
+                      _row_format(weight.name, weight.stored))
+
+
+def _row_format(name: str, rows: StoredRows | None) -> RowFormat | None:
+    if rows is None:
+        return None
+    _check_sizes(f"graphs.weights: {name}, stored,", (rows.out_features, rows.row_nbytes))
+    return RowFormat(rows.name, rows.bits, rows.group_size, dtype_named(rows.scale_dtype), rows.in_features,
+                     rows.out_features, rows.row_nbytes, dtype_named(rows.dtype), rows.transposed, rows.symmetric,
+                     _row_format(name, rows.down))
 
 
 def _state(spec: StateSpec) -> dict[str, object]:

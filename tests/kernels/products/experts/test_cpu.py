@@ -16,7 +16,16 @@ from forebay.kernels.products.experts import cpu
 from forebay.kernels.products.experts.cpu import bind_experts
 from forebay.kernels.products.experts.entries import entry_parts, table_shape
 from forebay.kernels.products.experts.operator import EXPERTS
-from forebay.kernels.products.experts.reference import ACTIVATIONS, PLAIN, SWIGLU, Experts, Form, Stored, reference
+from forebay.kernels.products.experts.reference import (
+    ACTIVATIONS,
+    PLAIN,
+    SWIGLU,
+    Experts,
+    Form,
+    Storage,
+    Stored,
+    reference,
+)
 from forebay.kernels.quantization.quantize.cpu import quantize_rows
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
@@ -25,7 +34,8 @@ FORMS = [
     Form("silu", interleaved=True), Form("silu", transposed=True), Form("silu", scales_input=True),
     Form("silu", limit=0.5), Form("alpha_swiglu", interleaved=True, transposed=True, alpha=1.702, limit=0.7),
 ]  # fmt: skip
-STORED = [Stored(), Stored(4, 32), Stored(8, 32, torch.bfloat16), Stored(4, 64)]
+STORED = [Storage(), Storage(Stored(4, 32), Stored(4, 32)), Storage(Stored(8, 32, torch.bfloat16), Stored(4, 32)),
+          Storage(Stored(4, 64), Stored(8, 16))]
 needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 
 
@@ -36,7 +46,7 @@ class Case:
     weights: Tensor
     experts: Experts
     form: Form
-    stored: Stored
+    stored: Storage
 
     def run(self, out: Tensor | None = None, accumulate: bool = False, experts: Experts | None = None) -> Tensor:
         out = torch.full_like(self.x, torch.nan) if out is None else out
@@ -51,7 +61,7 @@ class Case:
 
 
 def case(
-    tokens: int, picks: int, count: int, form: Form = SWIGLU, stored: Stored = PLAIN,
+    tokens: int, picks: int, count: int, form: Form = SWIGLU, stored: Storage = PLAIN,
     dtype: torch.dtype = torch.float32, hidden: int = 96, inner: int = 64, seed: int = 0,
 ) -> Case:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
@@ -61,8 +71,9 @@ def case(
 
     units = 2 * inner if form.gated else inner
     up, down = normal(count, units, hidden, by=0.2), normal(count, hidden, inner, by=0.2)
-    if stored.bits:
-        up, down = (torch.stack([quantize_rows(m.float(), *stored[:3]) for m in each]) for each in (up, down))
+    if stored.packed:
+        up, down = (torch.stack([quantize_rows(m.float(), *how[:3]) for m in each])
+                    for each, how in zip((up, down), stored, strict=True))
     elif form.transposed:
         up, down = up.mT.contiguous(), down.mT.contiguous()
     index = torch.stack([torch.randperm(count, generator=generator)[:picks] for _ in range(tokens)])
@@ -87,11 +98,11 @@ def test_every_form(form: Form, dtype: torch.dtype, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("stored", STORED, ids=str)
-def test_packed_rows_and_sizes(stored: Stored, compiled: bool) -> None:
+def test_packed_rows_and_sizes(stored: Storage, compiled: bool) -> None:
     for (hidden, inner), tokens in itertools.product(((32, 32), (96, 160), (224, 64)), (1, 7, 40, 300)):
         for dtype in ROUNDING:
             each = case(tokens, 2, 6, stored=stored, dtype=dtype, hidden=hidden, inner=inner, seed=tokens)
-            allowed = ROUNDING[dtype] + (2e-4 if stored.bits else 0)  # x as integers of 16 bits
+            allowed = ROUNDING[dtype] + (2e-4 if stored.packed else 0)  # x as integers of 16 bits
             assert each.error(each.run()) < allowed, (hidden, inner, tokens, dtype)
 
 
@@ -152,20 +163,21 @@ def test_scratch_is_enough_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def table_of(each: Case) -> Tensor:
     """The experts of a case as rows of a table."""
     held = [t.flatten(1) for t in each.experts[:4]]  # type: ignore[union-attr]
-    return torch.cat([t.view(torch.uint8) for t in held] if each.stored.bits else held, 1)
+    return torch.cat([t.view(torch.uint8) for t in held] if each.stored.packed else held, 1)
 
 
 @pytest.mark.parametrize("stored", STORED[:2], ids=str)
 @pytest.mark.parametrize("form", FORMS[-1:] + FORMS[:1], ids=str)
-def test_a_table_strided_input_and_leading_dimensions(stored: Stored, form: Form) -> None:
-    if stored.bits and form.transposed:
+def test_a_table_strided_input_and_leading_dimensions(stored: Storage, form: Form) -> None:
+    if stored.packed and form.transposed:
         pytest.skip("transposed matrices are not packed")
     each = case(12, 2, 5, form, stored)
     wide = torch.empty(3, 4, 200)
     wide[..., :96] = each.x.view(3, 4, 96)
     table = table_of(each)
     assert table.shape == table_shape(5, entry_parts(96, 64, form, stored, True, torch.float32))
-    args = (wide[..., :96], each.index.view(3, 4, 2), each.weights.view(3, 4, 2), table, 64, True, *form, *stored)
+    args = (wide[..., :96], each.index.view(3, 4, 2), each.weights.view(3, 4, 2), table, 64, True, *form, *stored.up,
+            *stored.down)
     assert torch.equal(EXPERTS.overload(*args), each.run().view(3, 4, 96))
     sums = torch.zeros(3, 4, 96)
     for first in (0, 2, 4):
@@ -185,7 +197,8 @@ def test_a_table_strided_input_and_leading_dimensions(stored: Stored, form: Form
     ("index", lambda c: setattr(c, "index", c.index.int())),
     ("index", lambda c: setattr(c, "index", c.index[1:])),
     ("weights", lambda c: setattr(c, "weights", c.weights[:, 1:])),
-    ("transposed", lambda c: (setattr(c, "form", Form(transposed=True)), setattr(c, "stored", Stored(4, 32)))),
+    ("transposed", lambda c: (setattr(c, "form", Form(transposed=True)), setattr(c, "stored", STORED[1]))),
+    ("down", lambda c: setattr(c, "stored", Storage(Stored(4, 32)))),
 ])  # fmt: skip
 def test_refusals_name_the_argument(name: str, change: object) -> None:
     each = case(4, 2, 3)
