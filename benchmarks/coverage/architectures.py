@@ -23,6 +23,9 @@ GPT = dict(n_embd=64, n_layer=4, n_head=4, n_positions=128, n_inner=96)
 LATENT = dict(GROUPED, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,
               v_head_dim=16, n_routed_experts=4, first_k_dense_replace=4, n_group=1, topk_group=1)
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2, mamba_expand=2)
+DELTA = dict(layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4,
+             linear_key_head_dim=16, linear_value_head_dim=16)
 ROTARY = dict(rope_theta=10000.0)
 FOLLOW_LENGTH = ("dynamic", "longrope")  # the frequencies of a batch are those of its longest row
 
@@ -103,9 +106,25 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "XGLM": ("xglm", dict(d_model=64, num_layers=4, attention_heads=4, ffn_dim=96)),
     "Mamba": ("mamba", dict(state_size=8)),
     "Mamba 2": ("mamba2", dict(state_size=8, num_heads=8, head_dim=16, n_groups=1)),
+    "FalconMamba": ("falcon_mamba", dict(state_size=8)),
     "RWKV": ("rwkv", dict(attention_hidden_size=64, context_length=128)),
     "Jamba": ("jamba", dict(GROUPED | EXPERTS, use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1)),
+    "Bamba": ("bamba", dict(GROUPED | MAMBA2, attn_layer_indices=[1])),
+    "Zamba": ("zamba", dict(GROUPED, layers_block_type=["mamba", "hybrid"] * 2, n_mamba_heads=2, mamba_d_state=8,
+                            use_mamba_kernels=False)),
+    "Zamba 2": ("zamba2", dict(GROUPED, layers_block_type=["mamba", "hybrid"] * 2, num_mem_blocks=1, n_mamba_heads=8,
+                               mamba_headdim=16, mamba_d_state=8)),
+    "Granite 4 hybrid": ("granitemoehybrid", dict(GROUPED | EXPERTS | MAMBA2, shared_intermediate_size=64,
+                                                  layer_types=["mamba", "attention"] * 2)),
+    "Nemotron-H": ("nemotron_h", dict(GROUPED, layers_block_type=["mamba", "mlp", "attention", "mamba"],
+                                      mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8, n_groups=2)),
+    "Falcon-H1": ("falcon_h1", dict(GROUPED | MAMBA2, mamba_d_ssm=128)),
+    "Qwen3-Next": ("qwen3_next", dict(GROUPED | EXPERTS | DELTA, head_dim=16, shared_expert_intermediate_size=32)),
+    "Qwen3.5": ("qwen3_5_text", dict(GROUPED | DELTA, head_dim=16)),
+    "Qwen3.5-MoE": ("qwen3_5_moe_text", dict(GROUPED | EXPERTS | DELTA, head_dim=16,
+                                             shared_expert_intermediate_size=32)),
     "LFM2": ("lfm2", dict(GROUPED, full_attn_idxs=[1, 3])),
+    "LFM2-MoE": ("lfm2_moe", dict(GROUPED | EXPERTS, layer_types=["conv", "full_attention"] * 2, num_dense_layers=1)),
     "RecurrentGemma": ("recurrent_gemma", dict(GROUPED, lru_width=64, attention_window_size=16)),
     "OpenAI GPT": ("openai-gpt", GPT),
     "BERT": ("bert", {}),

@@ -160,6 +160,9 @@ class Launches:
         arguments = named_arguments(node, target)
         layer, flops = node.meta.get("layer", -1), _flops(node, target)
         if mutated:
+            if values_of(node) and (operator := of_target(target)):
+                raise LoweringError(f"lower: {node.name} writes an argument and returns a result, so it is launched by "
+                                    f"{operator.name}'s own kernel alone, whose operands must lie as its layouts say")
             args = self._map(node.args)
             writes = tuple(span_of(r) for i in mutated for r in _refs((args[i],)))
             reads = tuple(span_of(r) for r in _refs((args, *self._map(node.kwargs).values())))

@@ -112,6 +112,14 @@ class TracedCache(Cache):
         KV_APPEND.overload(k, v, key_states, value_states, starts())
         return k, v
 
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
+        """None: a mixer then takes the same path for steps of any size, and our operators have the state."""
+
+    get_recurrent_state = update_recurrent_state = get_conv_state  # type: ignore[assignment]
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return conv_states
+
     def get_seq_length(self, layer_idx: object = 0, *args: Any) -> int:
         if self.in_layer:
             raise CaptureError("a layer computes with the number of cached tokens, which differs between sequences")

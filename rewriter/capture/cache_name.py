@@ -11,6 +11,7 @@ from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 CACHE_NAMES = ("cache", "past_key_values")  # that callers may use, whichever release is installed
+RECURRENT_CACHE = "cache_params"  # of models of recurrent layers alone
 # The name in `generate`, in `prepare_inputs_for_generation` and in what a forward returns: one in each release.
 CACHE_NAME = next((field.name for field in fields(CausalLMOutputWithPast) if "Cache" in str(field.type)), "cache")
 
@@ -18,7 +19,7 @@ CACHE_NAME = next((field.name for field in fields(CausalLMOutputWithPast) if "Ca
 def cache_argument(forward: Callable[..., Any]) -> str:
     """Return the name of the argument by which `forward` takes a KV cache."""
     taken = inspect.signature(forward).parameters
-    return next((name for name in (CACHE_NAME, *CACHE_NAMES) if name in taken), CACHE_NAME)
+    return next((name for name in (CACHE_NAME, *CACHE_NAMES, RECURRENT_CACHE) if name in taken), CACHE_NAME)
 
 
 def find_cache(arguments: Mapping[str, Any]) -> Any:

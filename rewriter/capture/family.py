@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forebay.rewriter.capture.cache_name import RECURRENT_CACHE
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.capture.patterns import LayerType
 
@@ -76,8 +77,11 @@ def adopt_family(model: nn.Module) -> None:
 def outer_inputs(model: nn.Module, positions: torch.Tensor) -> dict[str, torch.Tensor]:
     """What the model's forward is given beside tokens: their positions [B, S], where it takes any. A mask of four
     dimensions is passed on as it is, and nobody reads it."""
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    taken = inspect.signature(model.forward).parameters
+    if "position_ids" in taken:
         return {"position_ids": positions}
+    if RECURRENT_CACHE in taken:  # its layers know no positions
+        return {}
     if family_of(model) is not _PLAIN:
         return {"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}
     raise CaptureError("it does not accept position_ids, so sequences of unequal length cannot share a batch")

@@ -44,7 +44,7 @@ def capture_model(
     choose among experts.
     """
     from forebay.rewriter.capture.experts import adopt_experts, with_tables
-    from forebay.rewriter.capture.own_attention import FAMILIES
+    from forebay.rewriter.capture.recurrences import adopt_recurrences
     from forebay.rewriter.capture.trace import trace_model
 
     cls, config = _model_class(config_or_model)
@@ -52,18 +52,9 @@ def capture_model(
     if isinstance(config_or_model, nn.Module):
         config = tied_config(config_or_model)
     title = f"{cls.__name__} (model type {config.model_type!r}) cannot be captured"
-    known = cls.__name__ in FAMILIES
-    if not known and (
-            cls._is_stateful or config.get_text_config(decoder=True).__dict__.get("layers_block_type")):
-        raise CaptureError(f"{title}: its layers keep a recurrent state, where a KV cache is all that is implemented")
     if config.get_text_config(decoder=True).__dict__.get("altup_num_inputs"):
         raise CaptureError(f"{title}: its layers pass on several predictions of the hidden state (AltUp), where one is "
                            "all that is implemented")
-    if not cls._supports_attention_backend and not known:
-        raise CaptureError(
-            f"{title}: its attention does not go through transformers' attention interface, "
-            "so it cannot be replaced by one that reads a streamed KV cache"
-        )
     given = config_or_model if isinstance(config_or_model, nn.Module) else None
     if dtype is None:
         own = config.dtype if given is None else given.dtype
@@ -73,6 +64,7 @@ def capture_model(
             model = _build(cls, config, dtype)
             if given is not None:
                 _check_same_parameters(given, model)
+            _refuse_mixers(cls, adopt_recurrences(model))
             tables = adopt_experts(model)
             if runs:
                 _refuse_experts(model, tables)
@@ -147,6 +139,19 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     return model
 
 
+def _refuse_mixers(cls: type[PreTrainedModel], adopted: int) -> None:
+    """CaptureError for a class whose layers mix tokens in ways of their own; `adopted` modules call our operators."""
+    from forebay.rewriter.capture.own_attention import FAMILIES
+
+    if adopted or cls.__name__ in FAMILIES:
+        return
+    if cls._is_stateful:
+        raise CaptureError("its layers keep a recurrent state in a way of their own, which is not implemented")
+    if not cls._supports_attention_backend:
+        raise CaptureError("its attention does not go through transformers' attention interface, so it cannot be "
+                           "replaced by one that reads a streamed KV cache")
+
+
 def _refuse_experts(model: nn.Module, tables: Collection[str]) -> None:
     for name, module in model.named_modules():
         if name.endswith(".experts") and f"{name}.table" not in tables and any(True for _ in module.parameters()):
@@ -192,7 +197,8 @@ def _fill_constants(model: PreTrainedModel) -> None:
         filled: list[dict[str, torch.Tensor]] = []
         for content in (0, 1):
             module._buffers.update({k: torch.full_like(b, content, device=HOST_MEMORY) for k, b in buffers.items()})
-            model._init_weights(module)
+            for owner in (module, model.base_model):  # some are set by the model that holds the module
+                model._init_weights(owner)
             filled.append({k: module._buffers[k] for k in buffers})  # type: ignore[misc]
         for k in buffers:
             if not torch.equal(filled[0][k], filled[1][k]):

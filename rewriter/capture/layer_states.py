@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,16 +22,18 @@ def _none(spec: StateSpec) -> tuple[torch.Tensor, ...]:
 _start: ContextVar[torch.Tensor] = ContextVar("forebay_start")
 _count: ContextVar[torch.Tensor] = ContextVar("forebay_count")
 _give: ContextVar[GiveState] = ContextVar("forebay_give", default=_none)
+_parts: ContextVar[Counter[str]] = ContextVar("forebay_parts")  # states that the layer was given, of each kind
 
 
 @contextmanager
 def layer_inputs(start: torch.Tensor, count: torch.Tensor, give: GiveState = _none) -> Iterator[None]:
     """Let the code of layers read `starts` and `counts`, and have `give` answer `layer_state`."""
     tokens = [(var, var.set(value)) for var, value in ((_start, start), (_count, count))]
-    given = _give.set(give)
+    given, parts = _give.set(give), _parts.set(Counter())
     try:
         yield
     finally:
+        _parts.reset(parts)
         _give.reset(given)
         for var, token in tokens:
             var.reset(token)
@@ -38,7 +41,13 @@ def layer_inputs(start: torch.Tensor, count: torch.Tensor, give: GiveState = _no
 
 def layer_state(spec: StateSpec) -> tuple[torch.Tensor, ...]:
     """Return the tensors of a state that the layer keeps; it updates them in place, by an operator of its kind."""
+    _parts.get()[spec.kind] += 1
     return _give.get()(spec)
+
+
+def states_before(kind: str) -> int:
+    """How many states of a kind the layer was given before."""
+    return _parts.get()[kind]
 
 
 def starts() -> torch.Tensor:

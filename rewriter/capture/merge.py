@@ -14,7 +14,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 from forebay.kernels.operator import HOST_MEMORY
-from forebay.kernels.operators import ATTENTION, KV_APPEND
+from forebay.kernels.operators import ATTENTION, KV_APPEND, of_target
 from forebay.rewriter.capture.layers import CaptureError, LayerCall, LayerCalls, Slot
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput, WeightSpec
 from forebay.rewriter.ir.state import KVState, StateInput, StateSpec, state_name
@@ -188,7 +188,7 @@ def _make_block(kind: Kind) -> _TracedBlock:
 
 
 def _check_ops(graph: fx.Graph, states: tuple[StateSpec, ...]) -> None:
-    called = Counter(str(node.target).removesuffix(".default") for node in graph.nodes if node.op == "call_function")
+    called = Counter(operator.name for node in graph.nodes if (operator := of_target(node.target)) is not None)
     wanted = Counter(name for spec in states for name in spec.operators)
     for name in (ATTENTION.name, KV_APPEND.name, *wanted):
         if called[name] != wanted[name]:

@@ -22,7 +22,8 @@ class LayerType(NamedTuple):
 # by the name in `config.layer_types`
 LAYER_TYPES = {
     "full_attention": LayerType("all"), "sliding_attention": LayerType("window", "sliding_window"),
-    "chunked_attention": LayerType("chunk", "attention_chunk_size")}
+    "chunked_attention": LayerType("chunk", "attention_chunk_size"),
+    **dict.fromkeys(("linear_attention", "conv", "hybrid", "mlp", "moe"), LayerType("all"))}
 
 
 class Pattern(NamedTuple):

@@ -41,7 +41,8 @@ class StepGraphs:
     `prefill(tokens)`, if the cache may grow, is `step(tokens)` with a cache of the workload's prompt alone. All graphs
     are those of one micro-batch of `block`, as a step over so many tokens sees it. Its speculative steps give logits of
     every token, all others of one; `speculate`, if the model's can, gives the step graphs of
-    which other steps do. `dtype` is that of hidden states, where weights are packed.
+    which other steps do. `dtype` is that of hidden states, where weights are packed; `pageable` tells whether all
+    states of layers are.
     """
 
     fingerprint: str
@@ -60,6 +61,7 @@ class StepGraphs:
     checkpoint_tokens: Callable[[int, str], int] = lambda cache_tokens, kept: 0
     speculate: Callable[[tuple[int, ...]], StepGraphs] | None = None
     dtype: str = "bfloat16"
+    pageable: bool = True
 
     def speculating(self, sizes: tuple[int, ...]) -> StepGraphs:
         """The step graphs with steps of these sizes, if any, that give logits of every token. PlanError where the model
@@ -127,6 +129,7 @@ def step_graphs(
                       else lambda tokens: step(tokens, workload.prompt),
                       cache_format=next((kv.format for kv in map(kv_state, captured.states) if kv), "native"),
                       batching=batching,
+                      pageable=all(spec.pageable for states in captured.states for spec in states),
                       activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
                       gathers=captured.prefill is not None,
                       speculate=speculate if gives_every_position(captured) else None,

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from forebay.kernels.operators import ATTENTION, KV_APPEND
+from forebay.kernels.operators import ATTENTION, KV_APPEND, LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV
 from forebay.rewriter.ir.plan import PlanError
 
 Capability = Literal["rewindable", "pageable", "reorderable"]
@@ -146,6 +146,51 @@ class CheckpointState(StateSpec):
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
         return (StateTensor("x", ("B", 1, "L", self.width), self.dtype),)
+
+
+@register_state
+@dataclass(frozen=True)
+class ConvolutionState(StateSpec):
+    """The last `rows` inputs of a short convolution."""
+
+    kind = "convolution"
+    operators = (SHORT_CONV.name,)
+    reorderable = True
+
+    channels: int
+    rows: int
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        return (StateTensor("convolution", ("B", self.rows, self.channels), self.dtype),)
+
+
+@register_state
+@dataclass(frozen=True)
+class RecurrentState(StateSpec):
+    """What a recurrence keeps of a sequence, however long: `sizes` numbers of fp32; `part` tells one of a layer from
+    others."""
+
+    kind = "recurrent"
+    operators = (LINEAR_RECURRENCE.name,)
+    reorderable = True
+
+    sizes: tuple[int, ...]
+    part: int = 0
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        return (StateTensor(f"recurrent{self.part or ''}", ("B", *self.sizes), torch.float32),)
+
+
+@register_state
+@dataclass(frozen=True)
+class ScanState(RecurrentState):
+    """The same of a selective scan (Mamba)."""
+
+    kind = "selective scan"
+    operators = (SELECTIVE_SCAN.name,)
 
 
 def rewindable(states: LayerStates) -> bool:

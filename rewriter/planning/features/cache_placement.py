@@ -24,7 +24,7 @@ def cache_placements(batching: BatchSchedule, request: ScheduleRequest) -> Itera
     options = request.options
     if not request.staged:
         yield batching
-    elif options.cache_tier != "device":
+    elif options.cache_tier != "device" and (options.cache_tier or request.graphs.pageable):
         tokens = options.cache_tokens or block_tokens(cache_buffers(request.graphs.step(1)), request.workload)
         yield replace(batching, cache=CachePlacement(options.cache_tier or "disk", tokens, options.cache_slots,
                                                      cpu_attention=bool(options.cpu_attention)))

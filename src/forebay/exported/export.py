@@ -21,7 +21,9 @@ from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.packed import open_quantized, remember_verified
 from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.rewriter.ir.byte_sizes import parse_budget
-from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.plan import Budget, PlanError, Workload
+from forebay.rewriter.ir.state import kv_states
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.options import Options
@@ -103,6 +105,15 @@ def _check_choices(format: str, dialect: str, activations: str, cache: str) -> N
                           "keeps caches, in the model's dtype")
 
 
+def _over_kv(source: Source, format: str) -> CapturedModel:
+    """The rewritten graphs, whose caller keeps K and V. ExportError where layers keep anything else."""
+    try:
+        kv_states(source.captured.states, f"an export as {format}")
+    except PlanError as error:
+        raise ExportError(f"{error}; export a bundle") from error
+    return rewrite_captured(source.captured, read_switches())
+
+
 def _prompt_for(source: Source) -> int:
     """Tokens of the longest prompt, unless told."""
     most = source.captured.max_positions
@@ -120,7 +131,7 @@ def _write_language_model(model: Any, folder: Path, format: str, dialect: OnnxFo
     if format == "onnx":
         writers = _onnx_writers()
         source = open_source(model, "all")
-        captured = rewrite_captured(source.captured, read_switches())
+        captured = _over_kv(source, format)
         source.prepare(folder)
         writers.language_model(folder, captured, source.items, dialect, int8_activations, progress, source.check)
         if dialect == "microsoft":
@@ -128,7 +139,7 @@ def _write_language_model(model: Any, folder: Path, format: str, dialect: OnnxFo
         _write_manifest(folder, "onnx", dialect=dialect)
         return
     source = open_source(model)
-    captured = rewrite_captured(source.captured, read_switches())
+    captured = _over_kv(source, format)
     source.prepare(folder)
     program = language_model_program(source, captured)
     if format == "pt2":

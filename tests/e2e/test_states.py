@@ -1,0 +1,192 @@
+"""Recurrent and hybrid models: the tokens of a full forward at any budget and in any chunks, for sequences of unequal
+length; what states of such layers cannot do is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from selection import at_length
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import forebay
+from forebay.exported.errors import ExportError
+from forebay.rewriter.capture.language_model import CaptureError, capture_model
+from forebay.rewriter.ir.plan import PlanError
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
+              pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
+COMMON: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=3, vocab_size=128, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64)
+EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=2, mamba_d_conv=4, mamba_expand=2)
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+             layer_types=["linear_attention", "full_attention", "linear_attention"])
+# name -> (model type, sizes beside COMMON)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "lfm2": dict(layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
+    "qwen3_next": DELTA | EXPERTS | dict(shared_expert_intermediate_size=32),
+    "granitemoehybrid": MAMBA2 | EXPERTS | dict(layer_types=["mamba", "attention", "mamba"],
+                                                shared_intermediate_size=64),
+    "mamba": dict(state_size=8),
+    "lfm2_moe": EXPERTS | dict(layer_types=["conv", "full_attention", "conv"], num_dense_layers=1),
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA | EXPERTS | dict(shared_expert_intermediate_size=32),
+    "mamba2": dict(state_size=16, num_heads=8, head_dim=16, n_groups=2),
+    "falcon_mamba": dict(state_size=8),
+    "jamba": EXPERTS | dict(use_mamba_kernels=False, attn_layer_period=3, attn_layer_offset=1, mamba_d_state=8),
+    "bamba": MAMBA2 | dict(attn_layer_indices=[1]),
+    "falcon_h1": MAMBA2 | dict(mamba_d_ssm=128),
+    "nemotron_h": dict(layers_block_type=["mamba", "mlp", "attention", "mamba"], mamba_num_heads=8, mamba_head_dim=16,
+                       ssm_state_size=16, n_groups=2, num_hidden_layers=4),
+    "zamba": dict(layers_block_type=["mamba", "hybrid", "mamba"], n_mamba_heads=2, mamba_d_state=8,
+                  use_mamba_kernels=False),
+    "zamba2": dict(layers_block_type=["mamba", "hybrid", "mamba"], num_mem_blocks=1, n_mamba_heads=8,
+                   mamba_headdim=16, mamba_d_state=16, mamba_ngroups=2),
+    "recurrent_gemma": dict(lru_width=64, attention_window_size=16),
+}  # fmt: skip
+DEFAULT = ("lfm2", "qwen3_next", "mamba")
+PROMPT, NEW = 11, 5
+LENGTHS = (11, 6, 1)
+SHAPE = {"prompt": PROMPT, "new_tokens": NEW}
+
+
+def small(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with random weights, large enough that states show."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "A_log" not in name:
+                parameter.normal_(0, 0.12)
+    return model.to(dtype)
+
+
+def greedy(model: Any, prompt: Tensor, new: int = NEW) -> Tensor:
+    """By forwards of all tokens: transformers' own second chunk is wrong of Mamba."""
+    ids = prompt
+    with torch.no_grad():
+        for _ in range(new):
+            ids = torch.cat((ids, model(ids[None], use_cache=False).logits[0, -1:].argmax(-1)))
+    return ids[len(prompt) :]
+
+
+Saved = Callable[[str], tuple[Path, Any, Tensor, Tensor, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A family's model in a folder and in memory, three prompts on the left filled up, and what follows each."""
+    known: dict[str, tuple[Path, Any, Tensor, Tensor, Tensor]] = {}
+
+    def save(family: str) -> tuple[Path, Any, Tensor, Tensor, Tensor]:
+        if family not in known:
+            folder, model = tmp_path_factory.mktemp(family), small(family)
+            model.save_pretrained(folder, max_shard_size="200KB")
+            ids = torch.randint(3, 128, (len(LENGTHS), PROMPT), generator=torch.Generator().manual_seed(1))
+            mask = (torch.arange(PROMPT) >= PROMPT - torch.tensor(LENGTHS)[:, None]).long()
+            want = torch.stack([greedy(model, row[PROMPT - n :]) for row, n in zip(ids, LENGTHS, strict=True)])
+            known[family] = folder, model, ids, mask, want
+        return known[family]
+
+    return save
+
+
+def tokens(lm: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    found: Tensor = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+                                pad_token_id=0, **options)
+    return found[:, PROMPT:]
+
+
+def smallest(folder: Path, **options: Any) -> int:
+    with pytest.raises(PlanError, match="the smallest that can is") as refused:
+        forebay.wrap(folder, {"device": 1000, "disk": folder}, **SHAPE, **options)
+    return int(re.search(r"\((\d+) bytes", str(refused.value))[1])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("family", [name if name in DEFAULT else at_length(name) for name in FAMILIES])
+def test_tokens_are_those_of_a_full_forward(saved: Saved, family: str) -> None:
+    folder, model, ids, mask, want = saved(family)
+    least, nbytes = smallest(folder, batch=3, prefill_chunk=4), sum(p.nbytes for p in model.parameters())
+    for budget in (least, least + nbytes // 3):
+        lm = forebay.wrap(folder, {"device": budget, "disk": folder}, batch=3, prefill_chunk=4, **SHAPE)
+        for _ in range(2):  # what another call left in a state is nobody's
+            assert torch.equal(tokens(lm, ids, mask), want), budget
+        assert lm.plan.prediction.streamed_nbytes
+        lm.close()
+
+
+@pytest.mark.parametrize("chunk", [1, at_length(2), at_length(3), at_length(8), None])
+@pytest.mark.parametrize("family", ["mamba2", at_length("qwen3_next"), at_length("lfm2")])
+def test_logits_in_chunks_of_any_size(saved: Saved, family: str, chunk: int | None) -> None:
+    """Of a step over all tokens, and of one token more: within rounding of a full forward."""
+    folder, model, ids, _, _ = saved(family)
+    with forebay.wrap(folder, 1 << 30, batch=3, prefill_chunk=chunk, **SHAPE) as lm, torch.no_grad():
+        begun = lm(ids[:, :-1])
+        torch.testing.assert_close(begun.logits, model(ids[:, :-1], use_cache=False).logits, rtol=1e-4, atol=1e-4)
+        more = lm(ids[:, -1:], past_key_values=begun.past_key_values).logits[:, -1]
+        torch.testing.assert_close(more, model(ids, use_cache=False).logits[:, -1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 3}, {"cache": "kv8"}, {"batch": 1}], ids=str)
+def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
+    folder, _, ids, mask, want = saved("lfm2")
+    with forebay.wrap(folder, {"device": "700KiB", "disk": folder}, **{"batch": 3, **SHAPE, **options}) as lm:
+        for rows in (torch.arange(3).split(1) if "batch" in options else [torch.arange(3)]):
+            assert torch.equal(tokens(lm, ids[rows], mask[rows]), want[rows])
+
+
+def test_beams_take_over_states(saved: Saved) -> None:
+    folder, model, ids, mask, _ = saved("lfm2")
+    with forebay.wrap(folder, 1 << 30, batch=3, **SHAPE) as lm:
+        found = tokens(lm, ids[:1], mask[:1], num_beams=3)
+        assert torch.equal(found, tokens(model, ids[:1], mask[:1], num_beams=3))
+        assert not torch.equal(found, tokens(model, ids[:1], mask[:1]))  # beams change places here
+
+
+def test_a_bundle_keeps_states(saved: Saved, tmp_path: Path) -> None:
+    folder, _, ids, mask, want = saved("mamba2")
+    forebay.export(folder, tmp_path / "bundle", "bundle", budget={"device": 1 << 30, "disk": tmp_path})
+    with forebay.wrap(tmp_path / "bundle", 1 << 30, batch=3, **SHAPE) as lm:
+        assert torch.equal(tokens(lm, ids, mask), want)
+
+
+def test_bf16_stays_near(tmp_path: Path) -> None:
+    model = small("lfm2", torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(3, 128, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    with forebay.wrap(tmp_path, 1 << 30, batch=2, prefill_chunk=4, **SHAPE) as lm, torch.no_grad():
+        want = model(ids, use_cache=False).logits.float()
+        assert (lm(ids).logits.float() - want).norm() < 0.03 * want.norm()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"prompt_lookup_num_tokens": 3},
+     "speculation.steps: layer 0 keeps a state of kind convolution, which is not rewindable"),
+    ({"cache_tier": "disk"}, "cache.tier: layer 0 keeps a state of kind convolution, which is not pageable"),
+    ({"places": 2}, "admission.sequences: layer 0 keeps a state of kind convolution, which is not pageable"),
+    ({"checkpoints": True}, "checkpoints")], ids=str)  # fmt: skip
+def test_what_states_cannot_do_is_refused_by_name(saved: Saved, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        forebay.wrap(saved("lfm2")[0], {"device": 1 << 30, "disk": saved("lfm2")[0]}, **SHAPE, **options)
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_others_cannot_keep_states(saved: Saved, tmp_path: Path, format: Any) -> None:
+    with pytest.raises(ExportError, match=f"an export as {format}: layer 0 keeps a state of kind convolution"):
+        forebay.export(saved("lfm2")[0], tmp_path / "out", format)
+
+
+@pytest.mark.parametrize(("kind", "sizes", "said"), [
+    ("rwkv", {}, "keep a recurrent state in a way of their own, which is not implemented"),
+    ("mamba", {"hidden_act": "gelu"}, "its short convolution ends in gelu, where silu is all that is implemented")])
+def test_mixers_of_other_kinds_are_refused(kind: str, sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        capture_model(AutoConfig.for_model(kind, **COMMON, **sizes))

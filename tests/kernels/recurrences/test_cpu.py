@@ -1,0 +1,167 @@
+"""Operators that keep a state from step to step: every path against float64, in chunks, for sequences of unequal length
+that begin anew, over strides; refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from forebay.kernels.operator import Operator, Tensors
+from forebay.kernels.recurrences.linear_recurrence.operator import LINEAR_RECURRENCE
+from forebay.kernels.recurrences.selective_scan.operator import SELECTIVE_SCAN
+from forebay.kernels.recurrences.short_conv.operator import SHORT_CONV
+
+BATCH = 4
+ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator with its arguments before the state, those [B, S, ...] by name of their places, and a state."""
+
+    operator: Operator
+    given: tuple[Tensor | None, ...]
+    by_token: tuple[int, ...]
+    state: Tensor
+    rest: tuple[object, ...] = ()
+
+    def args(self, tokens: slice, state: Tensor, start: list[int], count: list[int]) -> tuple[object, ...]:
+        given = [t if t is None or i not in self.by_token else t[:, tokens] for i, t in enumerate(self.given)]
+        return (*given, state, torch.tensor(start), torch.tensor(count), *self.rest)
+
+    def out(self, tokens: int) -> Tensor:
+        shaped = self.given[2] if self.operator is LINEAR_RECURRENCE else self.given[0]
+        assert shaped is not None
+        return torch.full((BATCH, tokens, *shaped.shape[2:]), torch.nan, dtype=self.state.dtype)
+
+
+def numbers(seed: int) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def short_conv(channels: int, taps: int, dtype: torch.dtype = torch.float32, bias: bool = True, silu: bool = True,
+               tokens: int = 12) -> Case:  # fmt: skip
+    draw = numbers(channels + taps)
+    x, weight, shift = draw(BATCH, tokens, channels), draw(channels, taps), draw(channels)
+    state = draw(BATCH, taps - 1, channels).to(dtype)
+    return Case(SHORT_CONV, (x.to(dtype), weight.to(dtype), shift.to(dtype) if bias else None), (0,), state,
+                ("silu",) if silu else ())
+
+
+def linear(heads: int, group: int, width: int, columns: int, beta: bool = True, by_channel: bool = False,
+           tokens: int = 12) -> Case:  # fmt: skip
+    draw = numbers(width + columns)
+    q, k = (torch.nn.functional.normalize(draw(BATCH, tokens, heads // group, width), dim=-1) for _ in "qk")
+    decay = -draw(BATCH, tokens, heads, *[width] * by_channel).abs()
+    decay.view(-1)[:3] = torch.tensor([0.0, -100.0, -1e4])
+    given = (q, k, draw(BATCH, tokens, heads, columns), decay, draw(BATCH, tokens, heads).sigmoid() if beta else None)
+    return Case(LINEAR_RECURRENCE, given, (0, 1, 2, 3, 4), draw(BATCH, heads, width, columns))
+
+
+def scan(channels: int, width: int, tokens: int = 12) -> Case:
+    draw = numbers(channels + width)
+    x, dt, b, c = draw(BATCH, tokens, channels), draw(BATCH, tokens, channels).abs(), *(
+        draw(BATCH, tokens, width) for _ in "bc")
+    dt.view(-1)[:2] = torch.tensor([0.0, 1e3])
+    return Case(SELECTIVE_SCAN, (x, dt, -draw(channels, width).exp(), b, c), (0, 1, 3, 4), draw(BATCH, channels, width))
+
+
+CASES = {
+    "conv 4 taps": short_conv(64, 4), "conv odd": short_conv(37, 3, bias=False, silu=False),
+    "conv 1 tap": short_conv(5, 1), "conv many taps": short_conv(70, 19),
+    "conv bf16": short_conv(150, 4, torch.bfloat16),
+    "conv fp16": short_conv(40, 4, torch.float16, silu=False),
+    "delta rule": linear(4, 2, 16, 32), "delta rule odd": linear(3, 1, 13, 37), "one number": linear(6, 1, 1, 1, False),
+    "by channel": linear(2, 1, 24, 70, by_channel=True), "by channel odd": linear(2, 2, 5, 16, by_channel=True),
+    "ssd": linear(4, 4, 16, 64, beta=False), "ssd by channel": linear(2, 1, 18, 8, beta=False, by_channel=True),
+    "wide keys": linear(1, 1, 520, 8, tokens=4),
+    "scan": scan(33, 16), "scan narrow": scan(8, 3), "scan wide": scan(5, 150), "scan two": scan(17, 24),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+def relative(found: Tensor, want: Tensor) -> float:
+    return float((found.double() - want).norm() / want.norm().clamp(min=1e-30))
+
+
+def run(case: Case, tokens: slice, state: Tensor, start: list[int], count: list[int]) -> Tensor:
+    """By the launch's own call."""
+    args = case.args(tokens, state, start, count)
+    out = case.out(args[case.by_token[0]].shape[1])  # type: ignore[attr-defined]
+    case.operator.bind["cpu"](Tensors(args, {}, (out,)))()
+    return out
+
+
+@pytest.mark.parametrize("chunks", [(12,), (1,) * 12, (5, 4, 3)], ids=str)
+def test_matches_its_definition_in_any_chunks(path: str, case: Case, chunks: tuple[int, ...]) -> None:
+    """Sequences of 12, 7, 3 and no tokens, of which the first begins and the others go on; what a state holds where a
+    sequence begins is nobody's."""
+    total = case.given[case.by_token[0]].shape[1]  # type: ignore[union-attr]
+    lengths, begins = [total, min(7, total), 3, 0], [0, 5, 9, 2]
+    state = case.state.clone()
+    state[0] = torch.nan
+    want, kept = case.operator.reference(*case.args(slice(total), torch.nan_to_num(state), begins, lengths))
+    at, outs = 0, []
+    for size in chunks:
+        counts = [max(0, min(size, n - at)) for n in lengths]
+        if at < total:
+            outs.append(run(case, slice(at, at + size), state, [s + at for s in begins], counts))
+        at += size
+    found = torch.cat(outs, 1)
+    limit = ROUNDING[case.state.dtype]
+    assert relative(found, want) < limit and relative(state, kept) < limit
+    assert torch.equal(state[3], case.state[3])
+    for row, n in enumerate(lengths):
+        assert not found[row, n:].any()
+
+
+def test_sequences_do_not_see_each_other(path: str, case: Case) -> None:
+    """Each alone gives the very numbers that it gives among others."""
+    tokens = case.given[case.by_token[0]].shape[1]  # type: ignore[union-attr]
+    state = case.state.clone()
+    found = run(case, slice(None), state, [0, 3, 0, 1], [tokens, 2, 3, 4])
+    for row, (start, count) in enumerate([(0, tokens), (3, 2), (0, 3), (1, 4)]):
+        given = tuple(t if t is None or i not in case.by_token else t[row : row + 1]
+                      for i, t in enumerate(case.given))
+        own = case.state[row : row + 1].clone()
+        alone = replace(case, given=given)
+        out = found[:1].clone()
+        args = (*alone.given, own, torch.tensor([start]), torch.tensor([count]), *case.rest)
+        case.operator.bind["cpu"](Tensors(args, {}, (out,)))()
+        assert torch.equal(out[0], found[row]) and torch.equal(own[0], state[row])
+
+
+def test_through_torch_over_strides(path: str, case: Case) -> None:
+    """As eager code calls it: tokens behind channels, and arguments cut out of wider ones."""
+    total = case.given[case.by_token[0]].shape[1]  # type: ignore[union-attr]
+    start, count = [0, 2, 2, 0], [total, 2, 1, 3]
+    want, kept = case.operator.reference(*case.args(slice(total), case.state, start, count))
+    for odd in (lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+                lambda t: torch.cat((t, t, t), -1)[..., t.shape[-1] : 2 * t.shape[-1]]):
+        given = tuple(t if t is None or i not in case.by_token else odd(t) for i, t in enumerate(case.given))
+        state = case.state.clone()
+        found = case.operator.overload(*replace(case, given=given).args(slice(total), state, start, count))
+        limit = ROUNDING[case.state.dtype]
+        assert found.is_contiguous() and relative(found, want) < limit and relative(state, kept) < limit
+
+
+def test_what_is_wrong_is_named(case: Case) -> None:
+    args = list(case.args(slice(None), case.state.clone(), [0] * BATCH, [1] * BATCH))
+    for name in case.operator.layouts:
+        place = case.operator.arguments.index(name)
+        if args[place] is None:
+            continue
+        for wrong in (args[place].double(), args[place][:, None] if name in ("start", "count") else args[place][:1]):
+            if wrong.shape == args[place].shape or wrong.shape[0] != args[place].shape[0] or wrong.dim() != args[
+                    place].dim():
+                with pytest.raises(ValueError, match=rf"{case.operator.name.partition('.')[2]}: "):
+                    case.operator.overload(*args[:place], wrong, *args[place + 1 :])
