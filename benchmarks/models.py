@@ -26,7 +26,9 @@ POSITIONS = 2048
 class RandomShape:
     """Sizes of a model; the default is the Llama of 1.77 GB that most measurements are made on.
 
-    `family` is `llama` (grouped queries) or `opt` (a key and a value for each query head, biases, tied embeddings).
+    `family` is `llama` (grouped queries), `opt` (a key and a value for each query head, biases, tied embeddings) or
+    `qwen3_moe`, whose layers have so many `experts` of `intermediate` units, of which a token picks `picks`. With
+    `skew` routers prefer some: the row of expert e is (e + 1)**-skew times as long.
     """
 
     hidden: int = 2048
@@ -36,12 +38,24 @@ class RandomShape:
     intermediate: int = 5632
     vocab: int = 32000
     family: str = "llama"
+    experts: int = 0
+    picks: int = 0
+    skew: float = 0.0
+
+    @property
+    def title(self) -> str:
+        """What a folder is called."""
+        *sizes, family, experts, picks, skew = astuple(self)
+        return "-".join(map(str, (family, *sizes, *((experts, picks, skew) if experts else ()))))
 
 
 MODELS = {
     "llama": RandomShape(), "opt": RandomShape(2048, 14, 32, 32, 8192, 50272, "opt"),
     "llama-medium": RandomShape(1024, 8, 8, 4, 2816, 8192),
     "opt-medium": RandomShape(1024, 7, 16, 16, 4096, 8192, "opt"),
+    "qwen3-moe": RandomShape(2048, 4, 32, 4, 768, 32000, "qwen3_moe", 128, 8),
+    "qwen3-moe-skewed": RandomShape(2048, 4, 32, 4, 768, 32000, "qwen3_moe", 128, 8, 0.5),
+    "qwen3-moe-small": RandomShape(512, 4, 8, 4, 128, 2048, "qwen3_moe", 32, 4),
     "llama-small": RandomShape(512, 6, 8, 4, 1408, 8192), "opt-small": RandomShape(512, 6, 8, 8, 2048, 8192, "opt")}
 
 
@@ -51,9 +65,7 @@ def model_folder(name: str) -> Path:
         from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 
         return Path(demo_checkpoint())
-    shape = MODELS[name]
-    title = "-".join(map(str, (shape.family, *astuple(shape)[:-1])))
-    return make_model(cache_folder() / "benchmarks" / title, shape)
+    return make_model(cache_folder() / "benchmarks" / MODELS[name].title, MODELS[name])
 
 
 def packed(folder: Path) -> Path:
@@ -81,12 +93,14 @@ def make_model(folder: Path, shape: RandomShape = RandomShape()) -> Path:
         places.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    for name, size in (_llama_tensors if shape.family == "llama" else _opt_tensors)(shape):
+    for name, size in (_opt_tensors if shape.family == "opt" else _llama_tensors)(shape):
         value = torch.empty(size, dtype=torch.bfloat16)
         if len(size) == 1:
             value.fill_(0 if name.endswith("bias") else 1)
         else:
             value.normal_(0, SPREAD, generator=generator)
+        if name.endswith("mlp.gate.weight"):
+            value *= (torch.arange(1, shape.experts + 1) ** -shape.skew)[:, None]
         if held + value.nbytes > SHARD_NBYTES:
             flush()
             held = 0
@@ -106,6 +120,11 @@ def _config(shape: RandomShape) -> dict[str, Any]:
         return common | {"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": shape.hidden,
                          "ffn_dim": shape.intermediate, "activation_function": "relu", "do_layer_norm_before": True,
                          "tie_word_embeddings": True, "bos_token_id": 2, "pad_token_id": 1}
+    if shape.experts:
+        return common | {"architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": shape.kv_heads,
+                         "head_dim": shape.hidden // shape.heads, "moe_intermediate_size": shape.intermediate,
+                         "num_experts": shape.experts, "num_experts_per_tok": shape.picks, "norm_topk_prob": True,
+                         "tie_word_embeddings": False, "bos_token_id": 1}
     return common | {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": shape.kv_heads,
                      "intermediate_size": shape.intermediate, "rms_norm_eps": 1e-6, "hidden_act": "silu",
                      "tie_word_embeddings": False, "bos_token_id": 1}
@@ -122,9 +141,13 @@ def _llama_tensors(shape: RandomShape) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{at}.self_attn.{name}_proj.weight", (rows, shape.hidden)
         yield f"{at}.self_attn.o_proj.weight", (shape.hidden, own)
         yield f"{at}.post_attention_layernorm.weight", (shape.hidden,)
-        for name in ("gate", "up"):
-            yield f"{at}.mlp.{name}_proj.weight", (shape.intermediate, shape.hidden)
-        yield f"{at}.mlp.down_proj.weight", (shape.hidden, shape.intermediate)
+        if shape.experts:
+            yield from ((f"{at}.self_attn.{name}_norm.weight", (head,)) for name in "qk")
+            yield f"{at}.mlp.gate.weight", (shape.experts, shape.hidden)
+        for mlp in [f"{at}.mlp.experts.{e}" for e in range(shape.experts)] or [f"{at}.mlp"]:
+            for name in ("gate", "up"):
+                yield f"{mlp}.{name}_proj.weight", (shape.intermediate, shape.hidden)
+            yield f"{mlp}.down_proj.weight", (shape.hidden, shape.intermediate)
     yield "model.norm.weight", (shape.hidden,)
     yield "lm_head.weight", (shape.vocab, shape.hidden)
 
