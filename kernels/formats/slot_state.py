@@ -1,8 +1,8 @@
 """What is known of the slots that hold some experts of a table, and what a step is to fetch into them.
 
-One row of int64 numbers: of each slot the expert in it, counted from 1 (0: none), and when it was used last; then of
-each round of a step the expert to fetch into each slot (-1: it keeps what it holds), and the slot of each expert (-1:
-it is not of this round). Zeros mean that all slots are empty.
+One row of int64 numbers: of each slot the expert in it, counted from 1 (0: none); of each expert how often steps named
+it, those long ago counting less; then of each round of a step the expert to fetch into each slot (-1: it keeps what it
+holds), and the slot of each expert (-1: it is not of this round). Zeros mean that all slots are empty.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SlotState(NamedTuple):
 
     def want(self, number: int) -> int:
         """Where a round's experts to fetch begin, one for each slot."""
-        return 2 * self.slots + number * (self.slots + self.experts)
+        return (number + 1) * (self.slots + self.experts)
 
     def entries(self, number: int) -> int:
         """Where a round's slots begin, one for each expert."""

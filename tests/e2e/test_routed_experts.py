@@ -95,15 +95,16 @@ def test_micro_batches_stream_whole_tables(saved: Saved) -> None:
 
 
 class Pool:
-    """What lies in the slots of a table, as a least recently used cache of them: of slots used equally long ago the
-    first gives way, and what a later round needs stays if it can."""
+    """What lies in the slots of a table, as a cache of them: of those whose experts were used equally often, of late,
+    the first gives way, and what a later round needs stays if it can."""
 
     def __init__(self, slots: int) -> None:
         self.held: list[int | None] = [None] * slots
-        self.used, self.now = [0] * slots, 0
+        self.uses: dict[int | None, int] = {None: -1} | dict.fromkeys(range(EXPERTS), 0)
 
     def missed(self, named: set[int]) -> int:
-        self.now += 1
+        for expert in range(EXPERTS):
+            self.uses[expert] += (expert in named) * (1 << 20) - self.uses[expert] // 128
         found, left = 0, sorted(named)
         while left:
             group, left = left[: len(self.held)], left[len(self.held) :]
@@ -112,11 +113,8 @@ class Pool:
                 if expert in there:
                     continue
                 free = [i for i, e in enumerate(self.held) if e not in group]
-                oldest = min(free, key=lambda i: (self.held[i] in left, self.used[i]))
+                oldest = min(free, key=lambda i: (self.held[i] in left, self.uses[self.held[i]]))
                 self.held[oldest], found = expert, found + 1
-            for i, e in enumerate(self.held):
-                if e in group:
-                    self.used[i] = self.now
         return found
 
 

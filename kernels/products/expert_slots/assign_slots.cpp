@@ -2,9 +2,12 @@
 #include <algorithm>
 #include <cstdint>
 
+constexpr int64_t ONCE = 1 << 20;  // what a use counts
+constexpr int FORGETS = 7;         // each step after it forgets this power of a half of it
+
 extern "C" struct AssignSlotsArgs {
   const int64_t* index;  // [picks]
-  int64_t* state;        // owner [slots], used [slots], then of each round want [slots], entries [experts]
+  int64_t* state;        // owner [slots], uses [experts], then of each round want [slots], entries [experts]
   int64_t picks, slots, rounds, experts;
 };
 
@@ -22,34 +25,32 @@ extern "C" int forebay_assign_slots(const AssignSlotsArgs* a, float* scratch, in
   for (int64_t e = 0; e < a->experts; ++e)
     if (number[e] == 0) number[e] = int32_t(count), named[count++] = int32_t(e);
   if (count > a->slots * a->rounds) return 1;
-  int64_t *owner = a->state, *used = owner + a->slots, clock = 0;
-  for (int64_t s = 0; s < a->slots; ++s) {
-    clock = std::max(clock, used[s]);
-    if (owner[s] > 0 && owner[s] <= a->experts) slot_of[owner[s] - 1] = int32_t(s);
-  }
-  ++clock;
-  std::fill(used + a->slots, used + a->slots + a->rounds * (a->slots + a->experts), int64_t(-1));
+  int64_t *owner = a->state, *uses = owner + a->slots, *told = uses + a->experts;
+  for (int64_t s = 0; s < a->slots; ++s)
+    if (owner[s] > 0) slot_of[owner[s] - 1] = int32_t(s);
+  for (int64_t e = 0; e < a->experts; ++e) uses[e] += (number[e] >= 0 ? ONCE : 0) - (uses[e] >> FORGETS);
+  std::fill(told, told + a->rounds * (a->slots + a->experts), int64_t(-1));
   for (int64_t r = 0; r < a->rounds; ++r) {
-    int64_t *want = used + a->slots + r * (a->slots + a->experts), *entries = want + a->slots;
+    int64_t *want = told + r * (a->slots + a->experts), *entries = want + a->slots;
     const int64_t first = std::min(r * a->slots, count), end = std::min(first + a->slots, count);
     for (int64_t i = first; i < end; ++i)
       if (slot_of[named[i]] >= 0) round_of[slot_of[named[i]]] = int32_t(r);
     for (int64_t i = first; i < end; ++i) {
       const int32_t e = named[i];
       if (slot_of[e] < 0) {
-        int64_t best = -1;
+        int64_t best = -1, least = 0;
         bool needed = false;  // what is in the best is, by a later round
         for (int64_t s = 0; s < a->slots; ++s) {
           if (round_of[s] == r) continue;
           const bool later = owner[s] > 0 && number[owner[s] - 1] >= end;
-          if (best < 0 || (later == needed ? used[s] < used[best] : needed)) best = s, needed = later;
+          const int64_t count = owner[s] > 0 ? uses[owner[s] - 1] : -1;
+          if (best < 0 || (later == needed ? count < least : needed)) best = s, needed = later, least = count;
         }
         if (owner[best] > 0) slot_of[owner[best] - 1] = -1;
         owner[best] = e + 1, slot_of[e] = int32_t(best), round_of[best] = int32_t(r), want[best] = e;
       }
       entries[e] = slot_of[e];
     }
-    for (int64_t i = first; i < end; ++i) used[slot_of[named[i]]] = clock;
   }
   return 0;
 }

@@ -70,19 +70,43 @@ def test_each_round_finds_its_experts_in_order(compiled: bool, monkeypatch: pyte
             assert found == sorted(set(index.flatten().tolist()))
 
 
-def test_what_was_used_longest_ago_leaves() -> None:
-    """In one round the experts that are fetched are the misses of a cache that is least recently used."""
-    draw, slots, experts = random.Random(3), 5, 12
-    state, lru = torch.zeros(SlotState(slots, 1, experts).numbers, dtype=torch.int64), OrderedDict[int, None]()
-    for _ in range(200):
-        expert = draw.randrange(experts)
-        state = reference(torch.tensor([[expert]]), state, slots, 1, experts)
-        want = [e for e in state[2 * slots :][:slots].tolist() if e >= 0]
-        assert want == ([] if expert in lru else [expert])
-        lru[expert] = None
-        lru.move_to_end(expert)
-        if len(lru) > slots:
-            lru.popitem(last=False)
+def misses(picks: list[int], slots: int, experts: int) -> int:
+    """Experts that are fetched where each step picks one."""
+    sizes = SlotState(slots, 1, experts)
+    state, found = torch.zeros(sizes.numbers, dtype=torch.int64), 0
+    for expert in picks:
+        state = reference(torch.tensor([[expert]]), state, *sizes)
+        found += int((state[sizes.want(0) :][:slots] >= 0).sum())
+    return found
+
+
+def lru_misses(picks: list[int], slots: int) -> int:
+    """The same of a cache that is least recently used."""
+    held, found = OrderedDict[int, None](), 0
+    for expert in picks:
+        found += expert not in held
+        held[expert] = None
+        held.move_to_end(expert)
+        if len(held) > slots:
+            held.popitem(last=False)
+    return found
+
+
+def test_what_is_used_often_stays_and_what_was_leaves() -> None:
+    rare = [2, 3, 4, 5, 6, 7]
+    mixed = [pick for n in range(60) for pick in (0, 1, rare[2 * n % 6], rare[(2 * n + 1) % 6])]
+    assert misses(mixed, 3, 8) <= 8 + 2 * 60 < lru_misses(mixed, 3) == len(mixed)  # the popular ones stay
+    later = [4, 5] * 400  # others are from here on
+    assert misses(mixed + later, 2, 8) < misses(mixed, 2, 8) + 200
+
+
+def test_it_misses_less_than_what_was_used_last() -> None:
+    """Of experts as popular as words (Zipf); where none is preferred, as much as any."""
+    draw = random.Random(5)
+    words = draw.choices(range(32), [1 / (rank + 1) for rank in range(32)], k=600)
+    assert misses(words, 8, 32) < 0.92 * lru_misses(words, 8)
+    even = draw.choices(range(32), k=600)
+    assert abs(misses(even, 8, 32) - lru_misses(even, 8)) < 0.06 * len(even)
 
 
 @pytest.mark.parametrize(("changed", "message"), [
