@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from forebay.kernels.operators import ATTENTION, KV_APPEND
+from forebay.rewriter.capture.latent import Latent
 from forebay.rewriter.capture.layer_states import layer_state, starts
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.capture.patterns import Temperature, window_of
@@ -53,10 +54,13 @@ def _attention(
     if temperature is not None:
         query = temperature.scale(query, starts()[:, None] + torch.arange(query.shape[2], device=query.device))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    latent: Latent | None = vars(module).get("latent")
+    if latent is not None:
+        query = latent.absorb_keys(query)
     out = ATTENTION.overload(
         query, key, value, starts(), float(scale), window, float(softcap or 0.0)
     )
-    return out, None
+    return out if latent is None else latent.values(out), None
 
 
 class _CacheLayer(CacheLayerMixin):
@@ -103,8 +107,7 @@ class TracedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         width, other = key_states.shape[-1], value_states.shape[-1]
         if width != other:
-            raise CaptureError(f"it caches rows of unequal width, {width} and {other} (latent attention), which is not "
-                               "implemented")
+            raise CaptureError(f"it caches rows of unequal width, {width} and {other}, which is not implemented")
         if key_states.shape != value_states.shape or key_states.dtype != value_states.dtype:
             raise CaptureError(f"a layer has keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} of "
                                "unequal shape")

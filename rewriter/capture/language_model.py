@@ -125,6 +125,7 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
 
     from forebay.rewriter.capture.attention import NAME, register_attention
     from forebay.rewriter.capture.family import adopt_family
+    from forebay.rewriter.capture.latent import adopt_latents
 
     register_attention()
     built = NAME if cls._supports_attention_backend else "eager"
@@ -133,6 +134,7 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
         model.tie_weights()
     model.config._attn_implementation = NAME
     adopt_family(model)
+    adopt_latents(model)
     for module in model.modules():
         vars(module)["training"] = False  # as eval() does, a tenth of its time: setting attributes of modules is dear
     _fill_constants(model)

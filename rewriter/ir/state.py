@@ -133,6 +133,24 @@ class KVState(StateSpec):
 
 @register_state
 @dataclass(frozen=True)
+class LatentState(StateSpec):
+    """One row of `width` elements for each token, [B, 1, L, width], which latent attention takes for the key and the
+    value of every head."""
+
+    kind = "latent"
+    operators = (ATTENTION.name, KV_APPEND.name)
+    rewindable = reorderable = True
+
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        return (StateTensor("latent", ("B", 1, "L", self.width), self.dtype),)
+
+
+@register_state
+@dataclass(frozen=True)
 class CheckpointState(StateSpec):
     """What is kept of some tokens in place of their K and V: `width` elements of a dtype, or of packed rows, whose
     bytes are then counted as elements of dtype uint8."""

@@ -28,11 +28,11 @@ extern "C" struct AttentionArgs {
 namespace {
 
 constexpr int64_t ROWS = 88;           // query rows (positions x group) per task, at most
-constexpr int64_t ROW_FLOATS = 11264;  // and so many numbers in them: 88 rows of 128, 22 of 512
+constexpr int64_t ROW_FLOATS = 11264;  // and so many numbers in them: 88 rows of 128, 19 of 576
 constexpr int64_t KEYS = SEGMENT_STEP;  // cache positions per step
 constexpr int64_t FEW = 4;             // of them at a time where few query rows leave memory to wait for
 constexpr int64_t MANY_ROWS = 12;      // from so many on keys and values meet them in panels
-constexpr int64_t MAX_HEAD_DIM = 512;
+constexpr int64_t MAX_HEAD_DIM = 1024;
 
 // A task: query rows [r0, r1) of KV heads [h0, h1) of sequence b, row r being position r / group of head r % group; and
 // of so many parts of the positions that they see, one.

@@ -27,6 +27,7 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+MAX_HEAD_DIM = 1024  # that of attention.cpp
 # Queries per piece without the C++ kernel: bounds mask and scores.
 QUERY_STEP = 128
 # Stack per thread of the C++ kernel: query rows and their results of 11264 floats, 88 x 64 scores, a panel of 16 KiB of
@@ -44,7 +45,7 @@ def workspace_nbytes(
     batch: int, heads: int, kv_heads: int, queries: int, length: int, head_dim: int, dtype: torch.dtype, softcap: float
 ) -> int:
     """Upper bound, in bytes, of what attention_out takes beside its arguments, for the kernel present here."""
-    if head_dim <= 512 and native.load() is not None:
+    if head_dim <= MAX_HEAD_DIM and native.load() is not None:
         parts = parts_of(batch, heads, kv_heads, queries, length)
         stack = max(NATIVE_NBYTES, NATIVE_BF16_NBYTES) if dtype == torch.bfloat16 else NATIVE_NBYTES
         return stack * torch.get_num_threads() + 4 * part_floats(batch, heads, queries, head_dim, parts)

@@ -30,7 +30,7 @@ class SparseAttentionArgs(ctypes.Structure):
 
 
 # Stack per thread of the C++ kernel: 64 unpacked positions, one more, and a result.
-NATIVE_NBYTES = 4 * (64 * 256 + 256 + 512)
+NATIVE_NBYTES = 4 * (64 * 256 + 256 + 1024)
 
 
 def scratch_floats(heads: int, kv_heads: int, length: int, head_dim: int) -> int:

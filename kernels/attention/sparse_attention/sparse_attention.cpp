@@ -31,7 +31,7 @@ namespace {
 
 constexpr int64_t KEYS = 64;  // packed keys that are unpacked together
 constexpr int64_t AHEAD = 4;  // chosen positions between a prefetch and the use
-constexpr int64_t MAX_DIM = 512;
+constexpr int64_t MAX_DIM = 1024;  // as attention.cpp takes
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 // How many of p[0, n) have bits of at least x > 0: numbers that are not negative are in the order of their bits. What

@@ -341,10 +341,6 @@ def test_other_architectures_are_refused_by_what_they_are():
             vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             head_dim=16, intermediate_size=32, intermediate_size_mlp=64, num_local_experts=4,
             interleave_moe_layer_step=1, pad_token_id=0), "choose among experts"),
-        (transformers.DeepseekV3Config(
-            vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-            intermediate_size=96, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,
-            v_head_dim=16, first_k_dense_replace=2), "rows of unequal width, 16 and 8"),
         (transformers.Gemma3nTextConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
                                         num_key_value_heads=2, intermediate_size=96, head_dim=16,
                                         num_kv_shared_layers=0), "several predictions of the hidden state"),

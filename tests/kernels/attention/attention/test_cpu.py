@@ -73,7 +73,8 @@ def test_parts_of_long_sequences(
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), ((1, 1, 1), (71, 1, 64), (8, 8, 80), (4, 2, 37), (3, 1, 128), (2, 1, 520))
+    ("heads", "kv_heads", "dim"),
+    ((1, 1, 1), (71, 1, 64), (8, 8, 80), (4, 2, 37), (3, 1, 128), (40, 1, 576), (2, 1, 1030)),
 )
 def test_head_shapes(path: str, heads: int, kv_heads: int, dim: int) -> None:
     for start, queries in (([66, 2], 1), ([4], 9)):

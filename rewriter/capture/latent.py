@@ -1,0 +1,79 @@
+"""Multi-head latent attention (DeepSeek-V2: arXiv 2405.04434, section 2.1): one row [latent; rotated] for each token is
+all that is kept, and the matrices that would make keys and values of it are absorbed.
+
+Where a head's key is [W_k c; r] and its value W_v c, of the latent c and the rotated part r that all heads share, its
+scores are [W_k^T q; q'] · [c; r], and its result is W_v of the latents' weighted sum: attention of all heads over one
+head of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from forebay.kernels.operators import KV_APPEND
+from forebay.rewriter.capture.layer_states import layer_state, starts
+from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.ir.state import LatentState
+
+
+class Latent:
+    """What attention does before and after it meets rows, of the module that it belongs to."""
+
+    def __init__(self, module: Any) -> None:
+        matrix = module.kv_b_proj
+        self.matrix, self.rank, self.split = matrix, module.kv_lora_rank, module.qk_nope_head_dim
+        self.outputs = self.split + module.v_head_dim
+        if type(matrix) is not nn.Linear or matrix.bias is not None or (
+                matrix.in_features != self.rank or matrix.out_features % self.outputs):
+            raise CaptureError(f"{type(module).__name__} makes keys and values of latents by more than one matrix")
+
+    def _heads(self) -> torch.Tensor:
+        return self.matrix.weight.view(-1, self.outputs, self.rank)
+
+    def absorb_keys(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries [B, H, S, nope + rope] as they meet rows: [B, H, S, rank + rope]."""
+        batch, heads, tokens, _ = query.shape
+        plain = query[..., : self.split].permute(1, 0, 2, 3).reshape(heads, batch * tokens, self.split)
+        made = torch.bmm(plain, self._heads()[:, : self.split]).view(heads, batch, tokens, self.rank)
+        return torch.cat((made.permute(1, 0, 2, 3), query[..., self.split :]), -1)
+
+    def values(self, found: torch.Tensor) -> torch.Tensor:
+        """The values [B, S, H, v] of weighted sums of rows [B, S, H, rank + rope]."""
+        batch, tokens, heads, _ = found.shape
+        sums = found[..., : self.rank].permute(2, 0, 1, 3).reshape(heads, batch * tokens, self.rank)
+        made = torch.bmm(sums, self._heads()[:, self.split :].transpose(1, 2))
+        return made.view(heads, batch, tokens, self.outputs - self.split).permute(1, 2, 0, 3)
+
+
+class LatentRows:
+    """In the place of the cache that such a module is given: the layer's rows, to which new ones are appended."""
+
+    def update(
+        self, latent: torch.Tensor, rotated: torch.Tensor, layer_idx: object, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        new = torch.cat((latent, rotated), -1)
+        (rows,) = layer_state(LatentState(new.shape[-1], new.dtype))
+        KV_APPEND.overload(rows, rows, new, new, starts())  # keys and values are the same bytes
+        return rows, rows
+
+
+def adopt_latents(model: nn.Module) -> None:
+    """Let modules of latent attention keep rows and read them as they are (`attention.py` then asks `latent`). Modules
+    that choose which tokens they attend to by an indexer are left alone."""
+    for module in model.modules():
+        if hasattr(module, "expand_kv") and not hasattr(module, "indexer"):
+            vars(module).update(latent=Latent(module), forward=_with_rows(module),
+                                expand_kv=lambda latent, rotated: (latent, rotated))
+
+
+def _with_rows(module: Any) -> Callable[..., Any]:
+    own = module.forward
+
+    def forward(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return own(*args, past_key_values=LatentRows(), **kwargs)
+
+    return forward

@@ -1,0 +1,146 @@
+"""Latent attention: the tokens of transformers from one row for each token, at any budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from selection import at_length
+from transformers import AutoModelForCausalLM
+
+import forebay
+from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.checkpoints.packed import read_dequantized
+from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.ir.state import LatentState
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
+              pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
+RANK, ROPE, PROMPT, NEW = 32, 8, 7, 6
+SMALL: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2, vocab_size=128,
+    num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
+    max_position_embeddings=64, first_k_dense_replace=1, n_shared_experts=1, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2, q_lora_rank=32, kv_lora_rank=RANK, qk_nope_head_dim=16, qk_rope_head_dim=ROPE, v_head_dim=12,
+    tie_word_embeddings=False)  # fmt: skip
+Saved = Callable[[str], tuple[Path, Any]]
+
+
+def small(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SMALL), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.15)
+    return model.to(dtype)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A family's model in a folder and in memory."""
+    known: dict[str, tuple[Path, Any]] = {}
+
+    def save(family: str) -> tuple[Path, Any]:
+        if family not in known:
+            known[family] = tmp_path_factory.mktemp(family), small(family)
+            known[family][1].save_pretrained(known[family][0])
+        return known[family]
+
+    return save
+
+
+def tokens(model: Any, **options: Any) -> torch.Tensor:
+    """What a model makes of three prompts of unequal length."""
+    ids = torch.randint(3, 128, (3, PROMPT), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[2, :1] = 0, 0
+    found: torch.Tensor = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options)
+    return found
+
+
+def opened(folder: Path, device: int, **options: Any) -> Any:
+    return forebay.wrap(folder, {"device": device, "disk": folder}, batch=3, prompt=PROMPT, new_tokens=NEW, **options)
+
+
+def smallest(folder: Path) -> int:
+    with pytest.raises(PlanError, match="the smallest that can is") as refused:
+        opened(folder, 1000)
+    return int(re.search(r"\((\d+) bytes", str(refused.value))[1])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", at_length("deepseek_v2"), "minicpm3", at_length("youtu"),
+                                    at_length("glm4_moe_lite"), at_length("axk1")])
+def test_same_tokens_as_transformers_at_any_budget(saved: Saved, family: str) -> None:
+    folder, model = saved(family)
+    want, least = tokens(model), smallest(folder)
+    nbytes = sum(p.numel() * 4 for p in model.parameters())
+    for budget in (least, (least + nbytes) // 2, 4 * nbytes):
+        lm = opened(folder, budget)
+        assert torch.equal(tokens(lm), want), budget
+        assert (lm.plan.prediction.streamed_nbytes > 0) == (budget < nbytes)
+        rows = {b.name: b.nbytes for b in lm.plan.buffers if b.name.startswith("cache_")}
+        assert rows == {f"cache_latent_{i}": 3 * (PROMPT + NEW) * (RANK + ROPE) * 4 for i in range(2)}
+        lm.close()
+
+
+def test_a_row_for_each_token_is_all_that_is_kept() -> None:
+    captured = capture_model(small("deepseek_v3").config, dtype=torch.bfloat16)
+    assert captured.states == ((LatentState(RANK + ROPE, torch.bfloat16),),) * 2
+
+
+@pytest.mark.parametrize("options", [{"prefill_chunk": 2}, {"prompt_lookup_num_tokens": 3}],
+                         ids=lambda options: " ".join(options))
+def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
+    folder, model = saved("minicpm3")
+    lm = opened(folder, 1 << 20, **options)
+    assert torch.equal(tokens(lm), tokens(model))
+    lm.close()
+
+
+def test_beams_change_places(saved: Saved) -> None:
+    folder, model = saved("minicpm3")
+    lm = forebay.wrap(folder, "1MiB", batch=6, prompt=PROMPT, new_tokens=NEW)
+    assert torch.equal(tokens(lm, num_beams=2), tokens(model, num_beams=2))
+    lm.close()
+
+
+def test_packed_weights_and_a_bundle(saved: Saved, tmp_path: Path) -> None:
+    folder, _ = saved("minicpm3")
+    packed = quantize_model(folder, tmp_path / "packed", Wish("w4g32", (("*kv_b_proj*", "w8g32"),)))
+    model = small("minicpm3")
+    model.load_state_dict({name: read_dequantized(record) for name, record in packed.tensors.items()})
+    want = tokens(model)
+    forebay.export(tmp_path / "packed", tmp_path / "bundle", "bundle", budget="1MiB")
+    for source in (tmp_path / "packed", tmp_path / "bundle"):
+        lm = forebay.wrap(source, {"device": "1MiB", "disk": tmp_path}, batch=3, prompt=PROMPT, new_tokens=NEW)
+        assert torch.equal(tokens(lm), want), source
+        lm.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes_stay_near(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = small("minicpm3", dtype)
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(3, 128, (3, PROMPT))
+    lm = opened(tmp_path, 1 << 20)
+    with torch.no_grad():
+        want = model(ids).logits.float()
+    assert (lm(ids).logits.float() - want).norm() < 0.03 * want.norm()
+    lm.close()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"cache": "kv8"}, "the rows of latent attention are both"),
+    ({"cache_tier": "disk"}, "latent, which is not pageable"), ({"places": 2}, "latent, which is not pageable")])
+def test_what_rows_cannot_do_is_refused_by_name(saved: Saved, options: dict[str, Any], message: str) -> None:
+    folder, _ = saved("minicpm3")
+    with pytest.raises(PlanError, match=message):
+        forebay.wrap(folder, {"device": "1MiB", "disk": folder}, prompt=PROMPT, new_tokens=NEW, **options)
