@@ -7,6 +7,7 @@ holds), and the slot of each expert (-1: it is not of this round). Zeros mean th
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 ITEMSIZE = 8
@@ -35,6 +36,22 @@ class SlotState(NamedTuple):
     def entries(self, number: int) -> int:
         """Where a round's slots begin, one for each expert."""
         return self.want(number) + self.slots
+
+
+class PoolPart(NamedTuple):
+    """A part of a pool: so many slots from `slot` on, for so many experts from `first` on."""
+
+    first: int
+    experts: int
+    slot: int
+    slots: int
+
+
+def parts_of(experts: int, slots: int, parts: int) -> list[PoolPart]:
+    """The parts of a pool, as equal as they can be, in ascending order of experts."""
+    edges = [(experts * i // parts, slots * i // parts) for i in range(parts + 1)]
+    return [PoolPart(first, end - first, slot, last - slot)
+            for (first, slot), (end, last) in itertools.pairwise(edges)]
 
 
 def rounds_of(experts: int, picks: int, slots: int) -> int:

@@ -315,8 +315,10 @@ class _Placing:
 
     def _lookup(self, found: Lookup) -> None:
         ready, landed = self._event("ready", found.index), self._event("found", found.index)
-        self._add(Record(COMPUTE, ready))
-        self._wait(LOOKUP, ready)
+        if not (self.items and type(self.items[-1]) is Record and self.items[-1].stream == LOOKUP) or (
+                self.plan.schedule.host_hop):  # else the one before it waited for as much
+            self._add(Record(COMPUTE, ready))
+            self._wait(LOOKUP, ready)
         if not self.plan.schedule.host_hop:
             self._add(Copy(LOOKUP, found.source, found.span, found.label, found.layer))
             self._add(Record(LOOKUP, landed))

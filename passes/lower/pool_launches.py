@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from torch import fx
 
-from forebay.kernels.formats.slot_state import ITEMSIZE, SlotState, rounds_of
+from forebay.kernels.formats.slot_state import ITEMSIZE, PoolPart, SlotState, parts_of, rounds_of
 from forebay.kernels.operators import ASSIGN_SLOTS, EXPERTS
 from forebay.passes.lower.addresses import POOL, ROUTING, WEIGHT, Addresses
-from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, row_major_strides, span_of
+from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, dtype_itemsize, row_major_strides, span_of
 
 
 class Round(NamedTuple):
@@ -30,38 +30,53 @@ class Round(NamedTuple):
 
 
 class PooledExperts:
-    """A node `experts_from_pool` as launches, between which its experts are read."""
+    """A node `experts_from_pool` as launches, between which its experts are read: part by part, or, where the pool has
+    but one, in as many rounds as it takes."""
 
     def __init__(self, node: fx.Node, addresses: Addresses) -> None:
-        x, index, weights, table, slots, *form = node.args
-        assert isinstance(table, fx.Node) and isinstance(index, fx.Node) and isinstance(slots, int)
+        x, index, weights, table, slots, parts, *form = node.args
+        assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
+        assert isinstance(slots, int) and isinstance(parts, int)
         self.node, self.form, self.table, self.ref = node, form, table.meta["val"], addresses.ref
         self.operands = tuple(map(self.ref, (x, index, weights)))  # type: ignore[arg-type]
         self.tokens, self.picks = (math.prod(index.meta["val"].shape[:-1]), index.meta["val"].shape[-1])
-        self.source = addresses.symbols[table]
-        experts = self.table.shape[0]
-        self.sizes = SlotState(slots, rounds_of(experts, self.tokens * self.picks, slots), experts)
+        self.source, self.experts = addresses.symbols[table], self.table.shape[0]
+        self.parts: list[tuple[PoolPart, SlotState, int]] = []  # with where what is known of it begins
+        at = 0
+        for part in parts_of(self.experts, slots, parts):
+            rounds = rounds_of(part.experts, self.tokens * self.picks, part.slots)
+            assert rounds == 1 or parts == 1, "plan.schedule.routed.parts"
+            self.parts.append((part, SlotState(part.slots, rounds, self.experts), at))
+            at += self.parts[-1][1].numbers
 
-    def assign(self) -> Launch:
-        """What tells each round its experts."""
-        index, state = self.operands[1], self._numbers(0, self.sizes.numbers)
-        touched = span_of(index), span_of(state)
-        return Launch(COMPUTE, ASSIGN_SLOTS.name, (index, state, *self.sizes), {}, (), touched, touched[1:],
-                      f"{self.node.name}_assign", self.node.meta.get("layer", -1))
+    def assign(self) -> Iterator[Launch]:
+        """What tells each round of a part its experts."""
+        index = self.operands[1]
+        for part, sizes, at in self.parts:
+            state = self._numbers(at, sizes.numbers)
+            touched = span_of(index), span_of(state)
+            yield Launch(COMPUTE, ASSIGN_SLOTS.name, (index, state, *sizes, part.first, part.experts), {}, (), touched,
+                         touched[1:], f"{self.node.name}_assign", self.node.meta.get("layer", -1))
 
     def rounds(self) -> Iterator[Round]:
         """What each round brings, and computes."""
-        _, columns = self.table.shape
-        symbol, shape = self.source.replace(WEIGHT, POOL), (self.sizes.slots, columns)
-        pool = TensorRef(symbol, 0, str(self.table.dtype)[6:], shape, row_major_strides(shape), symbol)
-        out = self.ref(self.node)
-        for number in range(self.sizes.rounds):
-            entries = self._numbers(self.sizes.entries(number), self.sizes.experts)
-            how = {"entries": entries, "count": self.sizes.experts, "accumulate": number > 0}
-            reads = (*map(span_of, (*self.operands, pool, entries)), *((span_of(out),) if number else ()))
-            yield Round(self._numbers(self.sizes.want(number), self.sizes.slots), pool, Launch(
-                COMPUTE, EXPERTS.name, (*self.operands, pool, *self.form), how, (out,), reads, (span_of(out),),
-                self.node.name, self.node.meta.get("layer", -1)))
+        out, before = self.ref(self.node), False
+        for part, sizes, at in self.parts:
+            pool = self._pool(part)
+            for number in range(sizes.rounds):
+                entries = self._numbers(at + sizes.entries(number), self.experts)
+                how = {"entries": entries, "count": self.experts, "accumulate": before}
+                reads = (*map(span_of, (*self.operands, pool, entries)), *((span_of(out),) if before else ()))
+                yield Round(self._numbers(at + sizes.want(number), sizes.slots), pool, Launch(
+                    COMPUTE, EXPERTS.name, (*self.operands, pool, *self.form), how, (out,), reads, (span_of(out),),
+                    self.node.name, self.node.meta.get("layer", -1)))
+                before = True
+
+    def _pool(self, part: PoolPart) -> TensorRef:
+        symbol, dtype, shape = self.source.replace(WEIGHT, POOL), str(self.table.dtype)[6:], self.table.shape[1:]
+        before = part.slot * math.prod(shape) * dtype_itemsize(dtype)
+        shape = part.slots, *shape
+        return TensorRef(symbol, before, dtype, shape, row_major_strides(shape), symbol)
 
     def _numbers(self, first: int, count: int) -> TensorRef:
         symbol = self.source.replace(WEIGHT, ROUTING)

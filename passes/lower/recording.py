@@ -203,11 +203,16 @@ class Recorder:
     def _experts_from_pool(self, node: fx.Node) -> None:
         self._arrive(*node.all_input_nodes)
         pooled = PooledExperts(node, self.addresses)
-        self._add(self.launches.counted(ASSIGN_SLOTS, pooled.assign()))
-        for each in pooled.rounds():
-            self.entries += [Gather(self.found, pooled.source, pooled.sizes.experts, each.want, each.pool,
-                                    pooled.tokens, pooled.picks, pooled.sizes.rounds), Found(self.found)]
-            self.found += 1
+        for launch in pooled.assign():
+            self._add(self.launches.counted(ASSIGN_SLOTS, launch))
+        rounds = list(pooled.rounds())
+        gathers = [Gather(self.found + i, pooled.source, pooled.experts, each.want, each.pool, pooled.tokens,
+                          pooled.picks, len(rounds)) for i, each in enumerate(rounds)]
+        self.found += len(rounds)
+        at_once = len(pooled.parts) > 1  # else a round comes into slots that the one before is computed from
+        self.entries += gathers if at_once else ()
+        for gather, each in zip(gathers, rounds, strict=True):
+            self.entries += [Found(gather.number)] if at_once else [gather, Found(gather.number)]
             self._add(self.launches.counted(EXPERTS, each.launch))
 
     def _arrive(self, *nodes: fx.Node) -> None:

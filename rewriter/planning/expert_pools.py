@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from forebay.kernels.formats.slot_state import SlotState, rounds_of
+from forebay.kernels.formats.slot_state import SlotState, parts_of, rounds_of
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
-from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.schedule.routed_fetch import POOL, ROUTING, RoutedFetch, named_experts
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 
+PARTS = (4, 2)  # of a pool, the most that it has slots for
 GAIN = 0.8  # by name a step reads at most this share of a table: what it reads has less to run beside than tiles have
 
 
@@ -24,11 +25,19 @@ def picks_of(use: WeightUse) -> int:
     return round(use.share * use.rows)
 
 
-def pool_buffers(use: WeightUse, slots: int, tokens: int) -> Iterator[tuple[str, str, int]]:
+def pool_buffers(use: WeightUse, slots: int, tokens: int, parts: int = 1) -> Iterator[tuple[str, str, int]]:
     """Names, kinds and bytes of the buffers of a table's pool, for steps over at most so many tokens in all."""
     yield use.name + POOL, "pool", slots * (use.nbytes // use.rows)
-    rounds = rounds_of(use.rows, picks_of(use) * tokens, slots)
-    yield use.name + ROUTING, "routing", SlotState(slots, rounds, use.rows).nbytes
+    states = (SlotState(part.slots, rounds_of(part.experts, picks_of(use) * tokens, part.slots), use.rows)
+              for part in parts_of(use.rows, slots, parts))
+    yield use.name + ROUTING, "routing", sum(state.nbytes for state in states)
+
+
+def most_parts(use: WeightUse, slots: int, tokens: int) -> int:
+    """In how many parts a pool can be that has in each room for all that so many tokens name."""
+    named = picks_of(use) * tokens
+    return next((parts for parts in PARTS if parts <= slots and all(
+        rounds_of(part.experts, named, part.slots) == 1 for part in parts_of(use.rows, slots, parts))), 1)
 
 
 @dataclass(frozen=True)
@@ -56,12 +65,14 @@ class ExpertPools:
         share = slots / max(u.rows for u in self.tables)
         steps = [size for size, tokens in self.tokens.items() if size == 1 or all(
             (1 - share) * named_experts(u.rows, picks_of(u), tokens) <= GAIN * u.rows for u in self.tables)]
-        return RoutedFetch(tuple(sorted(steps)), share)
+        most = max(self.tokens[size] for size in steps)
+        return RoutedFetch(tuple(sorted(steps)), min(most_parts(u, slots, most) for u in self.tables), share)
 
     def nbytes(self, slots: int) -> int:
         """Bytes of the device that pools of so many slots take."""
-        tokens = max(self.tokens[size] for size in self.routed(slots).steps)
-        return sum(aligned(nbytes) for u in self.tables for _, _, nbytes in pool_buffers(u, slots, tokens))
+        routed = self.routed(slots)
+        tokens = max(self.tokens[size] for size in routed.steps)
+        return sum(aligned(nbytes) for u in self.tables for *_, nbytes in pool_buffers(u, slots, tokens, routed.parts))
 
     def slots_within(self, room: int, least: int) -> int:
         """The most slots that fit, at least `least` of them; 0 where none do."""
@@ -85,6 +96,12 @@ def expert_buffers(plan: Plan, needs: ModelNeeds) -> Iterator[tuple[str, str, st
     """Names, kinds, arenas, bytes and alignments of the buffers of a plan's pools."""
     uses, routed = {u.name: u for u in needs.uses}, plan.schedule.routed
     tokens = max((size * needs.batching.sequences(plan.workload.batch, size) for size in routed.steps), default=0)
-    for w in plan.weights:
-        for name, kind, nbytes in pool_buffers(uses[w.name], w.pool_slots, tokens) if w.pool_slots else ():
+    pools = [w for w in plan.weights if w.pool_slots]
+    parts = min((most_parts(uses[w.name], w.pool_slots, tokens) for w in pools), default=1)
+    if routed.parts != parts:
+        raise PlanError(f"plan.schedule.routed.parts: pools of their slots (plan.weights[].pool_slots) have {parts} "
+                        f"parts for steps over {routed.steps} tokens (plan.schedule.routed.steps), the plan says "
+                        f"{routed.parts}; plan again")
+    for w in pools:
+        for name, kind, nbytes in pool_buffers(uses[w.name], w.pool_slots, tokens, parts):
             yield name, kind, "device", nbytes, ALIGNMENT

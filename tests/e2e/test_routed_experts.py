@@ -119,17 +119,18 @@ class Pool:
 
 
 @pytest.fixture
-def routing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[int]]]:
-    """What each step named of each table, as it runs: the address of what is known of a pool, and the experts."""
-    found: list[tuple[int, set[int]]] = []
+def routing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, set[int]]]:
+    """What each step named of each part of a pool, as it runs: the address of what is known of it, its slots, and the
+    experts."""
+    found: list[tuple[int, int, set[int]]] = []
     bind = ASSIGN_SLOTS.bind["cpu"]
 
     def bound(use: Use) -> Call:
-        index, state = use.args[:2]
+        index, state, slots, _, _, first, count = use.args
         call = bind(use)
 
         def run() -> None:
-            found.append((state.data_ptr(), set(index.flatten().tolist())))
+            found.append((state.data_ptr(), slots, {*range(first, first + count)} & {*index.flatten().tolist()}))
             call()
 
         return run
@@ -138,8 +139,8 @@ def routing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[int]]]:
     return found
 
 
-@pytest.mark.parametrize(("batch", "slots"), [(1, 2), (1, 5), (3, 2), (3, 6)])
-def test_reads_are_what_is_missing(saved: Saved, routing: list, batch: int, slots: int) -> None:
+@pytest.mark.parametrize(("batch", "slots", "parts"), [(1, 2, 1), (1, 5, 2), (3, 2, 1), (3, 6, 1)])
+def test_reads_are_what_is_missing(saved: Saved, routing: list, batch: int, slots: int, parts: int) -> None:
     """Bytes equal the arithmetic from the routing, exactly; beside them a step reads rows of the embedding."""
     folder, _ = saved("qwen3_moe")
     with wrapped(folder, slots, batch) as lm:
@@ -152,11 +153,11 @@ def test_reads_are_what_is_missing(saved: Saved, routing: list, batch: int, slot
                 read[label] = read.get(label, 0) + nbytes
         entry = next(w.nbytes for w in lm.plan.weights if w.name.endswith("table")) // EXPERTS
     known: dict[int, Pool] = {}
-    missed = [known.setdefault(table, Pool(slots)).missed(named) for table, named in routing]
-    assert len(known) == 3 and len(missed) == 3 * 2 * (NEW - 1)
+    missed = [known.setdefault(at, Pool(own)).missed(named) for at, own, named in routing]
+    assert len(known) == 3 * parts and len(missed) == 3 * parts * 2 * (NEW - 1)
     fetched = {label: nbytes for label, nbytes in read.items() if label.startswith("fetch ")}
     assert sum(fetched.values()) == sum(missed) * entry and len(fetched) == 3
-    assert 0 < sum(missed) < sum(len(named) for _, named in routing)  # some were there, others were not
+    assert 0 < sum(missed) < sum(len(named) for *_, named in routing)  # some were there, others were not
 
 
 def test_predicted_bytes_are_those_of_a_router_that_prefers_nobody(saved: Saved) -> None:
@@ -179,14 +180,15 @@ def each_without_a_wait(program: Program) -> Iterator[Program]:
             yield replace(program, step=program.step[:i] + program.step[i + 1 :])
 
 
-@pytest.mark.parametrize(("slots", "rounds"), [(6, 1), (2, 3)])
-def test_no_wait_may_be_missing(saved: Saved, slots: int, rounds: int) -> None:
+@pytest.mark.parametrize(("batch", "slots", "rounds", "waits"), [(3, 6, 1, 6), (3, 2, 3, 18), (1, 6, 2, 9)])
+def test_no_wait_may_be_missing(saved: Saved, batch: int, slots: int, rounds: int, waits: int) -> None:
+    """In one round, in several that follow each other, and in two parts that are read at once."""
     folder, _ = saved("qwen3_moe")
-    with wrapped(folder, slots, 3) as lm:
+    with wrapped(folder, slots, batch) as lm:
         program = lm.steps.program(1)
     assert len(fetches(program)) == 3 * rounds
     faulty = list(each_without_a_wait(program))
-    assert len(faulty) >= 6 * rounds
+    assert len(faulty) >= waits
     for each in faulty:
         with pytest.raises(ProgramError):
             verify_program(each)

@@ -8,7 +8,7 @@ constexpr int FORGETS = 7;         // each step after it forgets this power of a
 extern "C" struct AssignSlotsArgs {
   const int64_t* index;  // [picks]
   int64_t* state;        // owner [slots], uses [experts], then of each round want [slots], entries [experts]
-  int64_t picks, slots, rounds, experts;
+  int64_t picks, slots, rounds, experts, first, count;  // slots are for `count` experts from `first` on
 };
 
 // Scratch: of each expert its slot, its number among those named (-1: it is not), and those named; of each slot the
@@ -20,7 +20,7 @@ extern "C" int forebay_assign_slots(const AssignSlotsArgs* a, float* scratch, in
   std::fill(slot_of, slot_of + 2 * a->experts, -1);
   std::fill(round_of, round_of + a->slots, -1);
   for (int64_t i = 0; i < a->picks; ++i)
-    if (a->index[i] >= 0 && a->index[i] < a->experts) number[a->index[i]] = 0;
+    if (a->index[i] >= a->first && a->index[i] < a->first + a->count) number[a->index[i]] = 0;
   int64_t count = 0;
   for (int64_t e = 0; e < a->experts; ++e)
     if (number[e] == 0) number[e] = int32_t(count), named[count++] = int32_t(e);

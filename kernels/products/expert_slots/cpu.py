@@ -15,7 +15,7 @@ class AssignSlotsArgs(ctypes.Structure):
     """Mirror of `AssignSlotsArgs` in assign_slots.cpp."""
 
     _fields_ = (*((name, ctypes.c_void_p) for name in ("index", "state")),
-                *((name, ctypes.c_int64) for name in ("picks", "slots", "rounds", "experts")))
+                *((name, ctypes.c_int64) for name in ("picks", "slots", "rounds", "experts", "first", "count")))
 
 
 def scratch_floats(slots: int, experts: int) -> int:
@@ -23,13 +23,16 @@ def scratch_floats(slots: int, experts: int) -> int:
     return 3 * experts + slots
 
 
-def bind_assign_slots(index: Tensor, state: Tensor, slots: int, rounds: int, experts: int) -> Callable[[], object]:
+def bind_assign_slots(
+    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None
+) -> Callable[[], object]:
     """A closure that brings `state` up to date with the contents of `index` at each call (`reference`).
 
     ValueError names the argument that is wrong.
     """
-    sizes = check(index, state, slots, rounds, experts)
+    sizes = check(index, state, slots, rounds, experts, first, count)
     if native.load() is None:
-        return lambda: state[: sizes.numbers].copy_(reference(index, state[: sizes.numbers], *sizes))
-    args = AssignSlotsArgs(index.data_ptr(), state.data_ptr(), index.numel(), *sizes)
+        return lambda: state[: sizes.numbers].copy_(reference(index, state[: sizes.numbers], *sizes, first, count))
+    args = AssignSlotsArgs(index.data_ptr(), state.data_ptr(), index.numel(), *sizes, first,
+                           experts if count is None else count)
     return native.NativeCall("assign_slots", args, (index, state), scratch_floats(slots, experts))

@@ -15,16 +15,21 @@ from forebay.kernels.products.expert_slots.reference import reference
 
 
 @torch.library.custom_op("forebay::assign_slots", mutates_args=("state",), device_types="cpu")
-def assign_slots(index: Tensor, state: Tensor, slots: int, rounds: int, experts: int) -> None:
-    """index int64 [...], state int64 [n] (`SlotState`). ValueError names what is wrong."""
+def assign_slots(
+    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None
+) -> None:
+    """index int64 [...], state int64 [n] (`SlotState`), for `count` experts from `first` on. ValueError names what is
+    wrong."""
     found = state.contiguous()
-    bind_assign_slots(index.contiguous(), found, slots, rounds, experts)()
+    bind_assign_slots(index.contiguous(), found, slots, rounds, experts, first, count)()
     if found is not state:
         state.copy_(found)
 
 
 @assign_slots.register_fake
-def _(index: Tensor, state: Tensor, slots: int, rounds: int, experts: int) -> None:
+def _(
+    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None
+) -> None:
     return None
 
 

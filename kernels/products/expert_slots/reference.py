@@ -16,7 +16,9 @@ def fail(argument: str, problem: str) -> NoReturn:
     raise ValueError(f"assign_slots: {argument} {problem}")
 
 
-def check(index: Tensor, state: Tensor, slots: int, rounds: int, experts: int) -> SlotState:
+def check(
+    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None
+) -> SlotState:
     """The sizes of a state; ValueError names the argument that is wrong."""
     for name, value in (("slots", slots), ("rounds", rounds), ("experts", experts)):
         if value < 1:
@@ -27,13 +29,19 @@ def check(index: Tensor, state: Tensor, slots: int, rounds: int, experts: int) -
             fail(name, f"must be contiguous int64, got {tensor.dtype} with strides {tensor.stride()}")
     if state.numel() < sizes.numbers:
         fail("state", f"must have {sizes.numbers} numbers, got {state.numel()}")
-    if min(index.numel(), experts) > slots * rounds:
+    count = experts if count is None else count
+    if first < 0 or count < 1 or first + count > experts:
+        fail("first", f"and count must name some of {experts} experts, got {first} and {count}")
+    if min(index.numel(), count) > slots * rounds:
         fail("rounds", f"must hold all that {index.numel()} picks may name, got {rounds} of {slots} slots")
     return sizes
 
 
-def reference(index: Tensor, state: Tensor, slots: int, rounds: int, experts: int) -> Tensor:
-    """The state [n] that follows `state` once a step has picked the experts of `index`.
+def reference(
+    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None
+) -> Tensor:
+    """The state [n] that follows `state` once a step has picked the experts of `index`, of which the slots are for
+    `count`, all unless told, from `first` on.
 
     Rounds have the experts that are named in ascending order, as many each as there are slots. One that is in a slot
     stays there; others come in ascending order, each to a slot that no expert of its round has, of these to one that no
@@ -42,7 +50,8 @@ def reference(index: Tensor, state: Tensor, slots: int, rounds: int, experts: in
     """
     sizes, found = SlotState(slots, rounds, experts), state.tolist()
     owner, uses = found[:slots], [count - (count >> FORGETS) for count in found[slots:][:experts]]
-    named = sorted({expert for expert in index.flatten().tolist() if 0 <= expert < experts})
+    end = experts if count is None else first + count
+    named = sorted({expert for expert in index.flatten().tolist() if first <= expert < end})
     for expert in named:
         uses[expert] += ONCE
     slot_of = {expert - 1: slot for slot, expert in enumerate(owner) if expert > 0}

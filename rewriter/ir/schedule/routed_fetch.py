@@ -13,10 +13,12 @@ POOL, ROUTING = ".pool", ".routing"  # end the names of a table's buffers: exper
 @dataclass(frozen=True)
 class RoutedFetch:
     """Steps over so many tokens per sequence, the `steps`, read experts by name into the pools of their tables, which
-    keep what they hold from step to step; all others stream tables whole. Predictions take a share `hit_rate` of the
-    experts that a step names to be in their pool."""
+    keep what they hold from step to step; all others stream tables whole. Of several `parts` of a pool, each has room
+    for all that a step names of its experts, and is read while experts of the one before are computed. Predictions take
+    a share `hit_rate` of the experts that a step names to be in their pool."""
 
     steps: tuple[int, ...] = ()
+    parts: int = 1
     hit_rate: float = 0.0
 
     def missed(self, experts: int, picks: int, tokens: int) -> float:
@@ -29,6 +31,8 @@ class RoutedFetch:
         if list(self.steps) != sorted({*self.steps} & {*step_sizes}) or bool(self.steps) != bool(tiers):
             return (f"schedule.routed.steps: {list(self.steps)} must be among the steps over {sorted(step_sizes)} "
                     "tokens, the smallest first; some where there are pools (plan.weights[].pool_slots), else none")
+        if self.parts < 1:
+            return f"schedule.routed.parts: {self.parts} is below 1"
         if not 0 <= self.hit_rate <= 1 or (self.hit_rate and not tiers):
             return f"schedule.routed.hit_rate: {self.hit_rate} must be a share, and 0 without pools"
         if {*tiers} - {"disk"}:

@@ -69,7 +69,7 @@ def test_predicted_bytes_and_hits_are_those_of_a_router_that_prefers_nobody() ->
     needs, work = mixture(), Workload(3, 16, 100)
     smallest, _ = smallest_budget(needs, work, Options(expert_slots=4))
     plan = make_plan(needs, Budget(smallest + (1 << 17)), work, Options(expert_slots=4), MACHINE)
-    assert plan.schedule.routed == RoutedFetch((1,), 0.5) and plan.weight("e").pool_slots == 4
+    assert plan.schedule.routed == RoutedFetch((1,), 1, 0.5) and plan.weight("e").pool_slots == 4
     assert named_experts(8, 2, 3) == 8 * (1 - 0.75**3)
     assert plan.weight("d").tier == "device"
     assert plan.prediction.streamed_nbytes == round(named_experts(8, 2, 3) * 0.5 * (1 << 16))

@@ -38,12 +38,14 @@ def test_the_kernel_does_what_the_definition_says() -> None:
     for sizes, tokens, picks, draw in cases(60):
         index, state = torch.zeros(tokens, picks, dtype=torch.int64), torch.zeros(sizes.numbers + 1, dtype=torch.int64)
         state[-1] = 77
-        call = bind_assign_slots(index, state, *sizes)
+        first = draw.randrange(sizes.experts) if draw.random() < 0.5 else 0
+        some = first, sizes.experts - first if draw.random() < 0.5 or not first else 1
+        call = bind_assign_slots(index, state, *sizes, *some)
         for _ in range(12):
             index.copy_(picked(tokens, picks, sizes.experts, draw))
             if draw.random() < 0.2:
                 index[0, 0] = draw.choice((-1, sizes.experts, 1 << 40))  # no expert at all
-            want = reference(index, state[:-1], *sizes)
+            want = reference(index, state[:-1], *sizes, *some)
             call()
             assert torch.equal(state[:-1], want) and state[-1] == 77, (sizes, index)
 
