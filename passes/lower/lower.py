@@ -25,7 +25,6 @@ from forebay.passes.lower.addresses import (
     micro_batch_symbols,
     settled,
 )
-from forebay.passes.lower.enter_places import PlaceStaging
 from forebay.passes.lower.launches import LoweringError, Workspace
 from forebay.passes.lower.place_copies import landing_of
 from forebay.passes.lower.recording import (
@@ -43,7 +42,6 @@ from forebay.passes.lower.recording import (
 from forebay.passes.lower.stage_cache import CacheStaging
 from forebay.passes.lower.take_turns import PieceTurn, turns
 from forebay.rewriter.ir.alignment import aligned
-from forebay.rewriter.ir.cache_layout import staged_layers
 from forebay.rewriter.ir.draft import Arrive, Draft, Exchanged, Fetch, Found, Free, Lookup, Move
 from forebay.rewriter.ir.gathers import GATHER_BUFFER
 from forebay.rewriter.ir.graph import META, Layout, WeightInput, hands_on, values_of
@@ -103,7 +101,7 @@ class _Lowering:
         self.recorded: dict[object, tuple[list[Recording], list[tuple[int, str]]]] = {}
         self.pieces: list[list[tuple[Recording, _Stamp]]] = []
         self.last = 0  # pieces from the exchange on in which all stages meet
-        self.staging: CacheStaging | PlaceStaging | None = None
+        self.staging: CacheStaging | None = None
         self.activations = [micro_batch_symbols(layout, k, plan.schedule.batching) for k in range(self.count)]
         self.fetched = 0
         self.gathered = self.ring_at = 0  # weights gathered ahead, and where in their memory the next one lies
@@ -119,10 +117,8 @@ class _Lowering:
         if batching.cache.staged or batching.admitted:
             tokens = next(n for n in placeholders if n.target == "input_ids").meta["val"].shape[1]
             self.cut = batching.attends_on_host(tokens)
-            if batching.cache.staged:
-                self.staging = CacheStaging(draft, self.plan, staged_layers(self.gm, batching), tokens)
-            elif batching.is_prefill(tokens):
-                self.staging = PlaceStaging(draft, self.plan, self.gm)
+            if batching.cache.staged or batching.is_prefill(tokens):
+                self.staging = CacheStaging(draft, self.plan, self.gm, tokens)
         outer = self.whole = self._instance(-1, ((self.outer.symbols[n], n) for n in placeholders))
         recorder = Recorder(self.outer, self.workspace)
         pending: list[fx.Node] = []  # nodes since the last block call

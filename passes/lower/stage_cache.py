@@ -5,22 +5,29 @@ A slot holds one layer's cache of one micro-batch, token by token, K and V besid
 The *tail*, the block of each sequence that is not full yet, stays on the device: it joins the others in the slot before
 new tokens are appended there, and is taken out again behind attention. So attention reads one piece of memory, and what
 was loaded is attended where it landed. Which blocks exist, int64 tensors tell that the caller writes before each step.
-A prefill of some sequences alone stages those: its tables name blocks of all sequences, and the tails of its places
-pass through the buffer `entering`. So do their whole caches in layers whose caches live on the device.
+A prefill of some sequences alone, whose places the input `places` names, stages those, so that the others keep theirs:
+its tables name blocks of all sequences, and the tails of its places pass through the buffer `entering`. So do their
+whole caches in layers whose caches live on the device: they are taken before new tokens are appended, and put back
+behind attention. Rows of equal place must be of equal contents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import fx
 
 from forebay.passes.lower.addresses import Address
-from forebay.passes.lower.enter_places import name_places, put, take
+from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.cache_layout import (
     BEFORE,
     BEHIND,
     CACHE_STAGING,
     CACHE_STORE_STAGING,
     ENTERING,
+    PLACES,
     STORE_STAGING_COUNT,
     STORES,
     WHOLE_LOADS,
@@ -31,49 +38,77 @@ from forebay.rewriter.ir.cache_layout import (
     input_sizes,
     loads_name,
     moved_shares,
+    staged_layers,
+    state_values,
 )
 from forebay.rewriter.ir.draft import Arrive, Draft, Evict, Fetch, Free, Move, Outgoing, Store
+from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
-from forebay.rewriter.ir.program import COMPUTE, Release, Rows, Span, TensorRef, span_of
-from forebay.rewriter.ir.state import StateInput
+from forebay.rewriter.ir.program import COMPUTE, Launch, Release, Rows, Span, TensorRef, span_of
+from forebay.rewriter.ir.state import StateInput, state_name
+
+
+def take(source: TensorRef, index: TensorRef, target: TensorRef, reads: Span, label: str, layer: int) -> Launch:
+    """A launch that fills `target` with the named rows of `source`, whose memory is `reads`."""
+    return Launch(COMPUTE, str(torch.ops.aten.index_select.out), (), {"self": source, "dim": 0, "index": index},
+                  (target,), (reads, span_of(index)), (span_of(target),), label, layer)
+
+
+def put(source: TensorRef, index: TensorRef, target: TensorRef, writes: Span, label: str, layer: int) -> Launch:
+    """A launch that writes `source` over the named rows of `target`, whose memory is `writes`."""
+    return Launch(COMPUTE, called(torch.ops.aten.index_copy_.default), (target, 0, index, source), {}, (),
+                  (writes, span_of(index), span_of(source)), (writes,), label, layer)
+
+
+def name_places(draft: Draft, plan: Plan) -> TensorRef:
+    """The input that names places, which is declared in `draft`."""
+    b = next(b for b in plan.buffers if b.name == PLACES)
+    ref = draft.inputs[PLACES] = TensorRef(
+        b.arena, b.offset, "int64", (plan.schedule.batching.admitted,), (1,), PLACES)
+    draft.resident[PLACES] = span_of(ref)
+    return ref
 
 
 class CacheStaging:
     """Puts the copies and launches that stage the cache into the draft of a step over `tokens` tokens."""
 
-    def __init__(self, draft: Draft, plan: Plan, layers: Mapping[int, StagedLayer], tokens: int) -> None:
-        self.draft, self.plan, self.layers = draft, plan, layers
+    def __init__(self, draft: Draft, plan: Plan, step: fx.GraphModule, tokens: int) -> None:
+        self.draft, self.plan, self.batching, self.tokens = draft, plan, plan.schedule.batching, tokens
+        self.layers = staged_layers(step, self.batching) if self.batching.cache.staged else {}
+        self.rows = {} if self.layers else state_values(step)  # of a cache on the device, by layer and tensor
         self.buffers: dict[str, BufferPlacement] = {b.name: b for b in plan.buffers}
-        self.count = plan.schedule.batching.micro_batches.count
-        self.homes = dict(zip(layers, plan.schedule.batching.cache_homes(len(layers)), strict=True))
+        every = [*(self.layers or self.rows)]
+        self.homes = dict(zip(every, self.batching.cache_homes(len(every)), strict=True))
         self.fetched = 0
-        self.places = name_places(draft, plan) if plan.schedule.batching.admitted and (
-            plan.schedule.batching.is_prefill(tokens)) else None
-        self.batching, self.tokens = plan.schedule.batching, tokens
+        self.places = name_places(draft, plan) if self.batching.admitted and self.batching.is_prefill(tokens) else None
         # whether a slot has the rows of its table, in order
         self.alike = self.places is None and not self.batching.recomputation.checkpoints
-        self.sizes = input_sizes(layers, self.batching)
-        self.usual = {i: moved_shares(layer, plan.schedule.batching, plan.workload, tokens)
-                      for i, layer in layers.items()}
+        self.sizes = input_sizes(self.layers, self.batching) if self.layers else {}
+        self.usual = {i: moved_shares(layer, self.batching, plan.workload, tokens) for i, layer in self.layers.items()}
         draft.files = {CACHE_STAGING: max(b.offset + b.nbytes for b in plan.buffers if b.arena == CACHE_STAGING)
                        } if any(b.arena == CACHE_STAGING for b in plan.buffers) else {}
         for name, size in self.sizes.items():
             b = self.buffers[name]
-            draft.inputs[name] = TensorRef(b.arena, b.offset, "int64", (self.count * size,), (1,), name)
+            draft.inputs[name] = TensorRef(
+                b.arena, b.offset, "int64", (self.batching.micro_batches.count * size,), (1,), name)
             draft.resident[name] = span_of(draft.inputs[name])
 
     def offset(self, mark: StateInput) -> int:
         """Where a tensor of a layer's states begins in what is staged."""
-        return self.layers[mark.layer].offset(mark)
+        if self.layers:
+            return self.layers[mark.layer].offset(mark)
+        values = self.rows[mark.layer]
+        before = itertools.takewhile(lambda name: name != mark.tensor, values)
+        return sum(aligned(values[name].nbytes) for name in before)
 
     def bring(self, layer: int, micro_batch: int) -> Address:
         """Load the blocks that exist, and put the tails beside them; where they lie then. A cache that is attended
         where it lives stays there."""
-        home, tier = self._home(layer, micro_batch), self.homes[layer][micro_batch]
+        tier = self.homes[layer][micro_batch]
         if self._stays(tier):
-            return self._bring_places(layer, home) if self.places is not None else (
-                home.arena, home.offset, home.buffer)
-        staged, slot = self.layers[layer], self.fetched % self.plan.schedule.batching.cache.slots
+            return self._bring_places(layer, micro_batch)
+        home, staged = self._home(layer, micro_batch), self.layers[layer]
+        slot = self.fetched % self.batching.cache.slots
         self.fetched += 1
         b, index = self.buffers[f"{CACHE_STAGING}{slot}"], len(self.draft.moves)
         span = Span(b.arena, b.offset, staged.nbytes, f"{b.name}:{index}")
@@ -98,8 +133,7 @@ class CacheStaging:
         """Take the tails out of the slot at `place`, store the blocks that got full, and give the slot back."""
         tier = self.homes[layer][micro_batch]
         if self._stays(tier):
-            if self.places is not None:
-                self._keep_places(layer, self._home(layer, micro_batch))
+            self._keep_places(layer, micro_batch)
             return
         staged, index = self.layers[layer], int(place[2].rpartition(":")[2])
         span = Span(place[0], place[1], staged.nbytes, place[2])
@@ -126,28 +160,44 @@ class CacheStaging:
                                      f"layer{layer}_tails_to_places", layer),
                                  Release(COMPUTE, span_of(tail))]
 
-    def _bring_places(self, layer: int, home: Span) -> Address:
-        """Take the caches of the places out of those of all sequences, which live on the device; where they lie then.
-        """
-        assert self.places is not None
-        caches, entering = self._sequences(layer, home)
-        self.draft.items.append(take(caches, self.places, entering, home, f"layer{layer}_take", layer))
-        return entering.arena, entering.offset, entering.buffer
+    def _bring_places(self, layer: int, micro_batch: int) -> Address:
+        """Take the caches of the places, if there are such, out of those of all sequences, which live on the device;
+        where they lie then."""
+        if self.places is None:
+            home = self._home(layer, micro_batch)
+            return home.arena, home.offset, home.buffer
+        for name, caches, memory, entering in self._sequences(layer, micro_batch):
+            self.draft.items.append(take(caches, self.places, entering, memory, f"layer{layer}_take{name}", layer))
+        b = self.buffers[ENTERING]
+        return b.arena, b.offset, f"{ENTERING}:{layer}"
 
-    def _keep_places(self, layer: int, home: Span) -> None:
+    def _keep_places(self, layer: int, micro_batch: int) -> None:
         """Put the caches back to their places."""
-        assert self.places is not None
-        caches, entering = self._sequences(layer, home)
-        self.draft.items += [put(entering, self.places, caches, home, f"layer{layer}_put", layer),
-                             Release(COMPUTE, span_of(entering))]
+        if self.places is None:
+            return
+        for name, caches, memory, entering in self._sequences(layer, micro_batch):
+            self.draft.items += [put(entering, self.places, caches, memory, f"layer{layer}_put{name}", layer),
+                                 Release(COMPUTE, span_of(entering))]
 
-    def _sequences(self, layer: int, home: Span) -> tuple[TensorRef, TensorRef]:
-        """A layer's caches that live at `home`, and those that enter, as rows of a sequence each."""
-        staged, b = self.layers[layer], self.buffers[ENTERING]
-        words = staged.blocks * staged.block_nbytes // WORD
-        return (TensorRef(home.arena, home.offset, "int64", (home.nbytes // WORD // words, words), (words, 1),
-                          home.buffer),
-                TensorRef(b.arena, b.offset, "int64", (staged.sequences, words), (words, 1), f"{ENTERING}:{layer}"))
+    def _sequences(self, layer: int, micro_batch: int) -> Iterator[tuple[str, TensorRef, Span, TensorRef]]:
+        """A layer's caches that live on the device as rows of a sequence each, their memory, and those that enter: of
+        token-major blocks all at once, else by tensor [entering, Hkv, prompt, D], of which the prompts' part moves."""
+        b = self.buffers[ENTERING]
+        if self.layers:
+            staged, home = self.layers[layer], self._home(layer, micro_batch)
+            words = staged.blocks * staged.block_nbytes // WORD
+            yield "", TensorRef(home.arena, home.offset, "int64", (home.nbytes // WORD // words, words), (words, 1),
+                                home.buffer), home, TensorRef(
+                b.arena, b.offset, "int64", (staged.sequences, words), (words, 1), f"{ENTERING}:{layer}")
+        for name, value in self.rows.get(layer, {}).items():
+            whole, batch = self.buffers[state_name(name, layer)], self.plan.workload.batch
+            dtype, (rows, heads, tokens, width) = str(value.dtype)[6:], value.shape
+            length = whole.nbytes // (batch * heads * width * value.element_size())
+            caches = TensorRef(whole.arena, whole.offset, dtype, (batch, heads, tokens, width),
+                               (heads * length * width, length * width, width, 1), whole.name)
+            yield f"_{name}", caches, Span(whole.arena, whole.offset, whole.nbytes, whole.name), TensorRef(
+                b.arena, b.offset + self.offset(StateInput(layer, name)), dtype, (rows, heads, tokens, width),
+                (heads * tokens * width, tokens * width, width, 1), f"{ENTERING}:{layer}")
 
     def _stays(self, tier: str) -> bool:
         """Whether caches of a tier are attended there."""

@@ -206,12 +206,21 @@ def moved_shares(layer: StagedLayer, batching: BatchSchedule, work: Workload, to
     return loaded, stored
 
 
-def _cache_inputs(step: fx.GraphModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the cache buffers of a step graph: the name and value of each."""
+def state_values(step: fx.GraphModule) -> dict[int, dict[str, torch.Tensor]]:
+    """The tensors of states that a step graph is given, by layer and name."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
     for node in step.graph.find_nodes(op="placeholder"):
         mark = node.meta.get(META)
         if isinstance(mark, StateInput):
-            yield state_name(mark.tensor, mark.layer), node.meta["val"]
+            found.setdefault(mark.layer, {})[mark.tensor] = node.meta["val"]
+    return found
+
+
+def _cache_inputs(step: fx.GraphModule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the cache buffers of a step graph: the name and value of each."""
+    for layer, values in state_values(step).items():
+        for name, value in values.items():
+            yield state_name(name, layer), value
 
 
 def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:

@@ -22,11 +22,10 @@ from forebay.rewriter.ir.cache_layout import (
     cache_home_name,
     input_sizes,
     moved_shares,
+    state_values,
 )
-from forebay.rewriter.ir.graph import META
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
-from forebay.rewriter.ir.state import StateInput
 from forebay.rewriter.predict.closed_form import STILL, CacheMoves
 
 
@@ -150,16 +149,6 @@ def staged_places(step: fx.GraphModule, batching: BatchSchedule, prompt: int) ->
     admitted = batching.admitted
     if batching.cache.staged or not admitted:
         return None
-    return StagedCache(batching, {ENTERING: _staged_nbytes(step, admitted, prompt)}, {PLACES: admitted * WORD})
-
-
-def _staged_nbytes(step: fx.GraphModule, sequences: int, prompt: int) -> int:
-    """Bytes of the prompts' K and V of so many sequences, in the layer that has most."""
-    layers: dict[int, int] = {}
-    for node in step.graph.find_nodes(op="placeholder"):
-        mark = node.meta.get(META)
-        if isinstance(mark, StateInput):
-            _, heads, _, width = node.meta["val"].shape
-            nbytes = sequences * heads * prompt * width * node.meta["val"].element_size()
-            layers[mark.layer] = layers.get(mark.layer, 0) + aligned(nbytes)
-    return max(layers.values())
+    layers = (sum(aligned(admitted * prompt * value.nbytes // (value.shape[0] * value.shape[2]))
+                  for value in values.values()) for values in state_values(step).values())
+    return StagedCache(batching, {ENTERING: max(layers)}, {PLACES: admitted * WORD})
