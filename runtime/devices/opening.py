@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from forebay.rewriter.switches import Switches
 from forebay.runtime.disk.reader import DiskReader
@@ -20,3 +21,8 @@ class Opening:
     spill: SpillSpace
     switches: Switches
     trace: Trace | None = None
+
+    def shared(self) -> dict[str, Any]:
+        """What a `StreamedDevice` is given beside the reader of weights."""
+        return {"lookups": self.lookups, "loads": self.loads, "spill": self.spill, "trace": self.trace,
+                "poison": self.switches.poison, "sync": self.switches.sync}

@@ -10,6 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -18,15 +19,11 @@ from forebay.kernels.cpu_support.native import chained
 from forebay.rewriter.ir.program import (
     COLLECT,
     COMPUTE,
-    DISK,
-    LOAD,
-    LOOKUP,
     READS,
     UNORDERED,
     WRITE,
     Copy,
     FileSlice,
-    Item,
     Launch,
     Record,
     Release,
@@ -38,37 +35,29 @@ from forebay.rewriter.ir.program import (
     place_of,
 )
 from forebay.runtime.comm.faults import rank_fault
-from forebay.runtime.devices.device import Call, RuntimeFault
+from forebay.runtime.devices.device import Call
 from forebay.runtime.devices.lookups import bind_fetches, is_lookup, look_up
 from forebay.runtime.devices.opening import Opening
-from forebay.runtime.devices.outward import NamedRows, copy_runs, faults_named, read_rows, runs_nbytes, write_rows
-from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
+from forebay.runtime.devices.outward import copy_runs, faults_named, read_rows, runs_nbytes, write_rows
+from forebay.runtime.devices.streamed import StreamedDevice
+from forebay.runtime.devices.streams import Ticket, Worker, told
 from forebay.runtime.disk.chunks import OnDone, Read, Write
 from forebay.runtime.disk.file_reads import prepare_slice
 from forebay.runtime.disk.reader import DiskReader
-from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.arena import Arena
-from forebay.runtime.run.trace import Trace
 
 
-class ThreadDevice:
+class ThreadDevice(StreamedDevice):
     """`device` is a budgeted slice of RAM. Launches run inline, so work issued to the compute stream is complete when
     its call returns; disk reads and writes are asynchronous with several in flight; other copies run on a FIFO worker
     for each direction."""
 
-    def __init__(
-        self, reader: DiskReader, *, lookups: DiskReader | None = None, loads: DiskReader | None = None,
-        poison: bool = False, sync: bool = False, trace: Trace | None = None, spill: SpillSpace | None = None,
-    ) -> None:
-        self.readers = {DISK: reader, LOOKUP: lookups or reader, LOAD: loads or reader}
-        self.poison, self.sync, self.trace = poison, sync, trace
+    def __init__(self, reader: DiskReader, **options: Any) -> None:
+        """Take the readers, spill files and switches of a `StreamedDevice`."""
+        super().__init__(reader, **options)
         self.arenas: dict[str, Arena] = {}
-        self.ledgers = {stream: CopyLedger(self._fault) for stream in UNORDERED}
         self.events: dict[int, Call] = {}  # what blocks until the event's latest record is complete
         self.inline: set[int] = set()  # events that the compute stream records: complete whenever they are asked for
-        self.workers: dict[str, Worker] = {}
-        self.spill = spill
-        self.named = NamedRows(self.tensor)
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
         self.arenas = {name: Arena(nbytes) for name, nbytes in arenas.items()}
@@ -76,47 +65,8 @@ class ThreadDevice:
     def hold(self, held: Mapping[str, int]) -> None:
         """Nothing: on a CPU no launch keeps any."""
 
-    def open_files(self, files: Mapping[str, int]) -> None:
-        self._spill.open(files)
-
-    @property
-    def _spill(self) -> SpillSpace:
-        if self.spill is None:
-            raise RuntimeFault("this program spills to disk, and its device was given no folder to do so")
-        return self.spill
-
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         return self.arenas[ref.arena].tensor(ref)
-
-    def bind(self, item: Item, launch: Call | None) -> Call | None:
-        if isinstance(item, Launch):
-            return launch if item.stream == COMPUTE or launch is None else self._beside(item, launch)
-        if isinstance(item, Copy):
-            call = self._bind_copy(item)
-            return self._in_order(call) if self.sync else call
-        if isinstance(item, Release):
-            return self._bind_poison(item) if self.poison else None
-        if isinstance(item, Record):
-            return self._bind_record(item)
-        assert isinstance(item, Wait)
-        return self._bind_wait(item)
-
-    def _beside(self, item: Launch, launch: Call) -> Call:
-        """A launch on the worker of its stream."""
-        worker, run = self._worker(item.stream), launch if self.trace is None else self.trace.timed(item, launch)
-        return self._in_order(lambda: worker.submit(run)) if self.sync else lambda: worker.submit(run)
-
-    def _in_order(self, call: Call) -> Call:
-        def run() -> None:
-            call()
-            self.finish()
-
-        return run
-
-    def _begin(self, item: Copy, nbytes: int) -> Callable[[BaseException | None], None]:
-        """Note an asynchronous copy; with a trace, also its bytes and when it began and ended."""
-        done = self.ledgers[item.stream].begin()
-        return done if self.trace is None else self.trace.until(item, nbytes, done)
 
     def _bind_copy(self, item: Copy) -> Call:
         place, target = place_of(item.src), place_of(item.dst)
@@ -285,10 +235,6 @@ class ThreadDevice:
     def issuing(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # launches run in the caller's thread, one after the other
 
-    def _fault(self) -> BaseException | None:
-        """What ended a thread that copies, reads or writes; None while all live."""
-        return first_fault((*self.workers.values(), *self.readers.values(), self.spill))
-
     def finish(self) -> None:
         """Wait for all copies under way; raise the first error any of them met."""
         for ledger in self.ledgers.values():
@@ -297,21 +243,14 @@ class ThreadDevice:
             worker.wait_idle()
 
     def close(self) -> None:
-        for reader in set(self.readers.values()):
-            reader.close()
-        for worker in self.workers.values():
-            worker.close()
-        if self.spill is not None:
-            self.spill.close()
+        self._close_all(*set(self.readers.values()), *self.workers.values())
         self.arenas = {}
 
 
 def open_cpu(opening: Opening) -> ThreadDevice:
     """Open the CPU, with a warning where its threads would slow each other."""
     _warn_of_threads()
-    switches = opening.switches
-    return ThreadDevice(opening.reader, lookups=opening.lookups, loads=opening.loads, poison=switches.poison,
-                        sync=switches.sync, trace=opening.trace, spill=opening.spill)
+    return ThreadDevice(opening.reader, **opening.shared())
 
 
 def _warn_of_threads() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -16,8 +17,6 @@ from forebay.rewriter.ir.program import (
     COLLECT,
     COMPUTE,
     DISK,
-    LOAD,
-    LOOKUP,
     MOVES,
     SCRATCH,
     UNORDERED,
@@ -25,7 +24,6 @@ from forebay.rewriter.ir.program import (
     WRITE,
     Copy,
     FileSlice,
-    Item,
     Launch,
     Record,
     Release,
@@ -40,13 +38,12 @@ from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.landing import load_through
 from forebay.runtime.devices.lookups import is_lookup, look_up
 from forebay.runtime.devices.opening import Opening
-from forebay.runtime.devices.outward import FindRuns, NamedRows, copy_runs, read_rows, runs_nbytes, write_rows
-from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
+from forebay.runtime.devices.outward import FindRuns, copy_runs, read_rows, runs_nbytes, write_rows
+from forebay.runtime.devices.streamed import StreamedDevice
+from forebay.runtime.devices.streams import Ticket, Worker, told
 from forebay.runtime.disk.file_reads import submit_slice
 from forebay.runtime.disk.reader import DiskReader
-from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.arena import Arena, view
-from forebay.runtime.run.trace import Trace
 
 LOAD_NBYTES = 16 << 20  # pinned memory that resident weights pass through while they are loaded, by halves
 # Streams of devices that are closed, for others to come: torch keeps a workspace of cuBLAS (32 MiB on an H100) for each
@@ -65,7 +62,7 @@ class _Event:
     cuda: torch.cuda.Event | None = None
 
 
-class CudaDevice:
+class CudaDevice(StreamedDevice):
     """Streams as CUDA has them. The caller's thread issues kernels, and copies between host memory and the GPU that
     wait for nothing but what is issued already; worker threads issue disk reads and writes and all other copies, one
     for each stream, because they may have to wait on the host for another before they can issue. (Handed over, each
@@ -73,16 +70,12 @@ class CudaDevice:
     Launches of the host run on a worker too. Host memory is one slab, pinned in place (an allocator of pinned memory
     would round it up to a power of two)."""
 
-    def __init__(
-        self, reader: DiskReader, *, lookups: DiskReader | None = None, loads: DiskReader | None = None,
-        poison: bool = False, sync: bool = False, trace: Trace | None = None, spill: SpillSpace | None = None,
-        graphs: bool = True,
-    ) -> None:
+    def __init__(self, reader: DiskReader, *, graphs: bool = True, **options: Any) -> None:
+        """Take the readers, spill files and switches of a `StreamedDevice`; `graphs` may capture launches."""
         if not torch.cuda.is_available():
             raise RuntimeFault("this plan is for a GPU, and torch finds none; plan for this machine instead")
-        self.readers = {DISK: reader, LOOKUP: lookups or reader, LOAD: loads or reader}
-        self.spill = spill
-        self.poison, self.sync, self.trace, self.graphs = poison, sync, trace, graphs
+        super().__init__(reader, **options)
+        self.graphs = graphs
         self.graph_pool: object = None  # memory of the graphs' temporaries
         self.device_memory: torch.Tensor | None = None
         self.scratch: Scratch | None = None
@@ -94,10 +87,8 @@ class CudaDevice:
             self.compute, *others = (torch.cuda.Stream() for _ in (COMPUTE, *MOVES, COLLECT))
         self.streams = dict(zip((*MOVES, COLLECT), others, strict=True))
         self.workers = {stream: Worker(stream) for stream in (*MOVES, COLLECT, *UNORDERED, ATTEND)}
-        self.ledgers = {stream: CopyLedger(self._fault) for stream in UNORDERED}
         self.events: dict[int, _Event] = {}
         self.entered = False  # whether the caller's thread is within `issuing`
-        self.named = NamedRows(self.tensor)
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
         with torch.inference_mode(False):  # workers write to it, which are in no mode of the caller's
@@ -126,21 +117,12 @@ class CudaDevice:
         waits for it."""
         return self.entered and stream in MOVES and self.trace is None and self.workers[stream].idle
 
-    def open_files(self, files: Mapping[str, int]) -> None:
-        self._spill.open(files)
-
     def hold(self, held: Mapping[str, int]) -> None:
         """Take the scratch at once: grown launch by launch, what it was before would stay reserved."""
         if held.get(SCRATCH) and self.device_memory is not None:
             with torch.cuda.stream(self.compute):
                 self.scratch = scratch_of(self.device_memory.device, self.compute.cuda_stream)
                 self.scratch.hold(held[SCRATCH], 0)
-
-    @property
-    def _spill(self) -> SpillSpace:
-        if self.spill is None:
-            raise RuntimeFault("this program spills to disk, and its device was given no folder to do so")
-        return self.spill
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         if ref.arena == "host":
@@ -154,31 +136,17 @@ class CudaDevice:
         assert memory is not None
         return memory[span.offset : span.offset + span.nbytes]
 
-    def bind(self, item: Item, launch: Call | None) -> Call | None:
-        if isinstance(item, Launch):
-            return launch if item.stream == COMPUTE or launch is None else self._beside(item, launch)
-        if isinstance(item, Release):
-            return self._bind_poison(item) if self.poison else None
-        if isinstance(item, Copy):
-            call = self._bind_copy(item)
-            return self._in_order(call) if self.sync else call
-        if isinstance(item, Record):
-            return lambda: self._record(item)
-        assert isinstance(item, Wait)
-        return lambda: self._wait(item)
-
     def _beside(self, item: Launch, launch: Call) -> Call:
         """A launch of the host, or a collective, issued by the worker of its stream."""
-        worker, run = self.workers[item.stream], launch if self.trace is None else self.trace.timed(item, launch)
-        if item.stream == COLLECT:
-            issue, stream = run, self.streams[COLLECT]
+        if item.stream != COLLECT:
+            return super()._beside(item, launch)
+        stream = self.streams[COLLECT]
 
-            def run() -> None:
-                with torch.cuda.stream(stream):
-                    issue()
+        def run() -> None:
+            with torch.cuda.stream(stream):
+                launch()
 
-        call = functools.partial(worker.submit, run)
-        return self._in_order(call) if self.sync else call
+        return super()._beside(item, run)
 
     def tell(self, ref: TensorRef, value: torch.Tensor) -> None:
         self.named.tell(ref, value)
@@ -190,17 +158,11 @@ class CudaDevice:
         self.graph_pool = self.graph_pool or torch.cuda.graph_pool_handle()
         return graphed(run, self.graph_pool, lambda: 0 if self.scratch is None else self.scratch.version)
 
-    def _in_order(self, call: Call) -> Call:
-        def run() -> None:
-            call()
-            self.finish()
-
-        return run
-
     def _bind_poison(self, item: Release) -> Call:
         memory = self._bytes(item.span)
         if item.stream == COMPUTE:
-            return self._in_order(lambda: memory.fill_(0xFF))  # what other streams put there next waits for no release
+            # what other streams put there next waits for no release
+            return self._in_order(lambda: memory.fill_(0xFF), always=True)
 
         def fill() -> None:
             if item.stream in self.streams:
@@ -292,11 +254,6 @@ class CudaDevice:
                 stream.synchronize()
                 self.trace.noting_copy(item)(start, runs_nbytes(moved))
 
-    def _begin(self, item: Copy, nbytes: int) -> Callable[[BaseException | None], None]:
-        """Note an asynchronous copy; with a trace, also its bytes and when it began and ended."""
-        done = self.ledgers[item.stream].begin()
-        return done if self.trace is None else self.trace.until(item, nbytes, done)
-
     def _load(self, src: FileSlice, dst: Span) -> None:
         assert self.landing is not None
         load_through(self.landing, src, self._bytes(dst), self.readers[DISK], self.ledgers[DISK], self.streams[UPLOAD])
@@ -305,6 +262,12 @@ class CudaDevice:
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         return self.compute if name == COMPUTE else self.streams[name]
+
+    def _bind_record(self, item: Record) -> Call:
+        return functools.partial(self._record, item)
+
+    def _bind_wait(self, item: Wait) -> Call:
+        return functools.partial(self._wait, item)
 
     def _record(self, item: Record) -> None:
         if item.stream == COMPUTE or self._at_once(item.stream):
@@ -354,10 +317,6 @@ class CudaDevice:
 
         self.workers[item.stream].submit(wait)
 
-    def _fault(self) -> BaseException | None:
-        """What ended a thread that copies, reads or writes; None while all live."""
-        return first_fault((*self.workers.values(), *self.readers.values(), self.spill))
-
     def finish(self) -> None:
         """Wait for everything issued; raise the first error any of it met."""
         for worker in self.workers.values():
@@ -369,12 +328,7 @@ class CudaDevice:
         self.compute.synchronize()
 
     def close(self) -> None:
-        for worker in self.workers.values():
-            worker.close()
-        for reader in set(self.readers.values()):
-            reader.close()
-        if self.spill is not None:
-            self.spill.close()
+        self._close_all(*self.workers.values(), *set(self.readers.values()))
         for arena in (self.host, self.landing):
             if arena is not None:
                 torch.cuda.cudart().cudaHostUnregister(arena.address)
@@ -388,6 +342,4 @@ class CudaDevice:
 
 def open_cuda(opening: Opening) -> CudaDevice:
     """Open the process's current GPU."""
-    switches = opening.switches
-    return CudaDevice(opening.reader, lookups=opening.lookups, loads=opening.loads, poison=switches.poison,
-                      sync=switches.sync, trace=opening.trace, spill=opening.spill, graphs=switches.graphs)
+    return CudaDevice(opening.reader, graphs=opening.switches.graphs, **opening.shared())

@@ -7,14 +7,10 @@ from collections.abc import Mapping, Sequence
 from forebay.rewriter.ir.program import Item, Launch
 from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.devices.device import Call
-from forebay.runtime.devices.opening import Opening
 
 
 class NullDevice(ThreadDevice):
     """Memory that is never touched, and items that do nothing. Outputs stay zero."""
-
-    def __init__(self, opening: Opening) -> None:
-        super().__init__(opening.reader, lookups=opening.lookups, loads=opening.loads, spill=opening.spill)
 
     def open_files(self, files: Mapping[str, int]) -> None:
         """Take no space on the disk."""

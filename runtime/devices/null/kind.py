@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def _open(opening: Opening) -> Device:
     from forebay.runtime.devices.null.device import NullDevice
 
-    return NullDevice(opening)
+    return NullDevice(opening.reader, **opening.shared())
 
 
 NULL = replace(CPU, name="null", title="null device", covers=lambda device_kind: device_kind == "null",
