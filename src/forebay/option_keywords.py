@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from forebay.huggingface.nn_module_compat import refuse_options
@@ -13,6 +13,12 @@ from forebay.rewriter.planning.options import OPTIONS, Options, make_options
 
 Keywords = ParamSpec("Keywords")
 Wrapped = TypeVar("Wrapped", covariant=True)
+
+
+def options_of(given: Mapping[str, Any], base: Options | None = None) -> Options:
+    """The options that keywords name, and otherwise as in `base`. TypeError for a name that is none."""
+    refuse_options([name for name in given if name not in OPTIONS])
+    return make_options(given, base)
 
 
 class TakesOptions(Protocol[Keywords, Wrapped]):
@@ -32,8 +38,7 @@ def with_keywords(
     def decorate(function: Callable[[Any, Any, Options], Wrapped]) -> TakesOptions[Keywords, Wrapped]:
         @functools.wraps(function)
         def takes(model: Any, budget: Any, options: Options | None = None, **given: Any) -> Wrapped:
-            refuse_options([name for name in given if name not in OPTIONS])
-            return function(model, budget, make_options(given, options))
+            return function(model, budget, options_of(given, options))
 
         *positional, options = inspect.signature(function).parameters.values()
         keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=record.default)

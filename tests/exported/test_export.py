@@ -107,6 +107,22 @@ def test_a_matrix_is_turned_band_by_band(
 
 @pytest.mark.parametrize("format", ["onnx", "pt2", "aoti"])
 def test_a_packed_cache_is_not_left_out_in_silence(format: Any, llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
-    with pytest.raises(forebay.ExportError, match="a kv8 cache is planned by Forebay: export a bundle"):
+    with pytest.raises(forebay.ExportError, match=r"cache kv8 is planned by Forebay: export a bundle"):
         forebay.export(llama_checkpoint.folder, tmp_path / "out", format, cache="kv8")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_options_are_those_of_the_table(llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
+    """A bundle's plan has them, as wrap's has; other names, and those of whoever runs it, are refused."""
+    from forebay.rewriter.ir.plan import load_plan
+
+    asked: Any = {"budget": "4MiB", "batch": 2, "prompt": 12, "new_tokens": 6, "slots": 2, "prefill_chunk": 6}
+    out = forebay.export(llama_checkpoint.folder, tmp_path / "out", **asked)
+    plan = load_plan(out / "plan.json")
+    with forebay.wrap(llama_checkpoint.folder, "4MiB", **{n: v for n, v in asked.items() if n != "budget"}) as lm:
+        assert plan.schedule == lm.plan.schedule and plan.workload == lm.plan.workload
+    for name, value, raised in (("slotz", 2, TypeError), ("draft", "w4", forebay.ExportError),
+                                ("mesh", 2, forebay.ExportError)):
+        with pytest.raises(raised, match=name):
+            forebay.export(llama_checkpoint.folder, tmp_path / "no", **{name: value})
+    assert not (tmp_path / "no").exists()

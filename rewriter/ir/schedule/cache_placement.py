@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -34,7 +34,8 @@ class CachePlacement:
         """What contradicts itself, as the field and why; "" for nothing."""
         if self.staged and (self.slots < 1 or self.block_tokens < 1):
             return f"cache: a cache on the tier {self.tier} needs slots and block_tokens of at least 1"
-        given = {name: value for name, value in asdict(self).items() if name != "tier"}
+        given = {name: getattr(self, name) for name in ("slots", "block_tokens", "on_device", "on_host",
+                                                        "cpu_attention")}
         return next((self.further_off(f"cache.{name}", value) for name, value in given.items() if value < 0 or (
             value and (not self.staged or (name == "on_host" and self.tier == "host")))), "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from forebay.commands.terminal import clean_errors, progress_bar, say
 from forebay.rewriter.planning.options import Options
 
 
-@with_options(only=("batch", "prompt", "new_tokens", "cache", "machine"))
+@with_options(leave=("draft", "mesh", "plan", "dequantize"))
 def export_command(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
@@ -26,9 +27,6 @@ def export_command(
         help="Of onnx: microsoft (onnxruntime's own operators too, and onnxruntime-genai's config), "
              "standard, or static: standard operators that write into caches of a length of their own.")]
     = "microsoft",
-    activations: Annotated[str, typer.Option(
-        help="Of onnx: float32, or int8: onnxruntime rounds what packed weights are multiplied with to 8 bits, which "
-             "is faster and less exact.")] = "float32",
     budget: BudgetOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
     debug: DebugOption = False,
@@ -40,13 +38,12 @@ def export_command(
         from forebay.rewriter.ir.byte_sizes import format_nbytes
 
         folder = model_folder(model)
-        profile = machine_profile(options, folder) if format == "bundle" else None
+        if format == "bundle":
+            options = replace(options, machine=machine_profile(options, folder))
         with progress_bar() as bar:
             task = bar.add_task("exporting", total=None, note="")
             made = export(
-                folder, out, format, budget=budget, batch=options.batch or 1, prompt=options.prompt,  # type: ignore[arg-type]
-                new_tokens=options.new_tokens or 128, cache=options.cache, dialect=dialect, activations=activations,  # type: ignore[arg-type]
-                machine=profile, force=force,
+                folder, out, format, options, budget=budget, dialect=dialect, force=force,  # type: ignore[arg-type]
                 progress=lambda done, total: bar.update(
                     task, completed=done, total=total, note=format_nbytes(done)))
         size = sum(path.stat().st_size for path in made.iterdir())

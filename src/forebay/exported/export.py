@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from forebay.exported.bundle import GIVES, MACHINE, PLAN, read_bundle, seal, write_bundle
+from forebay.exported.bundle import GIVES, MACHINE, PLAN, seal, write_bundle
 from forebay.exported.errors import ExportError
 from forebay.exported.modules import trace_module
 from forebay.exported.pt2 import compile_program, describe_inputs, language_model_program, save_program
@@ -17,14 +17,14 @@ from forebay.exported.source import Source, open_source
 from forebay.exported.whole_folder import MANIFEST, whole_folder
 from forebay.kernels.build.process_limits import available_nbytes
 from forebay.kernels.onnx_meaning import OnnxForm
+from forebay.option_keywords import options_of
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.packed import open_quantized, remember_verified
 from forebay.rewriter.checkpoints.packed_writer import write_json
-from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.graph import CapturedModel
-from forebay.rewriter.ir.plan import Budget, PlanError, Workload
+from forebay.rewriter.ir.plan import Budget, PlanError
 from forebay.rewriter.ir.state import kv_states
-from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.machine.profile import save_machine
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import read_switches
@@ -32,39 +32,34 @@ from forebay.version import package_version
 
 FORMATS = ("bundle", "onnx", "pt2", "aoti")
 DIALECTS = get_args(OnnxForm)
-ACTIVATIONS = ("float32", "int8")
+OF_RUNS = ("draft", "mesh", "plan", "dequantize")  # options that no plan of a bundle has
 
 
 def export(
     model: str | os.PathLike[str] | torch.nn.Module,
     out: str | os.PathLike[str],
     format: Literal["bundle", "onnx", "pt2", "aoti"] = "bundle",
+    options: Options | None = None,
     *,
     budget: Budget | int | str | dict[str, Any] | None = None,
-    batch: int = 1,
-    prompt: int | None = None,
-    new_tokens: int = 128,
-    cache: str = "native",
-    machine: Machine | None = None,
     dialect: OnnxForm = "microsoft",
-    activations: Literal["float32", "int8"] = "float32",
     inputs: Sequence[Any] | None = None,
     dynamic_shapes: Any = None,
     force: bool = False,
     progress: Progress | None = None,
+    **given: Any,
 ) -> Path:
     """Write `model` to the folder `out`, which appears whole or not at all, and return it.
 
     `model`: a folder with a safetensors checkpoint, a .gguf file, "demo", or a transformers causal LM in memory. A
     "bundle" is a folder that `wrap` and the commands take as a model: it starts without the model's code and without
     capture, and is planned for any budget. The plan that lies in it is one for `budget` (half of the free memory by
-    default), `batch` sequences of `prompt` (default 128) and `new_tokens` tokens, a KV cache in the format `cache` and
-    `machine`, this one by default. "onnx" is model.onnx, its tensors beside it, config and tokenizer, in a `dialect`:
-    onnxruntime's own operators, with genai_config.json for onnxruntime-genai, the "standard"'s alone, or these over
-    caches of a "static" length, which a step writes into; with "int8" `activations` onnxruntime may round what packed
-    weights are multiplied with to 8 bits. "pt2" is model.pt2 for `torch.export.load`, "aoti" one that AOTInductor
-    compiled. `progress` is told bytes written and in all. `force` replaces an earlier export. One tensor's pieces are
-    held at a time (pt2: one tensor, aoti: all).
+    default) and `options`, as `wrap` takes them, also as keywords. "onnx" is model.onnx, its tensors beside it, config
+    and tokenizer, in a `dialect`: onnxruntime's own operators, with genai_config.json for onnxruntime-genai, the
+    "standard"'s alone, or these over caches of a "static" length, which a step writes into; with activations="int8"
+    onnxruntime may round what packed weights are multiplied with to 8 bits. "pt2" is model.pt2 for `torch.export.load`,
+    "aoti" one that AOTInductor compiled. `progress` is told bytes written and in all. `force` replaces an earlier
+    export. One tensor's pieces are held at a time (pt2: one tensor, aoti: all).
 
     With `inputs`, example tensors, `model` is any module in memory, exported, but as a "bundle", for their sizes, or
     others where `dynamic_shapes`, as in `torch.export.export`, says so.
@@ -72,37 +67,37 @@ def export(
     Raises ExportError for what cannot be exported or written, CaptureError and CheckpointError for a model that cannot
     be read, or for a disk that lacks the space, known before the first byte; PlanError for a budget that cannot work.
     """
-    _check_choices(format, dialect, activations, cache)
+    options = options_of(given, options)
+    _check_choices(format, dialect, options)
     made = Path(out).expanduser()
     if format != "bundle":
         with whole_folder(made, force) as folder:
             if inputs is None:
-                _write_language_model(model, folder, format, dialect, activations == "int8", progress)
+                _write_language_model(model, folder, format, dialect, options.activations == "int8", progress)
             else:
                 _write_module(model, folder, format, dialect, progress, inputs, dynamic_shapes)
         return made
     if inputs is not None:
         raise ExportError("a bundle holds a language model; export other modules as onnx, pt2 or aoti")
-    sizes = Budget(available_nbytes() // 2) if budget is None else parse_budget(budget)
     with whole_folder(made, force) as folder:
-        source = open_source(model)
-        _write_bundle(source, folder, progress)
+        _write_bundle(open_source(model), folder, progress)
         seal(folder)
-        workload = Workload(batch, _prompt_for(source) if prompt is None else prompt, new_tokens)
-        _write_plan(folder, sizes, workload, Options(cache=cache), machine)
+        _write_plan(folder, Budget(available_nbytes() // 2) if budget is None else budget, options)
         seal(folder)
     remember_verified(open_quantized(made, check="never"))
     return made
 
 
-def _check_choices(format: str, dialect: str, activations: str, cache: str) -> None:
-    for kind, given, known in (("format", format, FORMATS), ("dialect", dialect, DIALECTS),
-                               ("activations", activations, ACTIVATIONS)):
+def _check_choices(format: str, dialect: str, options: Options) -> None:
+    for kind, given, known in (("format", format, FORMATS), ("dialect", dialect, DIALECTS)):
         if given not in known:
             raise ExportError(f"no {kind} {given!r}; there are {', '.join(known)}")
-    if format != "bundle" and cache != "native":
-        raise ExportError(f"a {cache} cache is planned by Forebay: export a bundle; where it is {format} the caller "
-                          "keeps caches, in the model's dtype")
+    for name in options.forced():
+        if format == "bundle" and name in OF_RUNS:
+            raise ExportError(f"{name}: the plan of a bundle has none; give it to whoever runs the bundle")
+        if format != "bundle" and not (format == "onnx" and (name, getattr(options, name)) == ("activations", "int8")):
+            raise ExportError(f"{name} {getattr(options, name)} is planned by Forebay: export a bundle; where a model "
+                              f"is {format} its caller plans, and keeps caches in the model's dtype")
 
 
 def _over_kv(source: Source, format: str) -> CapturedModel:
@@ -112,12 +107,6 @@ def _over_kv(source: Source, format: str) -> CapturedModel:
     except PlanError as error:
         raise ExportError(f"{error}; export a bundle") from error
     return rewrite_captured(source.captured, read_switches())
-
-
-def _prompt_for(source: Source) -> int:
-    """Tokens of the longest prompt, unless told."""
-    most = source.captured.max_positions
-    return min(128, max(1, most // 2)) if most else 128
 
 
 def _write_bundle(source: Source, folder: Path, progress: Progress | None) -> None:
@@ -189,10 +178,10 @@ def _write_manifest(folder: Path, format: str, **described: Any) -> None:
     write_json(folder / MANIFEST, {"format": format, **described, "written_by": package_version()})
 
 
-def _write_plan(folder: Path, budget: Budget, workload: Workload, options: Options, machine: Machine | None) -> None:
-    """Plan the bundle in `folder` for the machine."""
-    from forebay.language_model import LanguageModel
+def _write_plan(folder: Path, budget: Budget | int | str | dict[str, Any], options: Options) -> None:
+    """Plan the bundle in `folder`."""
+    from forebay.api import wrap
 
-    lm = LanguageModel(*read_bundle(folder), budget, workload, options, machine)
+    lm = wrap(folder, budget, options)
     lm.plan.save(folder / PLAN)
     save_machine(lm.machine, folder / MACHINE)
