@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from selection import at_length
+from small_experts import small
 
 from forebay.api import wrap
 from forebay.kernels.formats.packing import unpack_rows
@@ -159,7 +161,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 
 def change_settings(folder: Path, **changed: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= changed
+    config["quantization_config"] = config.get("quantization_config", {}) | changed
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -438,3 +440,32 @@ def test_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
     change_tensors(tmp_path / "model", lambda stored: stored["model.layers.1.self_attn.q_proj.bias"].__setitem__(7, 1))
     with pytest.raises(CheckpointError, match=r"no place for model\.layers\.1\.self_attn\.q_proj\.bias, "):
         resolve_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("method", ["gptq", at_length("awq"), "compressed-tensors"])
+def test_matrices_of_experts_are_one_packed_tensor(tmp_path: Path, method: str) -> None:
+    """Each expert has tensors of its own; those of a layer become one, and tokens are those of the values."""
+    model = small("qwen3_moe")
+    model.save_pretrained(tmp_path / "model")
+    stored, values = {}, {}
+    for name, value in load_file(tmp_path / "model/model.safetensors").items():
+        if ".experts." not in name:
+            stored[name] = value
+            continue
+        parts, values[name] = quantized(method, 4, 32, True, *value.shape, torch.float16)
+        stored |= {name.replace("weight", part): tensor for part, tensor in parts.items()}
+    save_file(stored, tmp_path / "model/model.safetensors", {"format": "pt"})
+    change_settings(tmp_path / "model", **settings(method, 4, 32, True))
+    found = open_checkpoint(resolve_model(tmp_path / "model")).tensors
+    packed = {name: record for name, record in found.items() if record.packed is not None}
+    assert len(packed) == 6 and all(".experts." in name for name in packed)
+    for name, record in packed.items():
+        model.get_parameter(name).data = read_dequantized(record)
+        for expert, own in enumerate(read_dequantized(record).double()):
+            of = [f"{name.rpartition('.')[0]}.{expert}.{each}_proj.weight" for each in
+                  (("gate", "up") if "gate_up" in name else ("down",))]
+            assert torch.equal(own, torch.cat([values[each] for each in of]))
+    ids = torch.randint(3, 128, (2, 9))
+    with wrap(tmp_path / "model", "400KiB", batch=2, prompt=9, new_tokens=4) as lm:
+        assert torch.equal(lm.generate(ids, max_new_tokens=4, do_sample=False),
+                           model.generate(ids, max_new_tokens=4, do_sample=False))
