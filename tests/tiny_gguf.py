@@ -18,13 +18,17 @@ SIZES = dict(
     vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0,
 )  # fmt: skip
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 CONFIGS: dict[str, dict] = {
     "llama": SIZES | dict(head_dim=16),
     "qwen2": SIZES,
+    "qwen2moe": SIZES | EXPERTS | dict(shared_expert_intermediate_size=64),
+    "qwen3moe": SIZES | EXPERTS | dict(head_dim=128),
     "qwen3": SIZES | dict(head_dim=128),  # what transformers takes for every Qwen3 GGUF
     "phi3": SIZES,
     "gemma2": SIZES | dict(head_dim=32),
     "gemma3": SIZES | dict(head_dim=32),
+    "mixtral": SIZES | dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2),
     "nemotron": SIZES,
     "stablelm": SIZES,
     "starcoder2": SIZES,
@@ -111,13 +115,39 @@ def finish(writer: gguf.GGUFWriter) -> None:
 KINDS = ("Q8_0", "Q4_1", "F16", "F32", "Q4_0", "BF16")
 
 
+def expert_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that hold the experts of a layer, gates and values apart, by their names in a file."""
+    found = {}
+    for name, value in model.state_dict().items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            count, rows, columns = value.shape
+            layer = name.split(".")[2]
+            kinds = {"down": (count, rows, columns)} if "down" in name else dict.fromkeys(
+                ("gate", "up"), (count, rows // 2, columns))
+            found |= {f"blk.{layer}.ffn_{kind}_exps.weight": shape for kind, shape in kinds.items()}
+    return found
+
+
+def add_expert_sizes(writer: gguf.GGUFWriter, config: Mapping[str, int]) -> None:
+    """What a config says of experts, if anything."""
+    if experts := config.get("num_experts", config.get("num_local_experts")):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
 def write_model(
     path: Path, architecture: str, tied: bool = True, drop: str = "", extra: str = "", kinds: Sequence[str] = KINDS,
     settings: Mapping[str, Any] | None = None, factors: Mapping[str, np.ndarray] | None = None,
-    loadable: bool = False,
+    loadable: bool = False, model_type: str = "",
 ) -> None:
     """A model of two layers of random weights, whose matrices have the types `kinds` in turn. `settings` are further
-    metadata of its architecture, `factors` further tensors. `loadable`: with weights small enough for fp16."""
+    metadata of its architecture, `factors` further tensors. `loadable`: with weights small enough for fp16.
+    `model_type` is transformers' name of the model, where the architecture has several."""
+    config = CONFIGS[model_type or architecture]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
     writer.add_context_length(1024 if architecture == "gpt2" else 128)
@@ -127,32 +157,38 @@ def write_model(
     writer.add_head_count_kv(4 if architecture == "gpt2" else 2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_layer_norm_eps(1e-5)
-    head_dim = CONFIGS[architecture].get("head_dim", 16)
+    head_dim = config.get("head_dim", 16)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+    add_expert_sizes(writer, config)
     if architecture in ("gemma2", "gemma3"):
         writer.add_sliding_window(32)
     writer.add_vocab_size(VOCAB)
-    settings = {"rope.dimension_count": ROTATED.get(architecture, CONFIGS[architecture].get("head_dim", 16)),
+    settings = {"rope.dimension_count": ROTATED.get(architecture, head_dim),
                 "rope.freq_base": 10000.0} | dict(settings or {})
     for key, value in settings.items():
         add_setting(writer, f"{architecture}.{key}", value)
     write_tokenizer(writer, architecture)
     with torch.device("meta"):
-        named = {"gemma3": "gemma3_text"}.get(architecture, architecture)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(named, **CONFIGS[architecture]))
+        named = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}.get(
+            architecture, model_type or architecture)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(named, **config))
     parameters = model.state_dict()
     random = np.random.default_rng(0)
-    for i, (name, target) in enumerate(get_gguf_hf_weights_map(model, TensorProcessor()).items()):
-        shape = tuple(parameters[target].shape)
+    shapes = {name: tuple(parameters[target].shape) for name, target in
+              get_gguf_hf_weights_map(model, TensorProcessor(), architecture).items() if "_exps" not in name}
+    shapes |= expert_shapes(model)
+    for i, (name, shape) in enumerate(shapes.items()):
         if (tied and name == "output.weight") or (drop and name.startswith(drop)):
             continue
         if architecture == "gpt2" and name.endswith(("qkv.weight", "down.weight", "up.weight", "attn_output.weight")):
             shape = shape[::-1]
+        if "ffn_gate_inp_shexp" in name:
+            shape = shape[1:]  # as llama.cpp writes it
         values = random.standard_normal(shape, dtype=np.float32)
         if loadable:
             values = values * 0.15 + (len(shape) == 1 and name.endswith("norm.weight"))
-        kind = gguf.GGMLQuantizationType[kinds[i % len(kinds)] if len(shape) == 2 else "F32"]
+        kind = gguf.GGMLQuantizationType[kinds[i % len(kinds)] if len(shape) > 1 and "_inp" not in name else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     for name, values in (factors or {}).items():
         writer.add_tensor(name, values)

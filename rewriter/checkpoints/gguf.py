@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from forebay.rewriter.checkpoints.checkpoint import SINGLE, Progress, Spec
 from forebay.rewriter.checkpoints.gguf_config import gguf_model
 from forebay.rewriter.checkpoints.gguf_files import write_model_files
 from forebay.rewriter.checkpoints.gguf_header import gguf_parts, read_gguf
-from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
+from forebay.rewriter.checkpoints.gguf_tensors import PlacedParameter, place_tensors
 from forebay.rewriter.checkpoints.identity import changed_file, file_states
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.write_tensors import require_free, write_tensors
@@ -72,7 +73,7 @@ def convert_gguf(
 
 
 def _write_weights(
-    placed: dict[str, PlacedTensor], folder: Path, dtype: torch.dtype, progress: Progress | None
+    placed: Mapping[str, PlacedParameter], folder: Path, dtype: torch.dtype, progress: Progress | None
 ) -> None:
     specs: list[Spec] = [(name, dtype, tensor.shape) for name, tensor in placed.items()]
 

@@ -74,8 +74,10 @@ def read_gguf_config(header: GgufHeader) -> PreTrainedConfig:
 def _fields(header: GgufHeader) -> dict[str, Any]:
     """The fields of the config, `model_type` among them."""
     table = keys.ARCHITECTURES[header.architecture]
+    if header.architecture == "llama" and header.get("expert_count"):
+        table = keys.MIXTRAL
     _refuse_other_keys(header, table)
-    found: dict[str, Any] = {"model_type": table.model_type}
+    found: dict[str, Any] = {"model_type": table.model_type, **table.constants}
     for key, field in table.fields.items():
         default = table.defaults.get(key)
         if key == "attention.head_count_kv":
@@ -119,7 +121,7 @@ def _refuse_other_keys(header: GgufHeader, table: keys.Architecture) -> None:
     unknown = []
     for name in header.metadata:
         key = name.removeprefix(prefix)
-        if key == name or key in table.fields or key in table.reads or key in keys.HARMLESS:
+        if key == name or key in {*table.fields, *table.reads, *table.unread, *keys.HARMLESS}:
             continue
         if key in keys.SAME_IN_WINDOWS:
             _require(header, key, (header.get(keys.SAME_IN_WINDOWS[key]),))

@@ -53,6 +53,8 @@ class Architecture:
         partial: whether a part of each head's channels may be rotated.
         attention_bias: the config's field, if any, for biases of all four matrices of attention.
         mlp_bias: the same for the feed-forward matrices.
+        constants: fields of the config that follow from the architecture.
+        unread: keys that no layer of such a model counts on.
     """
 
     model_type: str
@@ -63,8 +65,12 @@ class Architecture:
     partial: bool = False
     attention_bias: str = ""
     mlp_bias: str = ""
+    constants: Mapping[str, object] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
 
+EXPERTS = {"expert_used_count": "num_experts_per_tok"}
+QWEN_EXPERTS = EXPERTS | {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
 ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture(
         "gemma2", SIZES | {RMS: "rms_norm_eps", ATTENTION_CAP: "attn_logit_softcapping",
@@ -86,10 +92,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture("phi3", SIZES | {RMS: "rms_norm_eps", WINDOW: "sliding_window"}, defaults={WINDOW: 0},
                          partial=True),
     "qwen2": Architecture("qwen2", SIZES | {RMS: "rms_norm_eps"}, head_field=True),
+    "qwen2moe": Architecture(
+        "qwen2_moe", SIZES | QWEN_EXPERTS | {
+            RMS: "rms_norm_eps", "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        constants={"norm_topk_prob": False}, unread=frozenset({"feed_forward_length"})),
     "qwen3": Architecture("qwen3", SIZES | {RMS: "rms_norm_eps"}, head_field=True, attention_bias="attention_bias"),
+    "qwen3moe": Architecture(
+        "qwen3_moe", SIZES | QWEN_EXPERTS | {RMS: "rms_norm_eps"}, head_field=True, attention_bias="attention_bias",
+        constants={"norm_topk_prob": True}, unread=frozenset({"feed_forward_length"})),
     "stablelm": Architecture("stablelm", SIZES | {LAYER_NORM: "layer_norm_eps"}, partial=True),
     "starcoder2": Architecture("starcoder2", SIZES | {LAYER_NORM: "norm_epsilon"}),
 }
+
+# Files of Mixtral name the architecture llama, and experts.
+MIXTRAL = Architecture(
+    "mixtral", SIZES | EXPERTS | {RMS: "rms_norm_eps", "expert_count": "num_local_experts"}, head_field=True)
 
 # Keys that llama.cpp reads for some architecture, by the values that leave the model as it is. Those of `reads` and
 # `fields` are excepted.
@@ -111,6 +128,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
     "expert_shared_count": (0,),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (0, 1),
     "nextn_predict_layers": (0,),
     "n_deepstack_layers": (0,),
     "rope.dimension_sections": (),

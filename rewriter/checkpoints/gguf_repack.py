@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from forebay.rewriter.checkpoints.expert_sources import StackedTensor
 from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS, repack, representable
 from forebay.rewriter.checkpoints.gguf_config import gguf_model
 from forebay.rewriter.checkpoints.gguf_files import write_model_files
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, gguf_parts, read_gguf
-from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
+from forebay.rewriter.checkpoints.gguf_tensors import PlacedExperts, PlacedParameter, PlacedTensor, place_tensors
 from forebay.rewriter.checkpoints.identity import FileState, file_states, read_whole
 from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.checkpoints.source_tensor import SourceTensor
 from forebay.rewriter.ir.files import naming, open_input
 from forebay.rewriter.one_thread import one_thread
 
@@ -44,7 +46,7 @@ class GgufSource:
 
     header: GgufHeader
     model: Any
-    tensors: list[GgufWeight]
+    tensors: list[SourceTensor]
     fingerprint: str
     dtype: torch.dtype
     states: Mapping[str, FileState]
@@ -64,7 +66,13 @@ def open_gguf(path: Path) -> GgufSource:
     # files in order: their names count up
     placed = sorted(place_tensors(header, model).values(), key=lambda p: (p.tensor.path.name, p.tensor.offset))
     identity = " ".join(f"{Path(file).name} {list(state[:3])}" for file, state in states.items())
-    return GgufSource(header, model, [GgufWeight(tensor, dtype) for tensor in placed], identity, dtype, states)
+    return GgufSource(header, model, [_weight(each, dtype) for each in placed], identity, dtype, states)
+
+
+def _weight(placed: PlacedParameter, dtype: torch.dtype) -> SourceTensor:
+    if isinstance(placed, PlacedExperts):
+        return StackedTensor(placed.name, placed.shape, tuple(GgufWeight(piece, dtype) for piece in placed.pieces))
+    return GgufWeight(placed, dtype)
 
 
 def _compute_dtype(header: GgufHeader) -> torch.dtype:

@@ -14,13 +14,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import forebay.rewriter.checkpoints.write_tensors as writing
 from forebay.rewriter.checkpoints.gguf import convert_gguf
+from forebay.rewriter.checkpoints.gguf_config import read_gguf_config
+from forebay.rewriter.checkpoints.gguf_header import read_gguf
 from forebay.rewriter.checkpoints.gguf_keys import ARCHITECTURES
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.records import CheckpointError
 
 
 def loaded_by_transformers(path) -> dict[str, torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    header = read_gguf(path)
+    own = {"config": read_gguf_config(header)} if header.get("expert_count") else {}  # it does not read experts' widths
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **own)
     return model.state_dict()
 
 
