@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+import forebay.open_model as open_model
 import forebay.rewriter.pipeline.plan_task as plan_task
 from forebay.rewriter.capture import trace
 from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.pipeline import pass_list as pipeline
 from forebay.rewriter.switches import Switches
 
@@ -38,8 +40,8 @@ class _Kept:
         return self.made[key]
 
 
-_TRACED, _REWRITTEN, _AGAIN = _Kept(), _Kept(), _Kept()
-_trace, _rewrite = trace.trace_model, plan_task.rewrite_captured
+_TRACED, _REWRITTEN, _AGAIN, _READ = _Kept(), _Kept(), _Kept(), _Kept()
+_trace, _rewrite, _read = trace.trace_model, plan_task.rewrite_captured, open_model.read_graphs
 
 
 def shares_graphs(path: Path) -> bool:
@@ -53,6 +55,7 @@ def share_graphs(patch: pytest.MonkeyPatch) -> None:
     and edits copies."""
     patch.setattr(trace, "trace_model", _known)
     patch.setattr(plan_task, "rewrite_captured", _known_rewritten)
+    patch.setattr(open_model, "read_graphs", _known_read)
 
 
 def _known(model: Any, gives: Any = "last", embeds: bool = False) -> CapturedModel:
@@ -60,6 +63,14 @@ def _known(model: Any, gives: Any = "last", embeds: bool = False) -> CapturedMod
     from_folder = bool(described.pop("_name_or_path", ""))  # which one is all the same
     key = type(model), json.dumps(described, sort_keys=True), from_folder, model.dtype, gives, embeds
     return _TRACED.once(key, lambda: _trace(model, gives, embeds))
+
+
+def _known_read(key: str) -> tuple[CapturedModel, dict[str, FileSlice]] | None:
+    """What the cache folder keeps is read once."""
+    if key not in _READ.made and _read(key) is None:
+        return None
+    found: tuple[CapturedModel, dict[str, FileSlice]] = _READ.once(key, lambda: _read(key))
+    return found
 
 
 def _known_rewritten(captured: CapturedModel, switches: Switches, cache_format: str = "native",

@@ -10,8 +10,9 @@ from typing import Any
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from forebay.rewriter.capture.family import RECURRENT_CACHE
+
 CACHE_NAMES = ("cache", "past_key_values")  # that callers may use, whichever release is installed
-RECURRENT_CACHE = "cache_params"  # of models of recurrent layers alone
 # The name in `generate`, in `prepare_inputs_for_generation` and in what a forward returns: one in each release.
 CACHE_NAME = next((field.name for field in fields(CausalLMOutputWithPast) if "Cache" in str(field.type)), "cache")
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from forebay.rewriter.capture.cache_name import RECURRENT_CACHE
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.capture.patterns import LayerType
 
+RECURRENT_CACHE = "cache_params"  # the argument of models of recurrent layers alone, by which they take their states
 Replacement = tuple[str, Callable[[Any], Callable[..., Any]]]
 
 

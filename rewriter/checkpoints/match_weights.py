@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("forebay")
 NAMED = 3  # tensors that a message names
+_hearing: list[list[str]] = []
 # Buffers that every loader makes anew (transformers' _adjust_missing_and_unexpected_keys).
 IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 
@@ -159,10 +161,28 @@ def report_unread(folder: Path, unread: Sequence[str], quantized: bool) -> None:
     warn_once(f"{folder}: {named} not read: the model has no place for {them}")
 
 
-@functools.lru_cache(maxsize=256)
 def warn_once(text: str) -> None:
     """Log a warning, the first time that it is due."""
+    for heard in _hearing:
+        heard.append(text)
+    log_once(text)
+
+
+@functools.lru_cache(maxsize=256)
+def log_once(text: str) -> None:
+    """Log a warning that nobody has seen."""
     LOG.warning("%s", text)
+
+
+@contextmanager
+def hearing() -> Iterator[list[str]]:
+    """The warnings that are due while this is open, whether they were logged before or not."""
+    heard: list[str] = []
+    _hearing.append(heard)
+    try:
+        yield heard
+    finally:
+        _hearing.remove(heard)
 
 
 @one_thread

@@ -235,6 +235,11 @@ class Options:
         """Names of the options that ask for something."""
         return [name for name, record in OPTIONS.items() if getattr(self, name) != record.default]
 
+    @property
+    def of_one_model(self) -> bool:
+        """Whether one process runs the model, by itself."""
+        return self.mesh is None and self.draft is None
+
     def as_planned(self, plan: Plan) -> Options:
         """The same beside a plan: what it says of the values that attention has is so in plans that follow it."""
         return replace(self, cache=plan.cache_format, sparse_values=plan.schedule.batching.sparsity.values,

@@ -51,7 +51,8 @@ def wrap(
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
         files = file_slices(weight_records(captured, checkpoint))
     else:
-        captured, checkpoint, files = open_model(model, dequantize=options.dequantize)
+        captured, checkpoint, files = open_model(model, dequantize=options.dequantize,
+                                                 keep=options.of_one_model)
     options = replace(options, entering=entering_at_once(options.places))
     workload = Workload(options.places or options.batch or 1,
                         options.prompt or min(128, max(1, (captured.max_positions or 256) // 2)),

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from forebay.exported.bundle import is_bundle, read_bundle
+from forebay.kept_graphs import graphs_key, keep_graphs, read_graphs
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.match_weights import (
     check_unread,
     checkpoint_names,
     file_slices,
+    hearing,
     read_model_config,
     unread_tensors,
     weight_records,
@@ -29,6 +31,8 @@ from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.switches import Switches, read_switches
 from forebay.runtime.measure.kept import kept_machine
 
 if TYPE_CHECKING:
@@ -40,12 +44,13 @@ _guessed = False  # whether it has been told
 
 def open_model(
     model: str | os.PathLike[str], *, gives: Gives = "last", verify: bool = False, dequantize: bool = False,
-    embeds: bool = False,
+    embeds: bool = False, keep: bool = False,
 ) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
     """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any; a bundle's
     graphs are read. `gives` and `embeds` say what its steps give and take (`capture_model`); with `verify` every weight
     is read once all the same, and compared with its checksum (`open_checkpoint`); with `dequantize` a GGUF file's
-    weights are float32 (`resolve_model`)."""
+    weights are float32 (`resolve_model`). With `keep` the graphs are rewritten, with a native cache, and the cache
+    folder keeps them: the next call captures nothing."""
     folder = resolve_model(model, dequantize=dequantize)
     if is_bundle(folder):
         if embeds:
@@ -53,11 +58,20 @@ def open_model(
                              "made of")
         return read_bundle(folder, gives=gives, verify=verify)
     checkpoint = open_checkpoint(folder, verify=verify)
-    config = read_model_config(folder, checkpoint)
-    captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint, config), gives=gives, embeds=embeds)
-    records = weight_records(captured, checkpoint, *checkpoint_names(config))
-    check_unread(config, checkpoint, records.values())
-    return with_stored_formats(captured, records), checkpoint, file_slices(records)
+    keep = keep and read_switches() == Switches()
+    key = graphs_key(folder, checkpoint, (gives, embeds, dequantize)) if keep else None
+    if key is not None and (kept := read_graphs(key)) is not None:
+        return kept[0], checkpoint, kept[1]
+    with hearing() as said:
+        config = read_model_config(folder, checkpoint)
+        captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint, config), gives=gives, embeds=embeds)
+        records = weight_records(captured, checkpoint, *checkpoint_names(config))
+        check_unread(config, checkpoint, records.values())
+    captured, files = with_stored_formats(captured, records), file_slices(records)
+    if key is not None:
+        captured = rewrite_captured(captured, Switches())
+        keep_graphs(key, captured, files, said)
+    return captured, checkpoint, files
 
 
 def capture_folder(folder: Path, gives: Gives, embeds: bool = False) -> CapturedModel:

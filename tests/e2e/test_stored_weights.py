@@ -18,7 +18,7 @@ from forebay.exported.export import export
 from forebay.open_model import open_model
 from forebay.rewriter.capture.language_model import CaptureError
 from forebay.rewriter.checkpoints import quantize, resolve, stored_tensors
-from forebay.rewriter.checkpoints.match_weights import warn_once
+from forebay.rewriter.checkpoints.match_weights import log_once
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_quantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
@@ -97,7 +97,7 @@ def test_two_spellings_of_one_weight_must_agree(tmp_path: Path) -> None:
 
 def test_what_nobody_reads_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In a plain folder, as transformers says it; not of what every loader makes anew."""
-    warn_once.cache_clear()
+    log_once.cache_clear()
     extra = {"extra.scale": torch.ones(4), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     folder = saved(tmp_path / "model", llama(2), {}, (), **extra)
     with caplog.at_level(logging.WARNING, "forebay"):

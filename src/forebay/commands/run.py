@@ -124,7 +124,7 @@ def run(
             say(f"{prompts} holds no prompts: nothing to answer")
         folder = model_folder(model, options.dequantize)
         with console().status("capturing the model"):
-            captured, checkpoint, files = open_model(folder, verify=verify)
+            captured, checkpoint, files = open_model(folder, verify=verify, keep=options.of_one_model)
             tokenizer = load_tokenizer(folder)
             eos = stop_ids(folder, tokenizer)
         options = replace(

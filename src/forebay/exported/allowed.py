@@ -45,11 +45,13 @@ LARGEST, MOST_BITS = 1 << 63, 63  # of a number, of an exponent: sizes are numbe
 
 
 def _of_numbers(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` for numbers of 64 bits alone; ValueError for others, of which a few operations make one that fills all
-    memory, and for strings and lists, which grow by arithmetic too."""
+    """`f` for numbers of 64 bits, or symbols of them, alone; ValueError for others, of which a few operations make one
+    that fills all memory, and for strings and lists, which grow by arithmetic too."""
     @functools.wraps(f)
     def bounded(*args: Any) -> Any:
-        if not all(isinstance(a, float) or (isinstance(a, int) and -LARGEST <= a < LARGEST) for a in args) or (
+        fits = (isinstance(a, float | torch.SymInt | torch.SymFloat) or (
+            isinstance(a, int) and -LARGEST <= a < LARGEST) for a in args)
+        if not all(fits) or (
                 f is operator.pow and isinstance(args[1], int) and args[1] > MOST_BITS):
             raise ValueError(f"{f.__name__} is for numbers that fit 64 bits")
         return f(*args)

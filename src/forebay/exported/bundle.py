@@ -12,7 +12,6 @@ Nothing is unpickled, and no operation is called that `allowed` does not list.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from typing import Any, get_args
 
 import torch
 
-from forebay.exported.captured_data import captured_from_data, captured_to_data
+from forebay.exported.captured_data import captured_from_data, captured_to_data, constant_key
 from forebay.exported.whole_folder import MANIFEST
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress, read_header, read_tensor
 from forebay.rewriter.checkpoints.identity import file_states
@@ -58,22 +57,13 @@ def write_bundle(
                     progress=progress, check=check, remember=False)
     kept: dict[str, torch.Tensor] = {}
     for gives, model in models.items():
-        keys = {name: _constant_key(value, kept) for name, value in model.constants.items()}
+        keys = {name: constant_key(value, kept) for name, value in model.constants.items()}
         write_json(out / graphs_name(gives), captured_to_data(model, keys))
     fd = os.open(out / CONSTANTS, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         write_tensors(fd, out, [(key, v.dtype, tuple(v.shape)) for key, v in kept.items()], kept.__getitem__)
     finally:
         os.close(fd)
-
-
-def _constant_key(value: torch.Tensor, kept: dict[str, torch.Tensor]) -> str:
-    """The name under which a constant is kept, once however many graphs have it: a digest of it."""
-    value = value.detach().cpu().contiguous()
-    content = value.reshape(-1).view(torch.uint8).numpy().tobytes()
-    key = hashlib.sha256(f"{value.dtype} {list(value.shape)} ".encode() + content).hexdigest()[:16]
-    kept[key] = value
-    return key
 
 
 def seal(out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,9 +12,11 @@ import torch
 
 from forebay.exported.errors import ExportError
 from forebay.exported.graph_data import dtype_name, dtype_named, graph_from_data, graph_to_data
+from forebay.kernels.formats.entry_part import Part
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.capture.step_graphs import step_inputs
 from forebay.rewriter.capture.stored_sizes import STORED
+from forebay.rewriter.ir.expert_table import ExpertTable
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.graph import (
     META,
@@ -48,6 +51,25 @@ class StoredRows:
 
 
 @dataclass(frozen=True)
+class StoredPart:
+    """`Part` of a table's entry, its dtype by name."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """`ExpertTable`."""
+
+    count: int
+    parts: tuple[StoredPart, ...]
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class StoredWeight:
     """`WeightSpec`."""
 
@@ -56,6 +78,7 @@ class StoredWeight:
     dtype: str
     ties: tuple[str, ...]
     stored: StoredRows | None
+    table: StoredTable | None = None
 
 
 @dataclass(frozen=True)
@@ -93,8 +116,20 @@ def captured_to_data(captured: CapturedModel, constants: Mapping[str, str]) -> d
         graph_to_data(captured.step, "the model outside its layers"), blocks))
 
 
+def constant_key(value: torch.Tensor, kept: dict[str, torch.Tensor]) -> str:
+    """The name under which a constant is kept, once however many graphs have it: a digest of it."""
+    value = value.detach().cpu().contiguous()
+    content = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    key = hashlib.sha256(f"{value.dtype} {list(value.shape)} ".encode() + content).hexdigest()[:16]
+    kept[key] = value
+    return key
+
+
 def _weight(spec: WeightSpec) -> StoredWeight:
-    return StoredWeight(spec.name, tuple(spec.shape), dtype_name(spec.dtype), spec.ties, _rows(spec.stored))
+    table = None if spec.table is None else StoredTable(spec.table.count, tuple(
+        StoredPart(part.name, part.offset, tuple(part.shape), dtype_name(part.dtype)) for part in spec.table.parts),
+        spec.table.sources)
+    return StoredWeight(spec.name, tuple(spec.shape), dtype_name(spec.dtype), spec.ties, _rows(spec.stored), table)
 
 
 def _rows(stored: RowFormat | None) -> StoredRows | None:
@@ -130,8 +165,11 @@ def captured_from_data(data: object, tensors: Mapping[str, torch.Tensor]) -> Cap
 
 def _spec(weight: StoredWeight) -> WeightSpec:
     _check_sizes(f"graphs.weights: {weight.name}", weight.shape)
+    table = None if weight.table is None else ExpertTable(weight.table.count, tuple(
+        Part(part.name, part.offset, part.shape, dtype_named(part.dtype)) for part in weight.table.parts),
+        weight.table.sources)
     return WeightSpec(weight.name, weight.shape, dtype_named(weight.dtype), weight.ties,
-                      _row_format(weight.name, weight.stored))
+                      _row_format(weight.name, weight.stored), table)
 
 
 def _row_format(name: str, rows: StoredRows | None) -> RowFormat | None:

@@ -1,0 +1,163 @@
+"""Rewritten graphs of models opened before, kept in the cache folder: the next start captures nothing, and imports no
+code of models.
+
+    graphs/KEY.json           a checksum, the model as a bundle has it (`captured_data`), and where its weights lie
+    graphs/KEY.safetensors    its constants
+
+KEY is a digest of whatever decides the graphs: the files of the model as `stat` tells them, the settings of the model,
+and the code of Forebay, torch and transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forebay.exported.captured_data import captured_from_data, captured_to_data, constant_key
+from forebay.exported.errors import ExportError
+from forebay.kernels.build.cache_folder import make_cache_folder
+from forebay.rewriter.capture.family import FAMILIES
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_header, read_tensor
+from forebay.rewriter.checkpoints.identity import file_states, states_checksum
+from forebay.rewriter.checkpoints.match_weights import warn_once
+from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.checkpoints.write_tensors import write_tensors
+from forebay.rewriter.ir.files import read_input
+from forebay.rewriter.ir.from_json import from_json
+from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.pipeline.pass_list import PASSES
+
+LOG = logging.getLogger("forebay")
+PACKAGE = Path(__file__).parent
+MOST = 64  # models; those opened longest ago go
+MOST_NBYTES = 1 << 28  # of constants that are kept
+
+
+def graphs_key(folder: Path, checkpoint: Checkpoint, settings: object) -> str | None:
+    """The name that the graphs of a folder go by.
+
+    Args:
+        folder: The model's folder.
+        checkpoint: Its weights, opened.
+        settings: What else was asked of the capture, as something to print.
+
+    Returns:
+        The name; None where code from outside Forebay takes part, which nobody can tell the state of.
+    """
+    takes_part = (*(each.run for each in PASSES), *(each.prepare for each in FAMILIES.values()),
+                  *(prepare for each in FAMILIES.values() for _, prepare in each.replaced.values()))
+    if any(not each.__module__.startswith("forebay.") for each in takes_part):
+        return None
+    described = [str(path) for path in folder.iterdir() if path.suffix in (".json", ".py") and path.is_file()]
+    digest = hashlib.sha256(f"{folder.resolve()}\n{settings!r}\n{states_checksum(file_states(described))}\n".encode())
+    for path, state in sorted(checkpoint.states.items()):
+        digest.update(f"{path} {list(state)}\n".encode())
+    for name in ("torch", "transformers"):
+        digest.update(f"{name} {_version(name)}\n".encode())
+    for path in _sources():
+        status = os.stat(path)
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def read_graphs(key: str) -> tuple[CapturedModel, dict[str, FileSlice]] | None:
+    """The graphs kept under `key`, and where the weights lie; None where there are none as they were written."""
+    try:
+        described, constants = _files(key)
+        if not described.is_file():
+            return None
+        checksum, _, text = read_input(described).decode().partition("\n")
+        if checksum != _checksum(text):
+            raise ValueError("another checksum")
+        data = json.loads(text)
+        tensors = {name: read_tensor(record) for name, record in read_header(constants).items()}
+        if any(name != constant_key(value, {}) for name, value in tensors.items()):
+            raise ValueError("other constants")
+        captured = captured_from_data(data["model"], tensors)
+        slices = {name: from_json(FileSlice, each, name) for name, each in data["files"].items()}
+        os.utime(described)
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+        LOG.debug("graphs kept as %s are passed over: %s", key, error)
+        return None
+    for text in data["said"]:
+        warn_once(text)
+    return captured, slices
+
+
+def keep_graphs(key: str, captured: CapturedModel, files: Mapping[str, FileSlice], said: list[str]) -> None:
+    """Keep rewritten graphs under `key`, with the warnings to repeat. What cannot be kept is captured again next time.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    keys = {name: constant_key(value, tensors) for name, value in captured.constants.items()}
+    if sum(value.nbytes for value in tensors.values()) > MOST_NBYTES:
+        return
+    try:
+        text = json.dumps({"model": captured_to_data(captured, keys), "said": said,
+                           "files": {name: asdict(each) for name, each in files.items()}})
+        described, constants = _files(key)
+        described.parent.mkdir(mode=0o700, exist_ok=True)
+        specs = [(name, v.dtype, tuple(v.shape)) for name, v in tensors.items()]
+        _write_whole(constants, lambda fd: write_tensors(fd, constants.parent, specs, tensors.__getitem__))
+        _write_whole(described, lambda fd: _write_all(fd, f"{_checksum(text)}\n{text}".encode()))
+        _drop_oldest(described.parent)
+    except (OSError, ExportError) as error:
+        LOG.debug("graphs are not kept: %s", error)
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _write_whole(path: Path, write: Any) -> None:
+    """Let `write` fill a file beside `path`, which then takes its place: whoever reads finds all of it or none."""
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        try:
+            write(fd)
+        finally:
+            os.close(fd)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(data)
+
+
+def _drop_oldest(folder: Path) -> None:
+    found = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in found[MOST:]:
+        for each in (path, path.with_suffix(".safetensors")):
+            each.unlink(missing_ok=True)
+
+
+def _files(key: str) -> tuple[Path, Path]:
+    folder = make_cache_folder() / "graphs"
+    return folder / f"{key}.json", folder / f"{key}.safetensors"
+
+
+def _sources() -> list[str]:
+    """The files of Forebay's own code."""
+    return sorted(os.path.join(at, name) for at, _, names in os.walk(PACKAGE, followlinks=True)
+                  for name in names if name.endswith(".py"))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
