@@ -12,7 +12,7 @@ SMALL: dict[str, Any] = dict(
     num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_local_experts=8, n_routed_experts=8,
     num_experts_per_tok=2, n_group=2, topk_group=1, max_position_embeddings=64, first_k_dense_replace=1,
     shared_expert_intermediate_size=32, n_shared_experts=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    tie_word_embeddings=False, use_cache=True)  # fmt: skip
+    tie_word_embeddings=False, use_cache=True, intermediate_size_mlp=64)  # fmt: skip
 
 
 def small_config(family: str) -> PreTrainedConfig:

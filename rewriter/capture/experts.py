@@ -6,9 +6,10 @@ so that an expert is read from a file, and kept in memory, as one piece. Routers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 from forebay.kernels.products.experts.entries import entry_parts, table_shape
 from forebay.kernels.products.experts.operator import EXPERTS
 from forebay.kernels.products.experts.reference import ACTIVATIONS, PLAIN, Form, activated
+from forebay.rewriter.capture.family import Family, register_family
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.ir.expert_table import ExpertTable
 from forebay.rewriter.ir.graph import CapturedModel
@@ -35,8 +37,9 @@ def adopt_experts(model: nn.Module) -> dict[str, ExpertTable]:
     """
     found = {}
     for name, module in model.named_modules():
-        if is_experts(module):
-            found[f"{name}.{TABLE}"] = _adopt(name, module)
+        layout = experts_layout(module)
+        if layout is not None:
+            found[f"{name}.{TABLE}"] = _adopt(name, module, layout)
     return found
 
 
@@ -49,19 +52,46 @@ def with_tables(captured: CapturedModel, tables: Mapping[str, ExpertTable]) -> C
     return replace(captured, weights=weights)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts in the way that transformers' experts interface knows."""
-    return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and "down_proj" in module._parameters
+class ExpertsLayout(NamedTuple):
+    """How a module of experts keeps and applies its parameters, as transformers' experts interface has it.
+
+    Attributes:
+        gated: `gate_up_proj` gives gate and value; else `up_proj` gives what is activated.
+        concatenated: All of the gate comes first; else gate and value alternate.
+        transposed: Matrices are [in_features, out_features].
+        biased: Both matrices have biases.
+        scales_input: A pick's weight multiplies what its expert is given.
+    """
+
+    gated: bool
+    concatenated: bool
+    transposed: bool
+    biased: bool
+    scales_input: bool = False
 
 
-def _adopt(name: str, module: Any) -> ExpertTable:
+# Modules that do not tell their layout, by the names of their classes.
+LAYOUTS = {"Llama4TextExperts": ExpertsLayout(True, True, True, False, scales_input=True)}
+
+
+def experts_layout(module: Any) -> ExpertsLayout | None:
+    """The layout of a module of experts; None for other modules."""
+    if "down_proj" not in module._parameters:
+        return None
+    if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
+        return ExpertsLayout(*(bool(getattr(module, name)) for name in (
+            "has_gate", "is_concatenated", "is_transposed", "has_bias")))
+    return LAYOUTS.get(type(module).__name__)
+
+
+def _adopt(name: str, module: Any, layout: ExpertsLayout) -> ExpertTable:
     if getattr(module, "has_post_expert_norm", False):
         raise CaptureError(f"its experts ({name}) normalise what each of them gives")
-    up, down = ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
-    form = Form("", bool(module.has_gate), not module.is_concatenated, bool(module.is_transposed))
+    up, down = ("gate_up_proj" if layout.gated else "up_proj"), "down_proj"
+    form = Form("", layout.gated, not layout.concatenated, layout.transposed, layout.scales_input)
     count, *shape = module._parameters[down].shape
     inner, hidden = shape if form.transposed else reversed(shape)
-    biased, dtype = bool(module.has_bias), module._parameters[down].dtype
+    biased, dtype = layout.biased, module._parameters[down].dtype
     form = _matching(name, module, form, inner)
     parts = entry_parts(hidden, inner, form, PLAIN, biased, dtype)
     sources = tuple(f"{up if part.name.startswith('up') else down}{part.name.removeprefix('up').removeprefix('down')}"
@@ -98,7 +128,11 @@ def _matching(name: str, module: Any, form: Form, inner: int) -> Form:
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(64, 2 * inner if form.gated else inner, generator=generator, dtype=torch.float64) * 8
     try:
-        wanted = module._apply_gate(y) if form.gated else module.act_fn(y)
+        if form.gated and hasattr(module, "_apply_gate"):
+            wanted = module._apply_gate(y)
+        else:
+            gate, *value = y.chunk(2, -1) if form.gated else (y,)
+            wanted = math.prod(value, start=module.act_fn(gate))
     except Exception as error:
         raise CaptureError(f"its experts' activation ({name}) cannot be tried: {error}") from error
     for each in _forms(module, form):
@@ -116,3 +150,18 @@ def _forms(module: Any, form: Form) -> Iterator[Form]:
         for limit in (0.0, *limits):
             yield form._replace(activation=activation, limit=limit,
                                 alpha=float(getattr(module, "alpha", alpha)) if activation == "alpha_swiglu" else 0.0)
+
+
+def _llama4(module: Any) -> Callable[..., Any]:
+    """In the place of a layer's mixture, which computes all experts, of inputs that are zeros where none was chosen."""
+    def forward(hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = hidden_states.reshape(-1, module.hidden_dim)
+        logits = nn.functional.linear(rows, module.router.weight)
+        best, index = logits.topk(module.top_k, dim=1)
+        weights = best.float().sigmoid().to(logits.dtype)
+        return module.shared_expert(rows) + module.experts(rows, index, weights), logits
+
+    return forward
+
+
+register_family(Family("Llama4ForCausalLM", {"Llama4TextMoe": ("forward", _llama4)}))

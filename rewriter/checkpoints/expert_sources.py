@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from forebay.rewriter.capture.experts import is_experts
+from forebay.rewriter.capture.experts import experts_layout
 from forebay.rewriter.checkpoints.expert_tables import ExpertPiece
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.source_tensor import ReadRows, SourceTensor
@@ -94,8 +94,8 @@ def stack_experts(
         if (piece.expert, piece.number) in known:
             raise CheckpointError(f"{where}: {tensor.name} is stored twice; take the wrong one out of the checkpoint")
         known[piece.expert, piece.number] = tensor
-    shapes = {f"{name}.{own}": tuple(parameter.shape) for name, module in model.named_modules() if is_experts(module)
-              for own, parameter in module.named_parameters(recurse=False)}
+    shapes = {f"{name}.{own}": tuple(parameter.shape) for name, module in model.named_modules()
+              if experts_layout(module) for own, parameter in module.named_parameters(recurse=False)}
     for parameter, pieces in found.items():
         name = next((n for n in spellings(parameter, prefix) if n in shapes), None)
         if name is None:

@@ -17,7 +17,7 @@ from forebay.kernels.formats.row_sizes import product_refusal
 from forebay.kernels.formats.table import symmetric_name
 from forebay.kernels.quantization.quantize.operator import quantize
 from forebay.kernels.quantization.quantize.reference import ROUNDINGS
-from forebay.rewriter.capture.experts import is_experts
+from forebay.rewriter.capture.experts import experts_layout
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress
 from forebay.rewriter.checkpoints.config import write_dtype
 from forebay.rewriter.checkpoints.grouped import (
@@ -152,10 +152,13 @@ def find_matrices(model: nn.Module) -> dict[str, Matrix]:
 def _expert_matrices(model: nn.Module, names: Mapping[int, Sequence[str]]) -> tuple[dict[str, Matrix], set[int]]:
     """The matrices of experts by their names, and the outputs that a router may have: a number an expert, or one."""
     found, outputs = {}, set[int]()
-    for module in filter(is_experts, model.modules()):
+    for module in model.modules():
+        layout = experts_layout(module)
+        if layout is None:
+            continue
         for parameter in (p for p in module.parameters(recurse=False) if p.dim() == 3):
             (name,) = names[id(parameter)]
-            found[name] = Matrix((name, f"{name}.weight"), "experts", bool(module.is_transposed))
+            found[name] = Matrix((name, f"{name}.weight"), "experts", layout.transposed)
             outputs |= {1, parameter.shape[0]}
     return found, outputs
 

@@ -19,10 +19,12 @@ from forebay.rewriter.checkpoints.records import CheckpointError
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
-# Per-expert tensors; all experts of a layer in one tensor; groups of experts, shared ones beside, a dense first layer.
-FAMILIES = ["qwen3_moe", "granitemoe", "glm4_moe", at_length("mixtral"), at_length("qwen2_moe"), at_length("olmoe"),
-            at_length("dots1"), at_length("minimax_m2"), at_length("granitemoeshared"), at_length("flex_olmo"),
-            at_length("ernie4_5_moe"), at_length("cohere2_moe"), at_length("hunyuan_v1_moe"), at_length("phimoe")]
+# Per-expert tensors; all experts of a layer in one tensor; groups of experts, shared ones beside, a dense first layer;
+# matrices that are transposed, and weights that scale what experts are given.
+FAMILIES = ["qwen3_moe", "granitemoe", "glm4_moe", "llama4_text", at_length("mixtral"), at_length("qwen2_moe"),
+            at_length("olmoe"), at_length("dots1"), at_length("minimax_m2"), at_length("granitemoeshared"),
+            at_length("flex_olmo"), at_length("ernie4_5_moe"), at_length("cohere2_moe"), at_length("hunyuan_v1_moe"),
+            at_length("phimoe")]
 
 
 @pytest.fixture(scope="module")
