@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.runtime.disk.chunk_queue import BOUNCE_NBYTES, ChunkQueue, Job
-from forebay.runtime.disk.chunks import Chunk, OnDone, Read, Write, copy_in, copy_out, page_floor, pieces
-from forebay.runtime.disk.spill_file import SpillFile
+from forebay.runtime.disk.chunks import Chunk, copy_in, copy_out, page_floor, pieces
+from forebay.runtime.disk.queue_engine import QueueEngine
 
 
-class ThreadEngine:
+class ThreadEngine(QueueEngine):
     """`depth` threads take chunks in order and read them with O_DIRECT or through the page cache.
 
     Its bounce memory is at most `BOUNCE_NBYTES`, touched only by reads that need it.
@@ -23,9 +21,8 @@ class ThreadEngine:
 
     def __init__(self, direct: bool, depth: int, chunk_nbytes: int) -> None:
         bounce_nbytes = page_floor(BOUNCE_NBYTES // depth)
-        self._queue = ChunkQueue(direct, chunk_nbytes, bounce_nbytes)
+        super().__init__(ChunkQueue(direct, chunk_nbytes, bounce_nbytes))
         bounces = [mmap.mmap(-1, bounce_nbytes) for _ in range(depth)]  # page-aligned, zero pages until written
-        self._threads: list[threading.Thread] = []
         for i, bounce in enumerate(bounces):
             thread = threading.Thread(target=self._run, args=(bounce,), name=f"forebay-disk-{i}", daemon=True)
             try:
@@ -35,43 +32,6 @@ class ThreadEngine:
                     raise
                 break  # fewer do the same work
             self._threads.append(thread)
-
-    def prepare(self, read: Read) -> Callable[[], None]:
-        """Make the read ready; see `DiskReader`."""
-        return functools.partial(self._queue.put, self._queue.read_task(read))
-
-    def submit(self, read: Read) -> None:
-        """Queue the read; see `DiskReader`."""
-        self.prepare(read)()
-
-    def prepare_write(self, file: SpillFile, write: Write) -> Callable[[], None]:
-        """Make the write ready; see `DiskWriter`."""
-        return functools.partial(self._queue.put, self._queue.write_task(file, write))
-
-    def write(self, file: SpillFile, write: Write) -> None:
-        """Queue the write; see `DiskWriter`."""
-        self.prepare_write(file, write)()
-
-    def read_rows(
-        self, path: str, offset: int, row_nbytes: int, rows: Sequence[int], address: int, on_done: OnDone
-    ) -> None:
-        """Queue the gather; see `DiskReader`."""
-        self._queue.put(self._queue.rows_task(path, offset, row_nbytes, rows, address, on_done))
-
-    def fault(self) -> BaseException | None:
-        """What ended a thread; see `DiskReader`."""
-        if self._queue.error is None and not self._queue.closed and not all(t.is_alive() for t in self._threads):
-            return RuntimeError("a thread that reads the disk has ended")
-        return self._queue.error
-
-    def close(self) -> None:
-        """End all reads and threads; idempotent, and waits for no thread when called from `on_done`."""
-        self._queue.close()
-        if threading.current_thread() in self._threads:
-            return
-        for thread in self._threads:
-            thread.join()
-        self._queue.close_files()
 
     def _run(self, bounce: mmap.mmap) -> None:
         try:

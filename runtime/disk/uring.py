@@ -11,12 +11,11 @@ import platform
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.runtime.disk.chunk_queue import BOUNCE_NBYTES, ChunkQueue, Job
-from forebay.runtime.disk.chunks import Chunk, OnDone, Read, Write, copy_in, copy_out, page_floor, pieces
-from forebay.runtime.disk.spill_file import SpillFile
+from forebay.runtime.disk.chunks import Chunk, copy_in, copy_out, page_floor, pieces
+from forebay.runtime.disk.queue_engine import QueueEngine
 
 SYS_SETUP, SYS_ENTER = 425, 426  # the same on every architecture
 OP_NOP, OP_READV, OP_WRITEV = 0, 1, 2
@@ -156,7 +155,7 @@ class _Flight:
         self.job, self.chunk, self.got = job, chunk, 0
 
 
-class UringEngine:
+class UringEngine(QueueEngine):
     """`depth` chunks in flight, O_DIRECT where the file allows it.
 
     One thread issues all reads, because the kernel runs a completion in the thread that issued its request and would
@@ -165,7 +164,7 @@ class UringEngine:
 
     def __init__(self, depth: int, chunk_nbytes: int) -> None:
         self._bounce_nbytes = page_floor(BOUNCE_NBYTES // depth)
-        self._queue = ChunkQueue(True, chunk_nbytes, self._bounce_nbytes)
+        super().__init__(ChunkQueue(True, chunk_nbytes, self._bounce_nbytes))
         self._bounce = mmap.mmap(-1, depth * self._bounce_nbytes)
         self._ring = _Ring(2 * depth + 2)
         self._push_lock = threading.Lock()
@@ -175,62 +174,12 @@ class UringEngine:
         self._vectors_address = ctypes.addressof(self._vectors)
         self._free = list(range(depth))
         self._flights: dict[int, _Flight] = {}
-        self._thread = threading.Thread(target=self._run, name="forebay-uring", daemon=True)
+        self._threads.append(threading.Thread(target=self._run, name="forebay-uring", daemon=True))
         try:
-            self._thread.start()
+            self._threads[0].start()
         except RuntimeError:  # the system gives no more threads
             self._ring.close()
             raise
-
-    def prepare(self, read: Read) -> Callable[[], None]:
-        """Make the read ready; see `DiskReader`."""
-        task = self._queue.read_task(read)
-
-        def queue() -> None:
-            self._queue.put(task)
-            self._wake()
-
-        return queue
-
-    def submit(self, read: Read) -> None:
-        """Queue the read; see `DiskReader`."""
-        self.prepare(read)()
-
-    def prepare_write(self, file: SpillFile, write: Write) -> Callable[[], None]:
-        """Make the write ready; see `DiskWriter`."""
-        task = self._queue.write_task(file, write)
-
-        def queue() -> None:
-            self._queue.put(task)
-            self._wake()
-
-        return queue
-
-    def write(self, file: SpillFile, write: Write) -> None:
-        """Queue the write; see `DiskWriter`."""
-        self.prepare_write(file, write)()
-
-    def read_rows(
-        self, path: str, offset: int, row_nbytes: int, rows: Sequence[int], address: int, on_done: OnDone
-    ) -> None:
-        """Queue the gather; see `DiskReader`."""
-        self._queue.put(self._queue.rows_task(path, offset, row_nbytes, rows, address, on_done))
-        self._wake()
-
-    def fault(self) -> BaseException | None:
-        """What ended the thread; see `DiskReader`."""
-        if self._queue.error is None and not self._queue.closed and not self._thread.is_alive():
-            return RuntimeError("the thread that reads the disk has ended")
-        return self._queue.error
-
-    def close(self) -> None:
-        """End all reads and the thread; idempotent, and does not wait when called from `on_done`."""
-        self._queue.close()
-        self._wake()
-        if threading.current_thread() is self._thread:
-            return
-        self._thread.join()
-        self._queue.close_files()
 
     def _wake(self) -> None:
         if not self._asleep:
