@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.meeting import meeting_of
-from forebay.rewriter.ir.plan import ARENAS, BufferPlacement, Plan, WeightPlacement, Workload
+from forebay.rewriter.ir.plan import BufferPlacement, Plan, WeightPlacement, Workload
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.ir.printable import printable
 from forebay.rewriter.planning.features.table import FEATURES
@@ -112,7 +112,6 @@ def _head(plan: Plan) -> str:
         ("schedule", _schedule(plan)),
         ("prefill", f"chunks of {s.prefill_chunk} tokens, {passes} pass{'es' if passes > 1 else ''} over the weights"
                     + (f"; {s.batching.admitted} enter at once as places fall free" if s.batching.admitted else "")),
-        ("cache", f"{plan.cache_format}, {_cache_tier(plan)}"),
         *(row for feature in FEATURES if (row := feature.explain(plan)) is not None),
         *([("experts", _experts(plan))] if s.routed.steps else []),
         *([("softmax", _shared_maxima(plan))] if plan.score_ranges else []),
@@ -144,29 +143,6 @@ def _shared_maxima(plan: Plan) -> str:
     ends = [layer for layer in layers if layer + 1 not in layers]
     told = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
     return f"on a GPU partial softmaxes of decode attention share a maximum in layers {told}"
-
-
-def _cache_tier(plan: Plan) -> str:
-    batching = plan.schedule.batching
-    if not batching.cache.staged:
-        return "on the device"
-    homes: dict[str, int] = {}
-    for b in plan.buffers:
-        if b.kind == "cache" and not b.name.startswith("tail_"):
-            home = "on disk" if b.arena not in ARENAS else f"in {b.arena} memory"
-            homes[home] = homes.get(home, 0) + b.nbytes
-    where = " and ".join(f"{format_nbytes(nbytes)} {home}" for home, nbytes in homes.items())
-    attends = "; decode steps attend in host memory to what lies there" if batching.cache.cpu_attention else ""
-    kept = ""
-    made, cache = batching.recomputation, batching.cache
-    if made.checkpoints:
-        share = "all tokens" if made.checkpoints == made.period else (
-            f"{made.checkpoints} of {made.period} stretches of {batching.stretch} tokens")
-        form = "" if made.format == "native" else f" in {made.format}"
-        kept = (f"; of {share} checkpoints{form}, {made.block_tokens} tokens in the room of {cache.block_tokens}, of "
-                "which K and V are made again")
-    return (f"{where} in blocks of {cache.block_tokens} tokens, through {cache.slots} staging slots; the blocks that "
-            f"are not full yet on the device{attends}{kept}")
 
 
 def _schedule(plan: Plan) -> str:

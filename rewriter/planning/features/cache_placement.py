@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.cache_layout import cache_buffers
-from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.ir.plan import ARENAS, Plan, PlanError, Workload
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
 from forebay.rewriter.machine.profile import Machine
@@ -109,4 +110,32 @@ def parts_of(most: int, parts: int) -> list[int]:
     return list(dict.fromkeys(most * i // parts for i in range(parts + 1)))
 
 
-CACHE_PLACEMENT = ScheduleFeature("cache", candidates=cache_placements)
+def explain_cache(plan: Plan) -> tuple[str, str]:
+    """The format of the caches, and where they lie."""
+    return "cache", f"{plan.cache_format}, {_where(plan)}"
+
+
+def _where(plan: Plan) -> str:
+    batching = plan.schedule.batching
+    if not batching.cache.staged:
+        return "on the device"
+    homes: dict[str, int] = {}
+    for b in plan.buffers:
+        if b.kind == "cache" and not b.name.startswith("tail_"):
+            home = "on disk" if b.arena not in ARENAS else f"in {b.arena} memory"
+            homes[home] = homes.get(home, 0) + b.nbytes
+    where = " and ".join(f"{format_nbytes(nbytes)} {home}" for home, nbytes in homes.items())
+    attends = "; decode steps attend in host memory to what lies there" if batching.cache.cpu_attention else ""
+    kept = ""
+    made, cache = batching.recomputation, batching.cache
+    if made.checkpoints:
+        share = "all tokens" if made.checkpoints == made.period else (
+            f"{made.checkpoints} of {made.period} stretches of {batching.stretch} tokens")
+        form = "" if made.format == "native" else f" in {made.format}"
+        kept = (f"; of {share} checkpoints{form}, {made.block_tokens} tokens in the room of {cache.block_tokens}, of "
+                "which K and V are made again")
+    return (f"{where} in blocks of {cache.block_tokens} tokens, through {cache.slots} staging slots; the blocks that "
+            f"are not full yet on the device{attends}{kept}")
+
+
+CACHE_PLACEMENT = ScheduleFeature("cache", candidates=cache_placements, explain=explain_cache)
