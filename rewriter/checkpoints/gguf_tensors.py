@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from forebay.rewriter.capture.experts import is_experts
+from forebay.rewriter.capture.experts import experts_layout
 from forebay.rewriter.checkpoints.gguf_config import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, require_readable
 from forebay.rewriter.checkpoints.records import CheckpointError
@@ -82,7 +82,7 @@ def _place_experts(header: GgufHeader, model: PreTrainedModel, processor: Any) -
     placed = {}
     for module_name, module in model.named_modules():
         layer = re.search(r"\.layers\.(\d+)\.", module_name)
-        if layer is None or not is_experts(module):
+        if layer is None or experts_layout(module) is None:
             continue
         for own, kinds in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
             name, shape = f"{module_name}.{own}", tuple(module.get_parameter(own).shape)
