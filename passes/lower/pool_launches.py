@@ -65,7 +65,8 @@ class PooledExperts:
             pool = self._pool(part)
             for number in range(sizes.rounds):
                 entries = self._numbers(at + sizes.entries(number), self.experts)
-                how = {"entries": entries, "count": self.experts, "accumulate": before}
+                how = {"entries": entries, "count": self.experts, "accumulate": before,
+                       "rounds": sum(each.rounds for _, each, _ in self.parts)}
                 reads = (*map(span_of, (*self.operands, pool, entries)), *((span_of(out),) if before else ()))
                 yield Round(self._numbers(at + sizes.want(number), sizes.slots), pool, Launch(
                     COMPUTE, EXPERTS.name, (*self.operands, pool, *self.form), how, (out,), reads, (span_of(out),),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from small_experts import SMALL, small
 import forebay
 from forebay.kernels.operator import Call, Use
 from forebay.kernels.operators import ASSIGN_SLOTS
+from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import Copy, Program, Rows, Wait
 from forebay.rewriter.ir.schedule.routed_fetch import POOL
@@ -83,6 +85,24 @@ def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
     with wrapped(folder, 3, **options, **sizes) as lm:
         assert set(pools(lm.plan)) == {3}
         assert torch.equal(tokens(lm, **prompts()), tokens(model, **prompts()))
+
+
+def least(folder: Path, slots: int) -> str:
+    """The smallest budget that works with so many slots."""
+    with pytest.raises(PlanError, match="the smallest that can is") as refused:
+        wrapped(folder, slots, device="1KiB")
+    return re.search(r"\((\d+) bytes", str(refused.value))[1]  # type: ignore[index]
+
+
+def test_packed_experts(saved: Saved, tmp_path: Path) -> None:
+    folder = tmp_path / "w4"
+    quantize_model(saved("qwen3_moe")[0], folder, Wish("w4g32"))
+    made = []
+    for slots in (0, 2, 6):  # whole tables, in three rounds, in one
+        with wrapped(folder, slots, device=least(folder, slots)) as lm:
+            assert set(pools(lm.plan)) == {slots}
+            made.append(tokens(lm, **prompts()))
+    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
 
 
 def test_micro_batches_stream_whole_tables(saved: Saved) -> None:

@@ -54,7 +54,8 @@ def _(
 
 class Arguments(NamedTuple):
     """A use's arguments. A launch over a part of the experts names by keyword the `first` of them, or gives their
-    `entries`; how many there are, `count`; and whether results are added to what its output holds, `accumulate`."""
+    `entries`, in one of so many `rounds`; how many there are, `count`; and whether results are added to what its output
+    holds, `accumulate`."""
 
     x: Any
     index: Any
@@ -99,12 +100,11 @@ def _cpu_workspace(use: Use) -> int:
 
 def _cost(use: Use) -> Cost:
     """Of a part of the experts its share of picks, and as many of them read as these may be of; of entries that may be
-    any experts, a share as if all picks were spread over as many such launches as they need."""
+    any experts, the share of one of the `rounds` over which picks are spread."""
     given = arguments_of(use.args)
     units, entries = 2 * given.inner if given.form.gated else given.inner, given.table.shape[0]
     picks, count = math.prod(given.index.shape), max(1, _count(use))
-    share = entries / count if "entries" not in use.kwargs else min(1.0, entries / max(1, min(picks, count)))
-    picks = int(picks * share)
+    picks = -(-picks // use.kwargs.get("rounds", 1)) if "entries" in use.kwargs else picks * entries // count
     read = nbytes_of(given.table) * min(picks, entries) // max(1, entries)
     return Cost(2 * picks * (units + given.inner) * given.x.shape[-1],
                 read + nbytes_of(given.x, given.index, given.weights), nbytes_of(*use.out))
