@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where a machine sets it, each of the processes that tests start compiles all of our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-opinfo lint types check durations check-all clean
+.PHONY: demo test test-all test-opinfo test-latest test-oldest lint types check durations check-all clean
 
 demo: $(STAMP)
 	mkdir -p out
@@ -43,6 +43,21 @@ durations: $(DEV_STAMP)
 # Every operator and module of torch's own databases over the compile backend, of which the suite has a sample.
 test-opinfo: $(DEV_STAMP)
 	FOREBAY_TEST_OPINFO=all $(BIN)/pytest -n 2 tests/e2e/test_compile_opinfo.py tests/e2e/test_compile_modules.py
+
+# What models and callers of transformers expect, with its newest release and with the oldest that pyproject.toml allows;
+# each has an environment of its own, in which all but torch may move.
+RELEASES := tests/huggingface tests/e2e/test_families.py tests/e2e/test_experts.py tests/e2e/test_states.py
+OLDEST = $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+
+test-latest: export RELEASE = transformers
+test-oldest: export RELEASE = transformers==$(OLDEST).*
+test-latest test-oldest: test-%:
+	$(PYTHON) -m venv $(VENV)-$*
+	grep ^torch== constraints.txt > $(VENV)-$*/torch.txt
+	$(VENV)-$*/bin/python -m pip install --quiet --upgrade -c $(VENV)-$*/torch.txt "$$RELEASE" \
+		--editable '.[models,cli,triton,dev]'
+	$(VENV)-$*/bin/python -c 'import torch, transformers; print("transformers", transformers.__version__, "torch", torch.__version__)'
+	$(VENV)-$*/bin/pytest -n 2 --dist loadfile -m "not all" $(RELEASES)
 
 check-all: $(DEV_STAMP)
 	FOREBAY_TEST_ALL=1 $(BIN)/pytest -n 2 --dist loadfile
