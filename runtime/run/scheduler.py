@@ -280,7 +280,7 @@ class Scheduler:
         starts = torch.tensor(start)
         length = starts + 1
         if self.call is not None:
-            length = torch.full_like(starts, max(map(self._call_length, self.running.values())))
+            length.fill_(self.call.prompt + max(len(self.new[number]) for number in self.running.values()))
         return StepInputs(torch.tensor(ids)[:, None], starts, torch.zeros_like(starts), length)
 
     # -- speculation
@@ -327,11 +327,12 @@ class Scheduler:
             column = choose(scores, self.sampling, where).tolist()
             return [column[row] for row in at]
         samplings = [self.requests[number].sampling or self.sampling for number in numbers]
+        if all(each is samplings[0] for each in samplings):
+            return self._drawn(samplings[0], numbers, logits, at)
         chosen: dict[int, int] = {}
         for sampling in dict.fromkeys(samplings):
-            own = [i for i, each in enumerate(samplings) if each == sampling]
-            tokens = self._drawn(sampling, [numbers[i] for i in own], logits, [at[i] for i in own])
-            chosen.update(zip(own, tokens, strict=True))
+            of = [i for i, each in enumerate(samplings) if each == sampling]
+            chosen |= zip(of, self._drawn(sampling, [numbers[i] for i in of], logits, [at[i] for i in of]), strict=True)
         return [chosen[i] for i in range(len(numbers))]
 
     def _drawn(
@@ -365,10 +366,9 @@ class Scheduler:
         ended = []
         for slot, number in slots.items():
             for token in tokens[slot]:
-                self.work.tokens += 1
+                self.work.tokens, self.work.left = self.work.tokens + 1, self.work.left - 1
                 self.new[number].append(token)
                 left = self.requests[number].new_tokens - len(self.new[number])
-                self.work.left -= 1
                 more = self.on_next(number, token)
                 if token in self.eos or not left or not more:
                     self.work.left -= left
