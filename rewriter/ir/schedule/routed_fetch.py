@@ -38,7 +38,8 @@ class RoutedFetch:
         if {*tiers} - {"disk"}:
             return "weights[].pool_slots: only tables on the tier disk have pools"
         if tiers and micro_batches.count > 1:
-            return "weights[].pool_slots: experts are read by name for a batch that is computed at once; it must be 0"
+            return (f"schedule.batching.micro_batches.count: {micro_batches.count} must be 1 where experts are read by "
+                    "name for a whole batch (plan.weights[].pool_slots)")
         return ""
 
 
