@@ -14,6 +14,7 @@ behind attention. Rows of equal place must be of equal contents.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -181,7 +182,8 @@ class CacheStaging:
 
     def _sequences(self, layer: int, micro_batch: int) -> Iterator[tuple[str, TensorRef, Span, TensorRef]]:
         """A layer's caches that live on the device as rows of a sequence each, their memory, and those that enter: of
-        token-major blocks all at once, else by tensor [entering, Hkv, prompt, D], of which the prompts' part moves."""
+        token-major blocks all at once, else by tensor [entering, Hkv, prompt, D], of which the prompts' part moves, or
+        all where it does not grow."""
         b = self.buffers[ENTERING]
         if self.layers:
             staged, home = self.layers[layer], self._home(layer, micro_batch)
@@ -191,7 +193,8 @@ class CacheStaging:
                 b.arena, b.offset, "int64", (staged.sequences, words), (words, 1), f"{ENTERING}:{layer}")
         for name, value in self.rows.get(layer, {}).items():
             whole, batch = self.buffers[state_name(name, layer)], self.plan.workload.batch
-            dtype, (rows, heads, tokens, width) = str(value.dtype)[6:], value.shape
+            dtype, rows, (*inner, tokens, width) = str(value.dtype)[6:], len(value), (1, *value.shape[1:])
+            heads = math.prod(inner)  # of a state that does not grow, any that hold it
             length = whole.nbytes // (batch * heads * width * value.element_size())
             caches = TensorRef(whole.arena, whole.offset, dtype, (batch, heads, tokens, width),
                                (heads * length * width, length * width, width, 1), whole.name)

@@ -53,21 +53,25 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, activati
     return found.transpose(1, 2)
 
 
-def _recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
+def _recurrence(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result and the state."""
     q, k, v, log_decay = (in_columns(each.float()) for each in (q, k, v, log_decay))
     beta = None if beta is None else in_columns(beta.float())
     (state,) = layer_state(RecurrentState((v.shape[2], k.shape[3], v.shape[3])))
     found: Tensor = LINEAR_RECURRENCE.overload(q, k, v, log_decay, beta, state, starts(), counts())
-    return found
+    return found, state
 
 
 def _delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
-                use_qk_l2norm_in_kernel: bool = False, **others: Any) -> tuple[Tensor, None]:  # fmt: skip
-    """Any of [B, S, H, D], g [B, S, H]."""
+                use_qk_l2norm_in_kernel: bool = False, **others: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Any of [B, S, H, D], g [B, S, H], or [B, S, H, D] of Kimi's."""
     q, k = query.float(), key.float()
     if use_qk_l2norm_in_kernel:
         q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
-    return _recurrence(q * q.shape[-1] ** -0.5, k, value, g, beta).to(query.dtype), None
+    found, state = _recurrence(q * q.shape[-1] ** -0.5, k, value, g, beta)
+    return found.to(query.dtype), state
 
 
 def _state_space(
@@ -81,9 +85,9 @@ def _state_space(
     if tuple(dt_limit) != (0.0, float("inf")):
         dt = dt.clamp(*dt_limit)
     hidden, dt = hidden.float(), dt.float()
-    found = _recurrence(c, b, hidden * dt[..., None], a.float() * dt, None)
+    found, state = _recurrence(c, b, hidden * dt[..., None], a.float() * dt, None)
     found = found if D is None else found + D[..., None] * hidden
-    return (found, None) if return_final_states else found
+    return (found, state) if return_final_states else found
 
 
 def _scan(
@@ -107,7 +111,8 @@ def _griffin(block: Any) -> Callable[..., tuple[Tensor, None]]:
     def scan(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **others: Any) -> tuple[Tensor, None]:
         ones = hidden_states.new_ones(*hidden_states.shape, 1)
         log_decay = (recurrent_gate * ~reset).float().log()
-        return _recurrence(ones, ones, hidden_states[..., None], log_decay, None)[..., 0].to(hidden_states.dtype), None
+        found, _ = _recurrence(ones, ones, hidden_states[..., None], log_decay, None)
+        return found[..., 0].to(hidden_states.dtype), None
 
     def forward(input_states: Tensor, position_ids: Tensor, **others: Any) -> tuple[Tensor, None]:
         conv = block.conv_1d
@@ -122,6 +127,6 @@ def _griffin(block: Any) -> Callable[..., tuple[Tensor, None]]:
 register_family(Family("RecurrentGemmaForCausalLM", {"RecurrentGemmaRecurrentBlock": ("forward", _griffin)}))
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _delta_rule, "mamba2_chunk_scan": _state_space,
-    "mamba_selective_scan": _scan,
+    "causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule, "mamba2_chunk_scan": _state_space, "mamba_selective_scan": _scan,
 }

@@ -21,7 +21,15 @@ from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.ir.schedule.speculation import Speculation
-from forebay.rewriter.ir.state import CheckpointState, StateSpec, kv_state, kv_states, require_states, state_name
+from forebay.rewriter.ir.state import (
+    CheckpointState,
+    StateSpec,
+    kv_state,
+    kv_states,
+    require_states,
+    rewindable,
+    state_name,
+)
 
 StepGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh graph of concrete sizes
 
@@ -98,7 +106,8 @@ def step_graphs(
     def inputs_of(tokens: int, cached: int | None = None) -> dict[str, torch.Tensor]:
         each = replace(workload, batch=batching.sequences(workload.batch, tokens))
         if batching.admitted and batching.is_prefill(tokens) and batching.cache.tier == "device":
-            cached = workload.prompt  # of the rows that are staged
+            # of the rows that are staged, whose last chunk may end behind its prompt where it cannot be moved back
+            cached = workload.prompt if rewindable(captured.states) else None
         return step_inputs(captured, each, tokens, cached, weights, batching)
 
     def graph_of(tokens: int) -> fx.GraphModule:
@@ -141,7 +150,7 @@ def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
     if batching.cache.staged:
         require_states(captured.states, "pageable", "plan.schedule.batching.cache.tier")
     if batching.admitted:
-        require_states(captured.states, "pageable", "plan.schedule.batching.admission.sequences")
+        require_states(captured.states, "reorderable", "plan.schedule.batching.admission.sequences")
     if batching.speculation.steps:
         require_states(captured.states, "rewindable", "plan.schedule.batching.speculation.steps")
     if batching.recomputation.checkpoints:

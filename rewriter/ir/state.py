@@ -65,8 +65,9 @@ class StateSpec:
             values that are overwritten before they are read. Steps over any other kind are given `count` [B], the
             tokens of each sequence that are real, and update the state by those alone; where `start` is 0 they take it
             as empty, whatever it holds.
-        pageable: Whether its rows may lie on slower tiers, or be staged for some sequences alone.
-        reorderable: Whether a sequence may take over the state of another, as beam search asks.
+        pageable: Whether its rows may lie on slower tiers.
+        reorderable: Whether the states of some sequences may be copied: beam search lets one take over that of another,
+            and a prefill step of sequences that are admitted beside others computes copies of theirs.
         parts: Among how many ranks a step's sequences are divided; each has the states of its own.
     """
 

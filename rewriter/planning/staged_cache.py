@@ -149,6 +149,8 @@ def staged_places(step: fx.GraphModule, batching: BatchSchedule, prompt: int) ->
     admitted = batching.admitted
     if batching.cache.staged or not admitted:
         return None
-    layers = (sum(aligned(admitted * prompt * value.nbytes // (value.shape[0] * value.shape[2]))
-                  for value in values.values()) for values in state_values(step).values())
+    counts = any(node.name == "count" for node in step.graph.find_nodes(op="placeholder"))
+    # of states that are not rewindable whole ones: a last chunk may then end behind its prompt
+    layers = (sum(aligned(admitted * (value[0].nbytes if counts else prompt * value.nbytes // (
+        value.shape[0] * value.shape[2]))) for value in values.values()) for values in state_values(step).values())
     return StagedCache(batching, {ENTERING: max(layers)}, {PLACES: admitted * WORD})

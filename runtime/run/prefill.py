@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.step_inputs import StepInputs
 
@@ -48,7 +48,7 @@ def chunk_spans(
     spans, done = list[tuple[int, int]](), 0
     while done < tokens:
         if not rewindable:
-            sizes = [size for size in (*sizes, 1) if room is None or done + size <= room]
+            sizes = [size for size in sizes if room is None or done + size <= room] or [1]
         size = min((size for size in sizes if size >= tokens - done), default=max(sizes))
         if rewindable and room is not None and size > max(tokens, room):
             size = max(size for size in (*sizes, 1) if size <= tokens)
@@ -56,6 +56,17 @@ def chunk_spans(
         spans.append((at, size))
         done = at + size
     return spans
+
+
+def require_whole_chunks(plan: Plan) -> None:
+    """PlanError for a plan that admits sequences, whose states are not rewindable, with no room for the last chunk of a
+    prompt: a step over one token computes all slots."""
+    work = plan.workload
+    if plan.schedule.batching.admitted and any(size == 1 for _, size in chunk_spans(
+            plan.schedule.prefill_chunks, work.prompt, work.context, rewindable=False)):
+        raise PlanError(f"prefill_chunk: chunks of {plan.schedule.prefill_chunks} tokens end past the {work.context} "
+                        f"of prompt and answer, and states that are not rewindable cannot take a token twice; take "
+                        f"another prefill_chunk, or more new_tokens")
 
 
 def chunks(

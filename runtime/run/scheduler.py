@@ -270,18 +270,18 @@ class Scheduler:
         self._append(running, tokens)
 
     def _decode_inputs(self) -> StepInputs:
-        """The inputs of a step of one token: what it writes in slots that are free, and after what chunks have computed
-        of those that were admitted, is written anew before it is seen."""
-        ids, start = [0] * self.batch, [0] * self.batch
+        """The inputs of a step of one token, real in slots that are running: what it writes in those that are free, and
+        after what chunks have computed of those that were admitted, is written anew before it is seen."""
+        ids, start, real = ([0] * self.batch for _ in range(3))
         for slot in self.admitted:
             start[slot] = self.done
         for slot, number in self.running.items():
-            ids[slot], start[slot] = self.new[number][-1], self._length(number) - 1
+            ids[slot], start[slot], real[slot] = self.new[number][-1], self._length(number) - 1, 1
         starts = torch.tensor(start)
         length = starts + 1
         if self.call is not None:
             length.fill_(self.call.prompt + max(len(self.new[number]) for number in self.running.values()))
-        return StepInputs(torch.tensor(ids)[:, None], starts, torch.zeros_like(starts), length)
+        return StepInputs(torch.tensor(ids)[:, None], starts, starts * 0, length, count=torch.tensor(real))
 
     # -- speculation
 

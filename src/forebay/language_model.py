@@ -37,6 +37,7 @@ from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.report.explain_shared import explain_shared
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
+from forebay.runtime.run.prefill import require_whole_chunks
 from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.room import with_renewal
 from forebay.runtime.run.rows import SequenceRows
@@ -117,6 +118,8 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
     def _adopt(self, steps: PlannedSteps) -> None:
         if "steps" in vars(self):  # only now: where there is no plan, the one before still serves
             self._end_sessions()
+        if not rewindable(self.captured.states):
+            require_whole_chunks(steps.plan)
         self.steps, self.plan = steps, steps.plan
         self.helper, self.shared_draft = steps.helper, steps.shared_draft
         plan, work = steps.plan, steps.plan.workload

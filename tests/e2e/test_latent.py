@@ -96,7 +96,7 @@ def test_a_row_for_each_token_is_all_that_is_kept() -> None:
     assert captured.states == ((LatentState(RANK + ROPE, torch.bfloat16),),) * 2
 
 
-@pytest.mark.parametrize("options", [{"prefill_chunk": 2}, {"prompt_lookup_num_tokens": 3}],
+@pytest.mark.parametrize("options", [{"prefill_chunk": 2}, {"prompt_lookup_num_tokens": 3}, {"places": 2}],
                          ids=lambda options: " ".join(options))
 def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
     folder, model = saved("minicpm3")
@@ -139,7 +139,7 @@ def test_narrow_dtypes_stay_near(tmp_path: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"cache": "kv8"}, "the rows of latent attention are both"),
-    ({"cache_tier": "disk"}, "latent, which is not pageable"), ({"places": 2}, "latent, which is not pageable")])
+    ({"cache_tier": "disk"}, "latent, which is not pageable")])
 def test_what_rows_cannot_do_is_refused_by_name(saved: Saved, options: dict[str, Any], message: str) -> None:
     folder, _ = saved("minicpm3")
     with pytest.raises(PlanError, match=message):

@@ -17,7 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import forebay
 from forebay.exported.errors import ExportError
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.ir.turns import StepTurns
+from forebay.runtime.run.scheduler import Request, answer_arriving
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
@@ -45,12 +48,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": MAMBA2 | dict(mamba_d_ssm=128),
     "nemotron_h": dict(layers_block_type=["mamba", "mlp", "attention", "mamba"], mamba_num_heads=8, mamba_head_dim=16,
                        ssm_state_size=16, n_groups=2, num_hidden_layers=4),
-    "zamba": dict(layers_block_type=["mamba", "hybrid", "mamba"], n_mamba_heads=2, mamba_d_state=8,
+    "zamba": dict(layers_block_type=["mamba", "hybrid"] * 2, num_hidden_layers=4, n_mamba_heads=2, mamba_d_state=8,
                   use_mamba_kernels=False),
-    "zamba2": dict(layers_block_type=["mamba", "hybrid", "mamba"], num_mem_blocks=1, n_mamba_heads=8,
+    "zamba2": dict(layers_block_type=["mamba", "hybrid"] * 2, num_hidden_layers=4, num_mem_blocks=1, n_mamba_heads=8,
                    mamba_headdim=16, mamba_d_state=16, mamba_ngroups=2),
     "recurrent_gemma": dict(lru_width=64, attention_window_size=16),
+    "olmo_hybrid": DELTA,
 }  # fmt: skip
+PARTED = ("olmo_hybrid",)  # whose checkpoints have a convolution in three tensors
 DEFAULT = ("lfm2", "qwen3_next", "mamba")
 PROMPT, NEW = 11, 5
 LENGTHS = (11, 6, 1)
@@ -111,7 +116,8 @@ def smallest(folder: Path, **options: Any) -> int:
     return int(re.search(r"\((\d+) bytes", str(refused.value))[1])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("family", [name if name in DEFAULT else at_length(name) for name in FAMILIES])
+@pytest.mark.parametrize("family", [name if name in DEFAULT else at_length(name) for name in FAMILIES
+                                    if name not in PARTED])
 def test_tokens_are_those_of_a_full_forward(saved: Saved, family: str) -> None:
     folder, model, ids, mask, want = saved(family)
     least, nbytes = smallest(folder, batch=3, prefill_chunk=4), sum(p.nbytes for p in model.parameters())
@@ -121,6 +127,16 @@ def test_tokens_are_those_of_a_full_forward(saved: Saved, family: str) -> None:
             assert torch.equal(tokens(lm, ids, mask), want), budget
         assert lm.plan.prediction.streamed_nbytes
         lm.close()
+
+
+@pytest.mark.parametrize("family", [at_length(name) for name in PARTED])
+def test_models_in_memory(tmp_path: Path, saved: Saved, family: str) -> None:
+    """Of families whose checkpoints are refused, as they have no tensor of the name that the model has."""
+    folder, model, ids, mask, want = saved(family)
+    with pytest.raises(CheckpointError, match=r"holds no tensor for .*conv1d\.weight"):
+        forebay.wrap(folder, 1 << 30, batch=3, **SHAPE)
+    with forebay.wrap(model, {"device": 1 << 30, "disk": tmp_path}, batch=3, prefill_chunk=4, **SHAPE) as lm:
+        assert torch.equal(tokens(lm, ids, mask), want)
 
 
 @pytest.mark.parametrize("chunk", [1, at_length(2), at_length(3), at_length(8), None])
@@ -135,12 +151,40 @@ def test_logits_in_chunks_of_any_size(saved: Saved, family: str, chunk: int | No
         torch.testing.assert_close(more, model(ids, use_cache=False).logits[:, -1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"micro_batches": 3}, {"cache": "kv8"}, {"batch": 1}], ids=str)
-def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
-    folder, _, ids, mask, want = saved("lfm2")
-    with forebay.wrap(folder, {"device": "700KiB", "disk": folder}, **{"batch": 3, **SHAPE, **options}) as lm:
-        for rows in (torch.arange(3).split(1) if "batch" in options else [torch.arange(3)]):
-            assert torch.equal(tokens(lm, ids[rows], mask[rows]), want[rows])
+@pytest.mark.parametrize(("family", "options"), [
+    ("lfm2", {"micro_batches": 3}), ("lfm2", {"cache": "kv8"}), ("mamba2", {"places": 3, "prefill_chunk": 2}),
+    at_length("lfm2", {"places": 2, "prefill_chunk": 4}), at_length("mamba", {"places": 2, "prefill_chunk": 4}),
+    at_length("qwen3_next", {"places": 2, "micro_batches": 2})], ids=str)
+def test_it_composes(saved: Saved, family: str, options: dict[str, Any]) -> None:
+    """Where sequences enter places and leave them, a new one finds the state of the last, and those that decode keep
+    theirs while others' prompts are computed."""
+    folder, _, ids, mask, want = saved(family)
+    sizes = {} if "places" in options else {"batch": 3}
+    with forebay.wrap(folder, {"device": 4 << 20, "disk": folder}, **sizes, **SHAPE, **options) as lm:
+        order = torch.tensor([2, 0, 1, 1, 2, 0, 2]) if "places" in options else torch.arange(3)
+        assert torch.equal(tokens(lm, ids[order], mask[order]), want[order])
+
+
+@pytest.mark.parametrize("family", ["mamba2", at_length("lfm2"), at_length("mamba"), at_length("qwen3_next")])
+def test_sequences_arrive_while_others_decode(saved: Saved, family: str) -> None:
+    """Steps that decode, between the chunks of a prompt, leave the states of its slot and of free ones as they are."""
+    folder, _, ids, _, want = saved(family)
+    waiting = {i: Request(ids[i % 3, PROMPT - LENGTHS[i % 3] :], NEW) for i in (1, 0, 3, 2, 4, 6)}
+    expected = {i: want[i % 3].tolist() for i in waiting}
+    found: dict[int, list[int]] = {}
+
+    def arriving(free: int, idle: bool) -> dict[int, Request] | None:
+        return {i: waiting.pop(i) for i in [*waiting][:1] if free} if waiting else None
+
+    with forebay.wrap(folder, 1 << 30, places=3, prefill_chunk=2, **SHAPE) as lm, lm.running(
+            1, PROMPT, NEW, in_places=True) as session:
+        answer_arriving(session, arriving, on_next=lambda *_: True, on_end=found.__setitem__, turns=StepTurns(0.0, 1))
+    assert found == expected
+
+
+def test_a_last_chunk_needs_room(saved: Saved) -> None:
+    with pytest.raises(PlanError, match=r"prefill_chunk: chunks of \(8,\) tokens end past the 12 of prompt and answer"):
+        forebay.wrap(saved("lfm2")[0], 1 << 30, prompt=11, new_tokens=1, places=2, prefill_chunk=8)
 
 
 def test_beams_take_over_states(saved: Saved) -> None:
@@ -171,7 +215,6 @@ def test_bf16_stays_near(tmp_path: Path) -> None:
     ({"prompt_lookup_num_tokens": 3},
      "speculation.steps: layer 0 keeps a state of kind convolution, which is not rewindable"),
     ({"cache_tier": "disk"}, "cache.tier: layer 0 keeps a state of kind convolution, which is not pageable"),
-    ({"places": 2}, "admission.sequences: layer 0 keeps a state of kind convolution, which is not pageable"),
     ({"checkpoints": True}, "checkpoints")], ids=str)  # fmt: skip
 def test_what_states_cannot_do_is_refused_by_name(saved: Saved, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):

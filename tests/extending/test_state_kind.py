@@ -221,8 +221,7 @@ def test_rows_change_places_and_are_not_taken_back(model: tuple[Path, Any]) -> N
 
 
 @pytest.mark.parametrize(("options", "feature"), [
-    ({"prompt_lookup_num_tokens": 3}, "speculation.steps"), ({"cache_tier": "host"}, "cache.tier"),
-    ({"places": 2}, "admission.sequences")])
+    ({"prompt_lookup_num_tokens": 3}, "speculation.steps"), ({"cache_tier": "host"}, "cache.tier")])
 def test_what_the_kind_cannot_do_is_refused_by_its_name(
     model: tuple[Path, Any], options: dict[str, Any], feature: str
 ) -> None:
