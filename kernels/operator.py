@@ -91,7 +91,7 @@ class Operator:
     names arguments whose every element is read just before the element of the result that may take its place. `caches`
     names the arguments that are K and V. `sparse`: the same operator over one query that reads a share of the values,
     `kept`, which stands among its arguments where the first ends that this one has not. `score_ranges`: its
-    last three arguments, phi, low and high, say that partial softmaxes share the maximum phi where the largest score x
+    arguments phi, low and high, in a row, say that partial softmaxes share the maximum phi where the largest score x
     has phi + low < x < phi + high; by dtype of its first argument the least low and the most high. `takes` tells
     whether its kernels take such tensors, of those that a pass asks about. `layouts` names, by argument, how a tensor
     must lie for its launches; lowering asks (`accepts`) and otherwise calls the operator through torch, which takes any

@@ -30,7 +30,9 @@ def small(family: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_config(family), attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.15)
+            elif name.endswith(("sinks", "_bias")):
+                parameter.normal_(0, 1.0 if "sinks" in name else 0.1)
     return model.to(dtype)

@@ -30,8 +30,8 @@ def share_maximum(draft: Draft, plan: Plan) -> None:
             wrong = "low" if found.low < least else "high"
             raise PlanError(f"plan.score_ranges[{number}].{wrong}: {dtype} holds exp of {least:g} to {most:g}, layer "
                             f"{found.layer} is to have {found.low:g} to {found.high:g}")
-        given = item.args[: len(operator.arguments) - 3]
-        draft.items[place] = replace(item, args=(*given, found.phi, found.low, found.high))
+        at, args = operator.arguments.index("phi"), item.args
+        draft.items[place] = replace(item, args=(*args[:at], found.phi, found.low, found.high, *args[at + 3 :]))
         missing.pop(item.layer, None)
     for layer, number in missing.items():
         raise PlanError(f"plan.score_ranges[{number}].layer: the model has no layer {layer} with attention")

@@ -12,7 +12,8 @@ def drop_values(gm: fx.GraphModule, share: float) -> None:
     values of a `share` of the tokens (FlexGen, section 5). A graph without attention keeps its nodes."""
     for node in gm.graph.nodes:
         operator = of_target(node.target)
-        if operator is None or operator.sparse is None:
+        if operator is None or operator.sparse is None or (
+                "sinks" in operator.arguments and operator.argument(node.args, "sinks") is not None):
             continue
         place = operator.sparse.arguments.index("kept")
         node.target = operator.sparse.overload

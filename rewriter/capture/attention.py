@@ -42,7 +42,7 @@ def _attention(
         raise CaptureError(f"{type(module).__name__} adds a mask of its own to the attention scores")
     if kwargs.get("is_causal") is False:
         raise CaptureError(f"{type(module).__name__} asks for attention that is not causal")
-    for name in ("s_aux", "sinks", "position_bias", "head_mask", "alibi", "indexer_scores"):
+    for name in ("position_bias", "head_mask", "alibi", "indexer_scores"):
         if kwargs.get(name) is not None:
             raise CaptureError(f"{type(module).__name__} passes {name} to attention, which has no place for it")
     if getattr(module, "is_causal", True) is False:
@@ -57,9 +57,9 @@ def _attention(
     latent: Latent | None = vars(module).get("latent")
     if latent is not None:
         query = latent.absorb_keys(query)
-    out = ATTENTION.overload(
-        query, key, value, starts(), float(scale), window, float(softcap or 0.0)
-    )
+    sinks = kwargs.get("s_aux", kwargs.get("sinks"))
+    given = () if sinks is None else (0.0, 0.0, 0.0, sinks)
+    out = ATTENTION.overload(query, key, value, starts(), float(scale), window, float(softcap or 0.0), *given)
     return out if latent is None else latent.values(out), None
 
 

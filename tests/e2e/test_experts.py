@@ -16,12 +16,15 @@ from small_experts import small
 import forebay
 from forebay.exported.errors import ExportError
 from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.ir.plan import PlanError
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
 # Per-expert tensors; all experts of a layer in one tensor; groups of experts, shared ones beside, a dense first layer;
-# matrices that are transposed, and weights that scale what experts are given.
-FAMILIES = ["qwen3_moe", "granitemoe", "glm4_moe", "llama4_text", at_length("mixtral"), at_length("qwen2_moe"),
+# matrices that are transposed, and weights that scale what experts are given, or sinks of attention, biases, gates and
+# values in turn.
+FAMILIES = ["qwen3_moe", "granitemoe", "glm4_moe", "llama4_text", "gpt_oss", at_length("mixtral"),
+            at_length("qwen2_moe"),
             at_length("olmoe"), at_length("dots1"), at_length("minimax_m2"), at_length("granitemoeshared"),
             at_length("flex_olmo"), at_length("ernie4_5_moe"), at_length("cohere2_moe"), at_length("hunyuan_v1_moe"),
             at_length("phimoe")]
@@ -139,6 +142,8 @@ def test_odd_checkpoints_are_refused(saved: Saved, tmp_path: Path, what: str, me
 
 
 def test_what_it_cannot_do_is_refused_by_name(saved: Saved, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="attention with sinks reads no kv8 rows"):
+        forebay.wrap(saved("gpt_oss")[0], {"device": "1GiB", "disk": tmp_path}, cache="kv8")
     folder, _ = saved("qwen3_moe")
     with pytest.raises(ExportError, match="whose meaning in ONNX is not known"):
         forebay.export(folder, tmp_path / "onnx", "onnx")

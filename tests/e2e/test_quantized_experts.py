@@ -25,7 +25,8 @@ MIXED = Wish("w4g32", (("*.down_proj*", "w8g32s"), ("*.1.*.experts.*", "w8g32"))
 # Per-expert tensors; those of a layer in one tensor; a dense layer and shared experts beside, two formats in a table.
 CASES = [("qwen3_moe", Wish("w4g32")), ("granitemoe", Wish("w8g32", rounding="symmetric")), ("glm4_moe", MIXED),
          at_length("llama4_text", MIXED), at_length("mixtral", Wish("w4g32", rounding="mse")),
-         at_length("qwen2_moe", MIXED), at_length("olmoe", Wish("w8g32")), at_length("hunyuan_v1_moe", Wish("w4g32s")),
+         at_length("qwen2_moe", MIXED), at_length("gpt_oss", Wish("w4g32")), at_length("olmoe", Wish("w8g32")),
+         at_length("hunyuan_v1_moe", Wish("w4g32s")),
          at_length("ernie4_5_moe", Wish("w4g32", (("*experts*", "native"),)))]
 
 

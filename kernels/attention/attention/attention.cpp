@@ -18,6 +18,7 @@ extern "C" struct AttentionArgs {
   const void* v;         // [B, Hkv, L, D]
   const int64_t* start;  // [B], read at every call
   void* out;             // [B, S, H, D]
+  const void* sinks;     // [H] of q's type, or null
   int64_t batch, heads, kv_heads, queries, length, head_dim;
   int64_t q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_row, out_head;
   int64_t window;  // as first_seen has it
@@ -134,6 +135,11 @@ void attend_rows(const AttentionArgs& a, Queries<bf16>& q, int64_t i, const bf16
 }
 #endif
 
+// The sum of a row with that of its sink, a score that no value goes with: infinite where nothing else counts.
+template <class T> float with_sink(const AttentionArgs& a, int64_t h, float largest, float sum) {
+  return a.sinks ? sum + std::exp(load_one(static_cast<const T*>(a.sinks) + h) - largest) : sum;
+}
+
 // Row [s, h] of sequence b: what was gathered, to be merged with that of other parts or whole.
 template <class T>
 void leave_row(const AttentionArgs& a, const Piece& p, int64_t s, int64_t h, const Row& row, const float* o,
@@ -146,7 +152,8 @@ void leave_row(const AttentionArgs& a, const Piece& p, int64_t s, int64_t h, con
     return;
   }
   T* out = static_cast<T*>(a.out) + p.b * a.out_batch + s * a.out_row + h * a.out_head;
-  for (int64_t j = 0; j < d; ++j) store_one(out + j, o[j] / row.sum);
+  const float sum = with_sink<T>(a, h, row.largest, row.sum);
+  for (int64_t j = 0; j < d; ++j) store_one(out + j, o[j] / sum);
 }
 
 template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* parts) {
@@ -210,7 +217,9 @@ template <class T> void merge_rows(const AttentionArgs& a, int64_t count, int th
     alignas(64) float o[MAX_HEAD_DIM];
     for (int64_t r = begin; r < end; ++r) {
       const int64_t h = r % a.heads, s = r / a.heads % a.queries, b = r / a.heads / a.queries;
-      const float sum = merge_parts(parts + r * per_row, count, d, o);
+      float largest = parts[r * per_row];
+      for (int64_t p = 1; p < count; ++p) largest = std::max(largest, parts[r * per_row + p * part_floats(d)]);
+      const float sum = with_sink<T>(a, h, largest, merge_parts(parts + r * per_row, count, d, o));
       T* out = static_cast<T*>(a.out) + b * a.out_batch + s * a.out_row + h * a.out_head;
       for (int64_t j = 0; j < d; ++j) store_one(out + j, o[j] / sum);
     }

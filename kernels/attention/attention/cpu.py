@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from forebay.kernels.attention.attention.reference import check, fail, first_seen, refuse_start
+from forebay.kernels.attention.attention.reference import check, fail, first_seen, refuse_start, softmax_with
 from forebay.kernels.cpu_support import native
 
 
@@ -18,7 +18,7 @@ class AttentionArgs(ctypes.Structure):
     """Mirror of `AttentionArgs` in attention.cpp; strides are in elements."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "start", "out")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "start", "out", "sinks")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "queries", "length", "head_dim")),
         *((f"{t}_{d}", ctypes.c_int64) for t in "qkv" for d in ("batch", "head", "row")),
         *((name, ctypes.c_int64) for name in ("out_batch", "out_row", "out_head", "window")),
@@ -86,7 +86,8 @@ def _begins(q: Tensor, k: Tensor, start: Tensor) -> list[int]:
 
 
 def _torch_piece(
-    q: Tensor, k: Tensor, v: Tensor, begin: int, scale: float, window: int, softcap: float, out: Tensor
+    q: Tensor, k: Tensor, v: Tensor, begin: int, scale: float, window: int, softcap: float, out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """Queries q [B, H, S, D] at positions begin .. begin + S - 1 of every sequence, into out [B, S, H, D]."""
     queries = q.shape[2]
@@ -95,11 +96,13 @@ def _torch_piece(
     position = torch.arange(begin, begin + queries)[:, None]
     t = torch.arange(low, begin + queries)
     seen = (t <= position) & (t >= first_seen(position, window))
-    if softcap > 0:
+    if softcap > 0 or sinks is not None:
         batch, heads, _, dim = q.shape
         grouped = q.float().reshape(batch, k.shape[1], -1, dim)
-        scores = torch.matmul(grouped, k.float().mT).mul_(scale / softcap).tanh_().mul_(softcap)
-        scores = scores.view(batch, heads, queries, -1).masked_fill_(~seen, -math.inf).softmax(-1)
+        scores = torch.matmul(grouped, k.float().mT).mul_(scale / (softcap or 1.0))
+        if softcap > 0:
+            scores = scores.tanh_().mul_(softcap)
+        scores = softmax_with(scores.view(batch, heads, queries, -1).masked_fill_(~seen, -math.inf), sinks)
         y = torch.matmul(scores.view(batch, k.shape[1], -1, t.numel()), v.float()).view(q.shape)
     else:
         mask = None if queries == 1 else seen
@@ -108,7 +111,8 @@ def _torch_piece(
 
 
 def _torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """By torch, sequences of equal start together: nothing beyond a sequence's end is read, be it NaN or not."""
     begins = _begins(q, k, start)
@@ -119,7 +123,7 @@ def _torch_attention(
             for s0 in range(0, q.shape[2], QUERY_STEP):
                 s1 = min(q.shape[2], s0 + QUERY_STEP)
                 piece = q[span, :, s0:s1], k[span], v[span], begin + s0
-                _torch_piece(*piece, scale, window, softcap, out[span, s0:s1])
+                _torch_piece(*piece, scale, window, softcap, out[span, s0:s1], sinks)
 
 
 def bind_attention(
@@ -131,32 +135,34 @@ def bind_attention(
     window: int,
     softcap: float,
     out: Tensor,
+    sinks: Tensor | None = None,
 ) -> Callable[[], None]:
     """A closure over CPU tensors that fills out [B, S, H, D] from their present contents, start's too.
 
     Strides and pointers are settled here, the closure keeps the tensors alive. ValueError for a wrong shape or dtype
     here, and for a start outside the cache at the call, before anything is written.
     """
-    check(q, k, v, start)
+    check(q, k, v, start, sinks)
     _check_out(q, out)
     if start.device.type != "cpu" or q.device.type != "cpu":
         fail("q" if q.device.type != "cpu" else "start", "must be on the CPU")
     library = native.load()
     plain = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (q, k, v, out))
     if library is None or not plain or q.shape[3] > library.forebay_attention_max_head_dim():
-        return lambda: _torch_attention(q, k, v, start, scale, window, softcap, out)
-    if not start.is_contiguous():
-        fail("start", "must be contiguous")
+        return lambda: _torch_attention(q, k, v, start, scale, window, softcap, out, sinks)
+    for name, tensor in (("start", start), ("sinks", sinks)):
+        if tensor is not None and not tensor.is_contiguous():
+            fail(name, "must be contiguous")
     batch, heads, queries, dim = q.shape
     parts = parts_of(batch, heads, k.shape[1], queries, k.shape[2])
     args = AttentionArgs(
-        *(t.data_ptr() for t in (q, k, v, start, out)),
+        *(None if t is None else t.data_ptr() for t in (q, k, v, start, out, sinks)),
         batch, heads, k.shape[1], queries, k.shape[2], dim,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         window, scale, softcap, native.DTYPES[q.dtype], parts,
     )  # fmt: skip
     floats = part_floats(batch, heads, queries, dim, parts)
-    return native.NativeCall("attention", args, (q, k, v, start, out), floats, lambda: refuse_start(q, k, start))
+    return native.NativeCall("attention", args, (q, k, v, start, out, sinks), floats, lambda: refuse_start(q, k, start))
 
 
 def attention_out(
@@ -168,6 +174,7 @@ def attention_out(
     window: int,
     softcap: float,
     out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """Fill out [B, S, H, D]; see the module's docstring and bind_attention."""
-    bind_attention(q, k, v, start, scale, window, softcap, out)()
+    bind_attention(q, k, v, start, scale, window, softcap, out, sinks)()

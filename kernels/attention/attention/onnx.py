@@ -8,6 +8,8 @@ sees the positions up to its own.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from forebay.kernels.attention.attention.onnx_grouped import grouped
@@ -22,12 +24,15 @@ def kv_append(g: OnnxGraph, k_cache: OnnxValue, v_cache: OnnxValue, k: str, v: s
 
 
 def attention(
-    g: OnnxGraph, q: OnnxValue, k: OnnxValue, v: OnnxValue, start: str, scale: float, window: int, softcap: float
+    g: OnnxGraph, q: OnnxValue, k: OnnxValue, v: OnnxValue, start: str, scale: float, window: int, softcap: float,
+    *more: Any,
 ) -> str:
     """q [B, H, S, D] over caches k and v [B, Hkv, P, D] and what follows in them -> [B, S, H, D]. NotImplementedError
-    for attention within chunks."""
+    for attention within chunks, and with sinks."""
     if window < 0:
         raise NotImplementedError("attention within chunks")
+    if any(value is not None for value in more[3:]):
+        raise NotImplementedError("attention with sinks")
     (past_k, new_k), (past_v, new_v) = g.appended(k), g.appended(v)
     if g.dialect == "microsoft":
         found, present_k, present_v = grouped(g, q, (past_k, past_v), (new_k, new_v), k.shape[1] or 1,

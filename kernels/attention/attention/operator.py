@@ -18,7 +18,7 @@ from torch import Tensor
 from forebay.kernels.attention.attention import cpu
 from forebay.kernels.attention.attention.cpu import attention_out
 from forebay.kernels.attention.attention.onnx import attention as attention_onnx
-from forebay.kernels.attention.attention.reference import check, reference
+from forebay.kernels.attention.attention.reference import check, fail, reference
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
 from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
@@ -28,17 +28,18 @@ from forebay.kernels.operator import Call, Operator, Tensors, Use
 @torch.library.custom_op("forebay::attention", mutates_args=(), device_types="cpu")
 def attention(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float,
-    phi: float = 0.0, low: float = 0.0, high: float = 0.0,
+    phi: float = 0.0, low: float = 0.0, high: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q [B, H, S, D], caches k and v [B, Hkv, L, D], start int64 [B] -> [B, S, H, D]; window 0 and softcap 0: none;
     a negative window: chunks. phi, low and high are a `SoftmaxRange`, by which a GPU computes one query (S = 1).
 
-    q and caches may be strided. ValueError names the argument that is wrong.
+    `sinks` [H] are one score more for each query of a head, with which no value goes (gpt-oss); on the CPU alone. q and
+    caches may be strided. ValueError names the argument that is wrong.
     """
-    check(q, k, v, start)
+    check(q, k, v, start, sinks)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
-    attention_out(q, k, v, start.contiguous(), scale, window, softcap, out)
+    attention_out(q, k, v, start.contiguous(), scale, window, softcap, out, sinks)
     return out
 
 
@@ -57,12 +58,18 @@ def _(q: Tensor, *others: Any) -> Tensor:
     return q.new_empty(batch, queries, heads, dim)
 
 
+def _sinks(use: Use) -> Tensor | None:
+    return use.args[10] if len(use.args) > 10 else None
+
+
 def _bind_cuda(use: Use) -> Call:
     from forebay.kernels.attention.decode_attention.gpu import bind_decode_attention_contiguous
     from forebay.kernels.attention.prefill_attention.gpu import bind_prefill_attention
 
     (q, k, v, start), (out,) = use.args[:4], use.out
-    scoring, softmax = Scoring(*use.args[4:7]), SoftmaxRange(*use.args[7:])
+    scoring, softmax = Scoring(*use.args[4:7]), SoftmaxRange(*use.args[7:10])
+    if _sinks(use) is not None:
+        fail("sinks", "have no kernel on a GPU yet: run the model on the CPU")
     if q.shape[2] == 1:
         return bind_decode_attention_contiguous(q[:, :, 0], k, v, start, scoring, out[:, 0], softmax)
     return bind_prefill_attention(q, k, v, start, scoring, out)
@@ -72,9 +79,9 @@ ATTENTION = Operator(
     torch.ops.forebay.attention.default,
     reference,
     attention_cost,
-    bind={"cpu": lambda use: cpu.bind_attention(*(*use.args[:7], *use.out)), "cuda": _bind_cuda},
+    bind={"cpu": lambda use: cpu.bind_attention(*(*use.args[:7], use.out[0], _sinks(use))), "cuda": _bind_cuda},
     workspace={"cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)), "cuda": gpu_workspace_nbytes},
-    layouts={"start": "dense"},
+    layouts={"start": "dense", "sinks": "dense"},
     caches=("k", "v"),
     sparse=SPARSE_ATTENTION,
     score_ranges=HELD,

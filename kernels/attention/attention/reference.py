@@ -27,8 +27,10 @@ def reference(
     window: int = 0,
     softcap: float = 0.0,
     dtype: torch.dtype = torch.float64,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention in dtype by the definition, on any device: q [B, H, S, D], k and v [B, Hkv, L, D] -> [B, S, H, D]."""
+    """Attention in dtype by the definition, on any device: q [B, H, S, D], k and v [B, Hkv, L, D] -> [B, S, H, D].
+    Sinks [H] are one score more for each query of a head, with which no value goes."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
     scores = q @ k.mT * scale
@@ -37,17 +39,25 @@ def reference(
     position = start[:, None, None, None] + torch.arange(q.shape[2], device=q.device)[:, None]
     t = torch.arange(k.shape[2], device=q.device)
     hidden = (t > position) | (t < first_seen(position, window))
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    weights = softmax_with(scores.masked_fill(hidden, -math.inf), sinks)
     # What is beyond a sequence's end may be anything, NaN too: it must not be multiplied, not even by zero.
     unwritten = (t >= start[:, None] + q.shape[2])[:, None, :, None]
     return (weights @ v.masked_fill(unwritten, 0.0)).transpose(1, 2)
+
+
+def softmax_with(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of scores [B, H, S, L] along the last dimension, with a sink of each head among them."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
 
 def fail(argument: str, problem: str) -> None:
     raise ValueError(f"attention: {argument} {problem}")
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor, start: Tensor, sinks: Tensor | None = None) -> None:
     """ValueError names the argument whose shape or dtype is wrong."""
     for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
         if tensor.dim() != 4:
@@ -63,6 +73,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
         fail("v", f"must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     if start.dtype != torch.int64 or start.shape != (batch,):
         fail("start", f"must be int64 of shape {(batch,)}, got {start.dtype} {tuple(start.shape)}")
+    if sinks is not None and (sinks.dtype != q.dtype or sinks.shape != (heads,)):
+        fail("sinks", f"must be {q.dtype} of shape {(heads,)}, got {sinks.dtype} {tuple(sinks.shape)}")
 
 
 def refuse_start(q: Tensor, k: Tensor, start: Tensor) -> None:

@@ -72,6 +72,22 @@ def test_parts_of_long_sequences(
     assert (found - want).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_sinks_take_their_share(path: str, dtype: torch.dtype) -> None:
+    """One query, many, and parts of long sequences; of sinks far below, among and far above the scores."""
+    for start, queries in (([70], 1), ([5, 130, 64], 3), ([0], 200), ([1800], 1)):
+        q, k, v, begin = make(start, queries, dtype=dtype)
+        for low, (window, softcap) in ((0.0, (0, 0.0)), (4.0, (5, 1.5)), (-300.0, (0, 0.0)), (200.0, (64, 0.0))):
+            sinks = (torch.randn(6) + low).to(dtype)
+            want = reference(q, k, v, begin, 0.3, window, softcap, sinks=sinks)
+            found = attention(q, k, v, begin, 0.3, window, softcap, 0.0, 0.0, 0.0, sinks)
+            assert (found.double() - want).abs().max() < TOLERANCE[dtype], (start, low)
+            if low == 4:
+                assert (want - reference(q, k, v, begin, 0.3, window, softcap)).abs().max() > 3 * TOLERANCE[dtype]
+    with pytest.raises(ValueError, match="sinks must be"):
+        attention(q, k, v, begin, 0.3, 0, 0.0, 0.0, 0.0, 0.0, sinks[:2])
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"),
     ((1, 1, 1), (71, 1, 64), (8, 8, 80), (4, 2, 37), (3, 1, 128), (40, 1, 576), (2, 1, 1030)),
