@@ -113,16 +113,37 @@ def _clean(graph: fx.Graph) -> None:
         elif node.op == "call_function" and _is_identity(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.target is _aten.add_.Tensor and _is_fresh(node.args[0]):
-            node.target = _aten.add.Tensor
+        elif (functional := _functional(node.target)) is not None and _is_fresh(node.args[0], node) and _keeps(node):
+            node.target = functional
     graph.eliminate_dead_code()
 
 
-def _is_fresh(node: object) -> bool:
-    """Whether `node` made memory that only one other node sees."""
-    if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload) or len(node.users) != 1:
+def _functional(target: object) -> torch._ops.OpOverload | None:
+    """The operator that gives what one of torch's own leaves in its first operand; None for all others."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    name = target._opname
+    packet = getattr(_aten, name[:-1], None) if name.endswith("_") and not name.endswith("__") else None
+    return getattr(packet, target._overloadname, None)
+
+
+def _is_fresh(node: object, written_by: fx.Node) -> bool:
+    """Whether `node` made memory that nobody sees after `written_by` but through it."""
+    if not isinstance(node, fx.Node) or not _makes_memory(node):
         return False
-    return all(result.alias_info is None for result in node.target._schema.returns)
+    return all(each is written_by or (each < written_by and _makes_memory(each)) for each in node.users)
+
+
+def _keeps(node: fx.Node) -> bool:
+    """Whether an operator that makes new memory would give the dtype that one in place leaves as it is."""
+    dtypes = {each.meta["val"].dtype for each in node.all_input_nodes if isinstance(each.meta["val"], torch.Tensor)}
+    kept = node.meta["val"].dtype
+    return {each for each in dtypes if each.is_floating_point or not kept.is_floating_point} == {kept}
+
+
+def _makes_memory(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and all(each.alias_info is None for each in target._schema.returns)
 
 
 def _is_identity(node: fx.Node) -> bool:
