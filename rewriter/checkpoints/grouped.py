@@ -12,6 +12,8 @@ codes' range; else it is rounded to fp16, by 2^-11 of it: 1/128 of s at most for
     compressed-tensors  weight_packed int32 [N, K / p] along K, of codes made positive; weight_scale [N, g];
     (pack-quantized)    weight_zero_point int32 [N / p, g] along N, where not symmetric; weight_shape [2]
 
+    mxfp4               `mxfp4.py`
+
 Layouts: AutoGPTQ's QuantLinear, AutoAWQ's WQLinear_GEMM, compressed_tensors' pack_to_int32. Order of activations
 (groups of inputs that do not lie together) is refused: rows have groups of neighbours.
 """
@@ -19,7 +21,7 @@ Layouts: AutoGPTQ's QuantLinear, AutoAWQ's WQLinear_GEMM, compressed_tensors' pa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,11 +33,12 @@ from forebay.kernels.formats import packing
 from forebay.rewriter.checkpoints import known_settings
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.known_settings import unknown_compressed, unknown_setting
+from forebay.rewriter.checkpoints.mxfp4 import Mxfp4Tensor, mxfp4_tensors
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.word_codes import GroupLayout, awq_columns, gptq_zeros, unpack
 from forebay.rewriter.ir.files import read_input, write_text
 
-METHODS = ("awq", "gptq", "compressed-tensors")
+METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4")
 WIDEST = 128  # values of a group where one scale serves a longer run
 PIECE_NBYTES = 4 << 20
 # codes uint8 [N, K], scales [N, g], zero points int32 [N, g]
@@ -81,7 +84,7 @@ def without_quantization(path: Path) -> None:
 def read_scheme(settings: Mapping[str, Any], folder: Path) -> Scheme:
     """The scheme of a checkpoint; CheckpointError, naming method and detail, for one that rows cannot hold."""
     method = settings.get("quant_method")
-    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}
+    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "mxfp4": _mxfp4}
     if not isinstance(method, str) or method not in readers:
         raise _refused(folder, f"{method!r}; {', '.join(METHODS)} are read")
     try:
@@ -152,6 +155,13 @@ def _compressed(settings: Mapping[str, Any], folder: Path) -> Scheme:
     return Scheme("compressed-tensors", tuple(layouts), ordered=ordered)
 
 
+def _mxfp4(settings: Mapping[str, Any], folder: Path) -> Scheme:
+    odd = unknown_setting(settings, known_settings.MXFP4)
+    if odd:
+        raise _not_read(folder, "mxfp4", odd)
+    return Scheme("mxfp4", ())
+
+
 def _flag(settings: Mapping[str, Any], key: str, default: bool | None = None) -> bool | None:
     found = settings.get(key)
     if found is not None and not isinstance(found, bool):
@@ -177,10 +187,14 @@ def _not_read(folder: Path, method: str, setting: str) -> CheckpointError:
     return _refused(folder, f"{method} with {setting}, which this release does not know or apply")
 
 
-def grouped_tensors(checkpoint: Checkpoint, scheme: Scheme) -> tuple[list[GroupedTensor], set[str]]:
+def grouped_tensors(
+    checkpoint: Checkpoint, scheme: Scheme
+) -> tuple[Sequence[GroupedTensor | Mxfp4Tensor], set[str]]:
     """The quantised matrices of a checkpoint, each under its weight's name, and the names of what they consist of."""
+    if scheme.method == "mxfp4":
+        return mxfp4_tensors(checkpoint.tensors, _values_dtype(checkpoint), checkpoint.folder)
     main = PARTS[scheme.method][0]
-    found, parts = [], set()
+    found, parts = [], set[str]()
     dtype = _values_dtype(checkpoint)
     for name in checkpoint.tensors:
         module, _, last = name.rpartition(".")

@@ -55,6 +55,7 @@ AWQ: Known = {
     **_COMMON, **_any("backend format version zero_point"),
     "checkpoint_format": ("gemm",), "method": ("awq",),
 }
+MXFP4: Known = _any("dequantize modules_to_not_convert quant_method")
 # What a pattern of `dynamic` may set for the modules that it matches.
 OVERRIDE: Known = {**_RECORDS, **_any("bits desc_act group_size sym"), "data_type": ("int",)}
 COMPRESSED: Known = {

@@ -75,8 +75,8 @@ def resolve_model(
     `demo` is the packaged model (a folder of that name is reached as ./demo). A .gguf file (for any part of a split
     model, all parts) is converted once into the cache, keyed by path, size, times of change and inode: quantised
     tensors become packed rows that keep their codes, or with `dequantize` all become float32. So is a folder quantised
-    by AWQ, GPTQ or compressed-tensors (with `dequantize` to the dtype of its other weights); another folder is itself.
-    Anything else raises CheckpointError: nothing is ever downloaded.
+    by AWQ, GPTQ, compressed-tensors or MXFP4 (with `dequantize` to the dtype of its other weights); another folder is
+    itself. Anything else raises CheckpointError: nothing is ever downloaded.
     """
     if name_or_path == "demo":
         return demo_checkpoint(progress, dequantize=dequantize)

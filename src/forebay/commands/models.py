@@ -19,7 +19,7 @@ def models_command(
                                                 "changed, and what stopped conversions left.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """List what GGUF, AWQ, GPTQ and compressed-tensors models became in the cache folder, or delete some of it."""
+    """List what GGUF files and models that other tools quantized became in the cache folder, or delete some of it."""
     with clean_errors(debug):
         from forebay.kernels.build.cache_folder import cache_folder
         from forebay.rewriter.checkpoints.conversions import delete_conversion, list_conversions

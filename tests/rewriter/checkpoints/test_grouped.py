@@ -77,6 +77,8 @@ def settings(method: str, bits: int, group: int, symmetric: bool) -> dict[str, A
         return {"quant_method": method, "bits": bits, "group_size": group, "desc_act": False, "sym": symmetric}
     if method == "awq":
         return {"quant_method": method, "bits": bits, "group_size": group, "zero_point": True, "version": "gemm"}
+    if method == "mxfp4":  # of one layout
+        return {"quant_method": method, "modules_to_not_convert": ["lm_head"]}
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group if group > 0 else None,
                "strategy": "group" if group > 0 else "channel"}
     return {"quant_method": method, "format": "pack-quantized", "ignore": ["lm_head"],
@@ -330,7 +332,7 @@ def test_groups_that_do_not_lie_together_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'; awq, gptq, compressed-tensors are read"),
+    ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'; awq, gptq, compressed-tensors, mxfp4 are read"),
     ({"quant_method": None}, "quantised by None"), ({"bits": 3}, "gptq of 3 bits"),
     ({"group_size": 48}, "gptq in groups of 48"), ({"bits": "four"}, "lacks what that needs"),
     ({"quant_method": "awq", "version": "gemv"}, "awq in version 'gemv'"),
