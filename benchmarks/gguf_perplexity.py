@@ -31,6 +31,7 @@ from benchmarks import llama_cpp
 from benchmarks.perplexity import TEXT, WINDOW, text_ids
 from benchmarks.random_gguf import rewrite_gguf
 from forebay.commands.evaluate import open_scorer, perplexity
+from forebay.rewriter.checkpoints.expert_sources import StackedTensor
 from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS
 from forebay.rewriter.checkpoints.gguf_repack import PLAIN, open_gguf
 from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
@@ -112,7 +113,7 @@ def by_float32(path: Path, ids: torch.Tensor, rounded: bool) -> float:
 
     source = open_gguf(path)
     model = AutoModelForCausalLM.from_config(source.model.config).eval()
-    kinds = {tensor.name: tensor.tensor.kind for tensor in source.tensors}
+    kinds = {tensor.name: tensor.tensor.kind for tensor in source.tensors if not isinstance(tensor, StackedTensor)}
 
     def round_input(name: str) -> Callable[[torch.nn.Module, tuple[torch.Tensor]], tuple[torch.Tensor]]:
         kind = kinds[f"{name}.weight"] if f"{name}.weight" in kinds else kinds["model.embed_tokens.weight"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,12 +37,6 @@ class Served:
         """Mean seconds between tokens after the first, [requests with more than one]."""
         more = self.outputs > 1
         return (self.last - self.first)[more] / (self.outputs[more] - 1)
-
-    @property
-    def requests_per_s(self) -> float:
-        """Finished requests over the time from the first arrival to the last token."""
-        span = float(self.last.max() - self.arrived[0])
-        return len(self.arrived) / span if span > 0 else math.inf
 
     def digest(self) -> str:
         """SHA-256 of all times: equal for equal runs."""

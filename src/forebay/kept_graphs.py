@@ -16,6 +16,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -86,7 +87,8 @@ def read_graphs(key: str) -> tuple[CapturedModel, dict[str, FileSlice]] | None:
             raise ValueError("other constants")
         captured = captured_from_data(data["model"], tensors)
         slices = {name: from_json(FileSlice, each, name) for name, each in data["files"].items()}
-        os.utime(described)
+        with suppress(OSError):  # a folder that others made is read all the same
+            os.utime(described)
     except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
         LOG.debug("graphs kept as %s are passed over: %s", key, error)
         return None

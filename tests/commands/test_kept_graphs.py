@@ -181,6 +181,18 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, cache: Pa
     assert answer(folder) == answer(folder) and cache.is_file()
 
 
+def test_a_folder_that_others_made_is_read(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "model")
+    expected = answer(folder)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(1, "not yours")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    captures_nothing(monkeypatch)
+    assert answer(folder) == expected
+
+
 def test_models_opened_longest_ago_go(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_graphs, "MOST", 2)
     folders = [saved(tmp_path / name) for name in "abc"]
