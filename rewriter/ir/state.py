@@ -87,7 +87,15 @@ class StateSpec:
     @property
     def token_nbytes(self) -> int:
         """Bytes that each token adds to it."""
-        return sum(math.prod(tensor.sized(1, 1)) * tensor.dtype.itemsize for tensor in self.tensors if tensor.grows)
+        return self._nbytes(True)
+
+    @property
+    def sequence_nbytes(self) -> int:
+        """Bytes of a sequence that do not depend on its length."""
+        return self._nbytes(False)
+
+    def _nbytes(self, grows: bool) -> int:
+        return sum(math.prod(t.sized(1, 1)) * t.dtype.itemsize for t in self.tensors if t.grows is grows)
 
 
 LayerStates = Sequence[Sequence[StateSpec]]  # of each layer

@@ -47,13 +47,13 @@ class LayerRow:
 def explain_plan(plan: Plan, captured: CapturedModel | None = None) -> str:
     """The whole plan as plain text of at most 110 columns; `captured` gives the exact layers instead of their numbers
     in the weights' names, and the rows of each matrix."""
-    parts = [_head(plan), _table(layer_rows(plan, captured)), _arenas(plan), _prediction(plan)]
+    parts = [_head(plan, captured), _table(layer_rows(plan, captured)), _arenas(plan), _prediction(plan)]
     return printable("\n\n".join(part for part in parts if part))
 
 
-def summarise_plan(plan: Plan) -> str:
+def summarise_plan(plan: Plan, captured: CapturedModel | None = None) -> str:
     """The plan as text without the row per layer."""
-    return printable("\n".join(part for part in (_head(plan), _arenas(plan), _prediction(plan)) if part))
+    return printable("\n".join(part for part in (_head(plan, captured), _arenas(plan), _prediction(plan)) if part))
 
 
 def layer_rows(plan: Plan, captured: CapturedModel | None = None) -> list[LayerRow]:
@@ -92,20 +92,18 @@ def _row(title: str, weights: Sequence[WeightPlacement], captured: CapturedModel
         copies=copies, formats=tuple(sorted({w.format for w in weights})))
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: Plan, captured: CapturedModel | None) -> str:
     b, w, s, p = plan.budget, plan.workload, plan.schedule, plan.prediction
     passes = sum(chunk_steps(w.prompt, s.prefill_chunks).values())
     total = sum(x.nbytes for x in plan.weights)
     on_device = plan.nbytes_on("device")
     host = "no limit" if b.host is None else format_nbytes(b.host) if b.host else "none"
-    cache = sum(x.nbytes for x in plan.buffers_of("decode") if x.kind == "cache")
     lines = [
         ("model", f"fingerprint {plan.fingerprint}"),
         ("machine", plan.machine or "not named"),
         ("budget", f"device {format_nbytes(b.device)}, host {host}"),
         ("workload", f"batch {w.batch}, prompt {w.prompt} tokens, {w.new_tokens} new tokens: "
-                     f"{w.context} cache positions per sequence, {format_nbytes(cache)} of cache"
-                     + _usual(w)),
+                     f"{w.context} cache positions per sequence, {_kept(plan, captured)}" + _usual(w)),
         ("weights", f"{format_nbytes(total)}: {format_nbytes(on_device)} stay in device memory"
                     + (f" ({100 * on_device / total:.0f} %)" if total else "")
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
@@ -117,6 +115,16 @@ def _head(plan: Plan) -> str:
         *([("softmax", _shared_maxima(plan))] if plan.score_ranges else []),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
+
+
+def _kept(plan: Plan, captured: CapturedModel | None) -> str:
+    """What the cache takes, told apart from states that do not grow with the context."""
+    cache = sum(x.nbytes for x in plan.buffers_of("decode") if x.kind == "cache")
+    states = 0 if captured is None else plan.workload.batch * sum(
+        spec.sequence_nbytes for layer in captured.states for spec in layer)
+    found = [f"{format_nbytes(states)} of states"] if states else []
+    found += [f"{format_nbytes(cache - states)} of cache"] if cache > states or not states else []
+    return " and ".join(found)
 
 
 def _experts(plan: Plan) -> str:

@@ -182,6 +182,17 @@ def test_sequences_arrive_while_others_decode(saved: Saved, family: str) -> None
     assert found == expected
 
 
+def test_states_are_told_apart_from_the_cache(saved: Saved) -> None:
+    """They take as much however long the context is."""
+    told = {}
+    for prompt in (PROMPT, 2 * PROMPT):
+        with forebay.wrap(saved("qwen3_next")[0], "4MiB", prompt=prompt, new_tokens=PROMPT) as lm:
+            told[prompt] = re.search(r"([\d.]+ KiB) of states and ([\d.]+ KiB) of cache", lm.explain())
+    short, long = told[PROMPT], told[2 * PROMPT]
+    assert short and long and short[1] == long[1]
+    assert float(long[2].split()[0]) > 1.4 * float(short[2].split()[0])
+
+
 def test_a_last_chunk_needs_room(saved: Saved) -> None:
     with pytest.raises(PlanError, match=r"prefill_chunk: chunks of \(8,\) tokens end past the 12 of prompt and answer"):
         forebay.wrap(saved("lfm2")[0], 1 << 30, prompt=11, new_tokens=1, places=2, prefill_chunk=8)

@@ -332,7 +332,7 @@ def show_plan(made: Plan, captured: CapturedModel | None = None) -> None:
     for row in rows:
         table.add_row(row.title, *(cell(name, getattr(row, name)) for name in shown.values()), "+".join(row.formats))
     terminal = console(stderr=False)
-    terminal.print(summarise_plan(made), soft_wrap=True)
+    terminal.print(summarise_plan(made, captured), soft_wrap=True)
     terminal.print(table)
     if advice:
         terminal.print(advice, soft_wrap=True)

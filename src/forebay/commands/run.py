@@ -238,7 +238,7 @@ def _answer(
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    print(summarise_plan(lm.plan))
+    print(summarise_plan(lm.plan, lm.captured))
     print(_measured_text(found))
 
 
