@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -142,7 +143,10 @@ def _keeps(node: fx.Node) -> bool:
 
 
 def _makes_memory(node: fx.Node) -> bool:
-    target = node.target
+    """Whether what a node gives lies in memory of its own; of several results each does, and has one node."""
+    target, source = node.target, node.args[0] if node.args else None
+    if target is operator.getitem and isinstance(source, fx.Node):
+        return _makes_memory(source) and sum(each.args[1:] == node.args[1:] for each in source.users) == 1
     return isinstance(target, torch._ops.OpOverload) and all(each.alias_info is None for each in target._schema.returns)
 
 
