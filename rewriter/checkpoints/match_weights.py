@@ -69,7 +69,7 @@ def weight_records(
         by_name.setdefault(rename(name), []).append(record)
     found = {}
     for spec in captured.weights.values():
-        if spec.table is not None:
+        if spec.table is not None and spec.name not in by_name:  # a bundle has tables whole
             found[spec.name] = table_record(spec, by_name, prefix, checkpoint.folder)
             continue
         names = [n for tied in (spec.name, *spec.ties) for n in spellings(tied, prefix)]

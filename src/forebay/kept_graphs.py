@@ -37,7 +37,7 @@ from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.program import FileSlice
-from forebay.rewriter.pipeline.pass_list import PASSES
+from forebay.rewriter.pipeline import pass_list
 
 LOG = logging.getLogger("forebay")
 PACKAGE = Path(__file__).parent
@@ -56,12 +56,13 @@ def graphs_key(folder: Path, checkpoint: Checkpoint, settings: object) -> str | 
     Returns:
         The name; None where code from outside Forebay takes part, which nobody can tell the state of.
     """
-    takes_part = (*(each.run for each in PASSES), *(each.prepare for each in FAMILIES.values()),
+    takes_part = (*(each.run for each in pass_list.PASSES), *(each.prepare for each in FAMILIES.values()),
                   *(prepare for each in FAMILIES.values() for _, prepare in each.replaced.values()))
     if any(not each.__module__.startswith("forebay.") for each in takes_part):
         return None
     described = [str(path) for path in folder.iterdir() if path.suffix in (".json", ".py") and path.is_file()]
-    digest = hashlib.sha256(f"{folder.resolve()}\n{settings!r}\n{states_checksum(file_states(described))}\n".encode())
+    asked = settings, [each.name for each in pass_list.PASSES]
+    digest = hashlib.sha256(f"{folder.resolve()}\n{asked!r}\n{states_checksum(file_states(described))}\n".encode())
     for path, state in sorted(checkpoint.states.items()):
         digest.update(f"{path} {list(state)}\n".encode())
     for name in ("torch", "transformers"):

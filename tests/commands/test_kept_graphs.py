@@ -24,7 +24,7 @@ from forebay.api import wrap
 from forebay.rewriter.capture.family import FAMILIES, Family
 from forebay.rewriter.checkpoints.match_weights import log_once
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
-from forebay.rewriter.pipeline.pass_list import PASSES
+from forebay.rewriter.pipeline import pass_list
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -99,7 +99,7 @@ print(lm.generate(torch.tensor({IDS.tolist()}), max_new_tokens=6, do_sample=Fals
     assert ran.returncode == 0 and json.loads(ran.stdout) == expected, ran.stderr
 
 
-@pytest.mark.parametrize("change", ["weights", "config", "code", "torch", "request"])
+@pytest.mark.parametrize("change", ["weights", "config", "code", "torch", "request", "passes"])
 def test_what_decides_the_graphs_is_in_their_key(
     tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +117,8 @@ def test_what_decides_the_graphs_is_in_their_key(
         (tmp_path / "more.py").write_text("")
         found = [*kept_graphs._sources(), str(tmp_path / "more.py")]
         monkeypatch.setattr(kept_graphs, "_sources", lambda: found)
+    elif change == "passes":
+        monkeypatch.setattr(pass_list, "PASSES", pass_list.PASSES[1:])
     elif change == "torch":
         monkeypatch.setattr(kept_graphs, "version", lambda name: "0.1")
     else:
@@ -129,7 +131,7 @@ def test_code_from_outside_keeps_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     folder = saved(tmp_path / "model")
     checkpoint = opening.open_checkpoint(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(kept_graphs, "PASSES", [*PASSES, replace(PASSES[0], run=mixture)])
+        patch.setattr(pass_list, "PASSES", [*pass_list.PASSES, replace(pass_list.PASSES[0], run=mixture)])
         assert kept_graphs.graphs_key(folder, checkpoint, "") is None
     for family in (Family("Other", prepare=saved), Family("Other", {"Block": ("forward", saved)})):
         with monkeypatch.context() as patch:

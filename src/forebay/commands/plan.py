@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from forebay.rewriter.machine.profile import Machine
 
 
+PROMPT = 64  # tokens, where none are named
 EXPLORED = ("batch", "prompt", "new_tokens", "usual", "machine")  # what a search by closed forms alone goes by
 
 
@@ -99,13 +100,13 @@ def plan(
         _refuse({"--objective": objective != "throughput", "--latency": latency is not None, "--explore": explore,
                  "--tokens-per-s": tokens_per_s is not None}, "needs --config")
         assert model is not None
-        options = replace(options, prompt=options.prompt or 64, new_tokens=options.new_tokens or 64)
+        options = replace(options, new_tokens=options.new_tokens or 64)
         if budget is None:
             raise PlanError("say how much memory may be used, as --budget device=120MiB")
         if options.draft is not None:
             _refuse({"--json": as_json, "--save": save, "--picture": picture, "--pareto": pareto,
                      "--mesh": options.mesh}, "is for the plan of one model; leave it or --draft out")
-            _plan_drafted(model, budget, options)
+            _plan_drafted(model, budget, replace(options, prompt=options.prompt or PROMPT))
         elif options.mesh is not None:
             _refuse({"--picture": picture, "--pareto": pareto}, "is for the plan of one device; leave it or --mesh out")
             _plan_mesh(model, rank or 0, budget, options, as_json, save)
@@ -122,10 +123,12 @@ def _refuse(given: dict[str, Any], why: str) -> None:
             raise PlanError(f"{name} {why}")
 
 
-def _workload(options: Options) -> Workload:
+def _workload(options: Options, positions: int = 0) -> Workload:
+    """What is asked for; where no prompt is named, one that leaves half of the model's `positions` (0: no limit)."""
     from forebay.rewriter.ir.plan import Workload
 
-    return Workload(options.batch or 1, options.prompt or 1, options.new_tokens or 1, *(options.usual or ()))
+    prompt = options.prompt or (min(PROMPT, max(1, positions // 2)) if positions else PROMPT)
+    return Workload(options.batch or 1, prompt, options.new_tokens or 1, *(options.usual or ()))
 
 
 def _plan_model(
@@ -154,6 +157,7 @@ def _plan_model(
     profile = machine_profile(options, folder)
     with console().status("capturing the model"):
         planner = ModelPlanner(*(opened := open_model(folder)), sizes, profile)
+        workload = _workload(options, opened[0].max_positions)
     with console().status("planning"):
         steps = planner.planned(workload, options, plan_batch)
         made, smallest = steps.plan, steps.pipeline.smallest_budget(options)

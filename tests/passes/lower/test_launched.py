@@ -3,6 +3,8 @@ launches finds it here."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import transformers
 from families import captured, packed, rewritten
 
@@ -34,6 +36,14 @@ def experts() -> CapturedModel:
         moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, pad_token_id=0))
 
 
+def recurrent() -> Iterator[CapturedModel]:
+    """Models whose layers keep states of each kind."""
+    sizes = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, pad_token_id=0)
+    yield capture_model(transformers.MambaConfig(state_size=8, **sizes))
+    yield capture_model(transformers.Mamba2Config(
+        state_size=16, num_heads=8, head_dim=16, n_groups=2, **sizes))
+
+
 def launched(model: CapturedModel, options: Options | None = None, nbytes: int = 1 << 28) -> set[str]:
     """Names of our operators in the Programs of a prompt's chunk and of a decode step."""
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(model.weights.values())}
@@ -54,6 +64,7 @@ def test_every_operator_is_launched_by_some_program() -> None:
     found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(rows) | (
         launched(rewritten("opt"), Options(sparse_values=0.5))) | launched(rewrite_captured(experts(), Switches())) | (
             launched(rewrite_captured(experts(), Switches()), Options(expert_slots=2), 500_000))
+    found = found.union(*(launched(rewrite_captured(model, Switches())) for model in recurrent()))
     ours = {operator.name for operator in OPERATORS}
     unused, both = ours - found - CALLED.keys(), found & CALLED.keys()
     assert found | CALLED.keys() == ours and not both, (unused, both)
