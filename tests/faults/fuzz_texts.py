@@ -114,6 +114,23 @@ def grouped(method: str, folder: Path) -> Format:
     return Format(folder / "config.json", read)
 
 
+def mxfp4(folder: Path) -> Format:
+    """The file of a layer's experts in MXFP4."""
+    drawn = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 4, 2, 16), generator=drawn, dtype=torch.uint8)
+    save_file({"experts.up_blocks": blocks, "experts.up_scales": blocks[..., 0].clone() // 2,
+               "experts.up_bias": torch.zeros(2, 4, dtype=torch.bfloat16)}, folder / "model.safetensors")
+    scheme = read_scheme({"quant_method": "mxfp4"}, folder)
+
+    def read() -> None:
+        for tensor in grouped_tensors(open_checkpoint(folder), scheme)[0]:
+            experts, _, outputs = tensor.shape
+            tensor.rows(True)(0, experts * outputs)
+            tensor.repacked()(0, experts * outputs)
+
+    return Format(folder / "model.safetensors", read)
+
+
 def config_alone(folder: Path) -> Format:
     """A config without weights, of which `forebay plan --config` takes the sizes."""
     from families import llama
