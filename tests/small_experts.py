@@ -1,12 +1,16 @@
-"""Small mixtures of experts with random weights."""
+"""Small models with random weights, above all mixtures of experts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+Saved = Callable[[str], tuple[Path, Any]]
 SMALL: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3, vocab_size=128,
     num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_local_experts=8, n_routed_experts=8,
@@ -27,8 +31,13 @@ def small_config(family: str) -> PreTrainedConfig:
 
 def small(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model with random weights whose router prefers nobody."""
+    return random_model(small_config(family), dtype)
+
+
+def random_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a config, with random weights large enough that each counts."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(small_config(family), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -36,3 +45,16 @@ def small(family: str, dtype: torch.dtype = torch.float32) -> Any:
             elif name.endswith(("sinks", "_bias")):
                 parameter.normal_(0, 1.0 if "sinks" in name else 0.1)
     return model.to(dtype)
+
+
+def saved_once(folders: pytest.TempPathFactory, make: Callable[[str], Any], **saving: Any) -> Saved:
+    """A function that gives a family's model in a folder and in memory, made when it is first asked for."""
+    known: dict[str, tuple[Path, Any]] = {}
+
+    def save(family: str) -> tuple[Path, Any]:
+        if family not in known:
+            known[family] = folders.mktemp(family), make(family)
+            known[family][1].save_pretrained(known[family][0], **saving)
+        return known[family]
+
+    return save

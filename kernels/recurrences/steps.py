@@ -41,6 +41,18 @@ def check(
                        f"{given.stride()}")
 
 
+def by_reference(
+    reference: Callable[..., tuple[Tensor, Tensor]], given: tuple[Any, ...], state: Tensor, out: Tensor
+) -> Callable[[], None]:
+    """A closure that fills `out` and renews the state by what the reference makes of the arguments."""
+    def run() -> None:
+        made, new = reference(*given)
+        out.copy_(made)
+        state.copy_(new)
+
+    return run
+
+
 def begun(state: Tensor, start: Tensor) -> Tensor:
     """The state [B, ...] in float64, zeros where a sequence begins."""
     return state.double().masked_fill((start == 0).view(-1, *[1] * (state.dim() - 1)), 0)

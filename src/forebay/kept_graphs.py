@@ -14,26 +14,24 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from forebay.exported.captured_data import captured_from_data, captured_to_data, constant_key
+from forebay.exported.captured_data import captured_from_data, captured_to_data
+from forebay.exported.constants import constant_key, read_constants, write_constants
 from forebay.exported.errors import ExportError
 from forebay.kernels.build.cache_folder import make_cache_folder
 from forebay.rewriter.capture.family import FAMILIES
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_header, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.identity import file_states, states_checksum
 from forebay.rewriter.checkpoints.match_weights import warn_once
 from forebay.rewriter.checkpoints.records import CheckpointError
-from forebay.rewriter.checkpoints.write_tensors import write_tensors
-from forebay.rewriter.ir.files import read_input
+from forebay.rewriter.ir.files import read_input, write_text, written_whole
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.program import FileSlice
@@ -83,7 +81,7 @@ def read_graphs(key: str) -> tuple[CapturedModel, dict[str, FileSlice]] | None:
         if checksum != _checksum(text):
             raise ValueError("another checksum")
         data = json.loads(text)
-        tensors = {name: read_tensor(record) for name, record in read_header(constants).items()}
+        tensors = read_constants(constants)
         if any(name != constant_key(value, {}) for name, value in tensors.items()):
             raise ValueError("other constants")
         captured = captured_from_data(data["model"], tensors)
@@ -110,9 +108,9 @@ def keep_graphs(key: str, captured: CapturedModel, files: Mapping[str, FileSlice
                            "files": {name: asdict(each) for name, each in files.items()}})
         described, constants = _files(key)
         described.parent.mkdir(mode=0o700, exist_ok=True)
-        specs = [(name, v.dtype, tuple(v.shape)) for name, v in tensors.items()]
-        _write_whole(constants, lambda fd: write_tensors(fd, constants.parent, specs, tensors.__getitem__))
-        _write_whole(described, lambda fd: _write_all(fd, f"{_checksum(text)}\n{text}".encode()))
+        with written_whole(constants, "wb") as file:
+            write_constants(file.fileno(), constants.parent, tensors)
+        write_text(described, f"{_checksum(text)}\n{text}")
         _drop_oldest(described.parent)
     except (OSError, ExportError) as error:
         LOG.debug("graphs are not kept: %s", error)
@@ -120,25 +118,6 @@ def keep_graphs(key: str, captured: CapturedModel, files: Mapping[str, FileSlice
 
 def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _write_whole(path: Path, write: Any) -> None:
-    """Let `write` fill a file beside `path`, which then takes its place: whoever reads finds all of it or none."""
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        try:
-            write(fd)
-        finally:
-            os.close(fd)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(data)
 
 
 def _drop_oldest(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from prompted_experts import NEW, PROMPT, prompts, smallest, tokens
 from safetensors.torch import load_file, save_file
 from selection import at_length
-from small_experts import small
+from small_experts import Saved, saved_once, small
 
 import forebay
 from forebay.exported.errors import ExportError
@@ -31,20 +30,11 @@ FAMILIES = ["qwen3_moe", "granitemoe", "glm4_moe", "llama4_text", "gpt_oss", at_
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A family's model in a folder of several files, and in memory."""
-    known: dict[str, tuple[Path, Any]] = {}
-
-    def save(family: str) -> tuple[Path, Any]:
-        if family not in known:
-            known[family] = tmp_path_factory.mktemp(family), small(family)
-            known[family][1].save_pretrained(known[family][0], max_shard_size="150KB")
-        return known[family]
-
-    return save
+    return saved_once(tmp_path_factory, small, max_shard_size="150KB")
 
 
-Saved = Callable[[str], tuple[Path, Any]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

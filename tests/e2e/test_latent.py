@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from selection import at_length
-from transformers import AutoModelForCausalLM
+from small_experts import Saved, random_model, saved_once
 
 import forebay
 from forebay.rewriter.capture.language_model import capture_model
@@ -28,33 +27,18 @@ SMALL: dict[str, Any] = dict(
     max_position_embeddings=64, first_k_dense_replace=1, n_shared_experts=1, pad_token_id=0, bos_token_id=1,
     eos_token_id=2, q_lora_rank=32, kv_lora_rank=RANK, qk_nope_head_dim=16, qk_rope_head_dim=ROPE, v_head_dim=12,
     tie_word_embeddings=False)  # fmt: skip
-Saved = Callable[[str], tuple[Path, Any]]
 
 
 def small(family: str, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import CONFIG_MAPPING
 
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SMALL), attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.15)
-    return model.to(dtype)
+    return random_model(CONFIG_MAPPING[family](**SMALL), dtype)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A family's model in a folder and in memory."""
-    known: dict[str, tuple[Path, Any]] = {}
-
-    def save(family: str) -> tuple[Path, Any]:
-        if family not in known:
-            known[family] = tmp_path_factory.mktemp(family), small(family)
-            known[family][1].save_pretrained(known[family][0])
-        return known[family]
-
-    return save
+    return saved_once(tmp_path_factory, small)
 
 
 def tokens(model: Any, **options: Any) -> torch.Tensor:

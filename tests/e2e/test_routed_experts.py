@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from selection import at_length
-from small_experts import SMALL, small
+from small_experts import SMALL, Saved, saved_once, small
 
 import forebay
 from forebay.kernels.operator import Call, Use
@@ -28,21 +28,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:OpenMP threads spin")
 EXPERTS = SMALL["num_experts"]
 PROMPT, NEW = 7, 12
 BUDGETS = {"granitemoe": "2MiB", "mixtral": "2MiB", "glm4_moe": "720KiB"}  # of which tables stream
-Saved = Callable[[str], tuple[Path, Any]]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A family's model in a folder of several files, and in memory."""
-    known: dict[str, tuple[Path, Any]] = {}
-
-    def save(family: str) -> tuple[Path, Any]:
-        if family not in known:
-            known[family] = tmp_path_factory.mktemp(family), small(family)
-            known[family][1].save_pretrained(known[family][0], max_shard_size="150KB")
-        return known[family]
-
-    return save
+    return saved_once(tmp_path_factory, small, max_shard_size="150KB")
 
 
 def wrapped(folder: Path, slots: int | None, batch: int = 3, device: str = "900KiB", **options: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forebay.kernels.cpu_support import native
 from forebay.kernels.recurrences.linear_recurrence.reference import check_arguments, reference
+from forebay.kernels.recurrences.steps import by_reference
 
 MOST_WIDTH = 512  # of keys; MOST_WIDTH in linear_recurrence.cpp
 
@@ -34,13 +35,7 @@ def bind_linear_recurrence(
     check_arguments(q, k, v, log_decay, beta, state, start, count)
     given = (q, k, v, log_decay, beta, state, start, count, out)
     if native.load() is None or k.shape[3] > MOST_WIDTH or (out.shape[-1] > 1 and out.stride(-1) != 1):
-
-        def by_torch() -> None:
-            made, new = reference(q, k, v, log_decay, beta, state, start, count)
-            out.copy_(made)
-            state.copy_(new)
-
-        return by_torch
+        return by_reference(reference, (q, k, v, log_decay, beta, state, start, count), state, out)
     args = LinearRecurrenceArgs(
         *(None if t is None else t.data_ptr() for t in given), *v.shape[:3], v.shape[2] // k.shape[2], *state.shape[2:],
         *(stride for t in (q, k, v, log_decay) for stride in t.stride()[:3]),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forebay.kernels.cpu_support import native
 from forebay.kernels.recurrences.selective_scan.reference import check_arguments, reference
+from forebay.kernels.recurrences.steps import by_reference
 
 
 class SelectiveScanArgs(ctypes.Structure):
@@ -30,13 +31,7 @@ def bind_selective_scan(
     check_arguments(x, dt, a, b, c, state, start, count)
     given = (x, dt, a, b, c, state, start, count, out)
     if native.load() is None:
-
-        def by_torch() -> None:
-            made, new = reference(x, dt, a, b, c, state, start, count)
-            out.copy_(made)
-            state.copy_(new)
-
-        return by_torch
+        return by_reference(reference, (x, dt, a, b, c, state, start, count), state, out)
     args = SelectiveScanArgs(*(t.data_ptr() for t in given), *x.shape, a.shape[1], *x.stride(), *dt.stride(),
                              *out.stride(), *b.stride()[:2], *c.stride()[:2])
     return native.NativeCall("selective_scan", args, given)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forebay.kernels.cpu_support import native
 from forebay.kernels.recurrences.short_conv.reference import ACTIVATIONS, check_arguments, reference
+from forebay.kernels.recurrences.steps import by_reference
 
 
 class ShortConvArgs(ctypes.Structure):
@@ -31,13 +32,7 @@ def bind_short_conv(
     check_arguments(x, weight, bias, state, start, count, activation)
     given = (x, weight, bias, state, start, count, out)
     if native.load() is None or (out.shape[-1] > 1 and out.stride(-1) != 1):
-
-        def by_torch() -> None:
-            made, new = reference(x, weight, bias, state, start, count, activation)
-            out.copy_(made)
-            state.copy_(new)
-
-        return by_torch
+        return by_reference(reference, (x, weight, bias, state, start, count, activation), state, out)
     args = ShortConvArgs(*(None if t is None else t.data_ptr() for t in given), *x.shape, weight.shape[1],
                          *x.stride()[:2], *out.stride()[:2], native.DTYPES[x.dtype], ACTIVATIONS.index(activation))
     return native.NativeCall("short_conv", args, given)

@@ -21,15 +21,15 @@ from typing import Any, get_args
 
 import torch
 
-from forebay.exported.captured_data import captured_from_data, captured_to_data, constant_key
+from forebay.exported.captured_data import captured_from_data, captured_to_data
+from forebay.exported.constants import constant_key, read_constants, write_constants
 from forebay.exported.whole_folder import MANIFEST
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress, read_header, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress
 from forebay.rewriter.checkpoints.identity import file_states
 from forebay.rewriter.checkpoints.match_weights import file_slices, weight_records, with_stored_formats
 from forebay.rewriter.checkpoints.packed import file_checksum, manifest_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_json, write_quantized
 from forebay.rewriter.checkpoints.records import CheckpointError
-from forebay.rewriter.checkpoints.write_tensors import write_tensors
 from forebay.rewriter.ir.files import naming, open_input, read_input
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.program import FileSlice
@@ -61,7 +61,7 @@ def write_bundle(
         write_json(out / graphs_name(gives), captured_to_data(model, keys))
     fd = os.open(out / CONSTANTS, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        write_tensors(fd, out, [(key, v.dtype, tuple(v.shape)) for key, v in kept.items()], kept.__getitem__)
+        write_constants(fd, out, kept)
     finally:
         os.close(fd)
 
@@ -102,8 +102,7 @@ def read_bundle(
         _check_file(folder, each, files)
     where = folder / name
     try:
-        constants = {key: read_tensor(record) for key, record in read_header(folder / CONSTANTS).items()}
-        captured = captured_from_data(_parse(where), constants)
+        captured = captured_from_data(_parse(where), read_constants(folder / CONSTANTS))
         records = weight_records(captured, checkpoint)
         stored = with_stored_formats(captured, records)
     except CheckpointError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -114,15 +113,6 @@ def captured_to_data(captured: CapturedModel, constants: Mapping[str, str]) -> d
         dict(constants), captured.layers, captured.layer_weights,
         tuple(tuple(_state(spec) for spec in states) for states in captured.states),
         graph_to_data(captured.step, "the model outside its layers"), blocks))
-
-
-def constant_key(value: torch.Tensor, kept: dict[str, torch.Tensor]) -> str:
-    """The name under which a constant is kept, once however many graphs have it: a digest of it."""
-    value = value.detach().cpu().contiguous()
-    content = value.reshape(-1).view(torch.uint8).numpy().tobytes()
-    key = hashlib.sha256(f"{value.dtype} {list(value.shape)} ".encode() + content).hexdigest()[:16]
-    kept[key] = value
-    return key
 
 
 def _weight(spec: WeightSpec) -> StoredWeight:
