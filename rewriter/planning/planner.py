@@ -99,6 +99,9 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> 
 
 def refuse_forced(needs: ModelNeeds, budget: Budget, workload: Workload, options: Options) -> None:
     """Raise PlanError, naming what is forced, for a budget that would be enough without it."""
+    if options.expert_slots and not any(map(is_table, needs.uses)):
+        raise PlanError(f"expert_slots={options.expert_slots}: the model has no experts that steps could read by name; "
+                        "leave it out")
     names = ("slots", "slot_nbytes", "expert_slots", "prefill_chunk")
     free, _ = smallest_budget(needs, workload, replace(options, slots=None, slot_nbytes=None, expert_slots=None,
                                                        prefill_chunk=None))

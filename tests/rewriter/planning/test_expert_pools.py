@@ -14,7 +14,7 @@ from forebay.rewriter.planning.advice import advise
 from forebay.rewriter.planning.expert_pools import pool_buffers
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed, WeightUse
 from forebay.rewriter.planning.options import Options
-from forebay.rewriter.planning.planner import make_plan, smallest_budget
+from forebay.rewriter.planning.planner import make_plan, refuse_forced, smallest_budget
 from tests.rewriter.planning.test_planner import assert_sound, rates
 
 MACHINE = "m"
@@ -102,3 +102,10 @@ def test_advice_counts_what_larger_pools_would_read() -> None:
     # a quarter is there; with twice the slots a half, so that two thirds are left of what is read
     assert [line.rpartition(" would give ")[2] for line in rest] == ["5.0x", "1.7x", "1.4x"]
     assert "in which all experts stay" in rest[0] and "twice as many experts" in rest[2]
+
+
+def test_slots_for_experts_that_a_model_does_not_have_are_refused() -> None:
+    dense = replace(mixture(), uses=mixture().uses[:1])
+    least, _ = smallest_budget(dense, Workload(3, 16, 100), Options())
+    with pytest.raises(PlanError, match="expert_slots=4: the model has no experts"):
+        refuse_forced(dense, Budget(least), Workload(3, 16, 100), Options(expert_slots=4))
