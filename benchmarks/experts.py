@@ -1,11 +1,11 @@
 """Decode of a mixture of experts that exceeds its budget: `python -m benchmarks.experts`.
 
-Random weights in bf16, of Qwen3-30B-A3B's layers, 4 of them, within shares of the weights' bytes, batch 1. Contestants
-take turns: `pools`, experts that are read by name, as the planner places them, and `whole`, tables that stream. Before
-each turn plain reads of the model's files give the ceiling: what a token reads at their rate. Hits are what is not read
-of what the routers name. A prompt is one token, so that each step is a decode step; tokens are drawn, as the likeliest
-of random weights repeat themselves. The first answer, which finds pools empty, is not counted.
-`--model qwen3-moe-skewed`: routers that prefer some.
+The model has random weights in bf16 and 4 layers of Qwen3-30B-A3B's shape. Budgets are shares of its bytes; the batch
+is 1. Contestants take turns: `pools` reads experts by name, as the planner chooses; `whole` streams every table. Plain
+reads of the model's files before each turn give the ceiling: the bytes of a token at their rate. Hits are the share of
+the experts picked by routers that need no read. A prompt is one token, so each step is a decode step. Tokens are drawn,
+because greedy answers of random weights repeat themselves. The first answer finds empty pools and is not counted. With
+`--model qwen3-moe-skewed` routers prefer some experts.
 """
 
 from __future__ import annotations
