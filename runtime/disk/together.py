@@ -19,16 +19,16 @@ class Together:
         self._lock = threading.Lock()
 
     def issue(self, parts: Iterable[Callable[[], object]]) -> None:
-        """Issue all parts; those from the first on that cannot be issued have ended, with its error. So `done` is
-        called once the others have ended too, and nothing is under way then."""
-        failed: BaseException | None = None
-        for issue in parts:
-            if failed is None:
-                try:
-                    issue()
-                    continue
-                except BaseException as error:
-                    failed = error
+        """Issue all parts; those from the first on that cannot be issued, or not even be made, have ended with its
+        error. So `done` is called once the others have ended too, and nothing is under way then."""
+        issued, failed = 0, None
+        try:
+            for issue in parts:
+                issue()
+                issued += 1
+        except BaseException as error:
+            failed = error
+        for _ in range(self._parts - issued):
             self.part(failed)
 
     def part(self, error: BaseException | None) -> None:
