@@ -1,4 +1,4 @@
-"""The README says what works: its Python runs as it stands, its commands and their options exist, its links lead on."""
+"""README and docs: the README's Python runs as it stands, commands and options of all pages exist, links lead on."""
 
 from __future__ import annotations
 
@@ -27,17 +27,39 @@ def test_its_python_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "The capital of France is Paris" in said and "schedule" in said and "torch.Size([4, 1024])" in said
 
 
-def test_its_commands_and_their_options_exist() -> None:
-    known = get_command(app).commands  # type: ignore[attr-defined]
-    lines = re.findall(r"^    forebay +([\w-]+)(.*?)(?:  #.*)?$", TEXT, re.MULTILINE)
-    assert len(lines) > 10 and {"run", "chat", "plan"} <= {name for name, _ in lines}
-    for name, rest in lines:
-        options = {option for parameter in known[name].params for option in parameter.opts}
-        if name != "eval":  # its options are read when it runs
-            assert set(re.findall(r"(?<=\s)--[\w-]+", rest)) <= options, (name, rest)
+def test_commands_of_all_pages_and_their_options_exist() -> None:
+    """Each line of code that begins with `forebay` names a command, and options that it has."""
+    known, seen = get_command(app).commands, set()  # type: ignore[attr-defined]
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
+        for name, rest in re.findall(r"^    (?:torchrun .* )?forebay +([\w-]+)(.*?)(?: +#.*)?$",
+                                     page.read_text(encoding="utf-8"), re.MULTILINE):
+            seen.add(name)
+            options = {option for parameter in known[name].params for option in (*parameter.opts,
+                                                                                 *parameter.secondary_opts)}
+            if name != "eval":  # its options are read when it runs
+                assert set(re.findall(r"(?<=\s)--[\w-]+", rest)) <= options, (page.name, name, rest)
+    assert seen >= known.keys() - {"help", "version"}  # each command is shown on some page
 
 
-def test_its_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+?)\)", TEXT)
-    assert "docs/measured.md" in links and "docs/step.png" in links
-    assert not [link for link in links if not link.startswith("http") and not (ROOT / link).exists()]
+def test_links_of_all_pages_lead_somewhere() -> None:
+    """Files exist, and headings that a link names do."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "passes/README.md", ROOT / "benchmarks/README.md",
+             *ROOT.glob("docs/**/*.md")]
+    seen, broken = 0, []
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if link.startswith(("http:", "https:")):
+                continue
+            seen += 1
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists() or (anchor and anchor not in headings(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert seen > 30 and not broken
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and MkDocs make them."""
+    titles = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
