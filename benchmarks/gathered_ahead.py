@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     links = tuple(ExchangeLink(kind, 2, 1e9 * asked.gb_per_s, 1e-6 * asked.latency_us) for kind in RING_STEPS)
-    machine = replace(PRESETS[asked.machine], mesh=MeshLinks(2, "nccl", "", links, held_up=0.0))
+    machine = replace(PRESETS[asked.machine], mesh=MeshLinks(2, "nccl", "", links, overlap_penalty=0.0))
     captured, work, rows = llama(), Workload(asked.batch, asked.prompt, 2), []
     for mesh in WAYS:
         line = simulated(captured, mesh, work, machine)

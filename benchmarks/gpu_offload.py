@@ -50,7 +50,7 @@ WINDOWED = SMALL | {"sliding_window": 16}  # a Mistral
 WAYS: tuple[dict[str, Any], ...] = (  # in which caches and steps differ
     {"cache_tier": "host"}, {"cache_tier": "disk"}, {"cache_tier": "host", "cpu_attention": True},
     {"cache_tier": "disk", "micro_batches": 3, "order": "row"}, {"cache_tier": "host", "checkpoints": (1, 2)},
-    {"places": 2}, {"places": 2, "cache_tier": "disk"}, {"prompt_lookup_num_tokens": 4}, {"draft": "w8"})
+    {"batch_slots": 2}, {"batch_slots": 2, "cache_tier": "disk"}, {"prompt_lookup_num_tokens": 4}, {"draft": "w8"})
 # Relative, between the GPU's and the CPU's kernels over equal bits, in bf16; and in float32, where a cache has 4 bits:
 # what rounds otherwise in bf16 becomes other codes (two implementations on one CPU: 3.5e-2, in float32 4e-7).
 LOGITS_LIMIT, EXACT_LIMIT = 3e-2, 5e-3

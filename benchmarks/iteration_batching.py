@@ -2,12 +2,12 @@
 
 A job as `forebay run` does it, answers written to a file as they end: prompts of 10 to 400 random tokens whose answers
 take 5 to 200, through weights that stream. In one process, in turns of half a second, each contestant on the same
-sequences within the same budget and with the same number of places:
+sequences within the same budget and with the same number of slots:
 
-- `entering`: sequences enter the places of the plan that `plan_slots` makes as others leave them;
-- `static`: as many sequences at a time as there are places, in the order of the job: prompts are padded to the longest
+- `admitted`: sequences enter the slots of the plan that `plan_slots` makes as others leave them;
+- `static`: as many sequences at a time as there are slots, in the order of the job: prompts are padded to the longest
   of them, and all wait until the slowest has ended, by the plan that is made for such batches;
-- `sorted`: the plan and Programs of `entering`, as many sequences at a time, longest prompts first: batches that pad
+- `sorted`: the plan and Programs of `admitted`, as many sequences at a time, longest prompts first: batches that pad
   nothing, and wait.
 
 Beside tokens/s stand the useful tokens of a decode step and the fewest decode steps that could do, with every place
@@ -50,7 +50,7 @@ from forebay.rewriter.pipeline.plan_search import plan_slots
 from forebay.rewriter.planning.options import Options
 from forebay.runtime.run.progress import WorkDone
 
-AIM = 1.5  # tokens/s of `entering` over those of `static`
+AIM = 1.5  # tokens/s of `admitted` over those of `static`
 PROMPTS, ANSWERS = (10, 400), (5, 200)
 QUICK = {"tiny": (PROMPTS, ANSWERS), "smollm2": ((10, 100), (5, 50))}
 SEQUENCES = {"tiny": 2000, "smollm2": 48}
@@ -132,20 +132,20 @@ def measure(name: str, options: argparse.Namespace, say: Any) -> dict[str, Any]:
     """All contestants on one model, in turns."""
     prompts, answers = QUICK[name] if options.quick else (PROMPTS, ANSWERS)
     count = options.sequences or (QUICK_SEQUENCES if options.quick else SEQUENCES)[name]
-    budget, places = options.budget or BUDGETS[name][0], options.places or BUDGETS[name][1]
+    budget, batch_slots = options.budget or BUDGETS[name][0], options.batch_slots or BUDGETS[name][1]
     with tempfile.TemporaryDirectory() as folder:
         opened = open_model("demo" if name == "smollm2" else tiny_model(Path(folder)), dequantize=True)
         job = Workload(count, prompts[1], answers[1], sum(prompts) // 2, sum(answers) // 2)
         began = time.monotonic()
         with LanguageModel(*opened, parse_budget({"device": budget}), job, Options(cache_tier="device"),
-                           choose=partial(plan_slots, slots=places)) as lm:
+                           choose=partial(plan_slots, slots=batch_slots)) as lm:
             plan = lm.plan
-            say(f"{name}: planned in {time.monotonic() - began:.1f} s; {places} places, "
+            say(f"{name}: planned in {time.monotonic() - began:.1f} s; {batch_slots} slots, "
                 f"{plan.schedule.batching.admitted} enter at once, chunks of {plan.schedule.prefill_chunk} tokens; "
                 f"{plan.prediction.streamed_nbytes / 1e6:.1f} MB stream in each step")
             with (LanguageModel(*opened, lm.budget, plan.workload, Options(), plan=plan) as other,
                   LanguageModel(*opened, lm.budget, plan.workload, Options(cache_tier="device")) as padded):
-                sizes = {"entering": (lm, count), "static": (padded, places), "sorted": (other, places)}
+                sizes = {"admitted": (lm, count), "static": (padded, batch_slots), "sorted": (other, batch_slots)}
                 found: dict[str, list[ContestantTurn]] = {label: [] for label in sizes}
                 for one, _ in sizes.values():
                     for tokens in (1, *one.plan.schedule.prefill_chunks):
@@ -161,22 +161,22 @@ def measure(name: str, options: argparse.Namespace, say: Any) -> dict[str, Any]:
                         say(f"  round {i} {label:<9} {done.tokens_per_s:8.1f} tokens/s  {done.work.decodes} decode "
                             f"steps in {done.decode_s:.1f} s and {done.work.prefills} prefill steps in "
                             f"{done.time_s - done.decode_s:.1f} s")
-    return summary_of(name, places, count, found)
+    return summary_of(name, batch_slots, count, found)
 
 
-def summary_of(name: str, places: int, count: int, found: dict[str, list[ContestantTurn]]) -> dict[str, Any]:
+def summary_of(name: str, batch_slots: int, count: int, found: dict[str, list[ContestantTurn]]) -> dict[str, Any]:
     """Medians over the rounds, and what of them holds."""
-    pairs = list(zip(found["entering"], found["sorted"], strict=True))
-    over = {label: [a.tokens_per_s / b.tokens_per_s for a, b in zip(found["entering"], found[label], strict=True)]
+    pairs = list(zip(found["admitted"], found["sorted"], strict=True))
+    over = {label: [a.tokens_per_s / b.tokens_per_s for a, b in zip(found["admitted"], found[label], strict=True)]
             for label in ("static", "sorted")}
     ratios = over["static"]
     equal = [sum(b.answers[i] == text for i, text in a.answers.items()) / len(a.answers)
-             for label in over for a, b in zip(found["entering"], found[label], strict=True)]
-    least = [-(-(a.work.tokens - count) // places) for a, _ in pairs]  # first tokens come of prefill steps
+             for label in over for a, b in zip(found["admitted"], found[label], strict=True)]
+    least = [-(-(a.work.tokens - count) // batch_slots) for a, _ in pairs]  # first tokens come of prefill steps
     bounds = [b.time_s / (b.time_s - b.decode_s + n * b.decode_s / b.work.decodes)
               for n, (_, b) in zip(least, pairs, strict=True)]
     return {
-        "model": name, "places": places, "sequences": count,
+        "model": name, "batch_slots": batch_slots, "sequences": count,
         "tokens_per_s": {label: median(t.tokens_per_s for t in turns) for label, turns in found.items()},
         "useful_per_decode_step": {label: median((t.work.tokens - count) / t.work.decodes for t in turns)
                                    for label, turns in found.items()},
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--models", default="tiny", help="of tiny and smollm2")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--sequences", type=int, help="in each round")
-    parser.add_argument("--places", type=int)
+    parser.add_argument("--batch-slots", type=int)
     parser.add_argument("--budget", help="of the device")
     parser.add_argument("--quick", action="store_true", help="one round of fewer sequences, shorter ones for smollm2")
     parser.add_argument("--json", action="store_true", help="print one object with `holds` and `summary`")
@@ -207,8 +207,8 @@ def main() -> None:
     for row in found:
         speed = ", ".join(f"{label} {rate:.1f}" for label, rate in row["tokens_per_s"].items())
         useful = ", ".join(f"{label} {n:.1f}" for label, n in row["useful_per_decode_step"].items())
-        print(f"{row['model']}: tokens/s {speed}; useful tokens of a decode step {useful} of {row['places']}; decode "
-              f"steps {', '.join(str(d) for _, d in row['steps']['entering'])} of at least "
+        print(f"{row['model']}: tokens/s {speed}; useful tokens of a decode step {useful} of {row['batch_slots']}; "
+              f"decode steps {', '.join(str(d) for _, d in row['steps']['admitted'])} of at least "
               f"{', '.join(map(str, row['least_decode_steps']))}; {row['over_static']:.2f} times static, "
               f"{row['over_sorted']:.2f} times sorted (at most {row['most_over_sorted']:.2f} with as few decode "
               f"steps); {100 * row['equal_answers']:.0f} % of answers equal; "

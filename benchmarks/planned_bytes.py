@@ -19,7 +19,7 @@ def crossing_nbytes(lm: Any, tokens: int) -> dict[str, float]:
     moved: dict[str, float] = {}
     for item in lm.steps.program(tokens).step:
         if isinstance(item, Copy):
-            usual = min((end.usual for end in (item.src, item.dst) if isinstance(end, Rows)), default=1.0)
+            typical = min((end.typical for end in (item.src, item.dst) if isinstance(end, Rows)), default=1.0)
             way = f"{tier_of(item.src)}->{tier_of(item.dst)}"
-            moved[way] = moved.get(way, 0.0) + usual * copy_nbytes(item)
+            moved[way] = moved.get(way, 0.0) + typical * copy_nbytes(item)
     return moved

@@ -3,9 +3,11 @@
 `forebay serve demo` (SmolLM2-135M) is planned once with all the memory it wants and once with half of that. Each gets
 requests in an open loop, Poisson: first far more than it can serve, which gives the rate at which it is full, then at
 shares of that; prompts and answers of uniformly drawn lengths, prompts of English, and no step checks drafts, of which
-a simulation knows no share that stands. `rewriter/serving/in_places.py` is given the same arrivals and lengths (of the
-answers those that came), and steps as the plan's Programs are predicted on this machine's profile: nothing of the run
-is fitted. What is compared: P50 and P90 of the time to the first token (TTFT) and of the time per token after it
+a simulation knows no share that stands. `rewriter/serving/continuous_batching.py` is given the same arrivals and
+lengths (of the answers those that came), and steps as the plan's Programs are predicted on this machine's profile:
+nothing of the run is fitted.
+
+What is compared: P50 and P90 of the time to the first token (TTFT) and of the time per token after it
 (TPOT), and of the largest rate the requests that end a second between a fifth and four fifths of the run.
 
 A machine with neighbours changes its pace from minute to minute. So plain reads and products are timed before and
@@ -42,7 +44,7 @@ from forebay.commands.plan_serving import plan_serving, step_times_of
 from forebay.language_model import LanguageModel
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.of_programs import StepTimes, step_times
-from forebay.rewriter.serving.in_places import in_places
+from forebay.rewriter.serving.continuous_batching import simulate_slots
 from forebay.rewriter.serving.served import Served, percentile_s
 from forebay.rewriter.serving.traffic import Arrival
 from forebay.runtime.measure.neighbours import Neighbours
@@ -108,7 +110,7 @@ def paced(times: StepTimes, load: Sequence[Arrival], before: dict[str, float], a
           ) -> tuple[StepTimes, dict[str, float]]:
     """The times with steps of each kind as long as the run's were on average, and these over what was predicted."""
     noting = CountedTimes(**{f.name: getattr(times, f.name) for f in fields(times)})
-    in_places(load, noting)
+    simulate_slots(load, noting)
     paces = {}
     for kind, predicted in noting.noted.items():
         steps, took = (after[f"{kind} {what}"] - before[f"{kind} {what}"] for what in ("steps", "step_seconds"))
@@ -141,7 +143,7 @@ def of_simulation(run: Served) -> dict[str, float]:
 def saturation(times: StepTimes, words: Sequence[int], count: int) -> float:
     """Requests a second where they never end."""
     load = requests(count, 1e6, 0, words)
-    run = in_places([Arrival(r.at_s, len(r.body["prompt"]), r.body["max_tokens"]) for r in load], times)
+    run = simulate_slots([Arrival(r.at_s, len(r.body["prompt"]), r.body["max_tokens"]) for r in load], times)
     return ended_per_s(list(run.last))
 
 
@@ -151,7 +153,7 @@ def alone_pace(port: int, times: StepTimes, words: Sequence[int]) -> float:
     ratios = []
     for request in requests(ALONE + 1, 1.0, 99, words):
         answer = open_loop(port, [replace(request, at_s=0.0)])[0]
-        ratios.append((answer.last_s - answer.sent_s) / float(in_places([
+        ratios.append((answer.last_s - answer.sent_s) / float(simulate_slots([
             Arrival(0.0, answer.prompt, answer.tokens)], times).last[0]))
     return median(ratios[1:])
 
@@ -165,8 +167,8 @@ def measure_budget(name: str, budget: str, options: argparse.Namespace, words: S
     own = ("--queue", "100000", "--prompt", str(PROMPTS[1]), "--new-tokens", str(ANSWERS[1]),
            "--prompt-lookup-num-tokens", "none")
     machine = ("--machine", str(options.machine)) if options.machine else ()
-    with serving(budget, *own, *machine) as (server, port, places):
-        assert places == times.places, "the server runs another plan"
+    with serving(budget, *own, *machine) as (server, port, batch_slots):
+        assert batch_slots == times.batch_slots, "the server runs another plan"
         for share in SHARES:
             alone = alone_pace(port, times, words)
             pace, rate = probe.pace(), probe.bytes_per_s()
@@ -179,13 +181,14 @@ def measure_budget(name: str, budget: str, options: argparse.Namespace, words: S
             pace, rate = (pace + probe.pace()) / 2, (rate + probe.bytes_per_s()) / 2
             at_steps, paces = paced(times, load, counted, measured_steps)
             row: Row = {
-                "budget": name, "device_nbytes": nbytes, "places": places, "share": share, "rate": share * full,
-                "requests": len(answers), "failed": len(failed), "first_failure": failed[0] if failed else "",
+                "budget": name, "device_nbytes": nbytes, "batch_slots": batch_slots, "share": share,
+                "rate": share * full, "requests": len(answers), "failed": len(failed),
+                "first_failure": failed[0] if failed else "",
                 "alone": alone, "pace": pace, "bytes_per_s": rate, "others": max(0.0, seen.share() - used),
                 "measured": of_run(good), "steps_over_predicted": paces,
-                "predicted": of_simulation(in_places(load, times)),
-                "at_probed_pace": of_simulation(in_places(load, times_at(lm, rate, pace))),
-                "at_measured_steps": of_simulation(in_places(load, at_steps))}
+                "predicted": of_simulation(simulate_slots(load, times)),
+                "at_probed_pace": of_simulation(simulate_slots(load, times_at(lm, rate, pace))),
+                "at_measured_steps": of_simulation(simulate_slots(load, at_steps))}
             rows.append(row)
             show(row)
             full = row["measured"]["ended_per_s"] if share > 1 else full
@@ -197,9 +200,10 @@ def errors(row: Row, key: str = "at_probed_pace") -> dict[str, float]:
 
 
 def show(row: Row) -> None:
-    print(f"{row['budget']} ({row['device_nbytes'] / 1e6:.0f} MB, {row['places']} places), {row['share']:g} of full, "
-          f"{row['rate']:.2f} requests/s: {row['requests']} requests, {row['failed']} failed; alone "
-          f"{row['alone']:.2f} of what is predicted; others took {row['others']:.0%} of the cores", flush=True)
+    print(f"{row['budget']} ({row['device_nbytes'] / 1e6:.0f} MB, {row['batch_slots']} slots), "
+          f"{row['share']:g} of full, {row['rate']:.2f} requests/s: {row['requests']} requests, "
+          f"{row['failed']} failed; "
+          f"alone {row['alone']:.2f} of what is predicted; others took {row['others']:.0%} of the cores", flush=True)
     paces = ", ".join(f"{kind} {pace:.2f}" for kind, pace in row["steps_over_predicted"].items())
     print(f"  steps over what is predicted: {paces}; products {row['pace']:.2f} of the profile's, reads "
           f"{row['bytes_per_s'] / 1e9:.2f} GB/s")

@@ -142,13 +142,13 @@ def closed_loop(port: int, requests: Sequence[LoadRequest], clients: int) -> lis
 
 @contextlib.contextmanager
 def serving(budget: str, *options: str) -> Iterator[tuple[int, int, int]]:
-    """`forebay serve demo` in a process of its own: its process, its port and its places."""
+    """`forebay serve demo` in a process of its own: its process, its port and its slots."""
     command = [sys.executable, "-m", "forebay", "serve", "demo", "--budget", f"device={budget}", "--port", "0"]
     with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             for line in process.stderr:
-                if found := re.search(r"at http://[^ ]*:(\d+) in (\d+) places", line.replace("\n", " ")):
+                if found := re.search(r"at http://[^ ]*:(\d+) in (\d+) slots", line.replace("\n", " ")):
                     yield process.pid, int(found[1]), int(found[2])
                     break
             else:

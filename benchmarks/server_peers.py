@@ -76,7 +76,7 @@ def free_port() -> int:
 
 def forebay(stack: contextlib.ExitStack, *options: str) -> ServerPeer:
     process, port, _ = stack.enter_context(serving("4GiB", "--prompt", "64", "--new-tokens", str(ANSWER),
-                                                   "--places", str(CLIENTS), "--name", "demo", *options))
+                                                   "--batch-slots", str(CLIENTS), "--name", "demo", *options))
     return ServerPeer(process, port, "demo")
 
 

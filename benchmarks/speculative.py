@@ -12,7 +12,7 @@ whole budget, and all of its time over what its own passes take as its plan pred
 what the plans say for the share of drafted tokens that stood, and, in a column of its own, for the passes and drafts
 that were made. Reads go past the page cache; the peer's files are dropped from it before each answer.
 
-`--places 2,4,8`: a job of half as many answers again as there are places, to all texts, in place of single answers.
+`--batch-slots 2,4,8`: a job of half as many answers again as there are slots, to all texts, in place of single answers.
 Beside each stands what a decode step would take if nothing but its bytes bound it, at the rate of plain reads.
 
 `torchrun --nproc-per-node=2 -m benchmarks.speculative --ranks --machine FILE`: two ranks of a thread each over gloo,
@@ -53,7 +53,7 @@ from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import COMPUTE
 from forebay.rewriter.machine.profile import Machine, load_machine
 from forebay.rewriter.pipeline.plan_draft import token_time_s
-from forebay.rewriter.planning.features.admission import entering_at_once
+from forebay.rewriter.planning.features.admission import admitted_at_once
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.simulate import simulate
 from forebay.runtime.comm.ranks import leave_ranks
@@ -177,22 +177,23 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path, machine: Mach
         yield rows
 
 
-def measure_places(args: argparse.Namespace, folder: Path, scratch: Path, machine: Machine) -> Iterator[list[Row]]:
-    """All jobs of all contestants, in turns, by budget and number of places."""
+def measure_slots(args: argparse.Namespace, folder: Path, scratch: Path, machine: Machine) -> Iterator[list[Row]]:
+    """All jobs of all contestants, in turns, by budget and number of slots."""
     tokenizer, probe = load_tokenizer(folder), Probe(folder, machine, args.dtype, 1)
     prompts = [torch.tensor(tokenizer(TEXTS[name])["input_ids"]) for name in args.texts]
-    for share, places in itertools.product(args.shares, args.places):
-        fixed: Any = dict(places=places, prompt=max(map(len, prompts)), new_tokens=args.new, machine=machine)
+    for share, batch_slots in itertools.product(args.shares, args.batch_slots):
+        fixed: Any = dict(batch_slots=batch_slots, prompt=max(map(len, prompts)), new_tokens=args.new, machine=machine)
         with forebay.wrap(folder, 1 << 40, **fixed) as whole:
-            least = whole.steps.pipeline.smallest_budget(Options(entering=entering_at_once(places)))
+            least = whole.steps.pipeline.smallest_budget(Options(admitted=admitted_at_once(batch_slots)))
             budget = least + int(share * whole.captured.weight_nbytes)
         lms, rows = opened(folder, budget, OURS, fixed), list[Row]()
-        asked = [Request(prompts[i % len(prompts)], args.new - 8 * (i % 2)) for i in range(places + -(-places // 2))]
+        count = batch_slots + -(-batch_slots // 2)
+        asked = [Request(prompts[i % len(prompts)], args.new - 8 * (i % 2)) for i in range(count)]
         for turn in range(args.rounds + 1):
             rate = probe.bytes_per_s()
             found = {who: job(lm, asked if turn else [Request(asked[0].ids, 4)], rate) for who, lm in lms.items()}
             if turn:
-                rows += noted(found, setting=f"{100 * share:.0f} %, {places} places", text="all", round=turn)
+                rows += noted(found, setting=f"{100 * share:.0f} %, {batch_slots} slots", text="all", round=turn)
         close(lms)
         yield rows
 
@@ -364,7 +365,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=96, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shares", type=lambda text: [float(x) for x in text.split(",")], default=list(SHARES))
-    parser.add_argument("--places", type=lambda text: [int(x) for x in text.split(",")], help="jobs in so many places")
+    parser.add_argument("--batch-slots", type=lambda text: [int(x) for x in text.split(",")],
+                        help="jobs in so many slots")
     parser.add_argument("--ranks", action="store_true", help="two ranks, started by torchrun")
     parser.add_argument("--context", type=int, default=0,
                         help="tokens of prompts, behind notes; budgets are then above the least with caches on disk")
@@ -379,7 +381,7 @@ def main() -> None:
         args.new, args.rounds, args.shares, args.texts = 48, 1, [0.3], ["copy", "story"]
     if args.ranks:
         torch.set_num_threads(1)
-    way = measure_ranks if args.ranks else measure_places if args.places else measure
+    way = measure_ranks if args.ranks else measure_slots if args.batch_slots else measure
     first = os.environ.get("RANK", "0") == "0"
     with tempfile.TemporaryDirectory(prefix="forebay-speculative-") as scratch:
         folder, rows = in_dtype(demo_checkpoint(), args.dtype, Path(scratch)), list[Row]()

@@ -37,9 +37,9 @@ def generate(folder: str | Path, prompts: Sequence[Sequence[int]], new_tokens: i
     # GroupQueryAttention wants prompts at the left, where what is written behind a short one is overwritten later; the
     # standard Attention appends for all alike: at the right there
     left, static = dialect != "standard", dialect == "static"
-    places = [slice(0, n) if left else slice(width - n, width) for n in lengths]
+    batch_slots = [slice(0, n) if left else slice(width - n, width) for n in lengths]
     ids, mask = np.zeros((2, len(prompts), width), np.int64)
-    for row, place in enumerate(places):
+    for row, place in enumerate(batch_slots):
         ids[row, place], mask[row, place] = prompts[row], 1
     positions = np.tile(np.arange(width), (len(prompts), 1)) if static else np.maximum(mask.cumsum(1) - 1, 0)
     last = lengths - 1 if left else np.full(len(prompts), width - 1)

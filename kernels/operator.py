@@ -87,8 +87,9 @@ class Operator:
 
     `bind` makes a use on torch's tensors a call without arguments, by device ("cpu", "cuda"; this imports Triton);
     without an entry the operator does not run there as a launch. `workspace` gives transient bytes beside operands and
-    results, by device, and `passing` how many of those on a GPU torch's own operators take and give back. `overwrites`
-    names arguments whose every element is read just before the element of the result that may take its place. `caches`
+    results, by device, and
+    `allocator_transient_nbytes` how many of those torch's own operators take and give back on a GPU. `overwrites` names
+    arguments whose every element is read just before the element of the result that may take its place. `caches`
     names the arguments that are K and V. `sparse`: the same operator over one query that reads a share of the values,
     `kept`, which stands among its arguments where the first ends that this one has not. `score_ranges`: its
     arguments phi, low and high, in a row, say that partial softmaxes share the maximum phi where the largest score x
@@ -105,7 +106,7 @@ class Operator:
     cost: Callable[[Use], Cost]
     bind: Mapping[str, Callable[[Use], Call]] = field(default_factory=dict)
     workspace: Mapping[str, Callable[[Use], int]] = field(default_factory=dict)
-    passing: Callable[[Use], int] = lambda _: 0
+    allocator_transient_nbytes: Callable[[Use], int] = lambda _: 0
     takes: Callable[..., bool] = lambda *_: True
     layouts: Mapping[str, OperandLayout] = field(default_factory=dict)
     overwrites: tuple[str, ...] = ()

@@ -21,14 +21,14 @@ class Recalling:
     """A session whose logits depend on every token of a row, through a cache as the model's; what is written behind
     where a row's tokens end is rubbish that nothing may read."""
 
-    renewed_at, rewindable = 0, True
+    rope_switch_length, rewindable = 0, True
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.grown = plan, 0
         self.cache = torch.full((plan.workload.batch, plan.workload.context), -1)
         self.sizes: list[int] = []
 
-    def renews(self, held: int, length: int) -> bool:
+    def crosses_rope_switch(self, held: int, length: int) -> bool:
         return False
 
     def grow(self) -> None:
@@ -39,8 +39,8 @@ class Recalling:
         size, batch, batching = ids.shape[1], self.plan.workload.batch, self.plan.schedule.batching
         assert size in self.plan.schedule.step_sizes
         assert ids.shape[0] == start.shape[0] == batching.sequences(batch, size)
-        assert (inputs.places is not None) is bool(batching.admitted and batching.is_prefill(size))
-        rows = range(batch) if inputs.places is None else inputs.places.tolist()
+        assert (inputs.batch_slots is not None) is bool(batching.admitted and batching.is_prefill(size))
+        rows = range(batch) if inputs.batch_slots is None else inputs.batch_slots.tolist()
         self.sizes.append(size)
         logits = torch.zeros(len(ids), size, VOCAB)
         for i, (row, at) in enumerate(zip(rows, start.tolist(), strict=True)):
@@ -87,10 +87,10 @@ class Guessing:
 
 
 def session(
-    batch: int, prompt: int, new_tokens: int, sizes: Collection[int], chunk: int, entering: int = 0,
+    batch: int, prompt: int, new_tokens: int, sizes: Collection[int], chunk: int, admitted: int = 0,
     kind: type[Recalling] | None = None,
 ) -> Any:
-    batching = BatchSchedule(admission=Admission(entering), speculation=Speculation(tuple(sorted(sizes, reverse=True))))
+    batching = BatchSchedule(admission=Admission(admitted), speculation=Speculation(tuple(sorted(sizes, reverse=True))))
     schedule = Schedule(prefill_chunks=(chunk,), batching=batching)
     said = Prediction(speculative_busy_s=(0.1,) * len(sizes))
     return (kind or Recalling)(Plan("f", "m", Limits(1), Workload(batch, prompt, new_tokens), schedule, (),

@@ -128,7 +128,7 @@ def mark_uncovered(items: Sequence[pytest.Item]) -> None:
 
 
 def covering(cells: Sequence[Cell], strength: int) -> list[int]:
-    """The places of some cells, among which each `strength` values that any cell has together stand together."""
+    """The slots of some cells, among which each `strength` values that any cell has together stand together."""
     def parts(cell: Cell) -> set[Any]:
         return set(itertools.combinations(enumerate(cell), min(strength, len(cell))))
 

@@ -118,8 +118,8 @@ def test_what_cannot_be_is_one_line(
     for file in ("config.json", "tokenizer.json"):
         shutil.copy(folder / file, exported)
     (exported / "export.json").write_text('{"format": "onnx", "dialect": "microsoft"}')
-    places = {"no": tmp_path / "no", "model": folder, "onnx": exported, "out": tmp_path / "out"}
-    monkeypatch.setattr(sys, "argv", [name, *(each.format(**places) for each in given)])
+    batch_slots = {"no": tmp_path / "no", "model": folder, "onnx": exported, "out": tmp_path / "out"}
+    monkeypatch.setattr(sys, "argv", [name, *(each.format(**batch_slots) for each in given)])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     said = capfd.readouterr().err.splitlines()

@@ -241,7 +241,7 @@ def test_every_kind_of_test_has_tests() -> None:
     assert not [name for name in KIND_OF_PATH if not (TESTS / name).exists()]
     kinds = {kind_of(path) for path in TESTS.rglob("test_*.py")}
     assert kinds == KINDS.keys() - {"all"}
-    assert kind_of(TESTS / "runtime/run/test_places.py") == "e2e" and kind_of(TESTS / "test_house.py") == "static"
+    assert kind_of(TESTS / "runtime/run/test_batch_slots.py") == "e2e" and kind_of(TESTS / "test_house.py") == "static"
 
 
 def test_what_make_test_leaves_out_is_listed() -> None:

@@ -22,7 +22,7 @@ FIT_TIME_S = 9.0  # to meet a capacity
 MINIMIZE_TIME_S = 3.0  # to lower the height
 GOOD_ENOUGH = 0.0005  # of the lower bound: gaps below it are not searched further
 MIN_SEARCH_S = 0.05
-NEAR = 0.01  # of the target: gaps above it are worth a pass of their own over the long-lived buffers
+GAP_SHARE = 0.01  # of the target: gaps above it are worth a pass of their own over the long-lived buffers
 LONG = 8  # median lifetimes
 LONG_SEARCH_S = 2.0
 MANY = 1000  # buffers: from here on one that fits below what is known is searched first, and neighbourhoods last
@@ -59,7 +59,7 @@ def allocate(
     target = bound if capacity is None else max(bound, capacity // alignment)
 
     best, height, method = _best_greedy(units, target, end)
-    staged = _long_lived_first(units, end) if height > (1 + NEAR) * target else None
+    staged = _long_lived_first(units, end) if height > (1 + GAP_SHARE) * target else None
     if staged is not None and _height(units, staged) < height:
         best, height, method = staged, _height(units, staged), "long-lived first"
     if height > target and len(units) > MANY:

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import flop_registry
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.operator import Operator
 from forebay.kernels.operators import EXPERTS, LINEAR, LINEAR_Q, of_target
-from forebay.passes.lower.out_trials import keeps_memory
 from forebay.passes.lower.out_variants import (
     COPIES,
     is_view,
@@ -22,6 +21,7 @@ from forebay.passes.lower.out_variants import (
     out_variant,
     transient_nbytes,
 )
+from forebay.passes.lower.probe_out_variants import keeps_memory
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, Gemm, is_collective, values_of
 from forebay.rewriter.ir.operator_names import called

@@ -44,7 +44,7 @@ from forebay.passes.lower.take_turns import PieceTurn, turns
 from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.draft import Arrive, Draft, Exchanged, Fetch, Found, Free, Lookup, Move
 from forebay.rewriter.ir.gathers import GATHER_BUFFER
-from forebay.rewriter.ir.graph import META, Layout, WeightInput, hands_on, values_of
+from forebay.rewriter.ir.graph import META, Layout, WeightInput, is_pipeline_send, values_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import FileSlice, Launch, Release, Rows, Span, TensorRef, span_of
 from forebay.rewriter.ir.schedule import routed_fetch
@@ -137,10 +137,10 @@ class _Lowering:
                 self.pieces += [[part] for part in parts]
             elif node.op == "output":
                 recordings = recorder.record(pending)
-                if pending[0].op == "call_function" and hands_on(pending[0]):  # what a layer made leaves in its turn
+                if pending[0].op == "call_function" and is_pipeline_send(pending[0]):
                     self.pieces[-1].append((recordings.pop(0), outer))
                 self.pieces += [[(recording, outer)] for recording in recordings]
-                self.last = 2 if any(map(hands_on, pending)) else 0
+                self.last = 2 if any(map(is_pipeline_send, pending)) else 0
                 for i, value in enumerate(flatten(node.args[0])):
                     if isinstance(value, fx.Node) and values_of(value):
                         draft.outputs[f"out{i}"] = settled(self._boundary(value), outer.symbols)
@@ -162,7 +162,7 @@ class _Lowering:
     def _call(self, call: fx.Node) -> list[tuple[Recording, _Stamp]]:
         """A layer as pieces of the step: two, where the host attends between them."""
         layer = call.meta.get("layer", -1)
-        like = self.layout.likes.get(layer, layer)
+        like = self.layout.representatives.get(layer, layer)
         given = tuple(place_of(settled(self.outer.ref(arg), self.whole.symbols)) for arg in _activations(call))
         key = (call.target, like, given)
         known = self.recorded.get(key)
@@ -310,8 +310,8 @@ class _Lowering:
         index, out = settled(entry.index, symbols), settled(entry.out, symbols)
         table, pooled = self._away(name, 0, entry.rows * row_nbytes), entry.tokens > 0
         missed = self.plan.schedule.routed.missed(entry.rows, entry.picks, entry.tokens) if pooled else 0.0
-        usual = min(1.0, missed / entry.parts / index.shape[0]) if pooled else 1.0
-        source = Rows(table, row_nbytes, index, skips=pooled, usual=usual, keeps=pooled)
+        typical = min(1.0, missed / entry.parts / index.shape[0]) if pooled else 1.0
+        source = Rows(table, row_nbytes, index, skips=pooled, typical=typical, keeps=pooled)
         self.draft.items.append(Lookup(number, f"{'fetch' if pooled else 'gather'} {name}", instance.layer, source,
                                        span_of(out)))
 

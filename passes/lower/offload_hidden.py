@@ -193,6 +193,6 @@ def _touched(item: object) -> tuple[list[Span], list[Span]]:
     if isinstance(item, Launch):
         return list(item.reads), list(item.writes)
     if isinstance(item, Lookup):
-        named = item.source.told_by if isinstance(item.source, Rows) else ()
+        named = item.source.index_tensors if isinstance(item.source, Rows) else ()
         return [span_of(ref) for ref in named], [item.span]
     return [], []

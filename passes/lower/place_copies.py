@@ -49,7 +49,8 @@ from forebay.rewriter.ir.program import (
 )
 
 WEIGHTS = "slot"  # the ring of those, which alone are carried over from step to step
-AFAR = (LOAD, UPLOAD, DOWNLOAD, WRITE, ATTEND, RETURN)  # streams that touch what outlives a step on the slower tiers
+# Streams that touch what outlives a step on the slower tiers.
+OFF_DEVICE_STREAMS = (LOAD, UPLOAD, DOWNLOAD, WRITE, ATTEND, RETURN)
 
 
 def place_copies(draft: Draft, plan: Plan) -> Program:
@@ -79,7 +80,7 @@ class _Placing:
 
     def run(self) -> Program:
         draft = self.draft
-        self.order.watch(_afar(draft))
+        self.order.watch(_place_offload(draft))
         for index in draft.prologue:
             self._fetch(index, self.prologue)
         self._step()
@@ -127,8 +128,8 @@ class _Placing:
     def _later_step(self) -> None:
         """The step anew, as one that follows another: what it waits for of the step before are the copies in flight
         that a prologue records too, else all that was issued on their stream."""
-        before = {stream: self._event("before", stream) for stream in AFAR}
-        told = any(isinstance(move.source, Rows) and move.source.told_by for move in self.draft.moves)
+        before = {stream: self._event("before", stream) for stream in OFF_DEVICE_STREAMS}
+        told = any(isinstance(move.source, Rows) and move.source.index_tensors for move in self.draft.moves)
         self.order.next_step(before, {self._event("landed", index) for index in self.draft.prologue}, told)
         self._step()
         waited = {item.event for item in self.items if type(item) is Wait}
@@ -177,7 +178,7 @@ class _Placing:
         else:
             free = (self.freed[slot],) if waits and slot in self.freed else ()
             copy = Copy(stream, move.source, move.span, move.label, move.layer, move.room)
-            self._afar(copy, source, landed, free, into)
+            self._place_offload(copy, source, landed, free, into)
             if move.ring == OPERANDS:
                 assert isinstance(source, Span)
                 self._add(Release(stream, source), into)
@@ -189,7 +190,8 @@ class _Placing:
         landing, room = landing_of(source, self.slots[host], move.span.nbytes, f"{host}:{index}")
         free = (self.freed[host],) if waits and host in self.freed else ()
         arrived = self._event("arrived", index)
-        self._afar(Copy(stream, move.source, landing, move.label, move.layer, room), source, arrived, free, into)
+        copy = Copy(stream, move.source, landing, move.label, move.layer, room)
+        self._place_offload(copy, source, arrived, free, into)
         self._add(Record(stream, arrived), into)
         self._wait(near, arrived, *((self.freed[slot],) if waits and slot in self.freed else ()), into=into)
         onward = _among(landing, move.source) if move.alike else landing
@@ -199,7 +201,9 @@ class _Placing:
         left = self.freed[host] = self._event("left", index)
         self._add(Record(near, left), into)
 
-    def _afar(self, copy: Copy, place: FileSlice | Span, event: int, after: tuple[int, ...], into: list[Item]) -> None:
+    def _place_offload(
+        self, copy: Copy, place: FileSlice | Span, event: int, after: tuple[int, ...], into: list[Item]
+    ) -> None:
         """Place a copy that touches `place` on a slower tier, behind the events `after` and whoever must have touched
         it before; `event` will stand for it."""
         writes = place is place_of(copy.dst)
@@ -271,7 +275,7 @@ class _Placing:
         if stream == WRITE and self.plan.schedule.host_hop:
             source, ready = self._download(index, out, ready)
         copy = Copy(stream, source, out.target, out.label, out.layer, (0, out.room))
-        self._afar(copy, place_of(out.target), stored, (ready,), self.items)
+        self._place_offload(copy, place_of(out.target), stored, (ready,), self.items)
         self._add(Record(stream, stored))
         if isinstance(source, Span) and source.arena == "host":
             self.leaving[f"host_{out.ring}{out.slot}"] = source, stored
@@ -301,7 +305,7 @@ class _Placing:
     def _stored(self, index: int) -> int:
         """The event of a store's source having been read, and what says which rows of the target."""
         target = self.draft.stores[index].target
-        told = isinstance(target, Rows) and target.told_by
+        told = isinstance(target, Rows) and target.index_tensors
         return self._event("downloaded" if ("downloaded", index) in self.events and not told else "stored", index)
 
     def _evict(self, index: int) -> None:
@@ -338,7 +342,7 @@ class _Placing:
         self.freed["host_rows"] = landed
 
 
-def _afar(draft: Draft) -> list[Span]:
+def _place_offload(draft: Draft) -> list[Span]:
     """The bytes on slower tiers that a draft with stores touches, but for those of read-only files."""
     if not draft.stores:
         return []

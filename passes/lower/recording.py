@@ -19,7 +19,7 @@ from forebay.passes.place.insert_transfers import tile_readers
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.draft import Arrive, Exchanged, Found, Free
 from forebay.rewriter.ir.gathers import last_reader
-from forebay.rewriter.ir.graph import META, Transfer, hands_on, is_collective, storage_of, values_of
+from forebay.rewriter.ir.graph import META, Transfer, is_collective, is_pipeline_send, storage_of, values_of
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, Launch, Release, TensorRef
 
 
@@ -240,7 +240,8 @@ def _reader(tile: fx.Node) -> str:
 
 def _ends_turn(node: fx.Node) -> bool:
     """Whether micro-batches may take turns behind this node: what then lives has memory in each (`outlive_turns`)."""
-    if node.target is ops.gather_rows or hands_on(node) or (node.op == "call_function" and hands_on(node.next)):
+    sends = is_pipeline_send(node) or (node.op == "call_function" and is_pipeline_send(node.next))
+    if node.target is ops.gather_rows or sends:
         return True
     tile = node.args[0] if node.target is ops.release else None
     return isinstance(tile, fx.Node) and reads_matrix(tile.args[0])  # type: ignore[arg-type]

@@ -5,10 +5,10 @@ A slot holds one layer's cache of one micro-batch, token by token, K and V besid
 The *tail*, the block of each sequence that is not full yet, stays on the device: it joins the others in the slot before
 new tokens are appended there, and is taken out again behind attention. So attention reads one piece of memory, and what
 was loaded is attended where it landed. Which blocks exist, int64 tensors tell that the caller writes before each step.
-A prefill of some sequences alone, whose places the input `places` names, stages those, so that the others keep theirs:
-its tables name blocks of all sequences, and the tails of its places pass through the buffer `entering`. So do their
-whole caches in layers whose caches live on the device: they are taken before new tokens are appended, and put back
-behind attention. Rows of equal place must be of equal contents.
+A prefill of some sequences alone, whose slots the input `batch_slots` names, stages those, so that the others keep
+theirs: its tables name blocks of all sequences, and the tails of its slots pass through the buffer `admitted`. So do
+their whole caches in layers whose caches live on the device: they are taken before new tokens are appended, and put
+back behind attention. Rows of equal place must be of equal contents.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import fx
 from forebay.passes.lower.addresses import Address
 from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.cache_layout import (
+    BATCH_SLOTS,
     BEFORE,
     BEHIND,
     CACHE_STAGING,
     CACHE_STORE_STAGING,
     ENTERING,
-    PLACES,
     STORE_STAGING_COUNT,
     STORES,
     WHOLE_LOADS,
@@ -61,12 +61,12 @@ def put(source: TensorRef, index: TensorRef, target: TensorRef, writes: Span, la
                   (writes, span_of(index), span_of(source)), (writes,), label, layer)
 
 
-def name_places(draft: Draft, plan: Plan) -> TensorRef:
-    """The input that names places, which is declared in `draft`."""
-    b = next(b for b in plan.buffers if b.name == PLACES)
-    ref = draft.inputs[PLACES] = TensorRef(
-        b.arena, b.offset, "int64", (plan.schedule.batching.admitted,), (1,), PLACES)
-    draft.resident[PLACES] = span_of(ref)
+def name_batch_slots(draft: Draft, plan: Plan) -> TensorRef:
+    """The input that names slots, which is declared in `draft`."""
+    b = next(b for b in plan.buffers if b.name == BATCH_SLOTS)
+    ref = draft.inputs[BATCH_SLOTS] = TensorRef(
+        b.arena, b.offset, "int64", (plan.schedule.batching.admitted,), (1,), BATCH_SLOTS)
+    draft.resident[BATCH_SLOTS] = span_of(ref)
     return ref
 
 
@@ -81,11 +81,13 @@ class CacheStaging:
         every = [*(self.layers or self.rows)]
         self.homes = dict(zip(every, self.batching.cache_homes(len(every)), strict=True))
         self.fetched = 0
-        self.places = name_places(draft, plan) if self.batching.admitted and self.batching.is_prefill(tokens) else None
+        alone = self.batching.admitted and self.batching.is_prefill(tokens)
+        self.batch_slots = name_batch_slots(draft, plan) if alone else None
         # whether a slot has the rows of its table, in order
-        self.alike = self.places is None and not self.batching.recomputation.checkpoints
+        self.alike = self.batch_slots is None and not self.batching.recomputation.checkpoints
         self.sizes = input_sizes(self.layers, self.batching) if self.layers else {}
-        self.usual = {i: moved_shares(layer, self.batching, plan.workload, tokens) for i, layer in self.layers.items()}
+        self.typical = {
+            i: moved_shares(layer, self.batching, plan.workload, tokens) for i, layer in self.layers.items()}
         draft.files = {CACHE_STAGING: max(b.offset + b.nbytes for b in plan.buffers if b.arena == CACHE_STAGING)
                        } if any(b.arena == CACHE_STAGING for b in plan.buffers) else {}
         for name, size in self.sizes.items():
@@ -115,7 +117,7 @@ class CacheStaging:
         span = Span(b.arena, b.offset, staged.nbytes, f"{b.name}:{index}")
         tailed = self.batching.cache.has_tails(tier)
         loads = self._told(loads_name(staged.window) if tailed else WHOLE_LOADS, micro_batch)
-        source = Rows(home, staged.block_nbytes, loads, skips=True, usual=self.usual[layer][0])
+        source = Rows(home, staged.block_nbytes, loads, skips=True, typical=self.typical[layer][0])
         self.draft.moves.append(Move(f"load cache of layer {layer}@{micro_batch}", source, slot, span, (0, 0),
                                      CACHE_STAGING, layer, alike=self.alike))
         index_ref = self._told(BEFORE, micro_batch)
@@ -123,9 +125,9 @@ class CacheStaging:
         if not tailed:
             return span.arena, span.offset, span.buffer
         table, tail = self._tables(span, layer, micro_batch)
-        if self.places is not None:
+        if self.batch_slots is not None:
             tails = self._tails(layer)
-            self.draft.items.append(take(tails, self.places, self._of_sequences(tail, staged), span_of(tails),
+            self.draft.items.append(take(tails, self.batch_slots, self._of_sequences(tail, staged), span_of(tails),
                                          f"layer{layer}_tails_of_places", layer))
         self.draft.items.append(put(tail, index_ref, table, span, f"layer{layer}_tail_in@{micro_batch}", layer))
         return span.arena, span.offset, span.buffer
@@ -141,7 +143,7 @@ class CacheStaging:
         tails = self.batching.cache.has_tails(tier)
         target = Rows(self._home(layer, micro_batch), staged.block_nbytes,
                       self._told(STORES if tails else WHOLE_STORES, micro_batch), skips=True,
-                      usual=self.usual[layer][1])
+                      typical=self.typical[layer][1])
         number = len(self.draft.stores)
         self.draft.stores.append(Outgoing(f"store cache of layer {layer}@{micro_batch}", span, target, keeps=True,
                                           slot=number % STORE_STAGING_COUNT, ring=CACHE_STORE_STAGING, layer=layer,
@@ -155,30 +157,30 @@ class CacheStaging:
         table, tail = self._tables(span, layer, micro_batch)
         index_ref = self._told(BEHIND, micro_batch)
         self.draft.items.append(take(table, index_ref, tail, span, f"layer{layer}_tail_out@{micro_batch}", layer))
-        if self.places is not None:
+        if self.batch_slots is not None:
             tails = self._tails(layer)
-            self.draft.items += [put(self._of_sequences(tail, self.layers[layer]), self.places, tails, span_of(tails),
-                                     f"layer{layer}_tails_to_places", layer),
+            self.draft.items += [put(self._of_sequences(tail, self.layers[layer]), self.batch_slots, tails,
+                                     span_of(tails), f"layer{layer}_tails_to_slots", layer),
                                  Release(COMPUTE, span_of(tail))]
 
     def _bring_places(self, layer: int, micro_batch: int) -> Address:
-        """Take the caches of the places, if there are such, out of those of all sequences, which live on the device;
+        """Take the caches of the slots, if there are such, out of those of all sequences, which live on the device;
         where they lie then."""
-        if self.places is None:
+        if self.batch_slots is None:
             home = self._home(layer, micro_batch)
             return home.arena, home.offset, home.buffer
-        for name, caches, memory, entering in self._sequences(layer, micro_batch):
-            self.draft.items.append(take(caches, self.places, entering, memory, f"layer{layer}_take{name}", layer))
+        for name, caches, memory, admitted in self._sequences(layer, micro_batch):
+            self.draft.items.append(take(caches, self.batch_slots, admitted, memory, f"layer{layer}_take{name}", layer))
         b = self.buffers[ENTERING]
         return b.arena, b.offset, f"{ENTERING}:{layer}"
 
     def _keep_places(self, layer: int, micro_batch: int) -> None:
-        """Put the caches back to their places."""
-        if self.places is None:
+        """Put the caches back to their slots."""
+        if self.batch_slots is None:
             return
-        for name, caches, memory, entering in self._sequences(layer, micro_batch):
-            self.draft.items += [put(entering, self.places, caches, memory, f"layer{layer}_put{name}", layer),
-                                 Release(COMPUTE, span_of(entering))]
+        for name, caches, memory, admitted in self._sequences(layer, micro_batch):
+            self.draft.items += [put(admitted, self.batch_slots, caches, memory, f"layer{layer}_put{name}", layer),
+                                 Release(COMPUTE, span_of(admitted))]
 
     def _sequences(self, layer: int, micro_batch: int) -> Iterator[tuple[str, TensorRef, Span, TensorRef]]:
         """A layer's caches that live on the device as rows of a sequence each, their memory, and those that enter: of
@@ -211,7 +213,7 @@ class CacheStaging:
         homes = self.homes[layer]
         tier, nbytes = homes[micro_batch], self.layers[layer].home_nbytes
         b = self.buffers[cache_home_name(layer, tier)]
-        if self.places is not None:
+        if self.batch_slots is not None:
             return Span(b.arena, b.offset, b.nbytes, b.name)
         return Span(b.arena, b.offset + homes[:micro_batch].count(tier) * nbytes, nbytes, b.name)
 
@@ -220,7 +222,7 @@ class CacheStaging:
         staged = self.layers[layer]
         words = staged.block_nbytes // WORD
         table = TensorRef(span.arena, span.offset, "int64", (staged.rows, words), (words, 1), span.buffer)
-        if self.places is not None:
+        if self.batch_slots is not None:
             b = self.buffers[ENTERING]
             return table, TensorRef(b.arena, b.offset, "int64", (staged.tails, words), (words, 1),
                                     f"{ENTERING}:{layer}")

@@ -11,7 +11,7 @@ from torch import fx
 
 from forebay.passes.allocators import Allocation, Buffer, allocate
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
-from forebay.rewriter.ir.graph import META, hands_on, storage_of, weight_name
+from forebay.rewriter.ir.graph import META, is_pipeline_send, storage_of, weight_name
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.state import StateInput
 
@@ -41,7 +41,7 @@ def outlive_turns(
     if batching.micro_batches.count == 1:
         return frozenset()
     if batching.micro_batches.order == "row":
-        meet = max((i for i, node in enumerate(nodes) if hands_on(node)), default=len(nodes))
+        meet = max((i for i, node in enumerate(nodes) if is_pipeline_send(node)), default=len(nodes))
         return frozenset(name for name, (first, last) in live.items() if first < meet <= last)
     layers = [node.meta.get("layer", -1) for node in nodes]
     borders = [i for i in range(1, len(nodes)) if layers[i] != layers[i - 1]]  # the turn ends before node i
@@ -49,7 +49,7 @@ def outlive_turns(
         last = {layers[i]: i for i, node in enumerate(nodes) if layers[i] >= 0 and touches_cache(node)}
         borders = sorted({*borders, *(i + 1 for i in last.values())})
     within = [i for i, node in enumerate(nodes) if layers[i] < 0 and node.op == "call_function" and (
-        hands_on(node) or any(reads_matrix(operand) for operand in node.all_input_nodes))]
+        is_pipeline_send(node) or any(reads_matrix(operand) for operand in node.all_input_nodes))]
     return frozenset(
         name for name, (first, last) in live.items()
         if bisect_right(borders, first) < bisect_right(borders, last)

@@ -26,7 +26,7 @@ def repeats(gm: fx.GraphModule, layout: Layout) -> bool:
 
     for call in calls:
         layer = call.meta["layer"]
-        like = layout.likes.get(layer, layer)
+        like = layout.representatives.get(layer, layer)
         given = inputs_of(call)
         if expected.setdefault(like, given) != given:
             return False

@@ -10,7 +10,7 @@ from torch import fx
 
 from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.divided import Divided
-from forebay.passes.shard.sequences import AllSequences, Apart
+from forebay.passes.shard.sequences import AllSequences, SequenceParallelRegion
 from forebay.passes.shard.split import ShardError, Split
 from forebay.rewriter.ir.graph import META
 from forebay.rewriter.ir.share import RankShare
@@ -26,7 +26,8 @@ class GatheredStep(Divided):
                  ) -> None:
         if head is None:
             raise ShardError("this model has no head behind its layers: weights cannot be gathered for its prompts")
-        super().__init__(gm, replace(share, layout="1d", gathered=()), {share.rank: wanted}, head, False, Apart())
+        whole = replace(share, layout="1d", gathered=())
+        super().__init__(gm, whole, {share.rank: wanted}, head, False, SequenceParallelRegion())
         self.over = share.gathered
         self.others = tuple(i for i in range(len(share.shape)) if i not in self.over)
         self.every = self.all_sequences

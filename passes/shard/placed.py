@@ -23,7 +23,7 @@ from forebay.passes.shard.demand import (
 )
 from forebay.passes.shard.split import SPLITS, ShardError, Split, moved, moves, shape_of, sizes_of, split_dim
 from forebay.passes.shard.statistics import MEANS, NORMS, over_last
-from forebay.rewriter.ir.graph import hands_on
+from forebay.rewriter.ir.graph import is_pipeline_send
 from forebay.rewriter.ir.share import RankShare, even_part
 
 aten = torch.ops.aten
@@ -62,7 +62,7 @@ class RankSplits:
             return None
         if node in self.apart:
             return self.wanted.get(node)
-        if hands_on(node):
+        if is_pipeline_send(node):
             return self.split[node.all_input_nodes[0]]
         if node.target is aten.empty.memory_format:  # what another stage hands on; logits are whole
             given = next(iter(node.users))

@@ -19,7 +19,7 @@ from forebay.passes.shard.demand import (
 )
 from forebay.passes.shard.looped import ONCE, InChunks, added_up, levels, piece_name, portion
 from forebay.passes.shard.placed import RankSplits
-from forebay.passes.shard.sequences import AllSequences, Apart, OwnSequences
+from forebay.passes.shard.sequences import AllSequences, OwnSequences, SequenceParallelRegion
 from forebay.passes.shard.split import ShardError, Split, shape_of
 from forebay.rewriter.ir.graph import META, WeightInput, copy_node, weight_name
 from forebay.rewriter.ir.share import Ranges, RankShare, WeightCut, count, ranges
@@ -38,8 +38,8 @@ class RankInputs:
     other parts than products read, these are gathered."""
 
     def __init__(self, gm: fx.GraphModule, share: RankShare, wanted: Mapping[int, Mapping[fx.Node, Split]],
-                 head: fx.Node | None, in_layer: bool, apart: Apart, stored: Cuts | None = None, loop: InChunks = ONCE,
-                 gathers: InChunks = ONCE, units: Mapping[fx.Node, int] | None = None) -> None:
+                 head: fx.Node | None, in_layer: bool, apart: SequenceParallelRegion, stored: Cuts | None = None,
+                 loop: InChunks = ONCE, gathers: InChunks = ONCE, units: Mapping[fx.Node, int] | None = None) -> None:
         self.gm, self.share, self.head, self.in_layer, self.apart = gm, share, head, in_layer, apart
         self.wanted = wanted
         self.peers = [RankSplits(gm, each, wanted[each.rank], head, in_layer, apart.nodes) for each in share.peers]

@@ -23,7 +23,7 @@ from forebay.rewriter.ir.share import Ranges, RankShare
 aten = torch.ops.aten
 
 
-class Apart:
+class SequenceParallelRegion:
     """The `nodes` of a layer that ranks compute for their own sequences: from products to attention, and behind it up
     to the next product. They read of products `entering` alone, which nobody else reads. ShardError else."""
 
@@ -88,8 +88,8 @@ class AllSequences:
 class OwnSequences:
     """Makes the nodes of `apart` in a rank's graph; `env` has the new nodes of all others."""
 
-    def __init__(self, apart: Apart, all_sequences: AllSequences, share: RankShare, exchange: Collectives,
-                 graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
+    def __init__(self, apart: SequenceParallelRegion, all_sequences: AllSequences, share: RankShare,
+                 exchange: Collectives, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
         self.apart, self.all, self.share, self.exchange = apart, all_sequences, share, exchange
         self.graph, self.env = graph, env
         self.own: dict[fx.Node, fx.Node] = {}  # of nodes that are computed for all, what these sequences have of them

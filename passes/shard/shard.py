@@ -12,7 +12,7 @@ from forebay.passes.shard.demand import Demand, product_of
 from forebay.passes.shard.divided import Divided
 from forebay.passes.shard.gathered import GatheredStep
 from forebay.passes.shard.looped import InChunks, piece_name
-from forebay.passes.shard.sequences import Apart
+from forebay.passes.shard.sequences import SequenceParallelRegion
 from forebay.passes.shard.split import ShardError, Split, shape_of
 from forebay.rewriter.ir.graph import META, WeightInput, block_graphs, weight_name
 from forebay.rewriter.ir.share import RankShare, ranges
@@ -35,7 +35,7 @@ def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int], stored
     for name, block in blocks.items():
         grouped = {n: units[weight_name(n)] for n in block.graph.find_nodes(op="placeholder")  # type: ignore[index]
                    if weight_name(n) in units}
-        apart = Apart(block if layer.sharers > 1 else None)
+        apart = SequenceParallelRegion(block if layer.sharers > 1 else None)
         wants = {}
         for each in layer.peers if layer.attention == "heads" else layer.all:
             demand = Demand(each)
@@ -47,7 +47,7 @@ def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int], stored
     head = _head(gm)
     wanted = {} if head is None else {head: _head_rows(head, share)}
     divided = GatheredStep(gm, share, wanted, head) if stored is not None else (
-        Divided(gm, share, {each.rank: wanted for each in share.peers}, head, False, Apart()))
+        Divided(gm, share, {each.rank: wanted for each in share.peers}, head, False, SequenceParallelRegion()))
     for call in gm.graph.find_nodes(op="call_module"):
         for outer, inner in zip(call.args, given[call.target], strict=True):
             _note(divided.cuts, outer, inner, found[call.target])

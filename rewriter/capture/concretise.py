@@ -185,7 +185,7 @@ def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def few_layers(step: fx.GraphModule) -> tuple[fx.GraphModule, dict[int, int]]:
+def representative_layers(step: fx.GraphModule) -> tuple[fx.GraphModule, dict[int, int]]:
     """A step graph of concrete sizes with some of its layers, and for every layer the one of these that it is like.
 
     Kept are the layers up to the second of each kind, and those from the last of some kind on: what is handed on
@@ -198,11 +198,11 @@ def few_layers(step: fx.GraphModule) -> tuple[fx.GraphModule, dict[int, int]]:
     places = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
     first = 1 + max((found[:2][-1] for found in places.values()), default=0)
     last = min((found[-1] for found in places.values()), default=0)
-    likes = {layer: layer if i < first or i >= last else layers[places[kinds[i]][:2][-1]]
+    representatives = {layer: layer if i < first or i >= last else layers[places[kinds[i]][:2][-1]]
              for i, layer in enumerate(layers)}
 
     def left_out(node: fx.Node) -> bool:
-        return node.op == "call_module" and likes[node.meta[LAYER]] != node.meta[LAYER]
+        return node.op == "call_module" and representatives[node.meta[LAYER]] != node.meta[LAYER]
 
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -213,7 +213,7 @@ def few_layers(step: fx.GraphModule) -> tuple[fx.GraphModule, dict[int, int]]:
             env[node] = env[node.args[0]]  # type: ignore[index]
         else:
             env[node] = _flat_copy(graph, node, env, node.name)
-    return _LazyGraphModule(step, graph), likes
+    return _LazyGraphModule(step, graph), representatives
 
 
 def inline_blocks(step: fx.GraphModule) -> fx.GraphModule:

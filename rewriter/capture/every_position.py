@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from forebay.rewriter.ir.graph import CapturedModel, copy_node, hands_on
+from forebay.rewriter.ir.graph import CapturedModel, copy_node, is_pipeline_send
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ def _ends(captured: CapturedModel) -> tuple[fx.Node, ...] | None:
     taken = captured.step.graph.output_node().args[0]
     while isinstance(taken, tuple | list) and len(taken) == 1:
         taken = taken[0]
-    if isinstance(taken, fx.Node) and hands_on(taken):
+    if isinstance(taken, fx.Node) and is_pipeline_send(taken):
         taken = taken.args[0]
     if not isinstance(taken, fx.Node):
         return None

@@ -21,11 +21,11 @@ _length: ContextVar[torch.Tensor] = ContextVar("forebay_length")
 @dataclass(frozen=True)
 class Following:
     """What follows the length of a call: nothing, or tables of which `unlimited` ones reach to any position. A cache
-    that was begun within `renewed_at` tokens is computed anew beyond them (0: never)."""
+    that was begun within `rope_switch_length` tokens is computed anew beyond them (0: never)."""
 
     length: bool = False
     unlimited: bool = False
-    renewed_at: int = 0
+    rope_switch_length: int = 0
 
 
 @contextmanager
@@ -62,8 +62,9 @@ def follow_length(model: nn.Module) -> Following:
         fixed = named | dict.fromkeys(following, "default")  # then transformers leaves the frequencies as they are
         state["rope_type"] = fixed if isinstance(kinds, dict) else fixed[""]
     own: Any = type(model)
-    renews = own.prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation  # Phi3's gives up
-    return Following(found, dynamic, max(originals) if renews else 0)  # the cache where it changes over to long factors
+    # Phi3's gives up the cache where it changes over to long factors.
+    restarts = own.prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    return Following(found, dynamic, max(originals) if restarts else 0)
 
 
 class _Frequencies:

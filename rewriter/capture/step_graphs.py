@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
+from forebay.rewriter.capture.concretise import concretise, inline_blocks, representative_layers
 from forebay.rewriter.capture.every_position import every_position, gives_every_position
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
@@ -120,13 +120,13 @@ def step_graphs(
     def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
         return concretise(graph_of(tokens), inputs_of(tokens, cached))
 
-    few_of = functools.cache(few_layers)
+    few_of = functools.cache(representative_layers)
 
     def sample(tokens: int) -> tuple[fx.GraphModule, dict[int, int]]:
-        short, likes = few_of(graph_of(tokens))
+        short, representatives = few_of(graph_of(tokens))
         inputs = inputs_of(tokens)
         few = {node.name for node in short.graph.find_nodes(op="placeholder")}
-        return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), likes
+        return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), representatives
 
     def speculate(sizes: tuple[int, ...]) -> StepGraphs:
         return step_graphs(plain, files, workload, fingerprint, host_hop=host_hop,
@@ -212,7 +212,7 @@ def own_sequences(captured: CapturedModel, batch: int, batching: BatchSchedule) 
         return batch
     if batching.cache.staged or batching.admitted:
         raise PlanError("mesh: with attention=batch each rank keeps the caches of its own sequences on the device, and "
-                        "all begin together; leave cache_tier and places out, or take attention=heads")
+                        "all begin together; leave cache_tier and batch_slots out, or take attention=heads")
     if batch % parts:
         raise PlanError(f"mesh: {batch} sequences at a time cannot be shared by {parts} ranks with attention=batch; "
                         f"take a multiple of {parts}")

@@ -172,18 +172,18 @@ def _traced(model: Any, wanted: Gives, embeds: bool) -> CapturedModel:
     vocab_size = model.get_output_embeddings().weight.shape[0] if wanted == "scores" else joined.vocab_size
     limit = 0 if follows.unlimited else joined.max_positions
     if embeds:
-        _check_ids_only_looked_up(joined, follows.renewed_at)
-    return replace(joined, vocab_size=vocab_size, gives=wanted, max_positions=limit, renewed_at=follows.renewed_at,
-                   embeds=tracer.width)
+        _check_ids_only_looked_up(joined, follows.rope_switch_length)
+    return replace(joined, vocab_size=vocab_size, gives=wanted, max_positions=limit,
+                   rope_switch_length=follows.rope_switch_length, embeds=tracer.width)
 
 
-def _check_ids_only_looked_up(captured: CapturedModel, renewed_at: int) -> None:
+def _check_ids_only_looked_up(captured: CapturedModel, rope_switch_length: int) -> None:
     """CaptureError where given embeddings would not be all that a step needs to know of a token."""
     ids = next(node for node in captured.step.graph.nodes if node.name == "input_ids")
     known = [node for node in ids.users if node.target is torch.ops.aten.clamp.default]
     if len(known) != 1 or len(known[0].users) != 1:
         raise CaptureError("it reads ids of tokens beside their embeddings, so embeddings alone cannot be given")
-    if renewed_at:
+    if rope_switch_length:
         raise CaptureError("its cache is computed anew once it is long, for which ids are needed, not embeddings")
 
 

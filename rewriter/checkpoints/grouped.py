@@ -119,14 +119,14 @@ def _with_overrides(scheme: Scheme, settings: Mapping[str, Any], folder: Path) -
     """`scheme` with the layouts that `dynamic` gives single modules. Its patterns are not matched: a matrix's shapes
     tell which layout it has, and the plain weight of a module that it leaves out ("-:") is read as such."""
     odd = unknown_setting(settings, known_settings.GPTQ if scheme.method == "gptq" else known_settings.AWQ)
-    usual, ordered = scheme.layouts[0], scheme.ordered
-    layouts = [usual]
+    typical, ordered = scheme.layouts[0], scheme.ordered
+    layouts = [typical]
     for pattern, given in (settings.get("dynamic") or {}).items():
         if pattern.startswith("-:"):
             continue
         odd = odd or unknown_setting(given, known_settings.OVERRIDE, f"dynamic[{pattern!r}].")
-        bits, group = int(given.get("bits", usual.bits)), max(0, int(given.get("group_size", usual.group)))
-        layouts.append(GroupLayout(bits, group, _flag(given, "sym", usual.symmetric)))
+        bits, group = int(given.get("bits", typical.bits)), max(0, int(given.get("group_size", typical.group)))
+        layouts.append(GroupLayout(bits, group, _flag(given, "sym", typical.symmetric)))
         ordered = ordered or bool(given.get("desc_act"))
     if odd:
         raise _not_read(folder, scheme.method, odd)

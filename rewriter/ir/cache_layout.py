@@ -60,10 +60,10 @@ def _extent(value: torch.Tensor) -> int:
     return (1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))) * value.element_size()
 
 
-PLACES = "places"  # int64 [entering]: input of a prefill step
+BATCH_SLOTS = "batch_slots"  # int64 [entering]: input of a prefill step
 
 
-ENTERING = "entering"  # what is staged of one layer
+ENTERING = "admitted"  # what is staged of one layer
 
 
 @dataclass(frozen=True)

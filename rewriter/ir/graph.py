@@ -54,7 +54,7 @@ class Layout:
 
     `home` maps a storage (node name, element of its result) to a buffer name; `ends` lists the buffers whose contents
     die with a node. `height` and `lower_bound` are bytes: what the allocation takes, and the peak of live bytes. Where
-    the flat graph left layers out, `likes` tells for every layer whose names (and so, addresses) it shares.
+    the flat graph left layers out, `representatives` tells for every layer whose names (and so, addresses) it shares.
     """
 
     buffers: dict[str, BufferPlacement]
@@ -63,12 +63,12 @@ class Layout:
     height: int
     lower_bound: int
     method: str
-    likes: dict[int, int] = field(default_factory=dict)
+    representatives: dict[int, int] = field(default_factory=dict)
 
     def within(self, other: Layout) -> bool:
         """Whether these are the buffers of `other`, of the same lifetimes and none larger, so that they can lie where
         those lie."""
-        return (self.home, self.ends, self.likes) == (other.home, other.ends, other.likes) and all(
+        return (self.home, self.ends, self.representatives) == (other.home, other.ends, other.representatives) and all(
             b.nbytes <= other.buffers[name].nbytes for name, b in self.buffers.items())
 
 
@@ -157,7 +157,7 @@ class CapturedModel:
     token_types: bool = False  # the model has a meaning for token_type_ids, which a step does not read
     rewritten: bool = False  # the passes on captured graphs have run
     embeds: int = 0  # width of the embeddings that a step takes too; 0: it takes ids alone
-    renewed_at: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
+    rope_switch_length: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
     choices: Choices | None = None  # of graphs that are rewritten
     prefill: CapturedModel | None = None  # whose steps over several tokens take the place of this one's
     activations: str = "native"  # that packed weights meet: as they are, or rounded to bf16 or int8
@@ -192,7 +192,7 @@ def is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
 
 
-def hands_on(node: fx.Node) -> bool:
+def is_pipeline_send(node: fx.Node) -> bool:
     """Whether a node is an exchange between stages, of which one gives what the others have from then on."""
     return node.target is torch.ops._c10d_functional.broadcast_.default
 

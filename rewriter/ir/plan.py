@@ -63,8 +63,8 @@ class Workload:
     batch: int = 1
     prompt: int = 64
     new_tokens: int = 64
-    usual_prompt: int = 0
-    usual_new_tokens: int = 0
+    typical_prompt: int = 0
+    typical_new_tokens: int = 0
 
     @property
     def context(self) -> int:
@@ -72,15 +72,15 @@ class Workload:
         return self.prompt + self.new_tokens
 
     @property
-    def usual(self) -> tuple[int, int]:
+    def typical(self) -> tuple[int, int]:
         """Tokens of a usual prompt and answer."""
-        return (min(self.usual_prompt or self.prompt, self.prompt),
-                min(self.usual_new_tokens or self.new_tokens, self.new_tokens))
+        return (min(self.typical_prompt or self.prompt, self.prompt),
+                min(self.typical_new_tokens or self.new_tokens, self.new_tokens))
 
     def of(self, batch: int, prompt: int, new_tokens: int) -> Workload:
         """So many sequences of at most so many tokens, as long as these usually are."""
-        usual = min(self.usual_prompt, prompt), min(self.usual_new_tokens, new_tokens)
-        return Workload(batch, prompt, new_tokens, *usual)
+        typical = min(self.typical_prompt, prompt), min(self.typical_new_tokens, new_tokens)
+        return Workload(batch, prompt, new_tokens, *typical)
 
     def whole(self, batching: BatchSchedule) -> Workload:
         """Round up to whole micro-batches, and to a prompt that a prefill step can compute."""
@@ -88,15 +88,17 @@ class Workload:
         prompt = max(self.prompt, 2) if batching.admitted else self.prompt  # a step over one token decodes
         return replace(self, batch=-(-self.batch // count) * count, prompt=prompt)
 
-    def paced(self, batching: BatchSchedule) -> tuple[int, int]:
+    def effective_lengths(self, batching: BatchSchedule) -> tuple[int, int]:
         """Tokens of the prompt and of the answer that steps are made for: usual ones where each sequence goes at its
-        own pace, because it is alone or enters places, else those of the longest, which the others wait for."""
-        return self.usual if batching.admitted or self.batch == 1 else (self.prompt, self.new_tokens)
+        own pace, because it is alone or enters slots, else those of the longest, which the others wait for."""
+        return self.typical if batching.admitted or self.batch == 1 else (self.prompt, self.new_tokens)
 
     def before(self, tokens: int, batching: BatchSchedule) -> float:
         """Tokens before a step over `tokens`, on average: within the answer, or in a prefill within the prompt."""
-        prompt, answer = self.usual
-        return max(0, self.paced(batching)[0] - tokens) / 2 if batching.is_prefill(tokens) else prompt + answer / 2
+        prompt, answer = self.typical
+        if batching.is_prefill(tokens):
+            return max(0, self.effective_lengths(batching)[0] - tokens) / 2
+        return prompt + answer / 2
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ class Plan:
         return cached
 
     @property
-    def lends(self) -> bool:
+    def prefill_overlays_kv_cache(self) -> bool:
         """Whether a prefill keeps a cache of the prompt alone, its activations above it where later is cache."""
         return any(b.kind == "cache" and b.phase == "prefill" for b in self.buffers)
 
@@ -329,8 +331,9 @@ def _validate_speculative(plan: Plan) -> None:
 
 def _validate_usual(work: Workload) -> None:
     for name, longest in (("prompt", work.prompt), ("new_tokens", work.new_tokens)):
-        if not 0 <= (usual := getattr(work, f"usual_{name}")) <= longest:
-            raise PlanError(f"plan.workload.usual_{name}: {usual} is not between 0 and the longest's {longest} tokens")
+        if not 0 <= (typical := getattr(work, f"typical_{name}")) <= longest:
+            raise PlanError(f"plan.workload.typical_{name}: {typical} is not between 0 and the longest's {longest} "
+                            "tokens")
 
 
 def validate(plan: Plan) -> None:

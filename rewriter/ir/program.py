@@ -134,7 +134,7 @@ class Rows:
     Row i of the other end is row index[i] of the table (without `index`: row i); where `skips`, one with a negative
     number is left out. With `count` [1] only the first count[0] rows are moved. What is left out keeps what it held in
     a table; in a dense end it is undefined, unless the copy `keeps` it, which then must hold something. The proof takes
-    all of both ends to be touched. `usual` is the share that predictions count.
+    all of both ends to be touched. `typical` is the share that predictions count.
     """
 
     table: FileSlice | Span
@@ -142,7 +142,7 @@ class Rows:
     index: TensorRef | None = None
     count: TensorRef | None = None
     skips: bool = False
-    usual: float = 1.0
+    typical: float = 1.0
     keeps: bool = False
 
     @property
@@ -156,7 +156,7 @@ class Rows:
         return self.row_nbytes * (self.rows if self.index is None else math.prod(self.index.shape))
 
     @property
-    def told_by(self) -> tuple[TensorRef, ...]:
+    def index_tensors(self) -> tuple[TensorRef, ...]:
         """The tensors that say which rows."""
         return tuple(ref for ref in (self.index, self.count) if ref is not None)
 
@@ -270,7 +270,7 @@ class Program:
         return sum(i.dst.nbytes for i in self.step
                    if isinstance(i, Copy) and isinstance(i.dst, Span) and i.dst.arena == DEVICE
                    and i.dst.buffer.startswith("slot")) + round(sum(
-                       i.src.usual * i.src.nbytes for i in self.step
+                       i.src.typical * i.src.nbytes for i in self.step
                        if isinstance(i, Copy) and isinstance(i.src, Rows) and i.src.keeps))
 
     def workspace_nbytes(self, tier: str = DEVICE) -> int:

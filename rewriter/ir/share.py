@@ -169,9 +169,9 @@ class RankShare:
         chunks, gathers = ("/".join(map(str, dict.fromkeys(each))) for each in (self.chunks, self.gather_chunks))
         said = {"stages": self.stages, "tensor": tensor, "layout": layout, "attention": self.attention,
                 "chunks": chunks, "gather_chunks": gathers, "gather_buffers": self.gather_buffers}
-        usual = {"stages": 1, "layout": "1d", "attention": "heads", "chunks": "1", "gather_chunks": "1",
+        typical = {"stages": 1, "layout": "1d", "attention": "heads", "chunks": "1", "gather_chunks": "1",
                  "gather_buffers": None}
-        told = [f"{name}={value}" for name, value in said.items() if value != usual.get(name)]
+        told = [f"{name}={value}" for name, value in said.items() if value != typical.get(name)]
         return tensor if len(told) == 1 else ",".join(told)
 
 

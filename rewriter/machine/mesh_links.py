@@ -47,7 +47,7 @@ class MeshLinks:
     memory_slowed: float = 1.0
     flops_slowed: float = 1.0
     reads_slowed: float = 1.0
-    held_up: float = 1.0
+    overlap_penalty: float = 1.0
 
     def validate(self) -> None:
         """Raise ValueError naming the first field that cannot be true."""
@@ -65,8 +65,9 @@ class MeshLinks:
             if not (math.isfinite(value := getattr(self, name)) and value >= 1):
                 raise ValueError(f"machine profile: mesh.{name} must be at least 1, is {value!r}")
 
-        if not 0 <= self.held_up <= 1:
-            raise ValueError(f"machine profile: mesh.held_up must lie between 0 and 1, is {self.held_up!r}")
+        if not 0 <= self.overlap_penalty <= 1:
+            raise ValueError("machine profile: mesh.overlap_penalty must lie between 0 and 1, is "
+                             f"{self.overlap_penalty!r}")
 
     def exchange_s(self, kind: str, ranks: int, nbytes: float, device: DeviceKind = HOST) -> float:
         """Seconds of an exchange that leaves `nbytes` on each of so many ranks, from when the last of them is there. Of

@@ -47,18 +47,23 @@ class MeshError(ValueError):
 class ChipMesh:
     """Chips in a grid of `shape`, with a link along each axis.
 
-    `bytes_per_s`: what a chip sends and receives along that axis, both directions of a ring together. `protocols`: the
-    ways to make a collective. `torus`: bytes to chips further along a ring pass those between; else a switch
-    joins the chips of an axis. `held_up`: share of a collective's time by which a product beside it takes longer (0:
-    it is hidden; 1: the chip's cores make it). `measured` collectives take what they took among ranks. Raises MeshError
-    for sizes below 1 and rates not above 0.
+    Attributes:
+        bytes_per_s: Rate of a chip along each axis, both directions of a ring together.
+        protocols: The ways to make a collective.
+        torus: Whether bytes to chips further along a ring pass those between; else a switch joins the chips of an axis.
+        overlap_penalty: Share of a collective's time by which a matmul that runs at the same time takes longer (0: the
+            collective is hidden; 1: the chip's cores make it).
+        measured: Collectives as ranks were seen to make them, in place of the formulas.
+
+    Raises:
+        MeshError: A size is below 1, or a rate is not above 0.
     """
 
     shape: tuple[int, ...]
     bytes_per_s: tuple[float, ...]
     protocols: tuple[RingProtocol, ...]
     torus: bool = True
-    held_up: float = 0.0
+    overlap_penalty: float = 0.0
     measured: MeshLinks | None = None
 
     def __post_init__(self) -> None:
@@ -114,7 +119,7 @@ def mesh_of(machine: Machine, shape: tuple[int, ...], links: tuple[float, ...] =
     measured = machine.mesh if machine.mesh.exchanges else None
     if measured is not None and not links:
         links = (_rate(measured),) * len(shape)
-        return ChipMesh(shape, links, one_way(0.0), False, measured.held_up, measured)
+        return ChipMesh(shape, links, one_way(0.0), False, measured.overlap_penalty, measured)
     torus = machine.kind.torus
     if torus and len([size for size in shape if size > 1]) > TORUS_AXES:
         raise MeshError(f"mesh {'x'.join(map(str, shape))}: {machine.name} has links along {TORUS_AXES} axes")
@@ -128,8 +133,8 @@ def mesh_of(machine: Machine, shape: tuple[int, ...], links: tuple[float, ...] =
     rates = links or tuple(share or 1.0 for _ in shape)
     if step_s is not None or torus:
         return ChipMesh(shape, rates, one_way(TPU_STEP_S if step_s is None else step_s), torus)
-    held_up = machine.mesh.held_up if measured is not None or machine.kind.on_host_cores else 0.0
-    return ChipMesh(shape, rates, NVLINK if min(rates) > NVLINK_BYTES_PER_S else PCIE, torus, held_up)
+    overlap_penalty = machine.mesh.overlap_penalty if measured is not None or machine.kind.on_host_cores else 0.0
+    return ChipMesh(shape, rates, NVLINK if min(rates) > NVLINK_BYTES_PER_S else PCIE, torus, overlap_penalty)
 
 
 def one_way(step_s: float) -> tuple[RingProtocol, ...]:

@@ -222,7 +222,7 @@ def product_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, rows: fl
             nbytes = n_local * k_local * sizes.weight + many * (n_local + k_local + again) * sizes.activation
             product_s = times.product_s(sizes.dtype, many, n_local, k_local, nbytes=nbytes)
             time_s += chunks * product_s
-            hidden_s += (chunks - 1) * (1 - mesh.held_up) * min(product_s, beside_s)
+            hidden_s += (chunks - 1) * (1 - mesh.overlap_penalty) * min(product_s, beside_s)
             compute_s += times.work_s(2.0 * many * chunks * n_local * k_local, 0.0)
             memory_s += times.work_s(0.0, chunks * nbytes)
             exchanged += moved

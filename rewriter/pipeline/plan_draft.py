@@ -146,7 +146,8 @@ def _times_s(plan: Plan) -> Mapping[int, float]:
 
 def answer_time_s(plan: Plan, token_s: float) -> float:
     """Predicted seconds of an answer whose tokens take so long each, prompt and all."""
-    return plan.prediction.prefill_time_s + max(0, plan.workload.paced(plan.schedule.batching)[1] - 1) * token_s
+    new_tokens = plan.workload.effective_lengths(plan.schedule.batching)[1]
+    return plan.prediction.prefill_time_s + max(0, new_tokens - 1) * token_s
 
 
 def _size_of_draft(draft: Pipeline, budget: Budget, options: Options) -> Budget:

@@ -31,7 +31,7 @@ class Steps:
     workload: Workload
     micro_batches: int
     order: Literal["row", "zigzag"]
-    entering: int
+    admitted: int
     prefill_chunk: int
     cache_format: str
     gather_buffers: int
@@ -52,7 +52,7 @@ class Steps:
 
     def wished(self, options: Options) -> Options:
         """What is wished, with these steps."""
-        return replace(options, micro_batches=self.micro_batches, order=self.order, entering=self.entering or None,
+        return replace(options, micro_batches=self.micro_batches, order=self.order, admitted=self.admitted or None,
                        prefill_chunk=self.prefill_chunk, gather_buffers=self.gather_buffers)
 
 
@@ -182,9 +182,9 @@ def rank_options(share: RankShare, options: Options) -> Options:
         if options.cache_tier not in (None, "device"):
             raise PlanError(f"cache_tier {options.cache_tier}: with attention=batch each rank keeps the caches of its "
                             "own sequences on the device; leave cache_tier out, or take attention=heads")
-        if options.entering:
-            raise PlanError("places: with attention=batch each rank has sequences of its own, which begin together; "
-                            "leave places out, or take attention=heads")
+        if options.admitted:
+            raise PlanError("batch_slots: with attention=batch each rank has sequences of its own, which begin "
+                            "together; leave batch_slots out, or take attention=heads")
         options = replace(options, cache_tier="device", rounds=True)
     return options
 

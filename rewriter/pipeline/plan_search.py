@@ -12,7 +12,7 @@ from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.pipeline.plan_task import Planned, PlanTask
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
-from forebay.rewriter.planning.features.admission import entering_at_once, slot_counts
+from forebay.rewriter.planning.features.admission import admitted_at_once, slot_counts
 from forebay.rewriter.planning.features.cache_placement import asked_shares, in_shares
 from forebay.rewriter.planning.features.feature import Trial
 from forebay.rewriter.planning.features.table import FEATURES
@@ -40,10 +40,10 @@ def plan_answers(task: PlanTask) -> Planned:
     is as `plan_slots` finds, unless an option says how many are."""
     options = task.options
     try:
-        tier = options.cache_tier if options.entering else options.cache_tier or "device"
+        tier = options.cache_tier if options.admitted else options.cache_tier or "device"
         return plan_batch(replace(task, options=replace(options, cache_tier=tier)))
     except PlanError:
-        if options.entering or options.cache_tier in ("host", "disk") or options.micro_batches:
+        if options.admitted or options.cache_tier in ("host", "disk") or options.micro_batches:
             raise
     return plan_slots(task)
 
@@ -62,8 +62,8 @@ def plan_slots(task: PlanTask, slots: int | None = None) -> Planned:
     sizes = [min(slots, count)] if slots else slot_counts(count)
 
     def planned(size: int, tier: MemoryTier | None, rounds: bool = options.rounds) -> Planned:
-        together = None if size == count or rounds else options.entering or entering_at_once(size)
-        return plan_batch(task.for_batch(size, cache_tier=tier, rounds=rounds, entering=together or options.entering))
+        together = None if size == count or rounds else options.admitted or admitted_at_once(size)
+        return plan_batch(task.for_batch(size, cache_tier=tier, rounds=rounds, admitted=together or options.admitted))
 
     found: list[Planned] = []
     larger, refused = [], None
@@ -86,7 +86,7 @@ def plan_slots(task: PlanTask, slots: int | None = None) -> Planned:
         least = time_s
     if not found:
         assert refused is not None
-        if sizes[-1] == count or options.rounds or options.entering:
+        if sizes[-1] == count or options.rounds or options.admitted:
             raise refused
         found.append(planned(sizes[-1], options.cache_tier, rounds=True))
     return min(found, key=lambda way: sequence_time_s(way[1]))

@@ -46,11 +46,11 @@ class StepAnalysis:
         known = self.needs.get(tokens)
         if known is None:
             if self.graphs.sample is not None and not self.each_layer:
-                flat, likes = self.graphs.sample(tokens)
+                flat, representatives = self.graphs.sample(tokens)
             else:
-                flat, likes = inline_blocks(self.graphs.step(tokens)), {}
+                flat, representatives = inline_blocks(self.graphs.step(tokens)), {}
             batching = self.graphs.batching.of_step(tokens)
-            layout = replace(plan_activations(flat, self.reuse, batching), likes=likes)
+            layout = replace(plan_activations(flat, self.reuse, batching), representatives=representatives)
             self.takers[tokens] = self._launches(flat, uses := product_uses(flat))
             if tokens > 1:
                 self.need(1)

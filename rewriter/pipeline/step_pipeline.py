@@ -150,7 +150,7 @@ class Pipeline:
 
     def growth(self, plan: Plan) -> Program | None:
         """The verified Program that runs between prefill and decoding where the cache is then given more room."""
-        if not plan.lends:
+        if not plan.prefill_overlays_kv_cache:
             return None
         narrow, wide = ([b for b in plan.buffers if b.kind == "cache" and b.phase == phase]
                         for phase in ("prefill", "decode"))
@@ -191,7 +191,7 @@ class Pipeline:
 
     def _step(self, plan: Plan, tokens: int) -> fx.GraphModule:
         """A fresh graph of a step, which passes may use up."""
-        key = tokens, plan.lends and plan.schedule.phase_of(tokens) == "prefill"
+        key = tokens, plan.prefill_overlays_kv_cache and plan.schedule.phase_of(tokens) == "prefill"
         made = self.graphs.prefill if key[1] and self.graphs.prefill is not None else self.graphs.step
         return self._fresh.pop(key, None) or made(tokens)
 
@@ -203,7 +203,7 @@ class Pipeline:
         alike = True
         for phase, tokens in plan.schedule.largest_steps.items():
             gm = self._step(plan, tokens)
-            self._fresh[tokens, plan.lends and phase == "prefill"] = gm
+            self._fresh[tokens, plan.prefill_overlays_kv_cache and phase == "prefill"] = gm
             alike = alike and repeats(gm, self.steps.layout(tokens))
         if not alike:
             self.steps = StepAnalysis(self.graphs, self.machine, self.steps.reuse, each_layer=True)
@@ -212,7 +212,7 @@ class Pipeline:
     def _shapes(self, plan: Plan) -> set[Shape]:
         """The shapes of all matrix products of all steps of `plan`."""
         return {shape for tokens in plan.schedule.step_sizes for shape in planned_shapes(
-            plan, self.need(tokens).products, self.needs.layers, self.steps.layout(tokens).likes)}
+            plan, self.need(tokens).products, self.needs.layers, self.steps.layout(tokens).representatives)}
 
     def _implementations(self, plan: Plan) -> dict[str, tuple[str, ...]]:
         """What may compute products of each dtype or format here; on a GPU whatever its kernels can be named."""

@@ -28,7 +28,7 @@ CACHE_BITS = 16 * SMALL_CACHE.ratio(64, 2)
 PACKED_BITS = 16 * SMALL_WEIGHTS.ratio(4096, 2)
 DRAFTED_FOR = 4  # sequences at once, at most: products of a few rows take what those of one do
 CHECKED = (2, 4, 8, 16)  # tokens of a step
-WORTH = 1.05  # what moves less is not said
+MIN_GAIN = 1.05  # what moves less is not said
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def advise(plan: Plan) -> list[str]:
     busy = [100 * min(1.0, t / p.decode_time_s) for t in (lane.time_s, compute)]
     first = f"{bound}-bound: {lane.what} busy {busy[0]:.0f} % of the step, computation {busy[1]:.0f} %"
     return [first] + [f"{what} would give {times:.1f}x" for times, what in sorted(found, reverse=True)
-                      if times >= WORTH]
+                      if times >= MIN_GAIN]
 
 
 def _of_experts(plan: Plan, compute: float) -> list[str]:
@@ -122,7 +122,7 @@ def _of_experts(plan: Plan, compute: float) -> list[str]:
     first = (f"{'disk' if read > compute else 'compute'}-bound: reads of experts take {100 * read / step:.0f} % of the "
              f"step, computation {100 * compute / step:.0f} %")
     return [first] + [f"{what} would give {times:.1f}x" for times, what in sorted(found, reverse=True)
-                      if times >= WORTH]
+                      if times >= MIN_GAIN]
 
 
 def _drafts(plan: Plan, ratio: float, compute: float, lane: _Lane) -> tuple[float, str]:

@@ -217,8 +217,8 @@ def _expected(plan: Plan, needs: ModelNeeds) -> dict[tuple[str, str], _Expected]
         if plan.schedule.host_hop:
             found[f"host_slot{i}", "all"] = _Expected("slot", "host", stride)
     whole = [b.phase == "all" for b in plan.buffers if b.kind == "cache"]
-    lends = 2 * sum(whole) < len(whole)
-    for phase, sizes in {"prefill": needs.cache_prompt, "decode": needs.cache}.items() if lends else (
+    overlays = 2 * sum(whole) < len(whole)
+    for phase, sizes in {"prefill": needs.cache_prompt, "decode": needs.cache}.items() if overlays else (
             ("all", needs.cache),):
         found |= {(name, phase): _Expected("cache", "device", nbytes) for name, nbytes in sizes.items()}
     if plan.schedule.host_hop and any(w.gather for w in plan.weights):

@@ -107,11 +107,11 @@ class Options:
         SIZE, "Longest prompt, in tokens", BATCH, otherwise="128, or half of the model's positions"))
     new_tokens: int | None = field(default=None, metadata=option(
         SIZE, "Longest answer, in tokens", BATCH, otherwise="128"))
-    usual: tuple[int, int] | None = field(default=None, metadata=option(
+    typical: tuple[int, int] | None = field(default=None, metadata=option(
         pair("tokens of a prompt and of an answer", 1), "Tokens of a typical prompt and answer, where most are "
         "shorter than the longest: predicted times are theirs", BATCH))
-    places: int | None = field(default=None, metadata=option(
-        SIZE, "Sequences computed at once, whose places others enter as they end", BATCH,
+    batch_slots: int | None = field(default=None, metadata=option(
+        SIZE, "Sequences computed at once, whose slots others enter as they end", BATCH,
         planned=lambda plan: plan.workload.batch if plan.schedule.batching.admitted else (
             "sequences that begin together")))
     micro_batches: int | None = field(default=None, metadata=option(
@@ -208,7 +208,7 @@ class Options:
         "layout=2d,gather_chunks=4 inputs of products gathered, one beside the product of the one before", SOURCE))
 
     # What follows from these, a model and its ranks. Users do not name it.
-    entering: int | None = None  # sequences of a prefill step; None: all at once
+    admitted: int | None = None  # sequences of a prefill step; None: all at once
     rounds: bool = False  # sequences of a job that has more than there is room for begin together all the same
     gather_buffers: int | None = None  # memory for weights that ranks gather ahead, in times of those read at once
     score_ranges: tuple[ScoreRange, ...] = ()  # what `forebay calibrate` measured
@@ -290,8 +290,8 @@ def check_choices(workload: Workload, options: Options, replayed: Plan | None = 
     in, anything that a plan beside it has otherwise."""
     require_sizes(batch=workload.batch, prompt=workload.prompt, new_tokens=workload.new_tokens)
     for name, longest in (("prompt", workload.prompt), ("new_tokens", workload.new_tokens)):
-        if (usual := getattr(workload, f"usual_{name}")) > longest:
-            raise PlanError(f"usual: {usual} tokens are more than the longest has ({name}={longest})")
+        if (typical := getattr(workload, f"typical_{name}")) > longest:
+            raise PlanError(f"typical: {typical} tokens are more than the longest has ({name}={longest})")
     why = "cache_tier device" if options.cache_tier == "device" else (
         "checkpoints (0, …)" if options.checkpoints is not None and not options.checkpoints[0] else "")
     if why and options.checkpoint_format != "native":
@@ -337,7 +337,7 @@ def _check_hidden(options: Options) -> None:
         raise PlanError(f"hidden_shares: {options.hidden_shares} must be shares of one whole")
     if options.hidden_tier in (None, "device"):
         return
-    for name, forced in (("order='row'", options.order == "row"), ("places", options.entering)):
+    for name, forced in (("order='row'", options.order == "row"), ("batch_slots", options.admitted)):
         if forced:
             raise PlanError(f"hidden_tier {options.hidden_tier}: with {name} nothing waits between the turns of "
                             "micro-batches in a layer; leave one of both out")

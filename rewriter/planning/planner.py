@@ -154,7 +154,7 @@ def _cheapest(
     needs: ModelNeeds, kinds: WeightKinds, budget: Limits, workload: Workload, fits: Sequence[ChunkRoom]
 ) -> ChunkRoom | None:
     """The fit of least predicted time, of equals the first. Bounds come first, as if weights filled the room."""
-    new_tokens = workload.paced(needs.batching)[1]
+    new_tokens = workload.effective_lengths(needs.batching)[1]
 
     @functools.cache
     def prefill_steps(chunk: int) -> dict[int, int]:
@@ -230,8 +230,8 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: ChunkRoom) -> int:
     """Bytes of host memory for weights beside what copies from disk pass through."""
     if not budget.host or needs.weight_tier != "disk":
         return 0
-    passing = _staging(needs, fit.chunk, fit.slots, fit.slot_nbytes) if needs.host_hop else 0
-    return max(0, budget.host - needs.host_nbytes - needs.feature_nbytes(fit.chunk, "host") - passing)
+    hop_nbytes = _staging(needs, fit.chunk, fit.slots, fit.slot_nbytes) if needs.host_hop else 0
+    return max(0, budget.host - needs.host_nbytes - needs.feature_nbytes(fit.chunk, "host") - hop_nbytes)
 
 
 def _planned(
@@ -251,8 +251,8 @@ def _planned(
                         kinds.pools.routed(fit.pool_slots))
     plan = Plan(needs.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
                 cache_format=needs.cache_format, score_ranges=options.score_ranges)
-    upper, lends = _upper(needs, fit.chunk)
-    caches = {"prefill": needs.cache_prompt, "decode": needs.cache} if lends else {"all": needs.cache}
+    upper, overlays = _upper(needs, fit.chunk)
+    caches = {"prefill": needs.cache_prompt, "decode": needs.cache} if overlays else {"all": needs.cache}
     plan = lay_out(plan, needs.constants, caches, upper, host_rows_nbytes(needs, fit.chunk),
                    (*expert_buffers(plan, needs), *(needs.staged.buffers() if needs.staged is not None else ()),
                     *needs.feature_buffers(fit.chunk)))
@@ -285,7 +285,8 @@ def _predicted(needs: ModelNeeds, kinds: WeightKinds, plan: Plan, fit: ChunkRoom
 def _prefill_steps(needs: ModelNeeds, workload: Workload, sizes: Sequence[int]) -> dict[int, int]:
     """How many steps of which of these sizes the prompts of all sequences take."""
     times = needs.batching.admission.prefills(workload.batch)
-    return {tokens: times * count for tokens, count in chunk_steps(workload.paced(needs.batching)[0], sizes).items()}
+    steps = chunk_steps(workload.effective_lengths(needs.batching)[0], sizes)
+    return {tokens: times * count for tokens, count in steps.items()}
 
 
 def _shortest(needs: ModelNeeds, prompt: int) -> int:

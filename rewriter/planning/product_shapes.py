@@ -56,11 +56,12 @@ def weights_of_layers(step: fx.GraphModule) -> dict[int, tuple[str | None, ...]]
 
 
 def planned_shapes(
-    plan: Plan, uses: Iterable[ProductUse], layers: Mapping[int, tuple[str | None, ...]], likes: Mapping[int, int]
+    plan: Plan, uses: Iterable[ProductUse], layers: Mapping[int, tuple[str | None, ...]],
+    representatives: Mapping[int, int],
 ) -> set[Shape]:
-    """The shapes of all products of a step, given those of the layers that all are like (`Layout.likes`)."""
+    """The shapes of all products of a step, given those of the layers that all are like (`Layout.representatives`)."""
     alike: dict[str, set[str]] = {}
-    for layer, like in likes.items():
+    for layer, like in representatives.items():
         for name, of_like in zip(layers[layer], layers[like], strict=True):
             if name is not None and of_like is not None:
                 alike.setdefault(of_like, {of_like}).add(name)

@@ -10,12 +10,12 @@ from torch import fx
 
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned, whole_pages
 from forebay.rewriter.ir.cache_layout import (
+    BATCH_SLOTS,
     CACHE_HOME_ARENAS,
     CACHE_STAGING,
     CACHE_STORE_STAGING,
     ENTERING,
     OPERANDS,
-    PLACES,
     STORE_STAGING_COUNT,
     WORD,
     StagedLayer,
@@ -31,7 +31,7 @@ from forebay.rewriter.predict.closed_form import STILL, CacheMoves
 
 @dataclass(frozen=True)
 class StagedCache:
-    """Bytes, by buffer name, of the staging slots, of the inputs that tell which blocks and places, of the tails that
+    """Bytes, by buffer name, of the staging slots, of the inputs that tell which blocks and slots, of the tails that
     stay on the device, and by tier of each layer's caches that live there, in whole pages. `tiers` are those of the
     micro-batches, by layer. Where copies hop, `host_slots` are the slots that the host lends to what the disk holds."""
 
@@ -114,7 +114,7 @@ def staged_cache(layers: Mapping[int, StagedLayer], batching: BatchSchedule, hos
                         "(plan.schedule.batching.recomputation.checkpoints); let all lie on slower tiers")
     if cache.on_device % unit or cache.on_host % unit:
         raise PlanError(f"plan.schedule.batching.cache.on_device, on_host: {cache.on_device} and {cache.on_host} "
-                        f"are not whole layers of {count} micro-batches; where sequences enter places "
+                        f"are not whole layers of {count} micro-batches; where sequences enter slots "
                         "(plan.schedule.batching.admission.sequences) all caches of a layer lie on one tier")
     tiers = dict(zip(layers, batching.cache_homes(len(layers)), strict=True))
     homes: dict[str, dict[str, int]] = {}
@@ -129,7 +129,7 @@ def staged_cache(layers: Mapping[int, StagedLayer], batching: BatchSchedule, hos
     inputs = {name: count * size * WORD for name, size in input_sizes(layers, batching).items()}
     if admitted:
         slots[ENTERING] = admitted * max(_passing_nbytes(layers[i], of_layer[0]) for i, of_layer in tiers.items())
-        inputs[PLACES] = admitted * WORD
+        inputs[BATCH_SLOTS] = admitted * WORD
     lent = {}
     if host_hop and "disk" in homes:
         names = [*(f"host_{CACHE_STAGING}{i}" for i in range(cache.slots)),
@@ -139,7 +139,7 @@ def staged_cache(layers: Mapping[int, StagedLayer], batching: BatchSchedule, hos
 
 
 def _passing_nbytes(layer: StagedLayer, tier: str) -> int:
-    """What a sequence that enters takes of the buffer `entering`: all of a cache on the device, of others the tails."""
+    """What a sequence that enters takes of the buffer `admitted`: all of a cache on the device, of others the tails."""
     return (layer.nbytes if tier == "device" else layer.tail_nbytes) // layer.sequences
 
 
@@ -153,4 +153,4 @@ def staged_places(step: fx.GraphModule, batching: BatchSchedule, prompt: int) ->
     # of states that are not rewindable whole ones: a last chunk may then end behind its prompt
     layers = (sum(aligned(admitted * (value[0].nbytes if counts else prompt * value.nbytes // (
         value.shape[0] * value.shape[2]))) for value in values.values()) for values in state_values(step).values())
-    return StagedCache(batching, {ENTERING: max(layers)}, {PLACES: admitted * WORD})
+    return StagedCache(batching, {ENTERING: max(layers)}, {BATCH_SLOTS: admitted * WORD})

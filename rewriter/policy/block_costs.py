@@ -85,7 +85,7 @@ class BlockModel:
     """How a block of `model` runs: prefill of `prompt` tokens, then `new_tokens`, for every sequence.
 
     The last new token is never appended, so decode runs new_tokens - 1 steps, over `context` cached tokens (0: prompt +
-    new_tokens / 2, the average, A.3). Memory is for these; times and tokens are of `usual` prompts and answers where
+    new_tokens / 2, the average, A.3). Memory is for these; times and tokens are of `typical` prompts and answers where
     they are given. Another system's runtime is a subclass that overrides what it does otherwise.
     """
 
@@ -96,14 +96,14 @@ class BlockModel:
     new_tokens: int
     capacity: Mapping[str, int]  # bytes per tier
     context: float = 0.0
-    usual: tuple[int, int] | None = None
+    typical: tuple[int, int] | None = None
 
     def costs(self) -> BlockCosts:
         return BlockCosts(tuple(self.pieces()), self.memory(), self.capacity, self.block.size * self._timed[1])
 
     @property
     def _timed(self) -> tuple[int, int]:
-        return self.usual or (self.prompt, self.new_tokens)
+        return self.typical or (self.prompt, self.new_tokens)
 
     # -- what another system does otherwise
 

@@ -65,13 +65,13 @@ class Problem:
     capacity: Mapping[str, int] = field(default_factory=dict)
     runs: Callable[..., BlockModel] = BlockModel
     times: Estimator | None = None
-    usual: tuple[int, int] | None = None  # tokens of the prompts and answers that times are of
+    typical: tuple[int, int] | None = None  # tokens of the prompts and answers that times are of
 
     def model_of(self, block: BlockShape, context: float = 0.0) -> BlockModel:
         capacity = {tier: self.machine.tiers[tier].capacity_nbytes if tier in self.machine.tiers else 0
                     for tier in TIERS} | dict(self.capacity)
         times = self.times or MachineEstimator(self.machine)
-        return self.runs(self.model, times, block, self.prompt, self.new_tokens, capacity, context, self.usual)
+        return self.runs(self.model, times, block, self.prompt, self.new_tokens, capacity, context, self.typical)
 
     def host_attends(self) -> bool:
         """Whether there is a host that may compute attention."""

@@ -43,7 +43,7 @@ def advice(policy: Policy) -> str:
 def summary(policy: Policy) -> dict[str, Any]:
     """The policy without its list of weights: shares per tier, times, bytes, advice."""
     x = policy.placement.x
-    steps = max(1, (policy.problem.usual or (0, policy.problem.new_tokens))[1] - 1)
+    steps = max(1, (policy.problem.typical or (0, policy.problem.new_tokens))[1] - 1)
     tensors = dict.fromkeys(tensor for tensor, _ in INDEX)
     return {
         "block": {**asdict(policy.block), "sequences": policy.block.size},

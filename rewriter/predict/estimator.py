@@ -76,7 +76,7 @@ class Estimator(Protocol):
         """How many times as long reads from disk take while all ranks read."""
 
     @property
-    def held_up(self) -> float:
+    def overlap_penalty(self) -> float:
         """Share (0..1) of an exchange's time by which what is computed beside it takes longer."""
 
     def choice_s(self, elements: int) -> float:
@@ -171,9 +171,9 @@ class MachineEstimator:
         return self.machine.mesh.reads_slowed
 
     @property
-    def held_up(self) -> float:
+    def overlap_penalty(self) -> float:
         mesh = self.machine.mesh  # a GPU's links work by themselves, unless they were seen not to
-        return mesh.held_up if mesh.exchanges or self.machine.kind.on_host_cores else 0.0
+        return mesh.overlap_penalty if mesh.exchanges or self.machine.kind.on_host_cores else 0.0
 
     def choice_s(self, elements: int) -> float:
         rate = self.machine.choice_elements_per_s

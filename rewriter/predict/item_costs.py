@@ -62,8 +62,8 @@ def copy_time_s(item: Copy, times: Estimator) -> float:
     if tiers == ("host", "host"):
         seconds = times.host_attention_s(src.nbytes)
         return seconds if math.isfinite(seconds) else src.nbytes / GUESSED_BYTES_PER_S
-    usual = min((end.usual for end in (src, item.dst) if isinstance(end, Rows)), default=1.0)
-    return usual * taken_nbytes(item) * times.byte_s(*tiers)
+    typical = min((end.typical for end in (src, item.dst) if isinstance(end, Rows)), default=1.0)
+    return typical * taken_nbytes(item) * times.byte_s(*tiers)
 
 
 def taken_nbytes(item: Copy) -> int:

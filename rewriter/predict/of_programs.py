@@ -24,7 +24,7 @@ def predict(
     """Seconds, streamed bytes and peak bytes of `plan`, whose step over so many tokens is `program`, on `machine`. What
     runs between prompt and answer, `growth`, counts as the prompt's."""
     s, work, serial = plan.schedule, plan.workload, MachineEstimator(machine).serial
-    chunks = chunk_steps(work.paced(s.batching)[0], s.prefill_chunks)
+    chunks = chunk_steps(work.effective_lengths(s.batching)[0], s.prefill_chunks)
     passes = sum(chunks.values())  # of a prefill, which need not reach its steady state
     programs = {tokens: program(tokens) for tokens in sorted({1, s.prefill_chunk, *chunks, *s.speculative_steps})}
     lines = {tokens: simulate(each, machine, min(STEPS, passes) if s.phase_of(tokens) == "prefill" else STEPS)
@@ -46,14 +46,14 @@ def predict(
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of the steps of a plan whose places sequences enter, by how much of the caches they see.
+    """Seconds of the steps of a plan whose slots sequences enter, by how much of the caches they see.
 
     `seconds` are, by tokens per sequence, those of a step that sees nothing of them and of one that sees all: what it
-    takes lies between. `chunks` are the sizes of prefill steps, largest first, each over `entering` sequences.
+    takes lies between. `chunks` are the sizes of prefill steps, largest first, each over `admitted` sequences.
     """
 
-    places: int
-    entering: int
+    batch_slots: int
+    admitted: int
     prompt: int
     context: int
     chunks: tuple[int, ...]
@@ -64,8 +64,8 @@ class StepTimes:
         return min((c for c in self.chunks if c >= tokens), default=self.chunks[0])
 
     def decode_s(self, seen: float) -> float:
-        """A step of one token for all places, which see so many tokens together."""
-        return self._between(1, seen / (self.places * self.context))
+        """A step of one token for all slots, which see so many tokens together."""
+        return self._between(1, seen / (self.batch_slots * self.context))
 
     def prefill_s(self, chunk: int, reached: float) -> float:
         """A chunk up to `reached` tokens of each that enters."""
@@ -91,5 +91,5 @@ def step_times(plan: Plan, program: Callable[[int], Program], machine: Machine) 
     seconds = {tokens: (simulate(each, machine, times=_Blind(machine)).time_s,
                         simulate(replace(each, seen={}), machine).time_s)
                for tokens, each in programs.items()}
-    entering = s.batching.admitted or w.batch
-    return StepTimes(w.batch, entering, w.prompt, w.context, s.prefill_chunks, seconds)
+    admitted = s.batching.admitted or w.batch
+    return StepTimes(w.batch, admitted, w.prompt, w.context, s.prefill_chunks, seconds)

@@ -56,7 +56,7 @@ def simulate_ranks(
     beside = [BusyBeside() for _ in programs]
     for _ in range(ROUNDS):
         costs = [_costs(program, times, own) for program, own in zip(programs, beside, strict=True)]
-        ran = run_ranks(programs, costs, steps, between, times.held_up)
+        ran = run_ranks(programs, costs, steps, between, times.overlap_penalty)
         before, beside = beside, _busy_beside(ran)
         if all(abs(a.computing - b.computing) < SETTLED and abs(a.reading - b.reading) < SETTLED
                for a, b in zip(before, beside, strict=True)):

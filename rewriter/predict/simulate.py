@@ -98,7 +98,7 @@ def _likeness(item: Item) -> tuple:
         return (item.stream, item.op, item.impl, shapes, how, sum([s.nbytes for s in item.reads]),
                 sum([s.nbytes for s in item.writes]))
     if isinstance(item, Copy):
-        rows = [(end.row_nbytes, type(end.table), end.usual) if isinstance(end, Rows) else None
+        rows = [(end.row_nbytes, type(end.table), end.typical) if isinstance(end, Rows) else None
                 for end in (item.src, item.dst)]
         return tier_of(item.src), tier_of(item.dst), copy_nbytes(item), taken_nbytes(item), *rows
     return ()

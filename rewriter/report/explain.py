@@ -109,7 +109,7 @@ def _head(plan: Plan, captured: CapturedModel | None) -> str:
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
         ("schedule", _schedule(plan)),
         ("prefill", f"chunks of {s.prefill_chunk} tokens, {passes} pass{'es' if passes > 1 else ''} over the weights"
-                    + (f"; {s.batching.admitted} enter at once as places fall free" if s.batching.admitted else "")),
+                    + (f"; {s.batching.admitted} enter at once as slots fall free" if s.batching.admitted else "")),
         *(row for feature in FEATURES if (row := feature.explain(plan)) is not None),
         *([("experts", _experts(plan))] if s.routed.steps else []),
         *([("softmax", _shared_maxima(plan))] if plan.score_ranges else []),
@@ -139,7 +139,7 @@ def _experts(plan: Plan) -> str:
 
 def _usual(work: Workload) -> str:
     """The lengths that times are of, where not all are alike."""
-    prompt, answer = work.usual
+    prompt, answer = work.typical
     alike = (prompt, answer) == (work.prompt, work.new_tokens)
     return "" if alike else f"; times are those of {prompt} and {answer} tokens, as is usual"
 
@@ -206,7 +206,7 @@ def _meeting(plan: Plan, arena: str) -> list[str]:
         return []
     lines = [f"decode     cache ends at byte {meeting.cache_top:,}, activations begin at {meeting.activation_base:,}: "
              f"they would meet at {meeting.tokens:,} tokens"]
-    if plan.lends and "prefill" in moving:
+    if plan.prefill_overlays_kv_cache and "prefill" in moving:
         top = max(b.offset + b.nbytes for b in lasting(plan, arena, "prefill"))
         base = min(b.offset for b in moving["prefill"])
         lent = max(0, meeting.cache_top - base)
@@ -233,7 +233,7 @@ def kind_nbytes(plan: Plan, arena: str) -> dict[str, int]:
     moving = [b for buffers in phases(plan, arena).values() for b in buffers]
     if moving:
         low = min(b.offset for b in moving)
-        if plan.lends:
+        if plan.prefill_overlays_kv_cache:
             low = max(low, *(b.offset + b.nbytes for b in fixed))
         found["activation"] = found.get("activation", 0) + max(b.offset + b.nbytes for b in moving) - low
     return found

@@ -130,7 +130,7 @@ def _check_rows(rows: Rows, label: str, files: Collection[str], extents: Extents
         raise ItemFault(f"{label} keeps what it leaves out, and leaves nothing out by its number")
     if rows.skips and rows.index is None:
         raise ItemFault(f"{label}: rows are skipped by their numbers, and it has none")
-    for ref in rows.told_by:
+    for ref in rows.index_tensors:
         _extent(ref, label, extents)
         _check_memory((span_of(ref),), label, files)
         if ref.dtype != "int64":
@@ -242,7 +242,7 @@ def copy_spans(copy: Copy) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     reads: tuple[Span, ...] = (source,) if isinstance(source, Span) else ()
     for end in (copy.src, copy.dst):
         if isinstance(end, Rows):
-            reads += tuple(span_of(ref) for ref in end.told_by)
+            reads += tuple(span_of(ref) for ref in end.index_tensors)
     if not before and not after:
         return reads, (dst,)
     margins = (Span(dst.arena, dst.offset - before, before, dst.buffer),

@@ -50,8 +50,8 @@ class NamedRows:
         if rows is None:
             whole = ((0, 0, item.src.nbytes),)
             return lambda: whole
-        tensors = [self._tensor(ref) for ref in rows.told_by]
-        if unmet := set(rows.told_by) - self._told.keys():
+        tensors = [self._tensor(ref) for ref in rows.index_tensors]
+        if unmet := set(rows.index_tensors) - self._told.keys():
             self._told |= dict.fromkeys(unmet)
             self._within.clear()
         return lambda: self._found(rows, inward, item.label, [tensor.numpy(force=True) for tensor in tensors])
@@ -76,7 +76,7 @@ class NamedRows:
         rows, inward = _named_end(item)
         if rows is None:
             return ((0, 0, item.src.nbytes),)
-        said = [self._told.get(ref) for ref in rows.told_by]
+        said = [self._told.get(ref) for ref in rows.index_tensors]
         held = [each for each in said if each is not None]
         return self._found(rows, inward, item.label, held) if len(held) == len(said) else None
 

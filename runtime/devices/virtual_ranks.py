@@ -19,14 +19,15 @@ from forebay.runtime.devices.virtual_threads import (
 
 
 def run_ranks(
-    programs: Sequence[Program], costs: Sequence[CostOf], steps: int, between_s: Sequence[float], held_up: float = 0.0
+    programs: Sequence[Program], costs: Sequence[CostOf], steps: int, between_s: Sequence[float],
+    overlap_penalty: float = 0.0,
 ) -> list[tuple[list[float], list[TimedSpan]]]:
     """As `run_on_threads`, of each rank: when its first step began and each ended, and its spans. An exchange begins
     once all that take part have posted it and are done with those that they posted before, and ends for all at once;
-    who waits for it goes on reading, and who computes meanwhile takes `held_up` of the time longer. ValueError where
-    ranks would wait for each other for ever."""
+    who waits for it goes on reading, and who computes meanwhile takes `overlap_penalty` of the time longer. ValueError
+    where ranks would wait for each other for ever."""
     board = _Board([_exchanges(program) for program in programs])
-    clocks = [_RankClock(rank, board, held_up) for rank in range(len(programs))]
+    clocks = [_RankClock(rank, board, overlap_penalty) for rank in range(len(programs))]
     running = [clock.all_steps(program, cost, steps, rest)
                for clock, program, cost, rest in zip(clocks, programs, costs, between_s, strict=True)]
     ended = [False] * len(running)
@@ -88,9 +89,9 @@ class _Board:
 class _RankClock(_StreamClock):
     """The time of a rank. Exchanges stand on the board, not in a queue."""
 
-    def __init__(self, rank: int, board: _Board, held_up: float) -> None:
+    def __init__(self, rank: int, board: _Board, overlap_penalty: float) -> None:
         super().__init__()
-        self.rank, self.board, self.held_up, self.ends = rank, board, held_up, list[float]()
+        self.rank, self.board, self.overlap_penalty, self.ends = rank, board, overlap_penalty, list[float]()
         self.met = 0  # exchanges that were waited for
         self.behind: dict[int, int] = {}  # by events: exchanges that were posted before their latest record
 
@@ -130,7 +131,7 @@ class _RankClock(_StreamClock):
         spans = [board[self.rank][self.met : self.behind[event]] for board in (self.board.begun, self.board.ended)]
         beside_s = sum(max(0.0, min(self.now, ended) - begun) for begun, ended in zip(*spans, strict=True))
         self.met = max(self.met, self.behind[event])
-        end = max(self.now, end) + self.held_up * beside_s
+        end = max(self.now, end) + self.overlap_penalty * beside_s
         self.spans.append((COLLECT, f"until event {event}", self.now, end))
         while self.now < end:
             if not self.elapse(end - self.now, 1.0):

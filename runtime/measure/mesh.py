@@ -59,13 +59,13 @@ def measure_mesh(
             bandwidth, latency, r2 = steady_link(NBYTES, TURNS, turn.time_s)
             links.append(ExchangeLink(kind, size, bandwidth, latency, r2))
         say("products beside exchanges", 0.88)
-        held_up = _held_up(tuple(range(ranks)), worker) if device.on_host_cores else 0.0
+        overlap_penalty = _held_up(tuple(range(ranks)), worker) if device.on_host_cores else 0.0
     say("products at once", 0.9)
     memory, flops = (_products_slowed(m) for m in ROWS) if device.on_host_cores else (1.0, 1.0)
     say("reads at once", 0.95)
     reads = _reads_slowed(machine, folder)
     return MeshLinks(ranks, dist.get_backend(), datetime.date.today().isoformat(), tuple(links), memory, flops, reads,
-                     held_up)
+                     overlap_penalty)
 
 
 def _neighbours(ranks: int, size: int) -> list[tuple[int, ...]]:

@@ -75,24 +75,25 @@ class CacheBlocks:
             kind.tail[:] = tokens // kind.tokens
 
     def step(
-        self, start: torch.Tensor, tokens: int, places: torch.Tensor | None = None
+        self, start: torch.Tensor, tokens: int, batch_slots: torch.Tensor | None = None
     ) -> Mapping[str, torch.Tensor]:
-        """The inputs of a step over `tokens` tokens from `start` [B] on, of all sequences, or of those in `places` [B].
-        ValueError for a start behind the tail: what stands between would be of nobody."""
-        chosen = slice(None) if places is None else places
+        """The inputs of a step over `tokens` tokens from `start` [B] on, of all sequences, or of those in
+        `batch_slots` [B]. ValueError for a start behind the tail: what stands between would be of nobody."""
+        chosen = slice(None) if batch_slots is None else batch_slots
         tails, behind = [kind.tail[chosen].clone() for kind in self.kinds], start + tokens
         tail = tails[0]
         if bool((start // self.tokens > tail).any()) or bool((start < 0).any()) or bool(
                 (behind // self.tokens >= self.blocks).any()):
             raise ValueError(f"start: {start.tolist()} does not continue sequences whose tails are blocks "
                              f"{tail.tolist()} of {self.blocks}")
-        if places is None:  # a micro-batch has a part of its own, and its sequences stand in the slot as they do there
-            group = self.each
+        if batch_slots is None:
+            group = self.each  # a micro-batch has a part of its own, its sequences in the slot as they are there
             number = in_home = torch.arange(self.batch) % group
             own = torch.ones(self.batch, dtype=torch.bool)
         else:
-            group, number, in_home = len(places), torch.arange(len(places)), places
-            own = torch.tensor([place not in places[:i] for i, place in enumerate(places)])  # the rest are repeated
+            group, number, in_home = len(batch_slots), torch.arange(len(batch_slots)), batch_slots
+            # The rest are repeated.
+            own = torch.tensor([slot not in batch_slots[:i] for i, slot in enumerate(batch_slots)])
         moved = [kind.moved(start, behind, before) for kind, before in zip(self.kinds, tails, strict=True)]
         rows = [in_home[:, None] * self.kept + kind.kept for kind in self.kinds]
         for kind in self.kinds:

@@ -77,7 +77,7 @@ def generate_tokens(
                          "generator for each prompt")
     call = None
     if not session.plan.schedule.batching.admitted:
-        refuse_crossing(session.plan, prompts, stop.max_new_tokens, session.renewed_at)
+        refuse_crossing(session.plan, prompts, stop.max_new_tokens, session.rope_switch_length)
         longest, own = max(prompt.numel() for prompt in prompts), isinstance(generator, Sequence)
         call = OneCall(longest, len(prompts), not own, None if isinstance(generator, Sequence) else generator)
     elif sampling.do_sample and not isinstance(generator, Sequence):

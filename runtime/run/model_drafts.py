@@ -83,15 +83,15 @@ class ModelDrafter:
         self, held: Mapping[int, torch.Tensor], rows: Mapping[int, list[int]], wanted: Sequence[int]
     ) -> tuple[dict[int, int], Mapping[int, torch.Tensor] | torch.Tensor]:
         """How many tokens of each row the cache holds by now, and the logits [V] behind those that are none to feed."""
-        work, entering = self.session.plan.workload, self.session.plan.schedule.batching.admitted
+        work, admitted = self.session.plan.workload, self.session.plan.schedule.batching.admitted
         at = {row: min(alike(self._held.get(row, []), tokens), len(tokens) - 1) for row, tokens in rows.items()}
         begun = [row for row in wanted if len(rows[row]) - at[row] > self.begin_steps + max(
             0, len(rows[row]) - work.prompt)]
-        if not entering and (begun or not self._held):
+        if not admitted and (begun or not self._held):
             begun = [*rows]  # such a prefill computes all rows
             self._held.clear()
         logits: dict[int, torch.Tensor] = {}
-        together = entering or work.batch
+        together = admitted or work.batch
         for first in range(0, len(begun), together):
             logits |= self._begin({row: held[row][: work.prompt] for row in begun[first : first + together]})
         return at | {row: min(len(rows[row]), work.prompt) for row in begun}, logits

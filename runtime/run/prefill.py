@@ -71,13 +71,13 @@ def require_whole_chunks(plan: Plan) -> None:
 
 def chunks(
     spans: Sequence[tuple[int, int]], ids: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor,
-    call: torch.Tensor, places: torch.Tensor | None = None, embeds: Sequence[torch.Tensor] | None = None,
+    call: torch.Tensor, batch_slots: torch.Tensor | None = None, embeds: Sequence[torch.Tensor] | None = None,
 ) -> Iterator[PrefillChunk]:
     """Yield the steps over `spans` of ids [B, T], of which row i has `lengths[i]`, after `start` [B] cached tokens.
 
     Args:
         call: [B] tokens of the call that each row belongs to (`StepInputs.length`).
-        places: `StepInputs.places`.
+        batch_slots: `StepInputs.batch_slots`.
         embeds: Each [P, H], for ids of -1 in the first rows.
     """
     ids = torch.nn.functional.pad(ids, (0, max(0, max(at + size for at, size in spans) - ids.shape[1])))
@@ -85,9 +85,10 @@ def chunks(
     for at, size in spans:
         ends = tuple(row for row, length in enumerate(lengths.tolist()) if done < length <= at + size)
         done = at + size
-        yield PrefillChunk(StepInputs(ids[:, at:done], start + at, (lengths - 1 - at).clamp(0, size - 1), call, places,
-                               _embedded(embeds, len(ids), at, size), (lengths - at).clamp(0, size)), at, ends,
-                           (at, size) == spans[-1])
+        yield PrefillChunk(StepInputs(ids[:, at:done], start + at, (lengths - 1 - at).clamp(0, size - 1), call,
+                                      batch_slots, _embedded(embeds, len(ids), at, size),
+                                      (lengths - at).clamp(0, size)),
+                           at, ends, (at, size) == spans[-1])
 
 
 def _embedded(embeds: Sequence[torch.Tensor] | None, batch: int, at: int, size: int) -> torch.Tensor | None:
@@ -110,26 +111,26 @@ def prompt_chunks(
     most `BatchSchedule.admitted`, and those left over repeat the first. `length` is that of one call of all; without it
     each prompt is a call by itself.
     """
-    entering = plan.schedule.batching.admitted
-    slots = [*prompts, *[next(iter(prompts))] * (entering - len(prompts))] if entering else range(plan.workload.batch)
+    admitted = plan.schedule.batching.admitted
+    slots = [*prompts, *[next(iter(prompts))] * (admitted - len(prompts))] if admitted else range(plan.workload.batch)
     rows = [prompts.get(slot, torch.zeros(1, dtype=torch.int64)) for slot in slots]
     call = torch.tensor([row.numel() for row in rows])
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    real = torch.tensor([row < len(prompts) if entering else slot in prompts for row, slot in enumerate(slots)])
+    real = torch.tensor([row < len(prompts) if admitted else slot in prompts for row, slot in enumerate(slots)])
     spans = chunk_spans(plan.schedule.prefill_chunks, ids.shape[1], None if rewindable else plan.workload.context,
                         rewindable)
-    places = torch.tensor(slots) if entering else None
+    batch_slots = torch.tensor(slots) if admitted else None
     return chunks(spans, ids, torch.zeros_like(call), torch.where(real, call, 0),
-                  call if length is None else torch.full_like(call, length), places, embeds)
+                  call if length is None else torch.full_like(call, length), batch_slots, embeds)
 
 
 def prefill(
     session: Session, prompts: Mapping[int, torch.Tensor], embeds: Sequence[torch.Tensor] | None = None
 ) -> torch.Tensor:
     """Compute `prompts` by slot as one call; return the logits [n, V] of each one's last token, in their order."""
-    entering = session.plan.schedule.batching.admitted
-    length = None if entering else max(prompt.numel() for prompt in prompts.values())
-    index = {row if entering else slot: row for row, slot in enumerate(prompts)}
+    admitted = session.plan.schedule.batching.admitted
+    length = None if admitted else max(prompt.numel() for prompt in prompts.values())
+    index = {row if admitted else slot: row for row, slot in enumerate(prompts)}
     logits = torch.empty(0)
     for chunk in prompt_chunks(session.plan, prompts, length, embeds, session.rewindable):
         step = session.step(chunk.inputs)

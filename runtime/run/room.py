@@ -11,26 +11,26 @@ from forebay.rewriter.ir.plan import Plan
 from forebay.runtime.devices.device import RuntimeFault
 
 
-def with_renewal(prompt: int, new_tokens: int, renewed_at: int) -> tuple[int, int]:
+def with_rope_switch(prompt: int, new_tokens: int, rope_switch_length: int) -> tuple[int, int]:
     """Tokens of the longest prompt and of the answer to it, where the prompt and what has followed it begin anew once
-    they exceed `renewed_at` (0: never)."""
-    if prompt <= renewed_at < prompt + new_tokens - 1:
-        return renewed_at + 1, prompt + new_tokens - renewed_at - 1
+    they exceed `rope_switch_length` (0: never)."""
+    if prompt <= rope_switch_length < prompt + new_tokens - 1:
+        return rope_switch_length + 1, prompt + new_tokens - rope_switch_length - 1
     return prompt, new_tokens
 
 
-def fits(plan: Plan, prompt: int, new_tokens: int, renewed_at: int = 0) -> bool:
+def fits(plan: Plan, prompt: int, new_tokens: int, rope_switch_length: int = 0) -> bool:
     """Whether a slot of `plan` has room for a prompt of so many tokens and an answer."""
     w = plan.workload  # the last token is never appended
-    prompt, new_tokens = with_renewal(prompt, new_tokens, renewed_at)
-    bounded = plan.lends or plan.schedule.batching.admitted
+    prompt, new_tokens = with_rope_switch(prompt, new_tokens, rope_switch_length)
+    bounded = plan.prefill_overlays_kv_cache or plan.schedule.batching.admitted
     return prompt + new_tokens - 1 <= w.context and (prompt <= w.prompt or not bounded)
 
 
-def refuse_crossing(plan: Plan, prompts: Sequence[torch.Tensor], new_tokens: int, renewed_at: int = 0) -> None:
+def refuse_crossing(plan: Plan, prompts: Sequence[torch.Tensor], new_tokens: int, rope_switch_length: int = 0) -> None:
     """RuntimeFault if the plan's cache has no room for so many prompts, or for them and their new tokens."""
     w, count, longest = plan.workload, len(prompts), max(p.numel() for p in prompts)
-    if count <= w.batch and fits(plan, longest, new_tokens, renewed_at):
+    if count <= w.batch and fits(plan, longest, new_tokens, rope_switch_length):
         return
     meeting = meeting_of(plan)
     where = "" if meeting is None else (

@@ -38,7 +38,7 @@ class SequenceRows:
         """Run prompts (each int64 [P]; for ids of -1 stand `embeds`, each [P, H]) from the start; logits [n, V] after
         each, or [n, longest, V] at every token, zeros past a prompt's end. RuntimeFault where the plan has no room for
         them and `new_tokens` more."""
-        refuse_crossing(self.session.plan, prompts, new_tokens, self.session.renewed_at)
+        refuse_crossing(self.session.plan, prompts, new_tokens, self.session.rope_switch_length)
         self.lengths, self._grown = torch.zeros(len(prompts), dtype=torch.int64), False
         lengths = torch.tensor([p.numel() for p in prompts])
         self._ids, self._call = list(prompts), int(lengths.max())
@@ -65,10 +65,10 @@ class SequenceRows:
             raise RuntimeFault(f"the cache has room for {self.room} more tokens, not for {ids.shape[1]}: plan for more "
                                "(wrap(new_tokens=…))")
         longest = int(self.lengths.max()) + ids.shape[1]
-        if self.session.renewed_at:
+        if self.session.rope_switch_length:
             held = zip(self._ids, self.lengths.tolist(), ids, strict=True)
             self._ids = [torch.cat((old[:n], new)) for old, n, new in held]
-            if self.session.renews(self._call, longest):
+            if self.session.crosses_rope_switch(self._call, longest):
                 return self._last(self.begin(self._ids), keep)
         self._call = max(self._call, longest)
         if not self._grown:
@@ -143,7 +143,7 @@ class SequenceRows:
         fed, start = torch.zeros(batch, span, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)
         fed[:count], start[:count] = ids, self.lengths
         # once grown, a cache that a prefill overlays lies where a chunk would compute
-        sizes = (1,) if span == 1 or plan.lends else plan.schedule.prefill_chunks
+        sizes = (1,) if span == 1 or plan.prefill_overlays_kv_cache else plan.schedule.prefill_chunks
         spans = chunk_spans(sizes, span, plan.workload.context - int(start.max()), self.session.rewindable)
         real = torch.full((batch,), span)
         real[:count] = span if lengths is None else lengths

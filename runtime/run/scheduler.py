@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
+from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.acceptance import Draws, accepted
 from forebay.runtime.run.balance import balanced_slots
@@ -86,7 +86,7 @@ def answer_all(
 
 def answer_arriving(
     session: Session, arriving: Arriving, eos: frozenset[int] = frozenset(), *, on_next: OnNext, on_end: OnEnd,
-    on_step: OnStep = lambda work: None, turns: StepTurns = USUAL_TURNS, drafter: Drafter | None = None,
+    on_step: OnStep = lambda work: None, turns: StepTurns = DEFAULT_TURNS, drafter: Drafter | None = None,
 ) -> WorkDone:
     """As `answer_all`, for requests that arrive while others run; they are admitted in the order in which they come.
 
@@ -96,7 +96,7 @@ def answer_arriving(
     for a plan of several slots that begin together, and for a request that no slot has room for.
     """
     if not session.plan.schedule.batching.admitted and session.plan.workload.batch > 1:
-        raise RuntimeFault("sequences of this plan begin together; plan for places that they enter (wrap(places=…))")
+        raise RuntimeFault("sequences of this plan begin together; plan for continuous batching (wrap(batch_slots=…))")
     scheduler = Scheduler(session, Sampling(), eos, on_end, on_next, turns, drafter or PromptLookup())
     open_ = True
     while open_ or scheduler.busy:
@@ -126,7 +126,7 @@ class Scheduler:
 
     def __init__(
         self, session: Session, sampling: Sampling, eos: frozenset[int], on_end: OnEnd,
-        on_next: OnNext = lambda number, token: True, turns: StepTurns = USUAL_TURNS, drafter: Drafter | None = None,
+        on_next: OnNext = lambda number, token: True, turns: StepTurns = DEFAULT_TURNS, drafter: Drafter | None = None,
         call: OneCall | None = None, work: WorkDone | None = None,
     ) -> None:
         self.session, self.sampling, self.eos, self.on_end, self.on_next = session, sampling, eos, on_end, on_next
@@ -160,10 +160,10 @@ class Scheduler:
         """Let requests wait for slots: the longest first, or after those that wait already. RuntimeFault for one that
         no slot has room for; then none of them waits."""
         for i, each in requests.items():
-            if not fits(self.session.plan, each.ids.numel(), each.new_tokens, self.session.renewed_at):
+            if not fits(self.session.plan, each.ids.numel(), each.new_tokens, self.session.rope_switch_length):
                 w = self.session.plan.workload
                 raise RuntimeFault(f"sequence {i} of {each.ids.numel()} tokens with {each.new_tokens} new ones does "
-                                   f"not fit the plan's places, which are of {w.prompt} with {w.new_tokens}; plan for "
+                                   f"not fit the plan's slots, which are of {w.prompt} with {w.new_tokens}; plan for "
                                    "more (LanguageModel.reserve)")
         self.requests.update(requests)
         self.new |= {number: [] for number in requests}
@@ -381,7 +381,7 @@ class Scheduler:
             self.generators.pop(number, None)
             del self.requests[number]
             self.on_end(number, self.new.pop(number))
-        if self.session.renewed_at:
+        if self.session.rope_switch_length:
             self._readmit()
 
     def _leave(self, slot: int) -> None:
@@ -395,6 +395,6 @@ class Scheduler:
         """Let requests whose cache is no use to their next token leave their slots, and begin anew with all tokens."""
         for slot, number in list(self.running.items()):
             length = self._call_length(number)
-            if self.session.renews(length - 1, length):
+            if self.session.crosses_rope_switch(length - 1, length):
                 self._leave(slot)
                 self.waiting.append(number)

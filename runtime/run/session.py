@@ -38,11 +38,18 @@ def resident_copies(plan: Plan, files: Mapping[str, FileSlice]) -> list[Copy]:
 
 
 class Session:
-    """Holds the arenas of `plan` until `close`. `program` gives the Program for a number of tokens per sequence,
-    `growth` the one between prefill and decoding where the cache then gets more room. With `every_position` the
-    Programs give logits of every token of a step. A cache that was begun within `renewed_at` tokens is no use beyond
-    them: whoever runs steps then begins again (0: never). A step that drafts in the plan's memory may be `shared`.
-    States that are not `rewindable` take each token once."""
+    """Holds the arenas of a plan until `close`.
+
+    Args:
+        plan: The plan.
+        program: Gives the Program for a number of tokens per sequence.
+        growth: The Program between prefill and decoding where the cache then gets more room.
+        every_position: Whether the Programs give logits of every token of a step.
+        rope_switch_length: A cache begun within so many tokens is no use beyond them: whoever runs steps then begins
+            again (0: never).
+        shared: A step that drafts in the plan's memory.
+        rewindable: Whether states may take a token again; others take each token once.
+    """
 
     def __init__(
         self,
@@ -54,14 +61,14 @@ class Session:
         trace: Trace | None = None,
         growth: Program | None = None,
         every_position: bool = False,
-        renewed_at: int = 0,
+        rope_switch_length: int = 0,
         shared: SharedDraft | None = None,
         rewindable: bool = True,
     ) -> None:
-        if plan.lends and growth is None:
+        if plan.prefill_overlays_kv_cache and growth is None:
             raise RuntimeFault("this plan's cache grows after the prefill; give the session the program that does it")
         self.plan, self.device, self.trace = plan, device, trace
-        self.every_position, self.renewed_at, self.rewindable = every_position, renewed_at, rewindable
+        self.every_position, self.rope_switch_length, self.rewindable = every_position, rope_switch_length, rewindable
         self._program, self._growth, self.shared = program, growth, shared
         self._grow: BoundProgram | None = None
         self._drafting: BoundProgram | None = None
@@ -108,7 +115,7 @@ class Session:
         bound = self.bound(inputs.tokens)
         bound.write(inputs.by_name())
         if self._blocks is not None:
-            bound.write(self._blocks.step(inputs.start, inputs.tokens, inputs.places))
+            bound.write(self._blocks.step(inputs.start, inputs.tokens, inputs.batch_slots))
         if not self._started:
             bound.start()
             self._started = True
@@ -124,9 +131,9 @@ class Session:
         self._run(bound)
         return bound.outputs["out0"]
 
-    def renews(self, held: int, length: int) -> bool:
+    def crosses_rope_switch(self, held: int, length: int) -> bool:
         """Whether a cache of calls of `held` tokens is no use to one that comes to count `length`."""
-        return (held <= self.renewed_at) != (length <= self.renewed_at)
+        return (held <= self.rope_switch_length) != (length <= self.rope_switch_length)
 
     def _run(self, bound: BoundProgram) -> None:
         """Run a program. Its proof orders what it stores with what it loads itself; another program's stores have ended

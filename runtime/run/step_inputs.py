@@ -16,7 +16,7 @@ class StepInputs:
         start: [B] int64, tokens that each row's sequence has in the cache before the step.
         last: [B] int64, the token of the step whose logits are wanted; of steps that give scores the token after it.
         length: [B] int64, tokens of the call that each row belongs to, for rotary frequencies that follow them.
-        places: [B] int64, the batch slots of the rows, where a prefill step computes some slots alone.
+        batch_slots: [B] int64, the batch slots of the rows, where a prefill step computes some slots alone.
         inputs_embeds: [B, S, H].
         count: [B] int64, tokens of the step that are real, for states that are not rewindable; all, if not given.
     """
@@ -25,7 +25,7 @@ class StepInputs:
     start: torch.Tensor
     last: torch.Tensor
     length: torch.Tensor | None = None
-    places: torch.Tensor | None = None
+    batch_slots: torch.Tensor | None = None
     inputs_embeds: torch.Tensor | None = None
     count: torch.Tensor | None = None
 

@@ -20,7 +20,7 @@ from forebay.rewriter.checkpoints.match_weights import file_slices, weight_recor
 from forebay.rewriter.checkpoints.module_weights import spill_module
 from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Budget, Workload
-from forebay.rewriter.planning.features.admission import entering_at_once
+from forebay.rewriter.planning.features.admission import admitted_at_once
 from forebay.rewriter.planning.options import Options
 from forebay.runtime.disk.spill_file import require_spill_folder
 
@@ -53,10 +53,10 @@ def wrap(
     else:
         captured, checkpoint, files = open_model(model, dequantize=options.dequantize,
                                                  keep=options.of_one_model)
-    options = replace(options, entering=entering_at_once(options.places))
-    workload = Workload(options.places or options.batch or 1,
+    options = replace(options, admitted=admitted_at_once(options.batch_slots))
+    workload = Workload(options.batch_slots or options.batch or 1,
                         options.prompt or min(128, max(1, (captured.max_positions or 256) // 2)),
-                        options.new_tokens or 128, *(options.usual or ()))
+                        options.new_tokens or 128, *(options.typical or ()))
     lm = build_model((captured, checkpoint, files), sizes, workload, options, capture=capture)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         empty_module(model)

@@ -182,17 +182,17 @@ class OffloadedGraph:
         """What is kept for such a call with these weights, else made and kept."""
         for i, arg in enumerate(args):
             refuse_tensor(arg, self.weights.get(i, f"input {i}"))
-        prepared = self.prepared.get((call, self._places(args)))
+        prepared = self.prepared.get((call, self._slots(args)))
         if prepared is None or prepared.lost:
             with torch.random.fork_rng(devices=[]):  # tracing and trials draw numbers that are the run's to draw
                 prepared = self._prepare(args)
-            self.prepared[call, self._places(args)] = prepared  # the weights have moved
+            self.prepared[call, self._slots(args)] = prepared  # the weights have moved
             while len(self.prepared) > KEPT:
                 self.prepared.popitem(last=False)
-        self.prepared.move_to_end((call, self._places(args)))
+        self.prepared.move_to_end((call, self._slots(args)))
         return prepared
 
-    def _places(self, args: Sequence[Any]) -> tuple[int, ...]:
+    def _slots(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Which weights these are: none that is on disk has the address of another."""
         return tuple(args[i].data_ptr() for i in self.weights)
 

@@ -152,7 +152,7 @@ def _assumed(draft: str | os.PathLike[str]) -> float:
     return ASSUMED if format is None else COPY_STANDS[format.bits]
 
 
-def _draft_options(options: Options, entering: int = 0) -> Options:
+def _draft_options(options: Options, admitted: int = 0) -> Options:
     """Its cache stays on the device, for what comes from elsewhere would come for each drafted token; sequences enter
-    its places as they do the model's, so many at once."""
-    return Options(cache=options.cache, cache_tier="device", entering=entering or None)
+    its slots as they do the model's, so many at once."""
+    return Options(cache=options.cache, cache_tier="device", admitted=admitted or None)

@@ -50,7 +50,7 @@ def drafting(
     long; None where the plan's steps check no drafts of such a call, and where the helper has no positions for it.
     Without a helper steps of the session itself draft, if it has such."""
     if session.plan.schedule.batching.admitted:
-        with drafting_in_places(helper, session) as drafter:
+        with drafting_per_slot(helper, session) as drafter:
             yield drafter
         return
     limit, longest = helper.captured.max_positions if helper else 0, max(row.numel() for row in rows)
@@ -72,10 +72,10 @@ def drafting(
 
 
 @contextmanager
-def drafting_in_places(helper: StepModel | None, session: Session) -> Iterator[Drafter | None]:
-    """What drafts by `helper` for sequences in the places of `session`, the most likely tokens, with the helper's
+def drafting_per_slot(helper: StepModel | None, session: Session) -> Iterator[Drafter | None]:
+    """What drafts by `helper` for sequences in the slots of `session`, the most likely tokens, with the helper's
     session as it is planned for as long; None where the plan's steps check no drafts, and for a helper with fewer
-    places."""
+    slots."""
     if helper is None and session.shared is not None and session.plan.schedule.speculative_steps:
         with _sharing(session, Sampling(), ()) as drafter:
             yield drafter
@@ -84,7 +84,7 @@ def drafting_in_places(helper: StepModel | None, session: Session) -> Iterator[D
             helper.plan.workload.batch < session.plan.workload.batch):
         yield None
         return
-    with (helper.running(1, 1, 1, in_places=True, call=ModelCall("drafting")) as other,
+    with (helper.running(1, 1, 1, continuous=True, call=ModelCall("drafting")) as other,
           _recording(helper, other, Sampling(), ()) as drafter):
         yield drafter
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.call_turns import CallTurns, ModelCall, TakesTurns
-from forebay.drafting import drafting_in_places
+from forebay.drafting import drafting_per_slot
 from forebay.huggingface.nn_module_compat import NnModuleCompat
 from forebay.model_planner import ModelPlanner, PlannedSteps, PlannerOf
 from forebay.open_model import capture_folder, known_machine
@@ -39,7 +39,7 @@ from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.run.prefill import require_whole_chunks
 from forebay.runtime.run.progress import WorkDone
-from forebay.runtime.run.room import with_renewal
+from forebay.runtime.run.room import with_rope_switch
 from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import OnEnd, OnStep, Request, answer_all
@@ -182,8 +182,8 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
             self._session = Session(
                 agreed, partial(self.steps.pipeline.program, plan),  # without `self`: no cycle keeps the memory
                 resident_copies(plan, self.files), captured.constants, device, self.trace,
-                self.steps.pipeline.growth(plan), captured.gives == "all", captured.renewed_at, self.shared_draft,
-                rewindable(captured.states))
+                self.steps.pipeline.growth(plan), captured.gives == "all", captured.rope_switch_length,
+                self.shared_draft, rewindable(captured.states))
             LOG.info("loaded %d bytes of weights in %.1f s", plan.nbytes_on("device"), time.monotonic() - began)
         return self._session
 
@@ -210,7 +210,7 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
 
     @contextmanager
     def running(
-        self, batch: int, prompt: int, new_tokens: int, in_places: bool = False, *, call: ModelCall | None = None
+        self, batch: int, prompt: int, new_tokens: int, continuous: bool = False, *, call: ModelCall | None = None
     ) -> Iterator[Session]:
         """The session, with a plan that serves so much (`reserve`), to run steps of `call` (`turn`). An exception
         closes it, as a step that breaks off leaves copies under way that the next one does not expect. Raises
@@ -219,7 +219,7 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
             for other in self._family():
                 if other is not self:
                     other._end_session()
-            self._reserve(batch, prompt, new_tokens, in_places)
+            self._reserve(batch, prompt, new_tokens, continuous)
             self.check_files()
             session, self._held = self.session, None
             try:
@@ -260,28 +260,29 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
             checkpoint.require_unchanged()
 
     def reserve(
-        self, batch: int, prompt: int, new_tokens: int, in_places: bool = False, *, call: ModelCall | None = None
+        self, batch: int, prompt: int, new_tokens: int, continuous: bool = False, *, call: ModelCall | None = None
     ) -> None:
         """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
-        serves them. With `in_places`, a plan serves whose places they enter one after the other. Where none of them
+        serves them. With `continuous`, a plan serves whose slots they enter one after the other. Where none of them
         checks as many drafted tokens as were wished for when it was wrapped, one that checks none does."""
         with self.turn(call or ModelCall("reserve")):
-            self._reserve(batch, prompt, new_tokens, in_places)
+            self._reserve(batch, prompt, new_tokens, continuous)
 
-    def _reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool) -> None:
+    def _reserve(self, batch: int, prompt: int, new_tokens: int, continuous: bool) -> None:
         if (drafts := self.steps.drafts) and drafts.outdated and (
                 not isinstance(self.options.prompt_lookup_num_tokens, int)):
             LOG.info("of drafted tokens %.0f %% stood, which is too few: planning without a draft",
                      100 * drafts.seen.chance)
             self._adopt(self.planner.planned(self.plan.workload, self.options, plan_batch))
-        have, (prompt, new_tokens) = self.plan.workload, with_renewal(prompt, new_tokens, self.captured.renewed_at)
-        held = in_places if self.plan.schedule.batching.admitted else batch <= have.batch
+        have, switch = self.plan.workload, self.captured.rope_switch_length
+        prompt, new_tokens = with_rope_switch(prompt, new_tokens, switch)
+        held = continuous if self.plan.schedule.batching.admitted else batch <= have.batch
         if not (held and prompt <= have.prompt and prompt + new_tokens <= have.context):
             LOG.info("planning anew for %d of %d + %d tokens; the plan was for %d of %d + %d", batch, prompt,
                      new_tokens, have.batch, have.prompt, have.new_tokens)
-            batch = have.batch if in_places and self.options.entering else max(1, batch)
-            options = self.options if in_places else replace(self.options, entering=None)
-            work, choose = have.of(batch, prompt, new_tokens), plan_answers if in_places else plan_batch
+            batch = have.batch if continuous and self.options.admitted else max(1, batch)
+            options = self.options if continuous else replace(self.options, admitted=None)
+            work, choose = have.of(batch, prompt, new_tokens), plan_answers if continuous else plan_batch
             try:
                 self._adopt(self.planner.planned(work, options, choose))
             except PlanError as error:
@@ -323,8 +324,8 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
             longest = max(each.ids.numel() for each in asked)
             most = max(each.ids.numel() + each.new_tokens for each in asked) - longest  # beside it in a place
             count, call = min(len(asked), self.plan.workload.batch), ModelCall("answer_all")
-            with (self.running(count, longest, most, in_places=True, call=call) as session,
-                  drafting_in_places(self.helper, session) as drafter):
+            with (self.running(count, longest, most, continuous=True, call=call) as session,
+                  drafting_per_slot(self.helper, session) as drafter):
                 return answer_all(session, asked, sampling, eos, on_end=on_end, on_step=on_step, drafter=drafter)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from forebay.rewriter.pipeline.plan_task import ModelGraphs, PlanChoice, PlanTas
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import read_switches
-from forebay.runtime.run.room import with_renewal
+from forebay.runtime.run.room import with_rope_switch
 
 MIN_DROP = 0.02  # of the share of accepted drafts, since a plan was made for it, for another plan to be made
 
@@ -124,7 +124,7 @@ class ModelPlanner:
         """The part of `workload` for which the model has positions, with room for a prompt that runs anew."""
         workload = self._within_positions(workload)
         return workload.of(workload.batch,
-                           *with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at))
+                           *with_rope_switch(workload.prompt, workload.new_tokens, self.captured.rope_switch_length))
 
     def _within_positions(self, workload: Workload) -> Workload:
         limit = self.captured.max_positions

@@ -64,11 +64,11 @@ class StepModel(Protocol):
     def giving(self, gives: Gives, embeds: bool = False) -> StepModel: ...
 
     def reserve(
-        self, batch: int, prompt: int, new_tokens: int, in_places: bool = False, *, call: ModelCall | None = None
+        self, batch: int, prompt: int, new_tokens: int, continuous: bool = False, *, call: ModelCall | None = None
     ) -> None: ...
 
     def running(
-        self, batch: int, prompt: int, new_tokens: int, in_places: bool = False, *, call: ModelCall | None = None
+        self, batch: int, prompt: int, new_tokens: int, continuous: bool = False, *, call: ModelCall | None = None
     ) -> AbstractContextManager[Session]: ...
 
     def hold(self, rows: SequenceRows) -> None: ...

@@ -37,11 +37,11 @@ def test_a_sampled_answer_moves_what_the_plan_says_it_moves_in_its_middle(order:
     plan = ours.plan(order)
     assert plan["cache"] == tier
     found, rates = ours.turn(order), around(dict.fromkeys(RATES, 1.0), dict.fromkeys(RATES, 3.0) | {"bytes_per_s": 1e9})
-    usual, slow = (ours.predicted(order | rates | {"prefill_pace": pace}) for pace in (2.0, 20.0))
+    typical, slow = (ours.predicted(order | rates | {"prefill_pace": pace}) for pace in (2.0, 20.0))
     ours.close()
     assert len(found["steps_s"]) == 2 and found["prefill_s"] > 0
-    assert usual["predicted_step_s"] == slow["predicted_step_s"] > 0
-    assert usual["predicted_prefill_s"] < slow["predicted_prefill_s"], "many rows have a pace of their own"
+    assert typical["predicted_step_s"] == slow["predicted_step_s"] > 0
+    assert typical["predicted_prefill_s"] < slow["predicted_prefill_s"], "many rows have a pace of their own"
     if tier == "disk":
         assert plan["micro_batches"] > 0 and plan["planned_written_nbytes"] > 0
         assert found["read_nbytes"] == pytest.approx(plan["planned_read_nbytes"], rel=0.25)

@@ -25,7 +25,7 @@ def test_without_answers_that_stop_the_rest_is_known() -> None:
 
 @pytest.mark.parametrize("chance", [0.02, 0.2])
 def test_answers_that_stop_by_themselves_are_foreseen(chance: float) -> None:
-    """Half way through a simulated job in 16 places, though the long answers have not ended; to an eighth."""
+    """Half way through a simulated job in 16 slots, though the long answers have not ended; to an eighth."""
     draw, count, most = random.Random(1), 4000, 60
     lengths = [next((n for n in range(1, most) if draw.random() < chance), most) for _ in range(count)]
     work, waiting, running = WorkDone(left=count * most), list(enumerate(lengths)), dict[int, list[int]]()

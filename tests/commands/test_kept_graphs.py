@@ -58,7 +58,7 @@ def captures_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(opening, "capture_model", refuse)
 
 
-@pytest.mark.parametrize("options", [{}, {"cache": "kv8"}, {"micro_batches": 2, "batch": 2}, {"places": 2}])
+@pytest.mark.parametrize("options", [{}, {"cache": "kv8"}, {"micro_batches": 2, "batch": 2}, {"batch_slots": 2}])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "w4g16", "experts"])
 @pytest.mark.covering(1)
 def test_the_second_start_gives_what_the_first_gave(

@@ -104,12 +104,12 @@ def test_sums_are_exchanged_in_chunks_where_that_pays(tmp_path: Path) -> None:
     assert sum(c["what"] == "output partial sums" for c in prefill["collectives"]) == 2 * prefill["chunks"]
     assert f"sums exchanged in {prefill['chunks']} chunks beside products" in typed(*asked)[1]
     links = tuple(ExchangeLink(kind, 2, 1e9, 1e-4) for kind in RING_STEPS)
-    for held_up in (1.0, 0.1):
-        machine = replace(Machine.default(), mesh=MeshLinks(2, "gloo", "", links, held_up=held_up))
-        (profile := tmp_path / f"{held_up}.json").write_text(machine.to_json())
+    for overlap_penalty in (1.0, 0.1):
+        machine = replace(Machine.default(), mesh=MeshLinks(2, "gloo", "", links, overlap_penalty=overlap_penalty))
+        (profile := tmp_path / f"{overlap_penalty}.json").write_text(machine.to_json())
         code, out, _ = typed("qwen2.5-0.5b", "--mesh", "2", "--machine", str(profile), "--batch", "2", "--weights",
                              "float32", "--json")
-        assert code == 0 and ("chunks=" in json.loads(out)["launch"]) == (held_up < 1)
+        assert code == 0 and ("chunks=" in json.loads(out)["launch"]) == (overlap_penalty < 1)
 
 
 def test_inputs_are_gathered_in_chunks_where_that_pays(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_inputs_are_gathered_in_chunks_where_that_pays(tmp_path: Path) -> None:
     assert f"inputs gathered in {gathers} chunks beside products" in typed(*asked, "--machine", "h100", "--links",
                                                                             "100,300")[1]
     machine = replace(PRESETS["h100"], mesh=MeshLinks(
-        2, "nccl", "", tuple(ExchangeLink(kind, 2, 1e11, 1e-5) for kind in RING_STEPS), held_up=1.0))
+        2, "nccl", "", tuple(ExchangeLink(kind, 2, 1e11, 1e-5) for kind in RING_STEPS), overlap_penalty=1.0))
     (profile := tmp_path / "held_up.json").write_text(machine.to_json())
     code, out, _ = typed(*asked, "--machine", str(profile), "--json")
     layers = [kind for phase in json.loads(out)["phases"].values() for kind in phase["layers"]]

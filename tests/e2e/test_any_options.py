@@ -26,7 +26,7 @@ DRAWN = 200 if ALL else 16
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "0"))
 CHOICES: dict[str, tuple[float, tuple[Any, ...]]] = {  # how often each is wished at all, and what of it
     "cache_tier": (0.85, ("device", "host", "host", "disk", "disk")), "micro_batches": (0.6, (1, 2, 3, 5, 7)),
-    "order": (0.5, ("row", "zigzag")), "cpu_attention": (0.5, (True, False)), "entering": (0.5, (1, 2, 3, 5, 9)),
+    "order": (0.5, ("row", "zigzag")), "cpu_attention": (0.5, (True, False)), "admitted": (0.5, (1, 2, 3, 5, 9)),
     "cache_shares": (0.5, ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (0.34, 0.3), (0.1, 0.9), (0.7, 0.0))),
     "cache_slots": (0.4, (1, 2, 3, 6)), "cache_tokens": (0.5, (1, 3, 4, 16, 64, 100)), "slots": (0.3, (2, 3, 9)),
     "hidden_tier": (0.3, ("device", "host", "disk", "disk")), "prefill_chunk": (0.3, (1, 2, 5, 6, PROMPT, 40)),

@@ -45,7 +45,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 def test_tokens_equal_transformers(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, order: str
 ) -> None:
-    """Three micro-batches leave places empty, and 99 are more than there are sequences."""
+    """Three micro-batches leave slots empty, and 99 are more than there are sequences."""
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
     with case.tight(micro_batches=micro_batches, order=order) as lm:
@@ -162,7 +162,7 @@ def test_tokens_with_caches_in_shares(
 @pytest.mark.parametrize(("name", "micro_batches", "order", "more"), [
     ("llama", 3, "zigzag", ATTENDED), ("llama", 1, "zigzag", ATTENDED), ("opt", 5, "zigzag", ATTENDED),
     ("opt", 3, "row", SHARED | {"cpu_attention": True}), ("gpt2", 2, "zigzag", ATTENDED | {"cache_shares": (0.5, 0.0)}),
-    ("gemma2", 3, "zigzag", SHARED | {"cpu_attention": True}), ("llama", 3, "zigzag", ATTENDED | {"entering": 2})])
+    ("gemma2", 3, "zigzag", SHARED | {"cpu_attention": True}), ("llama", 3, "zigzag", ATTENDED | {"admitted": 2})])
 def test_tokens_where_the_host_attends(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, order: str,
     more: dict[str, Any],

@@ -150,7 +150,7 @@ def test_blocks_of_micro_batches_cross(cases: Callable[[str], Case], name: str, 
 
 
 @pytest.mark.parametrize(("name", "more"), with_some(
-    [{"entering": 2}], [{}, {"entering": 2, "micro_batches": 2, "cache_tier": "disk", "cache_tokens": 4}]))
+    [{"admitted": 2}], [{}, {"admitted": 2, "micro_batches": 2, "cache_tier": "disk", "cache_tokens": 4}]))
 def test_sequences_that_enter_and_leave_follow_their_own_length(
     cases: Callable[[str], Case], name: str, more: dict[str, Any]
 ) -> None:
@@ -194,9 +194,9 @@ def test_a_cache_that_is_continued_by_hand_begins_anew(cases: Callable[[str], Ca
 
 def test_a_plan_without_room_to_begin_anew_is_not_run(cases: Callable[[str], Case]) -> None:
     case = cases("longrope")
-    with case.streamed((20,), new=3, entering=1, rows=2) as lm:
+    with case.streamed((20,), new=3, admitted=1, rows=2) as lm:
         assert lm.plan.workload.prompt == 20  # too few tokens to cross
-        with pytest.raises(RuntimeFault, match="does not fit the plan's places"):
+        with pytest.raises(RuntimeFault, match="does not fit the plan's slots"):
             answer_all(lm.session, [Request(prompts_of((20,))[0], NEW)], Sampling(), on_end=lambda n, t: None)
         lm.reserve(2, 20, NEW)
         assert (lm.plan.workload.prompt, lm.plan.workload.context) == (ORIGINAL + 1, 20 + NEW)

@@ -30,7 +30,7 @@ from forebay.runtime.run.scheduler import Request, answer_all
 DISK = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 10, "micro_batches": 2}
 SHARES = [(1, 1), (1, 2), (2, 3), (1, 3)]
 WAYS: list[dict[str, Any]] = [
-    {}, {"order": "row"}, {"cache_tier": "host"}, {"cache_slots": 1}, {"entering": 2}, {"prefill_chunk": 37},
+    {}, {"order": "row"}, {"cache_tier": "host"}, {"cache_slots": 1}, {"admitted": 2}, {"prefill_chunk": 37},
     {"cache_tokens": 8, "micro_batches": 5}, {"cache_tier": "disk", "cache_shares": (0.0, 0.5)}]
 SAMPLE = [("opt", (1, 1), 0), ("opt", (2, 3), 4), ("gpt2", (1, 2), 1), ("gemma2", (1, 2), 5), ("llama", (2, 3), 2),
           ("llama", (1, 2), 6), ("opt", (1, 3), 7), ("gpt2", (2, 3), 3)]  # every way and family
@@ -201,7 +201,7 @@ def test_a_checkpoint_is_half_of_keys_and_values(cases: Callable[[str], Case]) -
 
 @pytest.mark.parametrize("kept", ["native", "act8"] if ALL else ["act8"])
 def test_nothing_stays_of_sequences_that_left(cases: Callable[[str], Case], kept: str) -> None:
-    """Over thousands of them that enter places and leave: no more memory or open files at each look. What grows once,
+    """Over thousands of them that enter slots and leave: no more memory or open files at each look. What grows once,
     as what the allocator keeps for the tests before, does not stay of sequences."""
     case, count = cases("opt"), 10_000 if ALL else 450
     chance = random.Random(0)
@@ -215,7 +215,7 @@ def test_nothing_stays_of_sequences_that_left(cases: Callable[[str], Case], kept
             held.append(anonymous_nbytes())
             files.append(len(os.listdir("/proc/self/fd")))
 
-    options = DISK | {"checkpoints": (1, 2), "checkpoint_format": kept, "entering": 2}
+    options = DISK | {"checkpoints": (1, 2), "checkpoint_format": kept, "admitted": 2}
     with case.language_model(12.0, **options) as lm:
         answer_all(lm.session, asked, Sampling(), on_end=on_end)
     assert sorted(ended) == list(range(count))

@@ -225,7 +225,7 @@ def test_a_job_takes_room_for_its_longest_line_not_for_both_maxima(folder: Path,
 
 
 def test_a_job_of_several_needs_no_more_than_each_alone(folder: Path, tmp_path: Path) -> None:
-    """One after the other, where places that are entered would need more."""
+    """One after the other, where slots that are entered would need more."""
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     line = {"prompt": "w1 " * 40, "max_new_tokens": 8}
     _write_lines(prompts, [line])
@@ -465,7 +465,7 @@ def test_plan_is_printed_saved_explained_and_replayed(
     assert {"actual", "planned", "compute", "disk"} <= lanes
 
 
-def test_times_of_a_job_are_those_of_its_usual_prompts(folder: Path, tmp_path: Path) -> None:
+def test_times_of_a_job_are_those_of_its_typical_prompts(folder: Path, tmp_path: Path) -> None:
     """The mean of all prompts, also of those that are answered already; where a line names a longer answer, there is
     room for it behind its prompt."""
     lines = [json.loads(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -477,20 +477,21 @@ def test_times_of_a_job_are_those_of_its_usual_prompts(folder: Path, tmp_path: P
     assert result.exit_code == 0, result.output
     work = load_plan(saved).workload
     assert (work.prompt, work.context) == (max(lengths), max(lengths[0] + 2 * NEW, max(lengths) + NEW))
-    assert work.usual == (round(sum(lengths) / COUNT), round((COUNT + 1) * NEW / COUNT)) < (max(lengths), 2 * NEW)
+    assert work.typical == (round(sum(lengths) / COUNT), round((COUNT + 1) * NEW / COUNT)) < (max(lengths), 2 * NEW)
     assert "as is usual" in result.stdout and "as is usual" in _forebay("explain", saved).stdout
 
 
 def test_a_plan_may_be_told_what_is_usual(folder: Path) -> None:
     shape = ["plan", folder, "--budget", BUDGET, "--batch", 1, "--prompt", 48, "--new-tokens", 48, "--machine",
              folder / "machine.json", "--json"]
-    longest, usual = (plan_from_dict(json.loads(_forebay(*shape, *more).stdout)) for more in ((), ("--usual", "8,4")))
-    assert usual.workload == dataclasses.replace(longest.workload, usual_prompt=8, usual_new_tokens=4)
-    assert usual.arenas["device"] <= DEVICE
-    assert usual.prediction.prefill_time_s < longest.prediction.prefill_time_s
+    longest, typical = (plan_from_dict(json.loads(_forebay(*shape, *more).stdout))
+                        for more in ((), ("--typical", "8,4")))
+    assert typical.workload == dataclasses.replace(longest.workload, typical_prompt=8, typical_new_tokens=4)
+    assert typical.arenas["device"] <= DEVICE
+    assert typical.prediction.prefill_time_s < longest.prediction.prefill_time_s
     for bad in ("8", "8,x", "0,4", "49,4"):
-        refused = _forebay(*shape, "--usual", bad)
-        assert refused.exit_code == 2 and "usual" in refused.output, bad
+        refused = _forebay(*shape, "--typical", bad)
+        assert refused.exit_code == 2 and "typical" in refused.output, bad
 
 
 def test_impossible_budget_names_the_smallest_which_works(folder: Path) -> None:

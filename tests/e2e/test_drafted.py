@@ -92,10 +92,10 @@ def test_tokens_are_those_of_the_model_alone(
 def test_what_enters_places_has_drafts_too(
     llama_checkpoint: Any, smaller: Path, own: bool, begun: list[bool]
 ) -> None:
-    """More prompts than places, drawn or not: the tokens of each alone, with drafts in a part of the budget."""
+    """More prompts than slots, drawn or not: the tokens of each alone, with drafts in a part of the budget."""
     rows = [row[row != 0] for row in llama_checkpoint.ids]
     nbytes = llama_checkpoint.share(4.5)
-    with wrap(llama_checkpoint.folder, nbytes, places=2, prompt=10, new_tokens=12, prompt_lookup_num_tokens=3,
+    with wrap(llama_checkpoint.folder, nbytes, batch_slots=2, prompt=10, new_tokens=12, prompt_lookup_num_tokens=3,
               draft=llama_checkpoint.folder if own else smaller) as lm, wrap(
             llama_checkpoint.folder, nbytes, prompt=10, new_tokens=12) as plain:
         assert lm.plan.schedule.batching.admitted and lm.plan.schedule.speculative_steps and lm.helper is not None

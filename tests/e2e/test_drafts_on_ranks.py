@@ -30,7 +30,7 @@ KINDS = {"llama": families.llama, "opt": lambda: families.opt(4), "gpt2": famili
 Asking = tuple[str, str, dict[str, Any]]  # what model, on what mesh, and how it is wrapped
 DISK = {"cache_tier": "disk", "micro_batches": 3}
 TWO: list[Asking] = [
-    ("llama", "2", {}), ("uneven", "2", DISK), ("opt", "2", {"places": 2}), ("gpt2", "tensor=2,chunks=4/2", {}),
+    ("llama", "2", {}), ("uneven", "2", DISK), ("opt", "2", {"batch_slots": 2}), ("gpt2", "tensor=2,chunks=4/2", {}),
     ("gpt_neox", "tensor=2,attention=batch", {}), ("bigcode", "tensor=2,layout=xyz", {}), ("opt", "stages=2", {}),
     ("deep llama", "stages=2", DISK), ("gpt_neox", "stages=2", {"micro_batches": 3, "order": "row"})]
 FOUR: list[Asking] = [
@@ -71,7 +71,7 @@ def checked(folder: str, cases: list[tuple[Asking, Answers]]) -> list[Any]:
         prompter, tally = Prompter(answers), WorkDone()
         with forebay.wrap(f"{folder}/{kind}", {"device": BUDGET, "disk": folder}, prompt=10, new_tokens=NEW, mesh=mesh,
                           **{"batch": 3, "prompt_lookup_num_tokens": 7} | options) as lm:
-            with lm.running(lm.plan.workload.batch, 10, NEW, in_places="places" in options) as session:
+            with lm.running(lm.plan.workload.batch, 10, NEW, simulate_slots="batch_slots" in options) as session:
                 prompts = [torch.tensor(p) for p in answers]
                 if lm.plan.schedule.batching.admitted:
                     ended: dict[int, list[int]] = {}

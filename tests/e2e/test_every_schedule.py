@@ -1,5 +1,5 @@
 """Every order of micro-batches x tier of their caches x who attends x cache format x family, with sequences that enter
-places as others leave them, and every stream late at random: each answer is that of the prompt alone.
+slots as others leave them, and every stream late at random: each answer is that of the prompt alone.
 
 `make test` tries cells of small models that cover every pair of choices, `make test-all` all cells, of SmolLM2 too.
 """
@@ -31,7 +31,7 @@ from forebay.rewriter.planning.options import Options
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import Request, answer_all
 
-PLACES, ENTERING, MICRO_BATCHES, COUNT, PROMPT, NEW = 4, 2, 2, 7, 14, 6
+BATCH_SLOTS, ENTERING, MICRO_BATCHES, COUNT, PROMPT, NEW = 4, 2, 2, 7, 14, 6
 HOST_NBYTES = 1 << 26
 CONFIGS = {"llama": lambda: llama(3), "opt": lambda: opt(3), "gpt2": lambda: gpt2(3),  # a layer for each tier
            "gemma2": gemma2}
@@ -67,9 +67,9 @@ class Case:
         self.wanted = [1, NEW, *(chance.randint(2, NEW) for _ in range(COUNT - 2))]
         self.alone = functools.cache(self._alone)
 
-    def language_model(self, places: int, cache: str, **options: Any) -> LanguageModel:
+    def language_model(self, batch_slots: int, cache: str, **options: Any) -> LanguageModel:
         """On a budget of a bit less than the weights of a large model; a small one needs more than its weights."""
-        workload, wanted = Workload(places, PROMPT, NEW), Options(cache=cache, **options)
+        workload, wanted = Workload(batch_slots, PROMPT, NEW), Options(cache=cache, **options)
         most = int(0.9 * self.nbytes) if self.nbytes > 1 << 28 else (
             4 * self.nbytes + operators_nbytes(self.opened, workload, wanted, HOST_NBYTES))
         return LanguageModel(*self.opened, Budget(most, HOST_NBYTES), workload, wanted)
@@ -111,13 +111,13 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 def test_answers_are_those_of_each_prompt_alone(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, tier: str, order: Any, cache: str
 ) -> None:
-    """More sequences than places, which end at different steps."""
+    """More sequences than slots, which end at different steps."""
     case = cases(name)
     expected = case.alone(cache)
     monkeypatch.setenv("FOREBAY_POISON", "1")
     make_late(monkeypatch)
     staging = {} if tier == "device" else {"cache_tokens": 8 if name == "smollm2" else 4}
-    with case.language_model(PLACES, cache, order=order, micro_batches=MICRO_BATCHES, entering=ENTERING,
+    with case.language_model(BATCH_SLOTS, cache, order=order, micro_batches=MICRO_BATCHES, admitted=ENTERING,
                              prefill_chunk=6, **TIERS[tier], **staging) as lm:
         batching = lm.plan.schedule.batching
         homes = {home for of_layer in batching.cache_homes(len(case.opened[0].states)) for home in of_layer}

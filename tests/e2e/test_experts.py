@@ -54,13 +54,13 @@ def test_same_tokens_as_transformers_at_any_budget(saved: Saved, family: str) ->
 
 
 @pytest.mark.parametrize("options", [
-    {"prefill_chunk": 2}, {"prompt_lookup_num_tokens": 3}, {"cache": "kv8"}, {"places": 2},
+    {"prefill_chunk": 2}, {"prompt_lookup_num_tokens": 3}, {"cache": "kv8"}, {"batch_slots": 2},
     {"batch": 4, "micro_batches": 2, "cache_tier": "disk"},
 ], ids=lambda options: " ".join(options))
 def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
     folder, model = saved("qwen3_moe")
     ids, mask = prompts()
-    sizes = {} if {"batch", "places"} & options.keys() else {"batch": 3}
+    sizes = {} if {"batch", "batch_slots"} & options.keys() else {"batch": 3}
     budget = {"device": "700KiB", "host": 0, "disk": folder}
     lm = forebay.wrap(folder, budget, prompt=PROMPT, new_tokens=NEW, **sizes, **options)
     assert torch.equal(tokens(lm, ids, mask), tokens(model, ids, mask))
@@ -97,7 +97,7 @@ def test_bf16_stays_near(tmp_path: Path) -> None:
 
 
 def test_a_wrong_expert_is_seen(saved: Saved, tmp_path: Path) -> None:
-    """Two experts of one layer that have changed places change tokens: the test of tokens would see it."""
+    """Two experts of one layer that have changed slots change tokens: the test of tokens would see it."""
     _, model = saved("qwen3_moe")
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

@@ -388,7 +388,7 @@ def test_a_saved_plan_is_replayed_as_it_is(llama_checkpoint: Any, tmp_path: Path
 @pytest.mark.parametrize(("name", "other"), [
     ("slots", 4), ("slot_nbytes", 64), ("lead", 1), ("prefill_chunk", 5), ("cache", "kv8"), ("micro_batches", 2),
     ("order", "row"), ("cache_tier", "disk"), ("cpu_attention", True), ("checkpoints", (1, 2)),
-    ("hidden_tier", "disk"), ("sparse_values", 0.5), ("places", 3), ("prompt_lookup_num_tokens", 4)])
+    ("hidden_tier", "disk"), ("sparse_values", 0.5), ("batch_slots", 3), ("prompt_lookup_num_tokens", 4)])
 def test_a_replayed_plan_keeps_no_wish_that_it_was_not_made_for(
     llama_checkpoint: Any, replayed: tuple[Any, dict[str, Any]], name: str, other: Any
 ) -> None:
@@ -559,7 +559,7 @@ def test_arguments_without_effect_are_not_looked_at(resident: LanguageModel, lla
     *((dict(prompt_lookup_num_tokens=wrong), f"prompt_lookup_num_tokens must be {said}") for wrong, said in (
         (0, "at least 1, found 0"), (-1, "at least 1"), ("x", "a whole number, found 'x'"), (1.5, "a whole number"),
         (True, "a whole number"), ([4], "a whole number"))),
-    *((dict(places=wrong), f"places must be {said}") for wrong, said in (
+    *((dict(batch_slots=wrong), f"slots must be {said}") for wrong, said in (
         (0, "at least 1, found 0"), (-1, "at least 1"), ("x", "a whole number"), (2.0, "a whole number"))),
     *((dict(checkpoints=wrong), "checkpoints must be two whole numbers") for wrong in (
         1, "12", (1,), (1, 2, 3), (0.5, 1), ("1", "2"), (True, 2), {1, 2})),

@@ -100,7 +100,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 @pytest.mark.parametrize(("name", "micro_batches", "order", "more"), [
     at_length("llama", 3, "zigzag", DISK), at_length("llama", 3, "zigzag", HOST), ("llama", 3, "zigzag", ATTENDED),
     ("llama", 2, "row", SHARED), at_length("llama", 3, "zigzag", SHARED | {"cpu_attention": True}),
-    at_length("llama", 3, "zigzag", DISK | {"entering": 2}),
+    at_length("llama", 3, "zigzag", DISK | {"admitted": 2}),
     at_length("gemma2", 3, "zigzag", SHARED | {"cpu_attention": True}),
     ("llama", 2, "zigzag", DISK | {"cache": "kv8", "cache_tokens": 64}), at_length("opt", 5, "zigzag", HOST),
     ("llama", 5, "zigzag", DISK | {"hidden_tier": "disk", "hidden_shares": (0.0, 0.4)})])
@@ -163,7 +163,7 @@ def test_its_own_steps_draft(tmp_path: Path, driver: None, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("name", "more"), [
     at_length("opt", HOST), ("opt", DISK | {"checkpoints": (1, 1), "checkpoint_format": "act8"}),
-    ("gpt2", DISK | {"entering": 2, "order": "row"})])
+    ("gpt2", DISK | {"admitted": 2, "order": "row"})])
 def test_checkpoints(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -> None:
     """Prompts leave blocks of them; from the disk they pass through host slots as others do."""
     case = Case(name, tmp_path, 37, 5)

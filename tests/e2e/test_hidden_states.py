@@ -132,7 +132,7 @@ def test_a_state_of_another_micro_batch_is_refused(cases: Callable[[str], Case])
     ({"hidden_tier": "disk", "hidden_shares": (0.5, 2)}, "hidden_shares must be two numbers"),
     ({"hidden_tier": "disk", "hidden_shares": (0.6, 0.6)}, "must be shares of one whole"),
     ({"hidden_tier": "disk", "order": "row"}, r"hidden_tier disk: with order='row'"),
-    ({"hidden_tier": "disk", "places": 2}, r"hidden_tier disk: with places")])
+    ({"hidden_tier": "disk", "batch_slots": 2}, r"hidden_tier disk: with batch_slots")])
 def test_a_wish_that_is_none_is_refused(cases: Callable[[str], Case], options: dict, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         forebay.wrap(cases("llama").opened[1].folder, "64MiB", micro_batches=2, **options)

@@ -35,7 +35,7 @@ SETTINGS = {"model": "m", "max_new_tokens": 8}
 
 
 class Counter:
-    """A model of `size` places whose next token is one less than its last: it stops by itself where the prompt's last
+    """A model of `size` slots whose next token is one less than its last: it stops by itself where the prompt's last
     token says."""
 
     def __init__(self, size: int = 3) -> None:

@@ -80,7 +80,7 @@ def test_a_row_for_each_token_is_all_that_is_kept() -> None:
     assert captured.states == ((LatentState(RANK + ROPE, torch.bfloat16),),) * 2
 
 
-@pytest.mark.parametrize("options", [{"prefill_chunk": 2}, {"prompt_lookup_num_tokens": 3}, {"places": 2}],
+@pytest.mark.parametrize("options", [{"prefill_chunk": 2}, {"prompt_lookup_num_tokens": 3}, {"batch_slots": 2}],
                          ids=lambda options: " ".join(options))
 def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
     folder, model = saved("minicpm3")

@@ -24,7 +24,7 @@ BATCH, PROMPT, NEW = 3, 10, 8
 
 def lending(checkpoint: Any, budget: float = 0.8, **options: Any) -> LanguageModel:
     lm = checkpoint.language_model(budget, **dict(prefill_chunk=PROMPT) | options)
-    assert lm.plan.lends
+    assert lm.plan.prefill_overlays_kv_cache
     return lm
 
 
@@ -90,7 +90,7 @@ def test_it_runs_in_less_than_was_the_least_before(llama_checkpoint: Any) -> Non
     with pytest.raises(PlanError, match=rf"prefill_chunk={PROMPT} .* needs .* \({smallest} bytes\)"):
         LanguageModel(captured, checkpoint, files, Budget(smallest - 1), workload, options)
     with LanguageModel(captured, checkpoint, files, Budget(smallest), workload, options) as lm:
-        assert lm.plan.lends
+        assert lm.plan.prefill_overlays_kv_cache
         check(lm, llama_checkpoint)
 
 
@@ -99,7 +99,7 @@ def test_a_saved_plan_lends_as_before(llama_checkpoint: Any, tmp_path: Path) -> 
         lm.plan.save(tmp_path / "plan.json")
     plan = load_plan(tmp_path / "plan.json")
     with LanguageModel(*llama_checkpoint.opened, plan.budget, plan.workload, Options(), plan=plan) as again:
-        assert again.plan.lends
+        assert again.plan.prefill_overlays_kv_cache
         check(again, llama_checkpoint)
 
 
@@ -107,8 +107,8 @@ def test_an_edited_plan_whose_cache_cannot_grow_is_refused(llama_checkpoint: Any
     """Of a cache that decodes from the other end its last layer would have to move down."""
     with lending(llama_checkpoint) as lm:
         plan = lm.plan
-    places = [b.offset for b in plan.buffers if b.kind == "cache" and b.phase == "decode"]
-    turned = {old: new for old, new in zip(sorted(places), sorted(places, reverse=True), strict=True)}
+    batch_slots = [b.offset for b in plan.buffers if b.kind == "cache" and b.phase == "decode"]
+    turned = {old: new for old, new in zip(sorted(batch_slots), sorted(batch_slots, reverse=True), strict=True)}
     edited = replace(plan, buffers=tuple(
         replace(b, offset=turned[b.offset]) if b.kind == "cache" and b.phase == "decode" else b for b in plan.buffers))
     with pytest.raises(PlanError, match=r"cache_\w+ lies higher during prefill than later; a cache only moves up"):
@@ -119,7 +119,7 @@ def test_an_edited_plan_whose_cache_cannot_grow_is_refused(llama_checkpoint: Any
 
 def test_one_token_at_a_time_borrows_nothing(llama_checkpoint: Any) -> None:
     with llama_checkpoint.language_model(0.8, prefill_chunk=1) as lm:
-        assert not lm.plan.lends and lm.steps.pipeline.growth(lm.plan) is None
+        assert not lm.plan.prefill_overlays_kv_cache and lm.steps.pipeline.growth(lm.plan) is None
         check(lm, llama_checkpoint)
 
 

@@ -69,11 +69,11 @@ def test_same_tokens_as_transformers(saved: Saved, family: str, slots: int) -> N
 
 
 @pytest.mark.parametrize("options", [
-    {"prefill_chunk": 2}, {"prefill_chunk": 1}, {"prompt_lookup_num_tokens": 3}, {"cache": "kv8"}, {"places": 2},
+    {"prefill_chunk": 2}, {"prefill_chunk": 1}, {"prompt_lookup_num_tokens": 3}, {"cache": "kv8"}, {"batch_slots": 2},
     {"cache_tier": "disk", "cache_tokens": 4}], ids=lambda options: " ".join(options))
 def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
     folder, model = saved("qwen3_moe")
-    sizes = {"batch": None} if "places" in options else {}
+    sizes = {"batch": None} if "batch_slots" in options else {}
     with wrapped(folder, 3, **options, **sizes) as lm:
         assert set(pools(lm.plan)) == {3}
         assert torch.equal(tokens(lm, **prompts()), tokens(model, **prompts()))

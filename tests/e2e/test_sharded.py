@@ -139,14 +139,14 @@ def _expected(case: Case) -> list[list[int]]:
 STAGES = {"mesh": {"stages": 2}}
 TWO = [Case("llama"), Case("opt"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("gpt2"), Case("phi3"),
        Case("gptj"), Case("cohere"), Case("bloom"),
-       Case("llama", {"cache_tier": "disk", "micro_batches": 3}), Case("opt", {"places": 2}),
+       Case("llama", {"cache_tier": "disk", "micro_batches": 3}), Case("opt", {"batch_slots": 2}),
        Case("gemma2", share=500_000)]
 FOUR = [Case("llama"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("opt", {"micro_batches": 3})]
 TWO += [Case("llama", STAGES | {"cache_tier": "disk", "micro_batches": 3}),
         Case("gpt_neox", STAGES | {"micro_batches": 3, "order": "row"})]
 WIDE = {"mesh": "tensor=2x2,layout=2d"}
 FOUR += [Case(kind, WIDE, share=500_000) for kind in ("llama", "opt", "gpt_neox", "bigcode", "uneven", "gpt2")]
-FOUR += [Case("llama", WIDE | {"cache_tier": "disk", "micro_batches": 3}), Case("opt", WIDE | {"places": 2})]
+FOUR += [Case("llama", WIDE | {"cache_tier": "disk", "micro_batches": 3}), Case("opt", WIDE | {"batch_slots": 2})]
 FOUR += [Case("bigcode", {"mesh": "stages=2,tensor=2"}), Case("deep opt", {"mesh": {"stages": 4}})]
 OWN, WIDE_OWN = {"mesh": "tensor=2,attention=batch"}, {"mesh": "tensor=2x2,layout=2d,attention=batch"}
 TWO += [Case(kind, OWN, share=500_000) for kind in ("llama", "bigcode", "uneven", "gpt2", "phi3")]
@@ -165,7 +165,7 @@ FOUR += [Case("opt", AHEAD_XYZ, share=700_000), Case("bigcode", AHEAD_X, share=7
          Case("llama", AHEAD_X, share=700_000)]
 LOOPED, ONE = {"mesh": "tensor=2,chunks=4/2"}, {"mesh": "tensor=2,chunks=3/1"}
 TWO += [Case(kind, LOOPED) for kind in ("llama", "gpt_neox", "uneven", "gpt2")]
-TWO += [Case("opt", ONE | {"places": 2}), Case("bigcode", ONE | {"cache_tier": "disk", "micro_batches": 3})]
+TWO += [Case("opt", ONE | {"batch_slots": 2}), Case("bigcode", ONE | {"cache_tier": "disk", "micro_batches": 3})]
 FOUR += [Case(kind, {"mesh": f"{WIDE['mesh']},chunks=2"}, share=500_000) for kind in ("llama", "gpt_neox", "uneven")]
 FOUR += [Case("gpt2", {"mesh": f"{WIDE_OWN['mesh']},chunks=4/1"}, share=500_000),
          Case("opt", {"mesh": "stages=2,tensor=2,chunks=2"})]
@@ -181,7 +181,7 @@ if MORE:
     EIGHT += [Case(kind, {"mesh": "stages=2,tensor=2x2,layout=2d"}) for kind in DEEP]
     FOUR += [Case(kind, wide, share=500_000) for wide in (WIDE, WIDE_OWN) for kind in (
         "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2", "phi3")]
-    WAYS: list[dict[str, Any]] = [{}, {"micro_batches": 3}, {"micro_batches": 3, "order": "row"}, {"places": 2},
+    WAYS: list[dict[str, Any]] = [{}, {"micro_batches": 3}, {"micro_batches": 3, "order": "row"}, {"batch_slots": 2},
                                   {"cache_tier": "disk", "micro_batches": 3}]
     TWO += [Case(kind, STAGES | way) for kind in DEEP for way in WAYS]
     FOUR += [Case(kind, {"mesh": mesh} | way) for kind in DEEP for way in WAYS
@@ -322,7 +322,7 @@ def test_of_inputs_in_chunks_each_is_waited_for(folder: Path, nursery: Nursery) 
             assert not proved, f"without {proved[:2]} a step is proved all the same"
 
 
-def job_answers(folder: str, budget: int, mesh: str, places: int) -> tuple[int, int, list[list[int]]]:
+def job_answers(folder: str, budget: int, mesh: str, batch_slots: int) -> tuple[int, int, list[list[int]]]:
     """Prompts at once, those that enter while others run, and the answers to five, as a job has them."""
     from functools import partial
 
@@ -336,7 +336,7 @@ def job_answers(folder: str, budget: int, mesh: str, places: int) -> tuple[int, 
 
     found: dict[int, list[int]] = {}
     with build_model(open_model(folder), Budget(budget, 0), Workload(5, 8, NEW), Options(mesh=mesh),
-                     partial(plan_slots, slots=places)) as lm:
+                     partial(plan_slots, slots=batch_slots)) as lm:
         lm.answer_all([Request(torch.tensor(ids), NEW) for ids in (*PROMPTS, *PROMPTS[:2])], Sampling(), frozenset(),
                       on_end=found.__setitem__, on_step=lambda work: None)
         return lm.plan.workload.batch, lm.plan.schedule.batching.admitted, [found[i] for i in range(5)]
@@ -345,9 +345,9 @@ def job_answers(folder: str, budget: int, mesh: str, places: int) -> tuple[int, 
 def test_a_job_of_more_sequences_than_ranks_have_room_for_takes_rounds(folder: Path, nursery: Nursery) -> None:
     (case,) = _placed(folder, [Case("bigcode", share=500_000)])
     expected = [tokens[-NEW:] for tokens in _expected(case)]
-    for batch, entering, tokens in nursery.on_ranks(2, job_answers, case.folder, case.budget.device, OWN["mesh"], 2,
+    for batch, admitted, tokens in nursery.on_ranks(2, job_answers, case.folder, case.budget.device, OWN["mesh"], 2,
                                                     traced=[(case.folder, OWN["mesh"])]):
-        assert (batch, entering) == (2, 0) and tokens == [*expected, *expected[:2]]
+        assert (batch, admitted) == (2, 0) and tokens == [*expected, *expected[:2]]
 
 
 def test_collectives_are_counted_and_every_wait_is_needed(folder: Path, nursery: Nursery) -> None:
@@ -368,7 +368,7 @@ def refusals(folder: str) -> list[str]:
     enough = 420_000 + beside_nbytes("llama")
     for budget, options in ((30_000, {}), (enough, {"mesh": "4"}), (enough, {"draft": "w4"}), (enough, {"mesh": "x"}),
                             (40_000 if rank else enough, {}), (enough, {"mesh": "tensor=2,attention=rows"}),
-                            (enough, OWN | {"cache_tier": "disk"}), (enough, OWN | {"places": 2}),
+                            (enough, OWN | {"cache_tier": "disk"}), (enough, OWN | {"batch_slots": 2}),
                             (enough, {"mesh": "tensor=2,layout=xy"}), (enough, {"mesh": "stages=2,tensor=2,layout=x"}),
                             (enough, {"mesh": "tensor=2,chunks=3/2"}), (enough, {"mesh": "tensor=2,chunks=128"}),
                             (enough, {"mesh": "tensor=2,layout=xyz,chunks=2"}),
@@ -414,7 +414,7 @@ def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path, nursery: Nurser
     assert "of which one divides the other" in uneven and "take fewer chunks" in many and (
         "leave chunks and gather_chunks out" in gathers)
     assert "1 axis with layout=x, 2 with xy" in axes and "without stages" in staged
-    assert "heads, batch" in divided and "leave cache_tier out" in moved and "leave places out" in entered
+    assert "heads, batch" in divided and "leave cache_tier out" in moved and "leave batch_slots out" in entered
     assert "take attention=heads" in beams
     assert small.startswith("PlanError: rank 0: ") and "start as many with torchrun --nproc-per-node=4" in ranks
     assert "leave draft or mesh out" in draft and "as 4, 2x2 or stages=2,tensor=2" in shape

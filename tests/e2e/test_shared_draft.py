@@ -158,12 +158,12 @@ def test_a_step_that_writes_what_is_the_models_is_refused(llama_checkpoint: Any)
             check_beside(shared.program, replace(shared.draft, buffers=tuple(moved)), main)
 
 
-@pytest.mark.parametrize("entering", [at_length(False), True])
-def test_sequences_in_places_have_drafts(llama_checkpoint: Any, entering: bool) -> None:
-    """More of them than places, of unequal lengths, drawn or not: the tokens of each alone."""
-    places: Any = dict(places=2) if entering else dict(batch=2)
+@pytest.mark.parametrize("admitted", [at_length(False), True])
+def test_sequences_in_places_have_drafts(llama_checkpoint: Any, admitted: bool) -> None:
+    """More of them than slots, of unequal lengths, drawn or not: the tokens of each alone."""
+    batch_slots: Any = dict(batch_slots=2) if admitted else dict(batch=2)
     rows = [*PROMPTS, *PROMPTS[:2]]
-    with drafting_model(llama_checkpoint.folder, 0.5, **places) as lm, wrap(
+    with drafting_model(llama_checkpoint.folder, 0.5, **batch_slots) as lm, wrap(
             llama_checkpoint.folder, llama_checkpoint.share(3.5), prompt=20, new_tokens=NEW) as plain:
         for sampling in (Sampling(), Sampling(True, 0.8, 5, 0.9)):
             asked = [Request(ids, NEW - 3 * i, lambda i=i: torch.Generator().manual_seed(i))

@@ -105,9 +105,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 @pytest.mark.parametrize(("name", "options"), [
     at_length("llama", {}), ("llama", HOST | {"cpu_attention": True}), ("llama", DISK | {"order": "row"}),
-    ("opt", {"entering": 2}), at_length("opt", HOST), ("opt", DISK | {"checkpoints": (1, 2)}),
-    at_length("gpt2", {}), ("gpt2", HOST | {"cpu_attention": True, "entering": 2}), at_length("gemma2", {}),
-    ("gemma2", DISK), at_length("gemma2", {"entering": 2, "micro_batches": 2})])
+    ("opt", {"admitted": 2}), at_length("opt", HOST), ("opt", DISK | {"checkpoints": (1, 2)}),
+    at_length("gpt2", {}), ("gpt2", HOST | {"cpu_attention": True, "admitted": 2}), at_length("gemma2", {}),
+    ("gemma2", DISK), at_length("gemma2", {"admitted": 2, "micro_batches": 2})])
 def test_answers_are_those_of_transformers(
     cases: Callable[[str], Case], name: str, options: dict[str, Any]
 ) -> None:

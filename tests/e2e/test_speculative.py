@@ -51,7 +51,7 @@ def language_model(folder: Path, options: Options) -> LanguageModel:
     return LanguageModel(*opened, Budget(least + (16 << 10)), work, options)
 
 
-NEAR = 1e-3  # of logits that are mostly below 1: those of one token were seen to differ by 1e-4
+GAP_SHARE = 1e-3  # of logits that are mostly below 1: those of one token were seen to differ by 1e-4
 KINDS = [(weights, cache) for weights in ("native", "w4") for cache in ("native", "kv8")]
 SOME = {"opt": [("w4", "native")], "gpt2": [("native", "kv8")], "gemma2": [("native", "native"), ("w4", "kv8")]}
 
@@ -106,13 +106,13 @@ def test_a_models_drafts_change_no_token(folders: dict[str, Path], weights: str,
 
 
 def parts_near(found: list[int], alone: list[int], logits: list[torch.Tensor], sampling: Sampling, seed: int) -> bool:
-    """Whether the first token that differs is drawn too where some logit [1, V] is larger by `NEAR`."""
+    """Whether the first token that differs is drawn too where some logit [1, V] is larger by `GAP_SHARE`."""
     at = next((i for i, (a, b) in enumerate(zip(found, alone, strict=False)) if a != b), None)
     if at is None:
         return False
     generator = torch.Generator().manual_seed(seed)
     uniform = [torch.rand(1, generator=generator) for _ in range(at + 1)][-1]
-    raised = logits[at] + NEAR * torch.eye(logits[at].shape[-1])
+    raised = logits[at] + GAP_SHARE * torch.eye(logits[at].shape[-1])
     return found[at] in SAMPLING.overload(raised, uniform.expand(len(raised)).contiguous(), sampling.temperature,
                                           sampling.top_k, sampling.top_p).tolist()
 
@@ -120,11 +120,11 @@ def parts_near(found: list[int], alone: list[int], logits: list[torch.Tensor], s
 @pytest.mark.parametrize(("folders", "weights", "cache"), [
     (family, *kind) for family in (FAMILIES if ALL else ("llama",)) for kind in (KINDS if ALL else KINDS[3:])],
     indirect=["folders"])
-@pytest.mark.parametrize(("entering", "drafts"), [(0, False), (0, True), (2, False), (2, True)])
+@pytest.mark.parametrize(("admitted", "drafts"), [(0, False), (0, True), (2, False), (2, True)])
 def test_sequences_in_places_check_drafts(
-    folders: dict[str, Path], weights: str, cache: str, entering: int, drafts: bool, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], weights: str, cache: str, admitted: int, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was looked up or what the model's weights in fewer bits say. More of them than places, which they enter
+    """What was looked up or what the model's weights in fewer bits say. More of them than slots, which they enter
     together or one after the other, of unequal lengths; some are drawn, and some end in the middle of a pass. All
     families under FOREBAY_TEST_ALL=1. With a cache in 8 bits, into which sums in another order may round otherwise,
     what is drawn may part where a logit is near another."""
@@ -132,15 +132,15 @@ def test_sequences_in_places_check_drafts(
     monkeypatch.setattr(scheduler, "choose", lambda logits, *how: (chosen.append(logits.clone()), choose(
         logits, *how))[1])
     options = Options(prompt_lookup_num_tokens=7, cache=cache, cache_tier="device", prefill_chunk=5,
-                    entering=entering or None)
+                    admitted=admitted or None)
     samplings = [Sampling(), Sampling(True, 1.2, 5, 0.9)]
-    with (language_model(folders[weights], options) as lm, lm.running(4, 20, NEW, in_places=True) as session,
-          language_model(folders["w4"], Options(cache_tier="device", entering=entering or None)) as helper,
-          helper.running(4, 21, NEW, in_places=True) as other):
-        assert lm.plan.schedule.batching.admitted == helper.plan.schedule.batching.admitted == entering
+    with (language_model(folders[weights], options) as lm, lm.running(4, 20, NEW, continuous=True) as session,
+          language_model(folders["w4"], Options(cache_tier="device", admitted=admitted or None)) as helper,
+          helper.running(4, 21, NEW, continuous=True) as other):
+        assert lm.plan.schedule.batching.admitted == helper.plan.schedule.batching.admitted == admitted
         asked = [Request(ids, NEW - 3 * i, lambda i=i: torch.Generator().manual_seed(i), samplings[i % 3 == 2])
                  for i, ids in enumerate([*PROMPTS, *PROMPTS[:2]])]
-        with language_model(folders[weights], replace(options, entering=None)) as plain, plain.running(
+        with language_model(folders[weights], replace(options, admitted=None)) as plain, plain.running(
                 4, 20, NEW) as apart:
             free = generate_tokens(apart, [asked[0].ids], Sampling(), Stop(NEW))
             eos = frozenset(free[:, NEW // 2].tolist())

@@ -72,20 +72,20 @@ def test_tokens_equal_transformers(
                 assert max(prompter.taken_back) == 7 and 0 in prompter.taken_back and tally.decodes < NEW - 1
 
 
-@pytest.mark.parametrize(("entering", "options"), [
+@pytest.mark.parametrize(("admitted", "options"), [
     at_length(0, DISK), (2, DISK), at_length(1, SHARED), (2, ATTENDED), at_length(2, DISK | {"micro_batches": 2})])
-def test_sequences_in_places(cases: Callable[[str], Case], entering: int, options: dict[str, Any]) -> None:
-    """More of them than places, of unequal lengths; one is drawn, as its seed has it without drafts."""
+def test_sequences_in_places(cases: Callable[[str], Case], admitted: int, options: dict[str, Any]) -> None:
+    """More of them than slots, of unequal lengths; one is drawn, as its seed has it without drafts."""
     case = cases("llama")
     answers = answers_of(case)
     asked = [Request(torch.tensor(p), NEW - 4 * (i % 3)) for i, p in enumerate([*answers] * 2)]
     asked[1] = replace(asked[1], generator=lambda: torch.Generator().manual_seed(3), sampling=Sampling(True, 0.9, 20))
     drawn: list[list[int]] = []
     for drafter in (Prompter(answers), None):
-        with case.language_model(2.5, entering=entering or None, **DRAFTED | options) as lm, lm.running(
-                COUNT, case.prompt, NEW, in_places=True) as session:
+        with case.language_model(2.5, admitted=admitted or None, **DRAFTED | options) as lm, lm.running(
+                COUNT, case.prompt, NEW, simulate_slots=True) as session:
             found: dict[int, list[int]] = {}
-            assert lm.plan.schedule.batching.cache.staged and lm.plan.schedule.batching.admitted == entering
+            assert lm.plan.schedule.batching.cache.staged and lm.plan.schedule.batching.admitted == admitted
             work = answer_all(session, asked, Sampling(), frozenset(), on_end=found.__setitem__, drafter=drafter)
             assert bool(work.accepted) == (drafter is not None) or work.offered
             drawn.append(found.pop(1))

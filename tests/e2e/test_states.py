@@ -152,16 +152,17 @@ def test_logits_in_chunks_of_any_size(saved: Saved, family: str, chunk: int | No
 
 
 @pytest.mark.parametrize(("family", "options"), [
-    ("lfm2", {"micro_batches": 3}), ("lfm2", {"cache": "kv8"}), ("mamba2", {"places": 3, "prefill_chunk": 2}),
-    at_length("lfm2", {"places": 2, "prefill_chunk": 4}), at_length("mamba", {"places": 2, "prefill_chunk": 4}),
-    at_length("qwen3_next", {"places": 2, "micro_batches": 2})], ids=str)
+    ("lfm2", {"micro_batches": 3}), ("lfm2", {"cache": "kv8"}), ("mamba2", {"batch_slots": 3, "prefill_chunk": 2}),
+    at_length("lfm2", {"batch_slots": 2, "prefill_chunk": 4}),
+    at_length("mamba", {"batch_slots": 2, "prefill_chunk": 4}),
+    at_length("qwen3_next", {"batch_slots": 2, "micro_batches": 2})], ids=str)
 def test_it_composes(saved: Saved, family: str, options: dict[str, Any]) -> None:
-    """Where sequences enter places and leave them, a new one finds the state of the last, and those that decode keep
+    """Where sequences enter slots and leave them, a new one finds the state of the last, and those that decode keep
     theirs while others' prompts are computed."""
     folder, _, ids, mask, want = saved(family)
-    sizes = {} if "places" in options else {"batch": 3}
+    sizes = {} if "batch_slots" in options else {"batch": 3}
     with forebay.wrap(folder, {"device": 4 << 20, "disk": folder}, **sizes, **SHAPE, **options) as lm:
-        order = torch.tensor([2, 0, 1, 1, 2, 0, 2]) if "places" in options else torch.arange(3)
+        order = torch.tensor([2, 0, 1, 1, 2, 0, 2]) if "batch_slots" in options else torch.arange(3)
         assert torch.equal(tokens(lm, ids[order], mask[order]), want[order])
 
 
@@ -176,8 +177,8 @@ def test_sequences_arrive_while_others_decode(saved: Saved, family: str) -> None
     def arriving(free: int, idle: bool) -> dict[int, Request] | None:
         return {i: waiting.pop(i) for i in [*waiting][:1] if free} if waiting else None
 
-    with forebay.wrap(folder, 1 << 30, places=3, prefill_chunk=2, **SHAPE) as lm, lm.running(
-            1, PROMPT, NEW, in_places=True) as session:
+    with forebay.wrap(folder, 1 << 30, batch_slots=3, prefill_chunk=2, **SHAPE) as lm, lm.running(
+            1, PROMPT, NEW, simulate_slots=True) as session:
         answer_arriving(session, arriving, on_next=lambda *_: True, on_end=found.__setitem__, turns=StepTurns(0.0, 1))
     assert found == expected
 
@@ -195,7 +196,7 @@ def test_states_are_told_apart_from_the_cache(saved: Saved) -> None:
 
 def test_a_last_chunk_needs_room(saved: Saved) -> None:
     with pytest.raises(PlanError, match=r"prefill_chunk: chunks of \(8,\) tokens end past the 12 of prompt and answer"):
-        forebay.wrap(saved("lfm2")[0], 1 << 30, prompt=11, new_tokens=1, places=2, prefill_chunk=8)
+        forebay.wrap(saved("lfm2")[0], 1 << 30, prompt=11, new_tokens=1, batch_slots=2, prefill_chunk=8)
 
 
 def test_beams_take_over_states(saved: Saved) -> None:
@@ -203,7 +204,7 @@ def test_beams_take_over_states(saved: Saved) -> None:
     with forebay.wrap(folder, 1 << 30, batch=3, **SHAPE) as lm:
         found = tokens(lm, ids[:1], mask[:1], num_beams=3)
         assert torch.equal(found, tokens(model, ids[:1], mask[:1], num_beams=3))
-        assert not torch.equal(found, tokens(model, ids[:1], mask[:1]))  # beams change places here
+        assert not torch.equal(found, tokens(model, ids[:1], mask[:1]))  # beams change slots here
 
 
 def test_a_bundle_keeps_states(saved: Saved, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_model_read_back_computes_the_same(family: str) -> None:
     assert nodes_of(read) == nodes_of(model)
     assert (read.layers, read.layer_weights, read.states, read.vocab_size, read.max_positions, read.token_types) == (
         model.layers, model.layer_weights, model.states, model.vocab_size, model.max_positions, model.token_types)
-    assert read.renewed_at == model.renewed_at == (16 if family == "longrope" else 0)
+    assert read.rope_switch_length == model.rope_switch_length == (16 if family == "longrope" else 0)
     assert read.weights == model.weights and read.constants.keys() == model.constants.keys()
 
 
@@ -125,8 +125,8 @@ def bad(change: Any) -> list[dict[str, Any]]:
     (lambda n: n[1].update(op="forebay.kv_append", args=["%x"] * 5), "a cache for k_cache, found x"),
     (lambda n: n[1].update(op="forebay.attention", args=["%x"] * 4 + [1.0, 0, 0.0]), "a cache for k, found x"),
     (lambda n: n[1].update(op="aten.zeros.default", args=[[1 << 40]]), "name its device"),
-    (lambda n: n[0].update(shape=["S", 4]), "in their places"),
-    (lambda n: n[0].update(shape=[-1, 4]), "in their places"),
+    (lambda n: n[0].update(shape=["S", 4]), "in their slots"),
+    (lambda n: n[0].update(shape=[-1, 4]), "in their slots"),
     (lambda n: n[0].update(dtype="object"), "no dtype"),
     (lambda n: n.insert(1, {"call": "block_0", "as": "l", "args": ["%x"], "layer": 0}), "no block"),
     (lambda n: n.__setitem__(1, ["relu"]), "expected an object"),

@@ -420,8 +420,8 @@ def test_the_model_is_what_others_expect(llama_checkpoint: Checkpointed, tmp_pat
     assert [i.name for i in model.graph.input][:4] == ["input_ids", "attention_mask", "position_ids",
                                                         "past_key_values.0.key"]
     assert [o.name for o in model.graph.output][:2] == ["logits", "present.0.key"]
-    places = [{e.key: e.value for e in t.external_data} for t in model.graph.initializer if t.external_data]
-    assert len(places) > 20 and all(int(p["offset"]) % 4096 == 0 for p in places)
+    batch_slots = [{e.key: e.value for e in t.external_data} for t in model.graph.initializer if t.external_data]
+    assert len(batch_slots) > 20 and all(int(p["offset"]) % 4096 == 0 for p in batch_slots)
     onnx.shape_inference.infer_shapes_path(str(out / "model.onnx"), str(tmp_path / "inferred.onnx"), strict_mode=True)
     onnx.save(onnx.load(out / "model.onnx"), tmp_path / "again.onnx")  # all of it, as onnx's own reads it
     with pytest.raises(forebay.ExportError, match="force"):

@@ -76,6 +76,6 @@ def test_the_command_line_and_the_page_have_it(llama_checkpoint: Any) -> None:
 
 
 def test_a_name_that_there_is_or_that_is_none_is_refused() -> None:
-    for name in ("slots", "entering", "shared_by", "two words", "class"):
+    for name in ("slots", "admitted", "shared_by", "two words", "class"):
         with pytest.raises(ValueError, match="cannot be registered"):
             register_option(name, SHARED_BY)

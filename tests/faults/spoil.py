@@ -15,17 +15,17 @@ ODD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, 1.5, -0.0,
 
 def mutated_json(value: Any, rng: random.Random) -> Any:
     """A copy with one part replaced, left out, doubled or renamed."""
-    places: list[tuple[Any, Any]] = []
+    batch_slots: list[tuple[Any, Any]] = []
     copy = json.loads(json.dumps(value))
 
     def visit(part: Any) -> None:
         for key in list(part) if isinstance(part, dict) else range(len(part)):
-            places.append((part, key))
+            batch_slots.append((part, key))
             if isinstance(part[key], dict | list):
                 visit(part[key])
 
     visit(copy)
-    part, key = rng.choice(places)
+    part, key = rng.choice(batch_slots)
     how = rng.randrange(4)
     if how == 0:
         del part[key]

@@ -144,7 +144,7 @@ def _begun(case: Path, whole: Path) -> None:
 
 
 def _chosen(scenario: str, seen: list[list[Any]]) -> list[tuple[str, str, int]]:
-    """All calls; or a sample: of each kind as many as of any other, and of its places as many."""
+    """All calls; or a sample: of each kind as many as of any other, and of its slots as many."""
     every = [(kind, place, k) for kind, place, count in sorted(seen) for k in range(count)]
     if ALL:
         return every
@@ -164,7 +164,7 @@ def test_any_call_may_fail(scenario: str, zygote: Zygote, tmp_path: Path) -> Non
     kinds = {kind for kind, _, _ in clean["seen"]}
     assert kinds >= {"open", "read", "allocation"}, kinds
     alike: set[tuple[Any, ...]] = set()
-    if scenario in PLANNING:  # places that capture has no part in
+    if scenario in PLANNING:  # slots that capture has no part in
         later = zygote.ask(scenario, tmp_path / "later", captured=True)
         assert _found(scenario, tmp_path / "later") == expected
         alike = {tuple(call) for call in clean["seen"]} & {tuple(call) for call in later["seen"]}

@@ -63,7 +63,7 @@ def run(model: Path, case: Path) -> int:
 
 
 def many(model: Path, case: Path) -> int:
-    """A job of many prompts, which enter places as others end."""
+    """A job of many prompts, which enter slots as others end."""
     return _command("run", model, "--prompts", model / "many.jsonl", "--output", case / "out.jsonl", "--budget",
                     f"device=400KiB,disk={case}", "--new-tokens", NEW, "--batch", 16, "--machine",
                     model / "machine.json")
@@ -179,7 +179,7 @@ def planned(model: Path) -> dict[str, Any]:
     return {"generate": LanguageModel(*opened, Budget(260 << 10), workload, Options(), machine),
             "spill": LanguageModel(*opened, Budget(500 << 10, disk=str(model)), workload,
                                    Options(micro_batches=2, **disk), machine),
-            "served": LanguageModel(*opened, Budget(260 << 10), workload, Options(entering=1), machine),
+            "served": LanguageModel(*opened, Budget(260 << 10), workload, Options(admitted=1), machine),
             "job": (LanguageModel(*opened, Budget(260 << 10), workload, Options(), machine), prompts)}
 
 

@@ -120,7 +120,7 @@ def test_a_call_in_a_callback_is_refused_by_name(
         assert torch.equal(found, expected), name
 
 
-@pytest.mark.parametrize("options", [dict(entering=1), dict(prompt_lookup_num_tokens=3)])
+@pytest.mark.parametrize("options", [dict(admitted=1), dict(prompt_lookup_num_tokens=3)])
 def test_places_and_drafts_have_the_same_turns(
     llama_checkpoint: Any, expected: torch.Tensor, options: dict[str, Any]
 ) -> None:

@@ -152,6 +152,6 @@ def test_beams_over_a_staged_cache_are_refused_before_a_step(
                 lm.generate(ids, **given, **more)
         assert not steps and lm.plan.schedule.batching.cache.staged
         wanted = model.generate(ids, **given)
-        assert torch.equal(lm.generate(ids, use_cache=False, **given), wanted)  # nothing changes places
+        assert torch.equal(lm.generate(ids, use_cache=False, **given), wanted)  # nothing changes slots
         alone = dict(max_new_tokens=6, **GREEDY)
         assert torch.equal(lm.generate(ids, **alone), model.generate(ids, **alone))

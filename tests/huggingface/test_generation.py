@@ -143,7 +143,7 @@ def test_beams_move_every_part_of_a_row(llama_checkpoint: Any, cache: str) -> No
 def test_a_lent_cache_is_reordered_after_it_has_grown(llama_checkpoint: Any) -> None:
     """A plan whose prefill borrows from the cache: rows move only once the cache has its full length."""
     with llama_checkpoint.language_model(0.9, batch=9, prompt=10, new_tokens=8, prefill_chunk=10) as lm:
-        assert lm.plan.lends
+        assert lm.plan.prefill_overlays_kv_cache
         ours, theirs = both(lm, llama_checkpoint, num_beams=3)
         assert torch.equal(ours, theirs)
 

@@ -266,7 +266,7 @@ def test_what_scripts_call_before_they_generate(streamed: LanguageModel) -> None
 @pytest.mark.parametrize(("name", "said"), [
     ("parameters", "where the plan puts them"), ("named_parameters", "where the plan puts them"),
     ("state_dict", "where the plan puts them"), ("save_pretrained", "forebay.export"), ("modules", "no module of it"),
-    ("_modules", "no torch module, as Trainer"), ("generate_batch", r"wrap\(places="),
+    ("_modules", "no torch module, as Trainer"), ("generate_batch", r"wrap\(batch_slots="),
     ("requires_grad_", "only predicts"), ("lm_head", "explain"), ("of_no_model", "attribute 'of_no_model'$")])
 def test_what_modules_have_and_this_has_not(streamed: LanguageModel, name: str, said: str) -> None:
     """In one line; `hasattr` says no, as transformers asks before it calls."""
@@ -280,7 +280,7 @@ def test_what_modules_have_and_this_has_not(streamed: LanguageModel, name: str, 
     (dict(device_map="auto"), "plan says where weights lie"), (dict(torch_dtype=torch.float16), "is stored in"),
     (dict(load_in_4bit=True), "forebay quantize"), (dict(attn_implementation="sdpa"), "leave it out"),
     (dict(batches=3), "argument 'batches'; did you mean 'batch'?"), (dict(xyz=3), "argument 'xyz'$"),
-    (dict(entering=3), "argument 'entering'")])
+    (dict(admitted=3), "argument 'admitted'")])
 def test_options_of_transformers_are_answered_in_one_line(llama_checkpoint: Any, option: dict, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         wrap(llama_checkpoint.folder, "1MB", **option)

@@ -59,9 +59,9 @@ def test_same_tokens_as_transformers(
     plan = streamed.giving("last", embeds=True).plan
     assert next(w.tier for w in plan.weights if "embed" in w.name) == "disk"
     if not options:
-        usual = streamed.generate(llama_checkpoint.ids, attention_mask=llama_checkpoint.mask, max_new_tokens=NEW,
+        typical = streamed.generate(llama_checkpoint.ids, attention_mask=llama_checkpoint.mask, max_new_tokens=NEW,
                                   pad_token_id=0, eos_token_id=None)
-        assert not torch.equal(ours[:, -NEW:], usual[:, -NEW:]), "ids were computed, not embeddings"
+        assert not torch.equal(ours[:, -NEW:], typical[:, -NEW:]), "ids were computed, not embeddings"
 
 
 def test_forward_its_cache_and_right_padding(streamed: LanguageModel, llama_checkpoint: Any) -> None:
@@ -189,6 +189,6 @@ def test_a_model_that_computes_a_cache_anew_takes_ids_alone() -> None:
         vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=96, max_position_embeddings=64, original_max_position_embeddings=16, pad_token_id=0,
         rope_scaling={"rope_type": "longrope", "short_factor": short, "long_factor": long})
-    assert capture_model(config).renewed_at == 16
+    assert capture_model(config).rope_switch_length == 16
     with pytest.raises(CaptureError, match="ids are needed, not embeddings"):
         capture_model(config, embeds=True)

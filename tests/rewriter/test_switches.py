@@ -79,8 +79,8 @@ def test_no_reuse_gives_every_activation_its_own_memory(tmp_path: Path) -> None:
     model = chain(tmp_path, width=64)
     for no_reuse in (False, True):
         plan, _ = planned(model, SMALL, switches=Switches(no_reuse=no_reuse))
-        places = [(b.offset, b.nbytes) for b in plan.buffers if b.phase == "decode"]
-        shared = sum(a < d + e and d < a + b for i, (a, b) in enumerate(places) for d, e in places[i + 1 :])
+        batch_slots = [(b.offset, b.nbytes) for b in plan.buffers if b.phase == "decode"]
+        shared = sum(a < d + e and d < a + b for i, (a, b) in enumerate(batch_slots) for d, e in batch_slots[i + 1 :])
         assert (shared == 0) is no_reuse
 
 

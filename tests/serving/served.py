@@ -26,9 +26,9 @@ from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOpti
 WORDS = [f"w{i}" for i in range(196)]
 TEMPLATE = ("{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
             "{% if add_generation_prompt %}w9{% endif %}")
-PROMPT, NEW, PLACES = 24, 16, 3
+PROMPT, NEW, BATCH_SLOTS = 24, 16, 3
 ASK = {"prompt": "w1 w2 w3", "max_tokens": NEW, "temperature": 0}
-BUDGET = 1_500_000 + max(0, attention_nbytes(PLACES, 4, PROMPT + NEW, 32, PROMPT))
+BUDGET = 1_500_000 + max(0, attention_nbytes(BATCH_SLOTS, 4, PROMPT + NEW, 32, PROMPT))
 
 
 def save_model(folder: Path) -> None:
@@ -75,11 +75,11 @@ class Running:
 
 
 def made(
-    folder: Path, *, places: int = PLACES, queue: int = 64, grace_s: float = 30.0, new_tokens: int = NEW,
+    folder: Path, *, batch_slots: int = BATCH_SLOTS, queue: int = 64, grace_s: float = 30.0, new_tokens: int = NEW,
     name: str = "tiny", planned: LanguageModel | None = None, port: int = 0, **options: Any
 ) -> tuple[Running, socket.socket]:
     """A server of the model in `folder` that is yet to be run, and the socket for it."""
-    lm = planned or forebay.wrap(folder, BUDGET, places=places, prompt=PROMPT, new_tokens=new_tokens,
+    lm = planned or forebay.wrap(folder, BUDGET, batch_slots=batch_slots, prompt=PROMPT, new_tokens=new_tokens,
                                  machine=Machine.default())
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     gate, decode = threading.Event(), tokenizer.decode

@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 from budgets import attention_nbytes
-from serving.served import BUDGET, NEW, PLACES, PROMPT, TEMPLATE, WORDS, Running, serving, wait_until
+from serving.served import BATCH_SLOTS, BUDGET, NEW, PROMPT, TEMPLATE, WORDS, Running, serving, wait_until
 from transformers import PreTrainedTokenizerFast
 
 import forebay
@@ -52,7 +52,7 @@ def expected(folder: Path, prompts: list[str]) -> list[str]:
 def test_concurrent_answers_are_those_of_generate(
     client: openai.OpenAI, prompts: list[str], expected: list[str]
 ) -> None:
-    """More requests than places, of unequal lengths, half of them streamed, one in four drawn beside them."""
+    """More requests than slots, of unequal lengths, half of them streamed, one in four drawn beside them."""
     def ask(number: int) -> str:
         stream = number % 2 == 0
         reply = client.completions.create(model="tiny", prompt=prompts[number], max_tokens=NEW, temperature=0,
@@ -185,12 +185,13 @@ def test_the_rest_of_the_endpoints(server: Running, client: openai.OpenAI) -> No
     assert json.loads(server.send("GET", "/health")[1]) == {"status": "ok"}
     text = server.send("GET", "/metrics")[1].decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(values["forebay_places"]) == PLACES and float(values["forebay_budget_bytes"]) == BUDGET
+    assert float(values["forebay_batch_slots"]) == BATCH_SLOTS and float(values["forebay_budget_bytes"]) == BUDGET
     assert float(values['forebay_tokens_total{kind="generated"}']) > 0
     assert values["forebay_time_to_first_token_seconds_count"] == values[
         'forebay_time_to_first_token_seconds_bucket{le="+Inf"}'] != "0"
     state = json.loads(server.send("GET", "/state")[1])
-    assert sum(state["memory"]["kinds"].values()) <= BUDGET and state["places"] == PLACES and state["requests"]
+    assert sum(state["memory"]["kinds"].values()) <= BUDGET
+    assert state["batch_slots"] == BATCH_SLOTS and state["requests"]
     status, page = server.send("GET", "/")
     assert status == 200 and b"<script>" in page and b"src=" not in page and b"http://www.w3.org" in page
     assert server.send("GET", "/nothing")[0] == 404 and server.send("GET", "/v1/completions")[0] == 405
@@ -204,7 +205,8 @@ def test_a_single_place_checks_what_is_looked_up(
     save_machine(Machine.default(), tmp_path / "machine.json")
     budget = 1_500_000 + max(0, attention_nbytes(1, 4, PROMPT + NEW, 32, PROMPT))
     lm, plain = (plan_serving(folder, budget, Options(
-        prompt=PROMPT, new_tokens=NEW, places=1, machine=tmp_path / "machine.json", prompt_lookup_num_tokens=looked)).lm
+        prompt=PROMPT, new_tokens=NEW, batch_slots=1, machine=tmp_path / "machine.json",
+        prompt_lookup_num_tokens=looked)).lm
                  for looked in ("auto", None))
     assert lm.plan.schedule.speculative_steps and not plain.plan.schedule.speculative_steps
     with serving(folder, planned=lm) as server:
@@ -229,7 +231,7 @@ def test_a_draft_serves_requests_in_all_places(
     monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
     save_machine(Machine.default(), tmp_path / "machine.json")
     lm, plain = (plan_serving(folder, "9MB", Options(
-        prompt=PROMPT, new_tokens=NEW, places=PLACES, machine=tmp_path / "machine.json", draft=draft,
+        prompt=PROMPT, new_tokens=NEW, batch_slots=BATCH_SLOTS, machine=tmp_path / "machine.json", draft=draft,
         prompt_lookup_num_tokens="auto" if draft else None)).lm for draft in (str(folder), None))
     assert lm.helper is not None and lm.plan.schedule.speculative_steps and lm.plan.schedule.batching.admitted
     texts = []
@@ -259,7 +261,7 @@ def test_a_draft_serves_requests_in_all_places(
 @pytest.mark.parametrize("queue", [1, 0])
 def test_a_key_is_asked_for_and_a_full_queue_says_so(folder: Path, queue: int) -> None:
     """One place, held by an answer whose client does not read on; the queue holds one more, or none."""
-    with serving(folder, places=1, queue=queue, api_key="secret", hosts=None) as server:
+    with serving(folder, batch_slots=1, queue=queue, api_key="secret", hosts=None) as server:
         assert server.send("GET", "/v1/models")[0] == 401 and server.send("GET", "/health")[0] == 200
         assert server.send("GET", "/v1/models", Authorization="Bearer secres")[0] == 401
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0, timeout=60)
@@ -269,7 +271,7 @@ def test_a_key_is_asked_for_and_a_full_queue_says_so(folder: Path, queue: int) -
             replies = [pool.submit(client.completions.create, model="tiny", prompt="w1", max_tokens=2)
                        for _ in range(1 + queue)]
             wait_until(lambda: server.run.batcher.waiting == queue and len(server.run.batcher.running) == 1)
-            with pytest.raises(openai.RateLimitError, match=f"1 places are taken, and {queue} .*--queue"):
+            with pytest.raises(openai.RateLimitError, match=f"1 slots are taken, and {queue} .*--queue"):
                 client.completions.create(model="tiny", prompt="w1", max_tokens=2)
             server.gate.set()
             assert [reply.result().usage.completion_tokens for reply in replies] == [2] * (1 + queue)

@@ -58,7 +58,7 @@ def test_headers_that_do_not_arrive_are_given_up(folder: Path) -> None:
 def test_connections_that_send_nothing_shut_nobody_out(folder: Path) -> None:
     """Nor those that send half of a request, of which there are more than the server takes; one that is answered
     stays."""
-    with serving(folder, places=1, most_connections=4) as server:
+    with serving(folder, batch_slots=1, most_connections=4) as server:
         server.gate.clear()
         answered = asked(server, stream=True)
         wait_until(lambda: bool(server.run.batcher.running))
@@ -78,7 +78,7 @@ def test_connections_that_send_nothing_shut_nobody_out(folder: Path) -> None:
 
 
 def test_too_many_requests_at_once_are_told_and_health_is_answered(folder: Path) -> None:
-    with serving(folder, places=1, most_connections=2) as server:
+    with serving(folder, batch_slots=1, most_connections=2) as server:
         server.gate.clear()
         held = [asked(server) for _ in range(2)]
         wait_until(lambda: bool(server.run.batcher.running) and server.run.batcher.waiting == 1)
@@ -98,7 +98,7 @@ def test_what_is_no_http_is_refused_in_the_form_of_other_errors(server: Running)
 
 
 def test_a_request_that_the_end_cuts_off_is_told(folder: Path) -> None:
-    with serving(folder, places=1, grace_s=0) as server:
+    with serving(folder, batch_slots=1, grace_s=0) as server:
         server.gate.clear()
         waiting = asked(server)
         wait_until(lambda: bool(server.run.batcher.running))
@@ -112,7 +112,7 @@ def test_a_signal_before_uvicorn_hears_them_stops_the_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch, early: bool
 ) -> None:
     """As the batcher starts, and as uvicorn begins."""
-    server, at = made(folder, places=1)
+    server, at = made(folder, batch_slots=1)
     start, serve, lost = server.run.batcher.start, uvicorn.Server.serve, threading.Event()
     late = threading.Timer(20, lambda: (lost.set(), server.run.stop()))
     late.start()

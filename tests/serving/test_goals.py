@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 from forebay.commands.app import app
 from forebay.commands.plan_serving import SHARE, ServingChoice, ServingGoals, plan_serving, step_times_of
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.ir.turns import USUAL_TURNS
+from forebay.rewriter.ir.turns import DEFAULT_TURNS
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.serving import goodput
+from forebay.rewriter.serving.continuous_batching import simulate_slots
 from forebay.rewriter.serving.goodput import ServiceLevel, measure
-from forebay.rewriter.serving.in_places import in_places
 from forebay.rewriter.serving.strategies import Simulated
 from forebay.rewriter.serving.traffic import Traffic
 
@@ -44,8 +44,8 @@ def test_what_is_chosen_keeps_its_goals_and_no_more(wanted: tuple[Path, str, Opt
     choice = plan_serving(*wanted, LAX)
     with choice.lm as lm:
         times, traffic = step_times_of(lm), Traffic(1.0, 200, PROMPT, NEW)
-    assert choice.rate and times.places == lm.plan.workload.batch
-    found = Simulated(lambda requests, seed: in_places(requests, times, choice.turns), 1.0)
+    assert choice.rate and times.batch_slots == lm.plan.workload.batch
+    found = Simulated(lambda requests, seed: simulate_slots(requests, times, choice.turns), 1.0)
     level = ServiceLevel(LAX.ttft_s, LAX.tpot_s, SHARE, runs=1)
     assert measure(found, traffic, level, choice.rate).keeps(level)
     assert not measure(found, traffic, level, 1.1 * choice.rate).keeps(level)
@@ -53,14 +53,14 @@ def test_what_is_chosen_keeps_its_goals_and_no_more(wanted: tuple[Path, str, Opt
 
 @pytest.mark.usefixtures("planned_with_our_kernels")
 def test_a_goal_for_each_token_costs_places_or_turns(wanted: tuple[Path, str, Options]) -> None:
-    """One that a step of most places just about keeps: whoever decodes is held up less, at a lower rate."""
+    """One that a step of most slots just about keeps: whoever decodes is held up less, at a lower rate."""
     def chosen(goals: ServingGoals | None) -> ServingChoice:
         choice = plan_serving(*wanted, goals)
         choice.lm.close()
         return choice
 
     plain, lax = chosen(None), chosen(LAX)
-    assert plain.rate is None and plain.turns is USUAL_TURNS
+    assert plain.rate is None and plain.turns is DEFAULT_TURNS
     step_s = step_times_of(plain.lm).seconds[1][1]
     strict = chosen(replace(LAX, tpot_s=1.2 * step_s))
     assert strict.rate and lax.rate and strict.rate < lax.rate

@@ -61,7 +61,7 @@ def test_the_script_of_an_instance_serves(tmp_path: Path) -> None:
     launch = found["launch"]
     assert launch["why_not"] is None and launch["strategy"] == "1m tp1" and launch["model"] == str(tmp_path)
     assert launch["instances"][0]["command"] == (
-        f"forebay serve {tmp_path} --budget device=64MiB --places 2 --prompt 8 --new-tokens 4 --ttft 60000 "
+        f"forebay serve {tmp_path} --budget device=64MiB --batch-slots 2 --prompt 8 --new-tokens 4 --ttft 60000 "
         "--tpot 60000 --isl 8 --osl 4 --port 8000")
     choice = json.loads((tmp_path / "out/choice.json").read_text())
     assert choice["launch"] == launch and choice["best"] == found["strategies"][0]

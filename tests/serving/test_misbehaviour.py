@@ -57,7 +57,7 @@ def server(folder: Path) -> Iterator[Running]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_vanish_leave_their_places(folder: Path, stream: bool) -> None:
     """One that is being answered, and one that waits for the only place."""
-    with serving(folder, places=1) as server:
+    with serving(folder, batch_slots=1) as server:
         batcher = server.run.batcher
         whole = server.complete(**ASK)[1]["choices"][0]["text"]
         server.gate.clear()
@@ -193,7 +193,7 @@ def test_a_port_that_another_took_meanwhile_is_told(folder: Path, monkeypatch: p
 
         monkeypatch.setattr(plan_serving, "plan_serving", planned)
         found = CliRunner().invoke(app, ["serve", str(folder), "--port", str(port), "--budget", "9MB", "--prompt", "24",
-                                         "--new-tokens", "8", "--places", "1"])
+                                         "--new-tokens", "8", "--batch-slots", "1"])
     assert found.exit_code == 2 and f"cannot listen at 127.0.0.1 port {port}: " in " ".join(found.stderr.split())
 
 
@@ -217,7 +217,7 @@ def test_what_is_no_http_ends_its_connection_alone(server: Running) -> None:
 def test_sigterm_finishes_what_runs(folder: Path) -> None:
     """A real signal in the main thread: the stream that runs comes to its end, what waits is told, nothing new is let
     in."""
-    server, at = made(folder, places=1)
+    server, at = made(folder, batch_slots=1)
     found: dict[str, bytes] = {}
 
     def act() -> None:
@@ -244,7 +244,7 @@ def test_sigterm_finishes_what_runs(folder: Path) -> None:
 def test_a_step_that_fails_is_told_and_the_next_request_is_answered(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(folder, places=1) as server:
+    with serving(folder, batch_slots=1) as server:
         whole = server.complete(**ASK)[1]["choices"][0]["text"]
         _fail_steps(monkeypatch, lambda n: n in (2, 7))
         assert server.complete(**ASK)[0] == 500
@@ -260,7 +260,7 @@ def test_a_step_that_fails_is_told_and_the_next_request_is_answered(
 
 def test_a_model_that_fails_again_and_again_ends_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of many clients has an error, and `run` gives the reason."""
-    with serving(folder, places=1) as server:
+    with serving(folder, batch_slots=1) as server:
         _fail_steps(monkeypatch, lambda n: True)
         with ThreadPoolExecutor(TRIES + 4) as pool:
             statuses = list(pool.map(lambda _: server.complete(**ASK)[0], range(TRIES + 4)))
@@ -271,7 +271,7 @@ def test_a_model_that_fails_again_and_again_ends_the_server(folder: Path, monkey
 
 def test_weights_that_change_on_disk_end_the_server(tmp_path: Path) -> None:
     save_model(tmp_path)
-    with serving(tmp_path, places=1) as server:
+    with serving(tmp_path, batch_slots=1) as server:
         assert server.complete(**ASK)[0] == 200
         file = tmp_path / "model.safetensors"
         os.truncate(file, file.stat().st_size - 4096)

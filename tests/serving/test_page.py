@@ -39,7 +39,7 @@ def test_the_page_talks_and_shows_what_it_sees(tmp_path: Path) -> None:
         page.wait_for_selector("#stop[disabled]")
         said = page.inner_text("#talk").rpartition("model: ")[2]
         page.wait_for_selector("#timeline rect", state="attached")
-        page.wait_for_selector("text=0 of 3 places taken")
+        page.wait_for_selector("text=0 of 3 slots taken")
         assert page.locator("#memory span").count() == 4
         assert f"budget {format_nbytes(BUDGET)}" in page.inner_text("#sizes")
         browser.close()

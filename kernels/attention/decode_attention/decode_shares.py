@@ -21,11 +21,11 @@ class DecodeTile(NamedTuple):
 
 # By bytes of a row of K once dequantised: tiles of K and V in two stages of flight, two programs or more to a
 # multiprocessor. Four warps at 256 bytes spill on sm_90 with Triton 3.9; dequantised rows do not, and need less room.
-TILES = {"narrow": DecodeTile(64, 4, 3), "usual": DecodeTile(64, 8, 3), "wide": DecodeTile(32, 8, 3),
+TILES = {"narrow": DecodeTile(64, 4, 3), "typical": DecodeTile(64, 8, 3), "wide": DecodeTile(32, 8, 3),
          "widest": DecodeTile(16, 4, 2)}
 DEQUANTISED = DecodeTile(64, 4, 3)
 # Dequantised to fp32, by lanes: three products take the place of one, and their factors registers.
-EXACT = {"usual": DecodeTile(32, 4, 3), "wide": DecodeTile(16, 8, 2)}
+EXACT = {"typical": DecodeTile(32, 4, 3), "wide": DecodeTile(16, 8, 2)}
 # Programs that are made where the sequences are long enough: eight for each multiprocessor even out the last wave.
 PROGRAMS_PER_PROCESSOR = 8
 
@@ -59,10 +59,10 @@ def tile(lanes: int, itemsize: int, bits: int, folded: bool) -> DecodeTile:
     """
     row_nbytes = lanes * itemsize
     if bits and itemsize == 4:
-        return EXACT["wide" if lanes > 64 else "usual"]
+        return EXACT["wide" if lanes > 64 else "typical"]
     if bits and (folded or row_nbytes <= 256):
         return DEQUANTISED
-    sizes = ((128, "narrow"), (256, "usual"), (512, "wide"))
+    sizes = ((128, "narrow"), (256, "typical"), (512, "wide"))
     return TILES[next((name for most, name in sizes if row_nbytes <= most), "widest")]
 
 

@@ -51,16 +51,16 @@ class PrefillTile(NamedTuple):
 
 # By rows there are, then by bytes of a row of K once dequantised: 16 rows suit the smallest tensor-core tile, 128 two
 # warp groups; D = 256 leaves room for 64 rows. fp32 takes three products for one, and their split factors registers.
-FEW = {"usual": PrefillTile(16, 64, 4, 3), "wide": PrefillTile(16, 32, 4, 3)}
-SOME = {"usual": PrefillTile(64, 64, 4, 3), "wide": PrefillTile(64, 32, 8, 2)}
-MANY = {"usual": PrefillTile(128, 64, 8, 3), "wide": PrefillTile(64, 32, 8, 2)}
+FEW = {"typical": PrefillTile(16, 64, 4, 3), "wide": PrefillTile(16, 32, 4, 3)}
+SOME = {"typical": PrefillTile(64, 64, 4, 3), "wide": PrefillTile(64, 32, 8, 2)}
+MANY = {"typical": PrefillTile(128, 64, 8, 3), "wide": PrefillTile(64, 32, 8, 2)}
 # Before Hopper, where the tiles above for more than 16 rows spill up to 72 values a thread of 255 registers.
-AMPERE = {"usual": PrefillTile(64, 64, 8, 3), "wide": PrefillTile(32, 32, 8, 2)}
-EXACT = {"usual": PrefillTile(32, 32, 4, 2), "wide": PrefillTile(16, 16, 4, 2)}
+AMPERE = {"typical": PrefillTile(64, 64, 8, 3), "wide": PrefillTile(32, 32, 8, 2)}
+EXACT = {"typical": PrefillTile(32, 32, 4, 2), "wide": PrefillTile(16, 16, 4, 2)}
 # Over rotated rows, where the first of each kind would spill up to 70 values.
-FEW_ROTATED = {"usual": PrefillTile(16, 64, 4, 2), "wide": PrefillTile(16, 32, 4, 2)}
-AMPERE_ROTATED = {"usual": PrefillTile(64, 64, 8, 2), "wide": AMPERE["wide"]}
-EXACT_ROTATED = {"usual": PrefillTile(16, 32, 4, 2), "wide": PrefillTile(16, 16, 4, 2)}
+FEW_ROTATED = {"typical": PrefillTile(16, 64, 4, 2), "wide": PrefillTile(16, 32, 4, 2)}
+AMPERE_ROTATED = {"typical": PrefillTile(64, 64, 8, 2), "wide": AMPERE["wide"]}
+EXACT_ROTATED = {"typical": PrefillTile(16, 32, 4, 2), "wide": PrefillTile(16, 16, 4, 2)}
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def prefill_attention_kernel(
 
 def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bool = False) -> PrefillTile:
     """The tile for so many rows, of K rows that take so many lanes of itemsize bytes once dequantised."""
-    size = "wide" if lanes > (64 if itemsize == 4 else 128) else "usual"
+    size = "wide" if lanes > (64 if itemsize == 4 else 128) else "typical"
     if itemsize == 4:
         return (EXACT_ROTATED if rotated else EXACT)[size]
     if rows <= 16:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from forebay.kernels.formats.slot_state import SlotState
 
-ONCE, FORGETS = 1 << 20, 7  # what a use counts, and the bits by which each step after it shifts what is forgotten of it
+ONCE = 1 << 20  # the count of one use
+DECAY_SHIFT = 7  # each step forgets the count shifted right by so many bits
 
 
 def fail(argument: str, problem: str) -> NoReturn:
@@ -49,7 +50,7 @@ def reference(
     some 90 steps: experts that are popular stay though others were used since, and those that no longer are do not.
     """
     sizes, found = SlotState(slots, rounds, experts), state.tolist()
-    owner, uses = found[:slots], [count - (count >> FORGETS) for count in found[slots:][:experts]]
+    owner, uses = found[:slots], [count - (count >> DECAY_SHIFT) for count in found[slots:][:experts]]
     end = experts if count is None else first + count
     named = sorted({expert for expert in index.flatten().tolist() if first <= expert < end})
     for expert in named:

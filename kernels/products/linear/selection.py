@@ -119,9 +119,9 @@ def candidates(kind: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> l
         if not serves(implementation, m) or (implementation == "large" and m <= 8):
             continue
         for setting in SETTINGS[kind, implementation]:
-            usual = default_splits(kind, setting, m, n, k, sm_count)
+            typical = default_splits(kind, setting, m, n, k, sm_count)
             most = max(1, -(-k // setting.bk))
-            for splits in sorted({max(1, usual // 2), usual, min(2 * usual, most, MAX_SPLITS)}):
+            for splits in sorted({max(1, typical // 2), typical, min(2 * typical, most, MAX_SPLITS)}):
                 names.append(f"{implementation}_{setting.name}_s{splits}")
     return [*names, ATEN] if m > ATEN_ABOVE[kind] else names
 

@@ -389,12 +389,12 @@ def _cases_of(bits: int, groups: tuple[int, ...]) -> list[AuditCase]:
             settings = selection.SETTINGS[selection.KIND_OF_BITS[bits], implementation]
             for setting in settings:
                 for m in rows:
-                    usual = setting == settings[0] and group == groups[0]
-                    cases.append(case(bits, implementation, setting, group, m, in_suite=usual))
+                    typical = setting == settings[0] and group == groups[0]
+                    cases.append(case(bits, implementation, setting, group, m, in_suite=typical))
                     if group == 32 and setting == settings[0]:
                         cases.append(case(bits, implementation, setting, group, m, symmetric=True))
                     if implementation != "gemv" and group == groups[0]:
                         cases.append(case(bits, implementation, setting, group, m, "fp16"))
-                        amd_usual = usual and m == rows[0]
+                        amd_usual = typical and m == rows[0]
                         cases.append(case(bits, implementation, setting, group, m, amd=True, in_suite=amd_usual))
     return cases

@@ -15,10 +15,14 @@ MAX_SLOTS = 256  # at most, of which some are given anew while the others decode
 SLOTS_PER_ADMITTED = 8  # a prefill step computes one in so many: idle ones, which wait for as many, are a sixteenth
 
 
-def entering_at_once(places: int | None) -> int | None:
-    """How many sequences a prefill step computes where they enter `places`. PlanError for places that are no size."""
-    require_sizes(places=places)
-    return -(-places // SLOTS_PER_ADMITTED) if places else None
+def admitted_at_once(batch_slots: int | None) -> int | None:
+    """Return how many sequences a prefill step computes where requests are admitted to so many slots.
+
+    Raises:
+        PlanError: `batch_slots` is no size.
+    """
+    require_sizes(batch_slots=batch_slots)
+    return -(-batch_slots // SLOTS_PER_ADMITTED) if batch_slots else None
 
 
 def slot_counts(count: int) -> list[int]:
@@ -30,10 +34,10 @@ def slot_counts(count: int) -> list[int]:
 def admitted(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:
     """As many sequences of a prefill step as are asked for."""
     options = request.options
-    if options.entering and options.prefill_chunk == 1:
-        raise PlanError("prefill_chunk: 1 is a step that decodes for all places; where sequences enter them, a "
+    if options.admitted and options.prefill_chunk == 1:
+        raise PlanError("prefill_chunk: 1 is a step that decodes for all slots; where sequences enter them, a "
                         "chunk has at least 2 tokens")
-    yield replace(batching, admission=Admission(min(options.entering or 0, request.workload.batch)))
+    yield replace(batching, admission=Admission(min(options.admitted or 0, request.workload.batch)))
 
 
 ADMISSION = ScheduleFeature("admission", candidates=admitted)

@@ -19,7 +19,7 @@ MIN_GAIN = 0.01  # of the time of prompt and answer, that this must save
 def gather_ahead(best: Plan, trial: Trial) -> Plan:
     """The plan with memory for weights that ranks gather ahead, where there are such and prompt and answer are then
     predicted to take less time: by what gathers take from the products beside them less than their Programs say."""
-    shown = 1 - MachineEstimator(trial.machine).held_up
+    shown = 1 - MachineEstimator(trial.machine).overlap_penalty
     batching = best.schedule.batching
     if batching.cache.staged or trial.options.gather_buffers is not None or not trial.graphs.gathers or shown <= 0:
         return best

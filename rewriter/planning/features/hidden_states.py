@@ -77,7 +77,7 @@ def try_hidden_states(best: Plan, trial: Trial) -> Plan:
     cache is there too, a prompt comes in chunks and bringing the weights for each takes most of a prefill: for larger
     ones they come fewer times."""
     batching, options = best.schedule.batching, trial.options
-    chunks = chunk_steps(best.workload.paced(batching)[0], best.schedule.prefill_chunks)
+    chunks = chunk_steps(best.workload.effective_lengths(batching)[0], best.schedule.prefill_chunks)
     if options.hidden_tier is not None or options.prefill_chunk or sum(chunks.values()) == 1 or not (
             batching.cache.staged and batching.micro_batches.order == "zigzag") or batching.admitted:
         return best

@@ -67,7 +67,7 @@ def forced_sizes(graphs: StepGraphs, workload: Workload, options: Options) -> tu
     chunk = min(options.prefill_chunk or 1, workload.prompt)
     sizes = tuple(n for n in _asked_sizes(options) if 1 < n <= workload.new_tokens and n != chunk)
     beside_prompt = tuple(n for n in sizes if n != workload.prompt)
-    if not (beside_prompt or (sizes and not options.entering)):
+    if not (beside_prompt or (sizes and not options.admitted)):
         raise PlanError(f"prompt_lookup_num_tokens: {_no_size(workload, options)}")
     return beside_prompt or sizes  # a prompt in one step is worth more than a size
 

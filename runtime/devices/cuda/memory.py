@@ -31,12 +31,12 @@ def with_cuda_memory(launch: Launch) -> Launch:
     """
     operator = operators.find(launch.op)
     own = 0 if operator is None else operator.workspace_nbytes(launch, KERNELS)
-    back = 0 if operator is None else operator.passing(launch)
-    passing = reserved_nbytes(launch.workspace_nbytes + back)
-    held = {"rounding of the arena": ROUND, "graphs": passing, SCRATCH: own - back,
+    back = 0 if operator is None else operator.allocator_transient_nbytes(launch)
+    transient = reserved_nbytes(launch.workspace_nbytes + back)
+    held = {"rounding of the arena": ROUND, "graphs": transient, SCRATCH: own - back,
             "rounding of the scratch": reserved_nbytes(own - back) - (own - back),
             "cuBLAS": reserved_nbytes(choices.cublas_nbytes())}
-    return replace(launch, workspace_nbytes=passing, held=tuple((name, n) for name, n in held.items() if n))
+    return replace(launch, workspace_nbytes=transient, held=tuple((name, n) for name, n in held.items() if n))
 
 
 def least_workspace_nbytes() -> int:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FIRST_PROMPT = 256  # tokens of conversation that the first plan is for; each further plan is for twice what is needed
 
 
-@with_options(leave=("batch", "prompt", "usual", "places", "plan", "mesh"),
+@with_options(leave=("batch", "prompt", "typical", "batch_slots", "plan", "mesh"),
               defaults={"new_tokens": 256, "prompt_lookup_num_tokens": "auto"})
 def chat(
     model: ModelArgument,
@@ -178,12 +178,12 @@ def _generate(
     from forebay.runtime.run.generation import Stop, generate_as_planned
     from forebay.runtime.run.progress import WorkDone
 
-    if not asks_nothing_more(lm.checkpoint.folder) or lm.captured.renewed_at:
+    if not asks_nothing_more(lm.checkpoint.folder) or lm.captured.rope_switch_length:
         drawing = vars(sampling) if sampling.do_sample else {"do_sample": False}
         lm.generate([ids], max_new_tokens=new_tokens, eos_token_id=list(eos) or None, on_token=on_token,
                     generator=draws, **drawing)
         return
-    with lm.running(1, len(ids), new_tokens, in_places=True) as session:
+    with lm.running(1, len(ids), new_tokens, continuous=True) as session:
         lm.tally = WorkDone()
         rows, stop = [torch.tensor(ids)], Stop(new_tokens, frozenset(eos), eos[0] if eos else 0)
         with drafting(lm.helper, session, rows, new_tokens, sampling, draws) as drafter:

@@ -202,7 +202,7 @@ def _passage(text: str, tokenizer: Any) -> Passage:
     return torch.tensor(ids, dtype=torch.int64), max(1, min(same, len(ids) - 1))
 
 
-@with_options(leave=("prompt", "new_tokens", "usual", "places", "plan", "mesh", "calibration",
+@with_options(leave=("prompt", "new_tokens", "typical", "batch_slots", "plan", "mesh", "calibration",
                      "prompt_lookup_num_tokens", "draft"))
 def eval_command(
     model: ModelArgument,

@@ -26,7 +26,7 @@ def explore_config(
     """
     wanted = request.wanted()
     problem = Problem(load_model_shape(request.config), request.known_machine, request.prompt,
-                      request.output, capacity=dict(request.capacity), usual=request.usual)
+                      request.output, capacity=dict(request.capacity), typical=request.typical)
     space = Space(batch=request.batch, closed=frozenset() if checkpoints else NO_CHECKPOINTS,
                   weight_formats=("native", SMALL_WEIGHTS.name) if quantise else ("native",),
                   cache_formats=("native", SMALL_CACHE.name) if quantise else ("native",),

@@ -189,14 +189,14 @@ class AnswerFile:
             raise JobError(f"{self.path} ends in text that is no part of an answer of a job; name another output")
 
     def check_batch(self, batch: int | None) -> None:
-        """Raise JobError if another number of places is asked for than that of the answers there: rounding depends on
+        """Raise JobError if another number of slots is asked for than that of the answers there: rounding depends on
         it."""
         if batch is not None and not self.force and self.batch not in (None, batch):
             raise JobError(f"the answers in {self.path} were made in batches of {self.batch}, this job has {batch}; "
                            "--force goes on and mixes them; else leave --batch out, or name another output")
 
     def note_batch(self, batch: int) -> None:
-        """Note that prompts are answered in `batch` places from here on."""
+        """Note that prompts are answered in `batch` slots from here on."""
         self.batch = batch
         if self.resumable:
             self._write_settings()

@@ -65,4 +65,4 @@ def say_mesh(machine: Machine) -> None:
     print(f"{mesh.ranks} ranks over {mesh.backend}, measured {mesh.date}; while all compute, products take "
           f"{mesh.flops_slowed:.2f}x (bound by memory: {mesh.memory_slowed:.2f}x) as long, and reads "
           f"{mesh.reads_slowed:.2f}x while all read; exchanges beside products hold these up for "
-          f"{100 * mesh.held_up:.0f} % of their time")
+          f"{100 * mesh.overlap_penalty:.0f} % of their time")

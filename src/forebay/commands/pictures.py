@@ -80,17 +80,17 @@ def draw_step(plan: Plan, line: Timeline, path: str | Path) -> None:
 def _draw_arena(axis: Any, plan: Plan, moving: dict[str, list[BufferPlacement]], arena: str) -> None:
     """What lives throughout, and one band for the stretch in which a phase's buffers come and go; a bar for each phase
     where they differ in what lives throughout."""
-    bars = ["prefill", "decode"] if plan.lends else ["decode"]
+    bars = ["prefill", "decode"] if plan.prefill_overlays_kv_cache else ["decode"]
     for x, shown in enumerate(bars):
         for b in lasting(plan, arena, shown):
             axis.bar(x, b.nbytes / MIB, 1, b.offset / MIB, color=COLOURS[b.kind], edgecolor="white", linewidth=0.2)
         for phase, buffers in moving.items():
-            if phase == shown or not plan.lends:
+            if phase == shown or not plan.prefill_overlays_kv_cache:
                 low, high = _stretch(buffers)
                 axis.bar(x, (high - low) / MIB, 1, low / MIB, color=COLOURS["activation"])
     axis.set(title="whole arena", ylabel="address, MiB", xlim=(-0.5, len(bars) - 0.5),
              ylim=(0, max(plan.arenas.get(arena, 0), 1) / MIB))
-    axis.set_xticks(range(len(bars)), bars if plan.lends else [""])
+    axis.set_xticks(range(len(bars)), bars if plan.prefill_overlays_kv_cache else [""])
 
 
 def _draw_phase(axis: Any, phase: str, buffers: Sequence[BufferPlacement]) -> None:

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 PROMPT = 64  # tokens, where none are named
-EXPLORED = ("batch", "prompt", "new_tokens", "usual", "machine")  # what a search by closed forms alone goes by
+EXPLORED = ("batch", "prompt", "new_tokens", "typical", "machine")  # what a search by closed forms alone goes by
 
 
-@with_options(leave=("places", "plan", "calibration"), said={
+@with_options(leave=("batch_slots", "plan", "calibration"), said={
     "batch": "1; with --config: searched", "prompt": "64; with --config: 512", "new_tokens": "64; with --config: 32"})
 def plan(
     options: Options,
@@ -128,7 +128,7 @@ def _workload(options: Options, positions: int = 0) -> Workload:
     from forebay.rewriter.ir.plan import Workload
 
     prompt = options.prompt or (min(PROMPT, max(1, positions // 2)) if positions else PROMPT)
-    return Workload(options.batch or 1, prompt, options.new_tokens or 1, *(options.usual or ()))
+    return Workload(options.batch or 1, prompt, options.new_tokens or 1, *(options.typical or ()))
 
 
 def _plan_model(
@@ -247,7 +247,7 @@ def _request(config: str, options: Options, budget: str | None, **asked: Any) ->
             raise PlanError("name a --machine, such as t4, or measure this one: forebay machine")
         options = replace(options, machine=kept)
     return PlanRequest(config, cast("Machine", options.machine), options.prompt or 512, options.new_tokens or 32,
-                       batch=options.batch or 0, usual=options.usual, capacity=tuple(capacity.items()), **asked)
+                       batch=options.batch or 0, typical=options.typical, capacity=tuple(capacity.items()), **asked)
 
 
 def _explore(request: PlanRequest, as_json: bool, **choices: Any) -> None:

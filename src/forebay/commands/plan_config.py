@@ -45,7 +45,7 @@ class PlanRequest:
 
     objective "throughput" (within `latency_s` for all sequences, if given), "latency" (of `batch` sequences) or
     "budget" (the least device memory that reaches `tokens_per_s`). `batch` 0 leaves the sequences to the search.
-    `capacity` overrides the machine's bytes per tier; times are of `usual` prompts and answers where they are given.
+    `capacity` overrides the machine's bytes per tier; times are of `typical` prompts and answers where they are given.
     """
 
     config: str  # a preset model's name or a config.json
@@ -57,7 +57,7 @@ class PlanRequest:
     latency_s: float | None = None
     tokens_per_s: float | None = None
     capacity: tuple[tuple[str, int], ...] = ()
-    usual: tuple[int, int] | None = None
+    typical: tuple[int, int] | None = None
 
     @property
     def known_machine(self) -> Machine:
@@ -69,9 +69,9 @@ class PlanRequest:
         for name, value, low in (("prompt", self.prompt, 1), ("output", self.output, 1), ("batch", self.batch, 0)):
             if value < low:
                 raise PlanError(f"{name}: {value} is below {low}")
-        for usual, longest in zip(self.usual or (), (self.prompt, self.output), strict=False):
-            if not 1 <= usual <= longest:
-                raise PlanError(f"usual: {usual} tokens are not between 1 and the longest's {longest}")
+        for typical, longest in zip(self.typical or (), (self.prompt, self.output), strict=False):
+            if not 1 <= typical <= longest:
+                raise PlanError(f"typical: {typical} tokens are not between 1 and the longest's {longest}")
         if self.objective not in OBJECTIVES:
             raise PlanError(f"objective: {self.objective!r} is not one of {', '.join(OBJECTIVES)}")
         if self.objective == "budget" and (self.tokens_per_s is None or self.tokens_per_s <= 0):
@@ -118,7 +118,7 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
     fingerprint = f"config:{name}:{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
 
     whole = PlanTask(ModelGraphs.of(captured, _one_file(captured), fingerprint, machine, switches, options), budget,
-                     Workload(1, request.prompt, request.output, *(request.usual or ())), options, machine, switches)
+                     Workload(1, request.prompt, request.output, *(request.typical or ())), options, machine, switches)
 
     @functools.cache
     def pipeline_of(batch: int) -> Pipeline:

@@ -40,19 +40,19 @@ def fit_job(
     def up_to(most: int) -> list[Prompt]:
         return [p for p in encoded if _tokens(p, new_tokens) <= most]
 
-    def planned(most: int, places: int | None) -> LanguageModel:
+    def planned(most: int, batch_slots: int | None) -> LanguageModel:
         kept = up_to(most)
-        prompts, usual = [len(p.ids) for p in kept], round(fmean(_new_tokens(p, new_tokens) for p in kept))
-        beside, how = most - max(prompts), partial(plan_slots, slots=places)
+        prompts, typical = [len(p.ids) for p in kept], round(fmean(_new_tokens(p, new_tokens) for p in kept))
+        beside, how = most - max(prompts), partial(plan_slots, slots=batch_slots)
 
         def made_for(answer: int) -> LanguageModel:
-            work = Workload(len(kept), max(prompts), answer, round(fmean(prompts)), min(usual, answer))
+            work = Workload(len(kept), max(prompts), answer, round(fmean(prompts)), min(typical, answer))
             return build_model(opened, sizes, work, options, how)
 
         with console().status("planning the job"):
-            if usual > beside:  # where long prompts have short answers, times of the usual one want more room
+            if typical > beside:  # where long prompts have short answers, times of the usual one want more room
                 with suppress(PlanError):
-                    return made_for(usual)
+                    return made_for(typical)
             return made_for(beside)
 
     def chosen(most: int) -> LanguageModel:

@@ -1,4 +1,4 @@
-"""The plan that `forebay serve` runs: how many places, and whose turn each step is, for goals where there are any."""
+"""The plan that `forebay serve` runs: how many slots, and whose turn each step is, for goals where there are any."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forebay.rewriter.planning.options import Options
     from forebay.rewriter.predict.of_programs import StepTimes
 
-PLACES = (16, 8, 4, 2, 1)  # that are compared where none are named
+BATCH_SLOTS = (16, 8, 4, 2, 1)  # that are compared where none are named
 HELD = (1, 2, 4)  # chunks before a step that decodes
 REQUESTS = 200  # of a simulation; runs that show a queue have more
 SHARE = 90.0  # of requests that are to keep the goals
@@ -53,7 +53,7 @@ class _ServingWay:
 def plan_serving(
     folder: Path, budget: object, options: Options, goals: ServingGoals | None = None
 ) -> ServingChoice:
-    """Plan once. Without goals for the number of places with which a sequence is predicted to take least time, with
+    """Plan once. Without goals for the number of slots with which a sequence is predicted to take least time, with
     them for the number and the turns that keep them at the greatest rate, by simulation. Where weights stream, prefill
     steps that decode as well are compared too. PlanError where no plan fits, or none keeps the goals at any rate."""
     from forebay.build_model import build_model
@@ -61,7 +61,7 @@ def plan_serving(
     from forebay.open_model import open_model
     from forebay.rewriter.ir.byte_sizes import parse_budget
     from forebay.rewriter.ir.plan import Workload
-    from forebay.rewriter.planning.features.admission import entering_at_once
+    from forebay.rewriter.planning.features.admission import admitted_at_once
     from forebay.runtime.disk.spill_file import require_spill_folder
 
     sizes = parse_budget(budget)
@@ -72,10 +72,10 @@ def plan_serving(
         chosen.append(_best_way(task, goals))
         return chosen[-1].planned
 
-    places, prompt, new_tokens = options.places or 1, options.prompt or 1, options.new_tokens or 1
-    usual = (min(goals.prompt, prompt), min(goals.output, new_tokens)) if goals is not None else (0, 0)
-    planned = replace(options, entering=entering_at_once(places), machine=machine_profile(options, folder))
-    lm = build_model(open_model(folder), sizes, Workload(places, prompt, new_tokens, *usual), planned, choose)
+    batch_slots, prompt, new_tokens = options.batch_slots or 1, options.prompt or 1, options.new_tokens or 1
+    typical = (min(goals.prompt, prompt), min(goals.output, new_tokens)) if goals is not None else (0, 0)
+    planned = replace(options, admitted=admitted_at_once(batch_slots), machine=machine_profile(options, folder))
+    lm = build_model(open_model(folder), sizes, Workload(batch_slots, prompt, new_tokens, *typical), planned, choose)
     return ServingChoice(lm, chosen[-1].turns, chosen[-1].rate)
 
 
@@ -91,7 +91,7 @@ def _best_way(task: PlanTask, goals: ServingGoals | None) -> _ServingWay:
 
     options = task.options
     ways, refused = [], None
-    for count in (options.places,) if options.places else PLACES:
+    for count in (options.batch_slots,) if options.batch_slots else BATCH_SLOTS:
         for alone in (True, False) if options.prompt_lookup_num_tokens is not None and count == 1 else (False,):
             try:
                 ways.append(_way(_planned(task, count, alone=alone), task, goals))
@@ -115,13 +115,13 @@ def _order(way: _ServingWay) -> tuple[float, float]:
 
 
 def _planned(task: PlanTask, count: int, *, alone: bool = False) -> Planned:
-    """So many places; one that is `alone` is entered by none beside it, and takes no memory for who enters."""
+    """So many slots; one that is `alone` is entered by none beside it, and takes no memory for who enters."""
     from forebay.rewriter.pipeline.plan_search import plan_batch
-    from forebay.rewriter.planning.features.admission import entering_at_once
+    from forebay.rewriter.planning.features.admission import admitted_at_once
 
     if alone:
-        return plan_batch(task.for_batch(count, entering=None, cache_tier=task.options.cache_tier or "device"))
-    return plan_batch(task.for_batch(count, entering=entering_at_once(count)))
+        return plan_batch(task.for_batch(count, admitted=None, cache_tier=task.options.cache_tier or "device"))
+    return plan_batch(task.for_batch(count, admitted=admitted_at_once(count)))
 
 
 def _times(planned: Planned, task: PlanTask) -> StepTimes:
@@ -133,30 +133,30 @@ def _times(planned: Planned, task: PlanTask) -> StepTimes:
 
 def _way(planned: Planned, task: PlanTask, goals: ServingGoals | None) -> _ServingWay:
     """A plan, with the turns under which it keeps the goals at the greatest rate."""
-    from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
+    from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
+    from forebay.rewriter.serving.continuous_batching import simulate_slots
     from forebay.rewriter.serving.goodput import ServiceLevel, greatest_rate
-    from forebay.rewriter.serving.in_places import in_places
     from forebay.rewriter.serving.strategies import Simulated
     from forebay.rewriter.serving.traffic import Arrival, Traffic
 
     if goals is None:
-        return _ServingWay(planned, USUAL_TURNS, None)
+        return _ServingWay(planned, DEFAULT_TURNS, None)
     times, level = _times(planned, task), ServiceLevel(goals.ttft_s, goals.tpot_s, SHARE, runs=1)
-    alone = float(in_places([Arrival(0.0, goals.prompt, goals.output)], times).last[0])
+    alone = float(simulate_slots([Arrival(0.0, goals.prompt, goals.output)], times).last[0])
     traffic = Traffic(1.0, REQUESTS, goals.prompt, goals.output)
     rates = {}
-    for turns in (USUAL_TURNS, *(StepTurns(0.0, held) for held in HELD)):
-        found = Simulated(lambda requests, seed, turns=turns: in_places(requests, times, turns), alone)  # type: ignore[misc]
+    for turns in (DEFAULT_TURNS, *(StepTurns(0.0, held) for held in HELD)):
+        found = Simulated(lambda requests, seed, turns=turns: simulate_slots(requests, times, turns), alone)  # type: ignore[misc]
         rates[turns] = greatest_rate(found, traffic, level)[1]
     turns = max(rates, key=lambda each: rates[each])
     return _ServingWay(planned, turns, rates[turns])
 
 
 def _missed(ways: list[_ServingWay], task: PlanTask, goals: ServingGoals) -> str:
-    from forebay.rewriter.serving.in_places import in_places
+    from forebay.rewriter.serving.continuous_batching import simulate_slots
     from forebay.rewriter.serving.traffic import Arrival
 
-    runs = [in_places([Arrival(0.0, goals.prompt, goals.output)], _times(way.planned, task)) for way in ways]
+    runs = [simulate_slots([Arrival(0.0, goals.prompt, goals.output)], _times(way.planned, task)) for way in ways]
     ttft = min(float(run.ttft_s[0]) for run in runs)
     tpot = min((float(run.tpot_s[0]) for run in runs if len(run.tpot_s)), default=0.0)
     return (f"no plan within this budget keeps these goals: a request alone is predicted to take {_ms(ttft)} to its "

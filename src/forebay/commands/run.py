@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 SOME_UNANSWERED = 3  # exit code
 
 
-@with_options(leave=("prompt", "usual", "places", "plan"), said={"batch": "the planner's choice; others follow as some "
-              "end"}, defaults={"new_tokens": 64, "prompt_lookup_num_tokens": "auto"})
+@with_options(leave=("prompt", "typical", "batch_slots", "plan"), said={"batch": "the planner's choice; others "
+              "follow as some end"}, defaults={"new_tokens": 64, "prompt_lookup_num_tokens": "auto"})
 def run(
     model: ModelArgument,
     options: Options,
@@ -266,7 +266,7 @@ def _measured(plans: list[Plan], done: WorkDone, spent: Spent, elapsed_s: float,
     return {
         "answers": done.ended, "tokens": done.tokens, "steps": steps, "time_s": elapsed_s, **asdict(spent),
         "drafted_tokens": done.offered, "accepted_tokens": done.accepted,
-        "places": plan.workload.batch, "tokens_per_s": done.tokens / elapsed_s, "steps_per_s": steps / elapsed_s,
+        "batch_slots": plan.workload.batch, "tokens_per_s": done.tokens / elapsed_s, "steps_per_s": steps / elapsed_s,
         "budget_nbytes": sum(each.budget.device for each in plans),
         "planned_peak_nbytes": sum(sum(each.prediction.peak_nbytes.values()) for each in plans),
         "measured_peak_nbytes": grown + memory.cached_peak, "anonymous_nbytes": grown,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forebay.language_model import LanguageModel
 
 
-@with_options(leave=("batch", "usual", "plan", "mesh"), said={"places": "the planner's choice"},
+@with_options(leave=("batch", "typical", "plan", "mesh"), said={"batch_slots": "the planner's choice"},
               defaults={"prompt": 512, "new_tokens": 256, "prompt_lookup_num_tokens": "auto"})
 def serve(
     model: ModelArgument,
@@ -86,7 +86,7 @@ def serve(
 
             def started() -> None:
                 shown, number = f"[{host}]" if ":" in host else host, socket.getsockname()[1]
-                say(f"serving {told.name} at http://{shown}:{number} in {lm.plan.workload.batch} places of {prompt} "
+                say(f"serving {told.name} at http://{shown}:{number} in {lm.plan.workload.batch} slots of {prompt} "
                     f"+ {run.service.new_tokens} tokens")
                 if goals is not None:
                     say(f"predicted to keep its goals up to {choice.rate:.3g} requests/s of {goals.prompt} + "

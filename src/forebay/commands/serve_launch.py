@@ -99,7 +99,7 @@ def _sizes(strategy: Strategy, service: ServiceWanted) -> list[str]:
     prompt, output = math.ceil(above * traffic.prompt), math.ceil(above * traffic.output)
     if traffic.trace:
         prompt, output = max(r.prompt for r in traffic.trace), max(r.output for r in traffic.trace)
-    return [f"--places {strategy.offloaded or service.batch}", f"--prompt {prompt} --new-tokens {output}"]
+    return [f"--batch-slots {strategy.offloaded or service.batch}", f"--prompt {prompt} --new-tokens {output}"]
 
 
 def _job(strategy: Strategy, service: ServiceWanted, folder: str | None) -> str | None:

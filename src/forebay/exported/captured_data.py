@@ -87,7 +87,7 @@ class StoredModel:
     gives: Gives
     vocab_size: int
     max_positions: int
-    renewed_at: int
+    rope_switch_length: int
     dtype: str
     model_type: str
     token_types: bool
@@ -108,7 +108,8 @@ def captured_to_data(captured: CapturedModel, constants: Mapping[str, str]) -> d
     blocks: dict[str, object] = {
         name: graph_to_data(gm, f"layer {captured.layers.index(name)}") for name, gm in captured.blocks().items()}
     return asdict(StoredModel(
-        captured.gives, captured.vocab_size, captured.max_positions, captured.renewed_at, dtype_name(captured.dtype),
+        captured.gives, captured.vocab_size, captured.max_positions, captured.rope_switch_length,
+        dtype_name(captured.dtype),
         captured.model_type, captured.token_types, tuple(_weight(spec) for spec in captured.weights.values()),
         dict(constants), captured.layers, captured.layer_weights,
         tuple(tuple(_state(spec) for spec in states) for states in captured.states),
@@ -143,7 +144,7 @@ def captured_from_data(data: object, tensors: Mapping[str, torch.Tensor]) -> Cap
             layers=read.layers, layer_weights=read.layer_weights,
             states=tuple(tuple(_state_from_data(s, f"graphs.states: layer {i}") for s in states)
                          for i, states in enumerate(read.states)),
-            vocab_size=read.vocab_size, max_positions=read.max_positions, renewed_at=read.renewed_at,
+            vocab_size=read.vocab_size, max_positions=read.max_positions, rope_switch_length=read.rope_switch_length,
             dtype=dtype_named(read.dtype), model_type=read.model_type, gives=read.gives, token_types=read.token_types,
             rewritten=True)
     except (KeyError, TypeError, AttributeError) as error:

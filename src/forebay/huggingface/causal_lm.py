@@ -109,7 +109,7 @@ class StreamedCausalLM(GenerationMixin):
                             config.top_k or 0, 1.0 if config.top_p is None else config.top_p)
         rows = prompts.rows()
         stop = Stop(new_tokens, frozenset(ends), int(pad))
-        with self.lm.running(len(rows), prompts.longest, new_tokens, in_places=True, call=self.call) as session:
+        with self.lm.running(len(rows), prompts.longest, new_tokens, continuous=True, call=self.call) as session:
             self.lm.tally = WorkDone()
             with drafting(helper or self.lm.helper, session, rows, new_tokens, sampling, generator) as drafter:
                 new = generate_as_planned(session, rows, sampling, stop, generator, on_token, self.lm.tally, drafter)

@@ -24,7 +24,7 @@ _ABSENT = {
                      "get_decoder", "get_base_model"), _PARTS),
     **dict.fromkeys(("_modules", "_parameters"), "it is no torch module, as Trainer and accelerate ask for: loop over "
                     "`lm(**batch).loss` instead"),
-    "generate_batch": "give `generate` all prompts: with `wrap(places=…)` they enter as others end",
+    "generate_batch": "give `generate` all prompts: with `wrap(batch_slots=…)` they enter as others end",
     **dict.fromkeys(("save_pretrained", "push_to_hub"), _SAVING),
     **dict.fromkeys(("requires_grad_", "zero_grad", "gradient_checkpointing_enable", "enable_input_require_grads",
                      "add_adapter", "load_adapter"), _TRAINING),
@@ -49,7 +49,7 @@ def refuse_options(unknown: list[str]) -> None:
 
 
 class NnModuleCompat:
-    """`eval`, `to` and their like for a model whose dtype is the checkpoint's, and whose places are the plan's."""
+    """`eval`, `to` and their like for a model whose dtype is the checkpoint's, and whose slots are the plan's."""
 
     training = False
 

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over the places of one plan."""
+"""An OpenAI-compatible server over the slots of one plan."""

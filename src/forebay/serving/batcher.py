@@ -1,4 +1,4 @@
-"""A thread that answers requests in the places of a plan, as they arrive and leave, behind a bounded queue."""
+"""A thread that answers requests in the slots of a plan, as they arrive and leave, behind a bounded queue."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from forebay.commands.terminal import reason_of
-from forebay.drafting import drafting_in_places
+from forebay.drafting import drafting_per_slot
 from forebay.language_model import LanguageModel
-from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
+from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
 from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.room import fits
 from forebay.runtime.run.sampling import Sampling
@@ -72,7 +72,7 @@ class Batcher:
 
     def __init__(
         self, lm: LanguageModel, prompt: int, new_tokens: int, eos: frozenset[int], most_waiting: int,
-        metrics: Metrics, on_broken: Callable[[], None] = lambda: None, turns: StepTurns = USUAL_TURNS,
+        metrics: Metrics, on_broken: Callable[[], None] = lambda: None, turns: StepTurns = DEFAULT_TURNS,
     ) -> None:
         self.lm, self.eos, self.most_waiting, self.metrics = lm, eos, most_waiting, metrics
         self.prompt, self.new_tokens, self.on_broken, self.turns = prompt, new_tokens, on_broken, turns
@@ -98,7 +98,7 @@ class Batcher:
     def submit(self, pending: Pending) -> None:
         """Let a request wait for a place; Refusal (400, 429, 503) if none has room for it, if too many wait, or if none
         will come."""
-        if not fits(self.lm.plan, len(pending.ids), pending.new_tokens, self.lm.captured.renewed_at):
+        if not fits(self.lm.plan, len(pending.ids), pending.new_tokens, self.lm.captured.rope_switch_length):
             raise Refusal(400, f"a prompt of {len(pending.ids)} tokens and an answer of {pending.new_tokens} have no "
                           "room here; ask for less")
         with self._changed:
@@ -106,14 +106,14 @@ class Batcher:
                 raise Refusal(503, f"the model failed: {self.broken}")
             if self._draining:
                 raise Refusal(503, STOPPING)
-            if len(self._waiting) >= self.most_waiting + max(0, self._places - len(self.running)):
-                raise Refusal(429, f"all {self._places} places are taken, and {len(self._waiting)} requests wait; try "
+            if len(self._waiting) >= self.most_waiting + max(0, self._slots - len(self.running)):
+                raise Refusal(429, f"all {self._slots} slots are taken, and {len(self._waiting)} requests wait; try "
                               "again later, or start the server with a longer --queue", code="queue_full")
             self._waiting.append(pending)
             self._changed.notify_all()
 
     @property
-    def _places(self) -> int:
+    def _slots(self) -> int:
         return self.lm.plan.workload.batch
 
     def leave(self, pending: Pending) -> None:
@@ -141,8 +141,8 @@ class Batcher:
         ended = False
         while not ended and self.broken is None:
             try:
-                with (self.lm.running(1, self.prompt, self.new_tokens, in_places=True) as session,
-                      drafting_in_places(self.lm.helper, session) as drafter):
+                with (self.lm.running(1, self.prompt, self.new_tokens, continuous=True) as session,
+                      drafting_per_slot(self.lm.helper, session) as drafter):
                     self._work, self._since_s = WorkDone(), time.monotonic()
                     answer_arriving(session, self._arriving, self.eos, on_next=self._next, on_end=self._end,
                                     on_step=self._stepped, turns=self.turns, drafter=drafter)

@@ -110,10 +110,10 @@ def _object(body: bytes) -> dict[str, Any]:
     return given
 
 
-def _number(given: dict[str, Any], field: str, least: float, most: float, usual: float) -> float:
+def _number(given: dict[str, Any], field: str, least: float, most: float, typical: float) -> float:
     value = given.get(field)
     if value is None:
-        return usual
+        return typical
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise Refusal(400, f"{field} must be a number from {least:g} to {most:g}", field)
     return 0.0 if math.isclose(value, 0.0, abs_tol=1e-6) else float(value)
@@ -126,8 +126,8 @@ def _integer(given: dict[str, Any], field: str, least: int, most: int) -> int | 
     return value
 
 
-def _new_tokens(given: dict[str, Any], usual: int | None) -> int | None:
-    """The most tokens of an answer, or None for as many as the server gives; `usual` if the body names no number."""
+def _new_tokens(given: dict[str, Any], typical: int | None) -> int | None:
+    """The most tokens of an answer, or None for as many as the server gives; `typical` if the body names no number."""
     named: list[int | None] = []
     for field in ("max_completion_tokens", "max_tokens"):
         value = given.get(field)
@@ -135,7 +135,7 @@ def _new_tokens(given: dict[str, Any], usual: int | None) -> int | None:
             named.append(None)
         elif value is not None:
             named.append(_integer(given, field, 1, 1 << 31))
-    return named[0] if named else usual
+    return named[0] if named else typical
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def _joined(parts: list[Any]) -> str | None:
 def tokens_of(
     inquiry: Inquiry, tokenize: Callable[[Inquiry], list[int]], prompt: int, new_tokens: int
 ) -> tuple[list[int], int]:
-    """Token ids of an inquiry and the most that are made of it, in places of so many tokens of prompt and of answer;
+    """Token ids of an inquiry and the most that are made of it, in slots of so many tokens of prompt and of answer;
     Refusal (400) where there is no room."""
     ids = tokenize(inquiry)
     if len(ids) > prompt:

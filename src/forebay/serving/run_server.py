@@ -17,7 +17,7 @@ import uvicorn
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.prompts import BadPrompt, PromptLine, check_ids, ids_text, prompt_ids
 from forebay.language_model import LanguageModel
-from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
+from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
 from forebay.serving.app import ServingOptions, make_app
 from forebay.serving.batcher import Batcher
 from forebay.serving.connection import ConnectionLimits, connection_type
@@ -32,7 +32,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass(frozen=True)
 class Service:
-    """What a server serves: a planned model, its tokenizer and the tokens that end answers, in places of `prompt` and
+    """What a server serves: a planned model, its tokenizer and the tokens that end answers, in slots of `prompt` and
     `new_tokens`, which take `turns`; at most `queue` requests wait."""
 
     lm: LanguageModel
@@ -42,7 +42,7 @@ class Service:
     new_tokens: int
     queue: int
     options: ServingOptions
-    turns: StepTurns = USUAL_TURNS
+    turns: StepTurns = DEFAULT_TURNS
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -26,10 +26,10 @@ def memory(batcher: Batcher) -> dict[str, Any]:
 
 
 def state(batcher: Batcher) -> dict[str, Any]:
-    """The page's view: memory, places, and the requests under way and ended, in seconds before now."""
+    """The page's view: memory, slots, and the requests under way and ended, in seconds before now."""
     now = time.monotonic()
     running = list(batcher.running.values())
-    return {"memory": memory(batcher), "places": batcher.lm.plan.workload.batch, "waiting": batcher.waiting,
+    return {"memory": memory(batcher), "batch_slots": batcher.lm.plan.workload.batch, "waiting": batcher.waiting,
             "running": len(running), "most_waiting": batcher.most_waiting,
             "requests": [_times(p, now) for p in (*list(batcher.recent), *running)]}
 
@@ -44,9 +44,9 @@ def gauges(batcher: Batcher) -> dict[str, tuple[str, Mapping[str, float]]]:
     """What is so at the moment, for the metrics."""
     found = memory(batcher)
     return {
-        "requests_running": ("Requests in places.", {"": len(batcher.running)}),
+        "requests_running": ("Requests in slots.", {"": len(batcher.running)}),
         "requests_waiting": ("Requests that wait for a place.", {"": batcher.waiting}),
-        "places": ("Places of the plan.", {"": batcher.lm.plan.workload.batch}),
+        "batch_slots": ("Places of the plan.", {"": batcher.lm.plan.workload.batch}),
         "budget_bytes": ("The device's budget.", {"": found["budget_nbytes"]}),
         "planned_bytes": ("Memory of the plan by tier.", {f'tier="{t}"': n for t, n in found["arenas"].items()}),
         "process_anonymous_bytes": ("Anonymous memory of the process.", {"": found["process_nbytes"]}),

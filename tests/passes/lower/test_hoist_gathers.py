@@ -117,8 +117,8 @@ def test_steps_over_one_token_and_plans_without_memory_are_as_they_were() -> Non
 def test_of_ranks_whose_links_work_by_themselves_prompts_take_less_time() -> None:
     """So the planner gives gathers memory; not where products wait as long as exchanges take."""
     links, mesh = tuple(ExchangeLink(kind, 2, 5e9, 1e-6) for kind in RING_STEPS), "tensor=2,layout=xyz"
-    for held_up, taken in ((0.0, 2), (1.0, 0)):
-        machine = replace(Machine.default(), mesh=MeshLinks(2, "gloo", "", links, held_up=held_up))
+    for overlap_penalty, taken in ((0.0, 2), (1.0, 0)):
+        machine = replace(Machine.default(), mesh=MeshLinks(2, "gloo", "", links, overlap_penalty=overlap_penalty))
         took = []
         for asked in (f"{mesh},gather_buffers=0", f"{mesh},gather_buffers=2", mesh):
             found = ranks("large", asked, 64 << 20, machine)

@@ -13,7 +13,7 @@ from torch import fx
 from forebay.passes.place.allocate_buffers import plan_activations
 from forebay.passes.place.repeat_layout import repeats
 from forebay.passes.place.specialise_blocks import specialise_blocks
-from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
+from forebay.rewriter.capture.concretise import concretise, inline_blocks, representative_layers
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs, step_inputs
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput, block_graphs, weight_name
@@ -113,9 +113,9 @@ def deep_llama(layers: int) -> CapturedModel:
 def test_layers_whose_inputs_move_do_not_share_addresses() -> None:
     lm = deep_llama(6)
     step = concretise(lm.step, step_inputs(lm, WORK, 1))
-    short, likes = few_layers(step)
-    assert likes == {0: 0, 1: 1, 2: 1, 3: 1, 4: 1, 5: 5}
-    layout = replace(plan_activations(inline_blocks(short)), likes=likes)
+    short, representatives = representative_layers(step)
+    assert representatives == {0: 0, 1: 1, 2: 1, 3: 1, 4: 1, 5: 5}
+    layout = replace(plan_activations(inline_blocks(short)), representatives=representatives)
     assert repeats(step, layout)
     block = step.get_submodule(str(step.graph.find_nodes(op="call_module")[1].target))
     assert isinstance(block, fx.GraphModule)
@@ -135,7 +135,8 @@ def test_a_deep_model_is_lowered_layer_by_layer_where_layers_do_not_repeat(monke
         return made, [made.program(plan, tokens) for tokens in (1, plan.schedule.prefill_chunk)]
 
     shared, expected = programs()
-    monkeypatch.setattr("forebay.rewriter.pipeline.step_pipeline.repeats", lambda gm, layout: bool(not layout.likes))
+    monkeypatch.setattr("forebay.rewriter.pipeline.step_pipeline.repeats",
+                        lambda gm, layout: bool(not layout.representatives))
     apart, found = programs()
     assert not shared.steps.each_layer and apart.steps.each_layer
     for a, b in zip(expected, found, strict=True):
@@ -146,10 +147,10 @@ def test_a_deep_model_is_lowered_layer_by_layer_where_layers_do_not_repeat(monke
 def test_few_layers_keep_the_second_of_each_kind_and_the_last() -> None:
     lm = captured("gemma2")
     step = concretise(lm.step, step_inputs(lm, WORK, 1))
-    short, likes = few_layers(step)
+    short, representatives = representative_layers(step)
     kept = [call.meta["layer"] for call in short.graph.find_nodes(op="call_module")]
     kinds = list(lm.layers)
-    assert all(likes[layer] == layer for layer in kept)
-    assert all(kinds[layer] == kinds[like] for layer, like in likes.items())
+    assert all(representatives[layer] == layer for layer in kept)
+    assert all(kinds[layer] == kinds[like] for layer, like in representatives.items())
     for kind in set(kinds):
         assert max(i for i, k in enumerate(kinds) if k == kind) in kept

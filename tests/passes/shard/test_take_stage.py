@@ -13,7 +13,7 @@ from torch import fx
 from forebay.passes.shard.split import ShardError
 from forebay.passes.shard.take_stage import take_stage
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.graph import CapturedModel, hands_on, weight_name
+from forebay.rewriter.ir.graph import CapturedModel, is_pipeline_send, weight_name
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, FileSlice, Launch, Program, Record, Wait
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
@@ -36,7 +36,7 @@ def stages_of(captured: CapturedModel, stages: int, tensor: int = 1) -> list[Cap
 
 def handed(gm: fx.GraphModule) -> list[tuple]:
     """(name, source, ranks) of what a step graph exchanges with other stages."""
-    return [(n.name, n.args[1], ranks_of(str(n.args[2]))) for n in gm.graph.nodes if hands_on(n)]
+    return [(n.name, n.args[1], ranks_of(str(n.args[2]))) for n in gm.graph.nodes if is_pipeline_send(n)]
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

@@ -369,11 +369,11 @@ def test_rotary_frequencies_follow_the_length_of_each_call():
     long = FAMILIES["phi3"](max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=rope)
     dynamic = FAMILIES["llama"](max_position_embeddings=16, rope_parameters=dict(
         rope_theta=10000.0, rope_type="dynamic", factor=2.0))
-    for config, limit, renewed_at in ((long, 64, 16), (dynamic, 0, 0)):
+    for config, limit, rope_switch_length in ((long, 64, 16), (dynamic, 0, 0)):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         lm = capture_model(config)
-        assert (lm.max_positions, lm.renewed_at) == (limit, renewed_at)
+        assert (lm.max_positions, lm.rope_switch_length) == (limit, rope_switch_length)
         tokens = torch.randint(3, VOCAB, (2, 20))
         with torch.no_grad():
             expected = [model(row[None, :n]).logits[0, -1] for row, n in zip(tokens, (20, 9), strict=True)]

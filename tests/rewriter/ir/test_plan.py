@@ -140,7 +140,7 @@ def test_a_hand_edited_value_is_kept() -> None:
 
 def test_where_cache_and_activations_would_meet() -> None:
     """Two phases keep one cache at different lengths, which may overlap; 12 tokens of it take 240 bytes."""
-    assert meeting_of(PLAN) is None and not PLAN.lends
+    assert meeting_of(PLAN) is None and not PLAN.prefill_overlays_kv_cache
     narrow = BufferPlacement("cache_k_0", "cache", "device", 64, 160, "prefill")
     wide = replace(narrow, nbytes=240, phase="decode")
     moving = (BufferPlacement("a", "activation", "device", 850, 50, "decode", 1, 2),
@@ -148,12 +148,12 @@ def test_where_cache_and_activations_would_meet() -> None:
               BufferPlacement("a", "activation", "device", 224, 676, "prefill", 1, 2))
     plan = replace(PLAN, buffers=(PLAN.buffers[0], narrow, wide, *moving))
     validate(plan)
-    assert plan.lends and plan_from_dict(json.loads(plan.to_json())).lends
+    assert plan.prefill_overlays_kv_cache and plan_from_dict(json.loads(plan.to_json())).prefill_overlays_kv_cache
     assert [b.nbytes for b in plan.buffers_of("prefill")] == [64, 160, 676]
     assert meeting_of(plan) == Meeting(304, 430, 12 + 126 // 20, 2)
     assert meeting_of(replace(plan, buffers=(*PLAN.buffers[:1], wide))) == Meeting(304, 900, 12 + 596 // 20, 2)
     lasting = replace(plan, buffers=(PLAN.buffers[0], replace(wide, phase="all"), *moving[:2]))
-    assert not lasting.lends and meeting_of(lasting) == meeting_of(plan)
+    assert not lasting.prefill_overlays_kv_cache and meeting_of(lasting) == meeting_of(plan)
 
 
 def test_questions_to_a_plan() -> None:

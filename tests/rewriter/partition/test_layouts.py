@@ -166,8 +166,8 @@ def test_inputs_in_chunks_are_gathered_beside_products() -> None:
             assert cost.time_s == pytest.approx(whole.time_s)
             assert cost.communication_s == pytest.approx(whole.communication_s)
             assert sum(c.what == "inner" for c in cost.collectives) == 2 * gathers
-            held_up = product_cost(layer, way, replace(mesh, held_up=1.0), 8, times)
-            assert held_up.hidden_s == 0
+            overlap_penalty = product_cost(layer, way, replace(mesh, overlap_penalty=1.0), 8, times)
+            assert overlap_penalty.hidden_s == 0
             late = product_cost(layer, way, replace(mesh, protocols=one_way(1.0)), 8, times)
             assert late.communication_s >= whole.communication_s + 2 * gathers  # each piece waits for itself
 
@@ -198,7 +198,7 @@ def test_sums_in_chunks_are_exchanged_beside_products(layout: ChipLayout, parall
         assert looped.communication_s == pytest.approx(whole.communication_s)
         assert looped.time_s == pytest.approx(whole.time_s - looped.hidden_s, rel=1e-6)
         assert 0 < looped.hidden_s <= (1 - 1 / chunks) * whole.communication_s
-        made = layer_cost(PALM, replace(layout, chunks=chunks), replace(free, held_up=1.0), work, TIMES,
+        made = layer_cost(PALM, replace(layout, chunks=chunks), replace(free, overlap_penalty=1.0), work, TIMES,
                           parallel=parallel)
         assert made.time_s == pytest.approx(whole.time_s, rel=1e-6) and made.hidden_s == 0
         slow = layer_cost(PALM, replace(layout, chunks=chunks), replace(mesh, protocols=one_way(1.0)), work, TIMES,

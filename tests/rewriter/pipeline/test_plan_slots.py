@@ -1,4 +1,4 @@
-"""How many places a job's sequences enter, and where their caches lie."""
+"""How many slots a job's sequences enter, and where their caches lie."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_search import plan_answers, plan_slots
 from forebay.rewriter.pipeline.plan_task import PlanTask
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
-from forebay.rewriter.planning.features.admission import entering_at_once
+from forebay.rewriter.planning.features.admission import admitted_at_once
 from forebay.rewriter.planning.objective import sequence_time_s
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import Switches
@@ -36,7 +36,7 @@ def test_a_job_has_the_places_that_take_least_time_a_sequence() -> None:
     budget = 4 << 20
     plan = places_of(budget)
     assert 1 < plan.workload.batch < JOB.batch
-    assert plan.schedule.batching == BatchSchedule(admission=Admission(entering_at_once(plan.workload.batch) or 0))
+    assert plan.schedule.batching == BatchSchedule(admission=Admission(admitted_at_once(plan.workload.batch) or 0))
     assert min(plan.schedule.prefill_chunks) >= 16
     for size in (2, 8, 32, 64):
         try:
@@ -72,9 +72,9 @@ def test_a_prompt_of_one_token_enters() -> None:
 
 
 def test_answers_begin_together_where_the_device_caches_them() -> None:
-    for budget, entering in ((1 << 28, False), (4 << 20, True)):
+    for budget, admitted in ((1 << 28, False), (4 << 20, True)):
         _, plan = plan_answers(PlanTask(graphs, Budget(budget), JOB, Options(), Machine.default(), Switches()))
-        assert bool(plan.schedule.batching.admitted) is entering and (plan.workload.batch == JOB.batch) is not entering
+        assert bool(plan.schedule.batching.admitted) is admitted and (plan.workload.batch == JOB.batch) is not admitted
     on_disk = Options(cache_tier="disk")
     _, plan = plan_answers(PlanTask(graphs, Budget(4 << 20), JOB, on_disk, Machine.default(), Switches()))
     assert plan.schedule.batching.cache.tier == "disk" and plan.workload.batch >= JOB.batch
@@ -95,7 +95,7 @@ def test_caches_off_the_device_where_more_places_take_less_time_a_sequence() -> 
     plan, on_device = planned(32 << 20), planned(32 << 20, "device")
     batching = plan.schedule.batching
     assert batching.cache.staged and not on_device.schedule.batching.cache.staged
-    assert batching.admitted == (entering_at_once(plan.workload.batch) if plan.workload.batch < 8 else 0)
+    assert batching.admitted == (admitted_at_once(plan.workload.batch) if plan.workload.batch < 8 else 0)
     assert plan.workload.batch > on_device.workload.batch
     assert sequence_time_s(plan) < 0.7 * sequence_time_s(on_device)
     assert sum(plan.arenas.values()) <= 32 << 20

@@ -45,10 +45,10 @@ RECORDS = ("plan.machine", "plan.prediction")
 BLOCKS = {"row": BatchSchedule(MicroBatches(2, "row")),
           "cache on disk": BatchSchedule(MicroBatches(2, "zigzag"), CachePlacement("disk", 16, 3)),
           "cache in shares": BatchSchedule(MicroBatches(2, "zigzag"), CachePlacement("disk", 16, 3, 1, 1)),
-          "entering": BatchSchedule(MicroBatches(2), admission=Admission(1)),
+          "admitted": BatchSchedule(MicroBatches(2), admission=Admission(1)),
           "hidden on disk": BatchSchedule(MicroBatches(2), hidden=HiddenPlacement("disk", 1)),
           "speculative": BatchSchedule(speculation=Speculation((6, 3))),
-          "speculative in places": BatchSchedule(MicroBatches(2), admission=Admission(1),
+          "speculative in slots": BatchSchedule(MicroBatches(2), admission=Admission(1),
                                                  speculation=Speculation((6, 3)))}
 LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 
@@ -71,7 +71,7 @@ def planned(kind: str) -> tuple[Pipeline, Plan]:
     cached = made.needs.staged.host_nbytes if made.needs.staged is not None else 0
     plan = made.plan(Budget(device, weights // 4 if "host" in kind else cached),
                      replace(options, score_ranges=(ScoreRange(1, 3.0, -40.0, 50.0), ScoreRange(0, -2.0, -9.0, 11.0))))
-    assert plan.lends is lending
+    assert plan.prefill_overlays_kv_cache is lending
     assert (plan.prediction.streamed_nbytes > 0) is (kind != "resident") and len(plan.schedule.prefill_chunks) > 1
     assert (plan.nbytes_on("host") > 0) is ("host" in kind)
     return made, plan

@@ -69,9 +69,9 @@ def assert_sound(plan: Plan, needs: ModelNeeds, budget: Budget) -> None:
         for arena, nbytes in plan.arenas.items():
             assert ends[arena] <= nbytes
         assert plan.arenas["device"] - ends["device"] >= needs.need(tokens).activations
-        sizes = needs.cache_prompt if plan.lends and phase == "prefill" else needs.cache
+        sizes = needs.cache_prompt if plan.prefill_overlays_kv_cache and phase == "prefill" else needs.cache
         assert {b.name: b.nbytes for b in plan.buffers_of(phase) if b.kind == "cache"} == dict(sizes)
-    assert not plan.lends or chunk > 1, "one token at a time is decoding"
+    assert not plan.prefill_overlays_kv_cache or chunk > 1, "one token at a time is decoding"
     assert plan.arenas["device"] + max(n.workspace for n in need) <= budget.device
     placed = {b.name: b for b in plan.buffers_of("decode")}
     assert {u.name for u in needs.uses} == {w.name for w in plan.weights}
@@ -206,7 +206,7 @@ def test_what_a_prefill_borrows_never_costs(needs: ModelNeeds, workload: Workloa
     apart, _ = smallest_budget(replace(needs, cache_prompt={}), workload, options)
     assert smallest <= apart
     plan = make_plan(needs, Budget(smallest), workload, options, MACHINE)
-    if not plan.lends:
+    if not plan.prefill_overlays_kv_cache:
         assert smallest == apart
         return
     here = [b for b in plan.buffers if b.arena == "device"]
@@ -231,7 +231,7 @@ def test_a_prompt_as_long_as_the_answer_borrows_half_the_cache() -> None:
     assert apart - smallest == 32_000 - 1024
     assert (separate["activation"], parts["activation"]) == (32_000, 1024) and parts["cache"] == 64_000
     plan = make_plan(needs, Budget(smallest), workload, options, MACHINE)
-    assert plan.lends and meeting_of(plan) is not None
+    assert plan.prefill_overlays_kv_cache and meeting_of(plan) is not None
 
 
 def layers(count: int, nbytes: int = 300_000, rows: int = 100) -> ModelNeeds:

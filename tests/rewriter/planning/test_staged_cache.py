@@ -66,7 +66,7 @@ def test_what_a_step_is_counted_to_move_is_what_its_program_usually_moves(order:
         for item in made.program(plan, tokens).step:
             ends = [end for end in (item.src, item.dst) if isinstance(end, Rows)] if isinstance(item, Copy) else []
             if isinstance(item, Copy) and ends and not isinstance(place_of(item.src), FileSlice):
-                found[tier_of(item.src), tier_of(item.dst)] += ends[0].usual * copy_nbytes(item)
+                found[tier_of(item.src), tier_of(item.dst)] += ends[0].typical * copy_nbytes(item)
                 copies += 1
         moves = staged.moves(WORK, tokens)
         assert moves.nbytes == pytest.approx(dict(found)) and moves.copies == copies

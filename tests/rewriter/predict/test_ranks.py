@@ -155,8 +155,8 @@ def test_what_is_computed_beside_an_exchange_is_held_up_by_it() -> None:
             Record(COLLECT, 2), launch(COMPUTE, "beside"), Wait(COMPUTE, 2), launch(COMPUTE, "behind"))
     program = Program("step", step, (), {}, {}, {}, {})
     seconds = {"before": 1e-3, "sums": 2e-3, "beside": 3e-3, "behind": 1e-3}
-    for held_up, beside_s, expected in ((0.0, 3e-3, 5e-3), (0.5, 3e-3, 6e-3), (1.0, 3e-3, 7e-3), (1.0, 5e-4, 4.5e-3),
+    for penalty, beside_s, expected in ((0.0, 3e-3, 5e-3), (0.5, 3e-3, 6e-3), (1.0, 3e-3, 7e-3), (1.0, 5e-4, 4.5e-3),
                                         (0.0, 5e-4, 4e-3)):
         took = seconds | {"beside": beside_s}
-        ran = run_ranks([program] * 2, [lambda item, took=took: ItemCost(took[item.label])] * 2, 1, [0.0] * 2, held_up)
-        assert [ends[-1] for ends, _ in ran] == [pytest.approx(expected)] * 2, (held_up, beside_s)
+        ran = run_ranks([program] * 2, [lambda item, took=took: ItemCost(took[item.label])] * 2, 1, [0.0] * 2, penalty)
+        assert [ends[-1] for ends, _ in ran] == [pytest.approx(expected)] * 2, (penalty, beside_s)

@@ -92,7 +92,7 @@ def test_either_objective_binds_and_runs_are_long_enough_to_see_a_queue_grow() -
 
 
 def test_a_rate_beyond_what_is_served_is_none_however_lax_the_objectives() -> None:
-    """Decode places bind, which the time to the first token does not show: 16 of them, 63 steps a request."""
+    """Decode slots bind, which the time to the first token does not show: 16 of them, 63 steps a request."""
     service, strategy = replace(SMALL, traffic=Traffic(1.0, 150, 128, 64)), Strategy(1, prefill=3, decode=1)
     served = 16 / (63 * shape_times(service.model, H100, 1).decode_s(16, 128 + 32))
     for lax in (ServiceLevel(1.0, 1e3, runs=2), ServiceLevel(1e3, 1e3, runs=2)):

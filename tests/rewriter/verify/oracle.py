@@ -124,7 +124,7 @@ def _touched(item: Launch | Copy) -> tuple[Iterable[Span], Iterable[Span], Itera
         return item.reads, item.writes, ()
     source, dst, (front, back) = place_of(item.src), place_of(item.dst), item.room
     assert isinstance(dst, Span)
-    told = [span_of(ref) for end in (item.src, item.dst) if isinstance(end, Rows) for ref in end.told_by]
+    told = [span_of(ref) for end in (item.src, item.dst) if isinstance(end, Rows) for ref in end.index_tensors]
     margins = (Span(dst.arena, dst.offset - front, front, dst.buffer),
                Span(dst.arena, dst.offset + dst.nbytes, back, dst.buffer))
     return [*told, *([source] if isinstance(source, Span) else ())], (dst,), margins

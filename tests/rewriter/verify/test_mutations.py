@@ -72,7 +72,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "cache in shares": DISK_CACHE | {"cache_shares": (0.25, 0.5)},
     "attended on the host": DISK_CACHE | {"cache_tier": "host", "cpu_attention": True},
     "hidden on disk": {"cache_tier": "device", "micro_batches": 4, "hidden_tier": "disk"},
-    "entering": DISK_CACHE | {"entering": 1, "cache_shares": (0.0, 0.5), "cpu_attention": True},
+    "entering": DISK_CACHE | {"admitted": 1, "cache_shares": (0.0, 0.5), "cpu_attention": True},
 }
 
 

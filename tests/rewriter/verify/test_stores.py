@@ -216,7 +216,7 @@ def test_rows_named_at_run_time_touch_all_that_they_could() -> None:
 @pytest.mark.parametrize("told", [Rows(KEPT, 2048, INDEX), Rows(KEPT, 2048, count=COUNT)])
 def test_what_names_the_rows_is_read(told: Rows) -> None:
     """It must be there, and nobody may write it before the copy has ended."""
-    ref = told.told_by[0]
+    ref = told.index_tensors[0]
     names = TOLD[ref.buffer]
     load = (Record(COMPUTE, 8), Wait(LOAD, 8), Copy(LOAD, told, SLOT, "load"), Record(LOAD, 1))
     after = (Wait(COMPUTE, 1), launch("next", (SLOT,), (names,)), Release(COMPUTE, SLOT))

@@ -107,10 +107,10 @@ def test_draws_of_one_generator_keep_their_rows(case: Case, monkeypatch: pytest.
     assert answers[1] == answers[2]
 
 
-@pytest.mark.parametrize("entering", [None, 2])
-def test_a_job_balances_its_places(case: Case, monkeypatch: pytest.MonkeyPatch, entering: int | None) -> None:
+@pytest.mark.parametrize("admitted", [None, 2])
+def test_a_job_balances_its_places(case: Case, monkeypatch: pytest.MonkeyPatch, admitted: int | None) -> None:
     answers: dict[int, list[int]] = {}
-    with case.language_model(12.0, **STAGED | {"entering": entering}) as lm:
+    with case.language_model(12.0, **STAGED | {"admitted": admitted}) as lm:
         found = starts(lm, monkeypatch)
         answer_all(lm.session, [Request(ids, 4) for ids in prompts(case)], Sampling(), on_end=answers.__setitem__)
         assert [answers[i] for i in range(5)] == expected(case)

@@ -70,20 +70,20 @@ def test_whatever_is_below_start_is_what_was_written_last(
 @settings(deadline=None)
 @given(st.integers(2, 4), st.sampled_from([1, 2, 4, 7]), st.data())
 def test_some_sequences_alone_leave_the_others_as_they_were(batch: int, tokens: int, data: st.DataObject) -> None:
-    """Steps over some places, one of them named twice, between steps over all: file and tails are played with."""
+    """Steps over some slots, one of them named twice, between steps over all: file and tails are played with."""
     known = CacheBlocks(plan_of(batch, 1, tokens))
     blocks, lost = known.blocks, -5
     file, tail = torch.full((batch * blocks, tokens), lost), torch.full((batch, tokens), lost)
     written = [[lost] * (CONTEXT + tokens) for _ in range(batch)]
     for step in range(8):
         some = sorted(data.draw(st.sets(st.integers(0, batch - 1), min_size=1)))
-        places = None if data.draw(st.booleans()) else torch.tensor([*some, some[0]])
-        rows, span = list(range(batch)) if places is None else places.tolist(), data.draw(st.integers(1, 6))
+        batch_slots = None if data.draw(st.booleans()) else torch.tensor([*some, some[0]])
+        rows, span = list(range(batch)) if batch_slots is None else batch_slots.tolist(), data.draw(st.integers(1, 6))
         ends = [next((n for n, token in enumerate(written[row]) if token == lost), CONTEXT) for row in rows]
         starts = [min(data.draw(st.integers(0, CONTEXT)), end, CONTEXT - span) for end in ends]
-        if places is not None:
+        if batch_slots is not None:
             starts[-1] = starts[0]
-        given_ = known.step(torch.tensor(starts), span, places)
+        given_ = known.step(torch.tensor(starts), span, batch_slots)
         slot = torch.full((len(rows) * blocks, tokens), -9)
         for i, row in enumerate(given_["cache_loads"].tolist()):
             if row >= 0:

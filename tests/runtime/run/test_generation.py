@@ -28,9 +28,9 @@ class Recalling:
     plan: Plan
     cache: torch.Tensor = field(init=False)
     chunks: list[int] = field(default_factory=list)
-    renewed_at: int = 0
+    rope_switch_length: int = 0
     rewindable: bool = True
-    renews = Session.renews
+    crosses_rope_switch = Session.crosses_rope_switch
     call = 0  # what the cache was computed for
 
     def __post_init__(self) -> None:
@@ -46,14 +46,14 @@ class Recalling:
         ids, start, last = inputs.input_ids, inputs.start, inputs.last
         assert inputs.length is not None
         call = int(inputs.length.max())
-        if self.renewed_at and self.renews(self.call, call):
+        if self.rope_switch_length and self.crosses_rope_switch(self.call, call):
             assert not start.any(), "a cache that is no use is continued"
             self.grown = False
             self.cache.fill_(-1)
         assert call >= int(start.max()) + (1 if ids.shape[1] == 1 else 0)
         self.call = call
-        assert self.grown is (ids.shape[1] == 1) or not self.plan.lends
-        if not self.grown and self.plan.lends:
+        assert self.grown is (ids.shape[1] == 1) or not self.plan.prefill_overlays_kv_cache
+        if not self.grown and self.plan.prefill_overlays_kv_cache:
             assert int(start.max()) + ids.shape[1] <= self.plan.workload.prompt
         assert ids.shape[0] == start.shape[0] == last.shape[0] == self.plan.workload.batch
         assert ids.dtype == start.dtype == last.dtype == torch.int64
@@ -80,8 +80,8 @@ def answer(prompt: list[int], count: int) -> list[int]:
     return seen[len(prompt) :]
 
 
-def session(batch: int, prompt: int, new_tokens: int, *chunks: int, lends: bool = False) -> Any:
-    """`lends`: 10 bytes of cache per token of all sequences, and a decode step's activations 100 bytes above it."""
+def session(batch: int, prompt: int, new_tokens: int, *chunks: int, overlays: bool = False) -> Any:
+    """`overlays`: 10 bytes of cache per token of all sequences, and a decode step's activations 100 bytes above it."""
     schedule, workload = Schedule(prefill_chunks=chunks), Workload(batch, prompt, new_tokens)
     top = 10 * workload.context
     buffers = (BufferPlacement("cache", "cache", "device", 0, 10 * prompt, "prefill"),
@@ -89,7 +89,7 @@ def session(batch: int, prompt: int, new_tokens: int, *chunks: int, lends: bool 
                BufferPlacement("x", "activation", "device", top + 100, 50, "decode"),
                BufferPlacement("x", "activation", "device", top - 10, 160, "prefill"))
     return Recalling(Plan("f", "m", Limits(1), workload, schedule, (), {"device": top + 150},
-                          buffers=buffers if lends else ()))
+                          buffers=buffers if overlays else ()))
 
 
 def run(target: Any, prompts: list[list[int]], new: int, **stop: Any) -> list[list[int]]:
@@ -104,34 +104,36 @@ def test_any_prompts_in_any_chunks_see_exactly_their_own_tokens(data: st.DataObj
     chunks = sorted(data.draw(st.sets(st.integers(1, planned), min_size=1, max_size=3)), reverse=True)
     batch = data.draw(st.integers(1, 4))
     new = data.draw(st.integers(1, 5))
-    lends = chunks[-1] > 1 and data.draw(st.booleans())
+    overlays = chunks[-1] > 1 and data.draw(st.booleans())
     lengths = data.draw(st.lists(st.integers(1, planned), min_size=1, max_size=batch))
     prompts = [[(7 * i + 3 * j) % VOCAB for j in range(n)] for i, n in enumerate(lengths)]
-    target = session(batch, planned, data.draw(st.integers(new, new + 3)), *chunks, lends=lends)
+    target = session(batch, planned, data.draw(st.integers(new, new + 3)), *chunks, overlays=overlays)
     for _ in range(2):
         assert run(target, prompts, new) == [answer(p, new) for p in prompts]
         target.grown = False
 
 
-@pytest.mark.parametrize("lends", [False, True])
+@pytest.mark.parametrize("overlays", [False, True])
 @pytest.mark.parametrize(("lengths", "chunks"), [
     ((3, 5), [4, 4, 1, 1, 4, 4, 1, 1]), ((7,), [4, 4, 4, 4, 1, 1, 1, 1]), ((2, 8), [4, 4, 1, 1, 1, 1, 1]),
     ((1,), None)])
-def test_a_cache_that_is_no_use_begins_anew(lengths: tuple[int, ...], chunks: list[int] | None, lends: bool) -> None:
+def test_a_cache_that_is_no_use_begins_anew(lengths: tuple[int, ...], chunks: list[int] | None, overlays: bool) -> None:
     """Calls of up to 7 tokens are of one kind, longer ones of another; six new tokens, the last of which is not run."""
-    target = session(2, 8, 5, 4, lends=lends)
-    target.renewed_at = 7
+    target = session(2, 8, 5, 4, overlays=overlays)
+    target.rope_switch_length = 7
     prompts = [list(range(n)) for n in lengths]
     assert run(target, prompts, 6) == [answer(p, 6) for p in prompts]
     assert chunks is None or target.chunks == chunks
 
 
-@pytest.mark.parametrize(("count", "longest", "new", "lends"), [
+@pytest.mark.parametrize(("count", "longest", "new", "overlays"), [
     (3, 4, 2, False), (2, 8, 6, False), (2, 13, 1, False), (3, 4, 2, True), (2, 8, 6, True), (1, 9, 1, True)])
-def test_a_batch_that_would_cross_is_refused_before_it_starts(count: int, longest: int, new: int, lends: bool) -> None:
-    target = session(2, 8, 4, 4, lends=lends)
+def test_a_batch_that_would_cross_is_refused_before_it_starts(
+    count: int, longest: int, new: int, overlays: bool
+) -> None:
+    target = session(2, 8, 4, 4, overlays=overlays)
     message = rf"{count} prompts of up to {longest} tokens with {new} new ones do not fit the plan.* 2 of 8 with 4"
-    if lends:
+    if overlays:
         message += ": its cache ends at byte 120 .* begin at byte 220, .* 2 sequences they would meet at 22 tokens each"
     prompts = [[1] * longest] * count
     with pytest.raises(RuntimeFault, match=message):

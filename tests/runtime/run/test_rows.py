@@ -71,7 +71,7 @@ def test_any_history_gives_the_logits_of_its_tokens(every: Any, llama_checkpoint
 def test_tokens_go_one_by_one_where_the_cache_has_grown_over_a_chunks_memory(llama_checkpoint: Any) -> None:
     ids = llama_checkpoint.ids
     with llama_checkpoint.language_model(0.9, prompt=10, new_tokens=8, prefill_chunk=10) as lm:
-        assert lm.plan.lends
+        assert lm.plan.prefill_overlays_kv_cache
         with lm.running(3, 10, 8) as session:
             rows = rows_of(lm, session)
             rows.begin(list(ids[:, :6]), 8)

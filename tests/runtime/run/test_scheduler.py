@@ -21,7 +21,7 @@ from forebay.runtime.run.step_inputs import StepInputs
 class Following(Recalling):
     """Its tokens were computed for short calls or for long ones; both kinds in one row give wrong logits."""
 
-    renews = Session.renews
+    crosses_rope_switch = Session.crosses_rope_switch
 
     def __init__(self, plan: Any) -> None:
         super().__init__(plan)
@@ -30,9 +30,9 @@ class Following(Recalling):
     def step(self, inputs: StepInputs) -> torch.Tensor:
         logits = super().step(inputs)
         assert inputs.length is not None
-        rows = range(len(logits)) if inputs.places is None else inputs.places.tolist()
+        rows = range(len(logits)) if inputs.batch_slots is None else inputs.batch_slots.tolist()
         for i, row in enumerate(rows):
-            start, long = int(inputs.start[i]), bool(inputs.length[i] > self.renewed_at)
+            start, long = int(inputs.start[i]), bool(inputs.length[i] > self.rope_switch_length)
             self.long[row, start : start + inputs.tokens] = long
             if logits.dim() == 2 and (self.long[row, : start + int(inputs.last[i]) + 1] != long).any():
                 logits[i] = scores([*self.cache[row, : start + 1].tolist(), 1]).roll(1)
@@ -56,9 +56,9 @@ def test_every_policy_gives_each_request_the_tokens_that_it_has_alone(data: st.D
     wanted = data.draw(st.lists(st.integers(1, new), min_size=len(prompts), max_size=len(prompts)))
     eos = frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=1)))
 
-    def made(slots: int, entering: int, checked: Any = sizes) -> Any:
-        target = session(slots, prompt, new, checked, 4, entering, Following)
-        target.renewed_at = change
+    def made(slots: int, admitted: int, checked: Any = sizes) -> Any:
+        target = session(slots, prompt, new, checked, 4, admitted, Following)
+        target.rope_switch_length = change
         return target
 
     def drafter() -> Drafter | None:
@@ -74,14 +74,14 @@ def test_every_policy_gives_each_request_the_tokens_that_it_has_alone(data: st.D
     requests = [Request(ids, count, lambda i=i: torch.Generator().manual_seed(i), sampling)
                 for i, (ids, count) in enumerate(zip(prompts, wanted, strict=True))]
     expected = {i: tokens[: wanted[i]] for i, tokens in enumerate(alone)}
-    for entering in (0, data.draw(st.integers(1, batch))):
+    for admitted in (0, data.draw(st.integers(1, batch))):
         found: dict[int, list[int]] = {}
-        work = answer_all(made(batch, entering), requests, Sampling(), eos, on_end=found.__setitem__,
+        work = answer_all(made(batch, admitted), requests, Sampling(), eos, on_end=found.__setitem__,
                           drafter=drafter())
         assert found == expected and work.left == 0 and work.tokens == sum(map(len, expected.values()))
-        count, given = (len(prompts) if entering else batch), drafter() if sizes else None
+        count, given = (len(prompts) if admitted else batch), drafter() if sizes else None
         columns: list[torch.Tensor] = []
-        answer = generate_tokens(made(batch, entering), prompts[:count], sampling, stop, generators()[:count],
+        answer = generate_tokens(made(batch, admitted), prompts[:count], sampling, stop, generators()[:count],
                                  columns.append, given)
         assert answer.tolist() == torch.stack(columns, 1).tolist()
         for tokens, own in zip(answer.tolist(), alone, strict=False):

@@ -41,8 +41,8 @@ def test_resident_weights_are_loaded_whole_into_their_memory(tmp_path: Path) -> 
     copies = resident_copies(plan, model.files)
     assert [c.dst.buffer for c in copies] == ["w0", "b0", "b1"]
     assert all(c.src == model.files[c.dst.buffer] and c.src.nbytes == c.dst.nbytes for c in copies)
-    places = {b.name: (b.arena, b.offset) for b in plan.buffers}
-    assert all((c.dst.arena, c.dst.offset) == places[c.dst.buffer] for c in copies)
+    batch_slots = {b.name: (b.arena, b.offset) for b in plan.buffers}
+    assert all((c.dst.arena, c.dst.offset) == batch_slots[c.dst.buffer] for c in copies)
 
 
 def halved(plan: Plan, *parts: str) -> Plan:

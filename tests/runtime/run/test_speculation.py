@@ -71,17 +71,17 @@ def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(data: st.DataObj
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_sequences_in_places_get_the_tokens_of_each_alone(data: st.DataObject) -> None:
-    """More of them than places, of unequal lengths and wishes, some of which are heard no more in the middle of a pass;
+    """More of them than slots, of unequal lengths and wishes, some of which are heard no more in the middle of a pass;
     no position is written beyond the cache, and no token told behind the last."""
     planned, new, batch = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 14)), data.draw(st.integers(1, 3))
-    entering = data.draw(st.integers(0, batch)) if planned >= 4 else 0
-    chunk = 4 if entering else 1  # a step over one token decodes where sequences enter
+    admitted = data.draw(st.integers(0, batch)) if planned >= 4 else 0
+    chunk = 4 if admitted else 1  # a step over one token decodes where sequences enter
     sizes = data.draw(st.sets(st.sampled_from([n for n in (2, 3, 5, 8) if n <= planned + new]), min_size=1))
     # a smaller model, which may have less room than the prompts take and, by what is predicted, computes any anew
     room, steps = data.draw(st.integers(4, 12)), data.draw(st.sampled_from([0.0, 3.0, 50.0]))
 
-    def drafter(places: int) -> DraftsAhead:
-        other = session(places, room, new, (), chunk, min(entering, places), Other)
+    def drafter(batch_slots: int) -> DraftsAhead:
+        other = session(batch_slots, room, new, (), chunk, min(admitted, batch_slots), Other)
         found = ModelDrafter(other, Sampling())
         found.begin_steps, found.token_time_s = steps, data.draw(st.sampled_from([0.0, 0.01]))
         return DraftsAhead(found)
@@ -97,7 +97,7 @@ def test_sequences_in_places_get_the_tokens_of_each_alone(data: st.DataObject) -
                              Stop(each.new_tokens, eos), [torch.Generator().manual_seed(i)])[0].tolist()
              for i, each in enumerate(asked)]
     found: dict[int, list[int]] = {}
-    work = answer_all(session(batch, planned, new, sizes, chunk, entering), asked, Sampling(), eos,
+    work = answer_all(session(batch, planned, new, sizes, chunk, admitted), asked, Sampling(), eos,
                       on_end=found.__setitem__, drafter=drafter(batch) if data.draw(st.booleans()) else None)
     assert [found[i] for i in range(len(asked))] == alone and work.left == 0 == work.tokens - sum(map(len, alone))
     assert work.decodes <= sum(map(len, alone)) and 0 <= work.accepted <= work.offered
@@ -108,7 +108,7 @@ def test_sequences_in_places_get_the_tokens_of_each_alone(data: st.DataObject) -
         return len(told[number]) < heard[number]
 
     found, waiting = {}, dict(enumerate(asked))
-    work = answer_arriving(session(1, planned, new, sizes, chunk, min(entering, 1)),
+    work = answer_arriving(session(1, planned, new, sizes, chunk, min(admitted, 1)),
                            lambda free, idle: None if not waiting else {(i := min(waiting)): waiting.pop(i)} if free
                            else {}, eos, on_next=on_next, on_end=found.__setitem__,
                            drafter=drafter(1) if data.draw(st.booleans()) else None)
@@ -125,20 +125,20 @@ def test_what_repeats_in_places_takes_few_passes() -> None:
     assert work.accepted == work.offered > 60 and work.decodes <= 10, "steps that check were not taken"
 
 
-@pytest.mark.parametrize("entering", [0, 1])
-def test_a_models_right_drafts_in_places_take_few_passes(entering: int) -> None:
+@pytest.mark.parametrize("admitted", [0, 1])
+def test_a_models_right_drafts_in_places_take_few_passes(admitted: int) -> None:
     """What a place's next sequence has is not taken for what the last one had, whose beginning it may share; a prompt
     is computed anew where feeding it takes longer."""
-    target, other = session(2, 12, 40, (8, 4), 6, entering), session(2, 13, 40, (), 6, entering)
+    target, other = session(2, 12, 40, (8, 4), 6, admitted), session(2, 13, 40, (), 6, admitted)
     drafter = ModelDrafter(other, Sampling())
     drafter.begin_steps = 3.0
     asked = [Request(torch.tensor([i % 2, 1, 2, 3, i % VOCAB, 2, 3, 1]), 36) for i in range(6)]
     plain: dict[int, list[int]] = {}
-    answer_all(session(2, 12, 40, (), 6, entering), asked, Sampling(), on_end=plain.__setitem__)
+    answer_all(session(2, 12, 40, (), 6, admitted), asked, Sampling(), on_end=plain.__setitem__)
     found: dict[int, list[int]] = {}
     work = answer_all(target, asked, Sampling(), on_end=found.__setitem__, drafter=drafter)
     assert found == plain and work.accepted == work.offered > 6 * 28 and work.decodes <= 3 * 8
-    assert other.sizes.count(6) == (12 if entering else 6), "each prompt of two chunks, alone or two at a time"
+    assert other.sizes.count(6) == (12 if admitted else 6), "each prompt of two chunks, alone or two at a time"
 
 
 def test_right_drafts_take_few_passes_and_wrong_ones_no_more_than_none() -> None:
@@ -463,10 +463,10 @@ def test_drawn_drafts_are_never_begun_ahead() -> None:
     assert not DraftsAhead(ModelDrafter(session(1, 3, 9, (), 3), Sampling(True), [[torch.Generator()]])).able
 
 
-@pytest.mark.parametrize("entering", [None, 0, 1])
-def test_a_right_model_drafts_ahead(entering: int | None) -> None:
-    """All passes find their drafts made, in places but the first: a call's are begun beside its prompts."""
-    target, other = session(1, 3, 80, (8, 4), 3, entering or 0), session(1, 4, 80, (), 3, entering or 0)
+@pytest.mark.parametrize("admitted", [None, 0, 1])
+def test_a_right_model_drafts_ahead(admitted: int | None) -> None:
+    """All passes find their drafts made, in slots but the first: a call's are begun beside its prompts."""
+    target, other = session(1, 3, 80, (8, 4), 3, admitted or 0), session(1, 4, 80, (), 3, admitted or 0)
     drafter = ModelDrafter(other, Sampling())
     drafter.token_time_s = 1e-9
     ahead, drafted, choose = DraftsAhead(drafter), list[bool](), DraftChoice.choose
@@ -481,11 +481,11 @@ def test_a_right_model_drafts_ahead(entering: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_choice, "LONGEST_MATCH", 99)
         patch.setattr(DraftChoice, "choose", note)
-        if entering is None:
+        if admitted is None:
             found[0] = generate_tokens(target, [prompt], Sampling(), Stop(80), None, None, ahead, tally)[
                 0].tolist()
         else:
             tally = answer_all(target, [Request(prompt, 80)], Sampling(), on_end=found.__setitem__, drafter=ahead)
     ahead.close()
     assert found[0] == goes_on([1, 2, 3], 80) and tally.accepted == tally.offered
-    assert len(drafted) > 8 and drafted[0] is (entering is None) and all(drafted[1:])
+    assert len(drafted) > 8 and drafted[0] is (admitted is None) and all(drafted[1:])

@@ -139,7 +139,7 @@ def test_caches_off_the_device_keep_their_shares_in_such_steps() -> None:
                          [BatchSchedule(MicroBatches(1), admission=Admission(1)),
                           BatchSchedule(MicroBatches(2), admission=Admission(2))])
 def test_steps_over_all_places_check_drafts_where_sequences_enter(batching: BatchSchedule) -> None:
-    """They are decode steps, of all places; a prompt's are of those that enter, whose rows alone are staged."""
+    """They are decode steps, of all slots; a prompt's are of those that enter, whose rows alone are staged."""
     work = Workload(4, 40, 24)
     _, plan, made = planned(300_000, Options(prompt_lookup_num_tokens=3, prefill_chunk=16), work, batching)
     assert plan.schedule.speculative_steps == (4, 2)
@@ -219,7 +219,7 @@ def test_a_short_prompt_that_enters_is_computed_by_a_prefill_step(prompt: int, d
     def graphs_of(work: Workload, batching: BatchSchedule) -> Any:
         return pipeline(work, batching).graphs
 
-    work, options = Workload(1, prompt, 24), Options(prompt_lookup_num_tokens=drafted, entering=1)
+    work, options = Workload(1, prompt, 24), Options(prompt_lookup_num_tokens=drafted, admitted=1)
     if drafted == 1:
         with pytest.raises(PlanError, match="steps over 2 tokens compute the prompt, in chunks of as many"):
             plan_batch(PlanTask(graphs_of, Budget(1 << 24), work, options, Machine.default(), Switches()))

@@ -1,4 +1,4 @@
-"""Sequences that enter and leave places are answered as they would be alone, in every place and beside any neighbours.
+"""Sequences that enter and leave slots are answered as they would be alone, in every place and beside any neighbours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from selection import at_length
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict, validate
 from forebay.rewriter.ir.program import Wait
-from forebay.rewriter.ir.turns import USUAL_TURNS
+from forebay.rewriter.ir.turns import DEFAULT_TURNS
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
@@ -35,12 +35,12 @@ from forebay.runtime.run.scheduler import Request, answer_all, answer_arriving
 
 CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=97), "opt": opt, "gpt2": gpt2,
            "gemma2": gemma2}
-PLACES, PROMPT, NEW, COUNT = 6, 14, 9, 17
+BATCH_SLOTS, PROMPT, NEW, COUNT = 6, 14, 9, 17
 GREEDY = Sampling()
 DRAWN = Sampling(True, 1.3, 40, 0.95)
 DISK = {"cache_tier": "disk", "cache_tokens": 4}
 HOST_NBYTES = 1 << 22
-STAGED = [  # every way that places' caches move, and who attends over them
+STAGED = [  # every way that slots' caches move, and who attends over them
     DISK | {"micro_batches": 2}, DISK | {"cache_tier": "host", "micro_batches": 2},
     DISK | {"cache_shares": (0.34, 0.34), "micro_batches": 2, "order": "row"},
     DISK | {"cache_tier": "host", "micro_batches": 3, "cpu_attention": True},
@@ -78,9 +78,9 @@ class Case:
         return [tokens[: next((n + 1 for n, token in enumerate(tokens) if token in eos), len(tokens))]
                 for tokens in self.alone]
 
-    def language_model(self, share: float = 1.0, places: int = PLACES, **options: Any) -> LanguageModel:
+    def language_model(self, share: float = 1.0, batch_slots: int = BATCH_SLOTS, **options: Any) -> LanguageModel:
         host = HOST_NBYTES if options.get("cache_tier") == "host" or "cache_shares" in options else 0
-        workload = Workload(places, PROMPT, NEW)
+        workload = Workload(batch_slots, PROMPT, NEW)
         wanted = Options(**{"cache_tier": "device", "prefill_chunk": 5} | options)
         nbytes = int(share * self.nbytes) + operators_nbytes(self.opened, workload, wanted, host)
         return LanguageModel(*self.opened, Budget(nbytes, host), workload, wanted)
@@ -112,23 +112,23 @@ def answers(
 
 
 @pytest.mark.parametrize(("name", "more"), [
-    at_length("llama", {"entering": 2}), ("llama", {"entering": 6}),
-    at_length("llama", {"entering": 1, "prefill_chunk": 14}), ("llama", {"entering": 4, "micro_batches": 3}),
-    ("opt", {"entering": 3}), at_length("gpt2", {"entering": 2}), at_length("gemma2", {"entering": 2}),
-    ("gemma2", {"entering": 3, "micro_batches": 2, "order": "row"}),
-    ("llama", {"entering": 2, "micro_batches": 2} | DISK),
-    at_length("llama", {"entering": 5, "micro_batches": 3} | DISK),
-    ("gemma2", {"entering": 2, "micro_batches": 3, "order": "row"} | DISK),
-    ("opt", {"entering": 3, "micro_batches": 1, "cache_slots": 1} | DISK), ("gpt2", {"micro_batches": 2}),
+    at_length("llama", {"admitted": 2}), ("llama", {"admitted": 6}),
+    at_length("llama", {"admitted": 1, "prefill_chunk": 14}), ("llama", {"admitted": 4, "micro_batches": 3}),
+    ("opt", {"admitted": 3}), at_length("gpt2", {"admitted": 2}), at_length("gemma2", {"admitted": 2}),
+    ("gemma2", {"admitted": 3, "micro_batches": 2, "order": "row"}),
+    ("llama", {"admitted": 2, "micro_batches": 2} | DISK),
+    at_length("llama", {"admitted": 5, "micro_batches": 3} | DISK),
+    ("gemma2", {"admitted": 2, "micro_batches": 3, "order": "row"} | DISK),
+    ("opt", {"admitted": 3, "micro_batches": 1, "cache_slots": 1} | DISK), ("gpt2", {"micro_batches": 2}),
     ("llama", {})])
 def test_answers_are_those_of_each_prompt_alone(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, more: dict[str, Any]
 ) -> None:
-    """More sequences than places, of unequal lengths, that end at different steps; twice, in places left by others."""
+    """More sequences than slots, of unequal lengths, that end at different steps; twice, in slots left by others."""
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
     with case.language_model(3.0 if name == "opt" else 1.6, **more) as lm:
-        assert lm.plan.schedule.batching.admitted == more.get("entering", 0) and lm.plan.workload.batch == PLACES
+        assert lm.plan.schedule.batching.admitted == more.get("admitted", 0) and lm.plan.workload.batch == BATCH_SLOTS
         assert answers(lm, case.asked())[0] == case.expected()
         assert answers(lm, case.asked(), eos=case.eos)[0] == case.expected(case.eos)
 
@@ -137,30 +137,30 @@ def test_answers_are_those_of_each_prompt_alone(
 @pytest.mark.parametrize("cache", ["kv8", "kv4"])
 def test_packed_rows_in_places(cases: Callable[[str], Case], cache: str, more: dict[str, Any]) -> None:
     case = cases("llama")
-    with case.language_model(3.0, places=1, cache=cache) as lm:
+    with case.language_model(3.0, batch_slots=1, cache=cache) as lm:
         alone = answers(lm, case.asked())[0]
-    with case.language_model(3.0, cache=cache, entering=2, **more) as lm:
+    with case.language_model(3.0, cache=cache, admitted=2, **more) as lm:
         assert answers(lm, case.asked())[0] == alone
 
 
 def test_draws_are_a_prompts_own(cases: Callable[[str], Case]) -> None:
     """Whatever stands beside it, in whichever place and order."""
     case = cases("llama")
-    with case.language_model(3.0, places=1) as lm:
+    with case.language_model(3.0, batch_slots=1) as lm:
         alone = answers(lm, case.asked(), DRAWN, case.eos)[0]
     assert len({tuple(tokens) for tokens in alone}) > COUNT // 2 and alone != case.expected(case.eos)
-    with case.language_model(3.0, entering=2) as lm:
+    with case.language_model(3.0, admitted=2) as lm:
         assert answers(lm, case.asked(), DRAWN, case.eos)[0] == alone
         assert answers(lm, case.asked()[::-1], DRAWN, case.eos)[0] == alone[::-1]
         assert answers(lm, case.asked()[4:9], DRAWN, case.eos)[0] == alone[4:9]
 
 
 @pytest.mark.parametrize("more", [
-    {"entering": 2}, {"entering": 3, "micro_batches": 2} | DISK])
+    {"admitted": 2}, {"admitted": 3, "micro_batches": 2} | DISK])
 def test_sequences_may_arrive_at_any_step(cases: Callable[[str], Case], more: dict[str, Any]) -> None:
     """Some drawn beside greedy ones, some that nobody wants on after a token or three; they enter as they come."""
     case, chance = cases("llama"), random.Random(11)
-    with case.language_model(3.0, places=1) as lm:
+    with case.language_model(3.0, batch_slots=1) as lm:
         drawn = answers(lm, case.asked(), DRAWN, case.eos)[0]
     draws = set(range(0, COUNT, 3))
     cut = {i: 1 + i % 3 for i in range(1, COUNT, 5)}
@@ -185,7 +185,7 @@ def test_sequences_may_arrive_at_any_step(cases: Callable[[str], Case], more: di
     assert found == seen == {i: (drawn if i in draws else expected)[i][: cut.get(i, NEW)] for i in range(COUNT)}
     assert work.ended == COUNT and work.left == 0 and work.tokens == sum(map(len, found.values()))
     at = {number: place for place, number in enumerate(first)}
-    together = more["entering"]  # what enters together begins at the ends of its prompts
+    together = more["admitted"]  # what enters together begins at the ends of its prompts
     assert all(at[i] < at[j] for i in range(COUNT) for j in range(i + together, COUNT))
 
 
@@ -201,7 +201,7 @@ def test_copies_that_overtake_each_other(
     make_late(monkeypatch)
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases("llama")
-    with case.language_model(1.2, entering=2, **more) as lm:
+    with case.language_model(1.2, admitted=2, **more) as lm:
         assert lm.plan.prediction.streamed_nbytes > 0
         assert answers(lm, case.asked(), eos=case.eos)[0] == case.expected(case.eos)
 
@@ -212,7 +212,7 @@ def test_without_any_one_wait_a_step_is_refused(
     cases: Callable[[str], Case], more: dict[str, Any], tokens: int
 ) -> None:
     """Every wait but those that a later one of the same stream implies, together with which it is refused."""
-    with cases("llama").language_model(1.2, entering=2, **more) as lm:
+    with cases("llama").language_model(1.2, admitted=2, **more) as lm:
         program = lm.steps.program(tokens)
         waits = [i for i, item in enumerate(program.step) if isinstance(item, Wait)]
         assert len(waits) > 10
@@ -226,34 +226,34 @@ def test_without_any_one_wait_a_step_is_refused(
 
 
 def test_places_are_taken_as_they_are_left(cases: Callable[[str], Case]) -> None:
-    """Steps of one token: few more than tokens over places, where batches wait for their slowest."""
+    """Steps of one token: few more than tokens over slots, where batches wait for their slowest."""
     case = cases("llama")
     lengths = [2, NEW, 3, 2] * 15
     asked = [Request(case.prompts[i % COUNT], new) for i, new in enumerate(lengths)]
-    with case.language_model(4.0, entering=1, prefill_chunk=PROMPT) as lm:
+    with case.language_model(4.0, admitted=1, prefill_chunk=PROMPT) as lm:
         work = answers(lm, asked)[1]
-        static = sum(answers(lm, asked[i : i + PLACES])[1].decodes for i in range(0, len(asked), PLACES))
-    least = sum(new - 1 for new in lengths) / PLACES
+        static = sum(answers(lm, asked[i : i + BATCH_SLOTS])[1].decodes for i in range(0, len(asked), BATCH_SLOTS))
+    least = sum(new - 1 for new in lengths) / BATCH_SLOTS
     assert work.prefills == len(asked) and least <= work.decodes < 1.5 * least
-    assert static >= (NEW - 1) * len(asked) / PLACES and static > 1.5 * work.decodes
+    assert static >= (NEW - 1) * len(asked) / BATCH_SLOTS and static > 1.5 * work.decodes
 
 
 def test_decoding_is_held_up_by_few_chunks_at_a_time(cases: Callable[[str], Case]) -> None:
-    """Unless many places stand empty."""
+    """Unless many slots stand empty."""
     case = cases("llama")
     asked, chunks = [Request(case.prompts[1], 4 + i % 6) for i in range(40)], -(-PROMPT // 2)
     steps: list[WorkDone] = [WorkDone()]
-    with case.language_model(4.0, entering=1, prefill_chunk=2) as lm:
+    with case.language_model(4.0, admitted=1, prefill_chunk=2) as lm:
         answer_all(lm.session, asked, GREEDY, on_end=lambda number, tokens: None,
                    on_step=lambda work: steps.append(replace(work)))
     assert steps[-1].prefills == chunks * len(asked)
     held = most = 0
     for one, other in itertools.pairwise(steps):
-        busy = one.prefills // chunks - one.ended >= USUAL_TURNS.busy * PLACES
+        busy = one.prefills // chunks - one.ended >= DEFAULT_TURNS.busy * BATCH_SLOTS
         held = held + 1 if other.prefills > one.prefills else 0
-        assert held <= USUAL_TURNS.held or not busy
+        assert held <= DEFAULT_TURNS.held or not busy
         most = max(most, held * busy)
-    assert most == USUAL_TURNS.held
+    assert most == DEFAULT_TURNS.held
 
 
 def test_generate_answers_more_prompts_than_places(cases: Callable[[str], Case]) -> None:
@@ -263,7 +263,7 @@ def test_generate_answers_more_prompts_than_places(cases: Callable[[str], Case])
     for i, prompt in enumerate(case.prompts):
         ids[i, width - len(prompt) :], mask[i, width - len(prompt) :] = prompt, 1
     columns: list[list[int]] = []
-    with case.language_model(1.5, entering=2) as lm:
+    with case.language_model(1.5, admitted=2) as lm:
         plan = lm.plan
         found = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None,
                             pad_token_id=0, on_token=lambda column: columns.append(column.tolist()))
@@ -280,18 +280,18 @@ def test_generate_answers_more_prompts_than_places(cases: Callable[[str], Case])
 
 def test_what_no_place_holds_is_refused_before_anything_runs(cases: Callable[[str], Case]) -> None:
     case = cases("llama")
-    with case.language_model(3.0, entering=2) as lm:
+    with case.language_model(3.0, admitted=2) as lm:
         for asked in (Request(torch.ones(PROMPT + 1, dtype=torch.int64), 1), Request(case.prompts[1], NEW + 2)):
-            with pytest.raises(RuntimeFault, match=r"sequence 1 of .* does not fit the plan's places"):
+            with pytest.raises(RuntimeFault, match=r"sequence 1 of .* does not fit the plan's slots"):
                 answer_all(lm.session, [Request(case.prompts[0], 1), asked], GREEDY, on_end=lambda n, t: pytest.fail())
 
 
 def test_a_plan_says_how_many_enter(cases: Callable[[str], Case]) -> None:
     case = cases("llama")
-    with case.language_model(3.0, entering=2) as lm:
+    with case.language_model(3.0, admitted=2) as lm:
         with pytest.raises(PlanError, match=r"prefill_chunk: 1 is a step that decodes"):
-            case.language_model(3.0, entering=2, prefill_chunk=1)
-        for bad in (-1, PLACES + 1):
+            case.language_model(3.0, admitted=2, prefill_chunk=1)
+        for bad in (-1, BATCH_SLOTS + 1):
             with pytest.raises(PlanError, match=r"plan\.schedule\.batching\.admission\.sequences"):
                 validate(with_settings(lm.plan, admission={"sequences": bad}))
         with pytest.raises(PlanError, match=r"plan\.schedule\.prefill_chunks"):

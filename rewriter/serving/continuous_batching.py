@@ -1,4 +1,4 @@
-"""The server of this package simulated step by step: sequences enter and leave the places of one plan as
+"""The server of this package simulated step by step: sequences enter and leave the slots of one plan as
 `runtime.run.scheduler.answer_arriving` lets them, by the same `StepTurns`."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
+from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
 from forebay.rewriter.predict.of_programs import StepTimes
 from forebay.rewriter.serving.served import Served, served
 from forebay.rewriter.serving.traffic import Arrival, TrafficError
@@ -26,7 +26,7 @@ class _Seat:
 
 @dataclass
 class _Desk:
-    """The places of a plan, whose steps take `times`; `waiting` are those that the loop has taken from the queue,
+    """The slots of a plan, whose steps take `times`; `waiting` are those that the loop has taken from the queue,
     `entered` those whose prompts are on their way, `done` tokens of each."""
 
     times: StepTimes
@@ -39,21 +39,21 @@ class _Desk:
 
     @property
     def free(self) -> int:
-        return self.times.places - len(self.running) - len(self.entered)
+        return self.times.batch_slots - len(self.running) - len(self.entered)
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.entered or self.running)
 
     def begin(self) -> None:
-        most = min(self.times.entering, len(self.waiting))
+        most = min(self.times.admitted, len(self.waiting))
         if not self.entered and most and self.free >= most:
             self.entered, self.done = [self.waiting.popleft() for _ in range(most)], 0
 
     def step(self) -> tuple[float, list[_Seat]]:
         """The next step: its seconds, and who has a token more behind it."""
         self.begin()
-        if self.entered and self.turns.prefills(self.held, len(self.running), self.times.places):
+        if self.entered and self.turns.prefills(self.held, len(self.running), self.times.batch_slots):
             self.held += 1
             return self.chunk()
         self.held = 0
@@ -82,11 +82,11 @@ class _Desk:
         self.running = [seat for seat in self.running if seat.left]
 
 
-def in_places(requests: Sequence[Arrival], times: StepTimes, turns: StepTurns = USUAL_TURNS) -> Served:
-    """Requests through the places of a plan. TrafficError where one has no room in any."""
+def simulate_slots(requests: Sequence[Arrival], times: StepTimes, turns: StepTurns = DEFAULT_TURNS) -> Served:
+    """Requests through the slots of a plan. TrafficError where one has no room in any."""
     for r in requests:
         if r.prompt > times.prompt or r.prompt + r.output - 1 > times.context:
-            raise TrafficError(f"a request of {r.prompt} and {r.output} tokens has no room in places of {times.prompt} "
+            raise TrafficError(f"a request of {r.prompt} and {r.output} tokens has no room in slots of {times.prompt} "
                                f"of prompt and {times.context} in all; longer ones (--prompt, --new-tokens) have")
     desk, order = _Desk(times, turns), sorted(range(len(requests)), key=lambda i: (requests[i].at_s, i))
     first, last = [math.nan] * len(requests), [math.nan] * len(requests)

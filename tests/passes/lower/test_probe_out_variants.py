@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny import aten, flat_graph
 
-from forebay.passes.lower.out_trials import keeps_memory
 from forebay.passes.lower.out_variants import named_arguments, out_variant
+from forebay.passes.lower.probe_out_variants import keeps_memory
 
 ROW = torch.rand(3, 5, generator=torch.Generator().manual_seed(0))
 SQUARE = torch.rand(48, 48, generator=torch.Generator().manual_seed(0))

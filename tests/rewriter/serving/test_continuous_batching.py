@@ -14,9 +14,9 @@ import torch
 from forebay.rewriter.ir.plan import Limits, Plan, Schedule, Workload
 from forebay.rewriter.ir.schedule.admission import Admission
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
-from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
+from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
 from forebay.rewriter.predict.of_programs import StepTimes
-from forebay.rewriter.serving.in_places import in_places
+from forebay.rewriter.serving.continuous_batching import simulate_slots
 from forebay.rewriter.serving.traffic import Arrival, Traffic, TrafficError, arrivals
 from forebay.runtime.run.scheduler import Request, answer_arriving
 
@@ -26,11 +26,11 @@ TIMES = StepTimes(4, 1, 32, 48, (16, 8), {1: (0.5, 0.5), 8: (1.0, 1.0), 16: (1.7
 class ClockedSession:
     """Computes nothing; a step takes its time on the clock."""
 
-    renewed_at, rewindable = 0, True
+    rope_switch_length, rewindable = 0, True
 
     def __init__(self, times: StepTimes) -> None:
-        batching = BatchSchedule(admission=Admission(times.entering))
-        work = Workload(times.places, times.prompt, times.context - times.prompt + 1)
+        batching = BatchSchedule(admission=Admission(times.admitted))
+        work = Workload(times.batch_slots, times.prompt, times.context - times.prompt + 1)
         self.plan = Plan("f", "m", Limits(1 << 20), work, Schedule(prefill_chunks=times.chunks, batching=batching), ())
         self.times, self.now = times, 0.0
 
@@ -72,22 +72,22 @@ def run_by_the_loop(requests: Sequence[Arrival], times: StepTimes, turns: StepTu
     return [first[i] for i in range(len(requests))], [last[i] for i in range(len(requests))]
 
 
-@pytest.mark.parametrize("turns", [USUAL_TURNS, StepTurns(0.0, 1), StepTurns(0.0, 3), StepTurns(0.5, 2)])
-@pytest.mark.parametrize("entering", [1, 2, 3])
-def test_the_simulation_is_what_the_loop_does(entering: int, turns: StepTurns) -> None:
-    times = replace(TIMES, entering=entering)
+@pytest.mark.parametrize("turns", [DEFAULT_TURNS, StepTurns(0.0, 1), StepTurns(0.0, 3), StepTurns(0.5, 2)])
+@pytest.mark.parametrize("admitted", [1, 2, 3])
+def test_the_simulation_is_what_the_loop_does(admitted: int, turns: StepTurns) -> None:
+    times = replace(TIMES, admitted=admitted)
     for seed, rate in enumerate((0.05, 0.4, 3.0)):
         chance = random.Random(seed)
         requests = [replace(r, prompt=chance.randint(1, 32), output=chance.randint(1, 16))
                     for r in arrivals(Traffic(rate, 40, 1, 1), seed)]
-        run, (first, last) = in_places(requests, times, turns), run_by_the_loop(requests, times, turns)
+        run, (first, last) = simulate_slots(requests, times, turns), run_by_the_loop(requests, times, turns)
         assert list(run.first) == pytest.approx(first) and list(run.last) == pytest.approx(last)
 
 
 def test_what_steps_see_takes_time() -> None:
-    """Of 4 places of 48 tokens; a chunk's is that of the one that enters."""
+    """Of 4 slots of 48 tokens; a chunk's is that of the one that enters."""
     times = replace(TIMES, seconds={1: (1.0, 49.0), 8: (2.0, 50.0), 16: (4.0, 52.0)})
-    run = in_places([Arrival(0.0, 20, 3)], times)
+    run = simulate_slots([Arrival(0.0, 20, 3)], times)
     prefill = 4.0 + 16 + 2.0 + 20  # seconds a token that one place sees: 1
     assert list(run.first) == pytest.approx([prefill])
     assert list(run.last) == pytest.approx([prefill + 2 * 1.0 + 0.25 * (21 + 22)])
@@ -96,7 +96,7 @@ def test_what_steps_see_takes_time() -> None:
 def test_goals_of_answers_hold_chunks_up() -> None:
     """With few chunks between, answers come sooner and first tokens later; all are served either way."""
     requests = arrivals(Traffic(0.15, 400, 32, 3), 0)
-    greedy, fair = in_places(requests, TIMES), in_places(requests, TIMES, StepTurns(0.0, 1))
+    greedy, fair = simulate_slots(requests, TIMES), simulate_slots(requests, TIMES, StepTurns(0.0, 1))
     assert np.percentile(fair.tpot_s, 90) < 0.5 * np.percentile(greedy.tpot_s, 90)
     assert np.percentile(fair.ttft_s, 90) > np.percentile(greedy.ttft_s, 90)
     for run in (greedy, fair):
@@ -106,5 +106,5 @@ def test_goals_of_answers_hold_chunks_up() -> None:
 def test_what_has_no_room_is_refused() -> None:
     for prompt, output in ((33, 1), (32, 18)):
         with pytest.raises(TrafficError, match=f"a request of {prompt} and {output} tokens has no room"):
-            in_places([Arrival(0.0, prompt, output)], TIMES)
-    in_places([Arrival(0.0, 32, 17)], TIMES)
+            simulate_slots([Arrival(0.0, prompt, output)], TIMES)
+    simulate_slots([Arrival(0.0, 32, 17)], TIMES)
