@@ -202,7 +202,7 @@ def test_tests_lie_as_their_sources_do() -> None:
 
 
 # Pages held to `WIDTH` with their tables; of others a row of a table may be longer, as it cannot be wrapped.
-WIDTH, NARROW = 120, ("docs/architecture.md", "CONTRIBUTING.md", "passes/README.md")
+WIDTH, NARROW = 120, ("docs/architecture.md", "CONTRIBUTING.md")
 
 
 def test_durations_are_of_files_that_exist() -> None:

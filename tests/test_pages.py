@@ -127,7 +127,7 @@ def test_security_names_tests_that_there_are() -> None:
 
 def test_every_recorded_result_is_named() -> None:
     """By a page or by a script that reads it; names may hold * and {a,b}, and a name may be broken into two lines."""
-    texts = "\n".join(path.read_text() for path in (*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.py")))
+    texts = "\n".join(path.read_text() for path in (*ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.py")))
     names = {"".join(name.split()) for name in re.findall(r"[\w.*{},-]+(?:-\n +[\w.*{},-]+)?\.json", texts)}
     names.add("kernel-audit-triton-*.json")  # which benchmarks/audit_record.py names by the version
     known = []
@@ -141,9 +141,11 @@ def test_every_recorded_result_is_named() -> None:
 
 def test_the_commands_of_benchmarks_that_pages_name_exist() -> None:
     """Each `benchmarks.NAME` is a module with the options that follow it; fields of its cases are options, too."""
-    pages = (*ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("*/*/README.md"))
+    pages = (*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("*/*/README.md"))
     commands = [" ".join(quoted.split()) for page in pages
-                for quoted in re.findall(r"`([^`]+)`", page.read_text(encoding="utf-8"))]
+                for one, other in re.findall(r"`([^`]+)`|^    (python -m benchmarks.*)$",
+                                             page.read_text(encoding="utf-8"), re.MULTILINE)
+                for quoted in (one or other,)]
     found = [named for command in commands if (named := re.match(r"(?:.* -m )?benchmarks\.(\w+)(.*)", command))]
     unknown = []
     for name, options in (named.groups() for named in found):
@@ -153,3 +155,17 @@ def test_the_commands_of_benchmarks_that_pages_name_exist() -> None:
         if file is None or not all(re.search(rf"\b{option}\b", file.read_text()) for option in asked):
             unknown.append(f"{name}{options}")
     assert len(found) > 30 and not unknown
+
+
+def test_files_that_pages_name_exist() -> None:
+    """A path in quotation is a file below the root, or the end of one: pages follow when a file gets another name."""
+    files = {str(path.relative_to(ROOT)) for folder in ("rewriter", "passes", "kernels", "runtime", "src", "tests",
+                                                        "examples", "benchmarks", "docs")
+             for path in (ROOT / folder).rglob("*.*")}
+    pages = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "passes/README.md", *ROOT.glob("docs/*.md"))
+    named = {(page.name, path) for page in pages
+             for path in re.findall(r"`([a-z_][\w./-]*\.(?:py|h|cpp|sh))`", page.read_text(encoding="utf-8"))}
+    ends = {"/".join(file.split("/")[i:]) for file in files for i in range(file.count("/") + 1)}
+    others = {"verb_noun.py", "test_verb_noun.py",  # a pattern
+              "tests/generation/test_utils.py", "launch.sh"}  # transformers' own, what serve-plan writes
+    assert len(named) > 80 and not [each for each in sorted(named) if each[1] not in ends | others]

@@ -264,9 +264,11 @@ class Plan:
         return sum(w.nbytes for w in self.weights if w.tier == tier)
 
     def to_json(self, indent: int | None = 1) -> str:
+        """The plan as JSON, indented by so many spaces (None: one line)."""
         return json.dumps(asdict(self), indent=indent)
 
     def save(self, path: StrPath) -> None:
+        """Write the plan as JSON, whole or not at all; `load_plan` reads it."""
         write_text(path, self.to_json() + "\n")
 
 
