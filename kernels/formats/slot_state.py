@@ -2,7 +2,7 @@
 
 One row of int64 numbers: of each slot the expert in it, counted from 1 (0: none); of each expert how often steps named
 it, those long ago counting less; then of each round of a step the expert to fetch into each slot (-1: it keeps what it
-holds), and the slot of each expert (-1: it is not of this round). Zeros mean that all slots are empty.
+holds), and where each expert begins among the slots (-1: it is not of this round). Zeros mean that all slots are empty.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ class _Lowering:
         row_nbytes = placement.nbytes // entry.rows
         lower, nbytes = entry.lower * row_nbytes, (entry.upper - entry.lower) * row_nbytes
         source = self._away(weight, lower, nbytes)
-        in_file = isinstance(source, FileSlice) and not self.plan.schedule.host_hop and not source.bands
+        in_file = isinstance(source, FileSlice) and not self.plan.schedule.host_hop
         direct = source if in_file else None  # where the bytes come from, if they are read into the slot itself
         number = self.fetched % self.plan.schedule.slots
         slot, buffer = self.slots[number], f"slot{number}:{self.fetched}"  # alike in all steps: they hand copies on
@@ -311,9 +311,11 @@ class _Lowering:
         table, pooled = self._away(name, 0, entry.rows * row_nbytes), entry.tokens > 0
         missed = self.plan.schedule.routed.missed(entry.rows, entry.picks, entry.tokens) if pooled else 0.0
         typical = min(1.0, missed / entry.parts / index.shape[0]) if pooled else 1.0
-        source = Rows(table, row_nbytes, index, skips=pooled, typical=typical, keeps=pooled)
+        source = Rows(table, row_nbytes, index, skips=pooled, typical=typical, keeps=pooled,
+                      apart=routed_fetch.expert_room(row_nbytes) if pooled else 0)
+        span = Span(out.arena, out.offset, source.room_nbytes, out.buffer) if pooled else span_of(out)
         self.draft.items.append(Lookup(number, f"{'fetch' if pooled else 'gather'} {name}", instance.layer, source,
-                                       span_of(out)))
+                                       span))
 
 
 def _activations(call: fx.Node) -> list[fx.Node]:

@@ -359,8 +359,9 @@ def landing_of(
     """Where in a slot bytes land, and the room around them: what comes from a file lies congruent with it to a page,
     where elements stay aligned, so that it can be read in place. ValueError where they do not fit."""
     shift = after = 0
-    if source is not None and source.offset % itemsize == 0:
-        shift = source.offset % PAGE_NBYTES
+    begin = 0 if source is None else source.page_offset if isinstance(source, FileSlice) else source.offset
+    if source is not None and begin % itemsize == 0:
+        shift = begin % PAGE_NBYTES
         after = -(shift + nbytes) % PAGE_NBYTES
     if shift + nbytes + after > slot.nbytes:
         raise ValueError(f"lower: {nbytes} bytes do not fit {slot.name} of {slot.nbytes} bytes")

@@ -12,7 +12,8 @@ from torch import fx
 from forebay.kernels.formats.slot_state import ITEMSIZE, PoolPart, SlotState, parts_of, rounds_of
 from forebay.kernels.operators import ASSIGN_SLOTS, EXPERTS
 from forebay.passes.lower.addresses import POOL, ROUTING, WEIGHT, Addresses
-from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, dtype_itemsize, row_major_strides, span_of
+from forebay.rewriter.ir.program import COMPUTE, Launch, Span, TensorRef, span_of
+from forebay.rewriter.ir.schedule.routed_fetch import PLACE_NBYTES, expert_room
 
 
 class Round(NamedTuple):
@@ -41,8 +42,10 @@ class PooledExperts:
         self.operands = tuple(map(self.ref, (x, index, weights)))  # type: ignore[arg-type]
         self.tokens, self.picks = (math.prod(index.meta["val"].shape[:-1]), index.meta["val"].shape[-1])
         self.source, self.experts = addresses.symbols[table], self.table.shape[0]
+        self.nbytes = self.table.nbytes // self.experts
+        self.stride = expert_room(self.nbytes)
         self.parts: list[tuple[PoolPart, SlotState, int]] = []  # with where what is known of it begins
-        at = 0
+        at = self.experts  # behind their places
         for part in parts_of(self.experts, slots, parts):
             rounds = rounds_of(part.experts, self.tokens * self.picks, part.slots)
             assert rounds == 1 or parts == 1, "plan.schedule.routed.parts"
@@ -51,12 +54,13 @@ class PooledExperts:
 
     def assign(self) -> Iterator[Launch]:
         """What tells each round of a part its experts."""
-        index = self.operands[1]
+        index, places = self.operands[1], self._numbers(0, self.experts)
         for part, sizes, at in self.parts:
             state = self._numbers(at, sizes.numbers)
-            touched = span_of(index), span_of(state)
-            yield Launch(COMPUTE, ASSIGN_SLOTS.name, (index, state, *sizes, part.first, part.experts), {}, (), touched,
-                         touched[1:], f"{self.node.name}_assign", self.node.meta.get("layer", -1))
+            touched = span_of(index), span_of(places), span_of(state)
+            args = index, state, *sizes, part.first, part.experts, places, self.stride // PLACE_NBYTES
+            yield Launch(COMPUTE, ASSIGN_SLOTS.name, args, {}, (), touched, touched[2:], f"{self.node.name}_assign",
+                         self.node.meta.get("layer", -1))
 
     def rounds(self) -> Iterator[Round]:
         """What each round brings, and computes."""
@@ -67,17 +71,19 @@ class PooledExperts:
                 entries = self._numbers(at + sizes.entries(number), self.experts)
                 how = {"entries": entries, "count": self.experts, "accumulate": before,
                        "rounds": sum(each.rounds for _, each, _ in self.parts)}
-                reads = (*map(span_of, (*self.operands, pool, entries)), *((span_of(out),) if before else ()))
+                slots = Span(pool.arena, pool.offset, part.slots * self.stride, pool.buffer)
+                reads = (*map(span_of, (*self.operands, entries)), slots, *((span_of(out),) if before else ()))
                 yield Round(self._numbers(at + sizes.want(number), sizes.slots), pool, Launch(
                     COMPUTE, EXPERTS.name, (*self.operands, pool, *self.form), how, (out,), reads, (span_of(out),),
                     self.node.name, self.node.meta.get("layer", -1)))
                 before = True
 
     def _pool(self, part: PoolPart) -> TensorRef:
-        symbol, dtype, shape = self.source.replace(WEIGHT, POOL), str(self.table.dtype)[6:], self.table.shape[1:]
-        before = part.slot * math.prod(shape) * dtype_itemsize(dtype)
-        shape = part.slots, *shape
-        return TensorRef(symbol, before, dtype, shape, row_major_strides(shape), symbol)
+        """All places at which an expert may begin."""
+        symbol = self.source.replace(WEIGHT, POOL)
+        places = (part.slots * self.stride - self.nbytes) // PLACE_NBYTES + 1
+        return TensorRef(symbol, part.slot * self.stride, str(self.table.dtype)[6:], (places, self.table.shape[1]),
+                         (PLACE_NBYTES // self.table.itemsize, 1), symbol)
 
     def _numbers(self, first: int, count: int) -> TensorRef:
         symbol = self.source.replace(WEIGHT, ROUTING)

@@ -14,6 +14,11 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def slot_stride(nbytes: int) -> int:
+    """Arena bytes of a slot: its contents may begin anywhere in a page, as they do in the file."""
+    return whole_pages(nbytes + PAGE_NBYTES - 1)
+
+
 def whole_pages(nbytes: int) -> int:
     """Bytes of the pages that so many bytes fill, from the beginning of one."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
+
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 
 T = TypeVar("T")
 COMPUTE, DISK, UPLOAD = "compute", "disk", "upload"  # streams: kernels; file reads; host -> device copies
@@ -110,10 +114,37 @@ class FileSlice:
                 found.append(band.part(first, end, self.path))
         return FileSlice(self.path, self.offset, nbytes, tuple(found))
 
+    def rows(self, row_nbytes: int) -> Callable[[int], FileSlice]:
+        """What gives each row of so many bytes, without a look at those before it."""
+        starts = [0, *itertools.accumulate(band.count * band.row_nbytes for band in self.bands)]
+
+        def row(number: int) -> FileSlice:
+            lower = number * row_nbytes
+            if not self.bands:
+                return self.part(lower, row_nbytes)
+            first, end = bisect_right(starts, lower) - 1, bisect_left(starts, lower + row_nbytes)
+            near = FileSlice(self.path, self.offset, starts[end] - starts[first], self.bands[first:end])
+            return near.part(lower - starts[first], row_nbytes)
+
+        return row
+
     @property
     def paths(self) -> set[str]:
         """The files that its bytes lie in."""
         return {band.path or self.path for band in self.bands} or {self.path}
+
+    @property
+    def page_offset(self) -> int:
+        """Where in a page memory for these bytes best begins: most of them then lie there as they do in their file,
+        which lets direct reads bring them without a copy."""
+        if not self.bands:
+            return self.offset % PAGE_NBYTES
+        found, at = Counter[int](), 0
+        for band in self.bands:
+            nbytes = band.count * band.row_nbytes
+            found[(self.offset + band.offset + band.pieces[0][0] - at) % PAGE_NBYTES] += nbytes
+            at += nbytes
+        return found.most_common(1)[0][0]
 
     def by_file(self) -> Iterator[tuple[int, FileSlice]]:
         """The bytes in runs that lie in one file each: where a run begins among all, and the run."""
@@ -134,7 +165,8 @@ class Rows:
     Row i of the other end is row index[i] of the table (without `index`: row i); where `skips`, one with a negative
     number is left out. With `count` [1] only the first count[0] rows are moved. What is left out keeps what it held in
     a table; in a dense end it is undefined, unless the copy `keeps` it, which then must hold something. The proof takes
-    all of both ends to be touched. `typical` is the share that predictions count.
+    all of both ends to be touched. `typical` is the share that predictions count. Rows that begin so many bytes `apart`
+    (0: densely) do not lie one after the other, but each in its room where it lies in the pages of its file.
     """
 
     table: FileSlice | Span
@@ -144,6 +176,7 @@ class Rows:
     skips: bool = False
     typical: float = 1.0
     keeps: bool = False
+    apart: int = 0
 
     @property
     def rows(self) -> int:
@@ -152,8 +185,17 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the dense end: of all rows that may be moved."""
-        return self.row_nbytes * (self.rows if self.index is None else math.prod(self.index.shape))
+        """Bytes of all rows that may be moved."""
+        return self.row_nbytes * self._most
+
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes of the dense end."""
+        return (self.apart or self.row_nbytes) * self._most
+
+    @property
+    def _most(self) -> int:
+        return self.rows if self.index is None else math.prod(self.index.shape)
 
     @property
     def index_tensors(self) -> tuple[TensorRef, ...]:

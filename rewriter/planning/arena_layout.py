@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned, whole_pages
+from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned, slot_stride
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
-
-
-def slot_stride(nbytes: int) -> int:
-    """Arena bytes of a slot: its contents may begin anywhere in a page, as they do in the file."""
-    return whole_pages(nbytes + PAGE_NBYTES - 1)
 
 
 def lay_out(

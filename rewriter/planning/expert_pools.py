@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from forebay.kernels.formats.slot_state import SlotState, parts_of, rounds_of
-from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
+from forebay.kernels.formats.slot_state import ITEMSIZE, SlotState, parts_of, rounds_of
+from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned
 from forebay.rewriter.ir.plan import Plan, PlanError
-from forebay.rewriter.ir.schedule.routed_fetch import POOL, ROUTING, RoutedFetch, named_experts
+from forebay.rewriter.ir.schedule.routed_fetch import POOL, ROUTING, RoutedFetch, expert_room, named_experts
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 
 PARTS = (4, 2)  # of a pool, the most that it has slots for
@@ -26,11 +26,12 @@ def picks_of(use: WeightUse) -> int:
 
 
 def pool_buffers(use: WeightUse, slots: int, tokens: int, parts: int = 1) -> Iterator[tuple[str, str, int]]:
-    """Names, kinds and bytes of the buffers of a table's pool, for steps over at most so many tokens in all."""
-    yield use.name + POOL, "pool", slots * (use.nbytes // use.rows)
+    """Names, kinds and bytes of the buffers of a table's pool, for steps over at most so many tokens in all: its slots,
+    and places of experts in them with what is known of its parts."""
+    yield use.name + POOL, "pool", slots * expert_room(use.nbytes // use.rows)
     states = (SlotState(part.slots, rounds_of(part.experts, picks_of(use) * tokens, part.slots), use.rows)
               for part in parts_of(use.rows, slots, parts))
-    yield use.name + ROUTING, "routing", sum(state.nbytes for state in states)
+    yield use.name + ROUTING, "routing", use.rows * ITEMSIZE + sum(state.nbytes for state in states)
 
 
 def most_parts(use: WeightUse, slots: int, tokens: int) -> int:
@@ -102,6 +103,6 @@ def expert_buffers(plan: Plan, needs: ModelNeeds) -> Iterator[tuple[str, str, st
         raise PlanError(f"plan.schedule.routed.parts: pools of their slots (plan.weights[].pool_slots) have {parts} "
                         f"parts for steps over {routed.steps} tokens (plan.schedule.routed.steps), the plan says "
                         f"{routed.parts}; plan again")
-    for w in pools:
-        for name, kind, nbytes in pool_buffers(uses[w.name], w.pool_slots, tokens, parts):
-            yield name, kind, "device", nbytes, ALIGNMENT
+    found = [(name, kind, "device", nbytes, ALIGNMENT if kind == "routing" or nbytes % PAGE_NBYTES else PAGE_NBYTES)
+             for w in pools for name, kind, nbytes in pool_buffers(uses[w.name], w.pool_slots, tokens, parts)]
+    yield from sorted(found, key=lambda buffer: -buffer[-1])  # whole pages first, where they leave no gap

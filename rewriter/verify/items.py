@@ -87,10 +87,11 @@ def _check_copy(copy: Copy, files: Collection[str], extents: Extents) -> None:
         raise ItemFault(f"{copy.label} has a negative offset, size or room: {copy}")
     if type(src) is Rows and type(dst) is Rows:
         raise ItemFault(f"{copy.label} has rows at both ends: one end must lie densely")
-    if src.nbytes != dst.nbytes:
+    brought, there = (end.room_nbytes if type(end) is Rows else end.nbytes for end in (src, dst))
+    if brought != there:
         where = place_of(dst)
         assert type(where) is Span
-        raise ItemFault(f"{copy.label} brings {src.nbytes} bytes into {span_text(where)}, which has {dst.nbytes}")
+        raise ItemFault(f"{copy.label} brings {brought} bytes into {span_text(where)}, which has {there}")
     _check_stream(copy, files)
     source, target = places
     assert type(target) is Span

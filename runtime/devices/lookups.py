@@ -4,11 +4,12 @@ others, as experts are."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 
 from forebay.rewriter.ir.program import LOOKUP, Copy, FileSlice, Rows, Span, TensorRef
+from forebay.rewriter.ir.schedule.routed_fetch import PLACE_NBYTES, expert_place
 from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.streams import told
 from forebay.runtime.disk.chunks import OnDone
@@ -56,8 +57,12 @@ def bind_fetches(
     RuntimeFault where a row is named that the table lacks."""
     src = item.src
     assert isinstance(src, Rows) and src.index is not None and isinstance(src.table, FileSlice)
-    index, table, nbytes = tensor(src.index), src.table, src.row_nbytes
-    known: dict[int, FileSlice] = {}
+    index, nbytes = tensor(src.index), src.row_nbytes
+    part_of = cache(src.table.rows(nbytes))
+
+    def placed(row: int, slot: int) -> tuple[FileSlice, int]:
+        entry = part_of(row)
+        return entry, address + slot * src.apart + expert_place(entry) * PLACE_NBYTES
 
     def fetch() -> None:
         named = sorted((row, i) for i, row in enumerate(index.tolist()) if row >= 0)
@@ -67,9 +72,7 @@ def bind_fetches(
             if not named:
                 done(None)
                 return
-            known.update({row: table.part(row * nbytes, nbytes) for row, _ in named if row not in known})
             together = Together(len(named), done)
-            together.issue(partial(submit_slice, reader, known[row], address + i * nbytes, (0, 0), together.part)
-                           for row, i in named)
+            together.issue(partial(submit_slice, reader, *placed(row, i), (0, 0), together.part) for row, i in named)
 
     return fetch

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from forebay.rewriter.ir.plan import Plan, PlanError
-from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Item, Program, Span, TensorRef
+from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Item, Program, Rows, Span, TensorRef
+from forebay.rewriter.ir.schedule.routed_fetch import expert_place
 from forebay.rewriter.ir.shared_draft import SharedDraft
 from forebay.runtime.devices.device import Device, RuntimeFault
 from forebay.runtime.run.cache_blocks import CacheBlocks
@@ -82,9 +83,9 @@ class Session:
         try:
             device.allocate(plan.arenas if shared is None else shared.beside(plan).arenas)
             self._write_constants(constants)
-            for b in plan.buffers:
-                if b.kind == "routing":  # all slots are empty
-                    device.tensor(TensorRef(b.arena, b.offset, "uint8", (b.nbytes,), (1,), b.name)).zero_()
+            self._routing = {  # of pools, in which all slots are empty
+                b.name: device.tensor(TensorRef(b.arena, b.offset, "int64", (b.nbytes // 8,), (1,), b.name)).zero_()
+                for b in plan.buffers if b.kind == "routing"}
             load_resident([*load, *(() if shared is None else shared.load)], device)
         except BaseException:
             self._end()
@@ -107,8 +108,19 @@ class Session:
             if self._prologue not in (None, program.prologue):
                 raise RuntimeFault(f"{program.name} expects other copies in flight than the steps before it leave")
             self._prologue = program.prologue
+            self._write_places(program)
             found = self._bound[tokens] = BoundProgram(program, self.device, self.trace)
         return found
+
+    def _write_places(self, program: Program) -> None:
+        """Tell, before the first step that brings experts into slots, where in its slot each expert lies."""
+        for item in program.step:
+            if isinstance(item, Copy) and isinstance(item.src, Rows) and item.src.apart and item.src.index is not None:
+                known = self._routing.pop(item.src.index.buffer, None)
+                if known is not None:
+                    assert isinstance(item.src.table, FileSlice)
+                    row = item.src.table.rows(item.src.row_nbytes)
+                    known[: item.src.rows] = torch.tensor([expert_place(row(i)) for i in range(item.src.rows)])
 
     def step(self, inputs: StepInputs) -> torch.Tensor:
         """Run one step; return logits [B, V], or with `every_position` [B, S, V], valid until the next step."""

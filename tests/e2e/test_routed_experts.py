@@ -138,7 +138,7 @@ def routing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, set[int]]]:
     bind = ASSIGN_SLOTS.bind["cpu"]
 
     def bound(use: Use) -> Call:
-        index, state, slots, _, _, first, count = use.args
+        index, state, slots, _, _, first, count, *_ = use.args
         call = bind(use)
 
         def run() -> None:

@@ -6,9 +6,11 @@ constexpr int64_t ONCE = 1 << 20;  // what a use counts
 constexpr int FORGETS = 7;         // each step after it forgets this power of a half of it
 
 extern "C" struct AssignSlotsArgs {
-  const int64_t* index;  // [picks]
-  int64_t* state;        // owner [slots], uses [experts], then of each round want [slots], entries [experts]
+  const int64_t* index;   // [picks]
+  const int64_t* places;  // [experts]: where each begins in a slot; may be null
+  int64_t* state;         // owner [slots], uses [experts], then of each round want [slots], entries [experts]
   int64_t picks, slots, rounds, experts, first, count;  // slots are for `count` experts from `first` on
+  int64_t stride;                                       // from slot to slot
 };
 
 // Scratch: of each expert its slot, its number among those named (-1: it is not), and those named; of each slot the
@@ -49,7 +51,7 @@ extern "C" int forebay_assign_slots(const AssignSlotsArgs* a, float* scratch, in
         if (owner[best] > 0) slot_of[owner[best] - 1] = -1;
         owner[best] = e + 1, slot_of[e] = int32_t(best), round_of[best] = int32_t(r), want[best] = e;
       }
-      entries[e] = slot_of[e];
+      entries[e] = slot_of[e] * a->stride + (a->places ? a->places[e] : 0);
     }
   }
   return 0;

@@ -16,19 +16,22 @@ from forebay.kernels.products.expert_slots.reference import reference
 
 @torch.library.custom_op("forebay::assign_slots", mutates_args=("state",), device_types="cpu")
 def assign_slots(
-    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None
+    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None,
+    places: Tensor | None = None, stride: int = 1,
 ) -> None:
-    """index int64 [...], state int64 [n] (`SlotState`), for `count` experts from `first` on. ValueError names what is
-    wrong."""
+    """index int64 [...], state int64 [n] (`SlotState`), for `count` experts from `first` on, places int64 [experts].
+    ValueError names what is wrong."""
     found = state.contiguous()
-    bind_assign_slots(index.contiguous(), found, slots, rounds, experts, first, count)()
+    places = None if places is None else places.contiguous()
+    bind_assign_slots(index.contiguous(), found, slots, rounds, experts, first, count, places, stride)()
     if found is not state:
         state.copy_(found)
 
 
 @assign_slots.register_fake
 def _(
-    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None
+    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None,
+    places: Tensor | None = None, stride: int = 1,
 ) -> None:
     return None
 
@@ -43,5 +46,5 @@ ASSIGN_SLOTS = Operator(
     _cost,
     bind={"cpu": lambda use: bind_assign_slots(*use.args)},
     workspace={"cpu": lambda use: 4 * scratch_floats(use.args[2], use.args[4])},
-    layouts={"index": "dense", "state": "dense"},
+    layouts={"index": "dense", "state": "dense", "places": "dense"},
 )

@@ -18,18 +18,21 @@ def fail(argument: str, problem: str) -> NoReturn:
 
 
 def check(
-    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None
+    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None,
+    places: Tensor | None = None, stride: int = 1,
 ) -> SlotState:
     """The sizes of a state; ValueError names the argument that is wrong."""
-    for name, value in (("slots", slots), ("rounds", rounds), ("experts", experts)):
+    for name, value in (("slots", slots), ("rounds", rounds), ("experts", experts), ("stride", stride)):
         if value < 1:
             fail(name, f"must be at least 1, got {value}")
     sizes = SlotState(slots, rounds, experts)
-    for name, tensor in (("index", index), ("state", state)):
-        if tensor.dtype != torch.int64 or not tensor.is_contiguous():
+    for name, tensor in (("index", index), ("state", state), ("places", places)):
+        if tensor is not None and (tensor.dtype != torch.int64 or not tensor.is_contiguous()):
             fail(name, f"must be contiguous int64, got {tensor.dtype} with strides {tensor.stride()}")
     if state.numel() < sizes.numbers:
         fail("state", f"must have {sizes.numbers} numbers, got {state.numel()}")
+    if places is not None and places.shape != (experts,):
+        fail("places", f"must be [{experts}], got {list(places.shape)}")
     count = experts if count is None else count
     if first < 0 or count < 1 or first + count > experts:
         fail("first", f"and count must name some of {experts} experts, got {first} and {count}")
@@ -39,10 +42,11 @@ def check(
 
 
 def reference(
-    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None
+    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None,
+    places: Tensor | None = None, stride: int = 1,
 ) -> Tensor:
     """The state [n] that follows `state` once a step has picked the experts of `index`, of which the slots are for
-    `count`, all unless told, from `first` on.
+    `count`, all unless told, from `first` on. Slots are `stride` apart, and an expert begins in its slot at its place.
 
     Rounds have the experts that are named in ascending order, as many each as there are slots. One that is in a slot
     stays there; others come in ascending order, each to a slot that no expert of its round has, of these to one that no
@@ -69,6 +73,6 @@ def reference(
                 owner[slot], slot_of[expert] = expert + 1, slot
                 found[want + slot] = expert
                 held.add(slot)
-            found[entries + expert] = slot_of[expert]
+            found[entries + expert] = slot_of[expert] * stride + (0 if places is None else int(places[expert]))
     found[: slots + experts] = owner + uses
     return torch.tensor(found, dtype=torch.int64, device=state.device)

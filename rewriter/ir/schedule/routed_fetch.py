@@ -5,9 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forebay.rewriter.ir.alignment import PAGE_NBYTES, slot_stride
+from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 
 POOL, ROUTING = ".pool", ".routing"  # end the names of a table's buffers: experts in slots, and which these are
+
+PLACE_NBYTES = 8  # where an expert begins in its slot is counted in so many bytes
+PLACED_NBYTES = 4 * PAGE_NBYTES  # of less, a page of room would be a large share
+
+
+def expert_room(nbytes: int) -> int:
+    """Bytes of a slot for an expert of so many, which may begin anywhere in a page where it is not small."""
+    return slot_stride(nbytes) if nbytes >= PLACED_NBYTES else -(-nbytes // PLACE_NBYTES) * PLACE_NBYTES
+
+
+def expert_place(entry: FileSlice) -> int:
+    """Where an expert begins in its slot: where it does in a page of its file, so that reads land in place, unless its
+    numbers would not be aligned there."""
+    place, rest = divmod(entry.page_offset, PLACE_NBYTES)
+    return 0 if rest or entry.nbytes < PLACED_NBYTES else place
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,9 @@ def test_the_kernel_does_what_the_definition_says() -> None:
         index, state = torch.zeros(tokens, picks, dtype=torch.int64), torch.zeros(sizes.numbers + 1, dtype=torch.int64)
         state[-1] = 77
         first = draw.randrange(sizes.experts) if draw.random() < 0.5 else 0
-        some = first, sizes.experts - first if draw.random() < 0.5 or not first else 1
+        some = [first, sizes.experts - first if draw.random() < 0.5 or not first else 1]
+        if draw.random() < 0.5:
+            some += [torch.tensor([draw.randrange(9) for _ in range(sizes.experts)]), draw.randint(9, 99)]
         call = bind_assign_slots(index, state, *sizes, *some)
         for _ in range(12):
             index.copy_(picked(tokens, picks, sizes.experts, draw))
@@ -114,7 +116,8 @@ def test_it_misses_less_than_what_was_used_last() -> None:
 @pytest.mark.parametrize(("changed", "message"), [
     (dict(slots=0), "slots must be at least 1"), (dict(rounds=1), "rounds must hold"),
     (dict(index=torch.zeros(4, 2)), "index must be contiguous int64"),
-    (dict(state=torch.zeros(3, dtype=torch.int64)), "state must have")])
+    (dict(state=torch.zeros(3, dtype=torch.int64)), "state must have"),
+    (dict(places=torch.zeros(7, dtype=torch.int64)), r"places must be \[8\]"), (dict(stride=0), "stride must be")])
 def test_wrong_arguments_are_named(changed: dict, message: str) -> None:
     given = dict(index=torch.zeros(4, 2, dtype=torch.int64), state=torch.zeros(200, dtype=torch.int64), slots=4,
                  rounds=2, experts=8)
