@@ -124,6 +124,48 @@ def test_matches_its_definition_in_any_chunks(path: str, case: Case, chunks: tup
         assert not found[row, n:].any()
 
 
+CHUNKED = {
+    "delta rule": linear(4, 2, 13, 37, tokens=130), "by channel": linear(2, 1, 24, 70, by_channel=True, tokens=130),
+    "ssd": linear(5, 5, 33, 8, beta=False, tokens=130),
+    "ssd by channel": linear(2, 1, 140, 5, beta=False, by_channel=True, tokens=130),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_tokens_at_once(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of one and of several panels of tokens, and what is left of them, carried on by the state."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    case, begins, lengths = CHUNKED[name], [0, 3, 9, 1], [130, 65, 8, 73]
+    state = case.state.clone()
+    want, kept = case.operator.reference(*case.args(slice(130), state, begins, lengths))
+    outs = []
+    for at, size in ((0, 70), (70, 60)):
+        counts = [min(size, max(0, n - at)) for n in lengths]
+        outs.append(run(case, slice(at, at + size), state, [s + at for s in begins], counts))
+    assert relative(torch.cat(outs, 1), want) < 1e-6 and relative(state, kept) < 1e-6
+
+
+@pytest.mark.parametrize("place", [2, 1, 0], ids="vkq".__getitem__)
+@pytest.mark.parametrize("name", ["delta rule", "by channel", "ssd"])
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf], ids=str)
+def test_tokens_do_not_see_what_comes_after_them(name: str, place: int, spoilt: float) -> None:
+    """A number that is not finite reaches the numbers of its own token and of later ones that use it, and no others."""
+    case = CHUNKED[name]
+    given = list(case.given)
+    given[place] = given[place].clone()  # type: ignore[union-attr]
+    given[place][0, 40, 0, 2] = spoilt  # type: ignore[index]
+    case = replace(case, given=tuple(given))
+    state = case.state.clone()
+    want, kept = case.operator.reference(*case.args(slice(70), state, [2] * BATCH, [70] * BATCH))
+    found = run(case, slice(70), state, [2] * BATCH, [70] * BATCH)
+    assert not want.isfinite().all()
+    for ours, theirs in ((found, want), (state, kept)):
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+        usable = theirs.isfinite()
+        assert relative(ours[usable], theirs[usable]) < 1e-6
+
+
 def test_sequences_do_not_see_each_other(path: str, case: Case) -> None:
     """Each alone gives the very numbers that it gives among others."""
     tokens = case.given[case.by_token[0]].shape[1]  # type: ignore[union-attr]
