@@ -49,7 +49,7 @@ struct Token {
 // Calls in half of a row of the next head's state, while the same row of this one is read: a half at each reading.
 template <int NV, bool IN_PLACE> FB_INLINE void call_next(const float* row, int64_t next, int64_t half) {
   if (IN_PLACE)
-    FB_UNROLL for (int n = 0; n < NV * VL; n += 32) __builtin_prefetch(row + next + n + 16 * half, 1, 2);
+    FB_UNROLL for (int n = 0; n < NV * VL; n += 32) __builtin_prefetch(row + next + n + 16 * half, 0, 2);
 }
 
 // A panel: columns of a state [width, ..], and the way to the same of the next head.
