@@ -3,9 +3,10 @@
 The model has random weights in bf16 and 4 layers of Qwen3-30B-A3B's shape. Budgets are shares of its bytes; the batch
 is 1. Contestants take turns: `pools` reads experts by name, as the planner chooses; `whole` streams every table. Plain
 reads of the model's files before each turn give the ceiling: the bytes of a token at their rate. Hits are the share of
-the experts picked by routers that need no read. A prompt is one token, so each step is a decode step. Tokens are drawn,
-because greedy answers of random weights repeat themselves. The first answer finds empty pools and is not counted. With
-`--model qwen3-moe-skewed` routers prefer some experts.
+the experts picked by routers that need no read; plans expect those that `calibrate --experts` measures on other
+answers. A prompt is one token, so each step is a decode step. Tokens are drawn, because greedy answers of random
+weights repeat themselves. The first answer finds empty pools and is not counted. With `--model qwen3-moe-skewed`
+routers prefer some experts.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ import torch
 import forebay
 from benchmarks.models import MODELS, model_folder
 from benchmarks.probes import Probe, at_pace, moved_so_far, processor
+from forebay.calibrate_experts import calibrate_experts
 from forebay.rewriter.predict.simulate import simulate
 
 TOKENS = {"pools": 16, "whole": 3}  # of an answer
+CALIBRATED = 12  # answers
 OPTIONS: dict[str, dict[str, Any]] = {"pools": {}, "whole": {"expert_slots": 0}}
 
 
@@ -47,7 +50,7 @@ class MeasuredTurns:
     share: float
     name: str
     slots: int
-    assumed_hits: float
+    expected_hits: float
     token_s: list[float] = field(default_factory=list)
     read: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
@@ -57,7 +60,7 @@ class MeasuredTurns:
         """The medians, of answers whose tokens name so many bytes of experts."""
         token_s, read, plain = map(median, (self.token_s, self.read, self.plain))
         spread = (max(self.token_s) - min(self.token_s)) / token_s
-        hits = f"{100 * (1 - read / named_nbytes):4.0f} ({100 * self.assumed_hits:.0f})" if self.slots else "-"
+        hits = f"{100 * (1 - read / named_nbytes):4.0f} ({100 * self.expected_hits:.0f})" if self.slots else "-"
         return (f"{100 * self.share:3.0f} %  {self.name:6} {self.slots:5} {1 / token_s:8.3g} {100 * spread:6.0f} "
                 f"{read / 1e6:9.0f} {hits:>11} {100 * read / token_s / plain:9.0f} "
                 f"{median(a / b for a, b in zip(self.token_s, self.predicted_s, strict=True)):10.2f}")
@@ -69,9 +72,10 @@ def measure(folder: Path, shares: list[float], turns: int) -> list[MeasuredTurns
     weights = sum(os.path.getsize(path) for path in folder.glob("*.safetensors"))
     for share in shares:
         models, rows = {}, {}
+        calibration = calibrated_on_answers(folder, int(share * weights))
         for name, options in OPTIONS.items():
             lm = models[name] = forebay.wrap(folder, {"device": int(share * weights), "disk": folder}, prompt=1,
-                                             new_tokens=max(TOKENS.values()), **options)
+                                             new_tokens=max(TOKENS.values()), calibration=calibration, **options)
             rows[name] = MeasuredTurns(share, name, max(w.pool_slots for w in lm.plan.weights),
                                lm.plan.schedule.routed.hit_rate)
             answer(lm, 2, TOKENS[name])
@@ -91,9 +95,21 @@ def measure(folder: Path, shares: list[float], turns: int) -> list[MeasuredTurns
     return found
 
 
-def answer(lm: Any, first: int, tokens: int) -> None:
+def calibrated_on_answers(folder: Path, nbytes: int) -> Path:
+    """The routing of answers that no turn gives, in a file beside the model, made once."""
+    path = folder / "routing.json"
+    if not path.exists():
+        with forebay.wrap(folder, {"device": nbytes, "disk": folder}, prompt=1, new_tokens=TOKENS["pools"]) as lm:
+            answers = [answer(lm, 100 + i, TOKENS["pools"])[0] for i in range(CALIBRATED)]
+        calibrate_experts(folder, answers, {"device": nbytes, "disk": folder}).save(path)
+    return path
+
+
+def answer(lm: Any, first: int, tokens: int) -> torch.Tensor:
     torch.manual_seed(first)
-    lm.generate(torch.tensor([[first]]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, top_k=0)
+    ids = torch.tensor([[first]])
+    drawn: torch.Tensor = lm.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, top_k=0)
+    return drawn
 
 
 def main() -> None:
@@ -106,7 +122,7 @@ def main() -> None:
     shape = MODELS[args.model]
     named = shape.layers * shape.picks * 3 * shape.hidden * shape.intermediate * 2
     print(f"{args.model}: a token names {named / 1e6:.0f} MB of experts; {processor()}")
-    print("budget what   slots tokens/s spread%  MB/token hits% (assumed) rate%  measured/predicted")
+    print("budget what   slots tokens/s spread%  MB/token hits% (expected) rate%  measured/predicted")
     found = measure(model_folder(args.model), [float(share) for share in args.shares.split(",")], args.turns)
     for each in found:
         print(each.row(named))

@@ -19,6 +19,7 @@ from forebay.rewriter.ir.program import (
     WRITE,
     dtype_itemsize,
 )
+from forebay.rewriter.ir.schedule.routed_fetch import hits_within
 from forebay.rewriter.ir.shared_draft import COPY_STANDS
 from forebay.rewriter.predict.estimator import side_by_side_s
 
@@ -111,12 +112,14 @@ def _of_experts(plan: Plan, compute: float) -> list[str]:
     """The same where decode steps read experts by name, which runs beside nothing: what more memory would give, by the
     share of experts that pools would hold, and a faster disk."""
     step, read = plan.prediction.decode_time_s, plan.prediction.busy_time_s.get(LOOKUP, 0.0)
-    hit = plan.schedule.routed.hit_rate
+    routed = plan.schedule.routed
     pools = sum(b.nbytes for b in plan.buffers if b.kind == "pool")
     tables = sum(w.nbytes for w in plan.weights if w.pool_slots)
-    less = min(1.0, hit / (1 - hit)) if hit < 1 else 0.0  # the share of what is read that twice the slots would hold
+    then = hits_within(routed.measured, min(1.0, 2 * (pools / tables if routed.measured else routed.hit_rate)))
+    less = (then - routed.hit_rate) / (1 - routed.hit_rate) if routed.hit_rate < 1 else 0.0
     twice, all_ = (format_nbytes(plan.budget.device + more) for more in (min(pools, tables - pools), tables - pools))
-    found = [(step / max(1e-9, step - read * less), f"a device budget of {twice}, for pools of twice as many experts,"),
+    found = [(step / max(1e-9, step - read * less), f"a device budget of {twice}, for pools of twice as many experts "
+              f"({100 * then:.0f} % hits),"),
              (step / max(1e-9, step - read), f"a device budget of {all_}, in which all experts stay,"),
              (step / (step - read / 2), "a disk twice as fast")]
     first = (f"{'disk' if read > compute else 'compute'}-bound: reads of experts take {100 * read / step:.0f} % of the "

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from forebay.kernels.formats.slot_state import ITEMSIZE, SlotState, parts_of, rounds_of
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned
 from forebay.rewriter.ir.plan import Plan, PlanError
-from forebay.rewriter.ir.schedule.routed_fetch import POOL, ROUTING, RoutedFetch, expert_room, named_experts
+from forebay.rewriter.ir.schedule.routed_fetch import (
+    POOL,
+    ROUTING,
+    RoutedFetch,
+    expert_room,
+    hits_within,
+    named_experts,
+)
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 
 PARTS = (4, 2)  # of a pool, the most that it has slots for
@@ -36,18 +43,23 @@ def pool_buffers(use: WeightUse, slots: int, tokens: int, parts: int = 1) -> Ite
 
 def most_parts(use: WeightUse, slots: int, tokens: int) -> int:
     """In how many parts a pool can be that has in each room for all that so many tokens name."""
-    named = picks_of(use) * tokens
+    return parts_for(use.rows, slots, picks_of(use) * tokens)
+
+
+def parts_for(experts: int, slots: int, named: int) -> int:
+    """The same for so many experts that are named."""
     return next((parts for parts in PARTS if parts <= slots and all(
-        rounds_of(part.experts, named, part.slots) == 1 for part in parts_of(use.rows, slots, parts))), 1)
+        rounds_of(part.experts, named, part.slots) == 1 for part in parts_of(experts, slots, parts))), 1)
 
 
 @dataclass(frozen=True)
 class ExpertPools:
     """The tables that may have pools, all of as many slots, and the tokens in all of each step that may read experts by
-    name, by its tokens per sequence; of decode steps first."""
+    name, by its tokens per sequence; of decode steps first. Hits as they were `measured` (`hits_within`)."""
 
     tables: tuple[WeightUse, ...]
     tokens: Mapping[int, int]
+    measured: tuple[float, ...] = ()
 
     @property
     def most_slots(self) -> int:
@@ -60,14 +72,15 @@ class ExpertPools:
         return [n for n in dict.fromkeys((1, *sorted(most))) if n <= self.most_slots]
 
     def routed(self, slots: int) -> RoutedFetch:
-        """The steps that read experts by name, where the router prefers nobody; decode steps among them."""
+        """The steps that read experts by name; decode steps among them."""
         if not slots:
             return RoutedFetch()
-        share = slots / max(u.rows for u in self.tables)
+        hits = hits_within(self.measured, slots / max(u.rows for u in self.tables))
         steps = [size for size, tokens in self.tokens.items() if size == 1 or all(
-            (1 - share) * named_experts(u.rows, picks_of(u), tokens) <= GAIN * u.rows for u in self.tables)]
+            (1 - hits) * named_experts(u.rows, picks_of(u), tokens) <= GAIN * u.rows for u in self.tables)]
         most = max(self.tokens[size] for size in steps)
-        return RoutedFetch(tuple(sorted(steps)), min(most_parts(u, slots, most) for u in self.tables), share)
+        return RoutedFetch(tuple(sorted(steps)), min(most_parts(u, slots, most) for u in self.tables), hits,
+                           self.measured)
 
     def nbytes(self, slots: int) -> int:
         """Bytes of the device that pools of so many slots take."""
@@ -88,9 +101,9 @@ class ExpertPools:
         return sum(u.nbytes / u.rows * routed.missed(u.rows, picks_of(u), self.tokens[size]) for u in self.tables)
 
 
-def pools_of(products: Sequence[WeightUse], tokens: Mapping[int, int]) -> ExpertPools:
+def pools_of(products: Sequence[WeightUse], tokens: Mapping[int, int], measured: tuple[float, ...]) -> ExpertPools:
     """The pools that tables among products may have."""
-    return ExpertPools(tuple(filter(is_table, products)), tokens)
+    return ExpertPools(tuple(filter(is_table, products)), tokens, measured)
 
 
 def expert_buffers(plan: Plan, needs: ModelNeeds) -> Iterator[tuple[str, str, str, int, int]]:
@@ -103,6 +116,11 @@ def expert_buffers(plan: Plan, needs: ModelNeeds) -> Iterator[tuple[str, str, st
         raise PlanError(f"plan.schedule.routed.parts: pools of their slots (plan.weights[].pool_slots) have {parts} "
                         f"parts for steps over {routed.steps} tokens (plan.schedule.routed.steps), the plan says "
                         f"{routed.parts}; plan again")
+    for w in pools if routed.measured else ():
+        hits = hits_within(routed.measured, w.pool_slots / max(uses[each.name].rows for each in pools))
+        if abs(hits - routed.hit_rate) > 1e-6:
+            raise PlanError(f"plan.schedule.routed.hit_rate: {routed.hit_rate} is not {hits}, which {w.pool_slots} "
+                            "slots (plan.weights[].pool_slots) have by plan.schedule.routed.measured; plan again")
     found = [(name, kind, "device", nbytes, ALIGNMENT if kind == "routing" or nbytes % PAGE_NBYTES else PAGE_NBYTES)
              for w in pools for name, kind, nbytes in pool_buffers(uses[w.name], w.pool_slots, tokens, parts)]
     yield from sorted(found, key=lambda buffer: -buffer[-1])  # whole pages first, where they leave no gap

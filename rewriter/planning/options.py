@@ -176,7 +176,8 @@ class Options:
         SHARE, "Share of a sequence's tokens whose values decode steps read", CACHE, answers=True,
         planned=lambda plan: plan.schedule.batching.sparsity.values))
     calibration: str | os.PathLike[str] | None = field(default=None, metadata=option(
-        PATH, "Measurements of `forebay calibrate`, by which layers share a softmax maximum on a GPU", CACHE))
+        PATH, "Measurements of `forebay calibrate`: of scores, by which layers share a softmax maximum on a GPU; of "
+        "experts (`--experts`), by which the planner knows what their pools spare", CACHE))
 
     hidden_tier: MemoryTier | None = field(default=None, metadata=option(
         TIER, "Memory that holds hidden states of a prefill's micro-batches", HIDDEN, otherwise=PLANNER,
@@ -212,6 +213,7 @@ class Options:
     rounds: bool = False  # sequences of a job that has more than there is room for begin together all the same
     gather_buffers: int | None = None  # memory for weights that ranks gather ahead, in times of those read at once
     score_ranges: tuple[ScoreRange, ...] = ()  # what `forebay calibrate` measured
+    expert_hits: tuple[float, ...] = ()  # the same: of pools (`hits_within`)
     registered: Mapping[str, Any] = field(default_factory=dict)  # values of options from outside the package
 
     def __post_init__(self) -> None:
@@ -244,12 +246,13 @@ class Options:
         """The same beside a plan: what it says of the values that attention has is so in plans that follow it."""
         return replace(self, cache=plan.cache_format, sparse_values=plan.schedule.batching.sparsity.values,
                        checkpoint_format=plan.schedule.batching.recomputation.format, score_ranges=plan.score_ranges,
+                       expert_hits=plan.schedule.routed.measured,
                        activations=activations_of(plan) if plan.gemm else self.activations)
 
     def output_agnostic(self) -> Options:
         """What is asked for whatever steps give."""
-        return Options(cache=self.cache, score_ranges=self.score_ranges, sparse_values=self.sparse_values,
-                       activations=self.activations)
+        return Options(cache=self.cache, score_ranges=self.score_ranges, expert_hits=self.expert_hits,
+                       sparse_values=self.sparse_values, activations=self.activations)
 
 
 OPTIONS: dict[str, OptionRecord] = {

@@ -36,7 +36,7 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
     for resident weights. They are compared by `Rates.step_time_s`, and none of them gets worse with more budget.
     """
     needs.refuse_sparse_values()
-    kinds, held = kinds_of(needs, workload), needs.host_nbytes
+    kinds, held = kinds_of(needs, workload, options.expert_hits), needs.host_nbytes
     if budget.host is not None and held > budget.host:
         raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the {format_nbytes(held)} ({held} "
                         "bytes) of cache that are to lie in host memory (plan.schedule.batching.cache.on_host); give "
@@ -63,12 +63,12 @@ def plan_fits(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
     """Whether there is a plan for `budget`."""
     held = needs.host_nbytes
     return (budget.host is None or held <= budget.host) and bool(
-        _candidates(needs, kinds_of(needs, workload), budget, workload, options))
+        _candidates(needs, kinds_of(needs, workload, options.expert_hits), budget, workload, options))
 
 
 def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> tuple[int, dict[str, int]]:
     """The least device budget in bytes that a plan exists for, and what takes it; by bisection."""
-    kinds = kinds_of(needs, workload)
+    kinds = kinds_of(needs, workload, options.expert_hits)
     least = replace(options, prefill_chunk=options.prefill_chunk or _shortest(needs, workload.prompt))
 
     def fits(nbytes: int) -> list[ChunkRoom]:

@@ -40,14 +40,14 @@ class WeightKinds:
         return sum(count * -(-nbytes // slot_nbytes) for nbytes, count in self.sizes)
 
 
-def kinds_of(needs: ModelNeeds, workload: Workload) -> WeightKinds:
+def kinds_of(needs: ModelNeeds, workload: Workload, expert_hits: tuple[float, ...] = ()) -> WeightKinds:
     pinned = tuple(u for u in needs.uses if _pinned(u))
     products = tuple(u for u in needs.uses if not _pinned(u) and u.product)
     tables = tuple(u for u in needs.uses if not _pinned(u) and not u.product)
     streamed, batching = {u.name for u in products}, needs.batching
     by_name = needs.weight_tier == "disk" and not needs.host_hop and batching.micro_batches.count == 1
     pools = pools_of(products if by_name else (), {
-        size: size * batching.sequences(workload.batch, size) for size in (1, *needs.speculative)})
+        size: size * batching.sequences(workload.batch, size) for size in (1, *needs.speculative)}, expert_hits)
     dense = tuple(u for u in products if u not in pools.tables)
     return WeightKinds(pinned, products, dense, tables, sum(aligned(u.nbytes) for u in pinned),
                   sum(aligned(u.nbytes) for u in products),

@@ -12,6 +12,7 @@ from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan, WeightPlacement, Workload
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.ir.printable import printable
+from forebay.rewriter.ir.program import DISK, LOOKUP
 from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.predict.simulate import CORES
 
@@ -129,12 +130,19 @@ def _kept(plan: Plan, captured: CapturedModel | None) -> str:
 
 def _experts(plan: Plan) -> str:
     """How many experts pools hold, and what a decode step is expected to find there and to read."""
-    tables, routed = [w for w in plan.weights if w.pool_slots], plan.schedule.routed
+    tables, routed, p = [w for w in plan.weights if w.pool_slots], plan.schedule.routed, plan.prediction
     pools = sum(b.nbytes for b in plan.buffers if b.kind == "pool")
     share = pools / max(1, sum(w.nbytes for w in tables))
-    return (f"{tables[0].pool_slots} of each of {len(tables)} layers stay in pools of {format_nbytes(pools)} "
-            f"({100 * share:.0f} %)\n{'':<10}decode steps read those that the router names and that are not there\n"
-            f"{'':<10}assumed: {100 * routed.hit_rate:.0f} % are there, as if the router preferred nobody")
+    how = "measured" if routed.measured else "assumed"
+    why = "on the prompts of the calibration" if routed.measured else "as if the router preferred nobody"
+    disk_s = p.busy_time_s.get(LOOKUP, 0.0) + p.busy_time_s.get(DISK, 0.0)
+    lines = [f"{tables[0].pool_slots} of each of {len(tables)} layers stay in pools of {format_nbytes(pools)} "
+             f"({100 * share:.0f} %)", "decode steps read those that the router names and that are not there",
+             f"{how}: {100 * routed.hit_rate:.0f} % are there, {why}"]
+    if disk_s:
+        lines.append(f"the disk takes {1000 * disk_s:.3g} ms for the {format_nbytes(p.streamed_nbytes)} of a step: at "
+                     f"most {plan.workload.batch / disk_s:.3g} tokens/s")
+    return f"\n{'':<10}".join(lines)
 
 
 def _usual(work: Workload) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from forebay.calibration import ranges_for
+from forebay.calibration import calibrated
 from forebay.drafted import DraftedPlanner
 from forebay.language_model import LanguageModel
 from forebay.read_mesh import read_mesh
@@ -26,8 +25,7 @@ def build_model(
 ) -> LanguageModel:
     """Build an opened model by itself, beside a draft, or on one of several ranks; `capture` is as for it."""
     captured, checkpoint, _ = opened
-    options = replace(options, score_ranges=options.score_ranges or ranges_for(
-        options.calibration, checkpoint.fingerprint, captured.dtype))
+    options = calibrated(options, checkpoint.fingerprint, captured.dtype)
     given: Any = *opened, budget, workload, options, options.machine, options.plan, choose
     if options.draft is not None and options.mesh is not None:
         raise PlanError("draft: a model on several ranks has none; leave draft or mesh out")

@@ -15,9 +15,14 @@ from selection import at_length
 
 from forebay.api import wrap
 from forebay.calibrate import calibrate, score_extremes
-from forebay.calibration import Calibration, LayerScores, ranges_for
+from forebay.calibration import Calibration, LayerScores, calibrated
 from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.planning.options import Options
+
+
+def _ranges(path: Path, fingerprint: str, dtype: torch.dtype) -> tuple[ScoreRange, ...]:
+    return calibrated(Options(calibration=path), fingerprint, dtype).score_ranges
 
 
 def scores_of(model: Any, prompts: list[torch.Tensor]) -> dict[int, tuple[float, float]]:
@@ -112,11 +117,11 @@ def test_a_spoiled_calibration_is_an_error_of_one_line(layers: Any, reason: str,
     """PlanError is what the commands tell in one line; the field is named."""
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"fingerprint": "f", "prompts": 1, "tokens": 2, "layers": [LAYER]}))
-    assert [r.layer for r in ranges_for(path, "f", torch.float32)] == [0]
-    assert ranges_for(path, "f", torch.float64) == (), "no kernel shares a maximum there"
+    assert [r.layer for r in _ranges(path, "f", torch.float32)] == [0]
+    assert _ranges(path, "f", torch.float64) == (), "no kernel shares a maximum there"
     path.write_text(json.dumps({"fingerprint": "f", "prompts": 1, "tokens": 2, "layers": layers}))
     with pytest.raises(PlanError, match=rf"c\.json is not a calibration: .*{reason}"):
-        ranges_for(path, "f", torch.float32)
+        _ranges(path, "f", torch.float32)
 
 
 def test_the_cache_stays_where_its_launches_are_looked_at(llama_checkpoint: Any) -> None:
@@ -173,5 +178,5 @@ def test_a_plan_takes_the_ranges_that_were_measured(llama_checkpoint: Any, tmp_p
         wrap(llama_checkpoint.folder, budget, calibration=tmp_path / "other.json")
     wide = replace(found.layers[0], largest=found.layers[0].least_maximum + 200)
     replace(found, layers=(wide, *found.layers[1:])).save(tmp_path / "wide.json")
-    ranges = ranges_for(tmp_path / "wide.json", found.fingerprint, torch.float32)
+    ranges = _ranges(tmp_path / "wide.json", found.fingerprint, torch.float32)
     assert [r.layer for r in ranges] == [s.layer for s in found.layers[1:]], "a layer too wide is synchronised"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forebay.calibration import Calibration, LayerScores, ranges_for
+from forebay.calibration import Calibration, LayerRouting, LayerScores, calibrated
 from forebay.commands import render_chats
 from forebay.commands.chat_template import MOST_CHARACTERS
 from forebay.commands.evaluate import _read_texts
@@ -28,6 +28,7 @@ from forebay.rewriter.checkpoints.grouped import grouped_tensors, quantization_s
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.resolve import MODELS, SOURCE
 from forebay.rewriter.ir.score_range import check_ranges
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.model_shapes import ModelError, load_config, shape_from_config
 from tests.faults.spoil import Format
 from tests.rewriter.checkpoints.test_grouped import CASES, quantized, settings
@@ -180,5 +181,6 @@ def texts(folder: Path) -> Format:
 def calibration(folder: Path) -> Format:
     path, dtypes = folder / "calibration.json", (torch.float32, torch.float16)
     layers = tuple(LayerScores(i, 9, -2.5, 3.0, 1.5) for i in range(2))
-    Calibration("f", 1, 2, layers).save(path)
-    return Format(path, lambda: [check_ranges(ranges_for(path, "f", dtype)) for dtype in dtypes])
+    Calibration("f", 1, 2, layers, (LayerRouting(0, (3, 1), (0.5, 0.9)),)).save(path)
+    return Format(path, lambda: [check_ranges(
+        calibrated(Options(calibration=path), "f", dtype).score_ranges) for dtype in dtypes])

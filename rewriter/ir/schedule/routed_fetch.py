@@ -32,11 +32,13 @@ class RoutedFetch:
     """Steps over so many tokens per sequence, the `steps`, read experts by name into the pools of their tables, which
     keep what they hold from step to step; all others stream tables whole. Of several `parts` of a pool, each has room
     for all that a step names of its experts, and is read while experts of the one before are computed. Predictions take
-    a share `hit_rate` of the experts that a step names to be in their pool."""
+    a share `hit_rate` of the experts that a step names to be in their pool: by what was `measured` (`hits_within`), or,
+    without that, as if routers preferred nobody."""
 
     steps: tuple[int, ...] = ()
     parts: int = 1
     hit_rate: float = 0.0
+    measured: tuple[float, ...] = ()
 
     def missed(self, experts: int, picks: int, tokens: int) -> float:
         """Experts that a step over so many tokens in all is expected to read of a table."""
@@ -52,12 +54,24 @@ class RoutedFetch:
             return f"schedule.routed.parts: {self.parts} is below 1"
         if not 0 <= self.hit_rate <= 1 or (self.hit_rate and not tiers):
             return f"schedule.routed.hit_rate: {self.hit_rate} must be a share, and 0 without pools"
+        if list(self.measured) != sorted(self.measured) or any(not 0 <= hits <= 1 for hits in self.measured):
+            return f"schedule.routed.measured: {list(self.measured)} must be shares, in ascending order"
         if {*tiers} - {"disk"}:
             return "weights[].pool_slots: only tables on the tier disk have pools"
         if tiers and micro_batches.count > 1:
             return (f"schedule.batching.micro_batches.count: {micro_batches.count} must be 1 where experts are read by "
                     "name for a whole batch (plan.weights[].pool_slots)")
         return ""
+
+
+def hits_within(measured: Sequence[float], share: float) -> float:
+    """Share of the named experts that pools for a `share` of all hold. `measured` are the hits of pools for equal steps
+    of that share, the last one for all; without them the router prefers nobody."""
+    if not measured:
+        return share
+    whole, rest = divmod(share * len(measured), 1)
+    below, above = ((0.0, *measured)[min(int(whole) + i, len(measured))] for i in (0, 1))
+    return below + rest * (above - below)
 
 
 def named_experts(experts: int, picks: int, tokens: int) -> float:

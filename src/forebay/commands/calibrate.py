@@ -21,16 +21,22 @@ def calibrate_command(
     options: Options,
     budget: Annotated[str, typer.Option(
         "--budget", metavar="TIER=SIZE,…", help="What may be used, e.g. device=120MiB,host=2GB,disk=/path.")],
+    experts: Annotated[bool, typer.Option(
+        "--experts", help="Which experts routers pick, and what pools of them would hold, instead of scores.")] = False,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt that are looked at, at most.")] = 512,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
     dtype: Annotated[str, typer.Option(help="fp16 or bf16: for which the printed ranges are chosen.")] = "bf16",
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:  # fmt: skip
-    """Measure the attention scores of real prompts, for decode attention with a shared softmax maximum."""
+    """Measure what plans take from real prompts: attention scores, or the routing of experts.
+
+    The scores are for decode attention with a shared softmax maximum. The result is given to `--calibration`.
+    """
     with clean_errors(debug):
         import torch
 
         from forebay.calibrate import calibrate
+        from forebay.calibrate_experts import calibrate_experts
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests
         from forebay.rewriter.checkpoints.config import read_config
 
@@ -48,7 +54,8 @@ def calibrate_command(
             say(f"{prompts} line {line.line}: {line.reason}")
         if not encoded:
             raise JobError(f"{prompts} holds no prompt that can be used")
-        found = calibrate(folder, [torch.tensor(p.ids[:tokens]) for p in encoded], budget)
+        measure = calibrate_experts if experts else calibrate
+        found = measure(folder, [torch.tensor(p.ids[:tokens]) for p in encoded], budget)
         found.save(output)
         print(found.table(chosen))
         say(f"{found.prompts} prompts, {found.tokens} tokens; written to {output}")

@@ -32,7 +32,7 @@ PROMPT = 64  # tokens, where none are named
 EXPLORED = ("batch", "prompt", "new_tokens", "typical", "machine")  # what a search by closed forms alone goes by
 
 
-@with_options(leave=("batch_slots", "plan", "calibration"), said={
+@with_options(leave=("batch_slots", "plan"), said={
     "batch": "1; with --config: searched", "prompt": "64; with --config: 512", "new_tokens": "64; with --config: 32"})
 def plan(
     options: Options,
@@ -83,7 +83,7 @@ def plan(
             raise PlanError("--rank is for the plans of a --mesh")
         asked = options.forced()
         if config is not None:
-            _refuse({f"--{name}": name in asked for name in ("draft", "dequantize", "mesh")},
+            _refuse({f"--{name}": name in asked for name in ("calibration", "draft", "dequantize", "mesh")},
                     "is for the weights of a MODEL")
             request = _request(config, options, budget, objective=objective, latency_s=latency,
                                tokens_per_s=tokens_per_s)
@@ -135,6 +135,7 @@ def _plan_model(
     model: str, budget: str, options: Options, as_json: bool, save: Path | None,
     pictures: tuple[Path | None, Path | None],
 ) -> None:
+    from forebay.calibration import calibrated
     from forebay.commands.pictures import draw_step
     from forebay.commands.plan_config import draw_frontier, frontier_lines
     from forebay.commands.process_memory import anonymous_nbytes, beside_nbytes, calls_of
@@ -157,6 +158,7 @@ def _plan_model(
     profile = machine_profile(options, folder)
     with console().status("capturing the model"):
         planner = ModelPlanner(*(opened := open_model(folder)), sizes, profile)
+        options = calibrated(options, opened[1].fingerprint, opened[0].dtype)
         workload = _workload(options, opened[0].max_positions)
     with console().status("planning"):
         steps = planner.planned(workload, options, plan_batch)
@@ -187,6 +189,7 @@ def _plan_mesh(
     model: str, rank: int, budget: str, options: Options, as_json: bool, save: Path | None
 ) -> None:
     """Plan all ranks, write their plans, and show one."""
+    from forebay.calibration import calibrated
     from forebay.commands.plan_ranks import plans_of_ranks, save_ranks, step_lines
     from forebay.open_model import open_model
     from forebay.read_mesh import read_mesh
@@ -203,6 +206,7 @@ def _plan_mesh(
     profile = machine_profile(options, folder)
     with console().status("capturing the model"):
         opened = open_model(folder)
+    options = calibrated(options, opened[1].fingerprint, opened[0].dtype)
     made = plans_of_ranks(opened, mesh, parse_budget(budget), workload, options, profile)
     if save:
         save_ranks(made, save)

@@ -72,7 +72,7 @@ def run(
     Long: half of it is the options of its own.
     """
     with clean_errors(debug), among_ranks(options.mesh, output) as (mesh, output):
-        from forebay.calibration import ranges_for
+        from forebay.calibration import calibrated
         from forebay.commands import jobs
         from forebay.commands.chat import answer_one
         from forebay.commands.plan_job import fit_job, prompt_room, unfit
@@ -127,8 +127,7 @@ def run(
             captured, checkpoint, files = open_model(folder, verify=verify, keep=options.of_one_model)
             tokenizer = load_tokenizer(folder)
             eos = stop_ids(folder, tokenizer)
-        options = replace(
-            options, score_ranges=ranges_for(options.calibration, checkpoint.fingerprint, captured.dtype))
+        options = calibrated(options, checkpoint.fingerprint, captured.dtype)
         most = prompt_room(captured.max_positions, saved, new_tokens)
         encoded, more = encode(requests, tokenizer, chat=chat, vocab_size=captured.vocab_size, most_tokens=most)
         bad += more
