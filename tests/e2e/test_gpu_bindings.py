@@ -13,6 +13,8 @@ import transformers
 pytest.importorskip("triton")
 
 from families import llama
+from selection import at_length
+from small_experts import random_model
 
 from forebay.kernels import operators
 from forebay.kernels.attention.costs import gpu_workspace_nbytes
@@ -124,3 +126,38 @@ def test_a_quantised_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (shares,) = {gpu_workspace_nbytes(i, *i.args[7:9]) for i in attention}
     assert shares > gpu_workspace_nbytes(Tensors((torch.empty(2, 4, 2, 16), prompt), {}, ()))
     assert all(dict(i.held)["scratch"] >= shares for i in attention)
+
+
+# Whole models of other layers, each with the operators that no other test of this file binds.
+KINDS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "qwen3_5_text": (
+        dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+             layer_types=["linear_attention", "full_attention"]),
+        {"forebay.short_conv", "forebay.linear_recurrence"}),
+    "mamba": (dict(state_size=4), {"forebay.short_conv", "forebay.selective_scan"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", at_length("mamba")])
+def test_layers_of_other_kinds(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of unequal length and a decode step give the logits of the CPU's kernels."""
+    sizes, operators_of_it = KINDS[family]
+    config = transformers.AutoConfig.for_model(
+        family, hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, pad_token_id=0, max_position_embeddings=64, **sizes)
+    random_model(config).save_pretrained(tmp_path)
+    prompt = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(prompt)
+    mask[0, :2] = 0
+    opened, budget, found = open_model(tmp_path), Budget(1 << 26, 1 << 24), {}
+    for kind in ("cpu", "NVIDIA H200"):
+        gpu = GpuOfThreads(monkeypatch) if kind != "cpu" else None
+        machine = replace(Machine.default(), device_kind=kind)
+        with LanguageModel(*opened, budget, Workload(2, 5, 3), Options(), machine) as lm:
+            found[kind] = lm.generate(
+                prompt, attention_mask=mask, max_new_tokens=2, do_sample=False, output_logits=True,
+                return_dict_in_generate=True, eos_token_id=None, pad_token_id=0)
+    assert gpu is not None and operators_of_it <= {op for op, _ in gpu.bound}
+    assert torch.equal(found["cpu"].sequences, found["NVIDIA H200"].sequences)
+    for want, got in zip(found["cpu"].logits, found["NVIDIA H200"].logits, strict=True):
+        assert (got - want).double().norm() < 1e-4 * want.double().norm()

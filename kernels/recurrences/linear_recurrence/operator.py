@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from forebay.kernels.operator import Cost, Operator, Use, in_columns, nbytes_of
+from forebay.kernels.operator import Call, Cost, Operator, Tensors, Use, in_columns, nbytes_of
 from forebay.kernels.recurrences.linear_recurrence.cpu import bind_linear_recurrence
 from forebay.kernels.recurrences.linear_recurrence.reference import reference
 
@@ -37,12 +37,29 @@ def linear_recurrence(
     return out
 
 
+@linear_recurrence.register_kernel("cuda")
+def _(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, start: Tensor,
+    count: Tensor,
+) -> Tensor:
+    out = v.new_empty(v.shape)
+    given = (None if t is None else in_columns(t) for t in (q, k, v, log_decay, beta))
+    _bind_cuda(Tensors((*given, state, start, count), {}, (out,)))()
+    return out
+
+
 @linear_recurrence.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, start: Tensor,
     count: Tensor,
 ) -> Tensor:
     return v.new_empty(v.shape)
+
+
+def _bind_cuda(use: Use) -> Call:
+    from forebay.kernels.recurrences.linear_recurrence.gpu import bind_linear_recurrence as bind
+
+    return bind(*use.args, *use.out)
 
 
 def _cost(use: Use) -> Cost:
@@ -56,7 +73,7 @@ LINEAR_RECURRENCE = Operator(
     torch.ops.forebay.linear_recurrence.default,
     reference,
     _cost,
-    bind={"cpu": lambda use: bind_linear_recurrence(*use.args, *use.out)},
+    bind={"cpu": lambda use: bind_linear_recurrence(*use.args, *use.out), "cuda": _bind_cuda},
     layouts={**dict.fromkeys(("q", "k", "v", "log_decay", "beta"), "columns"),
              **dict.fromkeys(("state", "start", "count"), "dense")},
 )

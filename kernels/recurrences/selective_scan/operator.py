@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from forebay.kernels.operator import Cost, Operator, Use, in_columns, nbytes_of
+from forebay.kernels.operator import Call, Cost, Operator, Tensors, Use, in_columns, nbytes_of
 from forebay.kernels.recurrences.selective_scan.cpu import bind_selective_scan
 from forebay.kernels.recurrences.selective_scan.reference import reference
 
@@ -29,11 +29,26 @@ def selective_scan(
     return out
 
 
+@selective_scan.register_kernel("cuda")
+def _(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, start: Tensor, count: Tensor
+) -> Tensor:
+    out = x.new_empty(x.shape)
+    _bind_cuda(Tensors((x, dt, a.contiguous(), in_columns(b), in_columns(c), state, start, count), {}, (out,)))()
+    return out
+
+
 @selective_scan.register_fake
 def _(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, start: Tensor, count: Tensor
 ) -> Tensor:
     return x.new_empty(x.shape)
+
+
+def _bind_cuda(use: Use) -> Call:
+    from forebay.kernels.recurrences.selective_scan.gpu import bind_selective_scan as bind
+
+    return bind(*use.args, *use.out)
 
 
 def _cost(use: Use) -> Cost:
@@ -45,7 +60,7 @@ SELECTIVE_SCAN = Operator(
     torch.ops.forebay.selective_scan.default,
     reference,
     _cost,
-    bind={"cpu": lambda use: bind_selective_scan(*use.args, *use.out)},
+    bind={"cpu": lambda use: bind_selective_scan(*use.args, *use.out), "cuda": _bind_cuda},
     layouts={**dict.fromkeys(("b", "c"), "columns"),
              **dict.fromkeys(("a", "state", "start", "count"), "dense")},
 )

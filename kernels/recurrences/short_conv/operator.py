@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from forebay.kernels.operator import Cost, Operator, Use, in_columns, nbytes_of
+from forebay.kernels.operator import Call, Cost, Operator, Tensors, Use, in_columns, nbytes_of
 from forebay.kernels.recurrences.short_conv.cpu import bind_short_conv
 from forebay.kernels.recurrences.short_conv.reference import reference
 
@@ -28,11 +28,27 @@ def short_conv(
     return out
 
 
+@short_conv.register_kernel("cuda")
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, start: Tensor, count: Tensor, activation: str = ""
+) -> Tensor:
+    out = x.new_empty(x.shape)
+    bias = None if bias is None else bias.contiguous()
+    _bind_cuda(Tensors((in_columns(x), weight.contiguous(), bias, state, start, count, activation), {}, (out,)))()
+    return out
+
+
 @short_conv.register_fake
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, start: Tensor, count: Tensor, activation: str = ""
 ) -> Tensor:
     return x.new_empty(x.shape)
+
+
+def _bind_cuda(use: Use) -> Call:
+    from forebay.kernels.recurrences.short_conv.gpu import bind_short_conv as bind
+
+    return bind(*use.args[:6], *(use.args[6:] or ("",)), *use.out)
 
 
 def _cost(use: Use) -> Cost:
@@ -45,6 +61,7 @@ SHORT_CONV = Operator(
     torch.ops.forebay.short_conv.default,
     reference,
     _cost,
-    bind={"cpu": lambda use: bind_short_conv(*use.args[:6], *(use.args[6:] or ("",)), *use.out)},
+    bind={"cpu": lambda use: bind_short_conv(*use.args[:6], *(use.args[6:] or ("",)), *use.out),
+          "cuda": _bind_cuda},
     layouts={"x": "columns", "weight": "dense", "bias": "dense", "state": "dense", "start": "dense", "count": "dense"},
 )
