@@ -20,7 +20,6 @@ import torch
 from benchmarks import llama_cpp
 from forebay.rewriter.checkpoints.gguf import convert_gguf
 from forebay.rewriter.checkpoints.gguf_config import llama3_factors
-from forebay.rewriter.checkpoints.gguf_keys import ARCHITECTURES
 
 AIM = 0.001
 TOKENS, VOCABULARY = 64, 288
@@ -48,11 +47,15 @@ MORE: tuple[tuple[str, dict[str, Any], dict[str, np.ndarray]], ...] = (
 def compare(path: Path, architecture: str, settings: Mapping[str, Any], factors: Mapping[str, np.ndarray]
             ) -> tuple[float, float]:
     """Perplexity by transformers on what the file becomes, and by llama.cpp."""
+    from converted_gguf import MODELS, write_converted
     from tiny_gguf import write_model
     from transformers import AutoModelForCausalLM
 
-    write_model(path, architecture, tied=architecture not in ("nemotron", "stablelm"), kinds=("F32",),
-                settings=settings, factors=factors, loadable=True)
+    if architecture in MODELS:
+        write_converted(path, architecture)
+    else:
+        write_model(path, architecture, tied=architecture not in ("nemotron", "stablelm"), kinds=("F32",),
+                    settings=settings, factors=factors, loadable=True)
     ids = torch.randint(3, VOCABULARY, (TOKENS + 1,), generator=torch.Generator().manual_seed(1))
     model = AutoModelForCausalLM.from_pretrained(convert_gguf(path, path.with_suffix(""))).eval()
     with torch.no_grad():
@@ -63,12 +66,16 @@ def compare(path: Path, architecture: str, settings: Mapping[str, Any], factors:
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
     missed = 0
-    for architecture, settings, factors in (*((name, {}, {}) for name in ARCHITECTURES), *MORE):
+    from converted_gguf import MODELS
+    from tiny_gguf import CONFIGS
+
+    plain = ((name, {}, {}) for name in (*CONFIGS, *MODELS) if name != "mixtral")
+    for architecture, settings, factors in (*plain, *MORE):
         with tempfile.TemporaryDirectory() as folder:
             ours, peer = compare(Path(folder) / "m.gguf", architecture, settings, factors)
         missed += abs(ours / peer - 1) > AIM
         what = ", ".join((*settings, *factors))
-        print(f"{architecture:<11} {ours:9.3f} {peer:9.3f} {ours / peer - 1:+9.4%}  {what}", flush=True)
+        print(f"{architecture:<22} {ours:9.3f} {peer:9.3f} {ours / peer - 1:+9.4%}  {what}", flush=True)
     sys.exit(f"{missed} missed" if missed else 0)
 
 

@@ -1,4 +1,4 @@
-"""GGUF to safetensors, one tensor at a time, with the values transformers gives for `gguf_file=`."""
+"""GGUF to safetensors, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def convert_gguf(
     Writes config.json, generation_config.json, model.safetensors and, where the file has one, the tokenizer. Holds
     about two of the largest tensors in memory, never the model. The folder appears by one rename once everything is
     on disk, so an interrupted conversion leaves no folder of that name. `progress` is called with (bytes written,
-    bytes in all). Names and permutations come from transformers' own GGUF loader, so in float32 the result equals
-    `from_pretrained(gguf_file=...)` bit for bit. Raises CheckpointError for an unknown architecture, a truncated or
-    corrupt file, a full disk, or an `out_folder` that is already there.
+    bytes in all). In float32 the result equals `from_pretrained(gguf_file=...)` bit for bit where transformers reads
+    the architecture. Raises CheckpointError for an unknown architecture, a truncated or corrupt file, a full disk, or
+    an `out_folder` that is already there.
     """
     path, out = Path(path).expanduser(), Path(out_folder).expanduser()
     if dtype not in OUTPUT_DTYPES:

@@ -61,10 +61,10 @@ def answer_ends(header: GgufHeader, eos: int | None, vocabulary: int, tokenizer:
 
 @one_thread
 def _read_tokenizer(header: GgufHeader) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import TokenizersBackend  # whatever the architecture, which AutoTokenizer asks for
 
     with _alone(header.path) as only:
-        tokenizer = AutoTokenizer.from_pretrained(only, gguf_file=header.path.name, **LOCAL_ONLY)
+        tokenizer = TokenizersBackend.from_pretrained(only, gguf_file=header.path.name, **LOCAL_ONLY)
     if header.metadata.get("tokenizer.ggml.model") == "gpt2":
         _split_text(header, tokenizer)
     return tokenizer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from forebay.rewriter.checkpoints.gguf_keys import ARCHITECTURES
+from forebay.rewriter.checkpoints.gguf_architectures import ARCHITECTURES
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.files import open_input
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +17,10 @@ from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS, repack, repres
 from forebay.rewriter.checkpoints.gguf_config import gguf_model
 from forebay.rewriter.checkpoints.gguf_files import write_model_files
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, gguf_parts, read_gguf
-from forebay.rewriter.checkpoints.gguf_tensors import PlacedExperts, PlacedParameter, PlacedTensor, place_tensors
+from forebay.rewriter.checkpoints.gguf_tensors import PlacedParameter, PlacedParts, PlacedTensor, place_tensors
 from forebay.rewriter.checkpoints.identity import FileState, file_states, read_whole
 from forebay.rewriter.checkpoints.records import CheckpointError
-from forebay.rewriter.checkpoints.source_tensor import SourceTensor
+from forebay.rewriter.checkpoints.source_tensor import ReadRows, SourceTensor
 from forebay.rewriter.ir.files import naming, open_input
 from forebay.rewriter.one_thread import one_thread
 
@@ -70,9 +70,11 @@ def open_gguf(path: Path) -> GgufSource:
 
 
 def _weight(placed: PlacedParameter, dtype: torch.dtype) -> SourceTensor:
-    if isinstance(placed, PlacedExperts):
+    if isinstance(placed, PlacedTensor):
+        return GgufWeight(placed, dtype)
+    if not (placed.transposed or placed.woven):
         return StackedTensor(placed.name, placed.shape, tuple(GgufWeight(piece, dtype) for piece in placed.pieces))
-    return GgufWeight(placed, dtype)
+    return TurnedExperts(placed.name, placed.shape, tuple(GgufWeight(piece, dtype) for piece in placed.pieces), placed)
 
 
 def _compute_dtype(header: GgufHeader) -> torch.dtype:
@@ -164,14 +166,17 @@ class GgufWeight:
     @cached_property
     def _order(self) -> tuple[np.ndarray, bool] | None:
         """Which row of the file each row of outputs is, and whether the model has the matrix transposed; None where
-        the file's rows are not the model's in some order. Found by letting transformers order a numbered matrix."""
+        the file's rows are not the model's in some order. Found by ordering a numbered matrix."""
         if len(self.tensor.shape) != 2:
             return None
         count = self.tensor.shape[0]
         numbered = np.arange(count, dtype=np.int64)[:, None] * 2 + np.arange(2)
         try:
-            made = self.placed.processed(numbered)
+            with np.errstate(invalid="ignore", divide="ignore"):
+                made = self.placed.changed(numbered)
         except ValueError:  # it counts on the real number of columns
+            return None
+        if made.dtype != numbered.dtype:
             return None
         for transposed, found in ((False, made), (True, made.T)):
             if found.shape != numbered.shape or (count == 2 and transposed):
@@ -188,3 +193,45 @@ class GgufWeight:
         step = max(1, PIECE_NBYTES // (4 * self.tensor.shape[1]))
         return all(representable(self._blocks(np.arange(n, min(n + step, count))), kind)
                    for n in range(0, count, step))
+
+
+@dataclass(frozen=True)
+class TurnedExperts(StackedTensor):
+    """Matrices of experts that the model has transposed, or in which rows of gates and of values alternate."""
+
+    placed: PlacedParts
+
+    def contents(self) -> Iterator[torch.Tensor]:
+        return (self.placed.matrix(pieces).to(self.dtype) for pieces in self.placed.matrices)
+
+    def rows(self, transposed: bool) -> ReadRows:
+        if not transposed:
+            raise CheckpointError(f"{self.name} is a matrix that the model does not have transposed, which is not read")
+        return super().rows(False)
+
+    def _joined(self, open_piece: Callable[[SourceTensor], ReadRows]) -> ReadRows:
+        """Rows of outputs, those of one expert after the other."""
+        outputs = self.shape[2]
+        count = len(self.pieces) // self.shape[0]
+
+        def read(lower: int, upper: int) -> torch.Tensor:
+            found = []
+            while lower < upper:
+                expert, first = divmod(lower, outputs)
+                last = min(first + upper - lower, outputs)
+                found.append(some([open_piece(each) for each in self.pieces[expert * count : (expert + 1) * count]],
+                                  first, last))
+                lower += last - first
+            return torch.cat(found)
+
+        def some(pieces: list[ReadRows], first: int, last: int) -> torch.Tensor:
+            if self.placed.woven:
+                lower, upper = first // count, -(-last // count)
+                rows = torch.stack([piece(lower, upper) for piece in pieces], 1).flatten(0, 1)
+                return rows[first - lower * count : last - lower * count]
+            each = outputs // count
+            parts = [piece(max(0, first - n * each), min(each, last - n * each)) for n, piece in enumerate(pieces)
+                     if first < (n + 1) * each and last > n * each]
+            return torch.cat(parts)
+
+        return read

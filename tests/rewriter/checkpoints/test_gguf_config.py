@@ -92,6 +92,18 @@ def test_linear_scaling(tmp_path: Path, architecture: str, settings: dict[str, A
     assert np.allclose(cos[0, :, :8], np.cos(angles), atol=1e-4)
 
 
+@pytest.mark.parametrize(("fast", "slow"), [(None, None), (8.0, 0.5)])
+def test_yarn_divides_low_frequencies(tmp_path: Path, fast: float | None, slow: float | None) -> None:
+    told = {} if fast is None else {"rope.scaling.yarn_beta_fast": fast, "rope.scaling.yarn_beta_slow": slow}
+    config = config_of(tmp_path, "llama", settings={"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                                                    "rope.scaling.original_context_length": 64} | told)
+    bounds = [8 * math.log(64 / (turns * 2 * math.pi)) / math.log(10000) for turns in (fast or 32, slow or 1)]
+    low, high = max(math.floor(bounds[0]), 0), min(math.ceil(bounds[1]), 15)
+    divided = np.clip((np.arange(8) - low) / (high - low), 0, 1)
+    plain = 10000.0 ** -(np.arange(0, 16, 2) / 16)
+    assert np.allclose(frequencies(config), plain * (1 - divided) + plain / 4 * divided, rtol=1e-5)
+
+
 @pytest.mark.parametrize("scale", [None, 1.25])
 def test_factors_of_short_and_long_contexts(tmp_path: Path, scale: float | None) -> None:
     short, long = np.linspace(1, 2, 8, dtype=np.float32), np.linspace(1, 9, 8, dtype=np.float32)
@@ -107,8 +119,10 @@ def test_factors_of_short_and_long_contexts(tmp_path: Path, scale: float | None)
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (dict(settings={"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}),
-     r"rope.scaling.type 'yarn' with factor 4.0 scales"),
+    (dict(settings={"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}),
+     r"rope.scaling.type 'longrope' with factor 4.0 scales"),
+    (dict(settings={"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_ext_factor": 0.0}),
+     r"yarn_ext_factor is 0.0, and this release computes with -1 or 1 only"),
     (dict(factors={"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}), r"rope_freqs.weight \(F32\) scales"),
     (dict(factors={"rope_freqs.weight": np.ones(8, np.float16) * 2}), r"rope_freqs.weight has type F16, not F32"),
     (dict(factors={"rope_factors_long.weight": np.ones(8, np.float32)}), r"rope_factors_long.weight \(F32\) scales"),

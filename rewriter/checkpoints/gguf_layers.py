@@ -1,0 +1,279 @@
+"""Fields of a config that follow from several metadata keys, or from which tensors a GGUF file has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from forebay.rewriter.checkpoints import gguf_keys as keys
+from forebay.rewriter.checkpoints.gguf_header import GgufHeader
+from forebay.rewriter.checkpoints.gguf_values import (
+    has_tensor,
+    layer_count,
+    read_layers,
+    read_number,
+    read_value,
+    require,
+)
+from forebay.rewriter.checkpoints.records import CheckpointError
+
+Settings = dict[str, Any]
+SOFTMAX, SIGMOID = 1, 2  # of `expert_gating_func`
+NO_QUERY_NORM = 128  # Llama 4 with so many experts normalises neither queries nor keys
+
+
+def layer_fields(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """The fields that the architecture's own rule gives, beside those `found` so far.
+
+    Raises:
+        CheckpointError: Settings that transformers' model of this architecture cannot have.
+    """
+    rule = RULES.get(header.architecture)
+    return rule(header, found) if rule else {}
+
+
+def read_windows(header: GgufHeader, window: int, default: int) -> list[str]:
+    """The type of attention of each layer; `default` is the period that llama.cpp takes where the file tells none."""
+    pattern = header.get(keys.PATTERN)
+    if isinstance(pattern, tuple):
+        slides = [bool(entry) for entry in read_layers(header, keys.PATTERN)]
+    else:
+        period = int(read_value(header, keys.PATTERN, default))
+        slides = [period == 0 or layer % period < period - 1 for layer in range(layer_count(header))]
+    return ["sliding_attention" if slide and window else "full_attention" for slide in slides]
+
+
+def _windowed(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """Layers with and without a window, rotated alike."""
+    require(header, keys.WINDOW_BASE, (None, header.get(keys.BASE)))
+    window, period = int(found["sliding_window"]), 2 if header.architecture == "gpt-oss" else 4
+    return {"layer_types": read_windows(header, window, period), "sliding_window": window or None}
+
+
+def _exaone(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """Without windows, EXAONE 4 rotates in every layer; its config then knows no pattern."""
+    fields = _windowed(header, found)
+    return fields | {"sliding_window_pattern": 4 if fields["sliding_window"] else None}
+
+
+def _gpt_oss(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """The bounds of its rotation's ramp are no whole numbers."""
+    return _windowed(header, found) | {"rope_parameters": found["rope_parameters"] | {"truncate": False}}
+
+
+def _cohere(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    return {"use_qk_norm": has_tensor(header, "attn_q_norm.weight"), "logit_scale": found["logit_scale"] or 1.0}
+
+
+def _olmo(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    eps = float(read_value(header, keys.LAYER_NORM))
+    if abs(eps - 1e-5) > 1e-9:  # transformers' model has it in its code
+        require(header, keys.LAYER_NORM, (1e-5,))
+    return {"clip_qkv": float(found["clip_qkv"]) or None}
+
+
+def _olmo2(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """With a window it is OLMo 3, whose scaling of frequencies counts in layers without one alone."""
+    window = int(read_value(header, keys.WINDOW, 0))
+    if not window:
+        return {}
+    rope = found["rope_parameters"]
+    theta = read_number(header, keys.WINDOW_BASE, rope["rope_theta"])
+    return {"model_type": "olmo3", "sliding_window": window, "layer_types": read_windows(header, window, 4),
+            "rope_parameters": {"full_attention": rope,
+                                "sliding_attention": {"rope_type": "default", "rope_theta": theta}}}
+
+
+def _granite(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """Scales of which 0 stands for none; `rope.scaling.finetuned` says whether anything is rotated."""
+    wide = found["hidden_size"] // found["num_attention_heads"]
+    return {"attention_multiplier": found["attention_multiplier"] or wide**-0.5} | {
+        name: found[name] or 1.0 for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")}
+
+
+def _granite_dense(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    require(header, keys.FINETUNED, (None, True))
+    return _granite(header, found)
+
+
+def _granite_hybrid(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    rotated = header.get(keys.FINETUNED) is not False
+    width = _inner_width(header, found["mamba_n_heads"])
+    return _granite(header, found) | _mixed(header, "linear_attention", "full_attention") | {
+        "position_embedding_type": "rope" if rotated else None, "mamba_d_head": width,
+        "mamba_expand": _expansion(header)}
+
+
+def _mixed(header: GgufHeader, recurrent: str, attention: str) -> Settings:
+    """The types of layers, of which those without heads of keys keep a recurrent state."""
+    heads = read_layers(header, keys.KV_HEADS)
+    return {"layer_types": [attention if count else recurrent for count in heads],
+            "num_key_value_heads": _one_of(header, keys.KV_HEADS, heads)}
+
+
+def _one_of(header: GgufHeader, key: str, values: list[int]) -> int:
+    """The value that all layers have which have any."""
+    own = {value for value in values if value}
+    if len(own) > 1:
+        raise CheckpointError(f"{header.path}: {header.architecture}.{key} differs from layer to layer, which "
+                              "transformers' model of this architecture cannot; use the model's safetensors checkpoint")
+    return own.pop() if own else 1
+
+
+def _inner_width(header: GgufHeader, heads: int) -> int:
+    """Channels of a head of a recurrent layer."""
+    inner = int(read_number(header, "ssm.inner_size"))
+    if heads < 1 or inner % heads:
+        require(header, "ssm.inner_size", (f"a multiple of {heads} heads",))
+    return inner // heads
+
+
+def _expansion(header: GgufHeader) -> int:
+    inner, hidden = (int(read_number(header, key)) for key in ("ssm.inner_size", "embedding_length"))
+    if inner % hidden:
+        require(header, "ssm.inner_size", (f"a multiple of {hidden}",))
+    return inner // hidden
+
+
+def _mamba(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    return {"model_type": "falcon_mamba" if header.get("ssm.dt_b_c_rms") else "mamba",
+            "use_bias": has_tensor(header, "ssm_in.bias"), "use_conv_bias": has_tensor(header, "ssm_conv1d.bias")}
+
+
+def _mamba2(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    return {"head_dim": _inner_width(header, found["num_heads"]), "expand": _expansion(header),
+            "use_bias": has_tensor(header, "ssm_in.bias"), "use_conv_bias": has_tensor(header, "ssm_conv1d.bias")}
+
+
+def _jamba(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    heads = read_layers(header, keys.KV_HEADS)
+    routed = [has_tensor(header, "ffn_gate_inp.weight", layer) for layer in range(len(heads))]
+    fields: Settings = {"num_key_value_heads": _one_of(header, keys.KV_HEADS, heads),
+                        "mamba_expand": _expansion(header)}
+    for name, which in (("attn", [bool(count) for count in heads]), ("expert", routed)):
+        first = which.index(True) if any(which) else len(which)
+        period = which[first + 1 :].index(True) + 1 if any(which[first + 1 :]) else len(which) + 1
+        regular = [layer >= first and (layer - first) % period == 0 for layer in range(len(which))]
+        if which != regular or first >= period:
+            raise CheckpointError(f"{header.path}: its layers with {name}s stand in no fixed distance, which "
+                                  "transformers' model of this architecture cannot; use its safetensors checkpoint")
+        fields |= {f"{name}_layer_offset": first, f"{name}_layer_period": period}
+    return fields
+
+
+def _falcon_h1(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """Its converter has multiplied its factors into the weights."""
+    return {"mamba_d_head": _inner_width(header, found["mamba_n_heads"]),
+            "mamba_rms_norm": has_tensor(header, "ssm_norm.weight"),
+            "mamba_conv_bias": has_tensor(header, "ssm_conv1d.bias")}
+
+
+def _nemotron_h(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    heads, widths = read_layers(header, keys.KV_HEADS), read_layers(header, "feed_forward_length")
+    kinds = ["full_attention" if count else
+             "moe" if has_tensor(header, "ffn_gate_inp.weight", layer) else
+             "mlp" if has_tensor(header, "ffn_up.weight", layer) else "linear_attention"
+             for layer, count in enumerate(heads)]
+    eps = read_value(header, keys.RMS, header.get(keys.LAYER_NORM))
+    fields = {"layers_block_type": kinds, "num_key_value_heads": _one_of(header, keys.KV_HEADS, heads),
+              "mamba_head_dim": _inner_width(header, found["mamba_num_heads"]), "layer_norm_epsilon": eps,
+              "intermediate_size": _one_of(header, "feed_forward_length", [
+                  width for width, kind in zip(widths, kinds, strict=True) if kind == "mlp"]),
+              "attention_bias": has_tensor(header, "attn_q.bias"), "mlp_bias": has_tensor(header, "ffn_up.bias")}
+    if header.architecture == "nemotron_h_moe":
+        fields |= _groups(header) | {"norm_topk_prob": bool(header.get("expert_weights_norm")),
+                                     "routed_scaling_factor": found["routed_scaling_factor"] or 1.0}
+    return fields
+
+
+def _lfm2(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    return _mixed(header, "conv", "full_attention")
+
+
+def _lfm2_moe(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    require(header, "expert_gating_func", (SIGMOID,))
+    return _lfm2(header, found) | {"use_expert_bias": has_tensor(header, "exp_probs_b.bias")}
+
+
+def _delta(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """Qwen3-Next and Qwen3.5: most layers keep a state of the gated delta rule."""
+    if isinstance(header.get("attention.recurrent_layers"), tuple):
+        recurrent = read_layers(header, "attention.recurrent_layers")
+    else:
+        period = int(read_number(header, "full_attention_interval", 4))
+        recurrent = [(layer + 1) % period for layer in range(layer_count(header))]
+    heads, values = found["linear_num_key_heads"], found["linear_num_value_heads"]
+    if heads < 1 or values % heads:
+        require(header, keys.SSM_GROUPS, (f"a divisor of {values}",))
+    return {"layer_types": ["linear_attention" if each else "full_attention" for each in recurrent],
+            "linear_value_head_dim": _inner_width(header, found["linear_num_value_heads"])}
+
+
+def _groups(header: GgufHeader) -> Settings:
+    """Groups of experts, of which a router first picks some; without the key there is one."""
+    count, experts = (int(read_value(header, key, 0)) for key in ("expert_group_count", "expert_count"))
+    if count > 1 and (experts % count or experts // count < 2):
+        require(header, "expert_group_count", (f"a number of groups of the {experts} experts",))
+    used = int(read_value(header, "expert_group_used_count", 1)) if count > 1 else 1
+    if not 1 <= used <= max(1, count):
+        require(header, "expert_group_used_count", (f"1 to {count} groups",))
+    return {"n_group": max(1, count), "topk_group": used}
+
+
+def _deepseek(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """Latent attention. A router of sigmoids makes it DeepSeek-V3, whose names stand for GLM-4.7 Flash, too."""
+    width = int(read_value(header, "attention.key_length_mla", header.get(keys.WIDTH)))
+    rotated = int(read_number(header, keys.DIMENSIONS))
+    ranked = has_tensor(header, "attn_q_a.weight")
+    fields = _groups(header) | {
+        "num_key_value_heads": found["num_attention_heads"], "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": width - rotated, "kv_lora_rank": int(read_number(header, "attention.kv_lora_rank")),
+        "v_head_dim": int(read_value(header, "attention.value_length_mla", header.get(keys.VALUE_WIDTH))),
+        "q_lora_rank": int(read_number(header, "attention.q_lora_rank")) if ranked else None,
+        "first_k_dense_replace": int(read_value(header, keys.LEADING_DENSE, 0)),
+        "routed_scaling_factor": found["routed_scaling_factor"] or 1.0,
+        "norm_topk_prob": bool(header.get("expert_weights_norm"))}
+    biased = has_tensor(header, "exp_probs_b.bias")
+    require(header, "expert_gating_func", (None, SIGMOID) if biased else (None, 0, SOFTMAX))
+    if biased:
+        fields |= {"model_type": "deepseek_v3", "head_dim": rotated}
+    else:
+        if fields["norm_topk_prob"]:
+            require(header, "expert_weights_norm", (None, False))
+        fields |= {"topk_method": "group_limited_greedy" if fields["n_group"] > 1 else "greedy", "head_dim": rotated}
+    scale = float(read_value(header, "rope.scaling.yarn_log_multiplier", 0.0)) / 0.1
+    rope = found["rope_parameters"]
+    if rope["rope_type"] == "yarn" and scale:
+        fields["rope_parameters"] = rope | {"mscale": scale, "mscale_all_dim": scale}
+    return fields
+
+
+def _glm_moe(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    require(header, "expert_gating_func", (None, 0, SIGMOID))
+    return _groups(header) | {
+        "use_qk_norm": has_tensor(header, "attn_q_norm.weight"), "attention_bias": has_tensor(header, "attn_q.bias"),
+        "norm_topk_prob": bool(header.get("expert_weights_norm")),
+        "routed_scaling_factor": found["routed_scaling_factor"] or 1.0}
+
+
+def _glm(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    return {"attention_bias": has_tensor(header, "attn_q.bias")}
+
+
+def _llama4(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    require(header, keys.WINDOW, (None, 8192))
+    return {"use_qk_norm": found["num_local_experts"] != NO_QUERY_NORM}
+
+
+def _seed_oss(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    return {"attention_bias": has_tensor(header, "attn_q.bias"),
+            "attention_out_bias": has_tensor(header, "attn_output.bias")}
+
+
+RULES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], Settings]] = {
+    "cohere2": _windowed, "command-r": _cohere, "deepseek2": _deepseek, "exaone4": _exaone, "falcon-h1": _falcon_h1,
+    "glm4": _glm, "glm4moe": _glm_moe, "gpt-oss": _gpt_oss, "granite": _granite_dense, "granitehybrid": _granite_hybrid,
+    "granitemoe": _granite, "jamba": _jamba, "lfm2": _lfm2, "lfm2moe": _lfm2_moe, "llama4": _llama4, "mamba": _mamba,
+    "mamba2": _mamba2, "nemotron_h": _nemotron_h, "nemotron_h_moe": _nemotron_h, "olmo": _olmo, "olmo2": _olmo2,
+    "qwen3next": _delta, "qwen35": _delta, "qwen35moe": _delta, "seed_oss": _seed_oss,
+}
