@@ -1,6 +1,6 @@
 """Perplexity of GGUF files of every type, by Forebay and by llama.cpp: python -m benchmarks.gguf_perplexity
 
-The files are SmolLM2-135M's, quantised anew by llama.cpp's own code (through xllamacpp, which must be installed) from
+The files are SmolLM2-135M's, quantized anew by llama.cpp's own code (through xllamacpp, which must be installed) from
 the values of the packaged Q4_1 file. Types of blocks of 256 fit the rows of its down projections alone (1536; the
 others have 576): there the rest is Q8_0. Columns: what Forebay computes with rows, as files run by default, and with
 activations="int8"; what transformers computes in float32 with the values that the `gguf` package reads; the same with
@@ -45,7 +45,7 @@ AIM = 0.005
 
 
 def quantized(library: Any, values: np.ndarray, kind: str) -> np.ndarray:
-    """Rows of blocks, uint8, of values [N, K] by llama.cpp's own quantiser."""
+    """Rows of blocks, uint8, of values [N, K] by llama.cpp's own quantizer."""
     ggml = gguf.GGMLQuantizationType[kind]
     if kind in ("F16", "BF16"):
         return gguf.quants.quantize(values, ggml)

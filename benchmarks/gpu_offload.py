@@ -141,7 +141,7 @@ def check_ways(scratch: Path, machine: Any, job: Row) -> Row:
 
 
 def check_formats(scratch: Path, machine: Any, job: Row) -> Row:
-    """Logits of the GPU's kernels over quantised weights and cache, half of the weights streamed, beside the CPU's
+    """Logits of the GPU's kernels over quantized weights and cache, half of the weights streamed, beside the CPU's
     kernels over the same bits. A plan that streams nothing has failed: it would check nothing."""
     from forebay.api import wrap
     from forebay.rewriter.machine.profile import Machine

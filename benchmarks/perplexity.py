@@ -1,6 +1,6 @@
-"""What quantisation costs in perplexity, beside other quantisers: `python -m benchmarks.perplexity`.
+"""What quantization costs in perplexity, beside other quantizers: `python -m benchmarks.perplexity`.
 
-SmolLM2-135M from its Q4_1 GGUF, dequantised to float32, is the reference. Every row of ours is the transformers model
+SmolLM2-135M from its Q4_1 GGUF, dequantized to float32, is the reference. Every row of ours is the transformers model
 with each weight of its linear layers (not the head, not the embedding) replaced by what `forebay::quantize` followed by
 `forebay::dequantize` gives, or with the keys and values of its attention packed as the cache's rows and read back, or
 made again from hidden states that were packed as a checkpoint's rows (act8), or with attention that reads the values of
@@ -56,7 +56,7 @@ Row = dict[str, Any]
 
 
 def rounded(x: torch.Tensor, bits: int, group_size: int, rounding: str = "minmax") -> torch.Tensor:
-    """x quantised along its last dimension and dequantised."""
+    """x quantized along its last dimension and dequantized."""
     parts = quantize(x.contiguous(), bits, group_size, -1, torch.float16, rounding)
     return dequantize(*parts, bits, group_size, -1, x.shape[-1], x.dtype)
 

@@ -125,7 +125,8 @@ def help_texts() -> Iterator[tuple[str, str]]:
 
 def messages() -> Iterator[tuple[str, str]]:
     """The text of each error that the package raises, by its place; what is put in counts as one word."""
-    for path in sorted((ROOT / "src").rglob("*.py"), key=str):
+    folders = ("src", "rewriter", "passes", "kernels", "runtime")  # the others are links in src
+    for path in sorted((path for folder in folders for path in (ROOT / folder).rglob("*.py")), key=str):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 text = " ".join(_literal(argument) for argument in node.exc.args).strip()

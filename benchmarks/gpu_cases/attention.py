@@ -1,4 +1,4 @@
-"""Attention of one query and of many, over plain and quantised caches.
+"""Attention of one query and of many, over plain and quantized caches.
 
 decode_attention and prefill_attention stand beside torch's SDPA, the shared maximum beside the synchronised softmax.
 """

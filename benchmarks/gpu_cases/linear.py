@@ -27,7 +27,7 @@ TAILS = ((1, 4099, 4104), (13, 4099, 4104), (5, 999, 14344), (61, 4099, 4104))
 
 
 def packed_rows(place: Place, n: int, stored: Packing) -> Tensor:
-    """A weight of random codes, about normal with variance 1 / K once dequantised."""
+    """A weight of random codes, about normal with variance 1 / K once dequantized."""
     bits, k = stored.bits, stored.in_features
     generator = torch.Generator(place.device).manual_seed(n + k)
     groups = row_sizes.group_count(k, GROUP)

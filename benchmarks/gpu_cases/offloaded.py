@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def saved_model(scratch: Path, shape: dict[str, int], dtype: torch.dtype, weights: str = "native") -> Path:
-    """A random-weight Llama (or OPT, or Mistral) of this shape as a safetensors checkpoint, made once; quantised, where
+    """A random-weight Llama (or OPT, or Mistral) of this shape as a safetensors checkpoint, made once; quantized, where
     weights say so."""
     kind_of = "opt" if "ffn_dim" in shape else "mistral" if "sliding_window" in shape else "llama"
     name = f"{kind_of}-{shape['hidden_size']}-{shape['num_hidden_layers']}-{str(dtype)[6:]}"

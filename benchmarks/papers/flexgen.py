@@ -22,7 +22,7 @@ MACHINE, NEW_TOKENS = "t4", 32
 HEADLINE, ABLATION = 0.25, 0.30  # errors allowed
 
 # FlexGen's runtime: Algorithm 1 ends every micro-batch of every stage with a synchronisation; cache in host memory is
-# not pinned (to save memory); activations move on the compute stream; disk and device copies share a thread; quantised
+# not pinned (to save memory); activations move on the compute stream; disk and device copies share a thread; quantized
 # tensors are expanded before use. OPT-175B runs with weights that are not pinned either (its benchmark suite).
 FLEXGEN = Runtime("step", pinned_cache=False, activation_stream=False, one_hop_thread=True, fused=False, scores=True)
 RELAYED = replace(FLEXGEN, host_weights="relayed")
@@ -34,7 +34,7 @@ RUNTIMES = {"Accelerate": ACCELERATE, "DeepSpeed": DEEPSPEED}
 # FlexGen's runtime does.
 FITTED = {"host_attention_bytes_per_s": ("FlexGen", "opt-30b", 512),
           "links.disk.host.bandwidth_bytes_per_s": ("FlexGen", "opt-175b", 512),
-          "dequantise_bytes_per_s": ("FlexGen (c)", "opt-6.7b", 512),
+          "dequantize_bytes_per_s": ("FlexGen (c)", "opt-6.7b", 512),
           "packed_pageable_bytes_per_s": ("FlexGen (c)", "opt-30b", 1024)}
 
 
@@ -73,7 +73,7 @@ class PublishedRun:
     def predicted(self, problem: Problem | None = None, *, whole: bool = False) -> float:
         """Tokens per second under the model, with the paper's policy; `whole`: of a run that is not projected."""
         wg, wc, cg, cc, hg, hc = (p / 100 for p in self.percent)
-        delegated = self.host_attention and self.cache_format == "native"  # section 5: off with quantisation
+        delegated = self.host_attention and self.cache_format == "native"  # section 5: off with quantization
         block = BlockShape(self.micro_batch, self.micro_batches, "zigzag", self.weight_format, self.cache_format,
                            delegated)  # fmt: skip
         costs = (problem or self.problem()).costs(block, self.prompt + 1 if self.projected and not whole else 0.0)

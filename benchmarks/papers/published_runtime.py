@@ -1,5 +1,5 @@
 """What FlexGen's, DeepSpeed's and Accelerate's own runtimes do that ours does not: relays of memory that is not pinned,
-copies on the thread that computes, synchronisation after every stage, dequantisation before use."""
+copies on the thread that computes, synchronisation after every stage, dequantization before use."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CODE_BITS = {"native": 0.0, "kv4": 4.5}  # of FlexGen's own cache (section 5): c
 @dataclass(frozen=True)
 class Unpinned:
     """Bytes per second of what only these runtimes do: copies from memory that is not pinned, of numbers and of packed
-    codes (through a pinned relay), and unfused dequantisation, counted in bytes of the model's own format that it
+    codes (through a pinned relay), and unfused dequantization, counted in bytes of the model's own format that it
     writes. `sources` has a line for each."""
 
     pageable_bytes_per_s: float
     packed_pageable_bytes_per_s: float
-    dequantise_bytes_per_s: float
+    dequantize_bytes_per_s: float
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -34,7 +34,7 @@ def _assumed(name: str) -> Unpinned:
     return Unpinned(half, half, machine.peak_memory_bytes_per_s / 14, {
         "pageable_bytes_per_s": "assumed: half of pinned, the copy passes host memory twice",
         "packed_pageable_bytes_per_s": "assumed: as any other bytes that are not pinned",
-        "dequantise_bytes_per_s": "T4's fitted ratio to its memory peak, one to 14"})
+        "dequantize_bytes_per_s": "T4's fitted ratio to its memory peak, one to 14"})
 
 
 UNPINNED = {
@@ -42,7 +42,7 @@ UNPINNED = {
         "pageable_bytes_per_s": "assumed: FlexGen's published fit of this machine (FlexLLMGen, "
                                 "experimental/cost_model.py), the rate of copies back to the host",
         "packed_pageable_bytes_per_s": FITTED + "Table 2, FlexGen (c), OPT-30B, prompt 1024",
-        "dequantise_bytes_per_s": FITTED + "Table 2, FlexGen (c), OPT-6.7B, prompt 512"}),
+        "dequantize_bytes_per_s": FITTED + "Table 2, FlexGen (c), OPT-6.7B, prompt 512"}),
     "rtx4090": _assumed("rtx4090"),
 }
 
@@ -57,7 +57,7 @@ class Runtime:
     that launches compute, so it does not overlap. Weights in host memory are pinned, go through pinned staging (copied
     there and on to the device side by side), are copied from pageable memory, or are relayed like such a cache.
     `activation_stream`: activations move beside compute, not on its stream. `one_hop_thread`: the thread that reads
-    the disk also copies to the device. `fused`: quantised weights and cache are read by the products themselves.
+    the disk also copies to the device. `fused`: quantized weights and cache are read by the products themselves.
     `scores`: attention in prefill keeps its whole score matrix.
     """
 
@@ -125,7 +125,7 @@ class PublishedModel(BlockModel):
         return self.times.byte_s("host", "device") if to_device and self.runtime.one_hop_thread else 0.0
 
     def expand_s(self, native_nbytes: float) -> float:
-        return 0.0 if self.runtime.fused else native_nbytes / self.unpinned.dequantise_bytes_per_s
+        return 0.0 if self.runtime.fused else native_nbytes / self.unpinned.dequantize_bytes_per_s
 
     def cache_ratio(self) -> float:
         bits = CODE_BITS[self.block.cache_format]

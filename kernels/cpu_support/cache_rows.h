@@ -1,4 +1,4 @@
-// How a row of K or V becomes a packed row of the cache: rotated, quantised, and at 4 bits the range fitted once more.
+// How a row of K or V becomes a packed row of the cache: rotated, quantized, and at 4 bits the range fitted once more.
 // kv_append_q/reference.py says why; it gives the same bits.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Rows of quantised groups (see packing.py): where codes, scales and lows lie, and how a group is made and read back.
+// Rows of quantized groups (see packing.py): where codes, scales and lows lie, and how a group is made and read back.
 #pragma once
 
 #include <algorithm>

@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t WAKING_NS = 20000;                     // waking a sleeper costs the caller some 5 µs
 constexpr auto WATCH = std::chrono::microseconds(50);    // how long a thread looks for work before it sleeps
 constexpr int PAUSES = 64;                               // between looks at the clock
-// Of each thread, whatever `ulimit -s` says: tiles of quantised attention, the largest that a kernel keeps there, take
+// Of each thread, whatever `ulimit -s` says: tiles of quantized attention, the largest that a kernel keeps there, take
 // 0.2 MiB.
 constexpr size_t STACK_NBYTES = 1 << 20;
 constexpr int PATIENCE = 1024;                           // pauses before the processor is offered to others

@@ -1,6 +1,6 @@
-"""The one layout of quantised values: packed codes, and rows that hold codes, scales and lows together.
+"""The one layout of quantized values: packed codes, and rows that hold codes, scales and lows together.
 
-Codes of 4 bits lie two to a byte, low nibble first; codes of 8 bits are bytes. A quantised matrix [N, K] with groups of
+Codes of 4 bits lie two to a byte, low nibble first; codes of 8 bits are bytes. A quantized matrix [N, K] with groups of
 G along K is one uint8 matrix `rows` [N, R]. With g = ceil(K / G) each row holds
 
     g * G * bits / 8 bytes of codes     the last group's missing codes are 0

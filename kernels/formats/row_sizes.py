@@ -50,7 +50,7 @@ def equal_group_size(size: int, parts: int) -> int:
 
 
 def cache_group_size(head_dim: int, bits: int) -> int:
-    """Elements per group of a quantised cache row: of 8 bits 64 at most, of 4 bits round(head_dim / 32) groups.
+    """Elements per group of a quantized cache row: of 8 bits 64 at most, of 4 bits round(head_dim / 32) groups.
 
     At 4 bits a group of 32 loses 0.7 times what one of 64 does (see `kv_append_q`), for 2 bytes more in 16.
     """
@@ -58,7 +58,7 @@ def cache_group_size(head_dim: int, bits: int) -> int:
 
 
 def cache_row_nbytes(head_dim: int, bits: int) -> int:
-    """Bytes of one position of one KV head in a quantised cache: kv4 at 64 takes 40, kv8 takes 68."""
+    """Bytes of one position of one KV head in a quantized cache: kv4 at 64 takes 40, kv8 takes 68."""
     return row_nbytes(head_dim, bits, cache_group_size(head_dim, bits), CACHE_ALIGN)
 
 

@@ -1,4 +1,4 @@
-"""Codes of a quantised cache as factors of the tensor cores, in registers: device functions.
+"""Codes of a quantized cache as factors of the tensor cores, in registers: device functions.
 
 A warp has 16 positions of K or V, as one batch of a product of three dimensions: words [B, 16, W] of codes, and scales
 and lows [B, 16, groups]. What a thread reads of them goes straight to its own registers of the product: the orders of

@@ -1,4 +1,4 @@
-"""A quantised cache as kernels see it: strides, alignment and constants of packed rows (`kernels/kv_append_q.py`)."""
+"""A quantized cache as kernels see it: strides, alignment and constants of packed rows (`kernels/kv_append_q.py`)."""
 
 from __future__ import annotations
 

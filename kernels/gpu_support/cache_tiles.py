@@ -1,4 +1,4 @@
-"""Tiles of K and V from a cache, dequantised in registers: device functions and their arguments.
+"""Tiles of K and V from a cache, dequantized in registers: device functions and their arguments.
 
 A tile is [T, DP]: T positions, and DP lanes of one head. A row of D values in groups of G is spread over lanes so that
 each group begins at a multiple of GP, the power of two at or above G; lanes without a value hold anything finite or

@@ -81,8 +81,8 @@ def layer_cuts(step: fx.GraphModule) -> dict[object, Cut]:
             for source in node.all_input_nodes:
                 if source.op != "placeholder" and values_of(source) and source not in {*cut.kept, *cut.made} and (
                         _follows_call(source)):
-                    raise CannotCheckpoint(f"K and V are made of {source.name} in {name}, which follows from where new "
-                                           "tokens stand")
+                    raise CannotCheckpoint(f"K and V are made of {source.name} in {name}, which follows from the "
+                                           "positions of new tokens")
         found[name] = cut
     if not found:
         raise CannotCheckpoint("the model has no layers that are captured by themselves")

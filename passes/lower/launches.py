@@ -82,8 +82,8 @@ class Launches:
     def _impl(self, node: fx.Node) -> str:
         mark = node.meta.get(META)
         if not isinstance(mark, Gemm):
-            raise LoweringError(f"lower: {node.name} is a matrix product without an implementation; select_gemm gives "
-                                "it the one that stands in plan.gemm")
+            raise LoweringError(f"lower: {node.name} is a matmul without an implementation; select_gemm gives it the "
+                                "one of plan.gemm")
         return mark.impl
 
     def _product(self, node: fx.Node, linear: Linear, form: str) -> Launch:

@@ -19,6 +19,6 @@ def select_gemm(gm: fx.GraphModule, plan: Plan) -> None:
             continue
         if shape not in table:
             dtype, m, n, k = shape
-            raise PlanError(f"plan.gemm: {node.name} is a product of {dtype} with m={m}, n={n}, k={k}, for which the "
+            raise PlanError(f"plan.gemm: {node.name} is a matmul of {dtype} with m={m}, n={n}, k={k}, for which the "
                             "plan names no implementation; add one, or plan again")
         node.meta[META] = Gemm(table[shape])

@@ -1,4 +1,4 @@
-"""Keep the KV cache quantised: append packs rows, attention unpacks them where it reads them."""
+"""Keep the KV cache quantized: append packs rows, attention unpacks them where it reads them."""
 
 from __future__ import annotations
 

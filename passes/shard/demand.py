@@ -166,7 +166,7 @@ class Demand:
         self.wanted[node] = wanted
         if product_of(node) is not None:
             if wanted.dim != len(shape_of(node)) - 1:
-                raise ShardError(f"{node.name}: of a product features are divided, not dimension {wanted.dim}")
+                raise ShardError(f"{node.name}: features of a matmul are divided, not dimension {wanted.dim}")
         elif node.target is operator.getitem and isinstance(parts := node.args[0], fx.Node) and parts.target in SPLITS:
             self._pull_piece(node, parts, wanted)
         elif node.target is aten.slice.Tensor and sliced_dim(node) == wanted.dim:

@@ -25,7 +25,7 @@ class GatheredStep(Divided):
     def __init__(self, gm: fx.GraphModule, share: RankShare, wanted: Mapping[fx.Node, Split], head: fx.Node | None
                  ) -> None:
         if head is None:
-            raise ShardError("this model has no head behind its layers: weights cannot be gathered for its prompts")
+            raise ShardError("this model has no head after its layers: weights cannot be gathered for its prompts")
         whole = replace(share, layout="1d", gathered=())
         super().__init__(gm, whole, {share.rank: wanted}, head, False, SequenceParallelRegion())
         self.over = share.gathered

@@ -108,7 +108,7 @@ class RankInputs:
         name, others = weight_name(weight), tuple(each for each in cut if each[0] != dim)
         assert name is not None
         if len(weight.users) > 1:
-            raise ShardError(f"{name} is read by several, so its product cannot fall into pieces; leave chunks out")
+            raise ShardError(f"{name} is read by several, so its matmul cannot fall into pieces; leave chunks out")
         self.cuts.in_pieces[name] = len(pieces)
         for i, parts in enumerate(pieces):
             held = ranges(part for theirs in parts for part in theirs)
@@ -179,7 +179,7 @@ class RankInputs:
             name += ROWS
         self.cuts.along[name] = along
         if self.cuts.weights.setdefault(name, cut) != cut:
-            raise ShardError(f"{name} is read by two products that divide it in two ways")
+            raise ShardError(f"{name} is read by two matmuls that divide it in two ways")
 
     def _input(self, node: fx.Node) -> None:
         mark, value = node.meta.get(META), node.meta["val"]

@@ -74,7 +74,7 @@ class _Staged:
                 crossing |= dict.fromkeys(n for n in node.all_input_nodes if 0 < depth[n] <= border)
         if len(crossing) != 1:
             raise ShardError(f"layers from number {border} on read {len(crossing)} values of those before "
-                             f"({', '.join(n.name for n in crossing)}): stages hand on one; leave stages out")
+                             f"({', '.join(n.name for n in crossing)}): stages send one; leave stages out")
         return next(iter(crossing))
 
     def _needed(self) -> set[fx.Node]:

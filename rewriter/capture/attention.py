@@ -78,7 +78,7 @@ class _CacheLayer(CacheLayerMixin):
         pass
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        raise CaptureError("the model updates a cache layer behind the cache's back")
+        raise CaptureError("the model updates a cache layer without its cache")
 
     def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
         return self.length, 0  # type: ignore[return-value]

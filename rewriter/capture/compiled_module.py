@@ -89,7 +89,7 @@ def capture_module(gm: fx.GraphModule, args: Sequence[Any], weights: Mapping[int
         traced, signature = _export(call, tensors)
     placeholders = traced.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(positions):  # tokens that keep checks of errors in order, as `linalg.lu_factor` has
-        raise OffloadError("it has operators with effects beside their results")
+        raise OffloadError("it has operators with effects other than their results")
     by_name = dict(zip((n.name for n in placeholders), positions, strict=True))
     mutated = tuple(by_name[name] for name in signature.user_inputs_to_mutate.values())
     _refuse_mutation(args, mutated, weights)
@@ -303,7 +303,7 @@ def _refuse_offsets(gm: fx.GraphModule, offsets: Mapping[str, int]) -> None:
         if node.target in STRIDED and offsets.get(storage_of(node.args[0])[0].name):
             raise OffloadError(f"{node.target} depends on where an argument lies in a larger memory")
         if node.target is aten.as_strided_scatter.default and not _scatters_inside(node):
-            raise OffloadError(f"{node.target} writes memory beside its operand's elements")
+            raise OffloadError(f"{node.target} writes memory outside its operand's elements")
 
 
 def _scatters_inside(node: fx.Node) -> bool:

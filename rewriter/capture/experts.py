@@ -86,7 +86,7 @@ def experts_layout(module: Any) -> ExpertsLayout | None:
 
 def _adopt(name: str, module: Any, layout: ExpertsLayout) -> ExpertTable:
     if getattr(module, "has_post_expert_norm", False):
-        raise CaptureError(f"its experts ({name}) normalise what each of them gives")
+        raise CaptureError(f"its experts ({name}) normalize the results of each of them")
     up, down = ("gate_up_proj" if layout.gated else "up_proj"), "down_proj"
     form = Form("", layout.gated, not layout.concatenated, layout.transposed, layout.scales_input)
     count, *shape = module._parameters[down].shape
@@ -102,7 +102,7 @@ def _adopt(name: str, module: Any, layout: ExpertsLayout) -> ExpertTable:
             raise CaptureError(f"its experts ({name}) have {source} of {held if held is None else tuple(held.shape)}, "
                                f"not {(count, *part.shape)}")
     if set(module._parameters) != set(sources):
-        raise CaptureError(f"its experts ({name}) have parameters beside {', '.join(sources)}")
+        raise CaptureError(f"its experts ({name}) have parameters other than {', '.join(sources)}")
     device = module._parameters[down].device
     for source in sources:
         del module._parameters[source]

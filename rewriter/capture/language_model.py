@@ -204,4 +204,4 @@ def _fill_constants(model: PreTrainedModel) -> None:
             filled.append({k: module._buffers[k] for k in buffers})  # type: ignore[misc]
         for k in buffers:
             if not torch.equal(filled[0][k], filled[1][k]):
-                raise CaptureError(f"its buffer {name}.{k} is not set by transformers' initialisation")
+                raise CaptureError(f"its buffer {name}.{k} is not set by transformers' initialization")

@@ -22,7 +22,7 @@ _MODULE_STATE = frozenset(vars(nn.Module()))
 
 
 class CaptureError(PrintableError):
-    """The model cannot be captured; the message names what stands in the way."""
+    """The model cannot be captured; the message names the reason."""
 
 
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:

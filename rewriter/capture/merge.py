@@ -218,7 +218,7 @@ def _check_ops(graph: fx.Graph, states: tuple[StateSpec, ...]) -> None:
     for name in (ATTENTION.name, KV_APPEND.name, *wanted):
         if called[name] != wanted[name]:
             raise CaptureError(
-                f"a layer came out with {called[name]} calls of {name} where there must be {wanted[name]}: it does not "
+                f"a layer came out with {called[name]} calls of {name} where there must be {wanted[name]}. It does not "
                 "keep its state as its class claims, K and V through transformers' attention interface"
             )
 

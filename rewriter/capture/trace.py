@@ -182,7 +182,7 @@ def _check_ids_only_looked_up(captured: CapturedModel, rope_switch_length: int) 
     ids = next(node for node in captured.step.graph.nodes if node.name == "input_ids")
     known = [node for node in ids.users if node.target is torch.ops.aten.clamp.default]
     if len(known) != 1 or len(known[0].users) != 1:
-        raise CaptureError("it reads ids of tokens beside their embeddings, so embeddings alone cannot be given")
+        raise CaptureError("it reads ids of tokens as well as their embeddings, so embeddings alone cannot be given")
     if rope_switch_length:
         raise CaptureError("its cache is computed anew once it is long, for which ids are needed, not embeddings")
 

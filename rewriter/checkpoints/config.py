@@ -52,7 +52,7 @@ def read_config(folder: Path, tensors: Mapping[str, TensorRecord] | None = None)
     path = folder / "config.json"
     require_regular_files(folder)
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing: a model's folder needs it beside the weights")
+        raise CheckpointError(f"{path} is missing: a model's folder needs it next to the weights")
     _check_sizes(path, tensors)
     try:
         return AutoConfig.from_pretrained(folder, **LOCAL_ONLY)
@@ -165,7 +165,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     except CheckpointError:
         raise
     except Exception as error:  # it checks each of its fields in its own way
-        raise CheckpointError(f"{path} is no generation config: {error}; mend it or take it away") from error
+        raise CheckpointError(f"{path} is no generation config: {error}; fix it or remove it") from error
     return found
 
 
@@ -179,7 +179,7 @@ def read_eos(folder: Path) -> tuple[int, ...]:
         try:
             settings = json.loads(read_input(path))
         except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not JSON: {error}; mend it or take it away") from error
+            raise CheckpointError(f"{path} is not JSON: {error}; fix it or remove it") from error
         if not isinstance(settings, dict):
             raise CheckpointError(f"{path}: expected an object, found {type(settings).__name__}")
         eos = settings.get("eos_token_id")

@@ -66,7 +66,7 @@ def _packed_pieces(stored: RowFormat, into: Ranges, name: str) -> tuple[tuple[in
                          f"of {size} that share a scale; take another number of ranks, or weights in smaller groups")
     refusal = row_sizes.product_refusal
     if refusal(count(into), size) and not refusal(stored.in_features, size):  # as of three heads of 16
-        raise ValueError(f"{name}: a rank would have {count(into)} of {stored.in_features} columns, and products take "
+        raise ValueError(f"{name}: a rank would have {count(into)} of {stored.in_features} columns, and matmuls take "
                          f"groups of {size} in pairs; take another number of ranks")
     groups = [(a // size, row_sizes.group_count(b, size)) for a, b in into]
     codes = row_sizes.codes_nbytes(stored.in_features, bits, size)

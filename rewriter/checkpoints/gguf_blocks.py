@@ -1,4 +1,4 @@
-"""GGUF's quantised blocks as rows of `packing`: codes, scales and lows, every value being code * scale + low. Where
+"""GGUF's quantized blocks as rows of `packing`: codes, scales and lows, every value being code * scale + low. Where
 lows follow from scales, codes are moved up until their middle stands for 0, and rows are symmetric: they hold no lows.
 
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. d and m are a block's factors, in fp16, q its

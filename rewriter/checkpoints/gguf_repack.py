@@ -26,14 +26,14 @@ from forebay.rewriter.one_thread import one_thread
 
 PIECE_NBYTES = 4 << 20
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that hold values as they are
-# For what is quantised in a way that no rows hold exactly (values from tables of several at a time, factors beyond
+# For what is quantized in a way that no rows hold exactly (values from tables of several at a time, factors beyond
 # fp16): rounded anew, by half of 1/255 of a group's range at most.
 NEAREST = "w8g32"
 
 
 @dataclass(frozen=True)
 class GgufSource:
-    """A GGUF model to be quantised.
+    """A GGUF model to be quantized.
 
     Attributes:
         header: metadata and tensors as the files have them.
@@ -84,7 +84,7 @@ def _compute_dtype(header: GgufHeader) -> torch.dtype:
 
 
 def other_dtype() -> torch.dtype:
-    """What a model of quantised tensors computes in on this machine: float32, or beside a GPU, whose products of packed
+    """What a model of quantized tensors computes in on this machine: float32, or beside a GPU, whose products of packed
     rows take inputs of 16 bits, bfloat16."""
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 

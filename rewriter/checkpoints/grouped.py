@@ -46,7 +46,7 @@ GroupParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Scheme(NamedTuple):
-    """How a checkpoint's matrices are quantised.
+    """How a checkpoint's matrices are quantized.
 
     Attributes:
         method: One of METHODS.
@@ -63,7 +63,7 @@ class Scheme(NamedTuple):
 
 
 def quantization_settings(folder: Path) -> Mapping[str, Any] | None:
-    """What config.json says of quantised weights, or None; whoever reads the config tells if it is damaged."""
+    """What config.json says of quantized weights, or None; whoever reads the config tells if it is damaged."""
     try:
         found = json.loads(read_input(folder / "config.json")).get("quantization_config")
     except (OSError, ValueError, RecursionError, AttributeError):
@@ -75,7 +75,7 @@ def quantization_settings(folder: Path) -> Mapping[str, Any] | None:
 
 
 def without_quantization(path: Path) -> None:
-    """Take from a config.json what it says of quantised weights, if it does."""
+    """Take from a config.json what it says of quantized weights, if it does."""
     config = json.loads(read_input(path))
     if config.pop("quantization_config", None) is not None:
         write_text(path, json.dumps(config, indent=2) + "\n")
@@ -140,7 +140,7 @@ def _compressed(settings: Mapping[str, Any], folder: Path) -> Scheme:
     for group in settings["config_groups"].values():
         weights = group["weights"]
         if group.get("input_activations") is not None:
-            raise _refused(folder, "compressed-tensors with activations quantised too; weights alone are read")
+            raise _refused(folder, "compressed-tensors with activations quantized too; weights alone are read")
         if weights.get("type", "int") != "int" or weights["strategy"] not in ("group", "channel"):
             raise _refused(folder, f"compressed-tensors of type {weights.get('type')!r} by {weights['strategy']!r}; "
                                    "int by group or channel is read")
@@ -179,7 +179,7 @@ def _checked(scheme: Scheme, folder: Path) -> Scheme:
 
 
 def _refused(folder: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{folder / 'config.json'} says that weights are quantised by {what}. Quantise the model it "
+    return CheckpointError(f"{folder / 'config.json'} says that weights are quantized by {what}. Quantize the model it "
                            "was made from, with `forebay quantize`")
 
 
@@ -190,7 +190,7 @@ def _not_read(folder: Path, method: str, setting: str) -> CheckpointError:
 def grouped_tensors(
     checkpoint: Checkpoint, scheme: Scheme
 ) -> tuple[Sequence[GroupedTensor | Mxfp4Tensor], set[str]]:
-    """The quantised matrices of a checkpoint, each under its weight's name, and the names of what they consist of."""
+    """The quantized matrices of a checkpoint, each under its weight's name, and the names of what they consist of."""
     if scheme.method == "mxfp4":
         return mxfp4_tensors(checkpoint.tensors, _values_dtype(checkpoint), checkpoint.folder)
     main = PARTS[scheme.method][0]
@@ -213,7 +213,7 @@ PARTS = {
 
 
 def _values_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype that most bytes of what is not quantised have."""
+    """The dtype that most bytes of what is not quantized have."""
     sizes: dict[torch.dtype, int] = {}
     for name, record in checkpoint.tensors.items():
         if record.dtype.is_floating_point and not name.endswith("scale") and not name.endswith("scales"):
@@ -223,7 +223,7 @@ def _values_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 @dataclass(frozen=True)
 class GroupedTensor:
-    """A quantised matrix, whose parts are read when its contents are asked for, and held together."""
+    """A quantized matrix, whose parts are read when its contents are asked for, and held together."""
 
     name: str
     dtype: torch.dtype
@@ -294,7 +294,7 @@ class GroupedTensor:
         return ""
 
     def _wrong(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.folder}: {self.name}, quantised by {self.scheme.method}, {what}")
+        return CheckpointError(f"{self.folder}: {self.name}, quantized by {self.scheme.method}, {what}")
 
     @property
     def _group(self) -> int:
@@ -357,7 +357,7 @@ class GroupedTensor:
             found = gptq_zeros(read["qzeros"], n, self._layout, self.scheme.zero_offset)
             if found is None:
                 raise self._wrong(f"is symmetric by quantization_config (sym), but its zero points are neither all "
-                                  f"{middle} nor all {middle - 1}: sym or the file is wrong; quantise it again")
+                                  f"{middle} nor all {middle - 1}: sym or the file is wrong; quantize it again")
             return unpack(read["qweight"], bits, 0).t().contiguous(), read["scales"].t(), found.t().int()
         codes, scale = unpack(read["weight_packed"], bits, 1), read["weight_scale"]
         if "weight_zero_point" in read:
@@ -369,13 +369,13 @@ class GroupedTensor:
 
     def _refuse_order(self, order: torch.Tensor | None, k: int) -> None:
         if order is None and self.scheme.ordered and k > (self._layout.group or k):
-            raise self._wrong("was quantised in the order of activations (desc_act, actorder), but lacks g_idx, which "
-                              "tells that order; quantise without it")
+            raise self._wrong("was quantized in the order of activations (desc_act, actorder), but lacks g_idx, which "
+                              "tells that order; quantize without it")
         if order is not None and order.numel() and bool((order < 0).all()):
             return  # compressed-tensors writes -1 where there is none
         if order is not None and not torch.equal(order.long(), torch.arange(k) // (self._layout.group or k)):
             raise self._wrong("has groups of inputs that do not lie together (desc_act, actorder), which rows cannot "
-                              "hold; quantise without it")
+                              "hold; quantize without it")
 
 
 def _scale_dtype(scale: torch.Tensor, zero: torch.Tensor) -> torch.dtype:

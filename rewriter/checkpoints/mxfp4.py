@@ -39,10 +39,10 @@ def mxfp4_tensors(
         whole = name.removesuffix(BLOCKS)
         scales = tensors.get(whole + SCALES)
         if scales is None:
-            raise CheckpointError(f"{folder}: {whole}, quantised by mxfp4, lacks {SCALES[1:]}")
+            raise CheckpointError(f"{folder}: {whole}, quantized by mxfp4, lacks {SCALES[1:]}")
         if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or len(blocks.shape) != 4 or (
                 blocks.shape != (*scales.shape, GROUP // 2)):
-            raise CheckpointError(f"{folder}: {whole}, quantised by mxfp4, has blocks of {blocks.dtype} "
+            raise CheckpointError(f"{folder}: {whole}, quantized by mxfp4, has blocks of {blocks.dtype} "
                                   f"{list(blocks.shape)} and scales of {scales.dtype} {list(scales.shape)}, where "
                                   "uint8 [E, N, K / 32, 16] and [E, N, K / 32] are read")
         parts |= {name, scales.name}
@@ -82,7 +82,7 @@ class Mxfp4Tensor:
 
     def rows(self, transposed: bool) -> ReadRows:
         if not transposed:
-            raise CheckpointError(f"{self.name}, quantised by mxfp4, is a matrix that the model does not have "
+            raise CheckpointError(f"{self.name}, quantized by mxfp4, is a matrix that the model does not have "
                                   "transposed, which is not read")
 
         def values(lower: int, upper: int) -> torch.Tensor:
@@ -107,7 +107,6 @@ class Mxfp4Tensor:
         codes = read_tensor(self.blocks.part(lower * width, count * width, torch.uint8, (count, width)))
         exponents = read_tensor(self.scales.part(lower * groups, count * groups, torch.uint8, (count, groups)))
         if bool((exponents == NO_SCALE).any()):
-            raise CheckpointError(f"{self.scales.path}: {self.scales.name} holds {NO_SCALE}, which stands for no "
-                                  "number")
+            raise CheckpointError(f"{self.scales.path}: {self.scales.name} holds {NO_SCALE}, which is no number")
         scale = torch.ldexp(torch.ones(()), exponents.int() - 128)
         return TWICE[packing.unpack_codes(codes, 4).int()], scale

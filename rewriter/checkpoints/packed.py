@@ -1,8 +1,8 @@
-"""The quantised checkpoint: a folder with safetensors shards, a manifest, and the files of the model it came from.
+"""The quantized checkpoint: a folder with safetensors shards, a manifest, and the files of the model it came from.
 
 Shards are plain safetensors files (https://github.com/huggingface/safetensors#format). The format allows no holes, so
 every tensor is followed by a filler tensor of bytes up to the next page: each starts at a multiple of 4096 bytes and a
-file is whole pages, which direct reads need. A quantised weight is one uint8 matrix [N, R] in the layout of
+file is whole pages, which direct reads need. A quantized weight is one uint8 matrix [N, R] in the layout of
 `forebay.kernels.packing`. `forebay.json` lists every tensor with its place, format and SHA-256; it appears last, by one
 rename, so a folder without it is unfinished.
 """
@@ -36,19 +36,19 @@ _CHECKS = ("changed", "always", "never")
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether `folder` holds a quantised checkpoint, finished or not."""
+    """Whether `folder` holds a quantized checkpoint, finished or not."""
     return (folder / MANIFEST).exists() or (folder / UNFINISHED).exists()
 
 
 def open_quantized(
     folder: str | os.PathLike[str], *, check: str = "changed", progress: Progress | None = None
 ) -> Checkpoint:
-    """Open the quantised checkpoint in `folder`.
+    """Open the quantized checkpoint in `folder`.
 
     Manifest, headers, sizes and config.json are checked every time. `check` says when the weights are read and
     compared with their checksums: "always", "never", or, by default, only where a shard is not the very file that
     passed here before (by size, times of change and inode). Raises CheckpointError naming what is missing, torn or
-    altered. In `Checkpoint.tensors` a quantised weight has the dtype and shape of its rows, and `packed` says what
+    altered. In `Checkpoint.tensors` a quantized weight has the dtype and shape of its rows, and `packed` says what
     they mean.
     """
     folder = Path(folder).expanduser()
@@ -57,7 +57,7 @@ def open_quantized(
     manifest = read_manifest(folder)
     states: dict[str, FileState] = {}
     tensors, checksums = _records(folder, manifest, states)
-    altered = "altered since the model was quantised; restore it, or quantise again"
+    altered = "altered since the model was quantized; restore it, or quantize again"
     if not (folder / "config.json").is_file() or file_checksum(folder / "config.json") != manifest.get("config"):
         raise CheckpointError(f"{folder / 'config.json'} is missing or was {altered}")
     checkpoint = Checkpoint(folder, tensors, manifest["checksum"], states=states)
@@ -74,18 +74,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         text = read_input(path)
     except FileNotFoundError as error:
         if (folder / UNFINISHED).exists():
-            raise CheckpointError(f"{folder} is a quantised model that was not finished; run the same "
+            raise CheckpointError(f"{folder} is a quantized model that was not finished; run the same "
                                   "`forebay quantize` again to finish it") from error
-        raise CheckpointError(f"{folder} holds no quantised model: no {MANIFEST}") from error
+        raise CheckpointError(f"{folder} holds no quantized model: no {MANIFEST}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:
         manifest = json.loads(text)
         checksum = manifest.pop("checksum")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is torn or altered: {error!r}; quantise the model again") from error
+        raise CheckpointError(f"{path} is torn or altered: {error!r}; quantize the model again") from error
     if manifest_checksum(manifest) != checksum:
-        raise CheckpointError(f"{path} is altered: its checksum does not fit; quantise the model again")
+        raise CheckpointError(f"{path} is altered: its checksum does not fit; quantize the model again")
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         raise CheckpointError(f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}; this release "
                               f"reads {FORMAT!r} version {VERSION}")
@@ -126,11 +126,11 @@ def verify_tensors(
             os.posix_fadvise(file.fileno(), record.offset, record.nbytes, os.POSIX_FADV_DONTNEED)
         if digest.hexdigest() != checksums[name]:
             raise CheckpointError(f"{record.path} is altered or damaged: the bytes of {name!r} are not those written; "
-                                  "restore the file, or quantise the model again")
+                                  "restore the file, or quantize the model again")
 
 
 def read_dequantized(record: TensorRecord) -> torch.Tensor:
-    """The values of one tensor as the model has them: dequantised, in its own shape and dtype, if it is packed."""
+    """The values of one tensor as the model has them: dequantized, in its own shape and dtype, if it is packed."""
     packed = record.packed
     if packed is None:
         return read_tensor(record)
@@ -155,11 +155,11 @@ def shard_records(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> dict[
     """The tensors of one shard, its header and size proved consistent with each other and with `entries`."""
     if not path.exists():
         raise CheckpointError(f"{path.parent}: shard {path.name} is named in {MANIFEST} but missing; restore it, or "
-                              "quantise the model again")
+                              "quantize the model again")
     found = {name: r for name, r in read_header(path).items() if not name.startswith(FILLER)}
     if found.keys() != entries.keys():
         odd = sorted(found.keys() ^ entries.keys())[0]
-        raise CheckpointError(f"{path} is altered: {odd!r} stands either in it or in {MANIFEST}, not in both")
+        raise CheckpointError(f"{path} is altered: {odd!r} is either in it or in {MANIFEST}, not in both")
     records = {}
     for name, record in found.items():
         entry = entries[name]

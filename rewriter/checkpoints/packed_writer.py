@@ -1,4 +1,4 @@
-"""Write a quantised checkpoint shard by shard: interrupted anywhere, the same call goes on with the next shard."""
+"""Write a quantized checkpoint shard by shard: interrupted anywhere, the same call goes on with the next shard."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _begun(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
             raise CheckpointError(f"{out / name} is torn or altered: {error!r}; remove the folder {out}") from error
         if before != settings:
             odd = next(k for k in (*settings, *before) if settings.get(k) != before.get(k))
-            raise CheckpointError(f"{out} holds a model quantised from another source or with other settings (they "
+            raise CheckpointError(f"{out} holds a model quantized from another source or with other settings (they "
                                   f"differ in {odd}); remove it or name another folder")
         if name == MANIFEST:
             (out / UNFINISHED).unlink(missing_ok=True)  # left where the last step of an earlier run failed
@@ -166,7 +166,7 @@ def _begun(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
             draft.unlink()
         return {shard: entries for shard, entries in shards.items() if _sound(out / shard, entries)}
     if names:
-        raise CheckpointError(f"{out} is not empty and holds no quantised model: name a new folder")
+        raise CheckpointError(f"{out} is not empty and holds no quantized model: name a new folder")
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Quantise a model's weights, tensor by tensor, into a quantised checkpoint."""
+"""Quantize a model's weights, tensor by tensor, into a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def quantize_model(
     shard_nbytes: int = SHARD_NBYTES,
     progress: Progress | None = None,
 ) -> Checkpoint:
-    """Write the model in the folder or GGUF file `model`, quantised, to the folder `out`, and open it.
+    """Write the model in the folder or GGUF file `model`, quantized, to the folder `out`, and open it.
 
-    Holds pieces of a few MiB; of a transposed tensor the whole. Quantised GGUF tensors keep their codes where the
+    Holds pieces of a few MiB; of a transposed tensor the whole. Quantized GGUF tensors keep their codes where the
     format of their own grid is wished (`gguf_blocks`; `keep` wishes it for all).
     Interrupted, the same call goes on where it stopped. `progress` is called with (bytes written, bytes in all).
     Raises CheckpointError for formats, names and patterns that mean nothing, and as `write_quantized` does.
@@ -101,8 +101,8 @@ def quantize_model(
     matrices = find_matrices(source.model)
     for tensor in tensors:
         if isinstance(tensor, GroupedTensor) and getattr(matrices.get(names.get(tensor.name, "")), "transposed", False):
-            raise CheckpointError(f"{path}: {tensor.name} is a quantised matrix that the model has transposed "
-                                  "(Conv1D), which is not read; quantise the model it was made from")
+            raise CheckpointError(f"{path}: {tensor.name} is a quantized matrix that the model has transposed "
+                                  "(Conv1D), which is not read; quantize the model it was made from")
     formats = choose_formats(tensors, names, matrices, wish)
     items = [_item(t, formats[t.name], matrices[names[t.name]] if formats[t.name] != NATIVE else None, wish)
              for t in tensors if t.name in formats]
@@ -113,7 +113,7 @@ def quantize_model(
     def check() -> None:
         changed = changed_file(source.states)
         if changed is not None:
-            raise CheckpointError(f"{changed} was changed while it was being quantised; quantise into a "
+            raise CheckpointError(f"{changed} was changed while it was being quantized; quantize into a "
                                   "new folder when nobody writes to it")
 
     def prepare_all(folder: Path) -> None:
@@ -221,7 +221,7 @@ def _refuse_halves(formats: Mapping[str, str], matrices: Mapping[str, Matrix]) -
 def _check(wish: Wish, path: Path) -> None:
     for format in (wish.weights, wish.head_format or NATIVE, *(format for _, format in wish.overrides)):
         if format == KEEP and path.suffix != ".gguf" and quantization_settings(path) is None:
-            raise CheckpointError(f"the format {KEEP!r} is for GGUF files and others whose weights are quantised "
+            raise CheckpointError(f"the format {KEEP!r} is for GGUF files and others whose weights are quantized "
                                   f"already; {path} is none: name a format such as w4g64")
         if format not in (NATIVE, KEEP):
             _refuse_unread(format)
@@ -275,7 +275,7 @@ def _scale_dtype(name: str, rows: ReadRows, outputs: int, step: int) -> torch.dt
     for n in range(0, outputs, step):
         piece = rows(n, min(n + step, outputs))
         if not piece.isfinite().all():
-            raise CheckpointError(f"{name!r} holds NaN or infinity and cannot be quantised; keep it with --override "
+            raise CheckpointError(f"{name!r} holds NaN or infinity and cannot be quantized; keep it with --override "
                                   f"{name}={NATIVE}")
         most = max(most, float(piece.abs().max()) if piece.numel() else 0.0)
     return torch.float16 if 2 * most <= torch.finfo(torch.float16).max else torch.bfloat16

@@ -38,7 +38,7 @@ from forebay.rewriter.checkpoints.source_tensor import ReadRows, SourceTensor
 from forebay.rewriter.checkpoints.stored_tensors import require_same, spellings
 from forebay.rewriter.ir.files import read_input, write_text
 
-PIECE_NBYTES = 4 << 20  # float32 bytes quantised at a time
+PIECE_NBYTES = 4 << 20  # float32 bytes quantized at a time
 
 @dataclass(frozen=True)
 class QuantizeSource:
@@ -61,7 +61,7 @@ def open_folder_source(path: Path) -> QuantizeSource:
             checkpoint.
     """
     if is_quantized(path):
-        raise CheckpointError(f"{path} is quantised already; quantise the model it was made from")
+        raise CheckpointError(f"{path} is quantized already; quantize the model it was made from")
     checkpoint = open_checkpoint(path)
     tensors = _file_tensors(checkpoint)
     model = _described_model(checkpoint, [tensor.name for tensor in tensors if isinstance(tensor, GroupedTensor)])
@@ -156,7 +156,7 @@ def _write_ties(path: Path, config: Any) -> None:
 
 
 def _file_tensors(checkpoint: Checkpoint) -> list[SourceTensor]:
-    """The tensors of a folder in file order, behind those that are quantised, of which several make one."""
+    """The tensors of a folder in file order, behind those that are quantized, of which several make one."""
     settings, parts = quantization_settings(checkpoint.folder), set[str]()
     made: list[SourceTensor] = []
     if settings is not None:

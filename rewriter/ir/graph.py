@@ -74,7 +74,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a quantised weight is stored: packed rows uint8 [out_features, row_nbytes], groups along in_features.
+    """How a quantized weight is stored: packed rows uint8 [out_features, row_nbytes], groups along in_features.
 
     `dtype` is the model's. `transposed`: the model holds the weight as [in_features, out_features]. Rows of a table of
     experts are entries: `down` is how matrices of that name are stored, all else but sizes is of those of `up`.

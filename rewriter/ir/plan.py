@@ -89,8 +89,10 @@ class Workload:
         return replace(self, batch=-(-self.batch // count) * count, prompt=prompt)
 
     def effective_lengths(self, batching: BatchSchedule) -> tuple[int, int]:
-        """Tokens of the prompt and of the answer that steps are made for: usual ones where each sequence goes at its
-        own pace, because it is alone or enters slots, else those of the longest, which the others wait for."""
+        """Tokens of the prompt and answer for which steps are counted.
+
+        They are typical lengths where a sequence is alone or has a batch slot, else the longest ones.
+        """
         return self.typical if batching.admitted or self.batch == 1 else (self.prompt, self.new_tokens)
 
     def before(self, tokens: int, batching: BatchSchedule) -> float:

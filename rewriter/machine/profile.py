@@ -63,26 +63,26 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine: what was measured of it, and attained (not peak) rates for what was not.
+    """A machine: measured rates, and attained (not peak) rates where nothing was measured.
 
-    memory_bytes_per_s: plain copy in the memory of `device`, bytes copied per second. dispatch_s: seconds that a launch
-    takes of the thread that issues it; a GPU computes meanwhile.
-    copy_issue_s: seconds that a copy takes of the thread that computes.
-    row_request_s: seconds that each further read of a lookup takes, whose rows lie apart in their file.
-    attention_bytes_per_s: bytes of K and V read per second by decode attention of one long sequence;
-    host_attention_bytes_per_s is the same of a host beside a GPU (0: it does not compute).
-    product_flops, attention_flops: operations per second of large products and of attention over whole prompts, for
-    dtypes without points of their own (0: such work takes as long as reading its bytes).
-    reads_core_share: of the time of all cores, what a second of reads from disk takes (0..1): copying that a processor
-    does, or what a virtual machine or a container pays for them from the time it is given.
-    both_ways: by the size of writes, in rising order (none: reads and writes share the disk evenly).
-    pack_elements_per_s: by cache format, values per second that become packed rows of it (none: as fast as bytes go).
-    choice_elements_per_s: logits looked at per second when a step's tokens are chosen (0: at no cost). `folder` is
-    where the disk tier was measured, empty for a profile that stands for no disk in particular.
-    others_share: of the cores' time while this was measured, what others took (0..1). guessed: what was too poor to
-    believe, and why; a cautious guess stands in its place until a later command measures again.
-    peak_* and interconnect_bytes_per_s are the vendor's (0: not known). `sources` says where a number is from, by its
-    path (`numbers`); what it does not name was measured on `date`.
+    memory_bytes_per_s: plain copy in the memory of `device`, bytes copied per second.
+    dispatch_s: seconds of the issuing thread for a launch; a GPU computes meanwhile.
+    copy_issue_s: seconds of the computing thread for a copy.
+    row_request_s: seconds of each further read of a row gather.
+    attention_bytes_per_s: bytes of K and V per second in decode attention of one long sequence.
+    host_attention_bytes_per_s: the same on the host of a GPU (0: it does not compute).
+    product_flops: operations per second of large matmuls, for dtypes without points (0: bytes bind).
+    attention_flops: the same of attention over whole prompts.
+    reads_core_share: share of all cores' time that a second of disk reads takes (0..1). A processor copies, and a
+        virtual machine or a container pays for its disk from its own time.
+    both_ways: slowdown of reads and writes at once, by size of writes (none: they share the disk evenly).
+    pack_elements_per_s: by cache format, values packed per second (none: as fast as bytes go).
+    choice_elements_per_s: logits read per second when tokens are chosen (0: at no cost).
+    folder: folder of the measured disk tier; empty for a profile of no disk in particular.
+    others_share: share of the cores' time that other processes took meanwhile (0..1).
+    guessed: poor measurements with their reasons. A cautious guess replaces each until a later measurement.
+    peak_flops, peak_memory_bytes_per_s, interconnect_bytes_per_s: the vendor's figures (0: not known).
+    sources: origin of a number, by its path (`numbers`). Others were measured on `date`.
     """
 
     name: str
@@ -207,13 +207,15 @@ class Machine:
         return max(found, key=lambda x: x.bandwidth_bytes_per_s)
 
     def side_by_side(self, nbytes: int) -> tuple[float, float]:
-        """How many times as long a write of `nbytes` takes beside reads, and reads beside it."""
+        """Slowdown of a write of `nbytes` during reads, and of reads during it."""
         return side_by_side(self.both_ways, nbytes)
 
     def measured_as(self, dtype: str) -> str:
-        """The dtype, or format of packed rows, whose measurements stand for `dtype`: itself, or, where it was not
-        measured, packed rows of as many bits in groups nearest in size; on a GPU the other 16-bit type, which has the
-        same kernels and rates."""
+        """The dtype or packed format whose measurements serve for `dtype`.
+
+        Without measurements of its own it is the format of as many bits in groups nearest in size. On a GPU it is the
+        other 16-bit type, which has the same kernels and rates.
+        """
         if dtype in self._gemm_dtypes:
             return dtype
         if (stored := packed_format(dtype)) is not None:
@@ -238,7 +240,7 @@ class Machine:
         return self._gemm_dtypes.get(self.measured_as(dtype), [])
 
     def gemm_time_s(self, impl: str, dtype: str, m: float, n: int, k: int) -> float:
-        """Seconds of one product of [m, k] with [n, k] transposed.
+        """Seconds of one matmul of [m, k] with [n, k] transposed.
 
         For each measured m a fit over n and n * k; between measured m the times are interpolated on a log-log scale.
         Above the largest m time grows in proportion to m, below the smallest it stays. Raises KeyError when `impl` was
@@ -268,8 +270,8 @@ class Machine:
     def attention_time_s(self, dtype: str, nbytes: float, flops: float) -> float:
         """Seconds of attention over so many bytes of K and V of a dtype or cache format.
 
-        As with products, between measured numbers of operations per byte times are interpolated on a log-log scale;
-        above the highest they grow in proportion, below the lowest they stay. Raises KeyError for what has no points.
+        Between measured numbers of operations per byte, times are interpolated on a log-log scale. Above the highest
+        they grow in proportion, below the lowest they stay. Raises KeyError for what has no points.
         """
         fits = self.attention_fits()[dtype]
         return on_curve([(per_byte, fit.time_s(nbytes)) for per_byte, fit in fits.items()], flops / nbytes)

@@ -160,9 +160,9 @@ def choose(problem: PartitionProblem) -> Choice:
         lacking = _held(least, floor) - room
         raise PartitionError(
             f"{problem.model.name} on {problem.mesh.name} chips of {format_nbytes(int(problem.capacity_nbytes))} each "
-            f"with {problem.batch} sequences of {problem.prompt + problem.new_tokens} tokens: the smallest layout "
-            f"needs {format_nbytes(math.ceil(weights + _held(least, floor)))} a chip, {math.ceil(lacking)} bytes more "
-            "than there are; take more chips, a smaller batch or int8 weights")
+            f"with {problem.batch} sequences of {problem.prompt + problem.new_tokens} tokens do not fit. The smallest "
+            f"layout needs {format_nbytes(math.ceil(weights + _held(least, floor)))} a chip, {math.ceil(lacking)} "
+            "bytes more than there are; take more chips, a smaller batch or int8 weights")
     once = fixed[PREFILL].time_s + problem.new_tokens * fixed[DECODE].time_s
     by_phase = {work.name: tuple(o for o in picked if o.phase == work.name) for work in problem.phases}
     steps = {PREFILL: 1, DECODE: problem.new_tokens}

@@ -84,8 +84,8 @@ def plan_shared_draft(
         except PlanError as error:
             LOG.debug("with %d bytes for a draft's step: %s", part, error)
             break
-    raise PlanError(f"a device budget of {format_nbytes(budget.device)} has no room for packed rows of what streams "
-                    "beside what does not stream")
+    raise PlanError(f"a device budget of {format_nbytes(budget.device)} has no room for packed rows of the streamed "
+                    "weights next to the resident ones")
 
 
 def _refuse_scattered(plan: Plan) -> None:

@@ -82,11 +82,11 @@ def _check_activations(captured: CapturedModel, activations: str) -> None:
     if activations == "native" or any(rounding_names(name, activations) for name in stored):
         return
     if not stored:
-        raise PlanError(f"activations {activations}: no weight of the model is packed; quantise it (`forebay "
+        raise PlanError(f"activations {activations}: no weight of the model is packed; quantize it (`forebay "
                         "quantize`), or leave activations out")
     needs = ("AVX-512 with VNNI and bf16 instructions" if activations == "bf16" else
              "AVX2 or ARM (for codes of 8 bits AVX-512 with VNNI) and groups of 32 or more")
-    raise PlanError(f"activations {activations}: no product of {', '.join(sorted(stored))} takes them here; that needs "
+    raise PlanError(f"activations {activations}: no matmul of {', '.join(sorted(stored))} takes them here; that needs "
                     f"a C++ compiler, {needs}; leave activations out")
 
 

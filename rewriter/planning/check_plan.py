@@ -77,7 +77,7 @@ def check_products(plan: Plan, shapes: set[Shape], known: Mapping[str, Sequence[
     for i, c in enumerate(plan.gemm):
         shape = c.dtype, c.m, c.n, c.k
         if shape not in missing:
-            raise PlanError(f"plan.gemm[{i}]: no matrix product has dtype={c.dtype}, m={c.m}, n={c.n}, k={c.k} with "
+            raise PlanError(f"plan.gemm[{i}]: no matmul has dtype={c.dtype}, m={c.m}, n={c.n}, k={c.k} with "
                             f"{makers} as they are, or it is there twice; plan again")
         missing.remove(shape)
         if c.dtype in known and c.impl not in known[c.dtype]:
@@ -85,7 +85,7 @@ def check_products(plan: Plan, shapes: set[Shape], known: Mapping[str, Sequence[
                             f"machine has for {c.dtype}")
     if missing:
         dtype, m, n, k = min(missing)
-        raise PlanError(f"plan.gemm: no implementation for the matrix product of {dtype} with m={m}, n={n}, k={k} "
+        raise PlanError(f"plan.gemm: no implementation for the matmul of {dtype} with m={m}, n={n}, k={k} "
                         f"({len(missing)} in all) with {makers} as they are; add it, or plan again")
 
 

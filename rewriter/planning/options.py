@@ -108,10 +108,10 @@ class Options:
     new_tokens: int | None = field(default=None, metadata=option(
         SIZE, "Longest answer, in tokens", BATCH, otherwise="128"))
     typical: tuple[int, int] | None = field(default=None, metadata=option(
-        pair("tokens of a prompt and of an answer", 1), "Tokens of a typical prompt and answer, where most are "
-        "shorter than the longest: predicted times are theirs", BATCH))
+        pair("tokens of a prompt and of an answer", 1), "Tokens of a typical prompt and answer, for predicted "
+        "times", BATCH))
     batch_slots: int | None = field(default=None, metadata=option(
-        SIZE, "Sequences computed at once, whose slots others enter as they end", BATCH,
+        SIZE, "Sequences computed at once, with continuous batching", BATCH,
         planned=lambda plan: plan.workload.batch if plan.schedule.batching.admitted else (
             "sequences that begin together")))
     micro_batches: int | None = field(default=None, metadata=option(
@@ -119,8 +119,8 @@ class Options:
         planned=lambda plan: plan.schedule.batching.micro_batches.count,
         as_planned=lambda value, plan: min(value, plan.workload.batch)))
     order: Literal["row", "zigzag"] = field(default="zigzag", metadata=option(
-        one_of("row", "zigzag"), "Turns of micro-batches: all of them in a layer before the next one (zigzag, "
-        "which reads weights once), or each through all layers (row)", BATCH,
+        one_of("row", "zigzag"), "Order of micro-batches: zigzag runs all through a layer before the next, and "
+        "reads weights once; row runs each through all layers", BATCH,
         planned=lambda plan: plan.schedule.batching.micro_batches.order))
 
     slots: int | None = field(default=None, metadata=option(
@@ -134,17 +134,16 @@ class Options:
         SIZE, "Copies of weights that are issued ahead", WEIGHTS, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.lead if plan.schedule.slots else None))
     expert_slots: int | None = field(default=None, metadata=option(
-        COUNT, "Experts of each layer that stay in memory where not all do: decode steps read those that are named and "
-        "missing (0: all that stream)", WEIGHTS, otherwise=PLANNER,
-        planned=lambda plan: max(w.pool_slots for w in plan.weights)))
+        COUNT, "Experts of each layer that stay in memory; decode steps read the missing ones (0: tables stream whole)",
+        WEIGHTS, otherwise=PLANNER, planned=lambda plan: max(w.pool_slots for w in plan.weights)))
     prefill_chunk: int | None = field(default=None, metadata=option(
         SIZE, "Tokens of a prompt that a step computes", WEIGHTS, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.prefill_chunk,
         as_planned=lambda value, plan: min(value, plan.workload.prompt)))
     activations: Activations = field(default="native", metadata=option(
-        one_of("native", "bf16", "int8"), "Activations that packed weights meet: as they are, or rounded, "
-        "which is faster on a CPU whose instructions take them and a little less accurate (`forebay eval` says how "
-        "much)", WEIGHTS, answers=True, planned=lambda plan: activations_of(plan) if plan.gemm else None))
+        one_of("native", "bf16", "int8"), "Activations of packed matmuls: native, or rounded to bf16 or int8. "
+        "Rounding is faster on some CPUs and less accurate (`forebay eval` measures it)", WEIGHTS, answers=True,
+        planned=lambda plan: activations_of(plan) if plan.gemm else None))
 
     cache: str = field(default="native", metadata=option(
         CACHE_FORMAT, f"Format of the KV cache: {cache_choices()}", CACHE, answers=True,
@@ -153,7 +152,7 @@ class Options:
         TIER, "Memory that holds the KV cache", CACHE, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.batching.cache.tier))
     cache_shares: tuple[float, float] | None = field(default=None, metadata=option(
-        SHARES, "Shares of the KV cache that lie on the device and in host memory; the rest is on the cache tier",
+        SHARES, "Shares of the KV cache on the device and in host memory; the rest is on the cache tier",
         CACHE))
     cache_tokens: int | None = field(default=None, metadata=option(
         SIZE, "Tokens of a block in which the KV cache moves between tiers", CACHE, otherwise=PLANNER,
@@ -162,51 +161,49 @@ class Options:
         SIZE, "Staging buffers for caches on slower tiers", CACHE,
         planned=lambda plan: plan.schedule.batching.cache.slots or None))
     cpu_attention: bool | None = field(default=None, metadata=option(
-        FLAG, "Attention of decode steps by the CPU, where the KV cache lies in host memory", CACHE, otherwise=PLANNER,
+        FLAG, "Decode attention on the CPU, where the KV cache lies in host memory", CACHE, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.batching.cache.cpu_attention))
     checkpoints: tuple[int, int] | None = field(default=None, metadata=option(
-        pair("so many stretches of tokens of every so many"), "Stretches of tokens whose keys and values are "
-        "recomputed from layer inputs, of every so many (0,1: none)", CACHE,
+        pair("so many stretches of tokens of every so many"), "Activation checkpoints: so many stretches of "
+        "tokens, of every so many, recompute keys and values (0,1: none)", CACHE,
         planned=lambda plan: (plan.schedule.batching.recomputation.checkpoints,
                               plan.schedule.batching.recomputation.period),
         as_planned=lambda value, plan: value if value[0] else (0, 0)))
     checkpoint_format: str = field(default="native", metadata=option(
-        CHECKPOINT_FORMAT, "Format of those layer inputs: native or act8", CACHE, answers=True))
+        CHECKPOINT_FORMAT, "Format of activation checkpoints: native or act8", CACHE, answers=True))
     sparse_values: float = field(default=1.0, metadata=option(
         SHARE, "Share of a sequence's tokens whose values decode steps read", CACHE, answers=True,
         planned=lambda plan: plan.schedule.batching.sparsity.values))
     calibration: str | os.PathLike[str] | None = field(default=None, metadata=option(
-        PATH, "Measurements of `forebay calibrate`: of scores, by which layers share a softmax maximum on a GPU; of "
-        "experts (`--experts`), by which the planner knows what their pools spare", CACHE))
+        PATH, "File of `forebay calibrate`: attention scores, for a shared softmax maximum on a GPU, or routing of "
+        "experts (`--experts`)", CACHE))
 
     hidden_tier: MemoryTier | None = field(default=None, metadata=option(
         TIER, "Memory that holds hidden states of a prefill's micro-batches", HIDDEN, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.batching.hidden.tier))
     hidden_shares: tuple[float, float] | None = field(default=None, metadata=option(
-        SHARES, "Shares of the hidden states that stay on the device and in host memory; the rest is on the "
-        "hidden tier", HIDDEN))
+        SHARES, "Shares of the hidden states on the device and in host memory; the rest is on the hidden tier", HIDDEN))
 
     prompt_lookup_num_tokens: int | Literal["auto"] | None = field(default=None, metadata=option(
-        SIZE_OR_AUTO, "Tokens that a step may check of those that followed the last ones before (auto: as many "
-        "as pay); answers are the same", SPECULATION,
+        SIZE_OR_AUTO, "Most tokens of prompt lookup that a step checks (auto: as many as pay). Answers are "
+        "the same", SPECULATION,
         planned=lambda plan: None if plan.schedule.speculative_steps else "no step that checks drafts",
         as_planned=lambda value, plan: None if value == "auto" else value))
     draft: str | os.PathLike[str] | None = field(default=None, metadata=option(
-        MODEL, "Smaller model of the same tokenizer, or a format such as w4, for this model in fewer bits (auto: "
-        "w8 where it fits, else w4), which drafts within the same budget where that is predicted to pay", SPECULATION))
+        MODEL, "Model that drafts within the budget: a smaller one, or a format for a copy in fewer bits "
+        "(w4; auto: w8 or w4)", SPECULATION))
 
     dequantize: bool = field(default=False, metadata=option(
-        FLAG, "A GGUF file's quantized weights as float32, not packed as they are", SOURCE))
+        FLAG, "Quantized weights of a GGUF file expanded to float32", SOURCE))
     machine: Machine | str | os.PathLike[str] | None = field(default=None, metadata=option(
-        MACHINE, "Machine profile, or preset such as t4, to plan for", SOURCE, otherwise="this machine"))
+        MACHINE, "Machine to plan for: a profile, or a preset such as t4", SOURCE, otherwise="this machine"))
     plan: Plan | str | os.PathLike[str] | None = field(default=None, metadata=option(
-        PLAN, "Saved plan, which is replayed", SOURCE))
+        PLAN, "Saved plan to replay", SOURCE))
     mesh: MeshShape | None = field(default=None, metadata=option(
-        RANKS, "Processes of torchrun that share every layer, e.g. 4, or the layers, stages=2, or both, "
-        "stages=2,tensor=2, or in two dimensions, tensor=2x2,layout=2d (x, xy or xyz: prompts gather weights); with "
-        "attention=batch each attends for some of the sequences, else with some of the heads; with chunks=4 sums are "
-        "exchanged in so many parts, one beside the product of the next (4/1: not in steps over one token), with "
-        "layout=2d,gather_chunks=4 inputs of products gathered, one beside the product of the one before", SOURCE))
+        RANKS, "Layout over the processes of torchrun: 4, stages=2, or stages=2,tensor=2. In two dimensions "
+        "tensor=2x2,layout=2d; with layout x, xy or xyz prompts gather weights. With attention=batch attention is "
+        "divided by sequences. With chunks=4 or gather_chunks=4 exchanges overlap with matmuls in parts (4/1: not for "
+        "one token)", SOURCE))
 
     # What follows from these, a model and its ranks. Users do not name it.
     admitted: int | None = None  # sequences of a prefill step; None: all at once
@@ -243,7 +240,7 @@ class Options:
         return self.mesh is None and self.draft is None
 
     def as_planned(self, plan: Plan) -> Options:
-        """The same beside a plan: what it says of the values that attention has is so in plans that follow it."""
+        """The same with the choices of `plan` that change the values of attention."""
         return replace(self, cache=plan.cache_format, sparse_values=plan.schedule.batching.sparsity.values,
                        checkpoint_format=plan.schedule.batching.recomputation.format, score_ranges=plan.score_ranges,
                        expert_hits=plan.schedule.routed.measured,

@@ -223,7 +223,7 @@ class BlockModel:
         return lanes
 
     def cache_nbytes(self, kind: LayerShape, tokens: float) -> tuple[float, float, float]:
-        """Bytes of one micro-batch's cache of one layer: K and V unquantised, as stored, and checkpoints."""
+        """Bytes of one micro-batch's cache of one layer: K and V unquantized, as stored, and checkpoints."""
         kept = self.block.micro_batch * (min(tokens, kind.window) if kind.window else tokens)
         native = kept * kind.kv_elements * self.model.itemsize
         return native, native * self.cache_ratio(), kept * kind.hidden * self.model.itemsize

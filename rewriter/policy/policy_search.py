@@ -124,7 +124,7 @@ def candidates(space: Space, host_attends: bool) -> Iterator[BlockShape]:
         orders = ["diagonal"] if "diagonal" in orders else orders
         for order, weights, cache, host in product(orders, space.weight_formats, space.cache_formats, hosts):
             if host and cache != "native":
-                continue  # the host does not dequantise fast enough to be worth asking (FlexGen, section 5)
+                continue  # the host does not dequantize fast enough to be worth asking (FlexGen, section 5)
             yield BlockShape(size, count, order, weights, cache, host)
 
 

@@ -121,7 +121,7 @@ class ModelShape:
         return self.itemsize * (inside + sum(t.elements for t in self.outside))
 
     def kv_nbytes(self, tokens: int) -> int:
-        """Cache bytes of `tokens` tokens over all layers, unquantised; windowed layers keep no more than a window."""
+        """Cache bytes of `tokens` tokens over all layers, unquantized; windowed layers keep no more than a window."""
         kept = (k.count * k.kv_elements * (min(tokens, k.window) if k.window else tokens) for k in self.layers)
         return self.itemsize * sum(kept)
 

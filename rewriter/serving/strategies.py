@@ -99,8 +99,8 @@ def simulated(strategy: Strategy, service: ServiceWanted) -> Simulated:
     held = cache_tokens(service.model, service.machine, strategy.tensor_parallel, rows)
     if held <= 0:
         raise ModelError(f"{service.model.name} does not fit {strategy.tensor_parallel} x {service.machine.name} "
-                         f"beside steps over {rows} tokens; more devices (--tp), or a smaller --prefill-batch or "
-                         "--chunk, may do")
+                         f"together with steps over {rows} tokens; more devices (--tp), or a smaller --prefill-batch "
+                         "or --chunk, may do")
     limits = _limits(service, service.batch, held)
     if strategy.both:
         limits.validate([request], "both")

@@ -42,7 +42,7 @@ class InstanceLimits:
         if self.batch < 1 or self.block < 1 or self.prompt_tokens < 1 or self.shared_prefix < 0:
             raise TrafficError("batch, block and prompt_tokens must be at least 1, shared_prefix at least 0")
         if self.chunk and self.chunk <= self.batch:
-            raise TrafficError(f"chunk: {self.chunk} tokens leave a prompt none beside a batch of {self.batch}; above "
+            raise TrafficError(f"chunk: {self.chunk} tokens leave a prompt none with a batch of {self.batch}; above "
                                f"{self.batch} they do")
         most = max((r.prompt + (0 if role == "prefill" else r.output) for r in requests), default=0)
         room = self.cache_tokens // self.block * self.block

@@ -110,7 +110,7 @@ def _check_stream(copy: Copy, files: Collection[str]) -> None:
         looked_up = (LOOKUP,) if src.arena == HOST and type(copy.src) is Rows else ()
         right = looked_up + (UPWARD if dst.arena != HOST else (DOWNLOAD,) if src.arena != HOST else ())
     if copy.stream not in right:
-        raise ItemFault(f"{copy.label} is on the stream {copy.stream}: files are read on {' or '.join(READS)} and "
+        raise ItemFault(f"{copy.label} is on the stream {copy.stream}. Files are read on {' or '.join(READS)} and "
                         f"written on {WRITE}, copies between arenas run on {UPLOAD}, to the host on {DOWNLOAD}, rows "
                         f"of its tables on {LOOKUP}")
     if not writes:
@@ -135,7 +135,7 @@ def _check_rows(rows: Rows, label: str, files: Collection[str], extents: Extents
         _extent(ref, label, extents)
         _check_memory((span_of(ref),), label, files)
         if ref.dtype != "int64":
-            raise ItemFault(f"{label} is told its rows by {ref.buffer} of {ref.dtype}: it must be int64")
+            raise ItemFault(f"{label} gets its rows from {ref.buffer} of {ref.dtype}: it must be int64")
     if rows.count is not None and math.prod(rows.count.shape) != 1:
         raise ItemFault(f"{label} takes its count from {rows.count.buffer} of shape {rows.count.shape}: it must be one "
                         "number")

@@ -53,9 +53,9 @@ def cached_machine(
 ) -> Machine:
     """The kept profile; where there is none, or `anew`, it is measured, and kept if `keep`.
 
-    So it is where a guess stands in for part of the kept one, or others kept the machine busy then: once in AGAIN_S,
-    and not while others keep it busy. One process measures at a time, and those that waited take what it kept.
-    `scratch`: a folder that can be written, where `folder` cannot.
+    A kept profile with guesses, or from a busy machine, is measured again: once in AGAIN_S, and on a quiet machine. One
+    process measures at a time, and those that waited take what it kept. `scratch`: a folder that can be written, where
+    `folder` cannot.
     """
     kept = None if anew else kept_machine(folder)
     if kept is not None and not (_poor(kept) and _is_old(folder) and _quiet(kept)):

@@ -103,8 +103,8 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
     """Measure everything a plan needs; the disk tier is the file system of `folder`.
 
     Writes 512 MiB (quick: 128 MiB) to a file in `folder` that has no name and so vanishes with the process, however
-    that ends. `progress` is called with a stage's name and the fraction done. What fits poorly however often it is
-    measured, or was measured beside others, becomes a cautious guess (`believable`). Raises OSError when there is no
+    that ends. `progress` is called with a stage's name and the fraction done. A fit that stays
+    poor, or was measured on a busy machine, becomes a cautious guess (`believable`). Raises OSError when there is no
     room.
     """
     say = progress or (lambda stage, done: None)

@@ -70,7 +70,7 @@ def bind_operator(operator: Operator, launch: Launch, use: Tensors, kernels: str
     tensors."""
     if operator.implementations is not None and not use.impl:
         raise RuntimeFault(f"{launch.label}: {launch.op} names none of its implementations; lower a plan whose gemm "
-                           "has this product")
+                           "has this matmul")
     bind = operator.bind.get(kernels)
     if bind is None:
         raise RuntimeFault(f"{launch.label}: {launch.op} has no kernel for a {TITLES.get(kernels, kernels)}")

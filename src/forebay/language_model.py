@@ -148,7 +148,7 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
-        """What `generate` does unless told: the folder's own."""
+        """Defaults of `generate`: the folder's own."""
         return read_generation_config(self.checkpoint.folder)
 
     def __repr__(self) -> str:
@@ -263,8 +263,8 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
         self, batch: int, prompt: int, new_tokens: int, continuous: bool = False, *, call: ModelCall | None = None
     ) -> None:
         """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
-        serves them. With `continuous`, a plan serves whose slots they enter one after the other. Where none of them
-        checks as many drafted tokens as were wished for when it was wrapped, one that checks none does."""
+        serves them. `continuous` needs a plan with continuous batching. Where no plan checks the requested number of
+        drafted tokens, one without drafts is made."""
         with self.turn(call or ModelCall("reserve")):
             self._reserve(batch, prompt, new_tokens, continuous)
 
@@ -306,11 +306,11 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
         prompts included, or what `return_dict_in_generate` asks for.
 
         `inputs` (or `input_ids`) [B, T]: a tensor, lists, or all that a tokenizer returns; without them the model's bos
-        token begins. `attention_mask` [B, T] is 0 on padding, which may stand at either end of a row. What is not given
-        comes from `generation_config`, then from the model's own. `generator` draws in place of torch's global one (one
-        for each prompt: its draws are then its own, whatever batch it stands in); `on_token` sees each column [B] of
-        tokens as it is chosen. Calls from several threads take turns. ValueError where arguments do not fit, and
-        RuntimeError in a callback of another call.
+        token begins. `attention_mask` [B, T] is 0 on padding, at either end of a row. Defaults
+        come from `generation_config`, then from the model's own. `generator` replaces torch's global one; with one per
+        prompt, draws do not depend on the batch. `on_token` sees each column [B] of tokens as it is chosen. Calls from
+        several threads take turns. ValueError where arguments do not fit, and RuntimeError in a callback of another
+        call.
         """
         with (self.runner.generating(self, inputs, generation_config, generator, options=options),
               self.turn(call := ModelCall("generate"))):

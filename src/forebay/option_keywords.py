@@ -46,7 +46,7 @@ def with_keywords(
         takes.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [*positional, options.replace(default=None), *keywords])
         takes.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *(
-            textwrap.fill(f"{name} ({record.kind.words}): {record.help}, by default "
+            textwrap.fill(f"{name} ({record.kind.words}): {record.help}. Default: "
                           f"{record.said_default or record.default}.", 120, initial_indent="    ",
                           subsequent_indent="        ") for name, record in OPTIONS.items())])
         return takes  # type: ignore[return-value]

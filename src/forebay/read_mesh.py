@@ -57,7 +57,7 @@ def read_mesh(mesh: MeshShape) -> RankShare:
     if layout == "2d" and len(found.axes) < 2:
         raise PlanError(f"mesh: {mesh!r}: the layout 2d needs a mesh of two axes, as 2x2")
     if gathers != (1, 1) and layout != "2d":
-        raise PlanError(f"mesh: {mesh!r}: inputs of products are gathered with layout=2d; leave gather_chunks out")
+        raise PlanError(f"mesh: {mesh!r}: inputs of matmuls are gathered with layout=2d; leave gather_chunks out")
     return found
 
 

@@ -74,9 +74,8 @@ def shard_model(
 
 
 def _refuse_capture(**kind: Any) -> CapturedModel:
-    raise PlanError("mesh: steps that give something else than the logits of the last token (logits of all tokens, "
-                    "prompt lookup by generate), or take embeddings, are for one device; leave mesh out, or give "
-                    "prompt_lookup_num_tokens to wrap")
+    raise PlanError("mesh: logits of all tokens, prompt lookup by generate, and embeddings are for one device; leave "
+                    "mesh out, or give prompt_lookup_num_tokens to wrap")
 
 
 class MeshPlanner:

@@ -32,7 +32,7 @@ def test_a_runtime_that_does_nothing_otherwise_is_ours() -> None:
 @pytest.mark.parametrize("name", UNPINNED)
 def test_rates_without_pinning_have_sources_and_do_not_exceed_the_link(name: str) -> None:
     rates, link = UNPINNED[name], PRESETS[name].link("host", "device").bandwidth_bytes_per_s
-    assert set(rates.sources) == {"pageable_bytes_per_s", "packed_pageable_bytes_per_s", "dequantise_bytes_per_s"}
+    assert set(rates.sources) == {"pageable_bytes_per_s", "packed_pageable_bytes_per_s", "dequantize_bytes_per_s"}
     assert all(rates.sources.values())
     assert 0 < rates.pageable_bytes_per_s <= link and 0 < rates.packed_pageable_bytes_per_s <= link
 

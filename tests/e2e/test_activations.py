@@ -102,13 +102,13 @@ def test_a_saved_plan_rounds_as_it_says(packed: dict[str, Path], tmp_path: Path)
 
 
 def test_what_cannot_round_is_refused(packed: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PlanError, match="no weight of the model is packed; quantise it"):
+    with pytest.raises(PlanError, match="no weight of the model is packed; quantize it"):
         forebay.wrap(packed["native"], 1 << 30, activations="int8", **SHAPE)
     with pytest.raises(PlanError, match="activations must be one of 'native', 'bf16', 'int8', found 'int4'"):
         forebay.wrap(packed["w4g32"], 1 << 30, activations="int4", **SHAPE)  # type: ignore[arg-type]
     with forebay.wrap(packed["w4g32"], 1 << 30, **SHAPE) as lm:
         monkeypatch.setattr(native, "load", lambda: None)
-        with pytest.raises(PlanError, match=r"no product of w4g32 takes them here; that needs a C\+\+ compiler"):
+        with pytest.raises(PlanError, match=r"no matmul of w4g32 takes them here; that needs a C\+\+ compiler"):
             rewrite_captured(lm.captured, Switches(), activations="int8")
 
 

@@ -528,7 +528,7 @@ def test_impossible_budget_names_the_smallest_which_works(folder: Path) -> None:
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--budget", "1MiB", "--explore"], "binding tier is device"),
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--objective", "fame"], "objective"),
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--explore", "--slots", "2"], "--slots is for plans that run"),
-    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--quantise"], "--quantise needs --config and --explore"),
+    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--quantize"], "--quantize needs --config and --explore"),
     (["quantize", "MODEL", "/tmp/never", "--weights", "w3"], "no weight format 'w3'"),
     (["quantize", "/nowhere", "/tmp/never", "--weights", "w8"], "no model at /nowhere"),
     (["eval", "MODEL"], "name what to measure on"),

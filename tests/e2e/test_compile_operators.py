@@ -122,7 +122,7 @@ def test_a_write_beside_the_operand_is_refused(tmp_path) -> None:
         wanted = module(x)
         compiled = torch.compile(module, backend="forebay", options={
             "budget": {"device": "1MiB", "disk": str(tmp_path)}})
-        with pytest.warns(RuntimeWarning, match="writes memory beside its operand's elements"):
+        with pytest.warns(RuntimeWarning, match="writes memory outside its operand's elements"):
             assert torch.equal(compiled(x), wanted)
 
 

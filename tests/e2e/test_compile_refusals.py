@@ -129,7 +129,7 @@ def test_an_operator_that_checks_for_errors_is_refused_in_words(tmp_path) -> Non
     """The trace has inputs that the call has not: this was `zip() argument 2 is shorter`."""
     module, x = After(lambda y: torch.linalg.lu_factor(y)[0]), torch.randn(40, 40)
     run = torch.compile(module, backend="forebay", options=options(tmp_path))
-    with pytest.warns(RuntimeWarning, match=f"{SAID}.*effects beside their results"):
+    with pytest.warns(RuntimeWarning, match=f"{SAID}.*effects other than their results"):
         assert torch.equal(run(x), module(x))
 
 

@@ -82,7 +82,7 @@ def test_a_half_precision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.all
 def test_packed_weights_of_an_fp32_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are dequantised for torch's product, in memory that is counted, and give the logits of the CPU's kernels."""
+    """They are dequantized for torch's product, in memory that is counted, and give the logits of the CPU's kernels."""
     torch.manual_seed(0)
     config = llama(2, hidden_size=64, intermediate_size=96, vocab_size=211, tie_word_embeddings=False)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "float")
@@ -104,7 +104,7 @@ def test_packed_weights_of_an_fp32_model(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.all
-def test_a_quantised_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantized_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits are those of the CPU's kernels over such a cache, and the plan counts the shares of a decode step."""
     torch.manual_seed(0)
     config = llama(2, hidden_size=64, intermediate_size=96, vocab_size=211, tie_word_embeddings=False)

@@ -178,8 +178,8 @@ def test_frontier_of_policies_is_drawn_and_saved(tmp_path: Path) -> None:
     assert "frontier" in explore_text(found)
 
 
-def test_quantising_is_never_slower() -> None:
-    plain, packed = (explore_config(PlanRequest("opt-30b", "t4", batch=4), quantise=q)["policy"] for q in (False, True))
+def test_quantizing_is_never_slower() -> None:
+    plain, packed = (explore_config(PlanRequest("opt-30b", "t4", batch=4), quantize=q)["policy"] for q in (False, True))
     assert packed["tokens_per_s"] > 1.5 * plain["tokens_per_s"]
 
 

@@ -200,7 +200,7 @@ def test_a_saved_plan_brings_its_cache_format_along(tmp_path: Path) -> None:
         forebay.wrap(folder, 1 << 30, prompt=9, new_tokens=4, cache="kv2")
 
 
-def test_the_commands_take_quantised_folders_and_cache_formats(tmp_path: Path) -> None:
+def test_the_commands_take_quantized_folders_and_cache_formats(tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     quantize_model(saved("llama", tmp_path / "original"), packed, Wish("w4g32"))
     shape = ["--budget", "device=8MB", "--prompt", "9", "--new-tokens", "4", "--json"]

@@ -133,7 +133,7 @@ def test_a_model_in_memory_is_written_as_it_is(llama_checkpoint: Checkpointed, e
         assert (out / name).read_text() == (exported / name).read_text()
 
 
-def test_quantised_weights_keep_their_rows(llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
+def test_quantized_weights_keep_their_rows(llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
     made = quantize_model(llama_checkpoint.folder, tmp_path / "w4", Wish("w4g32", head=True, embeddings=True))
     out = forebay.export(tmp_path / "w4", tmp_path / "out", budget=BUDGET)
     stored = open_quantized(out)

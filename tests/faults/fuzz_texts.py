@@ -1,4 +1,4 @@
-"""What stands beside a model's weights, as formats to spoil: tokenizers, chat templates, settings of quantised weights,
+"""What stands beside a model's weights, as formats to spoil: tokenizers, chat templates, settings of quantized weights,
 configs alone, notes in the cache folder."""
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def chat_template(folder: Path) -> Format:
 
 
 def grouped(method: str, folder: Path) -> Format:
-    """A matrix of another quantiser, its settings and the header of its tensors."""
+    """A matrix of another quantizer, its settings and the header of its tensors."""
     _, bits, group, symmetric = next(case for case in CASES if case[0] == method)
     parts, _ = quantized(method, bits, group, symmetric, 8, 128, torch.float16)
     save_file({f"layer.{name}": value for name, value in parts.items()}, folder / "model.safetensors")
@@ -107,7 +107,7 @@ def grouped(method: str, folder: Path) -> Format:
     def read() -> None:
         found = quantization_settings(folder)
         if found is None:
-            raise JobError("it has no settings of quantised weights")
+            raise JobError("it has no settings of quantized weights")
         for tensor in grouped_tensors(open_checkpoint(folder), read_scheme(found, folder))[0]:
             if tensor.format():
                 tensor.rows(False)(0, tensor.shape[0])

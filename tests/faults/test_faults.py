@@ -68,7 +68,7 @@ class Zygote:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer, a machine profile, prompts, and the same quantised."""
+    """A tiny Llama with a tokenizer, a machine profile, prompts, and the same quantized."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("faults") / "model"
@@ -101,7 +101,7 @@ def zygote(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zy
         (cache / file.name).symlink_to(file)
     cache.chmod(0o700)
     made = Zygote(model, cache)
-    case = tmp_path_factory.mktemp("quantised")
+    case = tmp_path_factory.mktemp("quantized")
     made.ask("quantize", case, inject=False)
     shutil.move(case / "quantized", model / "quantized")
     yield made

@@ -1,4 +1,4 @@
-"""The promises of SECURITY.md for answers, settings and quantised models, against every state that a loss of power can
+"""The promises of SECURITY.md for answers, settings and quantized models, against every state that a loss of power can
 leave (`power.py`), at every moment. FOREBAY_TEST_ALL=1 (`make test-all`) tries 40 random states of each moment instead
 of 2; FOREBAY_TEST_SEED draws others."""
 
@@ -98,7 +98,7 @@ def test_settings_are_the_old_or_the_new(tmp_path: Path) -> None:
             assert json.loads(found)["text"][:3] in ({"old", "new"} if promised != ["old", "new"] else {"new"})
 
 
-def _quantised(out: Path) -> None:
+def _quantized(out: Path) -> None:
     tensors = {f"w{i}": torch.arange(i, i + 3000, dtype=torch.float32) for i in range(4)}
     items = [PendingTensor(name, t.dtype, tuple(t.shape), lambda t=t: (None, iter(t.split(1000))))  # type: ignore[misc]
              for name, t in tensors.items()]
@@ -109,14 +109,14 @@ def _quantised(out: Path) -> None:
     write_quantized(out, items, {"source": "s"}, prepare, shard_nbytes=25_000)
 
 
-def test_a_quantised_model_is_whole_or_finished_by_the_same_command(
+def test_a_quantized_model_is_whole_or_finished_by_the_same_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
     folder, after = tmp_path / "model", tmp_path / "after"
     recorder = Recorder(folder)
     with recorder.recording():
-        _quantised(folder)
+        _quantized(folder)
     recorder.mark("done")
     config, states, whole = file_checksum(folder / "config.json"), 0, 0
     for count, files in crashes(recorder.log, EACH, random.Random(SEED)):
@@ -126,12 +126,12 @@ def test_a_quantised_model_is_whole_or_finished_by_the_same_command(
         if (after / MANIFEST).exists():
             open_quantized(after, check="always")
             whole += 1
-        _quantised(after)
+        _quantized(after)
         made = open_quantized(after, check="always")
         assert [float(read_tensor(made.tensors[f"w{i}"])[2]) for i in range(4)] == [2.0, 3.0, 4.0, 5.0]
         assert file_checksum(after / "config.json") == config
         states += 1
-    print(f"\nquantised: {states} states of {len(recorder.log)} events, {whole} of them whole, seed {SEED}")
+    print(f"\nquantized: {states} states of {len(recorder.log)} events, {whole} of them whole, seed {SEED}")
     assert states > 100 and 0 < whole < states
     with pytest.raises(CheckpointError):  # the model of the disk can fail this test
         (after / "config.json").write_text("")

@@ -29,7 +29,7 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, the same quantised, one of shards, prompts, a plan, a calibration and a profile."""
+    """A folder with a model, the same quantized, one of shards, prompts, a plan, a calibration and a profile."""
     folder = tmp_path_factory.mktemp("special")
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
@@ -42,7 +42,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "model", folder / "shards")
     (folder / "shards/model.safetensors").unlink()
     model.save_pretrained(folder / "shards", max_shard_size="20KB")
-    quantize_model(folder / "model", folder / "quantised", Wish("w8g32"))
+    quantize_model(folder / "model", folder / "quantized", Wish("w8g32"))
     (folder / "prompts").write_text(json.dumps({"prompt": "w1 w2"}) + "\n")
     save_machine(Machine.default(), folder / "machine")
     with forebay.wrap(folder / "model", "device=1MiB", prompt=4, new_tokens=2, machine=Machine.default()) as lm:
@@ -77,7 +77,7 @@ CASES = [
         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")),
     *((f"shards/{name}", ("run", "shards", *RUN)) for name in (
         "config.json", "model.safetensors.index.json", "model-00001-of-00004.safetensors")),
-    *((f"quantised/{name}", ("run", "quantised", *RUN)) for name in (
+    *((f"quantized/{name}", ("run", "quantized", *RUN)) for name in (
         "config.json", "forebay.json", "weights-00001-of-00001.safetensors")),
     *((name, ("run", "model", *RUN)) for name in ("machine", "prompts")),
     ("calibration", ("run", "model", *RUN, "--calibration", "calibration")),

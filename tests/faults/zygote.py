@@ -74,7 +74,7 @@ def quantize(model: Path, case: Path) -> int:
 
 
 def packed(model: Path, case: Path) -> int:
-    """Answers of a quantised model."""
+    """Answers of a quantized model."""
     return _command("run", model / "quantized", "--prompts", model / "prompts.jsonl", "--output", case / "out.jsonl",
                     "--budget", "device=260KiB", "--new-tokens", NEW, "--batch", 2, "--machine",
                     model / "machine.json", "--verify")

@@ -114,7 +114,7 @@ def test_rows_are_the_modules_own(family: str, tmp_path: Path) -> None:
 
 
 def test_packed_rows(llama_checkpoint: Any, tmp_path: Path) -> None:
-    """Dequantised by the row, to what the whole table means; a step looks up the same."""
+    """Dequantized by the row, to what the whole table means; a step looks up the same."""
     quantize_model(llama_checkpoint.folder, tmp_path / "packed", Wish("w8g32", embeddings=True))
     with wrap(tmp_path / "packed", "4MB", batch=3, prompt=10, new_tokens=NEW) as lm:
         found = lm.get_input_embeddings()(llama_checkpoint.ids)

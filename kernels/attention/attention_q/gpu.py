@@ -1,4 +1,4 @@
-"""`forebay::attention_q` in Triton: attention over packed rows, dequantised in registers.
+"""`forebay::attention_q` in Triton: attention over packed rows, dequantized in registers.
 
 The kernels are those of `decode_attention` and `prefill_attention`. Keys and values stay rotated: a tile of queries is
 rotated as it is loaded, in decoding by every share of a sequence, and a result before it is rounded, in decoding where

@@ -19,12 +19,12 @@ class DecodeTile(NamedTuple):
     num_stages: int
 
 
-# By bytes of a row of K once dequantised: tiles of K and V in two stages of flight, two programs or more to a
-# multiprocessor. Four warps at 256 bytes spill on sm_90 with Triton 3.9; dequantised rows do not, and need less room.
+# By bytes of a row of K once dequantized: tiles of K and V in two stages of flight, two programs or more to a
+# multiprocessor. Four warps at 256 bytes spill on sm_90 with Triton 3.9; dequantized rows do not, and need less room.
 TILES = {"narrow": DecodeTile(64, 4, 3), "typical": DecodeTile(64, 8, 3), "wide": DecodeTile(32, 8, 3),
          "widest": DecodeTile(16, 4, 2)}
 DEQUANTISED = DecodeTile(64, 4, 3)
-# Dequantised to fp32, by lanes: three products take the place of one, and their factors registers.
+# Dequantized to fp32, by lanes: three products take the place of one, and their factors registers.
 EXACT = {"typical": DecodeTile(32, 4, 3), "wide": DecodeTile(16, 8, 2)}
 # Programs that are made where the sequences are long enough: eight for each multiprocessor even out the last wave.
 PROGRAMS_PER_PROCESSOR = 8
@@ -53,7 +53,7 @@ def product(head_dim: int, group: int, bits: int, itemsize: int, group_heads: in
 
 
 def tile(lanes: int, itemsize: int, bits: int, folded: bool) -> DecodeTile:
-    """The tile for rows of K that take so many lanes of itemsize bytes once dequantised from bits (0: as they are).
+    """The tile for rows of K that take so many lanes of itemsize bytes once dequantized from bits (0: as they are).
 
     Where folded, each of four warps takes 16 positions.
     """

@@ -1,4 +1,4 @@
-"""Decode attention over quantised rows, whose codes meet the tensor cores as they are: device functions.
+"""Decode attention over quantized rows, whose codes meet the tensor cores as they are: device functions.
 
 A warp takes 16 positions of a tile and all lanes (`cache_codes`); nothing crosses warps before the share ends.
 

@@ -1,4 +1,4 @@
-"""Decode attention over values, those of a cache or dequantised from its rows: device functions."""
+"""Decode attention over values, those of a cache or dequantized from its rows: device functions."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class PrefillTile(NamedTuple):
     num_stages: int
 
 
-# By rows there are, then by bytes of a row of K once dequantised: 16 rows suit the smallest tensor-core tile, 128 two
+# By rows there are, then by bytes of a row of K once dequantized: 16 rows suit the smallest tensor-core tile, 128 two
 # warp groups; D = 256 leaves room for 64 rows. fp32 takes three products for one, and their split factors registers.
 FEW = {"typical": PrefillTile(16, 64, 4, 3), "wide": PrefillTile(16, 32, 4, 3)}
 SOME = {"typical": PrefillTile(64, 64, 4, 3), "wide": PrefillTile(64, 32, 8, 2)}
@@ -160,7 +160,7 @@ def prefill_attention_kernel(
 
 
 def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bool = False) -> PrefillTile:
-    """The tile for so many rows, of K rows that take so many lanes of itemsize bytes once dequantised."""
+    """The tile for so many rows, of K rows that take so many lanes of itemsize bytes once dequantized."""
     size = "wide" if lanes > (64 if itemsize == 4 else 128) else "typical"
     if itemsize == 4:
         return (EXACT_ROTATED if rotated else EXACT)[size]

@@ -1,4 +1,4 @@
-"""`forebay::activation_append_q`: write hidden states, quantised, into a checkpoint that K and V are made from again.
+"""`forebay::activation_append_q`: write hidden states, quantized, into a checkpoint that K and V are made from again.
 
 A checkpoint of activations is uint8 [B, L, R]: one packed row (`packing`) for each position, groups along the hidden
 dimension, scales and lows in fp16, R = row_nbytes(H, bits, group), a multiple of 16. `dequantize_rows` reads it. The

@@ -1,4 +1,4 @@
-"""`forebay::kv_append_q` in Triton: K and V of new positions rotated, quantised and packed in registers, one launch.
+"""`forebay::kv_append_q` in Triton: K and V of new positions rotated, quantized and packed in registers, one launch.
 
 The reference fits ranges in float64. Sums here are in float32, of codes and of distances from the group's low: so
 nothing is cancelled, and ranges come out as the reference's but for the rounding of ties to fp16.

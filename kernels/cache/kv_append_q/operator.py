@@ -1,10 +1,10 @@
-"""`forebay::kv_append_q`: write the K and V of new positions, quantised, into a cache of packed rows.
+"""`forebay::kv_append_q`: write the K and V of new positions, quantized, into a cache of packed rows.
 
-A quantised cache is uint8 [B, Hkv, L, R]: one packed row (`packing`) for each position of each KV head, groups along
+A quantized cache is uint8 [B, Hkv, L, R]: one packed row (`packing`) for each position of each KV head, groups along
 the head dimension, scales and lows in fp16, R = row_nbytes(D, bits, group, CACHE_ALIGN). What writes it and what reads
 it, `attention_q`, must be told the same bits and group; `packing.cache_group_size` says the usual group.
 
-Rows are rotated before they are quantised, by Hadamard blocks along the head dimension (QuaRot, Ashkboos et al. 2024):
+Rows are rotated before they are quantized, by Hadamard blocks along the head dimension (QuaRot, Ashkboos et al. 2024):
 some channels of K are ten times as large as the rest, and would set the step of their whole group; a rotation shares
 them out. It comes after rotary embeddings and is orthogonal, so scores of rotated queries with rotated keys are those
 of the plain ones, and a result over rotated values is rotated back once: softcap, window, scale and grouped queries

@@ -43,14 +43,14 @@ def cublas_nbytes() -> int:
     return ask() if ask is not None and torch.cuda.is_available() else CUBLAS_NBYTES
 
 
-# Packed weights are dequantised for torch's product by row tiles of so many bytes at most: Llama-3-8B's in one or two.
+# Packed weights are dequantized for torch's product by row tiles of so many bytes at most: Llama-3-8B's in one or two.
 DEQUANTISED_NBYTES = 128 << 20
 HALF_NBYTES = 2  # of an element of x
 ALIGNED_ROWS = 64  # of which tiles of many rows are multiples
 
 
-def dequantised_rows(n: int, k: int, itemsize: int = HALF_NBYTES) -> int:
-    """Rows of packed weights [n, k] that are dequantised at a time, to elements of `itemsize` bytes, for torch's
+def dequantized_rows(n: int, k: int, itemsize: int = HALF_NBYTES) -> int:
+    """Rows of packed weights [n, k] that are dequantized at a time, to elements of `itemsize` bytes, for torch's
     product: multiples of ALIGNED_ROWS where they are many, as columns of a result that begin elsewhere take cuBLAS 2 to
     3 times as long."""
     most = max(1, min(n, DEQUANTISED_NBYTES // (itemsize * max(1, k))))
@@ -64,7 +64,7 @@ def passing_nbytes(impl: str, product: Product, itemsize: int = HALF_NBYTES) -> 
     if impl != selection.ATEN:
         return 0
     if packed_format(weight) is not None:
-        return 2 * m * dequantised_rows(n, k, itemsize) * itemsize
+        return 2 * m * dequantized_rows(n, k, itemsize) * itemsize
     return 2 * m * n * getattr(torch, weight).itemsize
 
 
@@ -75,7 +75,7 @@ def workspace_nbytes(impl: str, product: Product, itemsize: int = HALF_NBYTES) -
     kind, group_size = _kind(weight)
     if impl == selection.ATEN:
         packed = packed_format(weight) is not None
-        scratch = dequantised_rows(n, k, itemsize) * k * itemsize if packed else 0
+        scratch = dequantized_rows(n, k, itemsize) * k * itemsize if packed else 0
         return scratch + passing_nbytes(impl, product, itemsize)
     split = selection.workspace_nbytes(kind, impl, m, n, k, group_size, decode_shares.processors())
     return selection.HELD_COUNTERS_NBYTES + split

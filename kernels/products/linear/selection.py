@@ -23,7 +23,7 @@ KINDS = ("linear", "linear_w4", "linear_w8")  # of weights, as tables name them:
 KIND_OF_BITS = {4: "linear_w4", 8: "linear_w8"}
 IMPLEMENTATIONS = ("gemv", "flat", "large")
 # torch's product, cuBLAS on NVIDIA: a candidate at more rows than this; fewer wait for the weight. Packed weights are
-# dequantised first: they are written and read once more in 16 bits.
+# dequantized first: they are written and read once more in 16 bits.
 ATEN, ATEN_ABOVE = "aten", {"linear": 16, "linear_w4": 255, "linear_w8": 255}
 MAX_SPLITS = 32
 L2_SUMS_NBYTES = 8 << 20  # of an L2 of 40 MiB or more (A100, H100, H200), for sums that are read soon after

@@ -3,7 +3,7 @@
     gemv    M = 1 or 2: fused multiply-adds in fp32
     flat    M up to 16: tensor cores, the codes on the wide side of the instruction; K split where N is short
     large   the same kernel with tiles of 64 rows of x
-    aten    W dequantised once, then torch's product (`gpu_dequantised`)
+    aten    W dequantized once, then torch's product (`gpu_dequantized`)
 
 Codes are read as 32-bit words and become weights of x's dtype two at a time (`unpacking`), which are four (4 bits) or
 two (8 bits) elements apart: the product of x is taken over as many interleaved parts of K, each with its own columns of
@@ -33,7 +33,7 @@ from forebay.kernels.products.linear.gpu_arguments import bind_split, prepare, s
 from forebay.kernels.products.linear.gpu_epilogue import finish
 from forebay.kernels.products.linear.reference import PLAIN, After
 from forebay.kernels.products.linear.selection import Grid, grid_of
-from forebay.kernels.products.linear_q.gpu_dequantised import bind_dequantised
+from forebay.kernels.products.linear_q.gpu_dequantized import bind_dequantized
 
 OP = "linear_q"
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -304,7 +304,7 @@ def _bind(
         ours = group_size in GROUP_SIZES
         impl = selection.choose(selection.KIND_OF_BITS[bits], m, n, max(1, k)) if ours else selection.ATEN
     if impl == selection.ATEN or x.dtype == torch.float32:
-        return bind_dequantised(x, rows, bias, stored, after, result), result
+        return bind_dequantized(x, rows, bias, stored, after, result), result
     if group_size not in GROUP_SIZES:
         fail(OP, "group_size", f"must be one of {GROUP_SIZES} for {impl!r}, got {group_size}")
     implementation, setting, grid = plan(m, n, stored, impl, sm_count(x.device))

@@ -1,7 +1,7 @@
 """`forebay::dequantize_rows`: packed rows back to numbers, where no operator consumes them packed.
 
 Layout: `packing`. The product `linear_q` reads rows themselves; this is for everything else, such as
-the rows of a quantised embedding.
+the rows of a quantized embedding.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ MAX_GROUP = 1024
 # Numbers from here on, 1.5 * 2^23, to 2^24 are whole, and the low bits of their patterns are those of their integers.
 CODE_BASE = tl.constexpr(12582912.0)
 WARPS = 4
-FIRST_PLACES = 64  # inner places of a program that quantises along another dimension
+FIRST_PLACES = 64  # inner places of a program that quantizes along another dimension
 
 
 @triton.jit

@@ -17,18 +17,19 @@ DOES_NOT_FIT = 3  # exit code: the best allocation found is higher than the capa
 
 
 def allocate(
-    file: Annotated[Path, typer.Argument(metavar="FILE.csv", help="Buffers, with the columns id,lower,upper,size: live "
-                                         "in [lower, upper), size in bytes.")],
-    capacity: Annotated[str | None, typer.Option(metavar="BYTES", help="Stop at the first allocation that fits this "
-                                                 "(1048576, 1MiB); without it the height is made small.")] = None,
-    time_limit: Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="Longest search (default: 9 with "
-                                                     "a capacity, 3 without).")] = None,
-    alignment: Annotated[int, typer.Option(min=1, metavar="BYTES", help="Offsets are multiples of this.")] = 1,
-    output: Annotated[Path | None, typer.Option(metavar="OUT.csv", help="Where the offsets go (default: "
-                                                "FILE.offsets.csv in the current folder).")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    file: Annotated[Path, typer.Argument(metavar="FILE.csv",
+        help="CSV file of buffers, with columns id,lower,upper,size: live in [lower, upper), size in "
+             "bytes.")],
+    capacity: Annotated[str | None, typer.Option(metavar="BYTES",
+        help="Capacity at which the search stops (1048576, 1MiB). Default: the smallest height.")] = None,
+    time_limit: Annotated[float | None, typer.Option(min=0, metavar="SECONDS",
+        help="Seconds of search. Default: 9 with a capacity, 3 without.")] = None,
+    alignment: Annotated[int, typer.Option(min=1, metavar="BYTES", help="Alignment of offsets, in bytes.")] = 1,
+    output: Annotated[Path | None, typer.Option(metavar="OUT.csv",
+        help="File for the offsets. Default: FILE.offsets.csv in the current folder.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Full tracebacks of errors.")] = False,
 ) -> None:
-    """Give buffers of known lifetimes their addresses: prints height, lower bound and seconds, writes the offsets.
+    """Assign addresses to buffers of known lifetimes.
 
     Exit code 3 when nothing was found that fits the capacity; the offsets of the best are written even so.
     """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from forebay.commands.allocate import allocate
 from forebay.commands.calibrate import calibrate_command
@@ -24,16 +26,35 @@ from forebay.commands.serve_plan import serve_plan
 from forebay.commands.terminal import printable_output
 from forebay.version import package_version
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False,
+VERBOSE = re.compile(r"-v+|--verbose")
+ANSWER, PLAN, PREPARE = "Answer prompts", "Plan and predict", "Prepare models"
+
+
+class Commands(TyperGroup):
+    """The commands, in the order in which they are added, with -v before or after any of them."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Move -v to the front, where it is read."""
+        end = args.index("--") if "--" in args else len(args)
+        verbose = [arg for arg in args[:end] if VERBOSE.fullmatch(arg)]
+        return super().parse_args(ctx, [*verbose, *(arg for arg in args[:end] if arg not in verbose), *args[end:]])
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        """The names, by use."""
+        return list(self.commands)
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False,
+                  context_settings={"help_option_names": ["-h", "--help"]},
                   help="Run language models larger than the fast memory you have.")
 
 
 @app.callback(invoke_without_command=True)
 def _options(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    verbose: Annotated[int, typer.Option("-v", "--verbose", count=True, help="Say what is planned and loaded; twice: "
-                                         "and what is compiled.")] = 0,
+    version: Annotated[bool, typer.Option("--version", help="Version of the package.")] = False,
+    verbose: Annotated[int, typer.Option("-v", "--verbose", count=True, help="Log of planning and loading on stderr; "
+                                         "-vv: of compilation as well. May come after the command.")] = 0,
 ) -> None:
     context.with_resource(printable_output())
     if version:
@@ -58,27 +79,42 @@ def _logged(level: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-@app.command("eval", add_help_option=False,
-             context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def _eval(context: typer.Context) -> None:
-    """Measure how well MODEL predicts text, streamed within the budget like any other run."""
+    """Measure perplexity or last-word accuracy of MODEL within a budget."""
     from forebay.commands.evaluate import eval_command  # imports torch: 2 s that no other command's --help should take
 
-    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False,
+                          context_settings={"help_option_names": ["-h", "--help"]})
     command.command()(eval_command)
     command(context.args, prog_name=context.command_path)
 
 
-app.command("run")(run)
-app.command("chat")(chat)
-app.command("serve")(serve)
-app.command("plan")(plan)
-app.command("explain")(explain)
-app.command("quantize")(quantize_command)
-app.command("export")(export_command)
-app.command("calibrate")(calibrate_command)
-app.command("machine")(machine_command)
-app.command("models")(models_command)
-app.command("serve-plan")(serve_plan)
-app.command("partition")(partition)
-app.command("allocate")(allocate)
+def _help(context: typer.Context, command: Annotated[str, typer.Argument(help="Name of a command.")] = "") -> None:
+    """Show the help of a command."""
+    root = context.find_root()
+    known = root.command.commands  # type: ignore[attr-defined]
+    if command and command not in known:
+        raise typer.BadParameter(f"no command {command!r}; commands are {', '.join(known)}")
+    (known[command] if command else root.command).main(["--help"], prog_name=f"forebay {command}".strip())
+
+
+def _version() -> None:
+    """Show the version."""
+    print(package_version())
+
+
+PANELS: dict[str, dict[str, Callable[..., None]]] = {
+    ANSWER: {"run": run, "chat": chat, "serve": serve},
+    PLAN: {"machine": machine_command, "plan": plan, "explain": explain, "serve-plan": serve_plan,
+           "partition": partition},
+    PREPARE: {"quantize": quantize_command, "export": export_command, "calibrate": calibrate_command,
+              "models": models_command},
+}
+for panel, commands in PANELS.items():
+    for name, function in commands.items():
+        app.command(name, rich_help_panel=panel)(function)
+app.command("eval", rich_help_panel=PREPARE, add_help_option=False,
+            context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(_eval)
+app.command("allocate", rich_help_panel="Other")(allocate)
+app.command("help", rich_help_panel="Other")(_help)
+app.command("version", rich_help_panel="Other")(_version)

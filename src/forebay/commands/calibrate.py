@@ -15,22 +15,33 @@ from forebay.rewriter.planning.options import Options
 @with_options(only=("dequantize",))
 def calibrate_command(
     model: Annotated[str, typer.Argument(
-        metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")],
-    prompts: Annotated[Path, typer.Option(help='JSONL: {"prompt": "…"} or {"messages": […]}.')],
-    output: Annotated[Path, typer.Option(help="Where to write the calibration, JSON.")],
+        metavar="MODEL", help="Folder with a safetensors checkpoint, .gguf file, bundle, or 'demo'.")],
+    prompts: Annotated[Path, typer.Option(
+        help='JSONL file of prompts: {"prompt": "…"} or {"messages": […]}.',
+        rich_help_panel="Input")],
+    output: Annotated[Path, typer.Option(help="JSON file for the calibration.", rich_help_panel="Output")],
     options: Options,
     budget: Annotated[str, typer.Option(
-        "--budget", metavar="TIER=SIZE,…", help="What may be used, e.g. device=120MiB,host=2GB,disk=/path.")],
+        "--budget", metavar="TIER=SIZE,…",
+        help="Memory to use, by tier: 2GB, or device=120MiB,host=2GB,disk=/path.",
+        rich_help_panel="Memory")],
     experts: Annotated[bool, typer.Option(
-        "--experts", help="Which experts routers pick, and what pools of them would hold, instead of scores.")] = False,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt that are looked at, at most.")] = 512,
-    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
-    dtype: Annotated[str, typer.Option(help="fp16 or bf16: for which the printed ranges are chosen.")] = "bf16",
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+        "--experts", help="Routing of experts, and hits of their pools, instead of scores.", rich_help_panel="Output")
+    ] = False,
+    tokens: Annotated[int, typer.Option(min=1,
+        help="Most tokens of each prompt to read.",
+        rich_help_panel="Input")] = 512,
+    chat: Annotated[bool, typer.Option("--chat",
+        help="Chat template of the model around each prompt.",
+        rich_help_panel="Input")] = False,
+    dtype: Annotated[str, typer.Option(
+        help="Dtype of the printed ranges: fp16 or bf16.",
+        rich_help_panel="Output")] = "bf16",
+    debug: Annotated[bool, typer.Option("--debug", help="Full tracebacks of errors.")] = False,
 ) -> None:  # fmt: skip
-    """Measure what plans take from real prompts: attention scores, or the routing of experts.
+    """Measure attention scores, or the routing of experts, on real prompts.
 
-    The scores are for decode attention with a shared softmax maximum. The result is given to `--calibration`.
+    `--calibration` takes the result. Scores are for decode attention with a shared softmax maximum on a GPU.
     """
     with clean_errors(debug):
         import torch

@@ -34,13 +34,19 @@ def chat(
     model: ModelArgument,
     options: Options,
     budget: BudgetOption = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    temperature: Annotated[float, typer.Option(help="Of the draws; 0 takes the most likely tokens.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Draw from the smallest set of tokens that holds this much.")] = 0.9,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    system: Annotated[str | None, typer.Option(
+        help="System message before the conversation.",
+        rich_help_panel="Input")] = None,
+    temperature: Annotated[float, typer.Option(
+        help="Temperature of sampling; 0 takes the most likely tokens.",
+        rich_help_panel="Sampling")] = 0.7,
+    top_p: Annotated[float, typer.Option(
+        help="Probability mass of the tokens to sample from.",
+        rich_help_panel="Sampling")] = 0.9,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel="Sampling")] = 0,
     debug: DebugOption = False,
 ) -> None:
-    """Talk with MODEL, line by line, until the end of the input (Ctrl-D)."""
+    """Chat with MODEL until the end of the input (Ctrl-D)."""
     with clean_errors(debug):
         from forebay.commands.chat_template import ChatTemplate
         from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids

@@ -207,20 +207,29 @@ def _passage(text: str, tokenizer: Any) -> Passage:
 def eval_command(
     model: ModelArgument,
     options: Options,
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure perplexity on.")] = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text file for perplexity.", rich_help_panel="Input")] = None,
     words: Annotated[Path | None, typer.Option(
-        help='JSONL of {"text": "…"}: how often the last word is predicted.')] = None,
+        help='JSONL file of {"text": "…"} for last-word accuracy.', rich_help_panel="Input")] = None,
     budget: Annotated[str | None, typer.Option(
-        "--budget", metavar="TIER=SIZE,…", help="What may be used, e.g. device=120MiB (default: half of what is free)."
+        "--budget", metavar="TIER=SIZE,…",
+        help="Memory to use, e.g. device=120MiB. Default: half of the free memory.",
+        rich_help_panel="Memory"
     )] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = CONTEXT,
-    stride: Annotated[int | None, typer.Option(min=1, help="Tokens from window to window (default: the context).")]
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a window.", rich_help_panel="Input")] = CONTEXT,
+    stride: Annotated[int | None, typer.Option(min=1,
+        help="Tokens from window to window. Default: --context.",
+        rich_help_panel="Input")]
     = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Only so many tokens of the text.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    tokens: Annotated[int | None, typer.Option(min=2,
+        help="Most tokens of the text to read. Default: all.",
+        rich_help_panel="Input")] = None,
+    as_json: Annotated[bool, typer.Option("--json",
+        help="Result as JSON on stdout.",
+        rich_help_panel="Output")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure how well MODEL predicts text, streamed within the budget like any other run.
+    """Measure perplexity or last-word accuracy of MODEL within a budget.
+
     \f
     Long: a third of it is the options of its own.
     """

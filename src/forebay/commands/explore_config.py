@@ -16,20 +16,20 @@ from forebay.rewriter.predict.model_shapes import load_model_shape
 
 
 def explore_config(
-    request: PlanRequest, *, quantise: bool = False, checkpoints: bool = True, diagonal: bool = False,
+    request: PlanRequest, *, quantize: bool = False, checkpoints: bool = True, diagonal: bool = False,
     pareto: Path | None = None,
 ) -> dict[str, Any]:
     """The best policy as JSON-able data; with `pareto`, the frontier too, drawn to that PNG and JSON.
 
-    `quantise` also tries weights and cache of few bits. Raises PlanError, BudgetError, ModelError or PresetError (all
+    `quantize` also tries weights and cache of few bits. Raises PlanError, BudgetError, ModelError or PresetError (all
     ValueErrors) that name the field, or the binding tier and the smallest budget for it.
     """
     wanted = request.wanted()
     problem = Problem(load_model_shape(request.config), request.known_machine, request.prompt,
                       request.output, capacity=dict(request.capacity), typical=request.typical)
     space = Space(batch=request.batch, closed=frozenset() if checkpoints else NO_CHECKPOINTS,
-                  weight_formats=("native", SMALL_WEIGHTS.name) if quantise else ("native",),
-                  cache_formats=("native", SMALL_CACHE.name) if quantise else ("native",),
+                  weight_formats=("native", SMALL_WEIGHTS.name) if quantize else ("native",),
+                  cache_formats=("native", SMALL_CACHE.name) if quantize else ("native",),
                   orders=("row", "zigzag", "diagonal") if diagonal else ("row", "zigzag"))
     policy = search(problem, space, wanted)
     found: dict[str, Any] = {

@@ -17,22 +17,24 @@ from forebay.rewriter.planning.options import Options
 @with_options(leave=("draft", "mesh", "plan", "dequantize"))
 def export_command(
     model: ModelArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write. It appears whole or not at all.")],
     options: Options,
     format: Annotated[str, typer.Option(
-        help="bundle: a folder that every other command takes as a model; onnx: one for onnxruntime and its like; "
-             "pt2: a program of torch.export; aoti: one compiled for this processor.")]
+        help="Format: bundle (a model to every other command), onnx, pt2 (torch.export), or aoti "
+             "(compiled for this processor).")]
     = "bundle",
     dialect: Annotated[str, typer.Option(
-        help="Of onnx: microsoft (onnxruntime's own operators too, and onnxruntime-genai's config), "
-             "standard, or static: standard operators that write into caches of a length of their own.")]
+        help="ONNX dialect: microsoft (onnxruntime's operators, with onnxruntime-genai's config), "
+             "standard, or static (caches of a fixed length).")]
     = "microsoft",
     budget: BudgetOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replacement of an earlier export.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write MODEL with its rewritten graphs to the folder OUT, which starts without the model's code and without
-    capture. A --budget is that of the plan which lies in it: half of the free memory by default."""
+    """Write MODEL to the folder OUT as a bundle, an ONNX model or a torch program.
+
+    A bundle holds a plan for --budget, by default half of the free memory.
+    """
     with clean_errors(debug):
         from forebay.exported.export import export
         from forebay.rewriter.ir.byte_sizes import format_nbytes

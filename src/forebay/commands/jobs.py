@@ -63,7 +63,7 @@ def job_settings(
     """What answers depend on beside their prompts, as the settings file has it; the batch is noted when it is known
     (`AnswerFile.note_batch`)."""
     template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
-    # A quantised model's fingerprint covers every byte, which is why its files may be copied.
+    # A quantized model's fingerprint covers every byte, which is why its files may be copied.
     files = {} if is_quantized(checkpoint.folder) else {"files": states_checksum(checkpoint.states)}
     ranges = options.score_ranges
     calibrated = {"calibration": hashlib.sha256(repr(ranges).encode()).hexdigest()} if ranges else {}
@@ -214,7 +214,7 @@ class AnswerFile:
         for request in requests:
             known = self.answered.get(request.id)
             if known is not None and known != request.question:
-                raise JobError(f"line {request.line}: id {request.id!r} stands in {self.path} with another question; "
+                raise JobError(f"line {request.line}: id {request.id!r} is in {self.path} with another question; "
                                "give changed prompts new ids, or name another output")
 
     def write(self, answer: Mapping[str, Any]) -> None:

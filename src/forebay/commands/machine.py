@@ -22,14 +22,14 @@ SHOWN_M = (1, 8, 64)  # of the rows that products were measured for
 
 
 def machine_command(
-    folder: Annotated[Path, typer.Option(help="Where the disk tier would be.")] = Path("."),
-    measure: Annotated[bool, typer.Option("--measure", help="Measure anew (about three minutes).")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
-    mesh: Annotated[bool, typer.Option("--mesh", help="Measure, among the processes that torchrun started, what they "
-                                       "exchange with each other; kept in the profile (about 10 s).")] = False,
+    folder: Annotated[Path, typer.Option(help="Folder of the disk tier.")] = Path("."),
+    measure: Annotated[bool, typer.Option("--measure", help="New measurement, about three minutes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Profile as JSON on stdout.")] = False,
+    mesh: Annotated[bool, typer.Option("--mesh", help="Measurement of collectives between the processes of torchrun, "
+                                       "about 10 s. The profile keeps it.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show what this machine's tiers and links can do, measured once and kept."""
+    """Measure this machine's memory, disk and processor once, and show the profile."""
     with clean_errors(debug), all_ranks(mesh) as first:
         from forebay.commands.prompts import JobError
         from forebay.rewriter.ir.byte_sizes import format_nbytes

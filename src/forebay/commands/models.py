@@ -13,13 +13,13 @@ SAID = {"current": "", "changed": "  (has changed since)", "gone": "  (is gone)"
 
 
 def models_command(
-    delete: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Delete this one; the file that it was made "
-                                                     "from stays. May be given several times.")] = None,
-    delete_unused: Annotated[bool, typer.Option("--delete-unused", help="Delete those whose file is gone or has "
-                                                "changed, and what stopped conversions left.")] = False,
+    delete: Annotated[list[str] | None, typer.Option(metavar="NAME",
+        help="Conversion to delete; its source file stays. May be repeated.")] = None,
+    delete_unused: Annotated[bool, typer.Option("--delete-unused",
+        help="Deletion of conversions whose source is gone or changed, and of unfinished ones.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """List what GGUF files and models that other tools quantized became in the cache folder, or delete some of it."""
+    """List or delete conversions of GGUF and quantized models in the cache folder."""
     with clean_errors(debug):
         from forebay.kernels.build.cache_folder import cache_folder
         from forebay.rewriter.checkpoints.conversions import delete_conversion, list_conversions

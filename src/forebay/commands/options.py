@@ -16,10 +16,12 @@ from forebay.commands.terminal import clean_errors, progress_bar
 from forebay.rewriter.planning.options import OPTIONS, OptionRecord, make_options
 
 ModelArgument = Annotated[str, typer.Argument(
-    metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")]
+    metavar="MODEL", help="Folder with a safetensors checkpoint, .gguf file, bundle, or 'demo'.")]
 BudgetOption = Annotated[str | None, typer.Option(
-    "--budget", metavar="TIER=SIZE,…", help="What may be used, e.g. device=120MiB,host=2GB,disk=/path.")]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+    "--budget", metavar="TIER=SIZE,…",
+        help="Memory to use, by tier: 2GB, or device=120MiB,host=2GB,disk=/path.",
+        rich_help_panel="Memory")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Full tracebacks of errors.")]
 
 
 class PlanningCommand:
@@ -56,7 +58,7 @@ class PlanningCommand:
         option = typer.Option(
             f"{word}/--no-{word[2:]}" if flag and record.default is None else word, rich_help_panel=record.group,
             metavar=None if flag else record.kind.metavar, show_default=False,
-            help=record.help + (f" (default: {default})." if default else "."))
+            help=record.help + (f". Default: {default}." if default else "."))
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[
             bool | None if flag else str | None, option])
 

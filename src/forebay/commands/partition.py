@@ -19,31 +19,36 @@ SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # sequences of the fronti
 
 
 def partition(
-    model: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A preset model such as llama-3-70b or palm-540b, "
-                                         "or a config.json.")],
-    mesh: Annotated[list[str], typer.Option(metavar="AxBxC", help="Chips along each axis, e.g. 4x4x4 or 8; several for "
-                                            "the frontier, the first is what is chosen for.")],
-    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="What a chip is: a preset or a profile.")]
+    model: Annotated[str, typer.Argument(metavar="NAME|FILE",
+        help="Preset model such as palm-540b, or a config.json.")],
+    mesh: Annotated[list[str], typer.Option(
+        metavar="AxBxC",
+        help="Chips along each axis, e.g. 4x4x4 or 8. The layout is for the first mesh, the frontier for all.")],
+    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="Chip: a preset or a machine profile.")]
     = "tpu-v4",
-    links: Annotated[str | None, typer.Option(metavar="GB/S,…", help="What a chip sends and receives along each axis "
-                                              "(default: the machine's interconnect).")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of one chip (default: the machine's).")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 64,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 2048,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
-    weights: Annotated[str, typer.Option(metavar="FORMAT", help="bfloat16, int8 (whose products are bfloat16), "
-                                        "float16 or float32.")] = "bfloat16",
-    parallel: Annotated[bool | None, typer.Option("--parallel/--serial", help="Attention and feed-forward side by "
-                                                  "side, or not (default: as the model has them).")] = None,
-    pareto: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the frontier, with JSON beside it.")]
+    links: Annotated[str | None, typer.Option(metavar="GB/S,…",
+        help="Bandwidth of a chip along each axis. Default: the machine's interconnect.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE",
+        help="Memory of one chip. Default: the machine's.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 64,
+    prompt: Annotated[int, typer.Option(min=1, help="Prompt, in tokens.")] = 2048,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Answer, in tokens.")] = 64,
+    weights: Annotated[str, typer.Option(metavar="FORMAT",
+        help="Dtype of weights: bfloat16, int8 (computed in bfloat16), float16 or float32.")] = "bfloat16",
+    parallel: Annotated[bool | None, typer.Option("--parallel/--serial",
+        help="Parallel attention and feed-forward. Default: the model's.")] = None,
+    pareto: Annotated[Path | None, typer.Option(metavar="OUT.png",
+        help="Picture file of the frontier; a JSON file is written too.")]
     = None,
-    plans: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write the plan of each rank of what is launched "
-                                               "there; the model is then a folder with weights; headers are read.")]
+    plans: Annotated[Path | None, typer.Option(metavar="FOLDER",
+        help="Folder for the plan of each rank. The model must then be a folder with weights.")]
     = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json",
+        help="Result as JSON on stdout.",
+        rich_help_panel="Output")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Choose how a model lies on several chips, for prefill and decode, and show cost against latency; predicted."""
+    """Choose layouts of a model over several chips, and predict cost against latency."""
     with clean_errors(debug):
         from forebay.commands.partition_frontier import draw_cost, frontier_of
         from forebay.commands.partition_launch import launched, write_plans

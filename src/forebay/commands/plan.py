@@ -37,40 +37,62 @@ EXPLORED = ("batch", "prompt", "new_tokens", "typical", "machine")  # what a sea
 def plan(
     options: Options,
     model: Annotated[str | None, typer.Argument(
-        metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")] = None,
+        metavar="MODEL", help="Folder with a safetensors checkpoint, .gguf file, bundle, or 'demo'.")] = None,
     config: Annotated[str | None, typer.Option(
-        metavar="FILE|NAME", help="Instead of MODEL: a config.json or a preset model such as opt-30b. No weights are "
-        "needed, and --budget takes a size of every tier.")] = None,
+        metavar="FILE|NAME",
+        help="A config.json or a preset model such as opt-30b, instead of MODEL. Needs no weights; "
+             "--budget takes sizes of all tiers.",
+        rich_help_panel="Model and machine")] = None,
     budget: BudgetOption = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="With --mesh: whose plan is shown (default: 0); --save writes "
-                                             "those of all, into a folder.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0,
+        help="Rank whose plan is shown, with --mesh. Default: 0. --save writes all ranks' plans into a "
+             "folder.",
+        rich_help_panel="Output")] = None,
     objective: Annotated[str, typer.Option(
-        help="With --config: throughput, latency, or budget: the least device memory for --tokens-per-s.")]
+        help="With --config: throughput, latency, or budget, the least device memory for "
+             "--tokens-per-s.",
+        rich_help_panel="Search (with --config)")]
     = "throughput",
     latency: Annotated[float | None, typer.Option(
-        metavar="SECONDS", help="With --config: the longest a whole block of sequences may take.")] = None,
-    tokens_per_s: Annotated[float | None, typer.Option(help="With --objective budget: the throughput to reach.")]
+        metavar="SECONDS",
+        help="With --config: most seconds for a whole batch.",
+        rich_help_panel="Search (with --config)")] = None,
+    tokens_per_s: Annotated[float | None, typer.Option(
+        help="With --objective budget: throughput to reach.",
+        rich_help_panel="Search (with --config)")]
     = None,
     explore: Annotated[bool, typer.Option(
-        "--explore", help="With --config: search policies by closed forms alone, wider than what is planned as it "
-        "would run: any share of every tensor on every tier, formats, checkpoints, diagonal blocks.")] = False,
-    quantise: Annotated[bool, typer.Option("--quantise", help="With --explore: try 4-bit weights and cache too.")]
+        "--explore",
+        help="With --config: search of policies by closed forms alone. It is wider than plans that "
+             "run: any share of every tensor on every tier.",
+        rich_help_panel="Search (with --config)")] = False,
+    quantize: Annotated[bool, typer.Option("--quantize",
+        help="With --explore: 4-bit weights and cache as well.",
+        rich_help_panel="Search (with --config)")]
     = False,
     recompute: Annotated[bool, typer.Option(
-        help="With --explore: keep part of the cache as layer inputs, and recompute keys and values.")] = True,
-    diagonal: Annotated[bool, typer.Option("--diagonal", help="With --explore: try the diagonal schedule too.")]
+        help="With --explore: activation checkpoints, from which keys and values are recomputed.",
+        rich_help_panel="Search (with --config)")] = True,
+    diagonal: Annotated[bool, typer.Option("--diagonal",
+        help="With --explore: the diagonal schedule as well.",
+        rich_help_panel="Search (with --config)")]
     = False,
     pareto: Annotated[Path | None, typer.Option(
-        metavar="OUT.png", help="Latency against throughput, from one sequence at once to many, as a table, and as a "
-        "picture (.png, .svg) with JSON beside it.")]
+        metavar="OUT.png",
+        help="Table and picture (.png, .svg) of latency against throughput, from one sequence to many. "
+             "A JSON file is written too.",
+        rich_help_panel="Output")]
     = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Plan as JSON on stdout.", rich_help_panel="Output")] = False,
+    save: Annotated[Path | None, typer.Option(help="File for the plan.", rich_help_panel="Output")] = None,
     picture: Annotated[Path | None, typer.Option(
-        metavar="OUT.png", help="Draw a decode step: what each stream does over time, and the memory.")] = None,
+        metavar="OUT.png",
+        help="Picture of a decode step: streams over time, and memory.",
+        rich_help_panel="Output")] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Show what would go where, how much memory and time it takes, and the smallest budget; no weight is read.
+    """Show memory, speed and bottleneck of a run before it starts. Reads no weight.
+
     \f
     Long: most of it is the options of its own.
     """
@@ -90,9 +112,9 @@ def plan(
             if explore:
                 _refuse({f"--{name.replace('_', '-')}": name not in EXPLORED for name in asked} | {"--save": save},
                         "is for plans that run; --explore finds none")
-                _explore(request, as_json, quantise=quantise, checkpoints=recompute, diagonal=diagonal, pareto=pareto)
+                _explore(request, as_json, quantize=quantize, checkpoints=recompute, diagonal=diagonal, pareto=pareto)
                 return
-        _refuse({"--quantise": quantise, "--no-recompute": not recompute, "--diagonal": diagonal},
+        _refuse({"--quantize": quantize, "--no-recompute": not recompute, "--diagonal": diagonal},
                 "needs --config and --explore")
         if config is not None:
             _plan_config(request, options, as_json, save, pareto)
@@ -291,12 +313,12 @@ def _plan_config(request: PlanRequest, options: Options, as_json: bool, save: Pa
 
 
 def explain(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan written by --save-plan or --save.")],
-    memory: Annotated[Path | None, typer.Option(help="Draw the device arena over time to this PNG.")] = None,
-    timeline: Annotated[bool, typer.Option("--timeline", help="The same as a coarse character picture.")] = False,
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="Plan file, from --save-plan or --save.")],
+    memory: Annotated[Path | None, typer.Option(help="PNG file for a picture of the device arena over time.")] = None,
+    timeline: Annotated[bool, typer.Option("--timeline", help="The same picture as text.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show a saved plan: a row per layer, what fills the memory, and the memory over time."""
+    """Show a saved plan: a row per layer, and the memory over time."""
     with clean_errors(debug):
         from forebay.rewriter.ir.plan import load_plan
         from forebay.rewriter.report.explain import memory_timeline

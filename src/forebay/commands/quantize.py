@@ -15,28 +15,30 @@ if TYPE_CHECKING:
 
 def quantize_command(
     model: Annotated[str, typer.Argument(
-        metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; begun, it is finished.")],
+        metavar="MODEL", help="Folder with a safetensors checkpoint, .gguf file, bundle, or 'demo'.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write. An unfinished one is finished.")],
     weights: Annotated[str, typer.Option(
-        help="Format of the linear layers: w4g32, w4g64, w4g128, w8, w8g32; w4g32s and the like, symmetric: no lows, "
-             "0 is the middle code; native; or keep: a GGUF file's own.")],
+        help="Format of the linear layers: w4g32, w4g64, w4g128, w8, w8g32, native, or keep (a GGUF "
+             "file's own). An s at the end, as in w4g32s, is symmetric.")],
     override: Annotated[list[str] | None, typer.Option(
-        metavar="PATTERN=FORMAT", help="Another format for the weights whose names match, e.g. '*.down_proj.*=w8'. May "
-        "be given again; the last that matches counts.")] = None,
+        metavar="PATTERN=FORMAT",
+        help="Format of weights whose names match, e.g. '*.down_proj.*=w8'. May be repeated; the last "
+             "match counts.")] = None,
     rounding: Annotated[str, typer.Option(
-        help="minmax; mse: search the ranges with the least squared error; symmetric: the symmetric formats, as other "
-             "runtimes compute fastest with.")]
+        help="Rounding: minmax, mse (ranges with the least squared error), or symmetric (as other "
+             "runtimes compute fastest).")]
     = "minmax",
-    head: Annotated[bool, typer.Option("--head", help="The output head too.")] = False,
-    embeddings: Annotated[bool, typer.Option("--embeddings", help="The token embedding too.")] = False,
+    head: Annotated[bool, typer.Option("--head", help="Quantize the output head as well.")] = False,
+    embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize the token embedding as well.")] = False,
     dtype: Annotated[str | None, typer.Option(
-        metavar="DTYPE", help="What the model is to compute and to cache in: bfloat16, float16 or float32; by default "
-        "what its weights are stored in, of a quantised GGUF file float32 on a CPU.")] = None,
-    shard_size: Annotated[str, typer.Option(help="Bytes of a file of weights, e.g. 1GiB; smaller ones lose less "
-                                            "to an interruption.")] = "1GiB",
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+        metavar="DTYPE",
+        help="Dtype of computing and cache: bfloat16, float16 or float32. Default: the stored one; of "
+             "a quantized GGUF file float32 on a CPU.")] = None,
+    shard_size: Annotated[str, typer.Option(
+        help="Size of a file of weights, e.g. 1GiB. Smaller files lose less to an interruption.")] = "1GiB",
+    debug: Annotated[bool, typer.Option("--debug", help="Full tracebacks of errors.")] = False,
 ) -> None:
-    """Write MODEL with quantised weights to the folder OUT, which every other command takes as a model.
+    """Write MODEL with 4-bit or 8-bit weights to the folder OUT.
 
     Norms and biases keep their precision; so do the output head and the embeddings unless asked. Interrupted, the same
     command goes on where it stopped.
@@ -52,7 +54,7 @@ def quantize_command(
         wish = Wish(weights, tuple(_parse_override(text) for text in override or ()), rounding, head, embeddings,
                     dtype=None if dtype is None else _parse_dtype(dtype))
         with progress_bar() as bar:
-            task = bar.add_task("quantising", total=None, note="")
+            task = bar.add_task("quantizing", total=None, note="")
             made = quantize_model(
                 path, out, wish, shard_nbytes=parse_nbytes(shard_size),
                 progress=lambda done, total: bar.update(task, completed=done, total=total, note=format_nbytes(done)))

@@ -41,33 +41,56 @@ SOME_UNANSWERED = 3  # exit code
 def run(
     model: ModelArgument,
     options: Options,
-    prompt: Annotated[str | None, typer.Argument(metavar='["PROMPT"]', help="One prompt, answered here and now.")]
+    prompt: Annotated[str | None, typer.Argument(metavar='["PROMPT"]', help="One prompt, answered on the terminal.")]
     = None,
     prompts: Annotated[Path | None, typer.Option(
-        help='JSONL: {"prompt": "…"} or {"messages": […]}, optionally "id" and "max_new_tokens".')] = None,
+        help='JSONL file of prompts: {"prompt": "…"} or {"messages": […]}, optionally "id" and '
+             '"max_new_tokens".',
+        rich_help_panel="Input")] = None,
     output: Annotated[Path | None, typer.Option(
-        help="JSONL of answers; what it holds already is not done again.")] = None,
+        help="JSONL file of answers. Prompts that it already answers are skipped.", rich_help_panel="Output")] = None,
     budget: BudgetOption = None,
-    plan: Annotated[Path | None, typer.Option(help="Replay this saved plan; of several ranks the folder of theirs.")]
+    plan: Annotated[Path | None, typer.Option(
+        help="Saved plan to replay; on several ranks a folder of plans.",
+        rich_help_panel="Memory")]
     = None,
-    save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file, or of several ranks to files of "
-                                                   "this folder.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write planned and actual lanes for ui.perfetto.dev.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
-    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the most likely.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Implies --sample; 0: all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Go on though the answers there have other settings.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="First read every weight of a quantised model and compare it "
-                                         "with its checksum.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+    save_plan: Annotated[Path | None, typer.Option(
+        help="File for the plan; on several ranks a folder.",
+        rich_help_panel="Output")] = None,
+    trace: Annotated[Path | None, typer.Option(
+        help="File for a trace of planned and actual steps, for ui.perfetto.dev.",
+        rich_help_panel="Output")] = None,
+    chat: Annotated[bool, typer.Option("--chat",
+        help="Chat template of the model around each prompt.",
+        rich_help_panel="Input")] = False,
+    sample: Annotated[bool, typer.Option("--sample",
+        help="Sampled tokens instead of the most likely ones.",
+        rich_help_panel="Sampling")] = False,
+    temperature: Annotated[float | None, typer.Option(
+        help="Temperature of sampling. Implies --sample.",
+        rich_help_panel="Sampling")] = None,
+    top_k: Annotated[int | None, typer.Option(
+        help="Number of most likely tokens to sample from; 0: all. Implies --sample.",
+        rich_help_panel="Sampling")] = None,
+    top_p: Annotated[float | None, typer.Option(
+        help="Probability mass of the tokens to sample from. Implies --sample.",
+        rich_help_panel="Sampling")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel="Sampling")] = 0,
+    force: Annotated[bool, typer.Option("--force",
+        help="Resume even if the existing answers have other settings.",
+        rich_help_panel="Output")] = False,
+    verify: Annotated[bool, typer.Option("--verify",
+        help="Comparison of every weight of a quantized model with its checksum, before the run.",
+        rich_help_panel="Input")] = False,
+    as_json: Annotated[bool, typer.Option("--json",
+        help="Measurements as JSON on stdout.",
+        rich_help_panel="Output")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Answer one prompt, or those of a file; interrupted, the same command goes on where it stopped.
+    """Answer one prompt, or a file of prompts. The same command resumes an interrupted job.
 
     Exit code: 0 all answered, 2 failed, 3 some lines could not be answered, 130 interrupted.
+
     \f
     Long: half of it is the options of its own.
     """

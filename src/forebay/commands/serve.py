@@ -23,26 +23,42 @@ def serve(
     model: ModelArgument,
     options: Options,
     budget: BudgetOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel="Network")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535,
+        help="Port; 0: any free one.",
+        rich_help_panel="Network")] = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="FOREBAY_API_KEY", show_envvar=True,
-                                                help="Key that requests must bear.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the model, for clients (default: that of MODEL).")] = None,
-    ttft: Annotated[float | None, typer.Option(metavar="MS", help="Goal: to the first token, for 90 % of requests.")]
+                                                help="Key that requests must carry.",
+        rich_help_panel="Network")] = None,
+    name: Annotated[str | None, typer.Option(
+        help="Model name for clients. Default: MODEL's own.",
+        rich_help_panel="Network")] = None,
+    ttft: Annotated[float | None, typer.Option(metavar="MS",
+        help="Goal: milliseconds to the first token, for 90 % of requests.",
+        rich_help_panel="Goals")]
     = None,
-    tpot: Annotated[float | None, typer.Option(metavar="MS", help="Goal: per token after it, for 90 % of requests.")]
+    tpot: Annotated[float | None, typer.Option(metavar="MS",
+        help="Goal: milliseconds per further token, for 90 % of requests.",
+        rich_help_panel="Goals")]
     = None,
-    isl: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt that the goals are for (default: the "
-                                            "longest).")] = None,
-    osl: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer that they are for (default: the "
-                                            "longest).")] = None,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; beyond, clients hear 429.")] = 64,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs when told to stop.")] = 300.0,
+    isl: Annotated[int | None, typer.Option(min=1,
+        help="Typical prompt of the goals, in tokens. Default: --prompt.",
+        rich_help_panel="Goals")] = None,
+    osl: Annotated[int | None, typer.Option(min=1,
+        help="Typical answer of the goals, in tokens. Default: --new-tokens.",
+        rich_help_panel="Goals")] = None,
+    queue: Annotated[int, typer.Option(min=0,
+        help="Requests that may wait; more get status 429.",
+        rich_help_panel="Network")] = 64,
+    grace: Annotated[float, typer.Option(min=0,
+        help="Seconds to finish running requests after a stop signal.",
+        rich_help_panel="Network")] = 300.0,
     debug: DebugOption = False,
 ) -> None:
-    """Serve MODEL to OpenAI's clients within a budget, until Ctrl-C or SIGTERM, which finish what runs.
+    """Serve MODEL to OpenAI clients within a budget, until Ctrl-C or SIGTERM.
 
     Exit code: 0 stopped, 2 failed.
+
     \f
     Long: a third of it is the options of its own.
     """

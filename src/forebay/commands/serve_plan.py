@@ -41,45 +41,80 @@ class LoadWanted:
 
 def serve_plan(
     model: Annotated[str, typer.Option(metavar="NAME|FILE",
-                                       help="A preset model such as llama-3-8b, or a config.json.")],
+                                       help="Preset model such as llama-3-8b, or a config.json.",
+        rich_help_panel="Service")],
     machine: Annotated[str | None, typer.Option(
-        metavar="NAME|FILE", help="What each device is: a preset such as h100, or a profile (default: this machine).")]
+        metavar="NAME|FILE", help="Device: a preset such as h100, or a machine profile. Default: this machine.")]
     = None,
-    gpus: Annotated[int, typer.Option(min=1, help="Devices there are, at most.")] = 8,
-    rate: Annotated[float | None, typer.Option(help="Requests per second to serve; without it the most that can be.")]
+    gpus: Annotated[int, typer.Option(min=1, help="Most devices of the service.", rich_help_panel="Service")] = 8,
+    rate: Annotated[float | None, typer.Option(
+        help="Requests per second to serve. Default: the most that can be served.",
+        rich_help_panel="Workload")]
     = None,
-    isl: Annotated[int | None, typer.Option(help="Mean tokens of a prompt (default: 2048).")] = None,
-    osl: Annotated[int | None, typer.Option(help="Mean tokens of an answer (default: 64).")] = None,
-    ttft: Annotated[float | None, typer.Option(metavar="MS", help="To the first token (default: 1500).")] = None,
-    tpot: Annotated[float | None, typer.Option(metavar="MS", help="Per token after it (default: 70).")] = None,
+    isl: Annotated[int | None, typer.Option(
+        help="Mean prompt, in tokens. Default: 2048.",
+        rich_help_panel="Workload")] = None,
+    osl: Annotated[int | None, typer.Option(
+        help="Mean answer, in tokens. Default: 64.",
+        rich_help_panel="Workload")] = None,
+    ttft: Annotated[float | None, typer.Option(metavar="MS",
+        help="Goal: milliseconds to the first token. Default: 1500.",
+        rich_help_panel="Workload")] = None,
+    tpot: Annotated[float | None, typer.Option(metavar="MS",
+        help="Goal: milliseconds per further token. Default: 70.",
+        rich_help_panel="Workload")] = None,
     workload: Annotated[Path | None, typer.Option(
-        metavar="YAML", help="rate, isl, osl, ttft, tpot, percentile, arrival_cv, length_cv, shared_prefix, trace "
-        "(JSONL: arrival, prompt, output). Options win over it.")] = None,
-    tp: Annotated[str, typer.Option(metavar="N,…", help="Devices of an instance to try.")] = "1,2,4,8",
-    instances: Annotated[int, typer.Option(min=1, max=64, help="Instances to try, at most.")] = 5,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that an instance decodes at once.")] = 16,
-    prefill_batch: Annotated[int, typer.Option(min=1, help="Prompts that it computes at once.")] = 4,
-    chunk: Annotated[int, typer.Option(min=0, help="Tokens of a step in which prompts are taken piece by piece, beside "
-                                       "what decodes; 0: whole prompts, first.")] = 0,
-    budget: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one device that streams weights, to "
-                                               "compare with; it is compared too where the model fits no device.")]
+        metavar="YAML",
+        help="YAML file of the workload: rate, isl, osl, ttft, tpot, percentile, arrival_cv, "
+             "length_cv, shared_prefix, trace. Options win over it.",
+        rich_help_panel="Workload")] = None,
+    tp: Annotated[str, typer.Option(metavar="N,…",
+        help="Devices per instance to try.",
+        rich_help_panel="Service")] = "1,2,4,8",
+    instances: Annotated[int, typer.Option(min=1, max=64,
+        help="Most instances to try.",
+        rich_help_panel="Service")] = 5,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences decoded at once by an instance.")] = 16,
+    prefill_batch: Annotated[int, typer.Option(min=1, help="Prompts computed at once.", rich_help_panel="Service")] = 4,
+    chunk: Annotated[int, typer.Option(min=0,
+        help="Tokens of a step with chunks of prompts next to decoding; 0: whole prompts first.",
+        rich_help_panel="Service")] = 0,
+    budget: Annotated[str | None, typer.Option(metavar="SIZE",
+        help="Memory of one device that streams weights, which then competes too.",
+        rich_help_panel="Offloading")]
     = None,
-    price: Annotated[float | None, typer.Option(help="Of a device per hour, for costs per million tokens.")] = None,
+    price: Annotated[float | None, typer.Option(
+        help="Price of a device per hour, for costs per million tokens.",
+        rich_help_panel="Service")] = None,
     offload_machine: Annotated[str | None, typer.Option(
-        metavar="NAME|FILE", help="What the device that streams weights is (default: as --machine); it is compared.")]
+        metavar="NAME|FILE",
+        help="Machine of the device that streams weights, which then competes too. Default: --machine.",
+        rich_help_panel="Offloading")]
     = None,
-    offload_price: Annotated[float | None, typer.Option(help="Of that one per hour (default: --price).")] = None,
-    requests: Annotated[int, typer.Option(min=2, max=1_000_000, help="Requests of a simulation.")] = 500,
-    runs: Annotated[int, typer.Option(min=1, max=10, help="Simulations of each, with other arrivals.")] = 3,
-    paper: Annotated[bool, typer.Option("--paper", help="BestServe's own operators, efficiencies and simulators (Llama "
-                                        "only; they know no memory).")] = False,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
-    save_dir: Annotated[Path | None, typer.Option(help="Folder for pictures and the plan of the best, and what to "
-                                                  "launch.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    offload_price: Annotated[float | None, typer.Option(
+        help="Price of that device per hour. Default: --price.",
+        rich_help_panel="Offloading")] = None,
+    requests: Annotated[int, typer.Option(min=2, max=1_000_000,
+        help="Requests per simulation.",
+        rich_help_panel="Simulation")] = 500,
+    runs: Annotated[int, typer.Option(min=1, max=10,
+        help="Simulations per service, with different arrivals.",
+        rich_help_panel="Simulation")] = 3,
+    paper: Annotated[bool, typer.Option("--paper",
+        help="BestServe's own operators, efficiencies and simulators. Llama only; without a limit of "
+             "memory.",
+        rich_help_panel="Simulation")] = False,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.", rich_help_panel="Simulation")] = 0,
+    save_dir: Annotated[Path | None, typer.Option(
+        help="Folder for pictures, the best service's plan, and launch scripts.",
+        rich_help_panel="Output")] = None,
+    as_json: Annotated[bool, typer.Option("--json",
+        help="Result as JSON on stdout.",
+        rich_help_panel="Output")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Rank ways to serve a model: instances, tensor parallelism, prefill and decode together or apart, by goodput.
+    """Simulate services of a model and rank them by goodput.
+
     \f
     Long: most of it is the options, one by one.
     """

@@ -52,20 +52,23 @@ def export(
     """Write `model` to the folder `out`, which appears whole or not at all, and return it.
 
     `model`: a folder with a safetensors checkpoint, a .gguf file, "demo", or a transformers causal LM in memory. A
-    "bundle" is a folder that `wrap` and the commands take as a model: it starts without the model's code and without
-    capture, and is planned for any budget. The plan that lies in it is one for `budget` (half of the free memory by
-    default) and `options`, as `wrap` takes them, also as keywords. "onnx" is model.onnx, its tensors beside it, config
-    and tokenizer, in a `dialect`: onnxruntime's own operators, with genai_config.json for onnxruntime-genai, the
-    "standard"'s alone, or these over caches of a "static" length, which a step writes into; with activations="int8"
-    onnxruntime may round what packed weights are multiplied with to 8 bits. "pt2" is model.pt2 for `torch.export.load`,
-    "aoti" one that AOTInductor compiled. `progress` is told bytes written and in all. `force` replaces an earlier
-    export. One tensor's pieces are held at a time (pt2: one tensor, aoti: all).
+    "bundle" is a folder that `wrap` and the commands take as a model. It starts without the model's code and without
+    capture, and is planned for any budget. It holds a plan for `budget` (half of the free memory by default) and
+    `options`, as `wrap` takes them, also as keywords.
+
+    "onnx" is model.onnx with its tensors, config and tokenizer, in a `dialect`. The dialect "microsoft" has
+    onnxruntime's own operators and genai_config.json, "standard" standard operators alone, and "static" those over
+    caches of a fixed length. With activations="int8" onnxruntime may round the inputs of packed weights to 8 bits.
+    "pt2" is model.pt2 for `torch.export.load`, "aoti" one that AOTInductor compiled. `progress` gets bytes written and
+    in all. `force` replaces an earlier export. One tensor's pieces are held at a time (pt2: one tensor, aoti: all).
 
     With `inputs`, example tensors, `model` is any module in memory, exported, but as a "bundle", for their sizes, or
     others where `dynamic_shapes`, as in `torch.export.export`, says so.
 
-    Raises ExportError for what cannot be exported or written, CaptureError and CheckpointError for a model that cannot
-    be read, or for a disk that lacks the space, known before the first byte; PlanError for a budget that cannot work.
+    Raises:
+        ExportError: the model cannot be exported or written.
+        CaptureError, CheckpointError: the model cannot be read, or the disk lacks space, before the first byte.
+        PlanError: the budget cannot work.
     """
     options = options_of(given, options)
     _check_choices(format, dialect, options)

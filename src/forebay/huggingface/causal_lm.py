@@ -160,7 +160,7 @@ class StreamedCausalLM(GenerationMixin):
         else:
             wanted = min(DEFAULT_NEW_TOKENS, max(1, limit - longest)) if limit else DEFAULT_NEW_TOKENS
         if wanted < 1:
-            raise ValueError(f"generate: max_length {config.max_length} leaves no room for a new token behind a prompt "
+            raise ValueError(f"generate: max_length {config.max_length} leaves no room for a new token after a prompt "
                              f"of {width}")
         if getattr(config, "is_assistant", False) and 0 < limit - longest < wanted:  # of drafts a few will do
             options["max_new_tokens"] = wanted = limit - longest
@@ -388,5 +388,5 @@ def _check_lengths(options: dict[str, Any], prompts: Prompts) -> None:
     if wanted is not None and wanted < 1:
         raise ValueError(f"generate: max_new_tokens must be at least 1, found {wanted}")
     if wanted is None and most is not None and most <= prompts.ids.shape[1]:
-        raise ValueError(f"generate: max_length {most} leaves no room for a new token behind a prompt of "
+        raise ValueError(f"generate: max_length {most} leaves no room for a new token after a prompt of "
                          f"{prompts.ids.shape[1]}")

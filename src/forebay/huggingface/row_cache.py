@@ -128,7 +128,7 @@ class RowCache(Cache):
             raise ValueError(f"the cache holds {rows.lengths.numel()} sequences, input_ids {ids.shape[0]}")
         if attention_mask is not None and not torch.equal(attention_mask.cpu().bool().sum(1),
                                                           rows.lengths + ids.shape[1]):
-            raise ValueError("attention_mask must keep every token behind the prompt, and the prompt's own padding")
+            raise ValueError("attention_mask must keep every token after the prompt, and the prompt's own padding")
         with self.model.resuming(rows, call):
             self.call = call
             logits = rows.extend(ids, keep, None if embeds is None else list(embeds))

@@ -58,7 +58,7 @@ def _leads_to(node: fx.Node, end: fx.Node) -> bool:
 
 
 def _read_row(spec: WeightSpec, file: FileSlice, row: int) -> torch.Tensor:
-    """Row [H] of an embedding in its file, dequantised if it is stored packed."""
+    """Row [H] of an embedding in its file, dequantized if it is stored packed."""
     nbytes, stored = file.nbytes // spec.shape[0], spec.stored
     dtype, width = (spec.dtype, spec.shape[1]) if stored is None else (torch.uint8, nbytes)
     found = read_tensor(TensorRecord(spec.name, file.path, file.offset + row * nbytes, nbytes, dtype, (width,)))

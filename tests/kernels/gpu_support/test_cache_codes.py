@@ -121,7 +121,7 @@ def test_packed_rows_as_compiled(with_ptx: list[str], dtype: torch.dtype, heads:
     assert with_ptx
 
 
-def test_rows_that_no_words_hold_are_dequantised_first() -> None:
+def test_rows_that_no_words_hold_are_dequantized_first() -> None:
     assert not decode_shares.product(72, 36, 4, 2, 1, False).folded  # groups of 18 bytes
     assert not decode_shares.product(32, 32, 4, 2, 1, False).folded  # four words to a row
     assert not decode_shares.product(128, 64, 4, 2, 64, False).folded  # 128 rows of heads and groups

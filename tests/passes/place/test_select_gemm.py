@@ -91,5 +91,5 @@ def test_a_product_without_an_implementation_is_not_lowered(tmp_path: Path) -> N
     gm = model.graph()
     plan = completed(gm, plan_for(placements(model, {})))
     allocate_buffers(gm, plan)
-    with pytest.raises(LoweringError, match=r"linear.* is a matrix product without an implementation; select_gemm"):
+    with pytest.raises(LoweringError, match=r"linear.* is a matmul without an implementation; select_gemm"):
         lower(gm, plan, model.files, lambda launch: launch)

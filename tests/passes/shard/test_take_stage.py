@@ -91,7 +91,7 @@ def test_too_many_stages_and_layers_that_read_earlier_ones_are_refused() -> None
     step = with_blocks(families.captured("llama"))
     first, second, third = step.graph.find_nodes(op="call_module")
     third.args = (second, first, *third.args[2:])
-    with pytest.raises(ShardError, match=r"read 2 values of those before \(layer_1, layer_0\): stages hand on one"):
+    with pytest.raises(ShardError, match=r"read 2 values of those before \(layer_1, layer_0\): stages send one"):
         take_stage(step, RankShare((1,), 0, 2), (0, 2, 3))
 
 

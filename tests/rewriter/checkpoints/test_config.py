@@ -87,7 +87,7 @@ def test_a_config_of_an_unknown_type_with_code_is_refused_by_name(planted: Plant
 def test_a_known_config_with_code_is_read_as_the_architecture_it_names(planted: Planted) -> None:
     planted.write("config.json")
     assert type(read_config(planted.folder)) is LlamaConfig
-    quantize_model(planted.folder, planted.folder.with_name("quantised"), Wish("w8g32"))
+    quantize_model(planted.folder, planted.folder.with_name("quantized"), Wish("w8g32"))
     with forebay.wrap(planted.folder, "device=2MiB", prompt=4, new_tokens=2) as lm:
         assert lm.generate(torch.tensor([[3, 4]]), max_new_tokens=2).shape == (1, 4)
 
@@ -123,7 +123,7 @@ def test_code_beside_a_gguf_file_is_not_run(planted: Planted) -> None:
     path = planted.folder / "m.gguf"
     write_model(path, "llama")
     convert_gguf(path, planted.folder.with_name("converted"))
-    quantize_model(path, planted.folder.with_name("quantised"), Wish("keep"))
+    quantize_model(path, planted.folder.with_name("quantized"), Wish("keep"))
 
 
 def test_an_attention_that_the_config_names_is_not_fetched(planted: Planted) -> None:

@@ -1,4 +1,4 @@
-"""Blocks of every type that rows hold, against the dequantisation of the `gguf` package."""
+"""Blocks of every type that rows hold, against the dequantization of the `gguf` package."""
 
 from __future__ import annotations
 

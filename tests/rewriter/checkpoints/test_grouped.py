@@ -94,7 +94,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(folder: Path, method: str, bits: int = 4, group: int = 64, symmetric: bool = True,
          dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
-    """A Llama whose layers' matrices are quantised; returns their values."""
+    """A Llama whose layers' matrices are quantized; returns their values."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).to(dtype)
     model.save_pretrained(folder)
@@ -141,7 +141,7 @@ def test_rows_hold_the_codes(tmp_path: Path, method: str, bits: int, group: int,
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
-def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, method: str) -> None:
+def test_logits_are_those_of_the_dequantized_model(tmp_path: Path, method: str) -> None:
     values = make(tmp_path / "model", method, symmetric=method != "awq")
     plain = open_checkpoint(resolve_model(tmp_path / "model", dequantize=True))
     assert all(record.packed is None for record in plain.tensors.values())
@@ -196,7 +196,7 @@ def test_zero_points_that_are_not_symmetric_as_said_are_refused(tmp_path: Path, 
     weights.update({"sym": True, "symmetric": True})
     weights.pop("symmetric" if method == "gptq" else "sym")
     change_settings(tmp_path / "model", **config)
-    with pytest.raises(CheckpointError, match=r"proj\.weight, quantised by .* is symmetric by quantization_config"):
+    with pytest.raises(CheckpointError, match=r"proj\.weight, quantized by .* is symmetric by quantization_config"):
         resolve_model(tmp_path / "model")
 
 
@@ -274,7 +274,7 @@ def test_several_config_groups_are_obeyed(tmp_path: Path) -> None:
     values = mixed(tmp_path / "model", "compressed-tensors")
     groups = settings("compressed-tensors", 4, 64, True)["config_groups"]
     second = settings("compressed-tensors", 8, 32, True)["config_groups"]["group_0"] | {"targets": ["re:.*down_proj"]}
-    with pytest.raises(CheckpointError, match=r"down_proj\.weight, quantised by compressed-tensors, is"):
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight, quantized by compressed-tensors, is"):
         resolve_model(tmp_path / "model")
     change_settings(tmp_path / "model", config_groups=groups | {"group_1": second})
     assert_symmetric_values(tmp_path / "model", values)
@@ -327,13 +327,13 @@ def test_groups_that_do_not_lie_together_are_refused(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.g_idx"
     stored[name] = stored[name].flip(0)
     save_file(stored, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight, quantised by gptq, .*desc_act"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight, quantized by gptq, .*desc_act"):
         resolve_model(tmp_path / "model")
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'; awq, gptq, compressed-tensors, mxfp4 are read"),
-    ({"quant_method": None}, "quantised by None"), ({"bits": 3}, "gptq of 3 bits"),
+    ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes'; awq, gptq, compressed-tensors, mxfp4 are read"),
+    ({"quant_method": None}, "quantized by None"), ({"bits": 3}, "gptq of 3 bits"),
     ({"group_size": 48}, "gptq in groups of 48"), ({"bits": "four"}, "lacks what that needs"),
     ({"quant_method": "awq", "version": "gemv"}, "awq in version 'gemv'"),
     ({"quant_method": "awq", "bits": 8}, "awq of 8 bits"),
@@ -362,7 +362,7 @@ def test_activations_in_integers_are_refused(tmp_path: Path) -> None:
     given = settings("compressed-tensors", 8, -1, True)
     given["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": given}))
-    with pytest.raises(CheckpointError, match="activations quantised too"):
+    with pytest.raises(CheckpointError, match="activations quantized too"):
         resolve_model(tmp_path)
 
 

@@ -83,7 +83,7 @@ def test_settings_of_published_checkpoints_are_read(said: dict[str, Any]) -> Non
 @pytest.mark.parametrize("method", METHODS)
 def test_a_setting_that_nobody_knows_is_refused_by_name(method: str, value: object) -> None:
     said = settings(method, 4, 128, True) | {"new_rotation": value}
-    with pytest.raises(CheckpointError, match=f"quantised by {method} with new_rotation = "):
+    with pytest.raises(CheckpointError, match=f"quantized by {method} with new_rotation = "):
         read_scheme(said, Path("model"))
 
 

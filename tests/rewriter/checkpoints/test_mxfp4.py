@@ -92,7 +92,7 @@ def replaced(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
     ("blocks", None, "no tensor for"),
     ("scales", torch.zeros(8, 64, 1, dtype=torch.uint8), "where uint8 .E, N, K / 32, 16. and"),
     ("blocks", torch.zeros(8, 64, 3, 16), "has blocks of torch.float32"),
-    ("scales", torch.full((8, 64, 3), 255, dtype=torch.uint8), "stands for no number")])
+    ("scales", torch.full((8, 64, 3), 255, dtype=torch.uint8), "is no number")])
 def test_damaged_parts_are_refused(tmp_path: Path, part: str, tensor: torch.Tensor | None, told: str) -> None:
     stored(tmp_path / "model")
     replaced(tmp_path / "model", f"model.layers.1.mlp.experts.down_proj_{part}", tensor)

@@ -1,4 +1,4 @@
-"""The quantised checkpoint: what is written reads back, whatever is torn or altered is refused by name."""
+"""The quantized checkpoint: what is written reads back, whatever is torn or altered is refused by name."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_head_embeddings_and_overrides(tmp_path):
         formats("none", overrides=(("*.layers.*", "w8"), ("*norm*", "w8")))
 
 
-def test_tied_head_is_quantised_once(llama, tmp_path):
+def test_tied_head_is_quantized_once(llama, tmp_path):
     made = quantize_model(llama, tmp_path / "out", Wish("w4g64", head=True))
     record = made.tensors["model.embed_tokens.weight"]
     assert record.packed.format == "w4g64" and "lm_head.weight" not in made.tensors
@@ -210,7 +210,7 @@ def test_gguf_blocks_are_repacked_bit_for_bit(tmp_path, kind):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_gguf_model_equals_its_dequantised_conversion(tmp_path, architecture):
+def test_gguf_model_equals_its_dequantized_conversion(tmp_path, architecture):
     path = tmp_path / "m.gguf"
     _write_gguf(path, architecture)
     expected = load_file(convert_gguf(path, tmp_path / "converted") / "model.safetensors")

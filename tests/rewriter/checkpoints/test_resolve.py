@@ -127,7 +127,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "starcoder2"])
-def test_a_quantised_gguf_file_stays_packed(tmp_path, cache, architecture):
+def test_a_quantized_gguf_file_stays_packed(tmp_path, cache, architecture):
     path = tmp_path / "m.gguf"
     write_model(path, architecture, kinds=("Q8_0", "Q4_1", "MXFP4", "Q4_0", "Q5_1"))
     seen: list[tuple[int, int]] = []

@@ -161,7 +161,7 @@ def test_an_operator_of_ours_without_a_gpu_kernel_is_refused() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, at_length(8)])
-def test_a_quantised_cache_is_written_and_read(bits: int) -> None:
+def test_a_quantized_cache_is_written_and_read(bits: int) -> None:
     group, row = row_sizes.cache_group_size(64, bits), row_sizes.cache_row_nbytes(64, bits)
     caches = [torch.full((2, 2, 20, row), 0xFF, dtype=torch.uint8) for _ in "kv"]
     start = torch.tensor([0, 0])
@@ -274,7 +274,7 @@ def test_many_rows_over_packed_weights_are_torchs(bits: int) -> None:
     result = 2 * 2 * 512 * 4096  # apart, and again with what follows it
     assert choices.workspace_nbytes("aten", product) == 4096 * 14336 * 2 + result
     assert choices.passing_nbytes("aten", product) == result
-    assert choices.dequantised_rows(28672, 7168) == 9344 == 146 * 64, "not the 9362 that fit"
+    assert choices.dequantized_rows(28672, 7168) == 9344 == 146 * 64, "not the 9362 that fit"
     vocabulary = product._replace(n=128256, k=4096)  # in row tiles of 128 MiB
     assert choices.workspace_nbytes("aten", vocabulary) == (128 << 20) + 2 * 2 * 512 * 16384
 

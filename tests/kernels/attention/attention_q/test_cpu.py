@@ -62,7 +62,7 @@ def test_append_writes_the_bits_of_the_reference(
 
 
 def rotation(dim: int) -> Tensor:
-    """What a row is multiplied by before it is quantised: a Hadamard matrix, scaled, in every block."""
+    """What a row is multiplied by before it is quantized: a Hadamard matrix, scaled, in every block."""
     size = next(s for s in (32, 16, 8, 4, 2, 1) if dim % s == 0)
     factor = {1: 1.0, 2: 0.5, 4: 0.5, 8: 0.25, 16: 0.25, 32: 0.125}[size]
     block = torch.from_numpy(scipy.linalg.hadamard(size)).float() * factor

@@ -57,7 +57,7 @@ def test_many_query_heads_and_a_single_share() -> None:
     assert relative_error(decode(cache, q, RANGE[torch.float16], splits=1), cache.expected(q)) <= 1e-3
 
 
-@pytest.mark.parametrize(("bits", "dim"), [(0, 32), (4, 32), (4, 64)], ids=["native", "dequantised", "codes"])
+@pytest.mark.parametrize(("bits", "dim"), [(0, 32), (4, 32), (4, 64)], ids=["native", "dequantized", "codes"])
 def test_scores_out_of_range_are_computed_again(bits: int, dim: int) -> None:
     """Scores up to about 120, where exp in fp16 is infinite from 11.1 on; some rows and shares, not all, overflow."""
     cache = filled((150, 70), 1, dim, torch.float16, bits, strength=30.0)

@@ -73,11 +73,11 @@ def test_near_float64(
 
 @pytest.mark.parametrize("bits", (4, 8))
 @pytest.mark.parametrize("place", ("apart", "residual"))
-def test_weights_dequantised_tile_by_tile(bits: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_dequantized_tile_by_tile(bits: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tile of 16 rows gives its columns; what follows the product reads its part of everything."""
     torch.manual_seed(bits)
     monkeypatch.setattr(choices, "DEQUANTISED_NBYTES", 16 * 100 * 2)
-    assert choices.dequantised_rows(35, 100) == 16
+    assert choices.dequantized_rows(35, 100) == 16
     rows, w = weight(35, 100, bits, 32, torch.float16)
     x, bias = torch.randn(2, 3, 100).half(), torch.randn(35).half()
     multiplier, residual = torch.randn(2, 3, 35).half(), torch.randn(2, 3, 35).half()
