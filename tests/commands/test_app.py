@@ -1,0 +1,54 @@
+"""The command itself: help and version in each form, commands by use, -v wherever it is written."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from typer.testing import CliRunner
+
+from forebay.commands import app as module
+from forebay.commands.app import app
+from forebay.version import package_version
+
+
+def answered(*args: str) -> str:
+    result = CliRunner().invoke(app, list(args), env={"COLUMNS": "160", "TERMINAL_WIDTH": "160"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_help_in_each_form_is_the_same() -> None:
+    def rest(shown: str) -> str:
+        """All but the name of the program, which is that of the test's runner."""
+        return shown.split("[OPTIONS]", 1)[1].partition("\n")[2]
+
+    assert rest(answered("-h")) == rest(answered("--help")) == rest(answered("help"))
+    for command in ("run", "plan", "eval"):
+        shown = answered("help", command)
+        assert f"forebay {command}" in shown
+        assert rest(answered(command, "-h")) == rest(shown)
+    assert CliRunner().invoke(app, ["help", "rum"]).exit_code == 2
+
+
+def test_commands_come_by_use_and_notes_to_contributors_not_at_all() -> None:
+    shown = answered("--help")
+    at = [shown.index(f" {name} ") for name in ("run", "chat", "serve", "machine", "plan", "quantize", "allocate")]
+    assert at == sorted(at) and "Long:" not in shown
+
+
+def test_the_version_in_each_form() -> None:
+    assert answered("version").strip() == answered("--version").strip() == package_version()
+
+
+@pytest.mark.parametrize(("args", "levels"), [
+    (("-v", "version"), [logging.INFO]), (("version", "-v"), [logging.INFO]), (("version", "-vv"), [logging.DEBUG]),
+    (("-v", "version", "--verbose"), [logging.DEBUG]), (("version",), [])])
+def test_verbose_before_and_after_the_command(
+    args: tuple[str, ...], levels: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    inner = module._logged
+    monkeypatch.setattr(module, "_logged", lambda level: (asked.append(level), inner(level))[1])
+    answered(*args)
+    assert asked == levels
