@@ -26,7 +26,7 @@ def test_help_in_each_form_is_the_same() -> None:
     assert rest(answered("-h")) == rest(answered("--help")) == rest(answered("help"))
     for command in ("run", "plan", "eval"):
         shown = answered("help", command)
-        assert f"forebay {command}" in shown
+        assert f" {command} [OPTIONS]" in shown
         assert rest(answered(command, "-h")) == rest(shown)
     assert CliRunner().invoke(app, ["help", "rum"]).exit_code == 2
 

@@ -95,7 +95,9 @@ def _help(context: typer.Context, command: Annotated[str, typer.Argument(help="N
     known = root.command.commands  # type: ignore[attr-defined]
     if command and command not in known:
         raise typer.BadParameter(f"no command {command!r}; commands are {', '.join(known)}")
-    (known[command] if command else root.command).main(["--help"], prog_name=f"forebay {command}".strip())
+    if command:
+        known[command].main(["--help"], prog_name=command, parent=root)
+    root.command.main(["--help"], prog_name=root.info_name)
 
 
 def _version() -> None:
