@@ -155,7 +155,7 @@ def _jamba(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
         period = which[first + 1 :].index(True) + 1 if any(which[first + 1 :]) else len(which) + 1
         regular = [layer >= first and (layer - first) % period == 0 for layer in range(len(which))]
         if which != regular or first >= period:
-            raise CheckpointError(f"{header.path}: its layers with {name}s stand in no fixed distance, which "
+            raise CheckpointError(f"{header.path}: its layers with {name}s have no fixed distance, which "
                                   "transformers' model of this architecture cannot; use its safetensors checkpoint")
         fields |= {f"{name}_layer_offset": first, f"{name}_layer_period": period}
     return fields
