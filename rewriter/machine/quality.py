@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
-from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint, intensity
-from forebay.rewriter.machine.profile import Machine, Tier
+from forebay.kernels.operator import ROUNDED, Product
+from forebay.kernels.operators import product_with
+from forebay.rewriter.machine.points import AttentionPoint, GemmPoint, intensity
+from forebay.rewriter.machine.profile import Machine
 
 GOOD_R2 = 0.9  # on a quiet machine links and products fit at 0.95 and above, beside other work at 0.5 and below
 BUSY = 0.15  # of the cores' time: what was timed while others took more is measured again when they do not
 MANY = 64  # rows of a product, or queries of attention, from which on operations bind
-LOADED = 0.3  # where others take more, times of kernels are theirs as much as ours: up to 1.4 times too long below
+LOADED = 0.3  # of the cores' time: where others take more, nothing that lasts long is timed undisturbed
 
 
 def believable(machine: Machine) -> Machine:
     """`machine` without what fits with an R² below GOOD_R2: products of so many rows by an implementation then go by
     those of more and of fewer rows, attention by that of more and of fewer operations per byte. Where few good fits are
-    left for a kind of product, and for all that a CPU was timed at where others took more than LOADED of it, a cautious
-    guess stands: `Machine.default()`'s. A link that fits so poorly is as it was mostly seen already
-    (`steady_link`). `guessed` says which, and why. Of a CPU also the rates for what has no points: as slow as the
-    slowest kind of product over many rows, and of attention over a prompt."""
+    left for a kind of product, a roofline through its fastest points stands. A link that fits so poorly is as it was
+    mostly seen already (`steady_link`). `guessed` says which, and why. Of a CPU also the rates for what has no points:
+    as slow as the slowest kind of product over many rows, and of attention over a prompt."""
     reasons = [f"link {link.src} to {link.dst} by {link.method} (R2 {link.r2:.3f}): as it was mostly seen"
                for link in machine.links if link.r2 < GOOD_R2]
-    loaded = machine.kind.on_host_cores and machine.others_share > LOADED
-    if loaded:
-        reasons.append(f"all that the cores were timed at (others took {machine.others_share:.0%} of them)")
-        machine = _unhurried(machine)
     gemm, attention = _good_products(machine, reasons), _good_attention(machine, reasons)
     machine = replace(machine, gemm=gemm, attention=attention, guessed=tuple(reasons))
     return _with_rates(machine) if machine.kind.on_host_cores else machine
 
 
 def _good_products(machine: Machine, reasons: list[str]) -> tuple[GemmPoint, ...]:
-    """The points of good fits; where an implementation is left with half of its fits or fewer, the guess for its dtype,
-    all of it at once, for what counts is which implementation is the fastest. Poor fits of one that others beat at
-    every size are left out and not told: no plan takes it for so many rows."""
+    """The points of good fits. Where an implementation is left with half of its fits or fewer, a roofline for its dtype
+    stands, because what counts is which implementation is the fastest. Poor fits of one that others beat at every size
+    are left out and not told, because no plan takes it for so many rows."""
     good = list(machine.gemm)
-    best: dict[tuple[str, int, int, int], float] = {}
-    for p in good:
-        best[p.dtype, p.m, p.n, p.k] = min(best.get((p.dtype, p.m, p.n, p.k), math.inf), p.time_s)
-    rivals = {(p.dtype, p.impl, p.m) for p in good if p.time_s <= best[p.dtype, p.m, p.n, p.k]}
+    rounding = {dtype: _rounding(dtype) for dtype in dict.fromkeys(p.dtype for p in good)}
+    best: dict[tuple[object, ...], float] = {}
+    kinds = [(p.dtype, p.impl in rounding[p.dtype], p.m, p.n, p.k) for p in good]
+    for p, kind in zip(good, kinds, strict=True):
+        best[kind] = min(best.get(kind, math.inf), p.time_s)
+    rivals = {(p.dtype, p.impl, p.m) for p, kind in zip(good, kinds, strict=True) if p.time_s <= best[kind]}
     for dtype in dict.fromkeys(p.dtype for p in machine.gemm):
         fits = {impl: by_m for (impl, other), by_m in machine.gemm_fits().items() if other == dtype}
         poor = {(impl, m): fit.r2 for impl, by_m in fits.items() for m, fit in by_m.items() if fit.r2 < GOOD_R2}
@@ -53,14 +53,35 @@ def _good_products(machine: Machine, reasons: list[str]) -> tuple[GemmPoint, ...
         (impl, m), r2 = min(poor.items(), key=lambda found: found[1])
         reason = f"products of {dtype} (R2 {r2:.3f} by {impl} at {m} rows)"
         if few:
-            guess = Machine.default().gemm if machine.kind.on_host_cores else ()
-            good = [p for p in good if p.dtype != dtype] + [p for p in guess if p.dtype == dtype]
+            good = [p for p in good if p.dtype != dtype]
+            if machine.kind.on_host_cores:
+                good += _roofline([p for p in machine.gemm if p.dtype == dtype])
         else:
             good = [p for p in good if p.dtype != dtype or (p.impl, p.m) not in poor]
             more = f" and {len(poor) - 1} more fits" if len(poor) > 1 else ""
             reason += f"{more}: as between others of more and of fewer rows"
         reasons.append(reason)
     return tuple(good)
+
+
+def _rounding(dtype: str) -> set[str]:
+    """The implementations that round activations, which are no choice for a plan that keeps them as they are."""
+    implementations = product_with(dtype).implementations
+    assert implementations is not None
+    shapes = [Product(dtype, m, 2048, 2048) for m in (1, MANY)]
+    return {impl for shape in shapes for wish in ROUNDED for impl in implementations.rounding(shape, wish)}
+
+
+def _roofline(points: Sequence[GemmPoint]) -> list[GemmPoint]:
+    """The points of each implementation on its roofline: the time of a product is that of its weights at the best rate
+    of any point, or that of its operations at the best rate of any, whichever is longer."""
+    found: list[GemmPoint] = []
+    for impl in dict.fromkeys(p.impl for p in points):
+        own = [p for p in points if p.impl == impl]
+        weights_s = min(p.time_s / (p.n * p.k) for p in own)
+        flops_s = min(p.time_s / (p.m * p.n * p.k) for p in own)
+        found += [replace(p, time_s=max(weights_s, p.m * flops_s) * p.n * p.k) for p in own]
+    return found
 
 
 def _good_attention(machine: Machine, reasons: list[str]) -> tuple[AttentionPoint, ...]:
@@ -80,15 +101,3 @@ def _with_rates(machine: Machine) -> Machine:
     return replace(machine, product_flops=min(many.values(), default=machine.product_flops),
                    attention_flops=min(prompts, default=machine.attention_flops))
 
-
-def _unhurried(machine: Machine) -> Machine:
-    """`machine` with guesses for what its CPU was timed at, none better than what was seen."""
-    guess = Machine.default()
-    tiers = {name: Tier(t.capacity_nbytes, min(t.bandwidth_bytes_per_s, guess.tiers[name].bandwidth_bytes_per_s))
-             for name, t in machine.tiers.items()}
-    return replace(
-        machine, tiers=tiers, gemm=guess.gemm, attention=(), contention=Contention(), both_ways=(),
-        memory_bytes_per_s=min(machine.memory_bytes_per_s, guess.memory_bytes_per_s), dispatch_s=guess.dispatch_s,
-        attention_bytes_per_s=min(machine.attention_bytes_per_s, guess.attention_bytes_per_s),
-        product_flops=guess.product_flops, attention_flops=guess.attention_flops,
-        pack_elements_per_s={}, choice_elements_per_s=guess.choice_elements_per_s)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 
 from forebay.rewriter.machine.profile import Link
 from forebay.runtime.measure.kernels import MIB
-from forebay.runtime.measure.steady import steady_link
+from forebay.runtime.measure.steady import settled_s, steady_link
 
 BUFFER_NBYTES = 64 * MIB
 
 
 def time_s(call: Callable[[], object], repeats: int, wait: Callable[[], object] = lambda: None) -> float:
-    """Median seconds of a call after one warm-up.
+    """Seconds of a call (`settled_s`) after one warm-up.
 
     Args:
         call: What is timed.
@@ -32,7 +31,7 @@ def time_s(call: Callable[[], object], repeats: int, wait: Callable[[], object] 
         call()
         wait()
         times.append(time.perf_counter() - start)
-    return median(times)
+    return settled_s(times)
 
 
 def copy_link(ends: tuple[str, str, str], source: torch.Tensor, target: torch.Tensor, quick: bool,

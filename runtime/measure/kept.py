@@ -42,7 +42,7 @@ def kept_machine(folder: str | os.PathLike[str]) -> Machine | None:
     with contextlib.suppress(OSError, ValueError):  # an unreadable profile is measured anew
         kept = load_machine(path)
         if kept.guessed:
-            LOG.info("in the machine profile a cautious guess stands for: %s", "; ".join(kept.guessed))
+            LOG.info("in the machine profile a guess stands for: %s", "; ".join(kept.guessed))
         return kept
     return None
 
@@ -73,9 +73,9 @@ def cached_machine(
         if keep:
             save_machine(machine, machine_cache_path(folder))
     if machine.guessed:
-        LOG.warning("measured poorly, so that a cautious guess stands for it until a command %.0f minutes from now or "
-                    "later measures again (`forebay machine --measure` does at once): %s", AGAIN_S / 60,
-                    "; ".join(machine.guessed))
+        LOG.warning("predictions rest in part on a guess, because some measurements of this machine fit no line%s; "
+                    "`forebay machine` lists them, and `forebay machine --measure` measures again",
+                    f" (others used {machine.others_share:.0%} of its cores)" if machine.others_share > BUSY else "")
     return machine
 
 
@@ -95,9 +95,8 @@ def _quiet(kept: Machine) -> bool:
     """Whether measuring again promises more than a poor profile; says so where not."""
     share = share_now()
     if share > BUSY:
-        LOG.warning("others take %.0f %% of the cores, so the machine is not measured again now; %s", 100 * share,
-                    "a cautious guess stands for: " + "; ".join(kept.guessed) if kept.guessed else
-                    f"they took {kept.others_share:.0%} when it was measured")
+        LOG.warning("others use %.0f %% of the cores, so this machine is not measured again now; predictions rest on "
+                    "the earlier measurement, when they used %.0f %%", 100 * share, 100 * kept.others_share)
     return share <= BUSY
 
 

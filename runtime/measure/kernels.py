@@ -2,8 +2,8 @@
 
 On the CPU, that is; `measure_cuda` times a GPU's, in the same turns.
 
-Whatever is compared takes turns, round by round, and the median of the rounds counts: on a machine with neighbours a
-second can be slow as a whole, and must not fall on one candidate alone.
+Whatever is compared takes turns, round by round, and one number of the rounds counts (`settled_s`): on a machine with
+neighbours a second can be slow as a whole, and must not fall on one candidate alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +23,16 @@ from forebay.kernels.formats.table import TIMED_WEIGHTS, CacheFormat, packed_cac
 from forebay.kernels.operator import HOST_KERNELS, ROUNDED, Call, Operator, Product, Tensors
 from forebay.kernels.operators import ATTENTION, find, product_with
 from forebay.rewriter.machine.points import AttentionPoint, GemmPoint, intensity
-from forebay.runtime.measure.steady import steady_times
+from forebay.runtime.measure.steady import settled_s, steady_times
 from forebay.runtime.run.arena import Arena
 from forebay.runtime.run.sampling import most_likely
 
 MIB = 1 << 20
 GEMM_M = (1, 2, 4, 8, 16, 32, 64, 256)
+QUICK_M = (1, 4, 16, 64, 256)
+QUICK_S = 6.0  # for all kinds of products: on a machine in use the rounds are fewer
 GEMM_SHAPES = ((2048, 2048), (256, 512), (4096, 512), (1024, 1024), (5632, 2048), (1024, 4096))  # (n, k)
-QUICK_SHAPES = 4
+QUICK_SHAPES = 3  # as few as the three coefficients of a product need
 COLD_NBYTES = 64 * MIB  # products take turns over weights of this total, more than the caches: streamed ones are cold
 HOPELESS = 2.5  # an implementation so many times slower than the best of its kind is timed once: nobody chooses it
 BURST_S = 1e-3  # calls shorter than this are timed several at a time
@@ -52,14 +54,16 @@ def burst_s(turn: Iterator[Call], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def medians_s(
-    timed: dict[tuple, Sequence[Call]], rounds: int, burst_s: Callable[[Iterator[Call], int], float] = burst_s
+def call_times_s(
+    timed: dict[tuple, Sequence[Call]], rounds: int, burst_s: Callable[[Iterator[Call], int], float] = burst_s,
+    limit_s: float = math.inf,
 ) -> dict[tuple, float]:
-    """Median seconds of one call of each entry, over `rounds` rounds in which all take their turn.
+    """Seconds of one call of each entry (`settled_s`), over `rounds` rounds in which all take their turn.
 
     Keys are (implementation, what it does, …). The calls of an entry are used in rotation; one is made before anything
-    is timed. `burst_s` gives the seconds of one of so many calls.
+    is timed. `burst_s` gives the seconds of one of so many calls. No round begins after `limit_s`, but for the first.
     """
+    began_s = time.monotonic()
     turns = {key: itertools.cycle(calls) for key, calls in timed.items()}
     times: dict[tuple, list[float]] = {}
     best: dict[tuple, float] = {}
@@ -71,10 +75,12 @@ def medians_s(
     rivals = [key for key, found in times.items() if found[0] <= HOPELESS * best[key[1:]]]
     for key in rivals:
         times[key].clear()
-    for _ in range(rounds):
+    for number in range(rounds):
+        if number and time.monotonic() > began_s + limit_s:
+            break
         for key in rivals:
             times[key].append(burst_s(turns[key], counts[key]))
-    return {key: median(found) for key, found in times.items()}
+    return {key: settled_s(found) for key, found in times.items()}
 
 
 # Products
@@ -82,8 +88,9 @@ def medians_s(
 
 def gemm_points(quick: bool, say: Callable[[str, float], None]) -> tuple[GemmPoint, ...]:
     """Times of [m, k] x [n, k]^T on the CPU by every implementation there is, in float32, bfloat16 and packed rows."""
-    shapes, rounds = (GEMM_SHAPES[:QUICK_SHAPES], 9) if quick else (GEMM_SHAPES, 15)
-    return timed_products(("float32", "bfloat16", *TIMED_WEIGHTS), shapes, rounds, _products, say)
+    shapes, rows, rounds = (GEMM_SHAPES[:QUICK_SHAPES], QUICK_M, 5) if quick else (GEMM_SHAPES, GEMM_M, 15)
+    return timed_products(("float32", "bfloat16", *TIMED_WEIGHTS), shapes, rounds, partial(_products, rows), say,
+                          limit_s=QUICK_S if quick else math.inf)
 
 
 def timed_products(
@@ -93,26 +100,28 @@ def timed_products(
     products: Callable[[str, int, int], Iterator[TimedProduct]],
     say: Callable[[str, float], None],
     burst_s: Callable[[Iterator[Call], int], float] = burst_s,
+    limit_s: float = math.inf,
 ) -> tuple[GemmPoint, ...]:
-    """Times of what `products` gives for each kind of weight and each (n, k); those of one kind take turns."""
+    """Times of what `products` gives for each kind of weight and each (n, k); those of one kind take turns. With a
+    limit in seconds for all of them nothing is measured a second time."""
     points: list[GemmPoint] = []
     for i, kind in enumerate(kinds):
         say("kernels", 0.5 + 0.35 * i / len(kinds))
         timed: dict[tuple, Sequence[Call]] = {}
         for n, k in shapes:
             timed |= {(impl, kind, m, n, k): calls for impl, m, calls in products(kind, n, k)}
-        found = steady_times(timed, lambda some: medians_s(some, rounds, burst_s),
-                             lambda key: (key[:3], (key[3], key[3] * key[4])))
+        found = steady_times(timed, lambda some: call_times_s(some, rounds, burst_s, limit_s / len(kinds)),
+                             lambda key: (key[:3], (key[3], key[3] * key[4])), None if limit_s == math.inf else 1)
         points += [GemmPoint(impl, dtype, m, n, k, t) for (impl, dtype, m, n, k), t in found.items()]
     return tuple(points)
 
 
-def _products(kind: str, n: int, k: int) -> Iterator[TimedProduct]:
+def _products(rows: Sequence[int], kind: str, n: int, k: int) -> Iterator[TimedProduct]:
     """By every implementation, for weights of a dtype, or packed rows for bfloat16 x."""
     operator, how, dtype = product_of(kind, k, torch.bfloat16)
     assert operator.implementations is not None
     weights = cold_product_weights(how, n, k, dtype)
-    for m in GEMM_M:
+    for m in rows:
         x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
         shape = Product(kind, m, n, k)
         rounding = (name for wish in ROUNDED for name in operator.implementations.rounding(shape, wish))
@@ -166,8 +175,9 @@ def attention_points(quick: bool) -> tuple[AttentionPoint, ...]:
             flops = int(attention_flops(batch, HEADS, queries, tokens, HEAD_DIM))
             nbytes, calls = _attention_calls(kind, batch, queries, tokens)
             timed["flat", kind, nbytes, flops, batch] = calls
-    found = steady_times(timed, lambda some: medians_s(some, 9 if quick else 15),
-                         lambda key: ((key[1], intensity(key[3], key[2])), (key[2],)))
+    rounds, limit_s, tries = (9, QUICK_S / 4, 1) if quick else (15, math.inf, None)
+    found = steady_times(timed, lambda some: call_times_s(some, rounds, limit_s=limit_s),
+                         lambda key: ((key[1], intensity(key[3], key[2])), (key[2],)), tries)
     return tuple(AttentionPoint(kind, nbytes, flops, t) for (_, kind, nbytes, flops, _), t in found.items())
 
 
@@ -210,11 +220,11 @@ def pack_elements_per_s(quick: bool) -> dict[str, float]:
         start = torch.zeros(batch, dtype=torch.int64)
         given = keys, values, k, v, start, *packed.arguments(HEAD_DIM).values()
         timed["flat", name] = [append.bind[HOST_KERNELS](Tensors(given, {}, ()))]
-    return {name: 2 * k.numel() / t for (_, name), t in medians_s(timed, 9 if quick else 15).items()}
+    return {name: 2 * k.numel() / t for (_, name), t in call_times_s(timed, 9 if quick else 15).items()}
 
 
 def choice_elements_per_s(quick: bool) -> float:
     """Logits per second of the greedy choice of tokens for eight sequences, on the CPU as the runtime makes it."""
     logits = torch.ones(8, 32768, dtype=torch.bfloat16)
     timed: dict[tuple, Sequence[Call]] = {("aten",): [lambda: most_likely(logits)]}
-    return logits.numel() / medians_s(timed, 9 if quick else 15)["aten",]
+    return logits.numel() / call_times_s(timed, 9 if quick else 15)["aten",]

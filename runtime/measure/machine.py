@@ -1,5 +1,6 @@
-"""Measure this machine: tiers, links and kernels, in about 15 s (quick) or three minutes. What fits poorly is measured
-again, and kernels are not timed at all beside others that keep the cores busy.
+"""Measure this machine: tiers, links and kernels, in about 10 s (quick) or three minutes.
+
+What fits poorly is measured again. Others that use the cores add time to some repetitions, so the fastest count then.
 
 On a GPU the first time takes longer: Triton compiles the kernels that are measured."""
 
@@ -16,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Protocol
 
 import torch
@@ -26,7 +26,7 @@ from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.machine.both_ways import BothWays
 from forebay.rewriter.machine.points import Contention, GemmPoint
 from forebay.rewriter.machine.profile import Link, Machine, Tier
-from forebay.rewriter.machine.quality import LOADED, believable
+from forebay.rewriter.machine.quality import believable
 from forebay.runtime.devices.cpu import measure as measure_cpu
 from forebay.runtime.devices.cuda import measure as measure_cuda
 from forebay.runtime.devices.cuda.kind import CUDA
@@ -47,7 +47,7 @@ from forebay.runtime.measure.kernels import (
 )
 from forebay.runtime.measure.neighbours import Neighbours
 from forebay.runtime.measure.requests import row_request_s
-from forebay.runtime.measure.steady import steady_link
+from forebay.runtime.measure.steady import settled_rate, steady_link
 from forebay.runtime.measure.writes import measure_writes
 from forebay.runtime.run.arena import Arena
 
@@ -63,7 +63,7 @@ CANDIDATES = (
     ("direct", 2, 2 * MIB),
     ("uring", 2, 4 * MIB),
 )
-QUICK_CANDIDATES = 4
+QUICK_CANDIDATES = 3
 TIE = 0.95  # engines this close to the fastest are told apart by CPU time, which the computation wants
 
 StageProgress = Callable[[str, float], None]
@@ -103,9 +103,8 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
     """Measure everything a plan needs; the disk tier is the file system of `folder`.
 
     Writes 512 MiB (quick: 128 MiB) to a file in `folder` that has no name and so vanishes with the process, however
-    that ends. `progress` is called with a stage's name and the fraction done. A fit that stays
-    poor, or was measured on a busy machine, becomes a cautious guess (`believable`). Raises OSError when there is no
-    room.
+    that ends. `progress` is called with a stage's name and the fraction done. A fit that stays poor becomes a guess
+    (`believable`). Raises OSError when there is no room.
     """
     say = progress or (lambda stage, done: None)
     device_kind = device_here()
@@ -118,9 +117,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
     links = [read, write, *own.links(read, write, quick)]
     memory = own.copy_bytes_per_s(rounds)
     say("kernels", 0.5)
-    busy = kind.on_host_cores and neighbours.share() > LOADED  # then times of kernels would not be believed
-    believed = kind.on_host_cores and not busy
-    gemm = () if busy else own.gemm_points(quick, say)
+    gemm = own.gemm_points(quick, say)
     say("attention", 0.9)
     host = MEASURES[HOST.kernels].device_tier(3 if quick else 9)
     device = host if kind.on_host_cores else own.device_tier(3 if quick else 9)  # RAM is measured once
@@ -138,11 +135,11 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
         dispatch_s=own.dispatch_s(rounds),
         attention_bytes_per_s=own.attention_bytes_per_s(rounds),
         folder=os.path.abspath(folder),
-        attention=attention_points(quick) if believed else (),
+        attention=attention_points(quick) if kind.on_host_cores else (),
         contention=contention,
         reads_core_share=core_share,
         both_ways=both_ways,
-        pack_elements_per_s=pack_elements_per_s(quick) if believed else {},
+        pack_elements_per_s=pack_elements_per_s(quick) if kind.on_host_cores else {},
         choice_elements_per_s=choice_elements_per_s(quick),
         copy_issue_s=issue_s,
         row_request_s=request_s,
@@ -173,13 +170,13 @@ def versions() -> dict[str, str]:
 
 
 def disk_trials(path: str, nbytes: int, quick: bool) -> list[DiskTrial]:
-    """Cold reads of a file by every candidate engine, interleaved, the median of each.
+    """Cold reads of a file by every candidate engine, interleaved.
 
     No candidate leaves the file in the page cache, so every read is cold as far as this machine's memory goes.
     """
     kinds = available_kinds()
     candidates = [c for c in CANDIDATES[: QUICK_CANDIDATES if quick else None] if c[0] in kinds]
-    repeats, span = (3, 64 * MIB) if quick else (5, 128 * MIB)
+    repeats, span = (3, 32 * MIB) if quick else (5, 128 * MIB)
     span = min(span, nbytes // READ_NBYTES * READ_NBYTES)
     times: dict[tuple[str, int, int], list[tuple[float, float]]] = {c: [] for c in candidates}
     with contextlib.ExitStack() as stack:
@@ -194,7 +191,7 @@ def disk_trials(path: str, nbytes: int, quick: bool) -> list[DiskTrial]:
                 time_s = read_time_s(readers[candidate], path, offset, span, memory)
                 times[candidate].append((time_s, time.process_time() - cpu_s))
     return [
-        DiskTrial(*c, span / median(t for t, _ in pairs), median(cpu / t for t, cpu in pairs))
+        DiskTrial(*c, settled_rate([span / t for t, _ in pairs]), min(cpu / t for t, cpu in pairs))
         for c, pairs in times.items()
     ]
 
@@ -233,10 +230,11 @@ def _disk_links(
         contention = measure_contention(
             path, nbytes, Link("disk", near, 1.0, 0.0, best.kind, best.depth, best.chunk_nbytes), memory, quick
         ) if kind.on_host_cores else (Contention(), 0.0)
+        core_share = best.cores / core_count() if contention[1] is None else contention[1]
         read = Link("disk", near, bandwidth, latency, best.kind, best.depth, best.chunk_nbytes, r2)
         say("disk writes", 0.35)
         write, both_ways = measure_writes(os.fspath(folder), near, path, nbytes, read, memory, quick)
-    return read, write, contention, both_ways, request_s, issue_s
+    return read, write, (contention[0], min(1.0, core_share)), both_ways, request_s, issue_s
 
 
 def _place(turn: int, nbytes: int, of: int) -> int:

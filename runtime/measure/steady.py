@@ -1,4 +1,4 @@
-"""Measure again what a line does not explain: a second that neighbours took shows as times that fit none."""
+"""Times that noise does not spoil: one number of many repetitions, and another measurement where no line fits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,24 @@ from forebay.rewriter.machine.fits import fit_link, fit_times
 from forebay.rewriter.machine.quality import GOOD_R2
 
 TRIES = 3
+CALM = 1.15  # medians up to so many times the fastest repetition come of a machine that nobody else used
 Key = TypeVar("Key", bound=Hashable)
 Timed = TypeVar("Timed")
+
+
+def settled_s(times_s: Sequence[float]) -> float:
+    """Return the one time that stands for many repetitions of the same work.
+
+    The median on a calm machine. Others that use the cores only ever add time, so where the median is more than CALM
+    times the fastest repetition, the fastest counts.
+    """
+    least, middle = min(times_s), median(times_s)
+    return middle if middle <= CALM * least else least
+
+
+def settled_rate(rates: Sequence[float]) -> float:
+    """Return the one rate that stands for many repetitions: `settled_s` of their inverse."""
+    return 1 / settled_s([1 / max(rate, 1e-9) for rate in rates])
 
 
 def steady_link(
@@ -41,12 +57,12 @@ def steady_link(
 
 def steady_times(
     timed: Mapping[Key, Timed], measure: Callable[[dict[Key, Timed]], Mapping[Key, float]],
-    line: Callable[[Key], tuple[Hashable, tuple[float, ...]]],
+    line: Callable[[Key], tuple[Hashable, tuple[float, ...]]], tries: int | None = None,
 ) -> dict[Key, float]:
-    """What `measure` gives for each entry of `timed`, up to TRIES times for those on a line that fits poorly: the best
-    fit counts. `line` says on which line an entry lies, and where, as `fit_times` takes it."""
+    """What `measure` gives for each entry of `timed`, up to `tries` (TRIES) times for those on a line that fits poorly:
+    the best fit counts. `line` says on which line an entry lies, and where, as `fit_times` takes it."""
     found = dict(measure(dict(timed)))
-    for _ in range(TRIES - 1):
+    for _ in range((tries or TRIES) - 1):
         before = _fits(found, line)
         again = {key: what for key, what in timed.items() if before[line(key)[0]] < GOOD_R2}
         if not again:

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from statistics import median
 
 from forebay.rewriter.machine.both_ways import BothWays
 from forebay.rewriter.machine.profile import Link
@@ -17,12 +16,13 @@ from forebay.runtime.disk.spill_file import SpillFile
 from forebay.runtime.measure.contention import ReadFlow
 from forebay.runtime.measure.flow import Flow
 from forebay.runtime.measure.kernels import MIB
-from forebay.runtime.measure.steady import steady_link
+from forebay.runtime.measure.steady import settled_rate, steady_link
 from forebay.runtime.run.arena import Arena
 
 FILE_NBYTES = 64 * MIB
 LINK_NBYTES = (64 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB)  # of the writes that the link is fitted to
 BOTH_NBYTES = (64 << 10, MIB, 4 * MIB)  # of those that stand beside reads
+TURN_S = 0.08
 IN_FLIGHT = 4  # writes at once, as stores of a block's micro-batches are
 # (engine, depth, chunk nbytes) worth trying
 CANDIDATES = (("direct", 2, MIB), ("uring", 4, MIB), ("direct", 4, 4 * MIB))
@@ -40,15 +40,15 @@ def measure_writes(
         best, rate = ("direct", 1, MIB), 0.0
         for candidate in (c for c in CANDIDATES if c[0] in available_kinds()):
             with _flow(file, candidate, memory, 16 * MIB) as flow:
-                found = median(_rates(flow, 0.1, 3 if quick else 5))
+                found = settled_rate(_rates(flow, 0.1, 2 if quick else 5))
             if found > rate:
                 best, rate = candidate, found
         with contextlib.closing(open_writer(*best)) as writer:
-            bandwidth, latency, r2 = steady_link(LINK_NBYTES, 5 if quick else 11, lambda size, turn: _write_s(
+            bandwidth, latency, r2 = steady_link(LINK_NBYTES, 3 if quick else 11, lambda size, turn: _write_s(
                 writer, file, memory, size, turn))
         reads = ReadFlow(path, nbytes, read, memory)
         with contextlib.closing(reads.reader):
-            both = tuple(_both_ways(file, best, memory, size, reads, 3 if quick else 9) for size in BOTH_NBYTES)
+            both = tuple(_both_ways(file, best, memory, size, reads, 2 if quick else 9) for size in BOTH_NBYTES)
     return Link(near, "disk", bandwidth, latency, *best, r2), both
 
 
@@ -81,18 +81,19 @@ def _rates(flow: Flow, turn_s: float, turns: int) -> list[float]:
 def _both_ways(
     file: SpillFile, engine: tuple[str, int, int], memory: Arena, nbytes: int, reads: ReadFlow, turns: int
 ) -> BothWays:
-    """Rates alone and side by side, in turns: the median of the ratios."""
-    found: list[tuple[float, float]] = []
+    """Rates alone over rates side by side, taken in turns."""
+    alone: tuple[list[float], list[float]] = [], []
+    beside: tuple[list[float], list[float]] = [], []
     with _flow(file, engine, memory, nbytes) as writes:
         for _ in range(turns):
-            written, read = _rates(writes, 0.08, 1)[0], _rates(reads, 0.08, 1)[0]
+            alone[0].extend(_rates(writes, TURN_S, 1))
+            alone[1].extend(_rates(reads, TURN_S, 1))
             reads.start()
             writes.start()
-            time.sleep(0.08)
-            beside = writes.stop(), reads.stop()
-            found.append((written / max(beside[0], 1.0), read / max(beside[1], 1.0)))
-    write_slowed, read_slowed = (max(1.0, median(pair[i] for pair in found)) for i in range(2))
-    return BothWays(nbytes, write_slowed, read_slowed)
+            time.sleep(TURN_S)
+            beside[0].append(writes.stop())
+            beside[1].append(reads.stop())
+    return BothWays(nbytes, *(max(1.0, settled_rate(a) / settled_rate(b)) for a, b in zip(alone, beside, strict=True)))
 
 
 def _fill(file: SpillFile, memory: Arena) -> None:

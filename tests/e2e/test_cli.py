@@ -704,7 +704,7 @@ def test_machine_profile_is_shown(folder: Path, tmp_path: Path, monkeypatch: pyt
     text = _forebay("machine", "--folder", tmp_path, "--measure")
     assert text.exit_code == 0 and "disk to device" in text.stdout and "default-guess" in text.stdout
     assert "others took 40%" in text.stdout and "R2 1.000" in text.stdout
-    assert re.search(f"a cautious guess stands.*{re.escape(poor)}", text.stdout)
+    assert re.search(f"a guess, until.*{re.escape(poor)}", text.stdout)
 
 
 def test_profile_that_cannot_be_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

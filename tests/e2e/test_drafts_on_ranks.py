@@ -71,7 +71,7 @@ def checked(folder: str, cases: list[tuple[Asking, Answers]]) -> list[Any]:
         prompter, tally = Prompter(answers), WorkDone()
         with forebay.wrap(f"{folder}/{kind}", {"device": BUDGET, "disk": folder}, prompt=10, new_tokens=NEW, mesh=mesh,
                           **{"batch": 3, "prompt_lookup_num_tokens": 7} | options) as lm:
-            with lm.running(lm.plan.workload.batch, 10, NEW, simulate_slots="batch_slots" in options) as session:
+            with lm.running(lm.plan.workload.batch, 10, NEW, continuous="batch_slots" in options) as session:
                 prompts = [torch.tensor(p) for p in answers]
                 if lm.plan.schedule.batching.admitted:
                     ended: dict[int, list[int]] = {}

@@ -83,7 +83,7 @@ def test_sequences_in_places(cases: Callable[[str], Case], admitted: int, option
     drawn: list[list[int]] = []
     for drafter in (Prompter(answers), None):
         with case.language_model(2.5, admitted=admitted or None, **DRAFTED | options) as lm, lm.running(
-                COUNT, case.prompt, NEW, simulate_slots=True) as session:
+                COUNT, case.prompt, NEW, continuous=True) as session:
             found: dict[int, list[int]] = {}
             assert lm.plan.schedule.batching.cache.staged and lm.plan.schedule.batching.admitted == admitted
             work = answer_all(session, asked, Sampling(), frozenset(), on_end=found.__setitem__, drafter=drafter)

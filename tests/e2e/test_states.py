@@ -178,7 +178,7 @@ def test_sequences_arrive_while_others_decode(saved: Saved, family: str) -> None
         return {i: waiting.pop(i) for i in [*waiting][:1] if free} if waiting else None
 
     with forebay.wrap(folder, 1 << 30, batch_slots=3, prefill_chunk=2, **SHAPE) as lm, lm.running(
-            1, PROMPT, NEW, simulate_slots=True) as session:
+            1, PROMPT, NEW, continuous=True) as session:
         answer_arriving(session, arriving, on_next=lambda *_: True, on_end=found.__setitem__, turns=StepTurns(0.0, 1))
     assert found == expected
 

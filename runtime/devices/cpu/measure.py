@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import replace
-from statistics import median
 
 import torch
 
@@ -13,6 +12,7 @@ from forebay.kernels.build.process_limits import available_nbytes
 from forebay.rewriter.machine.profile import Link, Tier
 from forebay.runtime.measure.copies import BUFFER_NBYTES, copy_link, time_s
 from forebay.runtime.measure.kernels import GEMM_SHAPES, MIB, cold_products, gemm_points
+from forebay.runtime.measure.steady import settled_s
 
 __all__ = ["attention_bytes_per_s", "copy_bytes_per_s", "device_tier", "dispatch_s", "gemm_points", "links"]
 DISPATCHES = 301
@@ -49,7 +49,7 @@ def device_tier(rounds: int) -> Tier:
 
 
 def dispatch_s(rounds: int) -> float:
-    """Seconds of a launch of a tiny operator behind a product, which leaves nothing of it in the caches: the median."""
+    """Seconds of a launch of a tiny operator behind a product, which leaves nothing of it in the caches."""
     n, k = GEMM_SHAPES[0]
     x, products = torch.ones(8), itertools.cycle(cold_products(1, n, k, torch.bfloat16))
     found = []
@@ -58,7 +58,7 @@ def dispatch_s(rounds: int) -> float:
         start = time.perf_counter()
         torch.add(x, x, out=x)
         found.append(time.perf_counter() - start)
-    return median(found)
+    return settled_s(found)
 
 
 def attention_bytes_per_s(rounds: int) -> float:

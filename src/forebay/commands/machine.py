@@ -79,7 +79,7 @@ def machine_command(
         print(f"believed: fits of R2 {GOOD_R2} and above; others took {found.others_share:.0%} of the cores meanwhile")
         say_mesh(found)
         for guess in found.guessed:
-            print(f"a cautious guess stands, until it is measured again, for {guess}")
+            print(f"a guess, until it is measured again: {guess}")
         print(f"kept in {machine_cache_path(folder)}; --measure measures anew")
 
 
@@ -102,6 +102,8 @@ def _measured(folder: Path, *, quick: bool, anew: bool) -> Machine:
     with progress_bar() as bar:
         task = bar.add_task("measuring this machine" if reason else "measuring this machine, once", total=1.0, note="",
                             visible=missing)
+        if missing and not console().is_terminal:
+            say("measuring this machine, once: " + ("10 to 60 s" if quick else "about three minutes"))
         found = cached_machine(
             folder, quick=quick, anew=anew, keep=not reason, scratch=_writable(folder),
             progress=lambda stage, done: bar.update(task, completed=done, note=stage, visible=True))

@@ -47,5 +47,5 @@ def test_exchanges_that_cannot_be_are_named(field: str, value: object) -> None:
         replace(Machine.default(), mesh=bad).validate()
     with pytest.raises(ValueError, match=r"mesh\.memory_slowed must be at least 1"):
         replace(Machine.default(), mesh=replace(MESH, memory_slowed=0.5)).validate()
-    with pytest.raises(ValueError, match=r"mesh\.held_up must lie between 0 and 1"):
+    with pytest.raises(ValueError, match=r"mesh\.overlap_penalty must lie between 0 and 1"):
         replace(Machine.default(), mesh=replace(MESH, overlap_penalty=1.5)).validate()

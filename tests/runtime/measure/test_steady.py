@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
+import statistics
+
+import pytest
 
 from forebay.rewriter.machine.quality import GOOD_R2
-from forebay.runtime.measure.steady import TRIES, steady_link, steady_times
+from forebay.runtime.measure.steady import CALM, TRIES, settled_rate, settled_s, steady_link, steady_times
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 
@@ -92,3 +96,13 @@ def test_a_worse_second_measurement_does_not_count() -> None:
     given = iter(passes)
     found = steady_times(dict.fromkeys((1, 4, 16, 64)), lambda _: next(given), lambda n: ("line", (n,)))
     assert found == passes[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_fastest_counts_where_others_added_time_and_the_median_where_not(seed: int) -> None:
+    rng = random.Random(seed)
+    calm = [1.0 + 0.1 * rng.random() for _ in range(9)]
+    assert settled_s(calm) == statistics.median(calm)
+    used = [1.0, *(CALM + 3 * rng.random() for _ in range(8))]
+    rng.shuffle(used)
+    assert settled_s(used) == 1.0 and settled_rate([1 / t for t in used]) == pytest.approx(1.0)
