@@ -116,7 +116,7 @@ class Pool:
 
     def missed(self, named: set[int]) -> int:
         for expert in range(EXPERTS):
-            self.uses[expert] += (expert in named) * (1 << 20) - self.uses[expert] // 128
+            self.uses[expert] += (expert in named) * (1 << 20) - self.uses[expert] // 32
         found, left = 0, sorted(named)
         while left:
             group, left = left[: len(self.held)], left[len(self.held) :]

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 constexpr int64_t ONCE = 1 << 20;  // what a use counts
-constexpr int FORGETS = 7;         // each step after it forgets this power of a half of it
+constexpr int FORGETS = 5;         // each step after it forgets this power of a half of it
 
 extern "C" struct AssignSlotsArgs {
   const int64_t* index;   // [picks]

@@ -10,7 +10,7 @@ from torch import Tensor
 from forebay.kernels.formats.slot_state import SlotState
 
 ONCE = 1 << 20  # the count of one use
-DECAY_SHIFT = 7  # each step forgets the count shifted right by so many bits
+DECAY_SHIFT = 5  # each step forgets the count shifted right by so many bits
 
 
 def fail(argument: str, problem: str) -> NoReturn:
@@ -51,7 +51,7 @@ def reference(
     Rounds have the experts that are named in ascending order, as many each as there are slots. One that is in a slot
     stays there; others come in ascending order, each to a slot that no expert of its round has, of these to one that no
     later round needs, of these to the one whose expert was used least, of these to the first. A use counts half after
-    some 90 steps: experts that are popular stay though others were used since, and those that no longer are do not.
+    some 22 steps: experts that are popular stay though others were used since, and those that no longer are do not.
     """
     sizes, found = SlotState(slots, rounds, experts), state.tolist()
     owner, uses = found[:slots], [count - (count >> DECAY_SHIFT) for count in found[slots:][:experts]]
