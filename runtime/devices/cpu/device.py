@@ -19,6 +19,7 @@ from forebay.kernels.cpu_support.native import chained
 from forebay.rewriter.ir.program import (
     COLLECT,
     COMPUTE,
+    DISK,
     READS,
     UNORDERED,
     WRITE,
@@ -118,8 +119,8 @@ class ThreadDevice(StreamedDevice):
     def _bind_rows(self, item: Copy, address: int) -> Call:
         """Rows that are named when the copy is issued."""
         reader = self.readers[item.stream]
-        if isinstance(item.src, Rows) and item.src.keeps:
-            return bind_fetches(item, self.tensor, reader, address, self._begin)
+        if isinstance(item.src, Rows) and item.src.keeps:  # long reads, of which the first are to land first
+            return bind_fetches(item, self.tensor, self.readers[DISK], address, self._begin)
         if is_lookup(item):
             return lambda: look_up(item, self.tensor, self._bytes, reader, address, self._begin)
 
