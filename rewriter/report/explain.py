@@ -1,13 +1,14 @@
-"""A plan as text: budget, schedule, a row per layer, what fills each arena, and what the cost model expects."""
+"""A plan as text: predicted speed and advice, budget, schedule, a row per layer, and the contents of each arena."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.durations import format_seconds
 from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan, WeightPlacement, Workload
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
@@ -45,16 +46,32 @@ class LayerRow:
     formats: tuple[str, ...]
 
 
-def explain_plan(plan: Plan, captured: CapturedModel | None = None) -> str:
-    """The whole plan as plain text of at most 110 columns; `captured` gives the exact layers instead of their numbers
-    in the weights' names, and the rows of each matrix."""
-    parts = [_head(plan, captured), _table(layer_rows(plan, captured)), _arenas(plan), _prediction(plan)]
+def explain_plan(plan: Plan, captured: CapturedModel | None = None, advice: Sequence[str] = ()) -> str:
+    """The whole plan as plain text of at most 110 columns, predicted speed and `advice` first; `captured` gives the
+    exact layers instead of their numbers in the weights' names, and the rows of each matrix."""
+    parts = [_answer(plan, advice), _head(plan, captured), _table(layer_rows(plan, captured)), _arenas(plan)]
     return printable("\n\n".join(part for part in parts if part))
 
 
-def summarise_plan(plan: Plan, captured: CapturedModel | None = None) -> str:
+def summarise_plan(plan: Plan, captured: CapturedModel | None = None, advice: Sequence[str] = ()) -> str:
     """The plan as text without the row per layer."""
-    return printable("\n".join(part for part in (_head(plan, captured), _arenas(plan), _prediction(plan)) if part))
+    parts = (_answer(plan, advice), _head(plan, captured), _arenas(plan))
+    return printable("\n".join(part for part in parts if part))
+
+
+def _answer(plan: Plan, advice: Sequence[str]) -> str:
+    lines = [f"{'advice' if i == 0 else '':<12}{line}" for i, line in enumerate(advice)]
+    return "\n".join(part for part in (_prediction(plan), *lines) if part)
+
+
+def collapsed(rows: Sequence[LayerRow]) -> list[LayerRow]:
+    """The rows with neighbors that differ in their number alone as one: `0-29 x30`."""
+    runs: list[list[LayerRow]] = []
+    for row in rows:
+        same = runs and row.title.isdigit() and replace(runs[-1][-1], title="") == replace(row, title="")
+        runs[-1].append(row) if same else runs.append([row])
+    return [run[0] if len(run) == 1 else replace(run[0], title=f"{run[0].title}-{run[-1].title} x{len(run)}")
+            for run in runs]
 
 
 def layer_rows(plan: Plan, captured: CapturedModel | None = None) -> list[LayerRow]:
@@ -182,7 +199,7 @@ def _table(rows: Sequence[LayerRow]) -> str:
     sums = {name: sum(getattr(r, name) for r in rows) for name in COLUMNS.values()}
     shown = {title: name for title, name in COLUMNS.items() if sums[name] or name in ("resident", "from_disk")}
     lines = [["layer", *shown, "format"]]
-    for r in rows:
+    for r in collapsed(rows):
         lines.append([r.title, *(_cell(name, getattr(r, name)) for name in shown.values()), "+".join(r.formats)])
     lines.append(["total", *(_cell(name, sums[name]) for name in shown.values()), ""])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
@@ -252,9 +269,9 @@ def _prediction(plan: Plan) -> str:
     if not p.decode_time_s:
         return ""
     lines = [
-        f"expected    prefill {p.prefill_time_s:.3g} s, then {1000 * p.decode_time_s:.3g} ms per decode step: "
-        f"{plan.workload.batch / p.decode_time_s:.3g} tokens/s",
-        "busy        " + ", ".join(f"{stream} {1000 * t:.3g} ms" for stream, t in p.busy_time_s.items())
+        f"expected    prefill {format_seconds(p.prefill_time_s)}, then {format_seconds(p.decode_time_s)} per decode "
+        f"step: {plan.workload.batch / p.decode_time_s:.3g} tokens/s",
+        "busy        " + ", ".join(f"{stream} {format_seconds(t)}" for stream, t in p.busy_time_s.items())
         + f" per decode step; the bottleneck is {BOUND_BY.get(p.bottleneck, p.bottleneck)}",
         "peak        " + ", ".join(f"{tier} {format_nbytes(n)}" for tier, n in p.peak_nbytes.items()),
     ]

@@ -339,11 +339,11 @@ def show_plan(made: Plan, captured: CapturedModel | None = None) -> None:
     """Print a plan to stdout: on a terminal with its layers as a table, elsewhere as plain text."""
     from forebay.rewriter.ir.byte_sizes import format_nbytes
     from forebay.rewriter.planning.advice import advise
-    from forebay.rewriter.report.explain import COLUMNS, explain_plan, layer_rows, summarise_plan
+    from forebay.rewriter.report.explain import COLUMNS, collapsed, explain_plan, layer_rows, summarise_plan
 
-    advice = "\n".join(f"{'advice' if i == 0 else '':<12}{line}" for i, line in enumerate(advise(made)))
+    advice = advise(made)
     if not sys.stdout.isatty():
-        print(explain_plan(made, captured), *filter(None, [advice]), sep="\n")
+        print(explain_plan(made, captured, advice))
         return
     from rich.table import Table
 
@@ -359,10 +359,8 @@ def show_plan(made: Plan, captured: CapturedModel | None = None) -> None:
         table.add_column(title, cell(name, sum(getattr(row, name) for row in rows)), justify="right",
                          no_wrap=True)
     table.add_column("format", overflow="fold")
-    for row in rows:
+    for row in collapsed(rows):
         table.add_row(row.title, *(cell(name, getattr(row, name)) for name in shown.values()), "+".join(row.formats))
     terminal = console(stderr=False)
-    terminal.print(summarise_plan(made, captured), soft_wrap=True)
+    terminal.print(summarise_plan(made, captured, advice), soft_wrap=True)
     terminal.print(table)
-    if advice:
-        terminal.print(advice, soft_wrap=True)

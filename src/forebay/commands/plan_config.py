@@ -17,6 +17,7 @@ from typing import Any
 
 from forebay.rewriter.ir.alignment import whole_pages
 from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.durations import format_seconds
 from forebay.rewriter.ir.files import write_text
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
@@ -177,7 +178,7 @@ def plan_text(found: ConfigPlan) -> str:
     plan, work = found.plan, found.plan.workload
     lines = [f"a plan, as it would run: {found.model} on {plan.machine}, {work.batch} sequences, prompt {work.prompt}, "
              f"{work.new_tokens} new tokens",
-             f"predicted   {tokens_per_s(plan):.4g} tokens/s; {latency_s(plan):.4g} s for all sequences"]
+             f"predicted   {tokens_per_s(plan):.3g} tokens/s; {format_seconds(latency_s(plan))} for all sequences"]
     if not found.complete:
         lines.append(f"            by the closed form: {step_copies(plan)} copies a step, lowered only to --save it")
     return "\n".join([*lines, *frontier_lines(found.frontier)])

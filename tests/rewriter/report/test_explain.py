@@ -21,6 +21,8 @@ from forebay.rewriter.ir.plan import (
 from forebay.rewriter.predict.simulate import CORES
 from forebay.rewriter.report.explain import (
     OUTSIDE,
+    LayerRow,
+    collapsed,
     explain_plan,
     kind_nbytes,
     layer_numbers,
@@ -176,3 +178,15 @@ def test_picture_of_nothing_is_refused(tmp_path: Path) -> None:
         draw_memory(replace(_plan(), buffers=()), tmp_path / "memory.png")
     with pytest.raises(PlanError, match="cannot write the picture"):
         draw_memory(_plan(), tmp_path / "memory.nonsense")
+
+
+def test_layers_that_differ_in_their_number_alone_are_one_row() -> None:
+    rows = [LayerRow(title, 2, 10, 4, 0, 6, 0, 1, ("native",)) for title in ("0", "1", "2")]
+    rows += [replace(rows[0], title="3", resident=10, from_disk=0), replace(rows[0], title="4"),
+             LayerRow("norm", 1, 10, 10, 0, 0, 0, 0, ("native",)), LayerRow("head", 1, 10, 10, 0, 0, 0, 0, ("native",))]
+    assert [row.title for row in collapsed(rows)] == ["0-2 x3", "3", "4", "norm", "head"]
+
+
+def test_the_answer_comes_first_and_advice_with_it() -> None:
+    lines = explain_plan(_plan(), advice=["disk-bound: more"]).splitlines()
+    assert lines[0].startswith(("expected", "advice")) and "advice      disk-bound: more" in lines[:4]
