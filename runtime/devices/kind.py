@@ -52,6 +52,7 @@ class DeviceKind:
         with_memory: Adds to a launch what it takes outside the arenas on this device.
         select: Makes the device of this number the process's own.
         visible: The environment in which a process sees only the device of this number.
+        free_nbytes: Free bytes of its own memory; None where it computes in the machine's RAM.
     """
 
     name: str
@@ -71,6 +72,7 @@ class DeviceKind:
     with_memory: Callable[[Launch], Launch] = lambda launch: launch
     select: Callable[[int], None] = lambda number: None
     visible: Callable[[int], Mapping[str, str]] = lambda number: {}
+    free_nbytes: Callable[[], int | None] = lambda: None
 
     @property
     def host_hop(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from forebay.build_model import build_model
+from forebay.default_budget import budget_or_default
 from forebay.huggingface.emptied import empty_module
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
@@ -18,7 +19,6 @@ from forebay.option_keywords import with_keywords
 from forebay.rewriter.capture.language_model import capture_model, tied_config
 from forebay.rewriter.checkpoints.match_weights import file_slices, weight_records
 from forebay.rewriter.checkpoints.module_weights import spill_module
-from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.planning.features.admission import admitted_at_once
 from forebay.rewriter.planning.options import Options
@@ -27,15 +27,17 @@ from forebay.runtime.disk.spill_file import require_spill_folder
 
 @with_keywords(Options)
 def wrap(
-    model: str | os.PathLike[str] | torch.nn.Module, budget: Budget | int | str | dict[str, Any], options: Options
+    model: str | os.PathLike[str] | torch.nn.Module, budget: Budget | int | str | dict[str, Any] | None,
+    options: Options,
 ) -> LanguageModel:
-    """Make `model` run within `budget`: `wrap(model, budget, **options)`.
+    """Make `model` run within `budget`: `wrap(model, budget=None, **options)`.
 
     Args:
         model: A folder with a safetensors checkpoint, a .gguf file, "demo", or a transformers causal LM in memory,
             whose weights then move to a spill file in `budget["disk"]`.
         budget: Bytes per tier, as ints or strings: {"device": "120MiB", "host": "1GiB", "disk": "/path"}. What of the
             KV cache does not fit the device lies in host memory, as far as there is any, and in a spill file on disk.
+            None: half of the free memory.
         options: What is asked of the plan, as a record; keywords come before it. Sizes are those of the first plan:
             `generate` plans anew for more. Of a `mesh` of processes, which call this alike, each has a budget.
 
@@ -43,7 +45,7 @@ def wrap(
         PlanError: for an option, or a budget that cannot work.
         CheckpointError: for files; SpillError for the disk's folder; CaptureError for models.
     """
-    require_spill_folder((sizes := parse_budget(budget)).disk)
+    require_spill_folder((sizes := budget_or_default(budget)).disk)
     capture, given = None, cast(Any, model)
     if isinstance(model, torch.nn.Module):
         captured = capture_model(given)

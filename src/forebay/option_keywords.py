@@ -28,7 +28,9 @@ class TakesOptions(Protocol[Keywords, Wrapped]):
     def __call__(self, model: Any, budget: Any, options: Options, /) -> Wrapped: ...
 
     @overload
-    def __call__(self, model: Any, budget: Any, /, *args: Keywords.args, **kwargs: Keywords.kwargs) -> Wrapped: ...
+    def __call__(
+        self, model: Any, budget: Any = None, /, *args: Keywords.args, **kwargs: Keywords.kwargs
+    ) -> Wrapped: ...
 
 
 def with_keywords(
@@ -37,14 +39,14 @@ def with_keywords(
     """Let a function of (model, budget, options) take each option as a keyword too, and its docstring list them."""
     def decorate(function: Callable[[Any, Any, Options], Wrapped]) -> TakesOptions[Keywords, Wrapped]:
         @functools.wraps(function)
-        def takes(model: Any, budget: Any, options: Options | None = None, **given: Any) -> Wrapped:
+        def takes(model: Any, budget: Any = None, options: Options | None = None, **given: Any) -> Wrapped:
             return function(model, budget, options_of(given, options))
 
-        *positional, options = inspect.signature(function).parameters.values()
+        model_, budget_, options = inspect.signature(function).parameters.values()
         keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=record.default)
                     for name, record in OPTIONS.items()]
         takes.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [*positional, options.replace(default=None), *keywords])
+            [model_, budget_.replace(default=None), options.replace(default=None), *keywords])
         takes.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *(
             textwrap.fill(f"{name} ({record.kind.words}): {record.help}. Default: "
                           f"{record.said_default or record.default}.", 120, initial_indent="    ",

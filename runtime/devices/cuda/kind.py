@@ -30,8 +30,9 @@ CUDA = DeviceKind(
     name="cuda", kernels=KERNELS, title="GPU",
     covers=lambda device_kind: device_kind.startswith(("NVIDIA", "Tesla")), here=_here, opener=_open,
     collectives="cpu:gloo,cuda:nccl", with_memory=with_cuda_memory, select=torch.cuda.set_device,
-    visible=lambda number: {"CUDA_VISIBLE_DEVICES": str(number)})
+    visible=lambda number: {"CUDA_VISIBLE_DEVICES": str(number)}, free_nbytes=lambda: torch.cuda.mem_get_info()[0])
 # Whatever no other kind covers: planned and predicted as a GPU with host memory beside it.
-ACCELERATOR = replace(CUDA, name="accelerator", covers=lambda device_kind: True, here=lambda: None, runs=False)
+ACCELERATOR = replace(CUDA, name="accelerator", covers=lambda device_kind: True, here=lambda: None, runs=False,
+                      free_nbytes=lambda: None)
 TPU = replace(ACCELERATOR, name="tpu", covers=lambda device_kind: device_kind.startswith("TPU"), torus=True,
               opener=None)

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from forebay.commands.machine import machine_profile
-from forebay.commands.options import BudgetOption, DebugOption, ModelArgument, model_folder, prepare_draft, with_options
+from forebay.commands.options import (
+    BudgetOption,
+    DebugOption,
+    ModelArgument,
+    model_folder,
+    named_budget,
+    prepare_draft,
+    with_options,
+)
 from forebay.commands.terminal import clean_errors, console, print_answer, say
 from forebay.rewriter.planning.options import Options, check_choices
 
@@ -96,21 +104,13 @@ def _planned(folder: Path, budget: str | None, options: Options) -> LanguageMode
     from forebay.api import wrap
     from forebay.exported.bundle import is_bundle
     from forebay.exported.start import open_bundle, stored_plan
-    from forebay.kernels.build.process_limits import available_nbytes
-    from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import Budget
 
     options = replace(options, machine=machine_profile(options, folder))
     saved = stored_plan(folder) if budget is None and is_bundle(folder) and options.draft is None else None
     if saved is not None and _serves(saved, options):
         return open_bundle(folder, machine=cast("Machine", options.machine))
-    if saved is not None:
-        sizes = Budget(saved.budget.device, saved.budget.host)
-    elif budget is not None:
-        sizes = parse_budget(budget)
-    else:
-        sizes = Budget(available_nbytes() // 2)
-        say(f"no --budget is named: half of the free memory, {format_nbytes(sizes.device)}, may be used")
+    sizes = named_budget(budget) if saved is None else Budget(saved.budget.device, saved.budget.host)
     prepare_draft(options.draft, folder, sizes.device)
     with console().status("capturing and planning"):
         lm = wrap(folder, sizes, options)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import torch
 import typer
 
-from forebay.commands.options import DebugOption, ModelArgument, model_folder, with_options
+from forebay.commands.options import DebugOption, ModelArgument, model_folder, named_budget, with_options
 from forebay.commands.prompts import JobError, load_tokenizer, text_ids
 from forebay.commands.terminal import clean_errors, console, progress_bar
 from forebay.rewriter.ir.files import read_input_text
@@ -235,9 +235,7 @@ def eval_command(
     """
     with clean_errors(debug):
         from forebay.commands.process_memory import MemoryWatch
-        from forebay.kernels.build.process_limits import available_nbytes
         from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
-        from forebay.rewriter.ir.plan import Budget
         from forebay.runtime.disk.page_cache import drop_file
         from forebay.runtime.disk.spill_file import require_spill_folder
         from forebay.runtime.measure.kept import kept_machine
@@ -254,7 +252,7 @@ def eval_command(
         told = tokenize(folder, given) if text is not None else None
         passages = read_passages(folder, words) if words is not None else []
         options = replace(options, machine=options.machine or kept_machine(folder))
-        sizes = parse_budget(budget) if budget else Budget(available_nbytes() // 2)
+        sizes = named_budget(budget or None)
         with console().status("capturing and planning"):
             lm = open_scorer(folder, sizes, options, context=context)
         files = {f.path for f in lm.files.values()}

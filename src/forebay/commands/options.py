@@ -8,20 +8,38 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forebay.commands.terminal import clean_errors, progress_bar
+from forebay.commands.terminal import clean_errors, progress_bar, say
 from forebay.rewriter.planning.options import OPTIONS, OptionRecord, make_options
+
+if TYPE_CHECKING:
+    from forebay.rewriter.ir.plan import Budget
+    from forebay.rewriter.machine.profile import Machine
 
 ModelArgument = Annotated[str, typer.Argument(
     metavar="MODEL", help="Folder with a safetensors checkpoint, .gguf file, bundle, or 'demo'.")]
 BudgetOption = Annotated[str | None, typer.Option(
     "--budget", metavar="TIER=SIZE,…",
-        help="Memory to use, by tier: 2GB, or device=120MiB,host=2GB,disk=/path.",
+        help="Memory to use, by tier: 2GB, or device=120MiB,host=2GB,disk=/path. Default: half of the free memory.",
         rich_help_panel="Memory")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Full tracebacks of errors.")]
+
+
+def named_budget(budget: str | None, machine: Machine | None = None) -> Budget:
+    """Return the budget that is named; without one half of the free memory (or of that `machine`'s), and say so."""
+    from forebay.default_budget import default_budget
+    from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
+
+    if budget is not None:
+        return parse_budget(budget)
+    sizes = default_budget(machine)
+    host = f" and {format_nbytes(sizes.host)} of host memory" if sizes.host else ""
+    say(f"no --budget: half of the {'free memory' if machine is None else 'memory of that machine'}, "
+        f"{format_nbytes(sizes.device)}{host}")
+    return sizes
 
 
 class PlanningCommand:

@@ -14,6 +14,7 @@ from forebay.commands.options import (
     BudgetOption,
     DebugOption,
     model_folder,
+    named_budget,
     prepare_draft,
     require_writable,
     with_options,
@@ -24,7 +25,7 @@ from forebay.rewriter.planning.options import Options
 if TYPE_CHECKING:
     from forebay.commands.plan_config import PlanRequest
     from forebay.rewriter.ir.graph import CapturedModel
-    from forebay.rewriter.ir.plan import Plan, Workload
+    from forebay.rewriter.ir.plan import Budget, Plan, Workload
     from forebay.rewriter.machine.profile import Machine
 
 
@@ -123,17 +124,16 @@ def plan(
                  "--tokens-per-s": tokens_per_s is not None}, "needs --config")
         assert model is not None
         options = replace(options, new_tokens=options.new_tokens or 64)
-        if budget is None:
-            raise PlanError("say how much memory may be used, as --budget device=120MiB")
+        sizes = named_budget(budget, cast("Machine | None", options.machine))
         if options.draft is not None:
             _refuse({"--json": as_json, "--save": save, "--picture": picture, "--pareto": pareto,
                      "--mesh": options.mesh}, "is for the plan of one model; leave it or --draft out")
-            _plan_drafted(model, budget, replace(options, prompt=options.prompt or PROMPT))
+            _plan_drafted(model, sizes, replace(options, prompt=options.prompt or PROMPT))
         elif options.mesh is not None:
             _refuse({"--picture": picture, "--pareto": pareto}, "is for the plan of one device; leave it or --mesh out")
-            _plan_mesh(model, rank or 0, budget, options, as_json, save)
+            _plan_mesh(model, rank or 0, sizes, options, as_json, save)
         else:
-            _plan_model(model, budget, options, as_json, save, (picture, pareto))
+            _plan_model(model, sizes, options, as_json, save, (picture, pareto))
 
 
 def _refuse(given: dict[str, Any], why: str) -> None:
@@ -154,7 +154,7 @@ def _workload(options: Options, positions: int = 0) -> Workload:
 
 
 def _plan_model(
-    model: str, budget: str, options: Options, as_json: bool, save: Path | None,
+    model: str, sizes: Budget, options: Options, as_json: bool, save: Path | None,
     pictures: tuple[Path | None, Path | None],
 ) -> None:
     from forebay.calibration import calibrated
@@ -163,14 +163,14 @@ def _plan_model(
     from forebay.commands.process_memory import anonymous_nbytes, beside_nbytes, calls_of
     from forebay.model_planner import ModelPlanner
     from forebay.open_model import open_model
-    from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
+    from forebay.rewriter.ir.byte_sizes import format_nbytes
     from forebay.rewriter.pipeline.plan_search import plan_batch, plan_batches
     from forebay.rewriter.planning.objective import latency_s, tokens_per_s
     from forebay.rewriter.planning.options import check_choices
     from forebay.rewriter.policy.plan_search import plan_frontier
     from forebay.rewriter.predict.simulate import simulate
 
-    sizes, workload = parse_budget(budget), _workload(options)
+    workload = _workload(options)
     check_choices(workload, options)
     require_writable(save, "--save")
     picture, pareto = pictures
@@ -208,14 +208,13 @@ def _plan_model(
 
 
 def _plan_mesh(
-    model: str, rank: int, budget: str, options: Options, as_json: bool, save: Path | None
+    model: str, rank: int, sizes: Budget, options: Options, as_json: bool, save: Path | None
 ) -> None:
     """Plan all ranks, write their plans, and show one."""
     from forebay.calibration import calibrated
     from forebay.commands.plan_ranks import plans_of_ranks, save_ranks, step_lines
     from forebay.open_model import open_model
     from forebay.read_mesh import read_mesh
-    from forebay.rewriter.ir.byte_sizes import parse_budget
     from forebay.rewriter.ir.plan import PlanError
     from forebay.rewriter.planning.options import check_choices
 
@@ -229,7 +228,7 @@ def _plan_mesh(
     with console().status("capturing the model"):
         opened = open_model(folder)
     options = calibrated(options, opened[1].fingerprint, opened[0].dtype)
-    made = plans_of_ranks(opened, mesh, parse_budget(budget), workload, options, profile)
+    made = plans_of_ranks(opened, mesh, sizes, workload, options, profile)
     if save:
         save_ranks(made, save)
     captured, _, plan = made[rank]
@@ -240,16 +239,15 @@ def _plan_mesh(
     print(*step_lines(made, profile), sep="\n")
 
 
-def _plan_drafted(model: str, budget: str, options: Options) -> None:
+def _plan_drafted(model: str, sizes: Budget, options: Options) -> None:
     """Show how a model and what may draft for it share the budget, or why nothing drafts."""
     from forebay.api import wrap
-    from forebay.rewriter.ir.byte_sizes import parse_budget
 
     folder = model_folder(model, options.dequantize)
     options = replace(options, machine=machine_profile(options, folder))
-    prepare_draft(options.draft, folder, parse_budget(budget).device)
+    prepare_draft(options.draft, folder, sizes.device)
     with console().status("capturing and planning"):
-        lm = wrap(folder, budget, options)
+        lm = wrap(folder, sizes, options)
     print(lm.explain())
 
 

@@ -17,6 +17,7 @@ from forebay.commands.options import (
     DebugOption,
     ModelArgument,
     model_folder,
+    named_budget,
     prepare_draft,
     require_writable,
     with_options,
@@ -101,7 +102,6 @@ def run(
         from forebay.commands.plan_job import fit_job, prompt_room, unfit
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
         from forebay.open_model import open_model
-        from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
         from forebay.rewriter.planning.options import check_choices, told_activations
         from forebay.runtime.disk.spill_file import require_spill_folder
@@ -130,9 +130,8 @@ def run(
         plan, save_plan = of_this_rank(mesh, plan, "--plan"), of_this_rank(mesh, save_plan, "--save-plan")
         saved = load_plan(plan) if plan else None
         exported = _plan_of_bundle(model) if budget is None and saved is None else saved
-        if budget is None and exported is None:
-            raise PlanError("say how much memory may be used, as --budget device=120MiB, or name a --plan")
-        sizes = parse_budget(budget) if budget is not None else Budget(exported.budget.device, exported.budget.host)  # type: ignore[union-attr]
+        sizes = named_budget(budget) if budget or exported is None else Budget(
+            exported.budget.device, exported.budget.host)
         require_spill_folder(sizes.disk)
         require_writable(trace, "--trace")
         require_writable(save_plan, "--save-plan")

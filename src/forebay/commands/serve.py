@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forebay.commands.options import BudgetOption, DebugOption, ModelArgument, model_folder, prepare_draft, with_options
+from forebay.commands.options import (
+    BudgetOption,
+    DebugOption,
+    ModelArgument,
+    model_folder,
+    named_budget,
+    prepare_draft,
+    with_options,
+)
 from forebay.commands.terminal import FAILED, clean_errors, console, reason_of, say
 from forebay.rewriter.planning.options import Options
 
@@ -65,12 +73,9 @@ def serve(
     with clean_errors(debug):
         from forebay.commands.plan_serving import plan_serving
         from forebay.commands.prompts import JobError, load_tokenizer, stop_ids
-        from forebay.rewriter.ir.byte_sizes import parse_budget
-        from forebay.rewriter.ir.plan import PlanError
         from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
 
-        if budget is None:
-            raise PlanError("say how much memory may be used, as --budget device=120MiB")
+        sizes = named_budget(budget)
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key
                                         and api_key):
             raise JobError("--api-key must be printable ASCII without spaces at its ends")
@@ -83,9 +88,9 @@ def serve(
         with socket:
             folder = model_folder(model, options.dequantize)
             tokenizer = load_tokenizer(folder)
-            prepare_draft(options.draft, folder, parse_budget(budget).device)
+            prepare_draft(options.draft, folder, sizes.device)
             with console().status("capturing and planning"):
-                choice = plan_serving(folder, budget, options, goals)
+                choice = plan_serving(folder, sizes, options, goals)
             lm, limit = choice.lm, choice.lm.captured.max_positions
             if options.draft is not None:
                 say(f"draft: {lm.draft_summary}")

@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from forebay.default_budget import budget_or_default
 from forebay.exported.bundle import GIVES, MACHINE, PLAN, seal, write_bundle
 from forebay.exported.errors import ExportError
 from forebay.exported.modules import trace_module
 from forebay.exported.pt2 import compile_program, describe_inputs, language_model_program, save_program
 from forebay.exported.source import Source, open_source
 from forebay.exported.whole_folder import MANIFEST, whole_folder
-from forebay.kernels.build.process_limits import available_nbytes
 from forebay.kernels.onnx_meaning import OnnxForm
 from forebay.option_keywords import options_of
 from forebay.rewriter.checkpoints.checkpoint import Progress
@@ -85,7 +85,7 @@ def export(
     with whole_folder(made, force) as folder:
         _write_bundle(open_source(model), folder, progress)
         seal(folder)
-        _write_plan(folder, Budget(available_nbytes() // 2) if budget is None else budget, options)
+        _write_plan(folder, budget_or_default(budget), options)
         seal(folder)
     remember_verified(open_quantized(made, check="never"))
     return made

@@ -1,0 +1,34 @@
+"""The budget where none is named: half of the memory that is free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forebay.kernels.build.process_limits import available_nbytes
+from forebay.rewriter.ir.byte_sizes import parse_budget
+from forebay.rewriter.ir.plan import Budget
+from forebay.rewriter.machine.profile import Machine
+from forebay.runtime.devices.kinds import device_here, kind_of
+
+
+def default_budget(machine: Machine | None = None) -> Budget:
+    """Return half of what is free now, within the limits of a container; or of what a named machine has.
+
+    Returns:
+        Half of the RAM as the device's on a machine without a GPU; else half of the GPU's memory, and half of the RAM
+        as the host's.
+    """
+    if machine is not None:
+        return Budget(machine.tiers["device"].capacity_nbytes // 2, 0 if machine.kind.on_host_cores else (
+            machine.tiers["host"].capacity_nbytes // 2 if "host" in machine.tiers else 0))
+    own, half = kind_of(device_here()).free_nbytes(), available_nbytes() // 2
+    return Budget(half) if own is None else Budget(own // 2, half)
+
+
+def budget_or_default(budget: Budget | int | str | dict[str, Any] | None) -> Budget:
+    """Return the budget that is named, or the default for None.
+
+    Raises:
+        PlanError: The budget is not one.
+    """
+    return default_budget() if budget is None else parse_budget(budget)
