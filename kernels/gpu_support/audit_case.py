@@ -19,6 +19,7 @@ LLAMA_3_8B = HeadShape(32, 8, 128)
 OPT_30B = HeadShape(56, 56, 128)
 GEMMA_2_9B = HeadShape(16, 8, 256)
 SMOLLM2_135M = HeadShape(9, 3, 64)
+GPT_OSS = HeadShape(64, 8, 64)
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,13 @@ def score_log2(q, k, scale_log2, softcap, CAPPED: tl.constexpr):
     return capped(s, softcap, CAPPED)
 
 
+@triton.jit
+def sink_weight(sinks_at, present, top):
+    """exp of the score with which no value goes, over the largest score `top`, which is times log2(e)."""
+    sink = tl.load(sinks_at, mask=present, other=float("-inf")).to(tl.float32)
+    return tl.exp2(sink * 1.4426950408889634 - top)
+
+
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:
     """(scale_log2, softcap) as score_log2 takes them."""
     return (scale / softcap, softcap * LOG2E) if softcap > 0 else (scale * LOG2E, 0.0)

@@ -135,10 +135,11 @@ KINDS: dict[str, tuple[dict[str, Any], set[str]]] = {
              layer_types=["linear_attention", "full_attention"]),
         {"forebay.short_conv", "forebay.linear_recurrence"}),
     "mamba": (dict(state_size=4), {"forebay.short_conv", "forebay.selective_scan"}),
+    "gpt_oss": (dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=3), {"forebay.experts"}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", at_length("mamba")])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", at_length("mamba")])
 def test_layers_of_other_kinds(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of unequal length and a decode step give the logits of the CPU's kernels."""
     sizes, operators_of_it = KINDS[family]

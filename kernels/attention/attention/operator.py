@@ -18,7 +18,7 @@ from torch import Tensor
 from forebay.kernels.attention.attention import cpu
 from forebay.kernels.attention.attention.cpu import attention_out
 from forebay.kernels.attention.attention.onnx import attention as attention_onnx
-from forebay.kernels.attention.attention.reference import check, fail, reference
+from forebay.kernels.attention.attention.reference import check, reference
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
 from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
@@ -33,8 +33,8 @@ def attention(
     """q [B, H, S, D], caches k and v [B, Hkv, L, D], start int64 [B] -> [B, S, H, D]; window 0 and softcap 0: none;
     a negative window: chunks. phi, low and high are a `SoftmaxRange`, by which a GPU computes one query (S = 1).
 
-    `sinks` [H] are one score more for each query of a head, with which no value goes (gpt-oss); on the CPU alone. q and
-    caches may be strided. ValueError names the argument that is wrong.
+    `sinks` [H] are one score more for each query of a head, with which no value goes (gpt-oss). q and caches
+    may be strided. ValueError names the argument that is wrong.
     """
     check(q, k, v, start, sinks)
     batch, heads, queries, dim = q.shape
@@ -45,7 +45,7 @@ def attention(
 
 @attention.register_kernel("cuda")
 def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, *how: Any) -> Tensor:
-    check(q, k, v, start)
+    check(q, k, v, start, how[6] if len(how) > 6 else None)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
     _bind_cuda(Tensors((q, k, v, start, *how), {}, (out,)))()
@@ -68,11 +68,9 @@ def _bind_cuda(use: Use) -> Call:
 
     (q, k, v, start), (out,) = use.args[:4], use.out
     scoring, softmax = Scoring(*use.args[4:7]), SoftmaxRange(*use.args[7:10])
-    if _sinks(use) is not None:
-        fail("sinks", "have no kernel on a GPU yet: run the model on the CPU")
     if q.shape[2] == 1:
-        return bind_decode_attention_contiguous(q[:, :, 0], k, v, start, scoring, out[:, 0], softmax)
-    return bind_prefill_attention(q, k, v, start, scoring, out)
+        return bind_decode_attention_contiguous(q[:, :, 0], k, v, start, scoring, out[:, 0], softmax, sinks=_sinks(use))
+    return bind_prefill_attention(q, k, v, start, scoring, out, _sinks(use))
 
 
 ATTENTION = Operator(

@@ -36,6 +36,7 @@ from forebay.kernels.attention.scoring import SYNCHRONISED, Scoring, SoftmaxRang
 from forebay.kernels.gpu_support.arguments import check_device, check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import (
     GEMMA_2_9B,
+    GPT_OSS,
     LLAMA_3_8B,
     OPT_30B,
     SMOLLM2_135M,
@@ -67,9 +68,9 @@ def store_share(part_ptr, stat_ptr, share, acc, total, top, keep, d, valid, D: t
 
 @triton.jit
 def decode_attention_kernel(
-    q_ptr, k_ptr, v_ptr, start_ptr, counter_ptr, part_ptr, stat_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, start_ptr, sinks_ptr, counter_ptr, part_ptr, stat_ptr, out_ptr,
     qb, qh, kb, kh, kr, vb, vh, vr, ob, oh, kv_heads, group_heads, splits, window, scale_log2, softcap, phi, low, high,
-    MERGE: tl.constexpr, UNIFIED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr,
+    MERGE: tl.constexpr, UNIFIED: tl.constexpr, CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, BITS: tl.constexpr,
     UNIT: tl.constexpr, POWER: tl.constexpr, FOLDED: tl.constexpr, PTX: tl.constexpr,
     M: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
@@ -160,7 +161,10 @@ def decode_attention_kernel(
         if arrived == shares - 1:
             tl.store(counter, 0)
             element: tl.constexpr = out_ptr.dtype.element_ty
-            merge_shares(part_ptr, stat_ptr, out_at, share - split, shares, present, element, D, R, POWER)
+            merge_shares(
+                part_ptr, stat_ptr, out_at, sinks_ptr + head, share - split, shares, present, element, D, R, POWER,
+                HAS_SINKS,
+            )  # fmt: skip
 
 
 def choose(
@@ -186,8 +190,9 @@ def register_limit(view: CacheView, folded: bool, bf16: bool) -> dict[str, int]:
 
 
 def bind_view(
-    q: Tensor, cache: AttendedCache, scoring: Scoring, softmax: SoftmaxRange, splits: int | None, out: Tensor
-) -> Callable[[], None]:
+    q: Tensor, cache: AttendedCache, scoring: Scoring, softmax: SoftmaxRange, splits: int | None, out: Tensor,
+    sinks: Tensor | None = None,
+) -> Callable[[], None]:  # fmt: skip
     """A call that fills out [B, H, D] from q and a view of the cache, of arguments that have been checked."""
     view, kv_heads, capacity, position_nbytes, start = cache
     phi, low, high = softmax
@@ -203,24 +208,26 @@ def bind_view(
     limit = register_limit(view, product["FOLDED"], q.dtype == torch.bfloat16)
     shares = batch * heads * splits
     part_end = 4 * shares * dim
+    given_sinks = q if sinks is None else sinks
     stat_at = -(-part_end // ALIGN) * ALIGN
 
     def launches(scratch: Tensor, counters: Tensor) -> list[KernelCall]:
         part, stat = scratch[:part_end].view(torch.float32), scratch[stat_at:].view(torch.float32)
         made = [kernel_call(
             decode_attention_kernel, (splits, batch * kv_heads, triton.cdiv(group_heads, product["H"])),
-            q, *view.pointers, start, counters, part, stat, out, q.stride(0), q.stride(1), *view.strides,
+            q, *view.pointers, start, given_sinks, counters, part, stat, out, q.stride(0), q.stride(1), *view.strides,
             out.stride(0), out.stride(1), kv_heads, group_heads, splits, scoring.window, scale_log2, cap,
             phi * LOG2E, low * LOG2E, high * LOG2E, MERGE=splits <= MERGED, UNIFIED=high > low,
-            CAPPED=scoring.softcap > 0, UNIT=view.unit, POWER=view.power, T=chosen.positions,
-            PTX=not INTERPRETED, **product, **view.constants, num_warps=chosen.num_warps,
+            CAPPED=scoring.softcap > 0, HAS_SINKS=sinks is not None, UNIT=view.unit, POWER=view.power,
+            T=chosen.positions, PTX=not INTERPRETED, **product, **view.constants, num_warps=chosen.num_warps,
             num_stages=chosen.num_stages, **limit,
         )]  # fmt: skip
         if splits > MERGED:
             made.append(kernel_call(
                 merge_kernel, (batch * heads,),
-                part, stat, start, out, out.stride(0), out.stride(1), heads, splits,
-                D=dim, DP=triton.next_power_of_2(dim), SHARES=MERGED, POWER=view.power, num_warps=4,
+                part, stat, start, given_sinks, out, out.stride(0), out.stride(1), heads, splits,
+                D=dim, DP=triton.next_power_of_2(dim), SHARES=MERGED, POWER=view.power, HAS_SINKS=sinks is not None,
+                num_warps=4,
             ))  # fmt: skip
         return made
 
@@ -243,7 +250,7 @@ def _check(op: str, q: Tensor, start: Tensor, kv_heads: int, out: Tensor) -> Non
 
 def bind_decode_attention_contiguous(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: Scoring, out: Tensor,
-    softmax: SoftmaxRange = SYNCHRONISED, splits: int | None = None,
+    softmax: SoftmaxRange = SYNCHRONISED, splits: int | None = None, sinks: Tensor | None = None,
 ) -> Callable[[], None]:  # fmt: skip
     """decode_attention_contiguous as a call without arguments, on the tensors' contents then; checks are made here."""
     op = "attention"
@@ -253,24 +260,26 @@ def bind_decode_attention_contiguous(
     wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[2])
     for tensor, name in ((k, "k"), (v, "v")):
         check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)
+    if sinks is not None:
+        check_tensor(op, "sinks", sinks, device=q.device, dtype=q.dtype, shape=q.shape[1:2])
     cache = AttendedCache(contiguous_view(k, v), k.shape[1], k.shape[2], 2 * q.shape[2] * q.dtype.itemsize, start)
-    return bind_view(q, cache, scoring, softmax, splits, out)
+    return bind_view(q, cache, scoring, softmax, splits, out, sinks)
 
 
 def decode_attention_contiguous(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: Scoring, out: Tensor,
-    softmax: SoftmaxRange = SYNCHRONISED, splits: int | None = None,
+    softmax: SoftmaxRange = SYNCHRONISED, splits: int | None = None, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`forebay::attention` of one query per sequence: q [B, H, D], k, v [B, Hkv, L, D], start int64 [B] -> out as q.
 
     The query stands at position start[b] and sees positions up to it. fp32, bf16 or fp16; any strides but D's.
     """
-    bind_decode_attention_contiguous(q, k, v, start, scoring, out, softmax, splits)()
+    bind_decode_attention_contiguous(q, k, v, start, scoring, out, softmax, splits, sinks)()
 
 
 def case(
     name: str, dtype: str, view: CacheView, shape: HeadShape, position_nbytes: int, *, unified: bool = False,
-    amd: bool = False, merge: bool = False,
+    amd: bool = False, merge: bool = False, sinks: bool = False,
 ) -> AuditCase:  # fmt: skip
     """One sequence of 16384 positions, each of position_nbytes in the cache of a KV head, seen through `view`."""
     length, bits = 16384, view.constants["BITS"]
@@ -281,13 +290,14 @@ def case(
     splits = split_count(kv_heads, length, chosen.positions, partial, position_nbytes, SM_COUNT)
     pointer = "*u8" if bits else f"*{dtype}"
     signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "start_ptr": "*i64"}
-    signature |= {"counter_ptr": "*i32", "part_ptr": "*fp32", "stat_ptr": "*fp32", "out_ptr": f"*{dtype}"}
+    signature |= {"sinks_ptr": f"*{dtype}", "counter_ptr": "*i32", "part_ptr": "*fp32", "stat_ptr": "*fp32"}
+    signature |= {"out_ptr": f"*{dtype}"}
     strides = ("qb", "qh", "kb", "kh", "kr", "vb", "vh", "vr", "ob", "oh")
     signature |= dict.fromkeys((*strides, "kv_heads", "group_heads", "splits", "window"), "i32")
     signature |= dict.fromkeys(("scale_log2", "softcap", "phi", "low", "high"), "fp32")
     minimum = length * kv_heads * position_nbytes + 2 * heads * dim * itemsize
-    constants: dict[str, Any] = {"UNIFIED": unified, "CAPPED": False, "UNIT": view.unit, "POWER": view.power}
-    constants |= product | {"MERGE": merge, "PTX": True}
+    constants: dict[str, Any] = {"UNIFIED": unified, "CAPPED": False, "HAS_SINKS": sinks, "UNIT": view.unit}
+    constants |= product | {"MERGE": merge, "PTX": True, "POWER": view.power}
     plain = dtype != "fp32" and not product["FOLDED"]
     return AuditCase(
         name=f"{name}/{dim}x{heads}/{kv_heads}-{dtype}{'/amd' if amd else ''}",
@@ -310,12 +320,13 @@ def case(
 
 
 def _case(
-    name: str, dtype: str, shape: HeadShape, unified: bool = True, amd: bool = False, merge: bool = False
-) -> AuditCase:
+    name: str, dtype: str, shape: HeadShape, unified: bool = True, amd: bool = False, merge: bool = False,
+    sinks: bool = False,
+) -> AuditCase:  # fmt: skip
     """Over values as they are."""
     row = torch.empty(1, shape.kv_heads, 1, shape.dim, dtype={"fp16": torch.float16, "bf16": torch.bfloat16}[dtype])
     made = case(f"decode_attention/{name}", dtype, contiguous_view(row, row), shape, 2 * shape.dim * row.itemsize,
-                unified=unified, amd=amd, merge=merge)  # fmt: skip
+                unified=unified, amd=amd, merge=merge, sinks=sinks)  # fmt: skip
     return replace(made, aim=0.85)
 
 
@@ -331,4 +342,5 @@ def audit_cases() -> list[AuditCase]:
         _case("merged", "bf16", LLAMA_3_8B, merge=True),
         _case("merged", "bf16", GEMMA_2_9B, merge=True),
         _case("merged-synchronised", "bf16", LLAMA_3_8B, False, merge=True),
+        _case("sinks", "bf16", GPT_OSS, merge=True, sinks=True),
     ]

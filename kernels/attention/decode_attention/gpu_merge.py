@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from forebay.kernels.gpu_support.cache_tiles import round_to
+from forebay.kernels.gpu_support.cache_tiles import round_to, sink_weight
 from forebay.kernels.gpu_support.rotation import rotated
 
 FEW = tl.constexpr(4)  # shares that the last program to arrive takes at a time
@@ -18,11 +18,12 @@ MERGED = 16  # that the kernel does; no more than these are left to the last pro
 
 @triton.jit
 def merge_shares(
-    part_ptr, stat_ptr, out_at, share, shares, present, dtype: tl.constexpr,
-    D: tl.constexpr, R: tl.constexpr, POWER: tl.constexpr,
+    part_ptr, stat_ptr, out_at, sinks_at, share, shares, present, dtype: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, POWER: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Write rows `present` of out at out_at [R] from their shares, the first of which are `share` [R], each with the
-    maximum it used. Shares of rotated rows are rotated back."""
+    maximum it used. Shares of rotated rows are rotated back. Sinks at sinks_at [R] are the rows' scores with which no
+    value goes."""
     DP: tl.constexpr = triton.next_power_of_2(D)
     d = tl.arange(0, DP)
     acc = tl.zeros((R, DP), tl.float32)
@@ -44,14 +45,16 @@ def merge_shares(
         total = total * shrink + tl.sum(sums * weight, 0)
         acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
         top = higher
+    if HAS_SINKS:
+        total += sink_weight(sinks_at, present, top)
     out = rotated(acc / total[:, None], POWER, POWER // 2) if POWER != 0 else acc / total[:, None]
     tl.store(out_at[:, None] + d[None, :], round_to(out, dtype), mask=present[:, None] & (d < D)[None, :])
 
 
 @triton.jit
 def merge_kernel(
-    part_ptr, stat_ptr, start_ptr, out_ptr, ob, oh, heads, splits,
-    D: tl.constexpr, DP: tl.constexpr, SHARES: tl.constexpr, POWER: tl.constexpr,
+    part_ptr, stat_ptr, start_ptr, sinks_ptr, out_ptr, ob, oh, heads, splits,
+    D: tl.constexpr, DP: tl.constexpr, SHARES: tl.constexpr, POWER: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and head): the shares of a row, each with the maximum it used, into out; no position: zeros.
 
@@ -79,6 +82,8 @@ def merge_kernel(
         total = total * shrink + tl.sum(sums * weight, 0)
         acc = acc * shrink + tl.sum(part * weight[:, None], 0)
         top = higher
+    if HAS_SINKS:
+        total += sink_weight(sinks_ptr + row % heads, True, top)
     written = tl.load(start_ptr + b) >= 0
     out = tl.where(written, acc / total, 0.0)
     if POWER != 0:

@@ -19,6 +19,7 @@ from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.gpu_support.arguments import AMD_STAGES, before_hopper, check_device, check_tensor, fail, stages
 from forebay.kernels.gpu_support.audit_case import (
     GEMMA_2_9B,
+    GPT_OSS,
     LLAMA_3_8B,
     OPT_30B,
     SMOLLM2_135M,
@@ -35,6 +36,7 @@ from forebay.kernels.gpu_support.cache_tiles import (  # fmt: skip
     round_to,
     score_factors,
     score_log2,
+    sink_weight,
 )
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.rotation import load_query, rotated_values
@@ -96,9 +98,10 @@ def attend(
 
 @triton.jit
 def prefill_attention_kernel(
-    q_ptr, k_ptr, v_ptr, start_ptr, out_ptr, qb, qh, qs, kb, kh, kr, vb, vh, vr, ob, os, oh,
+    q_ptr, k_ptr, v_ptr, start_ptr, sinks_ptr, out_ptr, qb, qh, qs, kb, kh, kr, vb, vh, vr, ob, os, oh,
     queries, kv_heads, group_heads, window, scale_log2, softcap,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, POWER: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BITS: tl.constexpr, UNIT: tl.constexpr, POWER: tl.constexpr,
     ROWS: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, last first as it is the longest; sequence and KV head).
@@ -153,6 +156,8 @@ def prefill_attention_kernel(
         acc, total, top, q, k_ptr, v_ptr, position, oldest, since, plain_end, high + 1, kr, vr,
         scale_log2, softcap, True, WINDOWED, CAPPED, BITS, T, D, DP, G, GP,
     )  # fmt: skip
+    if HAS_SINKS:
+        total += sink_weight(sinks_ptr + head, present, top)
     out, d, valid = rotated_values(acc / total[:, None], D, DP, G, GP, POWER)
     out = round_to(out, out_ptr.dtype.element_ty)
     out_at = b * ob + query.to(tl.int64) * os + head * oh
@@ -171,7 +176,9 @@ def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bo
     return (SOME if rows <= 512 else MANY)[size]
 
 
-def bind_view(q: Tensor, cache: AttendedCache, scoring: Scoring, out: Tensor) -> Callable[[], None]:
+def bind_view(
+    q: Tensor, cache: AttendedCache, scoring: Scoring, out: Tensor, sinks: Tensor | None = None
+) -> Callable[[], None]:
     """A call that fills out [B, S, H, D] from q and a view of the cache, of arguments that have been checked."""
     view, kv_heads = cache.view, cache.kv_heads
     batch, heads, queries, _ = q.shape
@@ -183,8 +190,9 @@ def bind_view(q: Tensor, cache: AttendedCache, scoring: Scoring, out: Tensor) ->
     scale_log2, cap = score_factors(scoring.scale, scoring.softcap)
     return bound(kernel_call(
         prefill_attention_kernel, (triton.cdiv(rows, chosen.rows), batch * kv_heads),
-        q, *view.pointers, cache.start, out, *q.stride()[:3], *view.strides, *out.stride()[:3], queries, kv_heads,
-        group_heads, scoring.window, scale_log2, cap, WINDOWED=scoring.window != 0, CAPPED=scoring.softcap > 0,
+        q, *view.pointers, cache.start, q if sinks is None else sinks, out, *q.stride()[:3], *view.strides,
+        *out.stride()[:3], queries, kv_heads, group_heads, scoring.window, scale_log2, cap,
+        WINDOWED=scoring.window != 0, CAPPED=scoring.softcap > 0, HAS_SINKS=sinks is not None,
         UNIT=view.unit, POWER=view.power, ROWS=chosen.rows, T=chosen.positions, **view.constants,
         num_warps=chosen.num_warps, num_stages=stages(chosen.num_stages),
     ))  # fmt: skip
@@ -205,7 +213,7 @@ def _check(op: str, q: Tensor, start: Tensor, kv_heads: int, out: Tensor) -> Non
 
 
 def bind_prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: Scoring, out: Tensor
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: Scoring, out: Tensor, sinks: Tensor | None = None
 ) -> Callable[[], None]:
     """prefill_attention as a call without arguments, on the tensors' contents at each call; checks are made here."""
     op = "prefill_attention"
@@ -215,8 +223,10 @@ def bind_prefill_attention(
     wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[3])
     for tensor, name in ((k, "k"), (v, "v")):
         check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)
+    if sinks is not None:
+        check_tensor(op, "sinks", sinks, device=q.device, dtype=q.dtype, shape=q.shape[1:2])
     cache = AttendedCache(contiguous_view(k, v), k.shape[1], k.shape[2], 2 * q.shape[3] * q.dtype.itemsize, start)
-    return bind_view(q, cache, scoring, out)
+    return bind_view(q, cache, scoring, out, sinks)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: Scoring, out: Tensor) -> None:
@@ -235,19 +245,21 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 def case(
     name: str, dtype: str, view: CacheView, queries: int, shape: HeadShape, position_nbytes: int,
-    scoring: Scoring = PLAIN, ampere: bool = False,
+    scoring: Scoring = PLAIN, ampere: bool = False, sinks: bool = False,
 ) -> AuditCase:  # fmt: skip
     """One sequence, nothing cached before, seen through `view`; for GPUs before Hopper, or the others."""
     heads, kv_heads, dim = shape
     itemsize = DTYPES[dtype].itemsize
     chosen = tile(queries * heads // kv_heads, view.constants["DP"], itemsize, ampere, view.power > 0)
     pointer = "*u8" if view.constants["BITS"] else f"*{dtype}"
-    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "start_ptr": "*i64", "out_ptr": f"*{dtype}"}
+    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "start_ptr": "*i64"}
+    signature |= {"sinks_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
     strides = ("qb", "qh", "qs", "ob", "os", "oh")
     cache_strides = ("kb", "kh", "kr", "vb", "vh", "vr")
     signature |= dict.fromkeys((*strides, *cache_strides, "queries", "kv_heads", "group_heads", "window"), "i32")
     signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
     constants: dict[str, Any] = {"WINDOWED": scoring.window != 0, "CAPPED": scoring.softcap > 0}
+    constants |= {"HAS_SINKS": sinks}
     constants |= {"UNIT": view.unit, "POWER": view.power}
     # Tiles of K and V that programs of one wave share come from L2: counted is what crosses from device memory.
     nbytes = queries * (kv_heads * position_nbytes + 2 * heads * dim * itemsize)
@@ -271,12 +283,13 @@ def case(
 
 
 def _case(
-    name: str, dtype: str, queries: int, shape: HeadShape, scoring: Scoring = PLAIN, ampere: bool = False
-) -> AuditCase:
+    name: str, dtype: str, queries: int, shape: HeadShape, scoring: Scoring = PLAIN, ampere: bool = False,
+    sinks: bool = False,
+) -> AuditCase:  # fmt: skip
     """Over values as they are."""
     row = torch.empty(1, shape.kv_heads, 1, shape.dim, dtype=DTYPES[dtype])
     view, nbytes = contiguous_view(row, row), 2 * shape.dim * row.itemsize
-    return case(f"prefill_attention/{name}", dtype, view, queries, shape, nbytes, scoring, ampere)
+    return case(f"prefill_attention/{name}", dtype, view, queries, shape, nbytes, scoring, ampere, sinks)
 
 
 def audit_cases() -> list[AuditCase]:
@@ -290,5 +303,6 @@ def audit_cases() -> list[AuditCase]:
             _case("window-softcap", "bf16", 2048, GEMMA_2_9B, scoring=GEMMA_2_SCORES, ampere=ampere),
             _case("fp32", "fp32", 64, SMOLLM2_135M, ampere=ampere),
             _case("long", "fp16", 2048, OPT_30B, ampere=ampere),
+            _case("sinks", "bf16", 2048, GPT_OSS, ampere=ampere, sinks=True),
         ]
     return cases

@@ -18,6 +18,7 @@ from forebay.kernels.products.experts.reference import (
     Storage,
     Stored,
     activated,
+    check_experts,
     fail,
     picked,
     sizes,
@@ -91,32 +92,6 @@ def scratch_nbytes(dtype: torch.dtype, out_dtype: torch.dtype, sizes: Sizes, for
     return sum(-(-part // 64) * 64 for part in parts) + rest + 64
 
 
-def _check(x: Tensor, index: Tensor, weights: Tensor, experts: Experts, stored: Storage, out: Tensor) -> None:
-    named = {"x": x, "weights": weights, "out": out, "up_bias": experts.up_bias, "down_bias": experts.down_bias}
-    for name, tensor in named.items():
-        if tensor is not None and tensor.dtype not in native.DTYPES:
-            fail(name, f"must be fp32, bf16 or fp16, got {tensor.dtype}")
-    if out.shape != x.shape or out.dtype not in (x.dtype, torch.float32):
-        fail("out", f"must be {tuple(x.shape)} of {x.dtype} or fp32, got {tuple(out.shape)} {out.dtype}")
-    if index.dtype != torch.int64 or index.shape[:-1].numel() != x.shape[:-1].numel() or index.dim() < 2:
-        fail("index", f"must be int64 [..., K] for x {tuple(x.shape)}, got {index.dtype} {tuple(index.shape)}")
-    if weights.shape != index.shape:
-        fail("weights", f"must have index's shape {tuple(index.shape)}, got {tuple(weights.shape)}")
-    for name, tensor in (("index", index), ("weights", weights), ("entries", experts.entries)):
-        if tensor is not None and not tensor.is_contiguous():
-            fail(name, f"must be contiguous, got strides {tensor.stride()}")
-    for name, tensor in (("up", experts.up), ("down", experts.down), ("up_bias", experts.up_bias),
-                         ("down_bias", experts.down_bias)):
-        if tensor is not None and len(tensor) and not tensor[0].is_contiguous():
-            fail(name, f"must have contiguous entries, got strides {tensor.stride()}")
-    wanted = torch.uint8 if stored.packed else x.dtype
-    for name, tensor, dtype in (("up", experts.up, wanted), ("down", experts.down, wanted),
-                                ("up_bias", experts.up_bias, x.dtype), ("down_bias", experts.down_bias, x.dtype),
-                                ("entries", experts.entries, torch.int64)):
-        if tensor is not None and tensor.dtype != dtype:
-            fail(name, f"must be {dtype}, got {tensor.dtype}")
-
-
 def bind_experts(
     x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Storage, out: Tensor,
     accumulate: bool = False,
@@ -137,7 +112,7 @@ def bind_experts(
         ValueError: An argument is wrong; the message names it.
     """
     hidden, units, inner = sizes(x, experts, form, stored)
-    _check(x, index, weights, experts, stored, out)
+    check_experts(x, index, weights, experts, stored, out)
     x2, out2 = as_matrix(x, "x", fail), as_matrix(out, "out", fail)
     picks = index.reshape(-1, index.shape[-1])
     if native.load() is None:

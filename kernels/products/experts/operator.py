@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.formats.entry_part import Part
-from forebay.kernels.operator import Call, Cost, Operator, Use, dtype_of, nbytes_of
+from forebay.kernels.operator import Call, Cost, Operator, Tensors, Use, dtype_of, nbytes_of
 from forebay.kernels.products.experts.cpu import Sizes, bind_experts, scratch_nbytes
 from forebay.kernels.products.experts.entries import entry_parts, experts_of
+from forebay.kernels.products.experts.gpu_scratch import scratch_offsets
 from forebay.kernels.products.experts.reference import Form, Storage, Stored, reference
 
 
@@ -39,6 +40,14 @@ def experts(
     out = x.new_empty(x.shape)
     given = (x.contiguous(), index.contiguous(), weights.contiguous(), experts_of(table.contiguous(), parts))
     bind_experts(*given, form, stored, out)()
+    return out
+
+
+@experts.register_kernel("cuda")
+def _(x: Tensor, index: Tensor, weights: Tensor, table: Tensor, *how: Any) -> Tensor:
+    out = x.new_empty(x.shape)
+    given = (x.contiguous(), index.contiguous(), weights.contiguous(), table.contiguous(), *how)
+    _bind_cuda(Tensors(given, {}, (out,)))()
     return out
 
 
@@ -83,11 +92,18 @@ def _count(use: Use) -> int:
     return use.kwargs.get("count", use.args[3].shape[0])  # type: ignore[no-any-return]
 
 
-def _bind_cpu(use: Use) -> Call:
+def _bound(use: Use) -> tuple[Any, ...]:
+    """Arguments of `bind_experts`."""
     given = arguments_of(use.args)
     held = experts_of(given.table, given.parts(), use.kwargs.get("first", 0), use.kwargs.get("entries"))
-    return bind_experts(given.x, given.index, given.weights, held, given.form, given.stored, use.out[0],
-                        use.kwargs.get("accumulate", False))
+    return (given.x, given.index, given.weights, held, given.form, given.stored, use.out[0],
+            use.kwargs.get("accumulate", False))
+
+
+def _bind_cuda(use: Use) -> Call:
+    from forebay.kernels.products.experts.gpu import bind_experts as bind
+
+    return bind(*_bound(use))
 
 
 def _cpu_workspace(use: Use) -> int:
@@ -96,6 +112,12 @@ def _cpu_workspace(use: Use) -> int:
     sizes = Sizes(math.prod(given.x.shape[:-1]), given.index.shape[-1], _count(use), given.x.shape[-1], units,
                   given.inner)
     return scratch_nbytes(dtype_of(given.x), dtype_of(use.out[0]), sizes, given.form, given.stored)
+
+
+def _gpu_workspace(use: Use) -> int:
+    given = arguments_of(use.args)
+    return scratch_offsets(math.prod(given.index.shape), given.table.shape[0], given.x.shape[-1], given.inner,
+                           dtype_of(given.x).itemsize).end
 
 
 def _cost(use: Use) -> Cost:
@@ -114,7 +136,7 @@ EXPERTS = Operator(
     torch.ops.forebay.experts.default,
     reference,
     _cost,
-    bind={"cpu": _bind_cpu},
-    workspace={"cpu": _cpu_workspace},
+    bind={"cpu": lambda use: bind_experts(*_bound(use)), "cuda": _bind_cuda},
+    workspace={"cpu": _cpu_workspace, "cuda": _gpu_workspace},
     layouts={"x": "rows", "index": "dense", "weights": "dense", "table": "dense"},
 )

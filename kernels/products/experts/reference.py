@@ -81,6 +81,7 @@ class Experts(NamedTuple):
     entries: Tensor | None = None
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SWIGLU, PLAIN = Form(), Storage()
 
 
@@ -117,6 +118,35 @@ def sizes(x: Tensor, experts: Experts, form: Form, stored: Storage) -> tuple[int
         if bias is not None and tuple(bias.shape) != (experts.up.shape[0], n):
             fail(f"{name}_bias", f"must be [{experts.up.shape[0]}, {n}], got {tuple(bias.shape)}")
     return hidden, units, inner
+
+
+def check_experts(
+    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, stored: Storage, out: Tensor
+) -> None:
+    """ValueError names the argument whose dtype or layout kernels do not take."""
+    named = {"x": x, "weights": weights, "out": out, "up_bias": experts.up_bias, "down_bias": experts.down_bias}
+    for name, tensor in named.items():
+        if tensor is not None and tensor.dtype not in FLOATS:
+            fail(name, f"must be fp32, bf16 or fp16, got {tensor.dtype}")
+    if out.shape != x.shape or out.dtype not in (x.dtype, torch.float32):
+        fail("out", f"must be {tuple(x.shape)} of {x.dtype} or fp32, got {tuple(out.shape)} {out.dtype}")
+    if index.dtype != torch.int64 or index.shape[:-1].numel() != x.shape[:-1].numel() or index.dim() < 2:
+        fail("index", f"must be int64 [..., K] for x {tuple(x.shape)}, got {index.dtype} {tuple(index.shape)}")
+    if weights.shape != index.shape:
+        fail("weights", f"must have index's shape {tuple(index.shape)}, got {tuple(weights.shape)}")
+    for name, tensor in (("index", index), ("weights", weights), ("entries", experts.entries)):
+        if tensor is not None and not tensor.is_contiguous():
+            fail(name, f"must be contiguous, got strides {tensor.stride()}")
+    for name, tensor in (("up", experts.up), ("down", experts.down), ("up_bias", experts.up_bias),
+                         ("down_bias", experts.down_bias)):
+        if tensor is not None and len(tensor) and not tensor[0].is_contiguous():
+            fail(name, f"must have contiguous entries, got strides {tensor.stride()}")
+    wanted = torch.uint8 if stored.packed else x.dtype
+    for name, tensor, dtype in (("up", experts.up, wanted), ("down", experts.down, wanted),
+                                ("up_bias", experts.up_bias, x.dtype), ("down_bias", experts.down_bias, x.dtype),
+                                ("entries", experts.entries, torch.int64)):
+        if tensor is not None and tensor.dtype != dtype:
+            fail(name, f"must be {dtype}, got {tensor.dtype}")
 
 
 def _matrix(weight: Tensor, in_features: int, form: Form, stored: Stored) -> Tensor:
