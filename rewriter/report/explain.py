@@ -127,7 +127,7 @@ def _head(plan: Plan, captured: CapturedModel | None) -> str:
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
         ("schedule", _schedule(plan)),
         ("prefill", f"chunks of {s.prefill_chunk} tokens, {passes} pass{'es' if passes > 1 else ''} over the weights"
-                    + (f"; {s.batching.admitted} enter at once as slots fall free" if s.batching.admitted else "")),
+                    + (f"; {s.batching.admitted} admitted at once as slots fall free" if s.batching.admitted else "")),
         *(row for feature in FEATURES if (row := feature.explain(plan)) is not None),
         *([("experts", _experts(plan))] if s.routed.steps else []),
         *([("softmax", _shared_maxima(plan))] if plan.score_ranges else []),
@@ -166,7 +166,7 @@ def _usual(work: Workload) -> str:
     """The lengths that times are of, where not all are alike."""
     prompt, answer = work.typical
     alike = (prompt, answer) == (work.prompt, work.new_tokens)
-    return "" if alike else f"; times are those of {prompt} and {answer} tokens, as is usual"
+    return "" if alike else f"; times are for typical lengths, {prompt} and {answer} tokens"
 
 
 def _shared_maxima(plan: Plan) -> str:

@@ -38,8 +38,8 @@ class WorkDone:
     def __str__(self) -> str:
         """The pace of requests that have all ended."""
         if not self.decodes:
-            return "no step was needed behind the prompt"
+            return "no step was needed after the prompt"
         pace = f"{(self.tokens - self.ended) / self.decodes:.2f} tokens per pass over the weights"
         if not self.offered:
-            return f"{pace}, nothing was drafted"
-        return f"{pace}, {100 * self.accepted / self.offered:.0f} % of {self.offered} drafted tokens stood"
+            return f"{pace}, no drafts"
+        return f"{pace}, {100 * self.accepted / self.offered:.0f} % of {self.offered} drafted tokens accepted"

@@ -77,9 +77,9 @@ def reference(folder: Path) -> dict[Any, dict[str, Any]]:
     """The answers of a job that nothing interrupts."""
     result = _forebay(*_run_arguments(folder, folder / "reference.jsonl"))
     assert result.exit_code == 0, result.output
-    for part in ("budget", format_nbytes(DEVICE), "measured peak", "tokens/s", "per decode step as planned",
-                 "device arena"):
+    for part in ("budget", format_nbytes(DEVICE), "measured peak", "tokens/s", "per decode step as planned"):
         assert part in result.stdout, part
+    assert len(result.stdout.splitlines()) <= 4  # of drafts one more
     return _answers(folder / "reference.jsonl")
 
 
@@ -478,7 +478,7 @@ def test_times_of_a_job_are_those_of_its_typical_prompts(folder: Path, tmp_path:
     work = load_plan(saved).workload
     assert (work.prompt, work.context) == (max(lengths), max(lengths[0] + 2 * NEW, max(lengths) + NEW))
     assert work.typical == (round(sum(lengths) / COUNT), round((COUNT + 1) * NEW / COUNT)) < (max(lengths), 2 * NEW)
-    assert "as is usual" in result.stdout and "as is usual" in _forebay("explain", saved).stdout
+    assert "typical lengths" in _forebay("explain", saved).stdout
 
 
 def test_a_plan_may_be_told_what_is_usual(folder: Path) -> None:

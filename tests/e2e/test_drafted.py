@@ -117,7 +117,7 @@ def test_what_enters_places_has_drafts_too(
                                        do_sample=False), llama_checkpoint.model.generate(
             llama_checkpoint.ids, max_new_tokens=12, pad_token_id=0, eos_token_id=None, do_sample=False))
         assert lm.tally.tokens == len(rows) * 12 and lm.tally.offered >= lm.tally.accepted + lm.tally.refused
-        assert lm.tally.decodes >= max(lm.tally.steps) > 1 and "drafted tokens stood" in str(lm.tally)
+        assert lm.tally.decodes >= max(lm.tally.steps) > 1 and "drafted tokens accepted" in str(lm.tally)
         lm.close()
         assert lm._session is None and lm.helper._session is None
 

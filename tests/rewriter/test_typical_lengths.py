@@ -122,8 +122,8 @@ def test_what_runs_between_prompt_and_answer_is_the_prompts() -> None:
 
 def test_a_plan_says_what_is_usual() -> None:
     _, plan = places_of(USUAL)
-    assert "; times are those of 40 and 20 tokens, as is usual" in explain_plan(plan)
-    assert "as is usual" not in explain_plan(places_of(LONGEST)[1])
+    assert "; times are for typical lengths, 40 and 20 tokens" in explain_plan(plan)
+    assert "typical lengths" not in explain_plan(places_of(LONGEST)[1])
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,6 @@ def _answer(
     from forebay.commands.process_memory import MemoryWatch, beside_nbytes, calls_of, disk_read_nbytes
     from forebay.commands.prompts import ids_text
     from forebay.drafting import files_in_budget, plans_in_budget
-    from forebay.rewriter.report.explain import summarise_plan
     from forebay.runtime.disk.page_cache import drop_file
     from forebay.runtime.run.progress import WorkDone
 
@@ -259,7 +258,6 @@ def _answer(
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    print(summarise_plan(lm.plan, lm.captured))
     print(_measured_text(found))
 
 
@@ -302,23 +300,21 @@ def _given(plan: Plan) -> int:
 
 
 def _measured_text(found: dict[str, Any]) -> str:
+    """Three lines at the end of a job, and one of drafts where there were some."""
     from forebay.rewriter.ir.byte_sizes import format_nbytes
+    from forebay.rewriter.ir.durations import format_seconds
 
     size = {name: format_nbytes(value) for name, value in found.items() if "nbytes" in name}
+    time = {name: format_seconds(found[name]) for name in ("time_s", "load_s", "prefill_s", "decode_s")}
     return "\n".join((
-        "",
-        f"memory      budget {size['budget_nbytes']}, planned peak {size['planned_peak_nbytes']}, measured peak "
-        f"{size['measured_peak_nbytes']} ({size['anonymous_nbytes']} of anonymous memory beyond the "
-        f"{size['python_nbytes']} that Python had before, {size['page_cache_nbytes']} of the model's file in the page "
-        "cache)",
-        f"process     {size['process_peak_nbytes']} of anonymous memory at the peak; with the page cache at most "
-        f"{size['promised_nbytes']} are promised: the budget and {size['constant_nbytes']} beside it",
-        f"streamed    {size['streamed_nbytes_per_step']} per decode step as planned; {size['read_nbytes']} fetched "
-        "from disk in all, what stays in memory among it",
-        f"speed       {found['answers']} answers, {found['tokens']} tokens in {found['time_s']:.1f} s: "
-        f"{found['tokens_per_s']:.2f} tokens/s, {found['steps_per_s']:.2f} steps/s",
-        *([f"drafts      {found['accepted_tokens']} of {found['drafted_tokens']} drafted tokens stood; "
+        f"speed       {found['answers']} answers, {found['tokens']} tokens in {time['time_s']}: "
+        f"{found['tokens_per_s']:.3g} tokens/s (load {time['load_s']}, prefill {time['prefill_s']}, decode "
+        f"{time['decode_s']})",
+        *([f"drafts      {found['accepted_tokens']} of {found['drafted_tokens']} drafted tokens accepted; "
            f"{found['tokens'] / found['steps']:.2f} tokens per pass over the weights"] * (found["drafted_tokens"] > 0)),
-        f"time        {found['load_s']:.1f} s to load, {found['prefill_s']:.1f} s of prefill, "
-        f"{found['decode_s']:.1f} s of decode",
+        f"memory      budget {size['budget_nbytes']}, planned peak {size['planned_peak_nbytes']}, measured peak "
+        f"{size['measured_peak_nbytes']}; the process had {size['process_peak_nbytes']} of at most "
+        f"{size['promised_nbytes']}",
+        f"streamed    {size['streamed_nbytes_per_step']} per decode step as planned; {size['read_nbytes']} read from "
+        "disk in all",
     ))
