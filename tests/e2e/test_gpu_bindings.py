@@ -141,23 +141,27 @@ KINDS: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", at_length("mamba")])
 def test_layers_of_other_kinds(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of unequal length and a decode step give the logits of the CPU's kernels."""
+    """Prompts of unequal length and a decode step give the logits of the CPU's kernels; tables of experts stream."""
     sizes, operators_of_it = KINDS[family]
     config = transformers.AutoConfig.for_model(
         family, hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, pad_token_id=0, max_position_embeddings=64, **sizes)
-    random_model(config).save_pretrained(tmp_path)
+    model = random_model(config)
+    model.save_pretrained(tmp_path)
+    tight = sum(p.numel() * 3 for p in model.parameters()) + least_workspace_nbytes()  # of 4 bytes each
     prompt = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(prompt)
     mask[0, :2] = 0
-    opened, budget, found = open_model(tmp_path), Budget(1 << 26, 1 << 24), {}
-    for kind in ("cpu", "NVIDIA H200"):
+    opened, found = open_model(tmp_path), {}
+    for kind, device_nbytes in (("cpu", 1 << 26), ("NVIDIA H200", tight)):
         gpu = GpuOfThreads(monkeypatch) if kind != "cpu" else None
         machine = replace(Machine.default(), device_kind=kind)
-        with LanguageModel(*opened, budget, Workload(2, 5, 3), Options(), machine) as lm:
+        with LanguageModel(*opened, Budget(device_nbytes, 1 << 24), Workload(2, 5, 3), Options(), machine) as lm:
+            streams = {w.name for w in lm.plan.weights if w.tier != "device"}
             found[kind] = lm.generate(
                 prompt, attention_mask=mask, max_new_tokens=2, do_sample=False, output_logits=True,
                 return_dict_in_generate=True, eos_token_id=None, pad_token_id=0)
+    assert family != "gpt_oss" or any(name.endswith("experts.table") for name in streams)
     assert gpu is not None and operators_of_it <= {op for op, _ in gpu.bound}
     assert torch.equal(found["cpu"].sequences, found["NVIDIA H200"].sequences)
     for want, got in zip(found["cpu"].logits, found["NVIDIA H200"].logits, strict=True):
