@@ -26,6 +26,9 @@ EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_in
 MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2, mamba_expand=2)
 DELTA = dict(layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4,
              linear_key_head_dim=16, linear_value_head_dim=16)
+SMALL_GEMMA = dict(head_dim=16, sliding_window=6, layer_types=["sliding_attention", "full_attention"] * 2,
+                   hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB, laurel_rank=8,
+                   activation_sparsity_pattern=[0.0] * 4)
 ROTARY = dict(rope_theta=10000.0)
 FOLLOW_LENGTH = ("dynamic", "longrope")  # the frequencies of a batch are those of its longest row
 
@@ -53,7 +56,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("gemma", dict(GROUPED, head_dim=16)),
     "Gemma 2": ("gemma2", dict(GROUPED, head_dim=16, sliding_window=6, query_pre_attn_scalar=16)),
     "Gemma 3": ("gemma3_text", dict(GROUPED, head_dim=16, sliding_window=6, query_pre_attn_scalar=16)),
-    "Gemma 3n": ("gemma3n_text", dict(GROUPED, head_dim=16, num_kv_shared_layers=0)),
+    "Gemma 3n": ("gemma3n_text", dict(GROUPED, **SMALL_GEMMA, num_kv_shared_layers=2)),
+    "Gemma 4": ("gemma4_text", dict(GROUPED, **SMALL_GEMMA, global_head_dim=32, num_kv_shared_layers=0)),
+    "Gemma 4, shared K/V": ("gemma4_text", dict(GROUPED, **SMALL_GEMMA, global_head_dim=32, num_kv_shared_layers=2)),
+    "Gemma 4, experts": ("gemma4_text", dict(
+        GROUPED | EXPERTS, **SMALL_GEMMA | dict(hidden_size_per_layer_input=0), global_head_dim=32,
+        enable_moe_block=True, num_global_key_value_heads=1, attention_k_eq_v=True, num_kv_shared_layers=0,
+        top_k_experts=2)),
     "Phi": ("phi", {}),
     "Phi-3": ("phi3", dict(GROUPED, original_max_position_embeddings=128)),
     "Phi-3, longrope": ("phi3", dict(

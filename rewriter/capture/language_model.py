@@ -52,9 +52,6 @@ def capture_model(
     if isinstance(config_or_model, nn.Module):
         config = tied_config(config_or_model)
     title = f"{cls.__name__} (model type {config.model_type!r}) cannot be captured"
-    if config.get_text_config(decoder=True).__dict__.get("altup_num_inputs"):
-        raise CaptureError(f"{title}: its layers pass on several predictions of the hidden state (AltUp), where one is "
-                           "all that is implemented")
     given = config_or_model if isinstance(config_or_model, nn.Module) else None
     if dtype is None:
         own = config.dtype if given is None else given.dtype
@@ -124,8 +121,8 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     from transformers import initialization
 
     from forebay.rewriter.capture.attention import NAME, register_attention
-    from forebay.rewriter.capture.family import adopt_family
     from forebay.rewriter.capture.latent import adopt_latents
+    from forebay.rewriter.capture.own_attention import adopt_family  # with the records of all families
 
     register_attention()
     built = NAME if cls._supports_attention_backend else "eager"

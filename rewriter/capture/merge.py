@@ -18,7 +18,14 @@ from forebay.kernels.operator import HOST_MEMORY
 from forebay.kernels.operators import ATTENTION, KV_APPEND, of_target
 from forebay.rewriter.capture.layers import CaptureError, LayerCall, LayerCalls, Slot
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput, WeightSpec
-from forebay.rewriter.ir.state import KVState, StateInput, StateSpec, state_name
+from forebay.rewriter.ir.state import (
+    BorrowedKVState,
+    KVState,
+    LentKVState,
+    StateInput,
+    StateSpec,
+    state_name,
+)
 
 _aten = torch.ops.aten
 _KEPT_META = ("val", "nn_module_stack", "stack_trace")
@@ -273,7 +280,9 @@ def join(
     env = {node: _placeholder(graph, node.name, node.meta["val"]) for node in outer.inputs}
     start = env[outer.inputs[1]]
     count = [env[node] for node in outer.inputs if node.name == "count"]
-    states = [_state_inputs(graph, i, block) for i, block in enumerate(blocks)]
+    states: list[list[fx.Node]] = []
+    for i, block in enumerate(blocks):
+        states.append(_state_inputs(graph, i, block, states))
     inputs = {
         name: _placeholder(graph, name.replace(".", "_"), weights[name], WeightInput(name))
         for name in dict.fromkeys(names.values())
@@ -315,7 +324,7 @@ def join(
         constants=constants,
         layers=tuple(kind_of_layer),
         layer_weights=layer_weights,
-        states=tuple(block.states for block in blocks),
+        states=_kept_states(blocks),
         vocab_size=int(outer.result.meta["val"].shape[-1]),
         max_positions=int(getattr(model.config, "max_position_embeddings", None)
                           or getattr(model.config, "max_seq_len", None) or 0),
@@ -324,7 +333,19 @@ def join(
     )
 
 
-def _state_inputs(graph: fx.Graph, layer: int, block: _TracedBlock) -> list[fx.Node]:
+def _kept_states(blocks: list[_TracedBlock]) -> tuple[tuple[StateSpec, ...], ...]:
+    """What each layer keeps: keys and values that several layers read belong to the one that makes them."""
+    lent = {spec.source for block in blocks for spec in block.states if isinstance(spec, BorrowedKVState)}
+    return tuple(tuple(LentKVState(**vars(spec)) if i in lent and isinstance(spec, KVState) else spec
+                       for spec in block.states if not isinstance(spec, BorrowedKVState))
+                 for i, block in enumerate(blocks))
+
+
+def _state_inputs(graph: fx.Graph, layer: int, block: _TracedBlock, before: list[list[fx.Node]]) -> list[fx.Node]:
+    """The inputs of a layer's states; of those that it borrows, the inputs of the layer that was `before`."""
+    borrowed = [spec.source for spec in block.states if isinstance(spec, BorrowedKVState)]
+    if borrowed:
+        return before[borrowed[0]]
     marks = [StateInput(layer, tensor.name, spec.kind, spec.window if isinstance(spec, KVState) else 0)
              for spec in block.states for tensor in spec.tensors]
     return [_placeholder(graph, state_name(mark.tensor, layer), val, mark)

@@ -17,8 +17,10 @@ from forebay.kernels.operators import ATTENTION
 from forebay.rewriter.capture.cache_name import find_cache
 from forebay.rewriter.capture.family import FAMILIES as FAMILIES
 from forebay.rewriter.capture.family import Family, register_family
-from forebay.rewriter.capture.layer_states import starts
+from forebay.rewriter.capture.family import adopt_family as adopt_family
+from forebay.rewriter.capture.layer_states import layer_state, starts
 from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.ir.state import BorrowedKVState
 
 _PIECE = 256  # whole numbers up to it are exact in every dtype
 _WIDTH = 8  # rows of queries and keys are multiples of it: 16 bytes of the narrowest dtype
@@ -159,6 +161,35 @@ def _mpt(module: Any) -> Callable[..., Any]:
     return forward
 
 
+def _shared_kv(module: Any) -> Callable[..., Any]:
+    """Of Gemma 3n's and Gemma 4's last layers, which attend over keys and values of an earlier one of their type."""
+    config, kind = module.config, module.layer_type
+    made = [n for n, mode in enumerate(config.kv_sharing_modes) if mode == "store" and config.layer_types[n] == kind]
+    if module.is_kv_shared_layer:
+        vars(module)["kv_source"] = made[0]  # layers with another source are of another kind
+
+    def forward(*args: Any, shared_kv_states: Any = None, **others: Any) -> Any:
+        given: dict[str, Any] = {}
+        if module.is_kv_shared_layer:
+            heads = config.num_attention_heads // module.num_key_value_groups
+            given[kind] = layer_state(BorrowedKVState(made[0], heads, module.head_dim, module.q_proj.weight.dtype))
+        return type(module).forward(module, *args, shared_kv_states=given, **others)
+
+    return forward
+
+
+def _with_hidden_size(model: Any) -> None:
+    vars(model)["hidden_size"] = model.config.hidden_size  # its initialisation asks every module for it
+
+
+def _every_token(model: Any) -> Callable[..., Any]:
+    """Gemma 4 may leave out tokens whose logits nobody wants; a step's length would then be asked for."""
+    def forward(hidden: Any, per_layer: Any, positions: Any, masks: Any, *args: Any, **others: Any) -> Any:
+        return hidden, per_layer, positions, masks
+
+    return forward
+
+
 def _sloped(
     slopes: torch.Tensor, positions: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> list[tuple[Column, Column]]:
@@ -192,6 +223,9 @@ for _family in (
            prepare=_without_alibi, holds_positions=lambda config: bool(config.alibi)),
     Family("BloomForCausalLM", {"BloomAttention": ("forward", _bloom)}, prepare=_without_bias,
            holds_positions=lambda config: True),
+    Family("Gemma3nForCausalLM", {"Gemma3nTextAttention": ("forward", _shared_kv)}, prepare=_with_hidden_size),
+    Family("Gemma4ForCausalLM", {"Gemma4TextAttention": ("forward", _shared_kv),
+                                 "Gemma4TextModel": ("_maybe_slice_kv_shared_inputs", _every_token)}),
     Family("MptForCausalLM", {"MptAttention": ("forward", _mpt)}, holds_positions=lambda config: True),
 ):
     register_family(_family)

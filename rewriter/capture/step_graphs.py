@@ -23,6 +23,7 @@ from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.ir.schedule.speculation import Speculation
 from forebay.rewriter.ir.state import (
     CheckpointState,
+    LentKVState,
     StateSpec,
     kv_state,
     kv_states,
@@ -151,6 +152,9 @@ def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
         require_states(captured.states, "pageable", "plan.schedule.batching.cache.tier")
     if batching.admitted:
         require_states(captured.states, "reorderable", "plan.schedule.batching.admission.sequences")
+        if any(isinstance(spec, LentKVState) for states in captured.states for spec in states):
+            raise PlanError("plan.schedule.batching.admission.sequences: several layers read the keys and values of "
+                            "one, and copies for sequences that are admitted are made layer by layer; leave it out")
     if batching.speculation.steps:
         require_states(captured.states, "rewindable", "plan.schedule.batching.speculation.steps")
     if batching.recomputation.checkpoints:

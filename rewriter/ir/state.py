@@ -142,6 +142,35 @@ class KVState(StateSpec):
 
 @register_state
 @dataclass(frozen=True)
+class LentKVState(KVState):
+    """Keys and values that other layers read, too: as those are no layer's alone, they stay on the device."""
+
+    kind = "kv of several layers"
+    pageable = False
+
+
+@register_state
+@dataclass(frozen=True)
+class BorrowedKVState(StateSpec):
+    """Keys and values of the layer `source`, which this layer attends over and adds nothing to. A captured model has
+    them once, among the states of that layer."""
+
+    kind = "kv of another layer"
+    operators = (ATTENTION.name,)
+    rewindable = reorderable = True
+
+    source: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        return tuple(StateTensor(name, ("B", self.kv_heads, "L", self.head_dim), self.dtype) for name in KV_TENSORS)
+
+
+@register_state
+@dataclass(frozen=True)
 class LatentState(StateSpec):
     """One row of `width` elements for each token, [B, 1, L, width], which latent attention takes for the key and the
     value of every head."""

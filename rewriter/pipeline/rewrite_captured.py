@@ -18,7 +18,7 @@ from forebay.rewriter.capture.stored_sizes import fill_values
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat, block_graphs, copy_node
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.ir.state import CheckpointState, KVState, LatentState, kv_state
+from forebay.rewriter.ir.state import CheckpointState, KVState, LatentState, LentKVState, kv_state
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
 from forebay.rewriter.pipeline.run_passes import Stage, check_switches
 from forebay.rewriter.planning.best_product import rounding_names
@@ -61,6 +61,9 @@ def rewrite_captured(
         if any(isinstance(spec, LatentState) for states in captured.states for spec in states):
             raise PlanError(f"cache: {cache_format} packs keys and values apart, and the rows of latent attention are "
                             "both; keep it native")
+        if any(isinstance(spec, LentKVState) for states in captured.states for spec in states):
+            raise PlanError(f"cache: {cache_format} is packed by the one layer that reads it, and here several layers "
+                            "read the keys and values of one; keep it native")
         captured = replace(captured, states=tuple(
             tuple(_packed(spec, kept) if isinstance(spec, KVState) else spec for spec in states)
             for states in captured.states))

@@ -20,7 +20,7 @@ from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, weight_name
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.share import RankShare, WeightCut
-from forebay.rewriter.ir.state import kv_states, state_name
+from forebay.rewriter.ir.state import LentKVState, kv_states, state_name
 from forebay.rewriter.pipeline.pass_list import PASSES
 from forebay.rewriter.pipeline.rewrite_captured import with_blocks
 from forebay.rewriter.pipeline.run_passes import Stage
@@ -38,6 +38,11 @@ def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches
     too."""
     if captured.rewritten:
         raise ShardError("the graphs of a bundle are those of one device: open the checkpoint that it was made of")
+    if any(isinstance(spec, LentKVState) for states in captured.states for spec in states):
+        raise ShardError("several layers read the keys and values of one, which ranks do not share")
+    if captured.model_type == "gemma3n_text":
+        raise ShardError("its layers pass on several predictions of the hidden state (AltUp), which ranks "
+                         "do not divide")
     if share.stages > 1:
         captured = _staged(captured, share, switches)
     if share.beside == 1:

@@ -335,15 +335,13 @@ def test_a_layer_that_counts_cached_tokens_is_refused(monkeypatch):
 
 
 def test_other_architectures_are_refused_by_what_they_are():
-    """Experts have no dtype to complain of, and latent rows no width."""
+    """Experts have no dtype to complain of."""
     for config, reason in (
         (transformers.DbrxConfig(
             vocab_size=VOCAB, d_model=64, n_heads=4, n_layers=2, max_seq_len=64,
             ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
             attn_config={"kv_n_heads": 2, "rope_theta": 1e4}), "choose among experts"),
-        (transformers.Gemma3nTextConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-                                        num_key_value_heads=2, intermediate_size=96, head_dim=16,
-                                        num_kv_shared_layers=0), "several predictions of the hidden state"),
+        (transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2), "a recurrent state in a way"),
     ):
         with pytest.raises(CaptureError, match=reason) as caught:
             capture_model(config)

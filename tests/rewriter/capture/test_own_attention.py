@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -109,6 +111,13 @@ def test_a_narrow_dtype_keeps_positions(name: str, dtype: torch.dtype) -> None:
         expected = model(tokens).logits[0, -1]
         found = Runner(lm, model.to(dtype), 1, False)(tokens, torch.tensor([0]), torch.tensor([23]))[0].float()
     assert (found - expected).abs().max() <= 0.05 * expected.abs().max()
+
+
+def test_the_first_model_of_a_process_may_need_a_record() -> None:
+    code = ("import transformers as T; from forebay.rewriter.capture.language_model import capture_model; "
+            "capture_model(T.GPTJConfig(vocab_size=9, n_embd=32, n_layer=1, n_head=2, n_positions=8, rotary_dim=4))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_cache_that_holds_positions_is_not_rounded() -> None:
