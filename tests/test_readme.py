@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -72,6 +73,17 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     shown = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md")}
     assert len(shown) == len(set(shown)) and set(shown) == pages | {"cli.md"}
+
+
+def test_the_page_of_options_has_every_command() -> None:
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs/site_hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = hooks.cli_page()
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    assert {f"## forebay {name}" for name in commands} <= set(page.splitlines())
+    assert "| `--budget` |" in page and "| `--text` | UTF-8 text file" in page and "\f" not in page
 
 
 def headings(page: Path) -> set[str]:
