@@ -161,6 +161,28 @@ def _mpt(module: Any) -> Callable[..., Any]:
     return forward
 
 
+def _diffllama(module: Any) -> Callable[..., Any]:
+    """Two attentions with the same scores (arXiv 2410.05258) as one over values twice as wide, with zeros behind
+    queries and keys."""
+    from transformers.models.diffllama.modeling_diffllama import apply_rotary_pos_emb
+
+    width = module.head_dim
+
+    def forward(hidden_states: torch.Tensor, position_embeddings: Any, **others: Any) -> tuple[torch.Tensor, None]:
+        q, k, v = (product(hidden_states).unflatten(-1, (-1, width)).transpose(1, 2)
+                   for product in (module.q_proj, module.k_proj, module.v_proj))
+        q, k = (nn.functional.pad(part, (0, width)) for part in apply_rotary_pos_emb(q, k, *position_embeddings))
+        v = torch.cat([half.repeat(1, 2, 1, 1) for half in v.chunk(2, 1)], -1)
+        k, v = find_cache(others).update(k, v, None)
+        first, second = attend(q, k, v, module.scaling).chunk(2, 2)
+        weights = [(a * b).sum(-1, dtype=torch.float32).exp().to(q.dtype) for a, b in (
+            (module.lambda_q1, module.lambda_k1), (module.lambda_q2, module.lambda_k2))]
+        found = module.groupnorm(first - (weights[0] - weights[1] + module.lambda_init) * second)
+        return module.o_proj(((1 - module.lambda_init) * found).flatten(2)), None
+
+    return forward
+
+
 def _shared_kv(module: Any) -> Callable[..., Any]:
     """Of Gemma 3n's and Gemma 4's last layers, which attend over keys and values of an earlier one of their type."""
     config, kind = module.config, module.layer_type
@@ -223,6 +245,7 @@ for _family in (
            prepare=_without_alibi, holds_positions=lambda config: bool(config.alibi)),
     Family("BloomForCausalLM", {"BloomAttention": ("forward", _bloom)}, prepare=_without_bias,
            holds_positions=lambda config: True),
+    Family("DiffLlamaForCausalLM", {"DiffLlamaAttention": ("forward", _diffllama)}),
     Family("Gemma3nForCausalLM", {"Gemma3nTextAttention": ("forward", _shared_kv)}, prepare=_with_hidden_size),
     Family("Gemma4ForCausalLM", {"Gemma4TextAttention": ("forward", _shared_kv),
                                  "Gemma4TextModel": ("_maybe_slice_kv_shared_inputs", _every_token)}),

@@ -39,9 +39,11 @@ CONFIGS: dict[str, T.PreTrainedConfig] = {
     "xglm": T.XGLMConfig(**_BASE, d_model=64, num_layers=2, attention_heads=4, ffn_dim=96),
     "stablelm": T.StableLmConfig(**_BASE, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
                                  num_key_value_heads=2, intermediate_size=96),
+    "diffllama": T.DiffLlamaConfig(**_BASE, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                                   num_key_value_heads=2, intermediate_size=96),
     "biogpt": T.BioGptConfig(**_BASE, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96),
 }
-KINDS = {"gpt_neo": 2, "gpt_neox_japanese": 2}  # of layers; the last has a bias
+KINDS = {"gpt_neo": 2, "gpt_neox_japanese": 2, "diffllama": 2}  # of layers; the last has a bias
 
 
 def model_of(name: str) -> Any:
