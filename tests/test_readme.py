@@ -45,6 +45,7 @@ def test_commands_of_all_pages_and_their_options_exist() -> None:
 def test_links_of_all_pages_lead_somewhere() -> None:
     """Files exist, and headings that a link names do."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "passes/README.md", ROOT / "benchmarks/README.md",
+             ROOT / "SECURITY.md",
              *ROOT.glob("docs/**/*.md")]
     seen, broken = 0, []
     for page in pages:

@@ -33,8 +33,8 @@ NOUN_CLAUSES = re.compile(r"^(Of|That|Where|What)\b")
 
 def pages() -> list[Path]:
     """Every page but the dated log of measurements, `docs/lab`."""
-    return [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "passes/README.md",
-                                       "benchmarks/README.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    named = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "passes/README.md", "benchmarks/README.md")
+    return [*(ROOT / name for name in named), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def paragraphs(page: str) -> Iterator[str]:

@@ -228,7 +228,8 @@ def _budget(machine: Machine, given: dict[str, int], captured: CapturedModel) ->
     room = {tier: held.capacity_nbytes for tier, held in machine.tiers.items()} | given
     if room["disk"] < captured.weight_nbytes:
         raise PlanError(f"budget.disk: the weights' files take {format_nbytes(captured.weight_nbytes)} "
-                        f"({captured.weight_nbytes} bytes), {format_nbytes(room['disk'])} are given")
+                        f"({captured.weight_nbytes} bytes), {format_nbytes(room['disk'])} are given; add "
+                        "disk=SIZE to the budget to plan for another disk")
     beside = room.get("host", 0) if machine.kind.host_hop else given.get("host", 0)
     return Budget(room["device"], beside), room["disk"] - captured.weight_nbytes
 
