@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +20,13 @@ import forebay
 from forebay.kernels.operator import Call, Use
 from forebay.kernels.operators import ASSIGN_SLOTS
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import Plan, PlanError
-from forebay.rewriter.ir.program import Copy, Program, Rows, Wait
+from forebay.rewriter.ir.program import Copy, FileSlice, Program, Rows, Span, Wait
 from forebay.rewriter.ir.schedule.routed_fetch import POOL
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.verify.program import ProgramError, verify_program
+from forebay.runtime.devices import lookups
 
 pytestmark = pytest.mark.filterwarnings("ignore:OpenMP threads spin")
 EXPERTS = SMALL["num_experts"]
@@ -170,6 +174,33 @@ def test_reads_are_what_is_missing(saved: Saved, routing: list, batch: int, slot
     fetched = {label: nbytes for label, nbytes in read.items() if label.startswith("fetch ")}
     assert sum(fetched.values()) == sum(missed) * entry and len(fetched) == 3
     assert 0 < sum(missed) < sum(len(named) for *_, named in routing)  # some were there, others were not
+
+
+def test_experts_lie_in_memory_as_in_pages_of_their_files(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So direct reads land in place, from whichever shard: those into slots of pools, and tiles of whole tables."""
+    folder = Path(shutil.copytree(saved("qwen3_moe")[0], tmp_path / "padded"))
+    for number, shard in enumerate(sorted(folder.glob("*.safetensors"))):
+        whole = shard.read_bytes()
+        size = struct.unpack("<Q", whole[:8])[0] + 8
+        header = whole[8:size] + b" " * 8 * number
+        shard.write_bytes(struct.pack("<Q", len(header)) + header + whole[size:])
+    submit, seen = lookups.submit_slice, list[tuple[FileSlice, int]]()
+
+    def submitted(reader: Any, src: FileSlice, address: int, *more: Any) -> None:
+        seen.append((src, address))
+        submit(reader, src, address, *more)
+
+    monkeypatch.setattr(lookups, "submit_slice", submitted)
+    with wrapped(folder, 5) as lm:
+        tokens(lm, **prompts())
+        prefill = lm.steps.program(lm.plan.schedule.prefill_chunk)
+    tiles = [(i.src, i.dst.offset) for i in prefill.step if isinstance(i, Copy) and isinstance(i.src, FileSlice)
+             and isinstance(i.dst, Span) and "experts.table" in i.label]
+    assert len({src.page_offset for src, _ in seen}) > 2 and tiles
+    for src, address in seen + tiles:
+        assert address % PAGE_NBYTES == src.page_offset, src
 
 
 def test_predicted_bytes_are_those_of_a_router_that_prefers_nobody(saved: Saved) -> None:
