@@ -269,7 +269,8 @@ template <bool BY_CHANNEL> void run_piece(const LinearRecurrenceArgs& a, const P
 extern "C" int forebay_linear_recurrence(const LinearRecurrenceArgs* a, float*, int64_t, int threads) {
   if (a->width > MOST_WIDTH) return 1;
   // tasks enough for all threads: few heads are cut by columns, of many some go together
-  const int64_t heads = a->batch * a->heads, wanted = 4 * threads, wides = (a->columns + WIDE - 1) / WIDE;
+  const int64_t heads = a->batch * a->heads, wanted = 4 * threads;
+  const int64_t wides = std::max<int64_t>(1, (a->columns + WIDE - 1) / WIDE);
   const int64_t cut = std::clamp<int64_t>(wanted / std::max<int64_t>(heads, 1), 1, wides);
   const int64_t part = (wides + cut - 1) / cut, parts = (wides + part - 1) / part;
   const int64_t most = a->by_channel && a->tokens >= FEW_TOKENS ? 1 : std::min(MOST_RUN, a->group);

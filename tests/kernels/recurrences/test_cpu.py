@@ -146,6 +146,16 @@ def test_many_tokens_at_once(name: str, threads: int, monkeypatch: pytest.Monkey
     assert relative(torch.cat(outs, 1), want) < 1e-6 and relative(state, kept) < 1e-6
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 20])
+def test_nothing_to_compute(path: str, tokens: int) -> None:
+    """No columns, no keys, or no tokens: results are zeros, and a state stays."""
+    for width, columns in ((2, 0), (0, 2), (2, 2)):
+        case = linear(2, 1, width, columns, tokens=max(1, tokens))
+        state = case.state.clone()
+        found = run(case, slice(0, tokens if width * columns == 0 else 0), state, [1] * BATCH, [tokens] * BATCH)
+        assert not found.any() and torch.equal(state, case.state)
+
+
 @pytest.mark.parametrize("place", [2, 1, 0], ids="vkq".__getitem__)
 @pytest.mark.parametrize("name", ["delta rule", "by channel", "ssd"])
 @pytest.mark.parametrize("spoilt", [torch.nan, torch.inf], ids=str)
