@@ -138,6 +138,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                              shared_expert_intermediate_size=32)),
     "LFM2": ("lfm2", dict(GROUPED, full_attn_idxs=[1, 3])),
     "LFM2-MoE": ("lfm2_moe", dict(GROUPED | EXPERTS, layer_types=["conv", "full_attention"] * 2, num_dense_layers=1)),
+    "MiniMax": ("minimax", dict(GROUPED | EXPERTS, head_dim=16, block_size=8,
+                                layer_types=["linear_attention", "full_attention"] * 2)),
     "RecurrentGemma": ("recurrent_gemma", dict(GROUPED, lru_width=64, attention_window_size=16)),
     "OpenAI GPT": ("openai-gpt", GPT),
     "BERT": ("bert", {}),

@@ -7,7 +7,7 @@ their places, so a mixer is known by the functions that it calls, and no family 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -30,14 +30,18 @@ def adopt_recurrences(model: nn.Module) -> int:
         if not isinstance(forward, FunctionType):
             continue
         called = {name: ours for name, ours in FUNCTIONS.items() if name in forward.__code__.co_names}
-        if not called:
-            continue
-        own = FunctionType(forward.__code__, {**forward.__globals__, **called}, forward.__name__, forward.__defaults__,
-                           forward.__closure__)
-        own.__kwdefaults__ = forward.__kwdefaults__
-        vars(module)["forward"] = MethodType(own, module)
-        found += 1
+        if called:
+            vars(module)["forward"] = _calling(module, forward, called)
+            found += 1
     return found
+
+
+def _calling(module: nn.Module, forward: FunctionType, ours: Mapping[str, Any]) -> MethodType:
+    """A module's forward, for which some names stand for something of ours."""
+    own = FunctionType(forward.__code__, {**forward.__globals__, **ours}, forward.__name__, forward.__defaults__,
+                       forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(own, module)
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
@@ -124,6 +128,22 @@ def _griffin(block: Any) -> Callable[..., tuple[Tensor, None]]:
     return forward
 
 
+def _lightning(module: Any) -> Callable[..., tuple[Tensor, None]]:
+    """Lightning attention (arXiv 2405.17381): linear attention in which the decay of each head is fixed."""
+    def forward(hidden_states: Tensor, *args: Any, **others: Any) -> tuple[Tensor, None]:
+        shape = (*hidden_states.shape[:2], module.num_attention_heads)
+        q, k, v = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (shape[2], -1)).chunk(3, -1)
+        found, _ = _recurrence(q, k, v, (-module.slope_rate).view(1, 1, -1).expand(shape), None)
+        found = module.norm(found.to(hidden_states.dtype).flatten(2))
+        return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * found), None
+
+    return forward
+
+
+register_family(Family("MiniMaxForCausalLM", {
+    "MiniMaxLightningAttention": ("forward", _lightning),
+    "MiniMaxModel": ("forward", lambda model: _calling(  # it asks for a cache of its own class
+        model, inspect.unwrap(type(model).forward), {"MiniMaxCache": object}))}))
 register_family(Family("RecurrentGemmaForCausalLM", {"RecurrentGemmaRecurrentBlock": ("forward", _griffin)}))
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -54,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                    mamba_headdim=16, mamba_d_state=16, mamba_ngroups=2),
     "recurrent_gemma": dict(lru_width=64, attention_window_size=16),
     "olmo_hybrid": DELTA,
+    "minimax": EXPERTS | dict(layer_types=["linear_attention", "full_attention", "linear_attention"], block_size=4),
 }  # fmt: skip
 PARTED = ("olmo_hybrid",)  # whose checkpoints have a convolution in three tensors
 DEFAULT = ("lfm2", "qwen3_next", "mamba")
