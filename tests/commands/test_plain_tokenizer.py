@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.plain_tokenizer import plain_tokenizer
-from forebay.commands.prompts import load_tokenizer
+from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids, takes_chats
 from forebay.huggingface.served import asks_nothing_more
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 
@@ -26,6 +28,40 @@ def test_ids_and_text_are_those_of_transformers() -> None:
         assert plain(text)["input_ids"] == ids
         for skip in (True, False):
             assert plain.decode(ids, skip_special_tokens=skip) == whole.decode(ids, skip_special_tokens=skip)
+        bare = whole(text, add_special_tokens=False)["input_ids"]
+        assert plain(text, add_special_tokens=False)["input_ids"] == bare
+
+
+def test_chats_are_those_of_transformers() -> None:
+    folder = demo_checkpoint()
+    chats = []
+    for tokenizer in (plain_tokenizer(folder), load_tokenizer(folder)):
+        with ChatTemplate(tokenizer) as template:
+            chats.append(prompt_ids(PromptLine(1, 1, TEXTS[2]), tokenizer, template, takes_chats(tokenizer, None)))
+    assert chats[0] == chats[1] and len(chats[0]) > len(plain_tokenizer(folder)(TEXTS[2])["input_ids"])  # type: ignore[misc]
+
+
+def test_a_template_in_a_file_of_its_own_is_the_one(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_checkpoint() / name, tmp_path / name)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}[{{ messages[0].content }}]")
+    plain, whole = plain_tokenizer(tmp_path), load_tokenizer(tmp_path)
+    assert plain is not None and plain.get_chat_template() == whole.get_chat_template()
+    (tmp_path / "additional_chat_templates").mkdir()
+    assert plain_tokenizer(tmp_path) is None, "several, of which transformers knows which"
+
+
+@pytest.mark.parametrize(("template", "asked", "taken"), [
+    ("x", None, True), ("x", False, False), (None, None, False), (None, False, False), ("x", True, True)])
+def test_prompts_go_through_the_template_where_there_is_one(
+    template: str | None, asked: bool | None, taken: bool
+) -> None:
+    assert takes_chats(SimpleNamespace(chat_template=template), asked) is taken
+
+
+def test_a_template_that_is_asked_for_and_missing_is_refused() -> None:
+    with pytest.raises(JobError, match="no chat template"):
+        takes_chats(SimpleNamespace(chat_template=None), True)
 
 
 @pytest.mark.parametrize("change", [{"add_bos_token": True}, {"tokenizer_class": "LlamaTokenizer"},

@@ -31,9 +31,9 @@ def calibrate_command(
     tokens: Annotated[int, typer.Option(min=1,
         help="Most tokens of each prompt to read.",
         rich_help_panel="Input")] = 512,
-    chat: Annotated[bool, typer.Option("--chat",
-        help="Chat template of the model around each prompt.",
-        rich_help_panel="Input")] = False,
+    chat: Annotated[bool | None, typer.Option("--chat/--no-chat",
+        help="Chat template of the model around each prompt. Default: where the model has one.",
+        show_default=False, rich_help_panel="Input")] = None,
     dtype: Annotated[str, typer.Option(
         help="Dtype of the printed ranges: fp16 or bf16.",
         rich_help_panel="Output")] = "bf16",
@@ -48,7 +48,7 @@ def calibrate_command(
 
         from forebay.calibrate import calibrate
         from forebay.calibrate_experts import calibrate_experts
-        from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests
+        from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, takes_chats
         from forebay.rewriter.checkpoints.config import read_config
 
         chosen = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype)
@@ -60,7 +60,8 @@ def calibrate_command(
         config = read_config(folder).get_text_config()
         if limit := getattr(config, "max_position_embeddings", 0):
             tokens = min(tokens, limit - 1)  # a plan keeps one position for a new token
-        encoded, more = encode(requests, load_tokenizer(folder), chat=chat, vocab_size=config.vocab_size)
+        tokenizer = load_tokenizer(folder)
+        encoded, more = encode(requests, tokenizer, chat=takes_chats(tokenizer, chat), vocab_size=config.vocab_size)
         for line in sorted(bad + more, key=lambda b: b.line):
             say(f"{prompts} line {line.line}: {line.reason}")
         if not encoded:

@@ -79,19 +79,18 @@ def chat(
 
 
 def answer_one(
-    model: str, prompt: str, budget: str | None, options: Options, sampling: Sampling, seed: int, *, chat: bool
+    model: str, prompt: str, budget: str | None, options: Options, sampling: Sampling, seed: int, *, chat: bool | None
 ) -> None:
     """Print the answer to one prompt as its tokens come, then to stderr what time it took."""
     from forebay.commands.chat_template import ChatTemplate
     from forebay.commands.plain_tokenizer import plain_tokenizer
-    from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids
+    from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids, takes_chats
 
     if not prompt.strip():
         raise JobError("the prompt is empty")
     folder = model_folder(model, options.dequantize)
-    tokenizer = (None if chat else plain_tokenizer(folder)) or load_tokenizer(folder)
-    if chat and not getattr(tokenizer, "chat_template", None):
-        raise JobError("the model's tokenizer has no chat template; leave --chat out")
+    tokenizer = plain_tokenizer(folder) or load_tokenizer(folder)
+    chat = takes_chats(tokenizer, chat)
     with ChatTemplate(tokenizer) as template:
         ids = prompt_ids(PromptLine(1, 1, prompt), tokenizer, template, chat)
     with _planned(folder, budget, replace(options, prompt=len(ids))) as lm:

@@ -90,6 +90,7 @@ class AnswerFile:
         self.batch: int | None = None
         self.answered: dict[str | int, dict[str, Any]] = {}
         self.cut_nbytes = 0
+        self.empty = 0  # answers without text that this job wrote
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -327,6 +328,8 @@ def _write_answer(
     prompt: Prompt, ids: list[int], output: AnswerFile, ask: Ask, decode: Callable[[list[int]], str]
 ) -> None:
     stopped = ids[-1] in ask.eos
+    text = decode(ids[:-1] if stopped else ids)
+    output.empty += not text.strip()
     output.write({
-        "id": prompt.request.id, **prompt.request.question, "text": decode(ids[:-1] if stopped else ids),
+        "id": prompt.request.id, **prompt.request.question, "text": text,
         "tokens": len(ids), "prompt_tokens": len(prompt.ids), "finish": "stop" if stopped else "length"})

@@ -10,8 +10,10 @@ from typing import Any
 from forebay.commands.tokenizer_bounds import check_folder
 from forebay.rewriter.checkpoints.config import require_regular_files
 from forebay.rewriter.checkpoints.named_errors import panicking
-from forebay.rewriter.ir.files import read_input
+from forebay.rewriter.ir.files import read_input, read_input_text
 
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+CHAT_TEMPLATE = "chat_template.jinja"
 CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # those that add no code of their own
 # entries of tokenizer_config.json that change neither the ids of a text nor the text of ids
 KNOWN = {"backend", "bos_token", "eos_token", "pad_token", "unk_token", "is_local", "local_files_only",
@@ -19,20 +21,30 @@ KNOWN = {"backend", "bos_token", "eos_token", "pad_token", "unk_token", "is_loca
 
 
 class PlainTokenizer:
-    """As transformers' tokenizer for the same folder, for plain text."""
+    """As transformers' tokenizer for the same folder, for plain text and for chats.
 
-    chat_template = None
+    Attributes:
+        chat_template: The model's template for chats; None where it has none.
+        special_tokens_map: The special tokens that a template may name, by their names.
+        eos_token_id: The token that ends an answer; None where there is none.
+    """
 
-    def __init__(self, folder: Path, eos_token: str | None) -> None:
+    def __init__(self, folder: Path, special_tokens: dict[str, str], chat_template: str | None) -> None:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.eos_token_id = None if eos_token is None else self._tokenizer.token_to_id(eos_token)
+        self.chat_template, self.special_tokens_map = chat_template, special_tokens
+        eos = special_tokens.get("eos_token")
+        self.eos_token_id = None if eos is None else self._tokenizer.token_to_id(eos)
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": self._tokenizer.encode(text).ids}
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+
+    def get_chat_template(self) -> str | None:
+        """Return the template for chats."""
+        return self.chat_template
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
@@ -47,11 +59,16 @@ def plain_tokenizer(folder: Path) -> PlainTokenizer | None:
             return None
         if (folder / "special_tokens_map.json").exists() or (folder / "added_tokens.json").exists():
             return None
-        eos = settings.get("eos_token")
-        if not (eos is None or isinstance(eos, str)):
+        special = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
+        template = settings.get("chat_template")
+        if (folder / CHAT_TEMPLATE).exists():
+            template = read_input_text(folder / CHAT_TEMPLATE)
+        if not all(isinstance(each, str | None) for each in (*special.values(), template)):
+            return None
+        if (folder / "additional_chat_templates").exists():
             return None
         check_folder(folder)
         with panicking():
-            return PlainTokenizer(folder, eos)
+            return PlainTokenizer(folder, special, template)
     except Exception:  # the tokenizers library raises plain Exception; transformers says what is wrong
         return None

@@ -145,6 +145,18 @@ def encode(
     return prompts, bad
 
 
+def takes_chats(tokenizer: Any, chat: bool | None) -> bool:
+    """Return whether prompts go through the chat template: as asked, or for None where the model has one.
+
+    Raises:
+        JobError: It is asked for, and there is none.
+    """
+    there = bool(getattr(tokenizer, "chat_template", None))
+    if chat and not there:
+        raise JobError("the model's tokenizer has no chat template; leave --chat out")
+    return there if chat is None else chat
+
+
 class BadPrompt(JobError):
     """Why a prompt cannot be answered."""
 

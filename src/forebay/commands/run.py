@@ -61,9 +61,9 @@ def run(
     trace: Annotated[Path | None, typer.Option(
         help="File for a trace of planned and actual steps, for ui.perfetto.dev.",
         rich_help_panel="Output")] = None,
-    chat: Annotated[bool, typer.Option("--chat",
-        help="Chat template of the model around each prompt.",
-        rich_help_panel="Input")] = False,
+    chat: Annotated[bool | None, typer.Option("--chat/--no-chat",
+        help="Chat template of the model around each prompt. Default: where the model has one.",
+        show_default=False, rich_help_panel="Input")] = None,
     sample: Annotated[bool, typer.Option("--sample",
         help="Sampled tokens instead of the most likely ones.",
         rich_help_panel="Sampling")] = False,
@@ -100,7 +100,7 @@ def run(
         from forebay.commands import jobs
         from forebay.commands.chat import answer_one
         from forebay.commands.plan_job import fit_job, prompt_room, unfit
-        from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
+        from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids, takes_chats
         from forebay.open_model import open_model
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
         from forebay.rewriter.planning.options import check_choices, told_activations
@@ -151,6 +151,7 @@ def run(
             eos = stop_ids(folder, tokenizer)
         options = calibrated(options, checkpoint.fingerprint, captured.dtype)
         most = prompt_room(captured.max_positions, saved, new_tokens)
+        chat = takes_chats(tokenizer, chat)
         encoded, more = encode(requests, tokenizer, chat=chat, vocab_size=captured.vocab_size, most_tokens=most)
         bad += more
         ask = jobs.Ask(new_tokens, eos, sampling, seed)
@@ -184,6 +185,7 @@ def run(
                 if jobs.pending(fitting, answers.answered):
                     with lm:
                         _answer(lm, fitting, answers, ask, tokenizer, trace, as_json)
+                    _say_empty(answers.empty, chat)
         for line in sorted(bad, key=lambda b: b.line):
             say(f"{prompts} line {line.line}: {line.reason}")
         if bad:
@@ -259,6 +261,13 @@ def _answer(
         print(json.dumps(found, indent=1))
         return
     print(_measured_text(found))
+
+
+def _say_empty(count: int, chat: bool) -> None:
+    """Say how many answers have no text, of which a reader of the file would otherwise never hear."""
+    if count:
+        say(f"{count} answers are empty: the model ended them at once"
+            + ("" if chat else "; a model trained on chats needs its chat template (--chat)"))
 
 
 @dataclass
