@@ -61,7 +61,7 @@ def _run_arguments(folder: Path, output: Path, **changes: object) -> list[str]:
     options = {"prompts": folder / "prompts.jsonl", "output": output, "budget": BUDGET, "new-tokens": NEW,
                "batch": 2, "machine": folder / "machine.json"} | {k.replace("_", "-"): v for k, v in changes.items()}
     named = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
-    return ["run", str(folder), *named]
+    return ["run", str(folder), "--no-chat", *named]
 
 
 def _answers(path: Path) -> dict[Any, dict[str, Any]]:
@@ -256,7 +256,7 @@ def test_a_plan_leaves_alone_what_another_answered(folder: Path, tmp_path: Path)
     made = _run_arguments(folder, tmp_path / "first", prompts=prompts, save_plan=saved, new_tokens=100)
     assert _forebay(*made).exit_code == 0
     _write_lines(prompts, [*short, {"prompt": "w4 " * 30, "max_new_tokens": 5}])
-    replayed = ["run", folder, "--prompts", prompts, "--output", output, "--plan", saved, "--new-tokens", 100]
+    replayed = ["run", folder, "--no-chat", "--prompts", prompts, "--output", output, "--plan", saved, "--new-tokens", 100]
     assert (result := _forebay(*replayed)).exit_code == 3 and "; 2 were" in result.stderr, result.output
     roomy = _run_arguments(folder, output, prompts=prompts, new_tokens=100, batch=None)
     assert (result := _forebay(*roomy)).exit_code == 0, result.output
