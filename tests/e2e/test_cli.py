@@ -256,7 +256,8 @@ def test_a_plan_leaves_alone_what_another_answered(folder: Path, tmp_path: Path)
     made = _run_arguments(folder, tmp_path / "first", prompts=prompts, save_plan=saved, new_tokens=100)
     assert _forebay(*made).exit_code == 0
     _write_lines(prompts, [*short, {"prompt": "w4 " * 30, "max_new_tokens": 5}])
-    replayed = ["run", folder, "--no-chat", "--prompts", prompts, "--output", output, "--plan", saved, "--new-tokens", 100]
+    replayed = ["run", folder, "--no-chat", "--prompts", prompts, "--output", output, "--plan", saved,
+                "--new-tokens", 100]
     assert (result := _forebay(*replayed)).exit_code == 3 and "; 2 were" in result.stderr, result.output
     roomy = _run_arguments(folder, output, prompts=prompts, new_tokens=100, batch=None)
     assert (result := _forebay(*roomy)).exit_code == 0, result.output
