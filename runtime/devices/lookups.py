@@ -53,11 +53,12 @@ def bind_fetches(
     begin: Callable[[Copy, int], OnDone],
 ) -> Call:
     """A call that begins to read the rows of a file that its index names then, in the order in which they lie there,
-    row i of the memory at `address` being the i-th that is named; what has no row keeps what it holds. The call raises
-    RuntimeFault where a row is named that the table lacks."""
+    the i-th that is named into slot i of the memory at `address`; a slot without one keeps what it holds. The call
+    raises RuntimeFault where a row is named that the table lacks."""
     src = item.src
     assert isinstance(src, Rows) and src.index is not None and isinstance(src.table, FileSlice)
     index, nbytes = tensor(src.index), src.row_nbytes
+    assert src.apart, "experts have slots"
     part_of = cache(src.table.rows(nbytes))
 
     def placed(row: int, slot: int) -> tuple[FileSlice, int]:
