@@ -167,7 +167,7 @@ class GgufWeight:
     def _order(self) -> tuple[np.ndarray, bool] | None:
         """Which row of the file each row of outputs is, and whether the model has the matrix transposed; None where
         the file's rows are not the model's in some order. Found by ordering a numbered matrix."""
-        if len(self.tensor.shape) != 2:
+        if len(self.tensor.shape) != 2 or len(self.shape) != 2:
             return None
         count = self.tensor.shape[0]
         numbered = np.arange(count, dtype=np.int64)[:, None] * 2 + np.arange(2)
