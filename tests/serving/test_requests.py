@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
+from forebay.runtime.run.sampling import Sampling
 from forebay.serving.refusal import Refusal
-from forebay.serving.requests import COMPLETION_TOKENS, NEUTRAL, Inquiry, read_inquiry
+from forebay.serving.requests import COMPLETION_TOKENS, NEUTRAL, PLAIN, Inquiry, default_sampling, read_inquiry
 
 HI = {"role": "user", "content": "hi"}
 
@@ -30,7 +32,7 @@ def test_values_that_ask_for_nothing_change_nothing(fields: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("fields", [
     {"max_tokens": 0}, {"max_tokens": -2}, {"max_tokens": -1.0}, {"max_tokens": -1, "max_completion_tokens": -5},
-    {"max_completion_tokens": 4, "max_tokens": "x"}, {"stop": ["", "x" * 257]}, {"stop": 5}, {"top_k": 40},
+    {"max_completion_tokens": 4, "max_tokens": "x"}, {"stop": ["", "x" * 257]}, {"stop": 5}, {"top_k": 40.5},
     {"top_k": False}, {"min_p": 0.05}, {"repetition_penalty": 1.1}, {"repetition_penalty": True}, {"ignore_eos": True},
     {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "low"}, {"web_search_options": {}},
     {"logprobs": 0}, {"n": 1.5},
@@ -71,3 +73,19 @@ def test_parts_of_a_message_that_would_be_left_out_are_refused(message: dict[str
     with pytest.raises(Refusal, match=rf"{field} of messages\[0\]") as refused:
         read(messages=[message, HI])
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(("config", "sampling"), [
+    ({}, PLAIN), ({"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True}, Sampling(True, 0.6, 20, 0.95)),
+    ({"eos_token_id": 3, "top_p": 0.8}, Sampling(True, 1.0, 0, 0.8))])
+def test_requests_that_do_not_say_draw_as_the_model_recommends(config: dict[str, Any], sampling: Sampling) -> None:
+    assert default_sampling(GenerationConfig(**config)) == sampling
+    body = json.dumps({"prompt": "w1"}).encode()
+    assert read_inquiry(body, "tiny", chat=False, sampling=sampling).sampling == sampling
+    said = json.dumps({"prompt": "w1", "temperature": 0.3, "top_p": 0.5}).encode()
+    found = read_inquiry(said, "tiny", chat=False, sampling=sampling).sampling
+    assert found == Sampling(True, 0.3, sampling.top_k, 0.5)
+    whole = json.dumps({"prompt": "w1", "top_k": -1, "temperature": 1}).encode()
+    assert read_inquiry(whole, "tiny", chat=False, sampling=sampling).sampling.top_k == 0
+    greedy = json.dumps({"prompt": "w1", "temperature": 0}).encode()
+    assert read_inquiry(greedy, "tiny", chat=False, sampling=sampling).sampling == Sampling()

@@ -73,6 +73,7 @@ def serve(
     with clean_errors(debug):
         from forebay.commands.plan_serving import plan_serving
         from forebay.commands.prompts import JobError, load_tokenizer, stop_ids
+        from forebay.serving.requests import default_sampling
         from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
 
         sizes = named_budget(budget)
@@ -96,7 +97,8 @@ def serve(
                 say(f"draft: {lm.draft_summary}")
             alone = host in ("localhost", "127.0.0.1", "::1") and api_key is None
             named = name or Path(model).expanduser().resolve().name
-            told = ServingOptions(named, api_key, frozenset(LOOPBACK) if alone else None)
+            told = ServingOptions(named, api_key, frozenset(LOOPBACK) if alone else None,
+                                  sampling=default_sampling(lm.generation_config))
             run = ServerRun(Service(
                 lm, tokenizer, stop_ids(folder, tokenizer), prompt,
                 min(new_tokens, limit - prompt) if limit else new_tokens, queue, told,

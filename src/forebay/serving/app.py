@@ -21,12 +21,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay.commands.terminal import reason_of
+from forebay.runtime.run.sampling import Sampling
 from forebay.serving.answer_text import AnswerText
 from forebay.serving.batcher import STOPPING, Batcher, Heard, Pending
 from forebay.serving.metrics import TYPE, Metrics
 from forebay.serving.openai_responses import chunk, whole
 from forebay.serving.refusal import Refusal
-from forebay.serving.requests import Inquiry, read_inquiry, tokens_of
+from forebay.serving.requests import PLAIN, Inquiry, read_inquiry, tokens_of
 from forebay.serving.state import gauges, state
 
 MOST_BODY_NBYTES = 4 << 20
@@ -41,7 +42,8 @@ CLIENT_LEFT = 499  # nobody sees it but the metrics
 @dataclass(frozen=True)
 class ServingOptions:
     """What a server is told beside its model: its model's name, the key that requests must bear (None: none), and the
-    names of its host that they may use (None: any); how long and how many its clients may be."""
+    names of its host that they may use (None: any); how long and how many its clients may be; how tokens are drawn for
+    requests that do not say."""
 
     name: str
     api_key: str | None = None
@@ -50,6 +52,7 @@ class ServingOptions:
     body_s: float = BODY_S
     head_s: float = HEAD_S
     most_connections: int = MOST_CONNECTIONS
+    sampling: Sampling = PLAIN
 
 
 def make_app(
@@ -156,7 +159,8 @@ class _Endpoints:
 
     async def complete(self, request: HttpRequest) -> Response:
         chat = request.url.path == "/v1/chat/completions"
-        inquiry = read_inquiry(await self._body(request), self.options.name, chat=chat)
+        inquiry = read_inquiry(await self._body(request), self.options.name, chat=chat,
+                               sampling=self.options.sampling)
         work = self.batcher
         ids, new_tokens = await asyncio.to_thread(tokens_of, inquiry, self.tokenize, work.prompt, work.new_tokens)
         loop, heard = asyncio.get_running_loop(), asyncio.Queue[Heard]()

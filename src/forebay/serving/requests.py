@@ -10,13 +10,17 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forebay.runtime.run.sampling import Sampling
 from forebay.serving.refusal import Refusal
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
 MOST_STOPS, MOST_STOP_CHARACTERS = 4, 256  # strings that end an answer
 MOST_MESSAGES = 4096
+MOST_TOP_K = (1 << 31) - 1
 COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
 # Fields that change no answer here, and those that are served for the values that ask for nothing.
 IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
@@ -28,13 +32,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],), "function_call": ("none", "auto"), "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     # of other servers' interfaces, which clients send with their defaults
-    "top_k": (0, -1), "min_p": (0,), "top_a": (0,), "typical_p": (1,), "xtc_probability": (0,), "dry_multiplier": (0,),
+    "min_p": (0,), "top_a": (0,), "typical_p": (1,), "xtc_probability": (0,), "dry_multiplier": (0,),
     "mirostat": (0,), "repetition_penalty": (1,), "repeat_penalty": (1,), "length_penalty": (1,), "min_tokens": (0,),
     "stop_token_ids": ([],), "ignore_eos": (False,), "use_beam_search": (False,), "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "chat_template_kwargs": ({},), "documents": ([],)}
-SERVED = {"model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "stream",
+SERVED = {"model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream",
           "stream_options"}
+PLAIN = Sampling(True, 1.0, 0, 1.0)  # where a model's generation config says nothing
 UNLIMITED = -1  # of max_tokens: as many as the server gives
 
 
@@ -57,8 +62,27 @@ class Inquiry:
         return self.messages is not None
 
 
-def read_inquiry(body: bytes, name: str, *, chat: bool) -> Inquiry:
-    """The inquiry in a body, for the model of that name; Refusal (400 or 404) where it is none that is served."""
+def default_sampling(config: GenerationConfig) -> Sampling:
+    """Return how tokens are drawn for requests that do not say: as the model's generation config has it, else at
+    temperature 1 from all tokens."""
+    named = config.to_diff_dict()
+    if named.get("temperature") == 0:
+        return Sampling()
+    return Sampling(True, named.get("temperature") or 1.0, named.get("top_k") or 0, named.get("top_p") or 1.0)
+
+
+def read_inquiry(body: bytes, name: str, *, chat: bool, sampling: Sampling = PLAIN) -> Inquiry:
+    """Return the inquiry in a body, for the model of that name.
+
+    Args:
+        body: JSON.
+        name: The model's.
+        chat: Whether it holds messages.
+        sampling: For what the body does not say.
+
+    Raises:
+        Refusal: 400 or 404, where it is none that is served.
+    """
     given = _object(body)
     text = "messages" if chat else "prompt"
     for field, value in given.items():  # null asks for nothing, whatever it is of
@@ -74,15 +98,18 @@ def read_inquiry(body: bytes, name: str, *, chat: bool) -> Inquiry:
     if options is not None and not (isinstance(options, dict) and set(options) <= {
             "include_usage", "include_obfuscation"} and all(isinstance(v, bool) for v in options.values())):
         raise Refusal(400, 'stream_options must be {"include_usage": true} or be left out', "stream_options")
-    temperature = _number(given, "temperature", 0.0, 2.0, 1.0)
-    top_p = _number(given, "top_p", 0.0, 1.0, 1.0)
+    temperature = _number(given, "temperature", 0.0, 2.0, sampling.temperature if sampling.do_sample else 0.0)
+    top_p = _number(given, "top_p", 0.0, 1.0, sampling.top_p)
+    top_k = _number(given, "top_k", -1, MOST_TOP_K, sampling.top_k)  # -1 and 0: all tokens
+    if not float(top_k).is_integer():
+        raise Refusal(400, "top_k must be an integer", "top_k")
     new_tokens = _new_tokens(given, None if chat else COMPLETION_TOKENS)
     stream = given.get("stream")
     if stream is not None and type(stream) is not bool:
         raise Refusal(400, "stream must be true or false", "stream")
     return Inquiry(
         None if chat else _prompt(given.get("prompt")), _messages(given.get("messages")) if chat else None,
-        new_tokens, Sampling(True, temperature, 0, top_p) if temperature else Sampling(),
+        new_tokens, Sampling(True, temperature, max(0, int(top_k)), top_p) if temperature else Sampling(),
         _integer(given, "seed", -(1 << 63), (1 << 63) - 1), _stops(given.get("stop")), bool(stream),
         bool((options or {}).get("include_usage")))
 
