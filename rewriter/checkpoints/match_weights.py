@@ -16,6 +16,7 @@ from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.checkpoints.expert_tables import expert_names, table_record
 from forebay.rewriter.checkpoints.records import CheckpointError, Packed, TensorRecord
 from forebay.rewriter.checkpoints.stored_tensors import require_fits, require_same, same_contents, spellings
+from forebay.rewriter.checkpoints.text_model import OTHERS, text_config, text_names
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.one_thread import one_thread
@@ -129,11 +130,12 @@ def _stored_apart(config: Any, checkpoint: Checkpoint, quantized: Iterable[str])
 
 def unread_tensors(config: PreTrainedConfig, stored: Iterable[str]) -> list[str]:
     """The names among `stored` that the model of `config` has no place for, and that transformers would report."""
-    model = meta_model(config)
-    prefix, rename = checkpoint_names(config)
+    model = meta_model(text_config(config) or config)
+    prefix, rename = weight_names(config)
     known = {name for key in model.state_dict() for name in spellings(key, prefix)}
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *IGNORED]
-    return [name for name in stored if rename(name) not in known and not any(
+    left = [name for name in stored if rename(name) not in known and not rename(name).startswith(OTHERS)]
+    return [name for name in left if not any(
         re.search(pattern, spelled) for pattern in patterns for spelled in {name, rename(name)})]
 
 
@@ -203,9 +205,17 @@ def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
     return kind.base_model_prefix, lambda name: of_experts(rename_source_key(name, renames, [])[0] if renames else name)
 
 
+def weight_names(config: Any) -> tuple[str, Callable[[str], str]]:
+    """`checkpoint_names` for the model that is captured, which of a multimodal one is the language model."""
+    prefix, rename = checkpoint_names(config)
+    return (prefix, rename) if text_config(config) is None else text_names(config, prefix, rename)
+
+
 @one_thread
 def model_class(config: Any) -> Any:
-    """transformers' causal language model of a config; None where it has none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    """Return transformers' class for a config: of causal language models, or of multimodal ones; None where it has
+    none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kinds = MODEL_FOR_CAUSAL_LM_MAPPING if text_config(config) is None else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return kinds.get(type(config), None)

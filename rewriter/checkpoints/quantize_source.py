@@ -24,11 +24,11 @@ from forebay.rewriter.checkpoints.grouped import (
 )
 from forebay.rewriter.checkpoints.identity import FileState
 from forebay.rewriter.checkpoints.match_weights import (
-    checkpoint_names,
     read_model_config,
     report_unread,
     ties_head,
     unread_tensors,
+    weight_names,
 )
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import is_quantized
@@ -36,6 +36,7 @@ from forebay.rewriter.checkpoints.packed_writer import copy_model_files
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.source_tensor import ReadRows, SourceTensor
 from forebay.rewriter.checkpoints.stored_tensors import require_same, spellings
+from forebay.rewriter.checkpoints.text_model import text_config
 from forebay.rewriter.ir.files import read_input, write_text
 
 PIECE_NBYTES = 4 << 20  # float32 bytes quantized at a time
@@ -64,23 +65,22 @@ def open_folder_source(path: Path) -> QuantizeSource:
         raise CheckpointError(f"{path} is quantized already; quantize the model it was made from")
     checkpoint = open_checkpoint(path)
     tensors = _file_tensors(checkpoint)
-    model = _described_model(checkpoint, [tensor.name for tensor in tensors if isinstance(tensor, GroupedTensor)])
-    tensors = stack_experts(model, tensors, *checkpoint_names(model.config), path)
-    names = _match(model, [tensor.name for tensor in tensors])
+    config = read_model_config(path, checkpoint, [t.name for t in tensors if isinstance(t, GroupedTensor)])
+    model, naming = _described_model(path, text_config(config) or config), weight_names(config)
+    tensors = stack_experts(model, tensors, *naming, path)
+    names = _match(model, [tensor.name for tensor in tensors], *naming)
 
     def prepare(folder: Path) -> None:
         copy_model_files(path, folder)
         without_quantization(folder / "config.json")
         _write_ties(folder / "config.json", model.config)
 
-    return QuantizeSource(_read_ones(checkpoint, model, tensors, names), names, model, prepare,
+    return QuantizeSource(_read_ones(checkpoint, (model, config), tensors, names), names, model, prepare,
                           _contents_fingerprint(checkpoint), checkpoint.states)
 
 
-def _described_model(checkpoint: Checkpoint, quantized: Sequence[str]) -> Any:
+def _described_model(folder: Path, config: Any) -> Any:
     """The model of a folder on the meta device."""
-    folder = checkpoint.folder
-    config = read_model_config(folder, checkpoint, quantized)
     try:
         model = meta_model(config)
     except Exception as error:  # whatever the model's own code objects to
@@ -89,9 +89,8 @@ def _described_model(checkpoint: Checkpoint, quantized: Sequence[str]) -> Any:
     return model
 
 
-def _match(model: Any, stored: Sequence[str]) -> dict[str, str]:
+def _match(model: Any, stored: Sequence[str], prefix: str, rename: Callable[[str], str]) -> dict[str, str]:
     """For each stored name the first name the model has for that parameter, as far as it has one."""
-    prefix, rename = checkpoint_names(model.config)
     first: dict[int, str] = {}
     known: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -106,11 +105,11 @@ def _match(model: Any, stored: Sequence[str]) -> dict[str, str]:
 
 
 def _read_ones(
-    checkpoint: Checkpoint, model: Any, tensors: Sequence[SourceTensor], names: Mapping[str, str]
+    checkpoint: Checkpoint, described: tuple[Any, Any], tensors: Sequence[SourceTensor], names: Mapping[str, str]
 ) -> list[SourceTensor]:
     """The tensors that the model has a place for, once it is known that none is missing and that names of one weight
     hold the same values. Of a quantized checkpoint every tensor must be read: CheckpointError names those left over."""
-    folder = checkpoint.folder
+    folder, (model, config) = checkpoint.folder, described
     missing = [name for name, _ in model.named_parameters() if name not in names.values()]
     if missing:
         raise CheckpointError(f"{folder} holds no tensor for {missing[0]} (it has {len(checkpoint.tensors)} tensors): "
@@ -129,11 +128,13 @@ def _read_ones(
             if record.opaque:
                 raise CheckpointError(f"{record.path}: {record.name} has dtype {record.opaque!r}, which cannot be "
                                       "quantized from; save the checkpoint in float32 or bfloat16")
-    unread = set(unread_tensors(model.config, [tensor.name for tensor in tensors if tensor.name not in names]))
+    unread = set(unread_tensors(config, [tensor.name for tensor in tensors if tensor.name not in names]))
     pieces = [piece for t in tensors for piece in (t.pieces if isinstance(t, StackedTensor) else (t,))]
     quantized = {tensor.name for tensor in pieces if isinstance(tensor, GroupedTensor)}
     report_unread(folder, [tensor.name for tensor in tensors if tensor.name in unread and not _is_no_bias(
         tensor, quantized)], quantization_settings(folder) is not None)
+    if text_config(config) is not None:  # towers are left out
+        return [tensor for tensor in tensors if tensor.name in names]
     return [tensor for tensor in tensors if tensor.name not in unread]
 
 

@@ -333,7 +333,7 @@ def _validate_speculative(plan: Plan) -> None:
                         f"{plan.workload.context} that the cache has room for (plan.workload)")
 
 
-def _validate_usual(work: Workload) -> None:
+def _validate_typical(work: Workload) -> None:
     for name, longest in (("prompt", work.prompt), ("new_tokens", work.new_tokens)):
         if not 0 <= (typical := getattr(work, f"typical_{name}")) <= longest:
             raise PlanError(f"plan.workload.typical_{name}: {typical} is not between 0 and the longest's {longest} "
@@ -365,7 +365,7 @@ def validate(plan: Plan) -> None:
     if list(s.prefill_chunks) != sorted(set(s.prefill_chunks), reverse=True) or s.prefill_chunk > plan.workload.prompt:
         raise PlanError(f"plan.schedule.prefill_chunks: {list(s.prefill_chunks)} must be different, the largest first, "
                         f"and none above the prompt's {plan.workload.prompt} tokens (plan.workload.prompt)")
-    _validate_usual(plan.workload)
+    _validate_typical(plan.workload)
     _validate_speculative(plan)
     for tier, nbytes in plan.arenas.items():
         if tier not in ARENAS or nbytes < 0:

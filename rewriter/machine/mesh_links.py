@@ -35,9 +35,11 @@ class ExchangeLink:
 class MeshLinks:
     """What was measured on `ranks` ranks over `backend`; nothing was where there are no exchanges.
 
-    memory_slowed, flops_slowed: how many times as long products that read memory as fast as it goes, and products that
-    only calculate, take while all ranks compute; reads_slowed the same of reads while all ranks read the disk. held_up:
-    share (0..1) of an exchange's time by which products beside it take longer.
+    Attributes:
+        memory_slowed: How many times as long matmuls that memory bounds take while all ranks compute.
+        flops_slowed: The same of matmuls that arithmetic bounds.
+        reads_slowed: The same of reads while all ranks read the disk.
+        overlap_penalty: Share (0..1) of a collective's time by which matmuls at the same time take longer.
     """
 
     ranks: int = 1

@@ -121,7 +121,7 @@ def _head(plan: Plan, captured: CapturedModel | None) -> str:
         ("machine", plan.machine or "not named"),
         ("budget", f"device {format_nbytes(b.device)}, host {host}"),
         ("workload", f"batch {w.batch}, prompt {w.prompt} tokens, {w.new_tokens} new tokens: "
-                     f"{w.context} cache positions per sequence, {_kept(plan, captured)}" + _usual(w)),
+                     f"{w.context} cache positions per sequence, {_kept(plan, captured)}" + _typical(w)),
         ("weights", f"{format_nbytes(total)}: {format_nbytes(on_device)} stay in device memory"
                     + (f" ({100 * on_device / total:.0f} %)" if total else "")
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
@@ -162,7 +162,7 @@ def _experts(plan: Plan) -> str:
     return f"\n{'':<10}".join(lines)
 
 
-def _usual(work: Workload) -> str:
+def _typical(work: Workload) -> str:
     """The lengths that times are of, where not all are alike."""
     prompt, answer = work.typical
     alike = (prompt, answer) == (work.prompt, work.new_tokens)

@@ -59,7 +59,7 @@ def measure_mesh(
             bandwidth, latency, r2 = steady_link(NBYTES, TURNS, turn.time_s)
             links.append(ExchangeLink(kind, size, bandwidth, latency, r2))
         say("products beside exchanges", 0.88)
-        overlap_penalty = _held_up(tuple(range(ranks)), worker) if device.on_host_cores else 0.0
+        overlap_penalty = _overlap_penalty(tuple(range(ranks)), worker) if device.on_host_cores else 0.0
     say("products at once", 0.9)
     memory, flops = (_products_slowed(m) for m in ROWS) if device.on_host_cores else (1.0, 1.0)
     say("reads at once", 0.95)
@@ -137,7 +137,7 @@ def _products_slowed(m: int) -> float:
     return _slowed(lambda: burst_s(turn, count))
 
 
-def _held_up(group: tuple[int, ...], worker: Worker) -> float:
+def _overlap_penalty(group: tuple[int, ...], worker: Worker) -> float:
     """Share of exchanges' time by which products beside them take longer, of the rank that is held up most: where cores
     make exchanges, they are not computing. Products, exchanges and both at once take turns; medians."""
     turn = itertools.cycle(cold_products(ROWS[1], *SHAPE, torch.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from forebay.kernels.build.process_limits import available_nbytes
@@ -16,12 +17,13 @@ def default_budget(machine: Machine | None = None) -> Budget:
 
     Returns:
         Half of the RAM as the device's on a machine without a GPU; else half of the GPU's memory, and half of the RAM
-        as the host's.
+        as the host's. Processes that torchrun started on this machine share its RAM evenly.
     """
     if machine is not None:
         return Budget(machine.tiers["device"].capacity_nbytes // 2, 0 if machine.kind.on_host_cores else (
             machine.tiers["host"].capacity_nbytes // 2 if "host" in machine.tiers else 0))
-    own, half = kind_of(device_here()).free_nbytes(), available_nbytes() // 2
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own, half = kind_of(device_here()).free_nbytes(), available_nbytes() // (2 * ranks)
     return Budget(half) if own is None else Budget(own // 2, half)
 
 

@@ -17,11 +17,11 @@ from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.match_weights import (
     check_unread,
-    checkpoint_names,
     file_slices,
     hearing,
     read_model_config,
     unread_tensors,
+    weight_names,
     weight_records,
     with_stored_formats,
 )
@@ -65,7 +65,7 @@ def open_model(
     with hearing() as said:
         config = read_model_config(folder, checkpoint)
         captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint, config), gives=gives, embeds=embeds)
-        records = weight_records(captured, checkpoint, *checkpoint_names(config))
+        records = weight_records(captured, checkpoint, *weight_names(config))
         check_unread(config, checkpoint, records.values())
     captured, files = with_stored_formats(captured, records), file_slices(records)
     if key is not None:

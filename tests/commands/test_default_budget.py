@@ -30,6 +30,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_budget() == budget_or_default(None) == Budget(FREE // 2)
     assert budget_or_default("12MB") == Budget(12_000_000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert default_budget() == Budget(FREE // 6), "ranks share the memory"
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setattr(module, "kind_of", lambda _: replace(HOST, free_nbytes=lambda: 8 << 30))
     assert default_budget() == Budget(4 << 30, FREE // 2), "of a GPU's memory, and of the host's"
 

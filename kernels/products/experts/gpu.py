@@ -226,8 +226,8 @@ def sum_kernel(
     HAS_ENTRIES: tl.constexpr, ACCUMULATE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, token): the sum of what its picks gave; those of no entry gave nothing."""
-    token = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * B + tl.arange(0, B)
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * B + tl.arange(0, B)
     used = n < hidden
     out_at = out_ptr + token * os + n
     total = tl.zeros((B,), tl.float32)
@@ -281,7 +281,7 @@ def _launches(
                     given, order, ends, weights, experts.down, x if bias[1] is None else bias[1], parts, hidden, inner,
                     experts.down.stride(1), experts.down.stride(0), strides[1], HAS_BIAS=bias[1] is not None, **how,
                     **_stored_as(stored.down, inner)),
-        kernel_call(sum_kernel, (triton.cdiv(hidden, SUMMED), tokens),
+        kernel_call(sum_kernel, (tokens, triton.cdiv(hidden, SUMMED)),
                     parts, index, named, out, picks, hidden, out.stride(0), known, experts.first, count, **whose,
                     ACCUMULATE=accumulate, B=SUMMED, num_warps=4),
     )  # fmt: skip

@@ -126,8 +126,13 @@ def _cost(use: Use) -> Cost:
     given = arguments_of(use.args)
     units, entries = 2 * given.inner if given.form.gated else given.inner, given.table.shape[0]
     picks, count = math.prod(given.index.shape), max(1, _count(use))
-    picks = -(-picks // use.kwargs.get("rounds", 1)) if "entries" in use.kwargs else picks * entries // count
-    read = nbytes_of(given.table) * min(picks, entries) // max(1, entries)
+    most = entries  # experts that are read
+    if "entries" in use.kwargs:  # the table is of places at which experts may begin, each expert in one round
+        rounds = use.kwargs.get("rounds", 1)
+        picks, most = -(-picks // rounds), -(-count // rounds)
+    else:
+        picks = picks * entries // count
+    read = nbytes_of(given.table) // max(1, entries) * min(picks, most)
     return Cost(2 * picks * (units + given.inner) * given.x.shape[-1],
                 read + nbytes_of(given.x, given.index, given.weights), nbytes_of(*use.out))
 

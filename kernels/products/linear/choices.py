@@ -57,7 +57,7 @@ def dequantized_rows(n: int, k: int, itemsize: int = HALF_NBYTES) -> int:
     return most if most == n or most < ALIGNED_ROWS else most // ALIGNED_ROWS * ALIGNED_ROWS
 
 
-def passing_nbytes(impl: str, product: Product, itemsize: int = HALF_NBYTES) -> int:
+def transient_nbytes(impl: str, product: Product, itemsize: int = HALF_NBYTES) -> int:
     """Bytes that torch's product takes and gives back: it may make its result apart, and again with what follows it;
     cuBLAS's workspace is not among them. `itemsize` is that of what meets packed weights."""
     weight, m, n, k = product
@@ -76,6 +76,6 @@ def workspace_nbytes(impl: str, product: Product, itemsize: int = HALF_NBYTES) -
     if impl == selection.ATEN:
         packed = packed_format(weight) is not None
         scratch = dequantized_rows(n, k, itemsize) * k * itemsize if packed else 0
-        return scratch + passing_nbytes(impl, product, itemsize)
+        return scratch + transient_nbytes(impl, product, itemsize)
     split = selection.workspace_nbytes(kind, impl, m, n, k, group_size, decode_shares.processors())
     return selection.HELD_COUNTERS_NBYTES + split

@@ -110,7 +110,7 @@ LINEAR = Operator(
     _cost,
     bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
     workspace={"cpu": _cpu_workspace, "cuda": lambda use: choices.workspace_nbytes(use.impl, _shape(use))},
-    allocator_transient_nbytes=lambda use: choices.passing_nbytes(use.impl, _shape(use)),
+    allocator_transient_nbytes=lambda use: choices.transient_nbytes(use.impl, _shape(use)),
     overwrites=("multiplier", "residual"),
     layouts={"x": "rows", "weight": "rows", "bias": "dense", "multiplier": "rows", "residual": "rows"},
     implementations=Implementations(

@@ -141,7 +141,7 @@ LINEAR_Q = Operator(
     _cost,
     bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
     workspace={"cpu": _cpu_workspace, "cuda": lambda use: choices.workspace_nbytes(*_on_cuda(use))},
-    allocator_transient_nbytes=lambda use: choices.passing_nbytes(*_on_cuda(use)),
+    allocator_transient_nbytes=lambda use: choices.transient_nbytes(*_on_cuda(use)),
     overwrites=("multiplier", "residual"),
     layouts={"x": "rows", "rows": "rows", "bias": "dense", "multiplier": "rows", "residual": "rows"},
     implementations=Implementations(

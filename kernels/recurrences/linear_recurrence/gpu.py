@@ -27,11 +27,11 @@ def linear_recurrence_kernel(
     CORRECTS: tl.constexpr, BY_CHANNEL: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of columns, sequence and head)."""
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    head = tl.program_id(1) % heads
+    b = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
     few = (head // group).to(tl.int64)
     head = head.to(tl.int64)
-    i, column = tl.arange(0, K), tl.program_id(0) * V + tl.arange(0, V)
+    i, column = tl.arange(0, K), tl.program_id(1) * V + tl.arange(0, V)
     row, there = i < width, column < columns
     count = tl.minimum(tl.maximum(tl.load(count_ptr + b), 0), tokens).to(tl.int32)
     state_at = state_ptr + (b * heads + head) * width * columns + i.to(tl.int64)[:, None] * columns + column[None, :]
@@ -86,7 +86,7 @@ def bind_linear_recurrence(
     rows, part = tile(width, columns)
     beta_strides = (0, 0) if beta is None else beta.stride()[:2]
     return bound(kernel_call(
-        linear_recurrence_kernel, (triton.cdiv(columns, part), batch * heads),
+        linear_recurrence_kernel, (batch * heads, triton.cdiv(columns, part)),  # axes behind the first end at 65535
         q, k, v, log_decay, v if beta is None else beta, state, start, count, out,
         tokens, heads, heads // k.shape[2], width, columns, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *log_decay.stride()[:3], *beta_strides, *out.stride()[:3],

@@ -268,6 +268,7 @@ template <bool BY_CHANNEL> void run_piece(const LinearRecurrenceArgs& a, const P
 // Needs dense last dimensions, a dense state, and a width of MOST_WIDTH at most.
 extern "C" int forebay_linear_recurrence(const LinearRecurrenceArgs* a, float*, int64_t, int threads) {
   if (a->width > MOST_WIDTH) return 1;
+  if (!a->heads) return 0;
   // tasks enough for all threads: few heads are cut by columns, of many some go together
   const int64_t heads = a->batch * a->heads, wanted = 4 * threads;
   const int64_t wides = std::max<int64_t>(1, (a->columns + WIDE - 1) / WIDE);

@@ -124,6 +124,8 @@ def plan(
                  "--tokens-per-s": tokens_per_s is not None}, "needs --config")
         assert model is not None
         options = replace(options, new_tokens=options.new_tokens or 64)
+        if budget is None and options.mesh is not None:
+            raise PlanError("--mesh: name the --budget of each rank, as device=120MiB")
         sizes = named_budget(budget, cast("Machine | None", options.machine))
         if options.draft is not None:
             _refuse({"--json": as_json, "--save": save, "--picture": picture, "--pareto": pareto,

@@ -18,7 +18,7 @@ from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints import packed
 from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.expert_tables import table_of
-from forebay.rewriter.checkpoints.match_weights import checkpoint_names, read_model_config, weight_records
+from forebay.rewriter.checkpoints.match_weights import read_model_config, weight_names, weight_records
 from forebay.rewriter.checkpoints.module_weights import named_tensors
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, copy_model_files
 from forebay.rewriter.checkpoints.quantize_source import FileTensor
@@ -59,7 +59,7 @@ def open_source(model: str | os.PathLike[str] | torch.nn.Module, gives: Gives = 
     if captured.rewritten:
         raise ExportError(f"{folder} is an exported bundle: copy the folder, or export the model it was made from")
     config = read_model_config(folder, checkpoint)
-    records = weight_records(captured, checkpoint, *checkpoint_names(config))
+    records = weight_records(captured, checkpoint, *weight_names(config))
     return Source(captured, lambda gives: open_model(folder, gives=gives)[0],
                   {name: _file_item(name, record) for name, record in records.items()},
                   lambda name: _mapped(records[name]), config,

@@ -46,7 +46,7 @@ def gauges(batcher: Batcher) -> dict[str, tuple[str, Mapping[str, float]]]:
     return {
         "requests_running": ("Requests in slots.", {"": len(batcher.running)}),
         "requests_waiting": ("Requests that wait for a place.", {"": batcher.waiting}),
-        "batch_slots": ("Places of the plan.", {"": batcher.lm.plan.workload.batch}),
+        "batch_slots": ("Slots of the plan.", {"": batcher.lm.plan.workload.batch}),
         "budget_bytes": ("The device's budget.", {"": found["budget_nbytes"]}),
         "planned_bytes": ("Memory of the plan by tier.", {f'tier="{t}"': n for t, n in found["arenas"].items()}),
         "process_anonymous_bytes": ("Anonymous memory of the process.", {"": found["process_nbytes"]}),

@@ -273,7 +273,7 @@ def test_many_rows_over_packed_weights_are_torchs(bits: int) -> None:
     assert choices.choose(product._replace(m=255), "NVIDIA H200").startswith("large")
     result = 2 * 2 * 512 * 4096  # apart, and again with what follows it
     assert choices.workspace_nbytes("aten", product) == 4096 * 14336 * 2 + result
-    assert choices.passing_nbytes("aten", product) == result
+    assert choices.transient_nbytes("aten", product) == result
     assert choices.dequantized_rows(28672, 7168) == 9344 == 146 * 64, "not the 9362 that fit"
     vocabulary = product._replace(n=128256, k=4096)  # in row tiles of 128 MiB
     assert choices.workspace_nbytes("aten", vocabulary) == (128 << 20) + 2 * 2 * 512 * 16384

@@ -188,6 +188,18 @@ def test_a_table_strided_input_and_leading_dimensions(stored: Storage, form: For
     assert each.error(sums.view(12, 96)) < 2e-4
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_pool_counts_its_experts_not_the_places_where_they_may_begin(rounds: int) -> None:
+    each = case(12, 2, 6, FORMS[0], Storage())
+    table = table_of(each)
+    args = (each.x, each.index, each.weights, table, 64, True, *FORMS[0], *Storage().up, *Storage().down)
+    whole = EXPERTS.cost(Tensors(args, {"count": 6}, (each.x,)))
+    places = torch.empty(1).expand(1000, table.shape[1])
+    how = {"entries": torch.zeros(6, dtype=torch.int64), "count": 6, "rounds": rounds}
+    pooled = EXPERTS.cost(Tensors((*args[:3], places, *args[4:]), how, (each.x,)))
+    assert whole.read_nbytes - pooled.read_nbytes == table.nbytes * (rounds - 1) // rounds
+
+
 @pytest.mark.parametrize(("name", "change"), [
     ("activation", lambda c: setattr(c, "form", Form("tanh"))),
     ("up", lambda c: setattr(c, "experts", c.experts._replace(up=c.experts.up[:, :-1]))),
