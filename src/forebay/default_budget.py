@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from forebay.kernels.build.process_limits import available_nbytes
 from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Budget
 from forebay.rewriter.machine.profile import Machine
+from forebay.runtime.comm.launched import ranks_here
 from forebay.runtime.devices.kinds import device_here, kind_of
 
 
@@ -22,8 +22,7 @@ def default_budget(machine: Machine | None = None) -> Budget:
     if machine is not None:
         return Budget(machine.tiers["device"].capacity_nbytes // 2, 0 if machine.kind.on_host_cores else (
             machine.tiers["host"].capacity_nbytes // 2 if "host" in machine.tiers else 0))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    own, half = kind_of(device_here()).free_nbytes(), available_nbytes() // (2 * ranks)
+    own, half = kind_of(device_here()).free_nbytes(), available_nbytes() // (2 * ranks_here(1))
     return Budget(half) if own is None else Budget(own // 2, half)
 
 

@@ -100,7 +100,7 @@ def test_a_quantized_multimodal_folder_has_no_towers(tmp_path: Path) -> None:
     quantize_model(tmp_path / "whole", tmp_path / "text", Wish("w8g32"))
     with safe_open(next((tmp_path / "text").glob("*.safetensors")), "pt") as file:
         stored = [name for name in file.keys() if "filler" not in name]  # noqa: SIM118
-    assert len(stored) == 21 and not any("vision" in name for name in stored)
+    assert len(stored) == 20 and not any("vision" in name for name in stored)
     with forebay.wrap(tmp_path / "text", "380kB", batch=2, prompt=8, new_tokens=8, machine=Machine.default()) as lm:
         assert all("vision" not in weight.name for weight in lm.plan.weights)
         assert lm.generate(PROMPTS, **ASKED).shape == (2, 13)

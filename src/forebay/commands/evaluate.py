@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import torch
 import typer
 
-from forebay.commands.options import DebugOption, ModelArgument, model_folder, named_budget, with_options
+from forebay.commands.options import DebugOption, ModelArgument, model_folder, with_options
 from forebay.commands.prompts import JobError, load_tokenizer, text_ids
 from forebay.commands.terminal import clean_errors, console, progress_bar
 from forebay.rewriter.ir.files import read_input_text
@@ -235,6 +235,7 @@ def eval_command(
     """
     with clean_errors(debug):
         from forebay.commands.process_memory import MemoryWatch
+        from forebay.default_budget import default_budget
         from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
         from forebay.runtime.disk.page_cache import drop_file
         from forebay.runtime.disk.spill_file import require_spill_folder
@@ -252,7 +253,7 @@ def eval_command(
         told = tokenize(folder, given) if text is not None else None
         passages = read_passages(folder, words) if words is not None else []
         options = replace(options, machine=options.machine or kept_machine(folder))
-        sizes = named_budget(budget or None)
+        sizes = parse_budget(budget) if budget else default_budget()
         with console().status("capturing and planning"):
             lm = open_scorer(folder, sizes, options, context=context)
         files = {f.path for f in lm.files.values()}

@@ -297,4 +297,4 @@ def test_a_plan_says_how_many_enter(cases: Callable[[str], Case]) -> None:
         with pytest.raises(PlanError, match=r"plan\.schedule\.prefill_chunks"):
             validate(replace(lm.plan, schedule=replace(lm.plan.schedule, prefill_chunks=(5, 1))))
         assert plan_from_dict(json.loads(lm.plan.to_json())) == lm.plan
-        assert "2 enter" in lm.explain()
+        assert "2 admitted at once" in lm.explain()

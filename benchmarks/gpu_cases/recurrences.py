@@ -1,0 +1,95 @@
+"""A decode step of recurrent layers (short_conv, linear_recurrence, selective_scan) and of experts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal
+from forebay.kernels.products.experts import reference as expert
+from forebay.kernels.recurrences.linear_recurrence import reference as linear
+from forebay.kernels.recurrences.selective_scan import reference as scan
+from forebay.kernels.recurrences.short_conv import reference as conv
+
+F32 = torch.float32
+AIM = (Aim("bandwidth", 0.75),)
+Reference = Callable[..., tuple[Tensor, Tensor]]
+
+
+def work(
+    place: Place, shape: str, bind: Callable[..., Callable[[], None]], reference: Reference, sizes: tuple[int, ...],
+    given: tuple[Tensor | None, ...], out: Tensor,
+) -> Work:
+    """A step on states of these sizes: each call moves its state on, and the check begins with the same."""
+    start, count = (torch.full((sizes[0],), n, device=place.device) for n in (7, 1))
+    first = normal(place, *sizes, dtype=out.dtype)
+    nbytes = 2 * first.nbytes + sum(each.nbytes for each in (*given, out) if each is not None)
+    states = [first.clone() for _ in range(place.copies(nbytes))]
+    outs = [torch.empty_like(out) for _ in states]
+    ours = [bind(*given, state, start, count, each) for state, each in zip(states, outs, strict=True)]
+    verify = checked(ours[0], outs[0], lambda: reference(*given, first, start, count)[0])
+    return Work(shape, ours, verify, LIMITS[out.dtype], nbytes, aims=AIM)
+
+
+def conv_work(place: Place) -> Work:
+    from forebay.kernels.recurrences.short_conv.gpu import bind_short_conv
+
+    batch, channels = place.size(64, 2), place.size(8192, 33)
+    x, weight = normal(place, batch, 1, channels), normal(place, channels, 4)
+
+    def bind(*given: Any) -> Callable[[], None]:
+        return bind_short_conv(*given[:-1], "", given[-1])
+
+    return work(place, f"{batch}x{channels}", bind, conv.reference, (batch, 3, channels), (x, weight, None),
+                torch.empty_like(x))
+
+
+def linear_work(place: Place) -> Work:
+    from forebay.kernels.recurrences.linear_recurrence.gpu import bind_linear_recurrence
+
+    batch, heads, width = place.size(32, 2), place.size(32, 2), place.size(128, 16)
+    q, k, v = (normal(place, batch, 1, heads, width, dtype=F32, scale=width**-0.5) for _ in range(3))
+    decay, beta = -normal(place, batch, 1, heads, dtype=F32).abs(), normal(place, batch, 1, heads, dtype=F32).sigmoid()
+    return work(place, f"{batch}x{heads}x{width}x{width}", bind_linear_recurrence, linear.reference,
+                (batch, heads, width, width), (q, k, v, decay, beta), torch.empty_like(v))
+
+
+def scan_work(place: Place) -> Work:
+    from forebay.kernels.recurrences.selective_scan.gpu import bind_selective_scan
+
+    batch, channels, width = place.size(64, 2), place.size(8192, 33), 16
+    x, dt = (normal(place, batch, 1, channels, dtype=F32) for _ in range(2))
+    a = -normal(place, channels, width, dtype=F32).abs()
+    b, c = (normal(place, batch, 1, width, dtype=F32) for _ in range(2))
+    return work(place, f"{batch}x{channels}x{width}", bind_selective_scan, scan.reference, (batch, channels, width),
+                (x, dt.abs(), a, b, c), torch.empty_like(x))
+
+
+def experts_work(place: Place, tokens: int) -> Work:
+    """As Qwen3-30B-A3B has them: 8 of 128 for each token."""
+    from forebay.kernels.products.experts.gpu import bind_experts
+
+    tokens, hidden, inner = place.size(tokens, 3), place.size(2048, 32), place.size(768, 16)
+    count, picks = place.size(128, 4), place.size(8, 2)
+    x = normal(place, tokens, hidden, scale=hidden**-0.5)
+    up = normal(place, count, 2 * inner, hidden, scale=hidden**-0.5)
+    down = normal(place, count, hidden, inner, scale=inner**-0.5)
+    drawn = torch.rand(tokens, count, generator=torch.Generator().manual_seed(tokens))
+    order = drawn.argsort(1)[:, :picks].contiguous()
+    index, shares = order.to(place.device), normal(place, tokens, picks).abs()
+    held, out = expert.Experts(up, None, down, None), torch.empty_like(x)
+    read = len(set(order.flatten().tolist())) * 3 * inner * hidden * 2
+    call = bind_experts(x, index, shares, held, expert.Form(), expert.Storage(), out)
+    verify = checked(call, out, lambda: expert.reference(x, index, shares, held))
+    return Work(f"{tokens} tokens, {picks} of {count} x 3x{inner}x{hidden}", [call], verify, LIMITS[x.dtype], read,
+                flops=6 * tokens * picks * inner * hidden, aims=AIM if tokens < 8 else ())
+
+
+def cases(tiny: bool) -> list[Case]:
+    """Steps of Qwen3-Next (linear_recurrence), Mamba-2.8B (selective_scan) and Qwen3-30B-A3B (experts)."""
+    return [Case("short_conv", conv_work), Case("linear_recurrence", linear_work), Case("selective_scan", scan_work),
+            *(Case("experts", functools.partial(experts_work, tokens=tokens)) for tokens in (1, 64))]
