@@ -208,7 +208,10 @@ def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
 def weight_names(config: Any) -> tuple[str, Callable[[str], str]]:
     """`checkpoint_names` for the model that is captured, which of a multimodal one is the language model."""
     prefix, rename = checkpoint_names(config)
-    return (prefix, rename) if text_config(config) is None else text_names(config, prefix, rename)
+    if (text := text_config(config)) is None:
+        return prefix, rename
+    (prefix, within), (_, own) = text_names(config, prefix, rename), checkpoint_names(text)
+    return prefix, lambda name: own(within(name))
 
 
 @one_thread
