@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,7 +18,8 @@ from torch import nn
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.capture.patterns import LayerType
 
-RECURRENT_CACHE = "cache_params"  # the argument of models of recurrent layers alone, by which they take their states
+# The argument of models of recurrent layers alone, by which they take their states; `cache` from transformers 5.24.
+RECURRENT_CACHE = "cache_params"
 Replacement = tuple[str, Callable[[Any], Callable[..., Any]]]
 
 
@@ -42,6 +44,11 @@ class Family:
     holds_positions: Callable[[Any], bool] = lambda config: False
     layer_types: Mapping[str, LayerType] = field(default_factory=dict)
     layer_index: str = ""
+
+
+def require_release(what: str) -> NoReturn:
+    """Raise CaptureError: `what` is written in another way in older releases of transformers."""
+    raise CaptureError(f"{what} need transformers 5.23 or newer, and {version('transformers')} is installed")
 
 
 FAMILIES: dict[str, Family] = {}
@@ -80,7 +87,7 @@ def outer_inputs(model: nn.Module, positions: torch.Tensor) -> dict[str, torch.T
     taken = inspect.signature(model.forward).parameters
     if "position_ids" in taken:
         return {"position_ids": positions}
-    if RECURRENT_CACHE in taken:  # its layers know no positions
+    if RECURRENT_CACHE in taken or getattr(model, "_is_stateful", False):  # its layers know no positions
         return {}
     if family_of(model) is not _PLAIN:
         return {"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}

@@ -16,7 +16,7 @@ from torch import nn
 from forebay.kernels.operators import ATTENTION
 from forebay.rewriter.capture.cache_name import find_cache
 from forebay.rewriter.capture.family import FAMILIES as FAMILIES
-from forebay.rewriter.capture.family import Family, register_family
+from forebay.rewriter.capture.family import Family, register_family, require_release
 from forebay.rewriter.capture.family import adopt_family as adopt_family
 from forebay.rewriter.capture.layer_states import layer_state, starts
 from forebay.rewriter.capture.layers import CaptureError
@@ -186,6 +186,8 @@ def _diffllama(module: Any) -> Callable[..., Any]:
 def _shared_kv(module: Any) -> Callable[..., Any]:
     """Of Gemma 3n's and Gemma 4's last layers, which attend over keys and values of an earlier one of their type."""
     config, kind = module.config, module.layer_type
+    if not hasattr(config, "kv_sharing_modes"):
+        require_release("layers that share keys and values")
     made = [n for n, mode in enumerate(config.kv_sharing_modes) if mode == "store" and config.layer_types[n] == kind]
     if module.is_kv_shared_layer:
         vars(module)["kv_source"] = made[0]  # layers with another source are of another kind

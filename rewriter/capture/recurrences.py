@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from forebay.kernels.operator import in_columns
 from forebay.kernels.operators import LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV
-from forebay.rewriter.capture.family import Family, register_family
+from forebay.rewriter.capture.family import Family, register_family, require_release
 from forebay.rewriter.capture.layer_states import counts, layer_state, starts, states_before
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.ir.state import ConvolutionState, RecurrentState, ScanState
+
+OLDER = "has_previous_state"  # which mixers of older releases ask of their cache
 
 
 def adopt_recurrences(model: nn.Module) -> int:
@@ -29,6 +31,8 @@ def adopt_recurrences(model: nn.Module) -> int:
         forward: Any = inspect.unwrap(type(module).forward)
         if not isinstance(forward, FunctionType):
             continue
+        if OLDER in forward.__code__.co_names:
+            require_release("its recurrent layers")
         called = {name: ours for name, ours in FUNCTIONS.items() if name in forward.__code__.co_names}
         if called:
             vars(module)["forward"] = _calling(module, forward, called)

@@ -85,7 +85,10 @@ def test_every_kind_has_a_case() -> None:
 
 @pytest.mark.parametrize("kind", SHOWN)
 def test_text_alone(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    expected = save(kind, tmp_path).generate(PROMPTS, **ASKED)
+    whole = save(kind, tmp_path)
+    if kind == "llama4":  # the whole one fails without images in transformers 5.24
+        whole = whole.language_model
+    expected = whole.generate(PROMPTS, **ASKED)
     budget = "380kB" if kind in ("gemma3", "mistral3") else "3MB"
     with caplog.at_level(logging.WARNING, "forebay"), forebay.wrap(
             tmp_path, budget, batch=2, prompt=8, new_tokens=8, machine=Machine.default()) as lm:

@@ -2,6 +2,7 @@ import copy
 import functools
 import logging
 import resource
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from forebay.kernels import operators
 from forebay.rewriter.capture.cache_name import find_cache
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
+from forebay.rewriter.capture.recurrences import adopt_recurrences
 from forebay.rewriter.ir.graph import META, CapturedModel, weight_name
 from forebay.rewriter.ir.state import KV_TENSORS, StateInput
 from tests.families import FAMILIES, REFUSED, VOCAB, captured
@@ -403,3 +405,12 @@ def test_layers_with_tables_of_their_own_that_follow_the_length_are_refused(monk
     monkeypatch.setattr(LlamaDecoderLayer, "forward", own)
     with pytest.raises(CaptureError, match="a layer makes rotary tables of its own"):
         capture_model(config)
+
+
+def test_mixers_of_older_releases_are_refused_with_the_release_that_is_needed() -> None:
+    class Mixer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+            return x if cache.has_previous_state(0) else -x
+
+    with pytest.raises(CaptureError, match=r"need transformers 5\.23 or newer, and "):
+        adopt_recurrences(Mixer())
