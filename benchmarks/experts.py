@@ -96,7 +96,7 @@ def measure(folder: Path, shares: list[float], turns: int) -> list[MeasuredTurns
 
 
 def calibrated_on_answers(folder: Path, nbytes: int) -> Path:
-    """The routing of answers that no turn gives, in a file beside the model, made once."""
+    """Measure the routing of answers that no timed turn gives, once; the file lies next to the model."""
     path = folder / "routing.json"
     if not path.exists():
         with forebay.wrap(folder, {"device": nbytes, "disk": folder}, prompt=1, new_tokens=TOKENS["pools"]) as lm:

@@ -1,4 +1,4 @@
-"""What quantization costs in perplexity, beside other quantizers: `python -m benchmarks.perplexity`.
+"""What quantization costs in perplexity, compared with other quantizers: `python -m benchmarks.perplexity`.
 
 SmolLM2-135M from its Q4_1 GGUF, dequantized to float32, is the reference. Every row of ours is the transformers model
 with each weight of its linear layers (not the head, not the embedding) replaced by what `forebay::quantize` followed by

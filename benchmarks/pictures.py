@@ -40,7 +40,7 @@ def _grouped_bars(axes: Any, groups: list[str], series: dict[str, tuple[str, lis
 
 
 def draw_budgets() -> Figure:
-    """Decode throughput against the budget, beside the peers that keep it."""
+    """Decode throughput against the budget, for us and the peers that keep it."""
     recorded = _load("gguf-offload-Q8_0-zen4-2core-2026-11-26.json")
     speeds = {(row["name"], row["share"]): statistics.median(1 / turn["time_s"] for turn in row["turns"])
               for row in recorded["rows"]}
@@ -59,7 +59,7 @@ def draw_budgets() -> Figure:
 
 
 def draw_equal_budget() -> Figure:
-    """Decode throughput of one budget, beside the peers with as many sequences as fit it."""
+    """Decode throughput within one budget, for us and the peers with as many sequences as fit it."""
     recorded = _load("throughput-large-zen4-2core-2026-11-26.json")["models"][0]
     speeds: dict[tuple[str, str], float] = {}
     for turn in recorded["turns"]:

@@ -1,4 +1,4 @@
-"""Recurrences on the CPU beside what bounds them: `python -m benchmarks.recurrences`.
+"""Recurrences on the CPU, compared with their ceilings: `python -m benchmarks.recurrences`.
 
 Each row is `forebay::linear_recurrence` in the shape of a model's layer. A prompt of 1024 tokens is bound by the rate
 of matrix products: its floating-point operations are those of its chunks, and the ceiling is torch's product of two
@@ -121,7 +121,7 @@ def peer(
 
 
 def measure(name: str, shape: RecurrentShape, turns: int) -> list[MeasuredRecurrence]:
-    """A prompt and a decode step, each beside its bound and its peer, in turns."""
+    """A prompt and a decode step, each compared with its ceiling and its peer, in turns."""
     batch = STATES // (4 * shape.heads * shape.width * shape.columns)
     square, numbers = torch.randn(SQUARE, SQUARE), torch.randn(STATES // 4)
     has_peer = shape.corrects and not shape.by_channel
@@ -132,15 +132,15 @@ def measure(name: str, shape: RecurrentShape, turns: int) -> list[MeasuredRecurr
         ("byte", 2 * STATES, (batch, 1), lambda: numbers.mul_(1.0), 2 * STATES, torch_recurrent_gated_delta_rule),
     ):
         call, given = ours(shape, *sizes)
-        beside = peer(shape, given, function) if has_peer else None
+        compared = peer(shape, given, function) if has_peer else None
         row = MeasuredRecurrence(name, unit, amount)
         for turn in range(turns + 1):
             spent, bound_s = timed(call), timed(bound)
-            peer_s = timed(beside) if beside else 0.0
+            peer_s = timed(compared) if compared else 0.0
             if turn:  # the first warms up
                 row.call_s.append(spent)
                 row.ceiling.append(bound_amount / bound_s)
-                row.peer_s += [peer_s] if beside else []
+                row.peer_s += [peer_s] if compared else []
         made.append(row)
     return made
 

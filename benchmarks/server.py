@@ -2,8 +2,8 @@
 
 `forebay serve demo` (SmolLM2-135M) is planned once with all the memory it wants and once with half of that. Each gets
 requests in an open loop, Poisson: first far more than it can serve, which gives the rate at which it is full, then at
-shares of that; prompts and answers of uniformly drawn lengths, prompts of English, and no step checks drafts, of which
-a simulation knows no share that stands. `rewriter/serving/continuous_batching.py` is given the same arrivals and
+shares of that; prompts and answers of uniformly drawn lengths, prompts of English. No step checks drafts, because a
+simulation does not know how many are accepted. `rewriter/serving/continuous_batching.py` is given the same arrivals and
 lengths (of the answers those that came), and steps as the plan's Programs are predicted on this machine's profile:
 nothing of the run is fitted.
 

@@ -73,9 +73,10 @@ def cached_machine(
         if keep:
             save_machine(machine, machine_cache_path(folder))
     if machine.guessed:
-        LOG.warning("predictions rest in part on a guess, because some measurements of this machine fit no line%s; "
-                    "`forebay machine` lists them, and `forebay machine --measure` measures again",
-                    f" (others used {machine.others_share:.0%} of its cores)" if machine.others_share > BUSY else "")
+        why = (f"others used {machine.others_share:.0%} of the cores while this machine was measured"
+               if machine.others_share > BUSY else "some measurements of this machine were too noisy")
+        LOG.warning("predictions rest in part on a guess, because %s; `forebay machine` lists the guesses, and "
+                    "`forebay machine --measure` measures again", why)
     return machine
 
 

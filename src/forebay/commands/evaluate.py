@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import torch
 import typer
 
-from forebay.commands.options import DebugOption, ModelArgument, model_folder, with_options
+from forebay.commands.options import BudgetOption, DebugOption, ModelArgument, model_folder, with_options
 from forebay.commands.prompts import JobError, load_tokenizer, text_ids
 from forebay.commands.terminal import clean_errors, console, progress_bar
 from forebay.rewriter.ir.files import read_input_text
@@ -210,11 +210,7 @@ def eval_command(
     text: Annotated[Path | None, typer.Option(help="UTF-8 text file for perplexity.", rich_help_panel="Input")] = None,
     words: Annotated[Path | None, typer.Option(
         help='JSONL file of {"text": "…"} for last-word accuracy.', rich_help_panel="Input")] = None,
-    budget: Annotated[str | None, typer.Option(
-        "--budget", metavar="TIER=SIZE,…",
-        help="Memory to use, e.g. device=120MiB. Default: half of the free memory.",
-        rich_help_panel="Memory"
-    )] = None,
+    budget: BudgetOption = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens of a window.", rich_help_panel="Input")] = CONTEXT,
     stride: Annotated[int | None, typer.Option(min=1,
         help="Tokens from window to window. Default: --context.",
