@@ -3,7 +3,7 @@
 #include <cstdint>
 
 constexpr int64_t ONCE = 1 << 20;  // what a use counts
-constexpr int FORGETS = 5;         // each step after it forgets this power of a half of it
+constexpr int DECAY_SHIFT = 5;     // each step forgets the count shifted right by so many bits
 
 extern "C" struct AssignSlotsArgs {
   const int64_t* index;   // [picks]
@@ -30,7 +30,7 @@ extern "C" int forebay_assign_slots(const AssignSlotsArgs* a, float* scratch, in
   int64_t *owner = a->state, *uses = owner + a->slots, *told = uses + a->experts;
   for (int64_t s = 0; s < a->slots; ++s)
     if (owner[s] > 0) slot_of[owner[s] - 1] = int32_t(s);
-  for (int64_t e = 0; e < a->experts; ++e) uses[e] += (number[e] >= 0 ? ONCE : 0) - (uses[e] >> FORGETS);
+  for (int64_t e = 0; e < a->experts; ++e) uses[e] += (number[e] >= 0 ? ONCE : 0) - (uses[e] >> DECAY_SHIFT);
   std::fill(told, told + a->rounds * (a->slots + a->experts), int64_t(-1));
   for (int64_t r = 0; r < a->rounds; ++r) {
     int64_t *want = told + r * (a->slots + a->experts), *entries = want + a->slots;
