@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.capture.recover import recover_batch_norm, recover_linear
 from forebay.rewriter.capture.results import Result, Shown, describe, give_back, made
+from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import META, WeightInput, storage_of, values_of
 
 aten = torch.ops.aten
@@ -145,10 +146,13 @@ def _row_major(arg: torch.Tensor, weight: bool) -> torch.Tensor:
 
 @contextmanager
 def _tracing() -> Iterator[None]:
-    """Without gradients; OffloadError for what cannot be traced, and nothing of the failed trace stays active."""
+    """Without gradients; OffloadError for what cannot be traced, and nothing of the failed trace stays active.
+
+    Nothing is collected meanwhile: the end of a suspended generator under `torch.no_grad()` would become a node.
+    """
     depth = get_dynamic_layer_stack_depth()
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), no_collection():
             yield
     except OffloadError:
         raise
