@@ -6,6 +6,7 @@ import math
 import os
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -90,11 +91,14 @@ class _Fields:
         self.file.seek(nbytes, os.SEEK_CUR)
 
     def unpack(self, form: str) -> Any:
-        data = self.file.read(struct.calcsize(form))
-        if len(data) < struct.calcsize(form):
-            raise EOFError
-        values = struct.unpack(form, data)
+        values = self.unpack_all(form)
         return values[0] if len(values) == 1 else values
+
+    def unpack_all(self, form: str) -> tuple[Any, ...]:
+        nbytes = struct.calcsize(form)
+        if self.file.tell() + nbytes > self.size:
+            raise EOFError
+        return struct.unpack(form, self.file.read(nbytes))
 
     def string(self) -> str:
         length = self.unpack("<Q")
@@ -102,16 +106,19 @@ class _Fields:
             raise EOFError
         return self.file.read(length).decode()
 
-    def value(self, kind: int) -> object:
-        """A string, a number or a tuple of few numbers; other arrays are stepped over and give None."""
+    def value(self, kind: int, whole: bool = False) -> object:
+        """A string, a number or a tuple of few numbers; other arrays are stepped over and give None, unless they are
+        asked for as a `whole`."""
         if kind == STRING:
             return self.string()
         if kind == ARRAY:
             inner, count = self.unpack("<IQ")
-            if inner in SCALARS and count <= MOST_KEPT:
-                return tuple(self.unpack(SCALARS[inner]) for _ in range(count))
+            if inner in SCALARS and (whole or count <= MOST_KEPT):
+                return self.unpack_all(f"<{count}{SCALARS[inner][1]}")
             if inner in SCALARS:
                 self.skip(count * struct.calcsize(SCALARS[inner]))
+            elif inner == STRING and whole:
+                return tuple(self.string() for _ in range(count))
             else:
                 for _ in range(count):
                     self.skip(self.unpack("<Q")) if inner == STRING else self.value(inner)
@@ -162,6 +169,20 @@ def read_gguf(path: Path) -> GgufHeader:
     return GgufHeader(parts[0], architecture, metadata, tuple(tensors))
 
 
+def read_arrays(path: Path, keys: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Arrays of a file's metadata, however long; empty ones where it has none of the name.
+
+    Raises:
+        CheckpointError: the file is truncated or corrupt, or one of these keys is no array.
+    """
+    metadata = _parse(path, frozenset(keys))[0]
+    found = [metadata.get(key, ()) for key in keys]
+    for key, value in zip(keys, found, strict=True):
+        if not isinstance(value, tuple):
+            raise CheckpointError(f"{path} has a corrupt header: {key} is no list; fetch it again")
+    return found  # type: ignore[return-value]
+
+
 def _parts(path: Path, metadata: dict[str, object]) -> tuple[Path, ...]:
     """The files of the model whose part `path` has that metadata."""
     count = metadata.get("split.count", 0)
@@ -180,8 +201,8 @@ def _parts(path: Path, metadata: dict[str, object]) -> tuple[Path, ...]:
     return parts
 
 
-def _parse(path: Path) -> tuple[dict[str, object], list[GgufTensor]]:
-    """Metadata and tensors of one file."""
+def _parse(path: Path, whole: frozenset[str] = frozenset()) -> tuple[dict[str, object], list[GgufTensor]]:
+    """Metadata and tensors of one file; of the arrays under the keys `whole` all that they hold."""
     if not path.exists():
         raise CheckpointError(f"no GGUF file at {path}")
     with open_input(path) as file:
@@ -189,7 +210,7 @@ def _parse(path: Path) -> tuple[dict[str, object], list[GgufTensor]]:
         if file.read(4) != b"GGUF":
             raise CheckpointError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
         try:
-            metadata, tensors = _parse_fields(fields, path)
+            metadata, tensors = _parse_fields(fields, path, whole)
         except EOFError:
             raise CheckpointError(f"{path} is truncated: its header does not end within {fields.size} bytes") from None
         except (ValueError, TypeError, RecursionError) as error:
@@ -200,7 +221,9 @@ def _parse(path: Path) -> tuple[dict[str, object], list[GgufTensor]]:
     return metadata, tensors
 
 
-def _parse_fields(fields: _Fields, path: Path) -> tuple[dict[str, object], list[GgufTensor]]:
+def _parse_fields(
+    fields: _Fields, path: Path, whole: frozenset[str]
+) -> tuple[dict[str, object], list[GgufTensor]]:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     version, tensor_count, metadata_count = fields.unpack("<IQQ")
@@ -209,7 +232,7 @@ def _parse_fields(fields: _Fields, path: Path) -> tuple[dict[str, object], list[
     metadata: dict[str, object] = {}
     for _ in range(metadata_count):
         key = fields.string()
-        metadata[key] = fields.value(fields.unpack("<I"))
+        metadata[key] = fields.value(fields.unpack("<I"), key in whole)
     rows: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int, int]] = []
     for _ in range(tensor_count):
         name, dims = fields.string(), fields.unpack("<I")

