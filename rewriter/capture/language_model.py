@@ -15,7 +15,7 @@ from torch import nn
 
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.layers import CaptureError
-from forebay.rewriter.checkpoints.text_model import text_config
+from forebay.rewriter.checkpoints.text_model import causal_class, text_config
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.graph import CapturedModel, Gives
@@ -102,13 +102,12 @@ def _unlogged() -> Iterator[None]:
 
 
 def _model_class(config_or_model: Any) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     if isinstance(config_or_model, PreTrainedConfig):
         config = text_config(config_or_model) or config_or_model
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if (cls := causal_class(config)) is None:
             raise CaptureError(f"{config.model_type!r} is not a causal language model that transformers knows")
-        cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         return cls, config
     if isinstance(config_or_model, PreTrainedModel):
         return type(config_or_model), config_or_model.config

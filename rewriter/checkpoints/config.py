@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.text_model import causal_class
 from forebay.rewriter.ir.files import read_input, special_kind, write_text
 from forebay.rewriter.one_thread import one_thread
 
@@ -144,7 +145,10 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     objects to."""
     from transformers import AutoModelForCausalLM
 
+    cls: Any = causal_class(config)
     with torch.device("meta"):  # its attention is never run; one that the config names could be fetched and loaded
+        if cls is not None:
+            return cls._from_config(config, attn_implementation="eager")
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
 
 

@@ -16,7 +16,7 @@ from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.checkpoints.expert_tables import expert_names, table_record
 from forebay.rewriter.checkpoints.records import CheckpointError, Packed, TensorRecord
 from forebay.rewriter.checkpoints.stored_tensors import require_fits, require_same, same_contents, spellings
-from forebay.rewriter.checkpoints.text_model import OTHERS, text_config, text_names
+from forebay.rewriter.checkpoints.text_model import OTHERS, TEXT_ALONE, causal_class, text_config, text_names
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.one_thread import one_thread
@@ -110,7 +110,9 @@ def read_model_config(folder: Path, checkpoint: Checkpoint, quantized: Iterable[
 
 def ties_head(config: Any) -> bool:
     """Whether a config says that the output head is the embedding."""
-    return any(getattr(each, "tie_word_embeddings", False) for each in (config, config.get_text_config()))
+    alone = text_config(config)
+    return any(getattr(each, "tie_word_embeddings", False) for each in (
+        (config, config.get_text_config()) if alone is None else (alone,)))
 
 
 def _stored_apart(config: Any, checkpoint: Checkpoint, quantized: Iterable[str]) -> bool:
@@ -218,7 +220,8 @@ def weight_names(config: Any) -> tuple[str, Callable[[str], str]]:
 def model_class(config: Any) -> Any:
     """Return transformers' class for a config: of causal language models, or of multimodal ones; None where it has
     none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    kinds = MODEL_FOR_CAUSAL_LM_MAPPING if text_config(config) is None else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return kinds.get(type(config), None)
+    if config.model_type in TEXT_ALONE:
+        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    return causal_class(config)

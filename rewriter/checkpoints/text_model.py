@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 BASE, HEAD = "model", "lm_head."  # of every causal model below
 OTHERS = "beside the language model: "  # before names of towers and projectors, which text has no use for
 LANGUAGE, TEXT, CAUSAL = "model.language_model", "model.text_model", "language_model.model"
 # By model type, where the language model lies in the whole one. Without images each of these is the causal model of its
-# own config. Others see a text in both directions (PaliGemma), or have positions in three dimensions (Qwen2-VL and its
-# relatives).
+# own config; the positions of Qwen2-VL and its relatives have three dimensions, which are equal then. PaliGemma sees a
+# text in both directions.
 TEXT_ALONE = {
     "aya_vision": LANGUAGE, "cohere2_vision": LANGUAGE, "gemma3": LANGUAGE, "gemma3n": LANGUAGE, "gemma4": LANGUAGE,
     "idefics3": TEXT, "internvl": LANGUAGE, "lfm2_vl": LANGUAGE, "llama4": CAUSAL, "llava": LANGUAGE,
-    "llava_next": LANGUAGE, "llava_onevision": LANGUAGE, "mistral3": LANGUAGE, "qwen3_5": LANGUAGE,
-    "qwen3_5_moe": LANGUAGE, "smolvlm": TEXT, "vipllava": LANGUAGE}
+    "llava_next": LANGUAGE, "llava_onevision": LANGUAGE, "mistral3": LANGUAGE, "qwen2_5_vl": LANGUAGE,
+    "qwen2_vl": LANGUAGE, "qwen3_5": LANGUAGE, "qwen3_5_moe": LANGUAGE, "qwen3_vl": LANGUAGE, "qwen3_vl_moe": LANGUAGE,
+    "smolvlm": TEXT, "vipllava": LANGUAGE}
 
 
 @one_thread
@@ -31,8 +35,63 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
         return None
     text = copy.deepcopy(config.get_text_config(decoder=True))
     # The whole model ties its head by its own setting, which some configs repeat for the language model.
-    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", text.tie_word_embeddings))
+    ties = (getattr(each, "tie_word_embeddings", None) for each in (config, text))
+    text.tie_word_embeddings = bool(next((tie for tie in ties if tie is not None), False))
     return text
+
+
+@one_thread
+def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class of causal language models of a config; None where there is none.
+
+    transformers has none for the language models of Qwen2-VL and its relatives: theirs is made of the base model.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    whole = config.model_type.removesuffix("_text")
+    return _with_head(MODEL_MAPPING[type(config)]) if found is None and whole in TEXT_ALONE and (
+        type(config) in MODEL_MAPPING) else found
+
+
+@functools.cache
+@one_thread
+def _with_head(base: Any) -> type[PreTrainedModel]:
+    """Make the class of causal language models of a base model's."""
+    from transformers import GenerationMixin
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    class TextWithHead(base.__base__, GenerationMixin):  # type: ignore[misc]
+        _tied_weights_keys: ClassVar = {f"{HEAD}weight": f"{BASE}.embed_tokens.weight"}
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = base(config)
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **given: Any) -> Any:
+            hidden = self.model(input_ids=input_ids, position_ids=position_ids, **given).last_hidden_state
+            return CausalLMOutputWithPast(logits=self.lm_head(hidden))
+
+    TextWithHead.__name__ = TextWithHead.__qualname__ = f"{base.__name__}WithHead"
+    return TextWithHead
+
+
+@one_thread
+def text_module(model: Any) -> Any:
+    """Return the language model within a multimodal one in memory, as a causal model of its parameters; any other
+    model itself."""
+    if getattr(getattr(model, "config", None), "model_type", None) not in TEXT_ALONE or (
+            model.get_output_embeddings() is None):
+        return model
+    text: Any = text_config(model.config)
+    cls: Any = causal_class(text)
+    with torch.device("meta"):
+        alone = cls(text)
+    setattr(alone, BASE, model.get_submodule(TEXT_ALONE[model.config.model_type]))
+    alone.set_output_embeddings(model.get_output_embeddings())
+    return alone
 
 
 def text_names(config: PreTrainedConfig, prefix: str, rename: Callable[[str], str]) -> tuple[str, Callable[[str], str]]:

@@ -19,6 +19,7 @@ from forebay.option_keywords import with_keywords
 from forebay.rewriter.capture.language_model import capture_model, tied_config
 from forebay.rewriter.checkpoints.match_weights import file_slices, weight_records
 from forebay.rewriter.checkpoints.module_weights import spill_module
+from forebay.rewriter.checkpoints.text_model import text_module
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.planning.features.admission import admitted_at_once
 from forebay.rewriter.planning.options import Options
@@ -48,9 +49,10 @@ def wrap(
     require_spill_folder((sizes := budget_or_default(budget)).disk)
     capture, given = None, cast(Any, model)
     if isinstance(model, torch.nn.Module):
+        given = text_module(model)
         captured = capture_model(given)
         capture = partial(capture_model, tied_config(given), dtype=captured.dtype, architecture=type(given))
-        checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
+        checkpoint = spill_module(given, sizes.disk or tempfile.gettempdir())
         files = file_slices(weight_records(captured, checkpoint))
     else:
         captured, checkpoint, files = open_model(model, dequantize=options.dequantize,
@@ -62,5 +64,5 @@ def wrap(
     lm = build_model((captured, checkpoint, files), sizes, workload, options, capture=capture)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         empty_module(model)
-        lm.config, lm.generation_config = given.config, given.generation_config
+        lm.config, lm.generation_config = cast(Any, model).config, cast(Any, model).generation_config
     return lm

@@ -33,9 +33,9 @@ TOWER = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atte
 CLIP, SIGLIP = TOWER | {"model_type": "clip_vision_model"}, TOWER | {"model_type": "siglip_vision_model"}
 QWEN = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=48, out_hidden_size=64, patch_size=14,
             spatial_merge_size=2, deepstack_visual_indexes=[0], num_position_embeddings=16)
+MROPE = dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]})
 LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
-              layer_types=["linear_attention", "full_attention"], rope_parameters={
-                  "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]})
+              layer_types=["linear_attention", "full_attention"], **MROPE)
 FULL = {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 0}
 
 
@@ -64,8 +64,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
                                          "vision_output_dim": 32}, text_config=TEXT | {
         "num_local_experts": 4, "intermediate_size_mlp": 96, "attention_chunk_size": 16,
         "interleave_moe_layer_step": 2}),
+    "qwen2_vl": of("qwen2_vl_text", QWEN | {"embed_dim": 32, "hidden_size": 64}, text_config=TEXT | MROPE),
+    "qwen2_5_vl": of("qwen2_5_vl_text", QWEN, text_config=TEXT | MROPE),
+    "qwen3_vl": of("qwen3_vl_text", QWEN, text_config=TEXT | MROPE),
+    "qwen3_vl_moe": of("qwen3_vl_moe_text", QWEN, text_config=TEXT | MROPE | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
     "gemma4": of("gemma4_text", TOWER, text_config=TEXT | FULL | {"hidden_size_per_layer_input": 0})}
-SHOWN = tuple(CONFIGS) if ALL else ("gemma3", "mistral3", "smolvlm", "llama4")
+SHOWN = tuple(CONFIGS) if ALL else ("gemma3", "mistral3", "smolvlm", "llama4", "qwen2_5_vl")
 
 
 def save(kind: str, folder: Path) -> Any:
@@ -95,6 +100,17 @@ def test_text_alone(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture)
         assert lm.generate(PROMPTS, **ASKED).tolist() == expected.tolist()
         assert not any("vision" in weight.name for weight in lm.plan.weights)
     assert not [r for r in caplog.records if r.name.startswith("forebay")], "towers are left out without a word"
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "llama4"])
+def test_a_module_in_memory(kind: str, tmp_path: Path) -> None:
+    whole = save(kind, tmp_path)
+    expected = (whole.language_model if kind == "llama4" else whole).generate(PROMPTS, **ASKED)
+    with forebay.wrap(whole, "3MB", batch=2, prompt=8, new_tokens=8, machine=Machine.default()) as lm:
+        assert lm.generate(PROMPTS, **ASKED).tolist() == expected.tolist()
+        assert lm.config is whole.config and not any("vision" in weight.name for weight in lm.plan.weights)
+    with pytest.raises(RuntimeError, match=r"was emptied by forebay\.wrap"):
+        whole(PROMPTS)
 
 
 def test_a_tower_that_needs_another_package(tmp_path: Path) -> None:
