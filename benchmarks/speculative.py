@@ -59,8 +59,8 @@ from forebay.rewriter.predict.simulate import simulate
 from forebay.runtime.comm.ranks import leave_ranks
 from forebay.runtime.disk.page_cache import drop_file
 from forebay.runtime.run.draft_choice import step_times_s
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request
 
 SHARES = (0.15, 0.3, 0.5, 0.75)
 PARAGRAPH = ("The forebay is the pool in front of a mill's wheel. It keeps the wheel turning evenly while the stream "

@@ -11,9 +11,10 @@ from forebay.rewriter.ir.plan import Plan
 from forebay.runtime.run.drafts import Drafter, PromptLookup
 from forebay.runtime.run.prefill import prefill
 from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import OneCall, Request
 from forebay.runtime.run.room import refuse_crossing
 from forebay.runtime.run.sampling import Generators, Sampling
-from forebay.runtime.run.scheduler import OneCall, Request, Scheduler
+from forebay.runtime.run.scheduler import Scheduler
 from forebay.runtime.run.session import Session
 
 OnColumn = Callable[[torch.Tensor], None]  # the next token of each sequence

@@ -16,16 +16,38 @@ LEAST_TOP_P = 1e-9  # the kernel wants some of the probability; so little keeps 
 @dataclass(frozen=True)
 class Sampling:
     """Greedy unless `do_sample`; then temperature, then the `top_k` most likely (0: all), then the smallest set that
-    holds `top_p` of the probability, as Hugging Face orders them."""
+    holds `top_p` of the probability, then those of at least `min_p` of the most likely one's probability, as Hugging
+    Face orders them.
+
+    Attributes:
+        repetition_penalty: Divides positive logits of tokens of prompt and answer, and multiplies negative ones.
+        frequency_penalty: Taken off a token's logit for each time that it is in the answer.
+        presence_penalty: Taken off the logits of all tokens of the answer.
+        logit_bias: Added to the logits of tokens, as pairs of both.
+    """
 
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a token's logit depends on the tokens before it, or has a bias."""
+        return bool(self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty or self.logit_bias)
 
     def __post_init__(self) -> None:
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty: {self.repetition_penalty} is not above 0")
         if not self.do_sample:
             return  # the rest is of no effect
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p: {self.min_p} is not in [0, 1]")
         if not self.temperature > 0:
             raise ValueError(f"temperature: {self.temperature} is not above 0; for greedy decoding use do_sample=False")
         if self.top_k < 0:
@@ -43,6 +65,9 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: Generators = Non
     if generator is not None and not isinstance(generator, torch.Generator):
         uniforms = torch.cat([torch.rand(1, generator=g, device=g.device).to(logits.device) for g in generator])
         options = sampling.temperature, sampling.top_k, max(sampling.top_p, LEAST_TOP_P)
+        if sampling.min_p:  # the operator draws from what is left
+            logits = logits.masked_fill(probabilities(logits, sampling) == 0, float("-inf"))
+            options = sampling.temperature, 0, 1.0
         if not logits.is_cpu:
             return SAMPLING.overload(logits, uniforms, *options)  # type: ignore[no-any-return]
         # a row at a time: what one takes in passing is some 100 bytes a logit, which no plan counts
@@ -68,4 +93,7 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         drop[:, -1] = False
         scores = scores.masked_fill(drop.scatter(-1, order, drop), float("-inf"))
+    if sampling.min_p:
+        chances = scores.softmax(-1)
+        scores = scores.masked_fill(chances < sampling.min_p * chances.amax(-1, keepdim=True), float("-inf"))
     return scores.softmax(-1)

@@ -4,59 +4,23 @@ beside each other, by one token a step or by as many as are right of a draft."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.acceptance import Draws, accepted
 from forebay.runtime.run.balance import balanced_slots
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.drafts import Drafted, Drafter, PromptLookup
 from forebay.runtime.run.prefill import PrefillChunk, prompt_chunks
 from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import OneCall, Request
 from forebay.runtime.run.room import fits
-from forebay.runtime.run.sampling import Sampling, choose, most_likely
+from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.step_inputs import StepInputs
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt to be continued.
-
-    Attributes:
-        ids: The prompt, int64 [P], P >= 1.
-        new_tokens: How many tokens follow at most.
-        generator: Makes the generator of its draws when it is first needed, so that they depend on nothing else.
-        sampling: Its own sampling, in place of that of all requests.
-    """
-
-    ids: torch.Tensor
-    new_tokens: int
-    generator: Callable[[], torch.Generator] | None = None  # made late: one is 5 KB, and a job has thousands
-    sampling: Sampling | None = None
-
-
-@dataclass(frozen=True)
-class OneCall:
-    """Requests that are one call of `generate`, numbered from 0, of a plan that admits them together.
-
-    Attributes:
-        prompt: Tokens of the longest prompt: rotary frequencies that follow a call's length follow that of its longest
-            sequence.
-        count: Requests of the call.
-        shared_draws: Whether each step draws one column of tokens for all rows, in their order, as transformers does;
-            else each request has its own generator.
-        generator: Of shared draws; None: torch's global one.
-    """
-
-    prompt: int
-    count: int
-    shared_draws: bool = False
-    generator: torch.Generator | None = None
-
+from forebay.runtime.run.token_sampler import TokenSampler
 
 OnEnd = Callable[[int, list[int]], None]  # number of a request, and its new tokens
 OnStep = Callable[[WorkDone], None]
@@ -132,7 +96,6 @@ class Scheduler:
         self.session, self.sampling, self.eos, self.on_end, self.on_next = session, sampling, eos, on_end, on_next
         self.turns, self.call, self.batch = turns, call, session.plan.workload.batch
         self.admission = session.plan.schedule.batching.admission
-        self.columns = call is not None and call.shared_draws and sampling.do_sample
         self.waiting: list[int] = []
         self.admitted: dict[int, int] = {}
         self.running: dict[int, int] = {}
@@ -144,7 +107,7 @@ class Scheduler:
         self.held = 0  # chunks since the last step that decoded
         self.early: dict[int, torch.Tensor] = {}  # logits [V] by row after prompts that end before the last chunk
         self.first: dict[int, int] = {}  # tokens that such logits gave
-        self.generators: dict[int, torch.Generator] = {}
+        self.sampler = TokenSampler(sampling, self.requests, self.new, call)
         checks = drafter is not None and bool(session.plan.schedule.speculative_steps)
         self.choice = DraftChoice(session.plan, drafter) if checks and drafter is not None else None
         self.work = work or WorkDone()
@@ -203,7 +166,7 @@ class Scheduler:
     def _slots_for(self, numbers: Sequence[int]) -> list[int]:
         """Free slots for requests, such that micro-batches hold about as many tokens; those of a call whose draws go by
         rows have the slots of their numbers."""
-        if self.columns or (self.call is not None and self.choice is not None and self.sampling.do_sample):
+        if self.sampler.columns or (self.call is not None and self.choice is not None and self.sampling.do_sample):
             return list(numbers)
         rows = self.session.plan.schedule.batching.sequences(self.batch, 1)
         held = [0] * (self.batch // rows)
@@ -233,13 +196,13 @@ class Scheduler:
         self.done = chunk.at + chunk.inputs.tokens
         rows = dict(enumerate(self.admitted.values())) if self.admission.sequences else self.admitted
         ends = list(chunk.ends)
-        if self.columns:  # of which all rows are drawn at once
+        if self.sampler.columns:  # of which all rows are drawn at once
             self.early |= {row: logits[row].clone() for row in ends if not chunk.final}
             ends = list(rows) if chunk.final else []
             for row in self.early if chunk.final else ():
                 logits[row] = self.early[row]
         numbers = [rows[row] for row in ends]
-        self.first.update(zip(numbers, self._chosen(numbers, logits, ends), strict=True))
+        self.first.update(zip(numbers, self.sampler.chosen(numbers, logits, ends), strict=True))
         if not chunk.final:
             return
         admitted, self.admitted, self.chunks = self.admitted, {}, None
@@ -262,7 +225,7 @@ class Scheduler:
             rows = logits.view(self.batch, size, -1)
             tokens = {slot: self._accepted(slot, rows[slot], drafts[slot]) for slot in running}
         else:
-            chosen = self._chosen(list(running.values()), logits, list(running))
+            chosen = self.sampler.chosen(list(running.values()), logits, list(running))
             tokens = {slot: [token] for slot, token in zip(running, chosen, strict=True)}
         self.work.decodes += 1
         if self.choice is not None:
@@ -307,57 +270,12 @@ class Scheduler:
         anew before it is seen."""
         assert self.choice is not None
         number, offered = self.running[slot], min(len(logits) - 1, len(draft.tokens))
-        sampling = self.requests[number].sampling or self.sampling
-        tokens = accepted(logits[: offered + 1], draft, sampling, self._draws(number) if sampling.do_sample else None)
+        tokens = self.sampler.accepted(number, logits[: offered + 1], draft)
         right = len(tokens) - 1
         self.choice.note(slot, draft, offered, right)
         self.work.offered, self.work.accepted = self.work.offered + offered, self.work.accepted + right
         self.work.refused += right < offered
         return tokens
-
-    # -- sampling
-
-    def _chosen(self, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]) -> list[int]:
-        """The next tokens of requests, whose logits are those rows of [B, V]."""
-        if not numbers:
-            return []
-        if self.call is not None and self.columns:
-            where, count = self.call.generator, self.call.count
-            scores = logits[:count] if where is None else logits[:count].to(where.device)
-            column = choose(scores, self.sampling, where).tolist()
-            return [column[row] for row in at]
-        samplings = [self.requests[number].sampling or self.sampling for number in numbers]
-        if all(each is samplings[0] for each in samplings):
-            return self._drawn(samplings[0], numbers, logits, at)
-        chosen: dict[int, int] = {}
-        for sampling in dict.fromkeys(samplings):
-            of = [i for i, each in enumerate(samplings) if each == sampling]
-            chosen |= zip(of, self._drawn(sampling, [numbers[i] for i in of], logits, [at[i] for i in of]), strict=True)
-        return [chosen[i] for i in range(len(numbers))]
-
-    def _drawn(
-        self, sampling: Sampling, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]
-    ) -> list[int]:
-        """The next tokens of requests that share a `sampling`."""
-        if not sampling.do_sample:
-            tokens = most_likely(logits).tolist()
-            return [tokens[row] for row in at]
-        drawn = [self._generator(number) for number in numbers]
-        if logits.is_cpu:  # without a copy of their rows, which no plan counts
-            return [int(choose(logits[row : row + 1], sampling, [g])) for row, g in zip(at, drawn, strict=True)]
-        rows = logits[: len(at)] if list(at) == list(range(len(at))) else logits[torch.tensor(at).to(logits.device)]
-        return choose(rows, sampling, drawn).tolist()
-
-    def _draws(self, number: int) -> Draws:
-        """What draws a request's tokens, as `choose` takes it."""
-        return self.call.generator if self.call is not None and self.columns else [self._generator(number)]
-
-    def _generator(self, number: int) -> torch.Generator:
-        """A request's own generator, from when it is first asked for."""
-        if number not in self.generators:
-            make = self.requests[number].generator
-            self.generators[number] = torch.default_generator if make is None else make()
-        return self.generators[number]
 
     # -- the end of requests
 
@@ -369,6 +287,7 @@ class Scheduler:
                 self.work.tokens, self.work.left = self.work.tokens + 1, self.work.left - 1
                 self.new[number].append(token)
                 left = self.requests[number].new_tokens - len(self.new[number])
+                self.sampler.taken(number, token)
                 more = self.on_next(number, token)
                 if token in self.eos or not left or not more:
                     self.work.left -= left
@@ -378,7 +297,7 @@ class Scheduler:
                     break
         for number in ended:
             self.work.ended += 1
-            self.generators.pop(number, None)
+            self.sampler.forget(number)
             del self.requests[number]
             self.on_end(number, self.new.pop(number))
         if self.session.rope_switch_length:

@@ -39,10 +39,11 @@ from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.run.prefill import require_whole_chunks
 from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.room import with_rope_switch
 from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import OnEnd, OnStep, Request, answer_all
+from forebay.runtime.run.scheduler import OnEnd, OnStep, answer_all
 from forebay.runtime.run.session import Session, resident_copies
 from forebay.scoring_calls import ScoringCalls
 from forebay.step_model import OnToken

@@ -38,8 +38,8 @@ from forebay.rewriter.switches import read_switches
 from forebay.runtime.comm.launched import ranks_here
 from forebay.runtime.comm.ranks import from_all, join_ranks, require_same_exchanges, tell_others
 from forebay.runtime.devices.kinds import HOST
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request
 from forebay.step_model import StepModel
 from forebay.step_runner import StepRunner
 

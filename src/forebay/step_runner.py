@@ -8,7 +8,7 @@ from typing import Any
 
 from forebay.model_planner import PlannedSteps
 from forebay.rewriter.ir.plan import Plan
-from forebay.runtime.run.scheduler import Request
+from forebay.runtime.run.request import Request
 from forebay.step_model import StepModel
 
 

@@ -25,8 +25,9 @@ from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.options import Options
 from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request, answer_all
+from forebay.runtime.run.scheduler import answer_all
 
 ORIGINAL, NEW = 24, 9
 LONGROPE = dict(rope_theta=10000.0, rope_type="longrope", short_factor=[1.0] * 8, long_factor=[9.0] * 8,

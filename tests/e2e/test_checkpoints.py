@@ -24,8 +24,9 @@ from forebay.commands.process_memory import anonymous_nbytes
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import Wait
 from forebay.rewriter.verify.program import ProgramError, verify_program
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request, answer_all
+from forebay.runtime.run.scheduler import answer_all
 
 DISK = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 10, "micro_batches": 2}
 SHARES = [(1, 1), (1, 2), (2, 3), (1, 3)]

@@ -29,8 +29,8 @@ from forebay.runtime.run import draft_choice
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.drafts_ahead import DraftsAhead
 from forebay.runtime.run.generation import Stop, generate_tokens
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,9 @@ import forebay
 from forebay.rewriter.ir.plan import PlanError
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request, answer_all
+from forebay.runtime.run.scheduler import answer_all
 
 NEW, BUDGET = 19, 1_200_000
 PROMPTS = [[5, 17, 80, 33, 9, 101, 44], [7, 150, 21], [60, 61, 12, 13, 77]]

@@ -28,8 +28,9 @@ from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import ATTEND, Launch
 from forebay.rewriter.planning.options import Options
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request, answer_all
+from forebay.runtime.run.scheduler import answer_all
 
 BATCH_SLOTS, ENTERING, MICRO_BATCHES, COUNT, PROMPT, NEW = 4, 2, 2, 7, 14, 6
 HOST_NBYTES = 1 << 26

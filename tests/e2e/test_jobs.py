@@ -27,8 +27,9 @@ from forebay.commands.prompts import (
     stop_ids,
 )
 from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import OnEnd, OnStep, Request
+from forebay.runtime.run.scheduler import OnEnd, OnStep
 
 EOS = 0
 SETTINGS = {"model": "m", "max_new_tokens": 8}

@@ -331,8 +331,8 @@ def job_answers(folder: str, budget: int, mesh: str, batch_slots: int) -> tuple[
     from forebay.rewriter.ir.plan import Workload
     from forebay.rewriter.pipeline.plan_search import plan_slots
     from forebay.rewriter.planning.options import Options
+    from forebay.runtime.run.request import Request
     from forebay.runtime.run.sampling import Sampling
-    from forebay.runtime.run.scheduler import Request
 
     found: dict[int, list[int]] = {}
     with build_model(open_model(folder), Budget(budget, 0), Workload(5, 8, NEW), Options(mesh=mesh),

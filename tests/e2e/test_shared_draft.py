@@ -25,8 +25,8 @@ from forebay.rewriter.pipeline.lay_beside import EVENTS, check_beside
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request
 from forebay.runtime.run.shared_drafts import SharedDrafter
 
 NEW = 24

@@ -25,8 +25,9 @@ from forebay.runtime.run.drafts import PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling, choose
-from forebay.runtime.run.scheduler import Request, answer_all
+from forebay.runtime.run.scheduler import answer_all
 
 NEW = 40
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7, 8, 9] * 4, [11, 12, 13], [3, 4, 5, 6, 3, 4, 5], [9])]

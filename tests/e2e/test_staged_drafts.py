@@ -20,8 +20,9 @@ from forebay.rewriter.ir.program import ATTEND, Launch, Program
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request, answer_all
+from forebay.runtime.run.scheduler import answer_all
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.step_inputs import StepInputs
 

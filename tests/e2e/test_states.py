@@ -22,7 +22,8 @@ from forebay.rewriter.capture.language_model import CaptureError, capture_model
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.turns import StepTurns
-from forebay.runtime.run.scheduler import Request, answer_arriving
+from forebay.runtime.run.request import Request
+from forebay.runtime.run.scheduler import answer_arriving
 
 pytestmark = [pytest.mark.skipif(Version(T.__version__) < Version("5.23"), reason="mixers are written in another way"),
               pytest.mark.filterwarnings("ignore:.*lies in memory"),

@@ -13,8 +13,8 @@ from transformers.generation import BaseStreamer
 
 from forebay.language_model import LanguageModel
 from forebay.rewriter.capture.cache_name import CACHE_NAME
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request
 
 OTHER = torch.tensor([[5, 6, 7, 8]])  # another prompt than that of the outer call
 GREEDY: dict[str, Any] = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)

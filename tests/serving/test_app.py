@@ -141,7 +141,7 @@ def test_an_answer_is_a_message_of_the_next_chat(client: openai.OpenAI) -> None:
     told = [answer, answer.model_dump(), {"role": "assistant", "content": answer.content}]
     whole = [client.chat.completions.create(messages=[*said, each, said[0]], **asked) for each in told]
     assert whole[0].choices == whole[1].choices == whole[2].choices and "tool_calls" in told[1]
-    for message, says in (({"tool_calls": [{"id": "a"}], "content": None}, "tool_calls of messages[0] is not served"),
+    for message, says in (({"tool_calls": [{"id": "a"}], "content": None}, "tool_calls of messages[0] must be"),
                           ({"name": 5}, "name of messages[0]"), ({"content": None}, "content of messages[0]")):
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(messages=[{"role": "w3", "content": "w4", **message}], **asked)
@@ -155,31 +155,92 @@ def test_a_name_reaches_the_template() -> None:
 
 
 @pytest.mark.parametrize(("fields", "status", "says"), [
-    ({}, 400, "prompt must be"), ({"prompt": ""}, 400, "prompt must be"), ({"prompt": ["w1", "w2"]}, 400, "several"),
-    ({"prompt": [1, -1]}, 400, "prompt must be"), ({"prompt": [500]}, 400, "token 500 is none"),
-    ({"prompt": "w1 " * 99}, 400, "at most 24"), ({"prompt": "w1", "max_tokens": NEW + 1}, 400, "--new-tokens"),
-    ({"prompt": "w1", "max_tokens": 0}, 400, "max_tokens"), ({"prompt": "w1", "max_tokens": True}, 400, "max_tokens"),
-    ({"prompt": "w1", "temperature": 3}, 400, "0 to 2"), ({"prompt": "w1", "temperature": "1"}, 400, "temperature"),
-    ({"prompt": "w1", "top_p": -0.1}, 400, "top_p"), ({"prompt": "w1", "n": 2}, 400, "n is not served"),
-    ({"prompt": "w1", "logprobs": 5}, 400, "logprobs"), ({"prompt": "w1", "logit_bias": {"3": 9}}, 400, "logit_bias"),
-    ({"prompt": "w1", "presence_penalty": False}, 400, "presence_penalty"), ({"prompt": "w1", "stream": 1}, 400, "str"),
-    ({"prompt": "w1", "stop": ["a"] * 5}, 400, "stop"), ({"prompt": "w1", "stop": "a" * 257}, 400, "stop"),
-    ({"prompt": "w1", "seed": 1 << 70}, 400, "seed"), ({"prompt": "w1", "wish": 1}, 400, "wish is not known"),
+    ({}, 400, "prompt must be"), ({"prompt": ""}, 400, "prompt must be"), ({"prompt": [1, -1]}, 400, "prompt must be"),
+    ({"prompt": ["w1", ""]}, 400, "prompt must be"), ({"prompt": [500]}, 400, "token 500 is none"),
+    ({"prompt": "w1 " * 99}, 400, "at most 24"), ({"prompt": "w1", "max_tokens": 0}, 400, "max_tokens"),
+    ({"prompt": "w1", "logit_bias": {"500": 9}}, 400, "token 500 of logit_bias"),
     ({"prompt": "w1", "model": "gpt"}, 404, "this server has 'tiny'"),
 ])
-def test_what_is_not_served_is_refused_by_name(server: Running, fields: dict, status: int, says: str) -> None:
+def test_what_cannot_be_answered_is_refused_by_name(server: Running, fields: dict, status: int, says: str) -> None:
     found, body = server.complete(**fields)
     assert found == status and says in body["error"]["message"], body
 
 
-def test_neutral_fields_are_accepted(server: Running) -> None:
-    status, body = server.complete(prompt="w1", max_tokens=1, n=1, presence_penalty=0.0, logprobs=None, user="me",
-                                   best_of=1, echo=False, logit_bias={}, prediction=None)
-    assert status == 200 and body["usage"]["completion_tokens"] == 1
+def test_what_is_passed_over_and_cut_is_said(server: Running, client: openai.OpenAI, folder: Path) -> None:
+    raw = client.completions.with_raw_response.create(
+        model="tiny", prompt="w1", max_tokens=1000, user="me", temperature=0, logit_bias={"2": -100},
+        extra_body={"wish": 1, "é": 2})
+    assert raw.headers["x-forebay-warning"] == (
+        "wish is not known here; ? is not known here; max_tokens is 39 here, since a slot has room for 40 tokens of "
+        "prompt and answer")
+    answer = raw.parse()
+    assert answer.usage is not None and answer.usage.completion_tokens == 39
+    with serving(folder, strict=True) as other:
+        status, body = other.complete(prompt="w1", wish=1)
+        assert status == 400 and "wish is not known here" in body["error"]["message"]
+
+
+def test_several_prompts_and_answers(client: openai.OpenAI, prompts: list[str], expected: list[str]) -> None:
+    """In order, whole and streamed; each has its own seed."""
+    asked: dict[str, Any] = dict(model="tiny", prompt=prompts[:3], max_tokens=NEW, n=2)
+    found = client.completions.create(**asked, temperature=0)
+    assert [c.text for c in found.choices] == [each for each in expected[:3] for _ in range(2)]
+    assert found.usage is not None and found.usage.prompt_tokens == sum(len(p.split()) for p in prompts[:3])
+    texts = ["" for _ in range(6)]
+    for piece in client.completions.create(**asked, temperature=0, stream=True):
+        texts[piece.choices[0].index] += piece.choices[0].text
+    assert texts == [c.text for c in found.choices]
+    drawn = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "w1"}], n=3, seed=5,
+                                           max_tokens=NEW)
+    one = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "w1"}], seed=6,
+                                         max_tokens=NEW)
+    said = [c.message.content for c in drawn.choices]
+    assert len(set(said)) == 3 and said[1] == one.choices[0].message.content
+
+
+def test_log_probabilities_are_the_models(client: openai.OpenAI, folder: Path) -> None:
+    """Of a chat and of a completion, whatever penalties and temperature; streamed, too."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = tokenizer("user w4 w9")["input_ids"]
+    asked: dict[str, Any] = dict(model="tiny", messages=[{"role": "user", "content": "w4"}], max_tokens=5, seed=3,
+                                 logprobs=True, top_logprobs=2, presence_penalty=1.5)
+    whole = client.chat.completions.create(**asked).choices[0].logprobs
+    streamed = [each for piece in client.chat.completions.create(**asked, stream=True) if piece.choices[0].logprobs
+                for each in piece.choices[0].logprobs.content or ()]
+    assert whole is not None and whole.content == streamed and len(streamed) == 5
+    with forebay.wrap(folder, "9MB", machine=Machine.default()) as lm:
+        new = [tokenizer.convert_tokens_to_ids(each.token) for each in streamed]
+        scores = lm(torch.tensor([[*ids, *new]])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+    for each, row, token in zip(streamed, scores, new, strict=True):
+        assert each.logprob == pytest.approx(float(row[token]), abs=1e-3)
+        assert [t.token for t in each.top_logprobs] == tokenizer.convert_ids_to_tokens(row.topk(2).indices.tolist())
+    told = client.completions.create(model="tiny", prompt="user w4 w9", max_tokens=5, logprobs=2, seed=3,
+                                     presence_penalty=1.5).choices[0].logprobs
+    assert told is not None and told.tokens == [each.token for each in streamed]
+    assert told.token_logprobs == pytest.approx([each.logprob for each in streamed], abs=1e-4)
+
+
+def test_biases_and_penalties_reach_the_tokens(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = dict(model="tiny", prompt="w1", max_tokens=6, temperature=0)
+    same = client.completions.create(**asked, logit_bias={"11": 100}).choices[0].text.split()
+    other = client.completions.create(**asked, logit_bias={"11": 100, "12": 99}, presence_penalty=2).choices[0].text
+    assert set(same) == {"w7"} and len(same) == 6 and other.split()[:2] == ["w7", "w8"]
+
+
+def test_tokens_of_texts_and_back(server: Running) -> None:
+    def post(path: str, **fields: Any) -> Any:
+        status, body = server.send("POST", path, json.dumps(fields).encode())
+        return json.loads(body) if status == 200 else status
+
+    assert post("/tokenize", prompt="w1 w2") == {"tokens": [5, 6], "count": 2, "max_model_len": 40}
+    assert post("/tokenize", content="w1 w2")["tokens"] == [5, 6] and post("/tokenize", content="")["tokens"] == []
+    assert post("/tokenize", messages=[{"role": "w3", "content": "w4"}])["tokens"] == [7, 8, 13]
+    assert post("/detokenize", tokens=[5, 6])["content"] == "w1 w2"
+    assert post("/tokenize", prompt=5) == post("/detokenize", tokens=[200]) == post("/detokenize", tokens="a") == 400
 
 
 def test_the_rest_of_the_endpoints(server: Running, client: openai.OpenAI) -> None:
-    assert [m.id for m in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").owned_by == "forebay"
+    assert [m.id for m in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").max_model_len == 40
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("another")
     assert json.loads(server.send("GET", "/health")[1]) == {"status": "ok"}

@@ -38,7 +38,7 @@ from forebay.commands import plan_serving
 from forebay.commands.app import app
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.session import Session
-from forebay.serving.app import make_app
+from forebay.serving.app import TextCodec, make_app
 from forebay.serving.batcher import TRIES
 from forebay.serving.metrics import Metrics
 from forebay.serving.run_server import bound_socket
@@ -82,7 +82,8 @@ def test_a_client_that_reads_nothing_is_heard_no_more(server: Running) -> None:
     """The application given a client that takes the beginning and nothing else: so little text no socket holds up."""
     batcher = server.run.batcher
     options = replace(server.run.service.options, send_s=0.1, hosts=None)
-    app = make_app(batcher, lambda inquiry: [5, 6], lambda ids: " ".join(map(str, ids)), options, Metrics())
+    text = TextCodec(lambda inquiry: [[5, 6]], lambda ids: " ".join(map(str, ids)), 200)
+    app = make_app(batcher, text, options, Metrics())
     body, sent = json.dumps({**ASK, "stream": True}).encode(), []
 
     async def receive() -> dict[str, Any]:

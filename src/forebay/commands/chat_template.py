@@ -27,14 +27,15 @@ class ChatTemplate:
         self._process: subprocess.Popen[str] | None = None
         self._ended = 0
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """The text of a chat, with the beginning of an answer; TemplateError where there is none."""
+    def render(self, messages: list[dict[str, Any]], told: dict[str, Any] | None = None) -> str:
+        """The text of a chat, with the beginning of an answer, by a template that is `told` values of these names
+        (`tools`, say); TemplateError where there is none."""
         if self._ended >= TRIES:
             raise TemplateError(f"{TRIES} others did not end; no more are tried")
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps(messages) + "\n")
+            process.stdin.write(json.dumps([messages, told or {}]) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:

@@ -25,8 +25,9 @@ from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.rewriter.ir.files import naming, read_input
 from forebay.rewriter.planning.options import OPTIONS, Options
 from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import OnEnd, OnStep, Request
+from forebay.runtime.run.scheduler import OnEnd, OnStep
 
 SETTINGS_SUFFIX = ".settings"  # answers.jsonl.settings says what the answers were made with
 FLUSH_S = 1.0  # answers may be lost with power for so long, and until the step under way ends

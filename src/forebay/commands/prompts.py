@@ -169,10 +169,17 @@ def prompt_ids(request: PromptLine, tokenizer: Any, template: ChatTemplate, chat
         messages = [{"role": "user", "content": request.prompt}]
     if messages is None:
         return text_ids(tokenizer, request.prompt or "")
+    return chat_ids(messages, tokenizer, template)
+
+
+def chat_ids(
+    messages: list[dict[str, Any]], tokenizer: Any, template: ChatTemplate, told: dict[str, Any] | None = None
+) -> list[int]:
+    """Token ids of a chat, whose template is `told` this beside the messages; BadPrompt if there are none."""
     if not getattr(tokenizer, "chat_template", None):
         raise BadPrompt('the model\'s tokenizer has no chat template; use "prompt"')
     try:
-        text = template.render(messages)
+        text = template.render(messages, told)
     except ValueError as error:
         raise BadPrompt(f"the chat template refuses these messages: {error}") from error
     return text_ids(tokenizer, text, add_special_tokens=False)
@@ -189,11 +196,11 @@ def text_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
         raise BadPrompt(f"the tokenizer refuses it: {error}") from error
 
 
-def ids_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of token ids, without special tokens; JobError where the tokenizer fails."""
+def ids_text(tokenizer: Any, ids: Sequence[int], special: bool = False) -> str:
+    """The text of token ids, without special tokens or with them; JobError where the tokenizer fails."""
     try:
         with panicking():
-            return tokenizer.decode(ids, skip_special_tokens=True)
+            return tokenizer.decode(ids, skip_special_tokens=not special)
     except MemoryError:
         raise
     except Exception as error:

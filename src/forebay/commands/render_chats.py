@@ -1,11 +1,16 @@
 """A process that renders chats by a template, a program that came with the model: one line of JSON in, one out.
 
 Run as a file, without the package, which would import torch. The first line of stdin gives the template, the special
-tokens that it may name, and the limits; each further line the messages of a chat. A line of stdout is ["text", …] or
-["error", …]. A chat that takes longer than its time ends the process.
+tokens that it may name, and the limits; each further line the messages of a chat, and what the template is told beside
+them. A line of stdout is ["text", …] or ["error", …]. A chat that takes longer than its time ends the process.
+
+A chat that a template refuses, or leaves a message out of, is tried again with system messages in front of the next one
+of the user, and with neighbors of one role as one. Tools that a template has no word for are described as Hermes has
+them.
 """
 
 import json
+import re
 import resource
 import secrets
 import signal
@@ -14,6 +19,16 @@ from collections.abc import Callable
 from typing import Any
 
 Messages = list[dict[str, Any]]
+RESERVED = {"conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
+            "continue_final_message", "add_generation_prompt"}
+TOOLS = """You may call functions to help with the request. Their signatures:
+<tools>
+{}
+</tools>
+For each call return a JSON object with its name and arguments within tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <arguments-object>}}
+</tool_call>"""
 
 
 def main() -> None:
@@ -22,21 +37,50 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_AS, (job["nbytes"], job["nbytes"]))
 
-    def render(messages: Messages) -> str:
-        rendered: Any = render_jinja_template(
-            conversations=[messages], chat_template=job["template"], add_generation_prompt=True, **job["tokens"])
-        return rendered[0][0]
+    def renderer(told: dict[str, Any]) -> Callable[[Messages], str]:
+        more = {name: value for name, value in told.items() if name not in RESERVED}
+
+        def render(messages: Messages) -> str:
+            rendered: Any = render_jinja_template(
+                conversations=[messages], tools=told.get("tools") or None, chat_template=job["template"],
+                add_generation_prompt=True, **{**job["tokens"], **more})
+            return rendered[0][0]
+
+        return render
 
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_REAL, job["time_s"])  # no handler: SIGALRM ends the process
         try:
-            answer = "text", _rendered(render, _known_roles(json.loads(line), job["template"]), job["most"])
+            messages, told = json.loads(line)
+            if not re.search(r"\btools\b", job["template"]):
+                messages = _with_tools_as_text(messages, told.pop("tools", None))
+            messages = _known_roles(messages, job["template"])
+            answer = "text", _rendered(renderer(told), messages, job["most"])
         except MemoryError:
             answer = "error", f"it takes more than {job['nbytes'] >> 20} MiB of memory"
         except Exception as error:  # templates raise what they like
             answer = "error", f"{error}"[: job["most"]]
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(answer), flush=True)
+
+
+def _with_tools_as_text(messages: Messages, tools: list[Any] | None) -> Messages:
+    """Messages in whose text are tools, calls and results."""
+    text = []
+    for message in messages:
+        calls = "".join(f"\n<tool_call>\n{json.dumps(call['function'])}\n</tool_call>"
+                        for call in message.get("tool_calls", ()))
+        message = {**message, "content": (message["content"] + calls).lstrip("\n") if calls else message["content"]}
+        message.pop("tool_calls", None)
+        if message.pop("tool_call_id", None) is not None:
+            message |= {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        text.append(message)
+    if not tools:
+        return text
+    about = TOOLS.format("\n".join(json.dumps(tool) for tool in tools))
+    if text[0]["role"] in ("system", "developer"):
+        return [{**text[0], "content": f"{text[0]['content']}\n\n{about}"}, *text[1:]]
+    return [{"role": "system", "content": about}, *text]
 
 
 def _known_roles(messages: Messages, template: str) -> Messages:
@@ -47,6 +91,43 @@ def _known_roles(messages: Messages, template: str) -> Messages:
 
 
 def _rendered(render: Callable[[Messages], str], messages: Messages, most: int) -> str:
+    """The text of a chat, else of the merged one; the first error where neither has one."""
+    try:
+        return _complete(render, messages, most)
+    except MemoryError:
+        raise
+    except Exception as error:
+        merged = _merged(messages)
+        if merged == messages:
+            raise
+        try:
+            return _complete(render, merged, most)
+        except MemoryError:
+            raise
+        except Exception:
+            raise error from None
+
+
+def _merged(messages: Messages) -> Messages:
+    """Messages without those of a system, whose text begins the next one, and without neighbors of one role."""
+    merged: Messages = []
+    held = ""
+    for message in messages:
+        if message["role"] in ("system", "developer"):
+            held = f"{held}\n\n{message['content']}".lstrip("\n")
+            continue
+        if held and message["role"] == "user":
+            message, held = {**message, "content": f"{held}\n\n{message['content']}"}, ""
+        last = merged[-1] if merged else {}
+        if last.get("role") == message["role"] in ("user", "assistant") and not (last.keys() | message.keys()) - {
+                "role", "content"}:
+            merged[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+        else:
+            merged.append(message)
+    return [*merged, *([{"role": "user", "content": held}] if held else [])]
+
+
+def _complete(render: Callable[[Messages], str], messages: Messages, most: int) -> str:
     """The text of a chat; ValueError if it is too long or lacks a message."""
     text = render(messages)
     if len(text) > most:

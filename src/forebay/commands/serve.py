@@ -61,6 +61,9 @@ def serve(
     grace: Annotated[float, typer.Option(min=0,
         help="Seconds to finish running requests after a stop signal.",
         rich_help_panel="Network")] = 300.0,
+    strict: Annotated[bool, typer.Option("--strict",
+        help="Refuse requests with fields that are not served, which are otherwise passed over.",
+        rich_help_panel="Network")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Serve MODEL to OpenAI clients within a budget, until Ctrl-C or SIGTERM.
@@ -98,7 +101,7 @@ def serve(
             alone = host in ("localhost", "127.0.0.1", "::1") and api_key is None
             named = name or Path(model).expanduser().resolve().name
             told = ServingOptions(named, api_key, frozenset(LOOPBACK) if alone else None,
-                                  sampling=default_sampling(lm.generation_config))
+                                  sampling=default_sampling(lm.generation_config), strict=strict)
             run = ServerRun(Service(
                 lm, tokenizer, stop_ids(folder, tokenizer), prompt,
                 min(new_tokens, limit - prompt) if limit else new_tokens, queue, told,

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-import json
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +19,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay.commands.terminal import reason_of
 from forebay.runtime.run.sampling import Sampling
-from forebay.serving.answer_text import AnswerText
-from forebay.serving.batcher import STOPPING, Batcher, Heard, Pending
+from forebay.serving.answering import Answering, PromptTokens
+from forebay.serving.batcher import STOPPING, Batcher
+from forebay.serving.choices import Reply
+from forebay.serving.messages import read_messages
 from forebay.serving.metrics import TYPE, Metrics
-from forebay.serving.openai_responses import chunk, whole
+from forebay.serving.openai_replies import ChatReply, CompletionReply
 from forebay.serving.refusal import Refusal
-from forebay.serving.requests import PLAIN, Inquiry, read_inquiry, tokens_of
+from forebay.serving.request_fields import RequestFields, header_text
+from forebay.serving.requests import PLAIN, Inquiry, read_inquiry, read_template, tokens_of
 from forebay.serving.state import gauges, state
 
 MOST_BODY_NBYTES = 4 << 20
@@ -36,14 +36,13 @@ BODY_S = 30.0  # for its body
 SEND_S = 60.0  # for a client to take what it is sent, until it counts as gone
 OPEN = ("/", "/health")  # answered without the key
 MOST_CONNECTIONS = 1024  # open at once, and requests under way
-CLIENT_LEFT = 499  # nobody sees it but the metrics
 
 
 @dataclass(frozen=True)
 class ServingOptions:
     """What a server is told beside its model: its model's name, the key that requests must bear (None: none), and the
     names of its host that they may use (None: any); how long and how many its clients may be; how tokens are drawn for
-    requests that do not say."""
+    requests that do not say; whether fields that are not served are refused, not passed over (`strict`)."""
 
     name: str
     api_key: str | None = None
@@ -53,17 +52,28 @@ class ServingOptions:
     head_s: float = HEAD_S
     most_connections: int = MOST_CONNECTIONS
     sampling: Sampling = PLAIN
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class TextCodec:
+    """A model's texts as token ids. `tokenize` gives those of each prompt of an inquiry, Refusal for what has none; it
+    is called in threads. `decode` leaves special tokens out, unless it is told True."""
+
+    tokenize: Callable[[Inquiry], list[list[int]]]
+    decode: Callable[..., str]
+    vocab_size: int
 
 
 def make_app(
-    batcher: Batcher, tokenize: Callable[[Inquiry], list[int]], decode: Callable[[list[int]], str],
-    options: ServingOptions, metrics: Metrics,
+    batcher: Batcher, text: TextCodec, options: ServingOptions, metrics: Metrics
 ) -> ASGIApp:
-    """The application; `tokenize` (Refusal for what has no tokens) is called in threads."""
-    at = _Endpoints(batcher, tokenize, decode, options, metrics)
+    """The application."""
+    at = _Endpoints(batcher, text, options, metrics)
     app = Starlette(routes=[
         Route("/v1/completions", at.complete, methods=["POST"]),
         Route("/v1/chat/completions", at.complete, methods=["POST"]),
+        Route("/tokenize", at.tokenize, methods=["POST"]), Route("/detokenize", at.detokenize, methods=["POST"]),
         Route("/v1/models", at.models), Route("/v1/models/{name:path}", at.model),
         Route("/health", at.health), Route("/metrics", at.metrics_text), Route("/state", at.state),
         Route("/", at.page)],
@@ -137,7 +147,8 @@ class _Guard:
         return None
 
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/state", "/")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health", "/metrics",
+         "/state", "/")
 
 
 def _host(value: bytes) -> str:
@@ -150,43 +161,49 @@ class _Endpoints:
     """The endpoints, over one batcher."""
 
     def __init__(
-        self, batcher: Batcher, tokenize: Callable[[Inquiry], list[int]], decode: Callable[[list[int]], str],
-        options: ServingOptions, metrics: Metrics,
+        self, batcher: Batcher, text: TextCodec, options: ServingOptions, metrics: Metrics
     ) -> None:
-        self.batcher, self.tokenize, self.decode, self.options = batcher, tokenize, decode, options
+        self.batcher, self.text, self.options = batcher, text, options
         self.metrics, self.created = metrics, int(time.time())
         self._page = Path(__file__).with_name("page.html").read_bytes()
 
     async def complete(self, request: HttpRequest) -> Response:
-        chat = request.url.path == "/v1/chat/completions"
-        inquiry = read_inquiry(await self._body(request), self.options.name, chat=chat,
-                               sampling=self.options.sampling)
+        chat, options = request.url.path == "/v1/chat/completions", self.options
+        inquiry = read_inquiry(await self._body(request), options.name, chat=chat, sampling=options.sampling,
+                               strict=options.strict)
+        form = ChatReply if chat else CompletionReply
+        return await self._answer(request, inquiry, form(options.name, inquiry.usage, inquiry.top_logprobs,
+                                                         self.text.decode))
+
+    async def _answer(self, request: HttpRequest, inquiry: Inquiry, reply: Reply) -> Response:
         work = self.batcher
-        ids, new_tokens = await asyncio.to_thread(tokens_of, inquiry, self.tokenize, work.prompt, work.new_tokens)
-        loop, heard = asyncio.get_running_loop(), asyncio.Queue[Heard]()
+        asked, warnings = await asyncio.to_thread(tokens_of, inquiry, self.text.tokenize, work.prompt, work.new_tokens)
+        answering = Answering(work, inquiry, [PromptTokens(*each) for each in asked], self.text.decode)
+        response = await answering.respond(request.receive, reply, self.options.send_s)
+        if told := header_text([*inquiry.warnings, *warnings]):
+            response.headers["X-Forebay-Warning"] = told
+        return response
 
-        def hear(what: Heard) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
-                loop.call_soon_threadsafe(heard.put_nowait, what)
+    async def tokenize(self, request: HttpRequest) -> Response:
+        """Token ids of a text or of a chat, as vLLM has it; `content` is llama.cpp's name of the text."""
+        fields = RequestFields(await self._body(request))
+        text = fields.get("prompt") if fields.get("content") is None else fields.get("content")
+        messages = None if fields.get("messages") is None else read_messages(fields, fields.get("messages"))
+        if messages is None and not isinstance(text, str):
+            raise Refusal(400, "prompt must be text, or messages a list", "prompt")
+        inquiry = Inquiry((text or " ",) if messages is None else (), messages, None, self.options.sampling, None,
+                          template=read_template(fields))
+        ids = [] if messages is None and not text else (await asyncio.to_thread(self.text.tokenize, inquiry))[0]
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._context})
 
-        seed = inquiry.seed if inquiry.seed is not None else secrets.randbits(62)
-        pending = Pending(ids, new_tokens, inquiry.sampling, seed,
-                          AnswerText(self.decode, inquiry.stops, self.batcher.eos), hear)
-        self.batcher.submit(pending)
-        answer = _Answering(self.batcher, pending, heard, inquiry, self.options)
-        try:
-            first = await answer.first(request.receive)
-        except BaseException:
-            self.batcher.leave(pending)
-            raise
-        if first is None:
-            return Response(status_code=CLIENT_LEFT)
-        if first.refusal is not None:
-            raise first.refusal
-        if inquiry.stream:
-            return _EventStream(answer, first)
-        usage = {"prompt_tokens": len(ids), "completion_tokens": first.tokens, "total_tokens": len(ids) + first.tokens}
-        return JSONResponse(whole(answer.heading, chat, pending.answer.text, first.finish, usage))
+    async def detokenize(self, request: HttpRequest) -> Response:
+        """The text of token ids, as vLLM and llama.cpp have it."""
+        fields = RequestFields(await self._body(request))
+        ids = fields.get("tokens") or []
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < self.text.vocab_size for i in ids):
+            raise Refusal(400, f"tokens must be a list of token ids below {self.text.vocab_size}", "tokens")
+        text = await asyncio.to_thread(self.text.decode, ids)
+        return JSONResponse({"prompt": text, "content": text})
 
     async def _body(self, request: HttpRequest) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -214,7 +231,15 @@ class _Endpoints:
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self.options.name, "object": "model", "created": self.created, "owned_by": "forebay"}
+        """The model's entry, with its context as vLLM and llama.cpp name it."""
+        return {"id": self.options.name, "object": "model", "created": self.created, "owned_by": "forebay",
+                "max_model_len": self._context, "context_length": self._context,
+                "meta": {"n_ctx_train": self._context, "n_vocab": self.text.vocab_size}}
+
+    @property
+    def _context(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return self.batcher.prompt + self.batcher.new_tokens
 
     async def health(self, request: HttpRequest) -> Response:
         broken = self.batcher.broken
@@ -231,95 +256,3 @@ class _Endpoints:
         policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
         return Response(self._page, media_type="text/html; charset=utf-8",
                         headers={"Content-Security-Policy": f"{policy}; frame-ancestors 'none'"})
-
-
-class _Answering:
-    """One request between its client and the batcher."""
-
-    def __init__(self, batcher: Batcher, pending: Pending, heard: asyncio.Queue[Heard], inquiry: Inquiry,
-                 options: ServingOptions) -> None:
-        self.batcher, self.pending, self.heard, self.inquiry, self.options = batcher, pending, heard, inquiry, options
-        name = "chat.completion" if inquiry.is_chat else "text_completion"
-        self.heading = {"id": ("chatcmpl-" if inquiry.is_chat else "cmpl-") + secrets.token_hex(12), "object": name,
-                        "created": int(time.time()), "model": options.name}
-
-    async def first(self, receive: Receive) -> Heard | None:
-        """The first that is heard, or, where it is not to be streamed, the last; None if the client left before."""
-        what = await self.unless_gone(receive, self._next_heard(not self.inquiry.stream))
-        if what is None:
-            self.batcher.leave(self.pending)
-        return what
-
-    async def _next_heard(self, last: bool) -> Heard:
-        while True:
-            what = await self.heard.get()
-            if what.last or not last:
-                return what
-
-    @staticmethod
-    async def unless_gone(receive: Receive, work: Awaitable[Any]) -> Any:
-        """What `work` gives, or None if the client leaves before."""
-        doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
-        try:
-            await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
-            return doing.result() if doing.done() else None
-        finally:
-            for task in (doing, gone):
-                task.cancel()
-
-    async def events(self, first: Heard) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
-        chat, what = self.inquiry.is_chat, first
-        if chat:
-            yield _event(chunk(self.heading, chat, {"role": "assistant", "content": ""}, None))
-        while what.refusal is None:
-            if what.text:
-                yield _event(chunk(self.heading, chat, {"content": what.text}, None))
-            if what.last:
-                yield _event(chunk(self.heading, chat, {}, what.finish))
-                break
-            what = await self.heard.get()
-        if what.refusal is not None:
-            yield _event(what.refusal.body())
-        elif self.inquiry.usage:
-            made, prompt = what.tokens, len(self.pending.ids)
-            yield _event({**chunk(self.heading, chat, {}, None), "choices": [], "usage": {
-                "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}})
-        yield b"data: [DONE]\n\n"
-
-
-class _EventStream(Response):
-    """Sends events as they come; a client that leaves, or takes nothing for too long, is heard no more."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, answering: _Answering, first: Heard) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self.answering, self.first_heard = answering, first
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with contextlib.suppress(TimeoutError):  # an answer without its end, whose connection is closed
-                await _Answering.unless_gone(receive, self._send_all(send))
-        finally:
-            self.answering.batcher.leave(self.answering.pending)
-
-    async def _send_all(self, send: Send) -> None:
-        async def within(message: dict[str, Any]) -> None:
-            async with asyncio.timeout(self.answering.options.send_s):
-                await send(message)
-
-        await within({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for event in self.answering.events(self.first_heard):
-            await within({"type": "http.response.body", "body": event, "more_body": True})
-        await within({"type": "http.response.body", "body": b""})
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"

@@ -16,10 +16,12 @@ from forebay.commands.terminal import reason_of
 from forebay.drafting import drafting_per_slot
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
+from forebay.runtime.run.logits_processing import Constraint, TokenLogprobs
 from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.room import fits
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request, answer_arriving
+from forebay.runtime.run.scheduler import answer_arriving
 from forebay.serving.answer_text import AnswerText
 from forebay.serving.metrics import Metrics
 from forebay.serving.refusal import Refusal
@@ -32,12 +34,14 @@ RECENT = 64  # answers whose times are kept to be shown
 
 @dataclass(frozen=True)
 class Heard:
-    """What a request is told: more of its text, at the end why it ended, or the refusal in its place."""
+    """What a request is told: more of its text with log probabilities of its tokens, at the end why it ended, or the
+    refusal in its place."""
 
     text: str = ""
     finish: str | None = None
     tokens: int = 0
     refusal: Refusal | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def last(self) -> bool:
@@ -55,6 +59,9 @@ class Pending:
     seed: int
     answer: AnswerText
     hear: Callable[[Heard], None]  # called from the batcher's thread; must not wait
+    constraint: Constraint | None = None
+    top_logprobs: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that were not told yet
     arrived_s: float = field(default_factory=time.monotonic)
     entered_s: float = 0.0
     first_s: float = 0.0
@@ -63,7 +70,15 @@ class Pending:
 
     def request(self) -> Request:
         return Request(torch.tensor(self.ids), self.new_tokens,
-                     lambda: torch.Generator().manual_seed(self.seed & (1 << 63) - 1), self.sampling)
+                     lambda: torch.Generator().manual_seed(self.seed & (1 << 63) - 1), self.sampling, self.constraint,
+                     self.top_logprobs or 0, None if self.top_logprobs is None else self.logprobs.append)
+
+    def heard(self, finish: str | None = None) -> Heard:
+        """What was not told yet."""
+        text = self.answer.tell(last=finish is not None)
+        logprobs = tuple(self.logprobs) if text or finish else ()
+        del self.logprobs[: len(logprobs)]
+        return Heard(text, finish, len(self.answer.ids), None, logprobs)
 
 
 class Batcher:
@@ -198,8 +213,8 @@ class Batcher:
             pending.left = True
             pending.hear(Heard(refusal=Refusal(500, reason_of(error))))
             return False
-        if more and len(pending.answer.ids) < pending.new_tokens and (text := pending.answer.tell(last=False)):
-            pending.hear(Heard(text))
+        if more and len(pending.answer.ids) < pending.new_tokens and (heard := pending.heard()).text:
+            pending.hear(heard)
         return more
 
     def _end(self, number: int, new: list[int]) -> None:
@@ -212,7 +227,7 @@ class Batcher:
             self._note_end(pending, "left")
             return
         finish = "stop" if answer.stopped else "length"
-        self._note_end(pending, finish, Heard(answer.tell(last=True), finish, len(answer.ids)))
+        self._note_end(pending, finish, pending.heard(finish))
 
     def _note_end(self, pending: Pending, how: str, heard: Heard | None = None) -> None:
         pending.ended_s = time.monotonic()

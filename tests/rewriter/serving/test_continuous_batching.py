@@ -18,7 +18,8 @@ from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
 from forebay.rewriter.predict.of_programs import StepTimes
 from forebay.rewriter.serving.continuous_batching import simulate_slots
 from forebay.rewriter.serving.traffic import Arrival, Traffic, TrafficError, arrivals
-from forebay.runtime.run.scheduler import Request, answer_arriving
+from forebay.runtime.run.request import Request
+from forebay.runtime.run.scheduler import answer_arriving
 
 TIMES = StepTimes(4, 1, 32, 48, (16, 8), {1: (0.5, 0.5), 8: (1.0, 1.0), 16: (1.75, 1.75)})
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from forebay.language_model import LanguageModel
 from forebay.runtime.run.balance import balanced_slots
 from forebay.runtime.run.generation import Stop, generate_as_planned
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request, answer_all
+from forebay.runtime.run.scheduler import answer_all
 from forebay.runtime.run.step_inputs import StepInputs
 
 STAGED: dict[str, Any] = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 10, "micro_batches": 2}

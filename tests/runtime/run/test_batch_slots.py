@@ -30,8 +30,9 @@ from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request, answer_all, answer_arriving
+from forebay.runtime.run.scheduler import answer_all, answer_arriving
 
 CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=97), "opt": opt, "gpt2": gpt2,
            "gemma2": gemma2}

@@ -108,7 +108,9 @@ def test_every_row_always_has_a_token(top_k: int, top_p: float, temperature: flo
 @pytest.mark.parametrize(("bad", "names"), [(dict(temperature=0.0), "temperature: 0.0.*do_sample=False"),
                                             (dict(temperature=-1.0), "temperature"), (dict(top_k=-1), "top_k: -1"),
                                             (dict(top_p=-0.1), "top_p: -0.1"), (dict(top_p=1.1), "top_p: 1.1"),
-                                            (dict(temperature=float("nan")), "temperature: nan")])
+                                            (dict(temperature=float("nan")), "temperature: nan"),
+                                            (dict(min_p=1.5), "min_p: 1.5"),
+                                            (dict(repetition_penalty=0.0), "repetition_penalty: 0.0")])
 def test_bad_settings_are_refused_by_name(bad: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):
         Sampling(True, **bad)

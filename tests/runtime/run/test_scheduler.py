@@ -12,8 +12,9 @@ from recalling import VOCAB, Guessing, Recalling, scores, session
 from forebay.rewriter.ir.turns import StepTurns
 from forebay.runtime.run.drafts import Drafter, PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import Request, answer_all, answer_arriving
+from forebay.runtime.run.scheduler import answer_all, answer_arriving
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.step_inputs import StepInputs
 

@@ -26,8 +26,9 @@ from forebay.runtime.run.drafts_ahead import DraftsAhead
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling, probabilities
-from forebay.runtime.run.scheduler import Request, answer_all, answer_arriving
+from forebay.runtime.run.scheduler import answer_all, answer_arriving
 from forebay.runtime.run.step_inputs import StepInputs
 
 

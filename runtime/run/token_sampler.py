@@ -1,0 +1,129 @@
+"""Choose the next tokens of requests, each by its own sampling, constraint and draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from forebay.runtime.run.acceptance import Draws, accepted
+from forebay.runtime.run.drafts import Drafted
+from forebay.runtime.run.logits_processing import TokenLogprobs, logprobs_of, processed
+from forebay.runtime.run.request import OneCall, Request
+from forebay.runtime.run.sampling import Sampling, choose, most_likely
+
+
+class TokenSampler:
+    """What follows in `requests`, by number, of whose answers `new` has the tokens so far.
+
+    Attributes:
+        columns: Whether each step draws one column of tokens for all rows of `call`.
+        generators: Of requests whose tokens are drawn, from when they first are.
+    """
+
+    def __init__(
+        self, sampling: Sampling, requests: Mapping[int, Request], new: Mapping[int, Sequence[int]],
+        call: OneCall | None,
+    ) -> None:
+        self.sampling, self.requests, self.new, self.call = sampling, requests, new, call
+        self.columns = call is not None and call.shared_draws and sampling.do_sample
+        self.generators: dict[int, torch.Generator] = {}
+        self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of tokens that are yet to be taken
+
+    def chosen(self, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]) -> list[int]:
+        """The next tokens of requests, whose logits are those rows of [B, V]."""
+        if not numbers:
+            return []
+        if self.call is not None and self.columns:
+            return self._column(self.call, numbers, logits, at)
+        samplings = [self._sampling(number) for number in numbers]
+        alone = [i for i, number in enumerate(numbers) if self._is_processed(number)]
+        if not alone and all(each is samplings[0] for each in samplings):
+            return self._drawn(samplings[0], numbers, logits, at)
+        chosen: dict[int, int] = {}
+        for i in alone:
+            row = logits[at[i] : at[i] + 1]
+            chosen[i], = self._drawn(samplings[i], [numbers[i]], self._processed(numbers[i], row), [0])
+            self._note_logprobs(numbers[i], row, [chosen[i]])
+        for sampling in dict.fromkeys(samplings):
+            of = [i for i, each in enumerate(samplings) if each == sampling and i not in chosen]
+            if of:
+                chosen |= zip(of, self._drawn(sampling, [numbers[i] for i in of], logits, [at[i] for i in of]),
+                              strict=True)
+        return [chosen[i] for i in range(len(numbers))]
+
+    def accepted(self, number: int, logits: torch.Tensor, draft: Drafted) -> list[int]:
+        """As many tokens as are right of a draft, and one more, by logits [N + 1, V] behind the last token and behind
+        each of the draft's first N."""
+        sampling, scores = self._sampling(number), logits
+        if self._is_processed(number):
+            scores = self._processed(number, logits, draft.tokens[: len(logits) - 1])
+        tokens = accepted(scores, draft, sampling, self._draws(number) if sampling.do_sample else None)
+        self._note_logprobs(number, logits, tokens)
+        return tokens
+
+    def taken(self, number: int, token: int) -> None:
+        """A chosen token is the next one of its request's answer."""
+        request = self.requests[number]
+        if request.on_logprobs is not None:
+            request.on_logprobs(self._logprobs[number].pop(0))
+        if request.constraint is not None:
+            request.constraint.advance(token)
+
+    def forget(self, number: int) -> None:
+        """A request has ended."""
+        self.generators.pop(number, None)
+        self._logprobs.pop(number, None)
+
+    def _sampling(self, number: int) -> Sampling:
+        return self.requests[number].sampling or self.sampling
+
+    def _is_processed(self, number: int) -> bool:
+        """Whether a request's logits are looked at apart from those of the others."""
+        request = self.requests[number]
+        return (self._sampling(number).changes_logits or request.constraint is not None
+                or request.on_logprobs is not None)
+
+    def _processed(self, number: int, logits: torch.Tensor, drafted: Sequence[int] = ()) -> torch.Tensor:
+        request = self.requests[number]
+        return processed(logits, self._sampling(number), request.ids.tolist(), self.new[number], request.constraint,
+                         drafted)
+
+    def _note_logprobs(self, number: int, logits: torch.Tensor, tokens: Sequence[int]) -> None:
+        request = self.requests[number]
+        if request.on_logprobs is not None:
+            self._logprobs[number] = [logprobs_of(row, token, request.top_logprobs)
+                                      for row, token in zip(logits, tokens, strict=False)]
+
+    def _column(self, call: OneCall, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]) -> list[int]:
+        """The next tokens of requests whose tokens are drawn together."""
+        for number, row in zip(numbers, at, strict=True):
+            if number in self.requests and self._is_processed(number):
+                logits[row] = self._processed(number, logits[row : row + 1])[0]
+        scores = logits[: call.count] if call.generator is None else logits[: call.count].to(call.generator.device)
+        column = choose(scores, self.sampling, call.generator).tolist()
+        return [column[row] for row in at]
+
+    def _drawn(
+        self, sampling: Sampling, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]
+    ) -> list[int]:
+        """The next tokens of requests that share a `sampling`."""
+        if not sampling.do_sample:
+            tokens = most_likely(logits).tolist()
+            return [tokens[row] for row in at]
+        drawn = [self._generator(number) for number in numbers]
+        if logits.is_cpu:  # without a copy of their rows, which no plan counts
+            return [int(choose(logits[row : row + 1], sampling, [g])) for row, g in zip(at, drawn, strict=True)]
+        rows = logits[: len(at)] if list(at) == list(range(len(at))) else logits[torch.tensor(at).to(logits.device)]
+        return choose(rows, sampling, drawn).tolist()
+
+    def _draws(self, number: int) -> Draws:
+        """What draws a request's tokens, as `choose` takes it."""
+        return self.call.generator if self.call is not None and self.columns else [self._generator(number)]
+
+    def _generator(self, number: int) -> torch.Generator:
+        """A request's own generator, from when it is first asked for."""
+        if number not in self.generators:
+            make = self.requests[number].generator
+            self.generators[number] = torch.default_generator if make is None else make()
+        return self.generators[number]
