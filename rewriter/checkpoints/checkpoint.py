@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_state, sample_tensors
-from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord, log_once
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
 from forebay.rewriter.ir.files import naming, open_input, read_input
 
@@ -44,6 +45,8 @@ DTYPES: dict[str, torch.dtype] = {
 OPAQUE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+ADAPTER = "adapter_model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_HEADER_NBYTES = 100_000_000  # the reference implementation's own limit
 
@@ -90,6 +93,9 @@ def open_safetensors(path: Path, *, verify: bool = False) -> Checkpoint:
     if path.is_dir():
         folder = path
         if (path / SINGLE).exists():
+            if (path / INDEX).exists():  # as transformers chooses
+                log_once(f"{path} holds {SINGLE} and {INDEX}: the first is read, and the files that the second names "
+                         "are not; remove the one that is not the model's")
             tensors = _read_noted(path / SINGLE, states)
         elif (path / INDEX).exists():
             tensors = _open_shards(path, states)
@@ -206,6 +212,8 @@ def refuse_other_formats(path: Path) -> None:
         raise CheckpointError(_explain_pickle(path))
     if path.suffix == ".gguf":
         raise CheckpointError(f"{path} is a GGUF file: name the file itself to `forebay.wrap` or to a command")
+    if path.name == ADAPTER:
+        raise CheckpointError(_explain_adapter(path.parent))
     if path.suffix != ".safetensors":
         raise CheckpointError(f"{path} is not a checkpoint: expected a folder, a .safetensors or a .gguf file")
 
@@ -289,11 +297,23 @@ def _explain_pickle(path: Path) -> str:
 
 
 def _explain_missing(folder: Path) -> str:
-    names = sorted(entry.name for entry in folder.iterdir())
+    """Why a folder has no weights, and what to do."""
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    missing = f"{folder} holds neither {SINGLE} nor {INDEX}"
+    if ADAPTER in names:
+        return _explain_adapter(folder)
+    if any(SHARD.fullmatch(name) for name in names):
+        return f"{missing}, which says what its shards hold; fetch it again"
+    for found, advice in (([n for n in names if n.endswith(".gguf")], "name a file in it instead"),
+                          ([n for n in names if n.endswith(".safetensors")], "transformers reads no other names, such "
+                           f"as those of Mistral's own format: fetch {SINGLE} or the shards. It has")):
+        if found:
+            return f"{missing}; {advice}: {', '.join(found[:5])}"
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
-    others = [name for name in names if name.endswith((".safetensors", ".gguf"))]
-    if others:
-        return f"{folder} holds neither {SINGLE} nor {INDEX}; name a file in it instead: {', '.join(others[:5])}"
-    if pickles:
-        return _explain_pickle(folder / pickles[0])
-    return f"{folder} holds no checkpoint: neither {SINGLE} nor {INDEX}"
+    return _explain_pickle(folder / pickles[0]) if pickles else (
+        f"{folder} holds no checkpoint: neither {SINGLE} nor {INDEX}")
+
+
+def _explain_adapter(folder: Path) -> str:
+    return (f"{folder} holds an adapter ({ADAPTER}), not a model; merge it into its base and name the new folder: "
+            "AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(new_folder)")

@@ -20,6 +20,7 @@ from forebay.rewriter.one_thread import one_thread
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+TEMPLATES = "additional_chat_templates"  # a folder of chat templates that have names
 # What the transformers loaders are given. Left out, `trust_remote_code` asks on stdin, and a `y` there runs the file.
 LOCAL_ONLY: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
@@ -66,7 +67,7 @@ def read_config(folder: Path, tensors: Mapping[str, TensorRecord] | None = None)
 
 def require_regular_files(folder: Path) -> None:
     """Raise CheckpointError for a pipe, a device or a socket in a model's folder, before transformers opens it."""
-    for place in (folder, folder / "additional_chat_templates"):
+    for place in (folder, folder / TEMPLATES):
         for path in sorted(place.iterdir()) if place.is_dir() else ():
             kind = special_kind(path.stat().st_mode) if path.exists() else None  # a link may lead nowhere
             if kind is not None:

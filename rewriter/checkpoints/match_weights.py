@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.checkpoints.expert_tables import expert_names, table_record
-from forebay.rewriter.checkpoints.records import CheckpointError, Packed, TensorRecord
+from forebay.rewriter.checkpoints.records import CheckpointError, Packed, TensorRecord, log_once
 from forebay.rewriter.checkpoints.stored_tensors import require_fits, require_same, same_contents, spellings
 from forebay.rewriter.checkpoints.text_model import OTHERS, TEXT_ALONE, causal_class, text_config, text_names
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat
@@ -24,7 +22,6 @@ from forebay.rewriter.one_thread import one_thread
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-LOG = logging.getLogger("forebay")
 NAMED = 3  # tensors that a message names
 _hearing: list[list[str]] = []
 # Buffers that every loader makes anew (transformers' _adjust_missing_and_unexpected_keys).
@@ -170,12 +167,6 @@ def warn_once(text: str) -> None:
     for heard in _hearing:
         heard.append(text)
     log_once(text)
-
-
-@functools.lru_cache(maxsize=256)
-def log_once(text: str) -> None:
-    """Log a warning that nobody has seen."""
-    LOG.warning("%s", text)
 
 
 @contextmanager

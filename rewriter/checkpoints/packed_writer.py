@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from forebay.rewriter.checkpoints.checkpoint import DTYPE_NAMES, PICKLE_SUFFIXES, Checkpoint, Progress
+from forebay.rewriter.checkpoints.config import TEMPLATES
 from forebay.rewriter.checkpoints.packed import (
     FILLER,
     FORMAT,
@@ -122,10 +123,12 @@ def write_quantized(
 
 def copy_model_files(source: Path, out: Path) -> None:
     """Copy what a model's folder holds beside weights: config, tokenizer, generation settings."""
-    for path in sorted(source.iterdir()):
+    for path in sorted([*source.iterdir(), *(source / TEMPLATES).glob("*.jinja")]):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHT_SUFFIXES):
             try:
-                shutil.copyfile(path, out / path.name)
+                copy = out / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
             except OSError as error:  # names the source, whichever of the two failed
                 raise CheckpointError(f"{path} cannot be copied to {out}: {error.strerror}") from error
 

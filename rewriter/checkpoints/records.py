@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from dataclasses import dataclass, replace
 
@@ -12,9 +14,17 @@ from forebay.kernels.formats.table import Format, weight_format
 from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.program import Band, FileSlice
 
+LOG = logging.getLogger("forebay")
+
 
 class CheckpointError(PrintableError, ValueError):
     """A checkpoint that cannot be read or written; the message says why and what to do."""
+
+
+@functools.lru_cache(maxsize=256)
+def log_once(text: str) -> None:
+    """Log a warning that nobody has seen."""
+    LOG.warning("%s", text)
 
 
 def parse_format(name: str) -> Format:

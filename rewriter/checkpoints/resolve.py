@@ -87,7 +87,7 @@ def resolve_model(
         if settings is None:
             return path
         read_scheme(settings, path)
-        files = [str(p) for p in sorted(path.iterdir()) if p.name.endswith((".safetensors", ".json"))]
+        files = [str(p) for p in sorted(path.iterdir()) if p.is_file() and not p.name.startswith(".")]
         identity = f"{path.resolve()} {states_checksum(file_states(files))} {GROUPED}"
         return _convert_once(path, identity, dequantize, progress)
     if not path.exists():

@@ -22,8 +22,8 @@ import forebay.kept_graphs as kept_graphs
 import forebay.open_model as opening
 from forebay.api import wrap
 from forebay.rewriter.capture.family import FAMILIES, Family
-from forebay.rewriter.checkpoints.match_weights import log_once
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.checkpoints.records import log_once
 from forebay.rewriter.pipeline import pass_list
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])

@@ -18,11 +18,10 @@ from forebay.exported.export import export
 from forebay.open_model import open_model
 from forebay.rewriter.capture.language_model import CaptureError
 from forebay.rewriter.checkpoints import quantize, resolve, stored_tensors
-from forebay.rewriter.checkpoints.match_weights import log_once
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_quantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
-from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError, log_once
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 IDS = torch.tensor([[3, 5, 8, 13]])

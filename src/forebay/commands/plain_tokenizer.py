@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.commands.tokenizer_bounds import check_folder
-from forebay.rewriter.checkpoints.config import require_regular_files
+from forebay.rewriter.checkpoints.config import TEMPLATES, require_regular_files
 from forebay.rewriter.checkpoints.named_errors import panicking
 from forebay.rewriter.ir.files import read_input, read_input_text
 
@@ -65,7 +65,7 @@ def plain_tokenizer(folder: Path) -> PlainTokenizer | None:
             template = read_input_text(folder / CHAT_TEMPLATE)
         if not all(isinstance(each, str | None) for each in (*special.values(), template)):
             return None
-        if (folder / "additional_chat_templates").exists():
+        if (folder / TEMPLATES).exists():
             return None
         check_folder(folder)
         with panicking():

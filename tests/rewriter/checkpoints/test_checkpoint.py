@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 import forebay.rewriter.checkpoints.write_tensors as writing
 from forebay.rewriter.checkpoints.checkpoint import DTYPES, read_tensor
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
-from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError, log_once
+from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.checkpoints.write_tensors import write_tensors
 from forebay.runtime.disk.page_cache import in_page_cache_filesystem, resident_nbytes
 
@@ -188,6 +189,37 @@ def test_what_is_not_safetensors_is_refused_with_advice(tmp_path):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is a GGUF file: name the file itself"):
         open_checkpoint(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(("names", "message"), [
+    (["model-00001-of-00002.safetensors"], r"which says what its shards hold; fetch it again"),
+    (["consolidated.safetensors", "params.json"], r"Mistral's own format.*It has: consolidated\.safetensors$"),
+    (["adapter_model.safetensors", "adapter_config.json"], "holds an adapter .*merge it into its base"),
+    (["._model.safetensors", "._a.gguf"], "holds no checkpoint"),
+])
+def test_weights_of_other_names_lead_in_no_circle(tmp_path, names, message):
+    """A folder is not sent to its file where the file is sent to its folder."""
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path)
+    if "adapter_model.safetensors" in names:
+        with pytest.raises(CheckpointError, match=message):
+            resolve_model(tmp_path / "adapter_model.safetensors")
+
+
+def test_of_a_file_and_an_index_the_file_is_read(tmp_path, caplog):
+    """As transformers chooses, and said; hidden files and Mistral's own are passed over in silence."""
+    tensors = random_tensors()
+    save_shards(tmp_path, tensors)
+    for name in ("._model.safetensors", "._model-00001-of-00002.safetensors", "consolidated.safetensors"):
+        (tmp_path / name).write_bytes(b"not read")
+    log_once.cache_clear()
+    with caplog.at_level("WARNING", "forebay"):
+        assert open_checkpoint(tmp_path).tensors.keys() == tensors.keys() and not caplog.messages
+        save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
+        assert set(open_checkpoint(tmp_path).tensors) == {"a"}
+    assert ["the first is read" in text for text in caplog.messages] == [True]
 
 
 def test_written_files_are_the_formats_own(tmp_path):

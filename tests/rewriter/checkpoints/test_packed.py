@@ -465,6 +465,17 @@ def test_too_little_space_is_known_before_the_first_byte(llama, tmp_path, monkey
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_chat_templates_are_copied(llama, tmp_path):
+    """The one of chats, and those that have names, in a folder of their own."""
+    (llama / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (llama / name).write_text(name)
+    out = quantize_model(llama, tmp_path / "out", Wish("w8g32")).folder
+    assert quantize_model(llama, out, Wish("w8g32")).folder == out  # which is finished
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        assert (out / name).read_text() == name
+
+
 def test_a_file_that_cannot_be_copied_names_the_folder_it_goes_to(llama, tmp_path, monkeypatch):
     def full(source, target):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source))
