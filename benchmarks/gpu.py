@@ -201,7 +201,7 @@ def write(rows: list[Row], ceilings: dict[str, float]) -> list[Path]:
 
 def answer(cases: list[Case], place: Place, ceilings: dict[str, float]) -> None:
     """Run the cases whose numbers come on standard input."""
-    from benchmarks.gpu_cases.isolated import check_gpu, serve
+    from benchmarks.isolated import check_gpu, serve
 
     serve(lambda number: run_case(cases[number], place, ceilings), check_gpu)
 
@@ -236,8 +236,8 @@ def main() -> int:
     if options.answer:
         answer(cases, place, json.loads(options.answer))
         return 0
-    from benchmarks.gpu_cases.isolated import IsolatedWorker
     from benchmarks.gpu_cases.timing import ceilings, uncaptured
+    from benchmarks.isolated import IsolatedWorker
     from forebay.kernels.products.linear import selection
 
     selection.table_of(torch.cuda.get_device_name())  # one that cannot be read, and so not added to, is refused now

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases import offloaded, resident
-from benchmarks.gpu_cases.isolated import IsolatedWorker, check_gpu, serve
 from benchmarks.gpu_cases.large_steps import (
     SPECULATIVE,
     measure_blocks,
@@ -37,6 +36,7 @@ from benchmarks.gpu_cases.large_steps import (
     measure_throughput,
 )
 from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, weights_nbytes
+from benchmarks.isolated import IsolatedWorker, check_gpu, serve
 
 STARTED = time.monotonic()
 LIMIT_S = 520.0  # of the whole run: a job that is begun late gets what is left of it

@@ -1,24 +1,31 @@
-"""Models larger than their budget beside peers and ceilings, in turns: `python -m benchmarks.offload CASE`.
+"""Models beside peers and ceilings, larger than their budget or in RAM, in turns: `python -m benchmarks.offload CASE`.
 
-A case is declared below: models, cells (sequences x prompt + new tokens), a budget, contestants. Each contestant lives
-in a process of its own with equal threads and GOMP_SPINCOUNT=0, and they take turns, so that all meet the same state of
-the machine. Around every turn plain reads and writes and products are timed: the bytes of the plan at these rates are
-the link bound, and with these rates (and nothing else of the run) the turn's steps are predicted. Peers hold the same
-budget (`max_memory`); each maps a copy of the checkpoint of its own, as mapped pages cannot be dropped from the page
-cache, which happens before each of their steps, outside its time.
+A case is declared below: models (`benchmarks.sources`), cells (sequences x prompt + new tokens), budgets (bytes, or a
+share of the model's), contestants. Each contestant lives in a process of its own with equal threads, and they take
+turns, so that all meet the same state of the machine. Around every turn plain reads and writes and products are timed:
+the bytes of the plan at these rates are the link bound, and with these rates (and nothing else of the run) the turn's
+steps are predicted. Peers that are not installed are left out. transformers and Accelerate hold the same budget
+(`max_memory`); each maps a copy of the checkpoint of its own, as mapped pages cannot be dropped from the page cache,
+which happens before each of their steps, outside its time.
 
 disk         whole answers of a Llama of 1.77 GB beside transformers' and Accelerate's disk offload, and wholly in RAM
-blocks       many sequences, whose weights and cache exceed the budget, by sampled steps (`offload_contestants`): the
-             block in each order, weights and cache as they are, in 4 bits (w4) and in both (w4+kv4); the same wholly in
-             memory, which is what the processor allows; peers with the largest batch whose cache fits the budget
+blocks       many sequences, whose weights and cache exceed the budget, by sampled steps (`contestants`): the block in
+             each order, weights and cache as they are, in 4 bits (w4) and in both (w4+kv4); the same wholly in memory,
+             which is what the processor allows; peers with the largest batch whose cache fits the budget
 blocks-small whole answers of small models: minutes
 checkpoints  blocks that keep checkpoints for shares of the tokens, none and all
 prediction   predicted beside measured steps at five budgets: percent of the weights beside what the smallest plan takes
 sweep-blocks forced blocks beside the planner's, each beside its prediction
 sweep-slots  the same of staging slots, their size and the lead of reads, at one budget of `prediction`
+gguf         a GGUF file within shares of its bytes beside neurostream and llama.cpp, which maps a copy that nobody else
+             reads. Without root the kernel holds nobody to the budget, and the page cache serves who maps files
+ram          a GGUF file in RAM: Forebay computes in float32 ("packed") or bf16, activations as they are and rounded to
+             8 bits; llama.cpp and OpenVINO GenAI by their own clocks, onnxruntime-genai on its own builder's model
+exported     models that `forebay export` wrote for ONNX beside the builder's, in float32 and 4 bits
 
-Peak memory is anonymous memory above what the process had when it had planned; beside it stands what planning left
-there (for peers both are above their imports). A contestant that exceeds memory is told by these columns.
+`peak` is anonymous memory above what the process had when it had planned (`objects`; for peers both are above their
+imports), `resident` the growth of the process, pages of files included. With `--processor haswell` (or skylake-avx512)
+kernels are compiled for that kind, and torch and oneDNN are held to its instructions.
 """
 
 from __future__ import annotations
@@ -27,7 +34,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -40,32 +46,31 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch loads OpenMP
 
-from benchmarks.forked import Forked, forked
-from benchmarks.models import MODELS, model_folder, packed
-from benchmarks.offload_contestants import (
+from benchmarks import peers
+from benchmarks.contestants import (
     BLOCKS,
     CHECKPOINTS,
-    FOREBAY,
-    IN_RAM,
+    CONTESTANTS,
+    LESSER,
     OFFLOADED,
     PEERS,
     RATES,
     SHARES,
+    Contestant,
     around,
-    import_libraries,
-    settings,
-    worker,
+    forced,
+    remove_limits,
+    started,
 )
+from benchmarks.isolated import IsolatedWorker
 from benchmarks.offload_figures import figures, report, summary
-from benchmarks.offload_sweep import SWEEPING, forced_blocks, forced_slots, sweep
-from benchmarks.probes import processor
+from benchmarks.probes import memory_bytes_per_s, processor
+from benchmarks.sources import Sources, known
 from forebay.kernels.build.cache_folder import make_cache_folder
 from forebay.rewriter.ir.byte_sizes import parse_nbytes
 
-ASIDE = ("link", "fits")  # processes that take no turns: one measures the machine, one asks the planner
 MOST = 4096  # sequences that are looked for when asking what fits
 RAM_BATCH = 64  # sequences of the runs in memory, at most
-SWEEPS = {"sweep-blocks": forced_blocks, "sweep-slots": forced_slots}
 
 Row = dict[str, Any]
 
@@ -96,6 +101,8 @@ class OffloadCase:
     fits: bool = False  # look for the batch that fits with its cache on the device, which is what peers get
     steps: int = 3  # of a sampled answer
     prefill: bool = False  # sample the prefill too
+    capped: bool = False  # the kernel holds processes to the budget and 150 MiB
+    sweep: str = ""  # "blocks" or "slots" are forced beside what the planner chooses
 
 
 CASES = {
@@ -106,30 +113,32 @@ CASES = {
                                 whole=True, fits=True),
     "checkpoints": OffloadCase("llama,opt", "16x128+32", ",".join(CHECKPOINTS)),
     "prediction": OffloadCase("smollm2,llama", "1x16+8,8x16+8,32x16+8", ",".join(SHARES), rounds=5, whole=True),
-    "sweep-blocks": OffloadCase("llama-medium,opt-medium", "48x256+32", "forebay bf16 zigzag", "60MB", prefill=True),
-    "sweep-slots": OffloadCase("smollm2,llama", "1x16+8", "forebay within 50 %", prefill=True),
+    "sweep-blocks": OffloadCase("llama-medium,opt-medium", "48x256+32", "forebay bf16 zigzag", "60MB", prefill=True,
+                                sweep="blocks"),
+    "sweep-slots": OffloadCase("smollm2,llama", "1x16+8", "forebay within 50 %", prefill=True, sweep="slots"),
+    "gguf": OffloadCase("qwen3-1b:Q8_0", "1x64+9", "forebay,neurostream,llama.cpp,llama.cpp in RAM", "25%,50%",
+                        whole=True, capped=True),
+    "ram": OffloadCase("demo", "1x64+32,1x512+32", "forebay packed,forebay packed int8,forebay in bf16,forebay in bf16 "
+                       "int8,llama.cpp in RAM,openvino,openvino bf16,onnxruntime", rounds=5, whole=True),
+    "exported": OffloadCase("demo", "1x64+32,1x512+32", "exported,exported float32,onnxruntime,onnxruntime float32",
+                            rounds=5, whole=True),
 }
 
 
 def main() -> None:
     args, case = arguments()
     result: Row = {"processor": processor(), "case": args.case, "arguments": {k: str(v) for k, v in vars(args).items()},
-                   "models": []}
-    names = SWEEPING if args.case in SWEEPS else (*ASIDE, *case.contestants.split(","))
-    import_libraries(names)
-    processes = forked(names, args.threads, worker)
-    try:
-        with tempfile.TemporaryDirectory(prefix="offload-", dir=make_cache_folder()) as scratch:
-            for model in case.models.split(","):
-                run = swept if args.case in SWEEPS else measure
-                result["models"].append(run(args, case, model, Path(scratch), processes))
-    finally:
-        for process in processes.values():
-            process.close()
-    if args.case not in SWEEPS:
-        result["rows"] = [row for model in result["models"] for row in figures(model)]
-        result["summary"] = summary(result["rows"])
-        report(result)
+                   "memory_bytes_per_s": memory_bytes_per_s(9), "models": []}
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=make_cache_folder()) as scratch:
+        if args.processor:
+            os.environ["FOREBAY_CACHE"] = str(Path(scratch) / "kernels")
+        for model in case.models.split(","):
+            sources = Sources(model, Path(scratch))
+            for budget in case.budget.split(","):
+                result["models"].append(measure(args, case, model, sources, budget))
+    result["rows"] = [row for model in result["models"] for row in figures(model, result["memory_bytes_per_s"])]
+    result["summary"] = summary(result["rows"])
+    report(result)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -144,14 +153,15 @@ def arguments() -> tuple[argparse.Namespace, OffloadCase]:
         parser.add_argument(f"--{field.name}", default=None, help="default: the case's", **options)
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no turn begins")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--processor", choices=LESSER, help="run as on a lesser one")
     parser.add_argument("--machine", type=Path, help="a saved profile; measured at the start if not given")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
     given = {f.name: getattr(args, f.name) for f in fields(OffloadCase) if getattr(args, f.name) is not None}
     case = replace(CASES[args.case], **given)
-    for what, known in (("models", {*MODELS, "smollm2"}), ("contestants", {*FOREBAY, *PEERS})):
-        if unknown := set(getattr(case, what).split(",")) - known:
-            parser.error(f"--{what}: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    unknown = [model for model in case.models.split(",") if not known(model)]
+    if unknown := unknown + sorted(set(case.contestants.split(",")) - {*CONTESTANTS}):
+        parser.error(f"no such model or contestant: {', '.join(unknown)}; there are {', '.join(CONTESTANTS)}")
     return args, case
 
 
@@ -159,83 +169,116 @@ def cells(text: str) -> list[Cell]:
     return [Cell(*map(int, re.split("[x+]", cell))) for cell in text.split(",")]
 
 
-def order_of(args: argparse.Namespace, case: OffloadCase, model: str, scratch: Path) -> Row:
-    """What every process is told."""
-    return {"model": str(model_folder(model)), "scratch": str(scratch), "vocab": vocabulary(model_folder(model)),
-            "dtype": "float32" if model == "smollm2" else "bfloat16", "budget": parse_nbytes(case.budget),
-            "machine": str(args.machine or scratch / "machine.json"), "whole": case.whole, "once": case.whole,
-            "steps": case.steps, "prefill": case.prefill, "most": MOST}
+def measure(args: argparse.Namespace, case: OffloadCase, model: str, sources: Sources, budget: str) -> Row:
+    """All cells of one model within one budget: what is planned, and every turn."""
+    parts = {name: CONTESTANTS[name] for name in case.contestants.split(",")
+             if peers.installed(CONTESTANTS[name].engine)}
+    folder = sources.folder
+    nbytes = sources.nbytes * float(budget[:-1]) / 100 if budget.endswith("%") else parse_nbytes(budget)
+    order: Row = {"folder": str(folder), "scratch": str(sources.scratch), "vocab": vocabulary(folder),
+                  "dtype": "float32" if sources.file or model == "smollm2" else "bfloat16", "budget": int(nbytes),
+                  "machine": str(args.machine or sources.scratch / "machine.json"), "whole": case.whole,
+                  "once": case.whole or bool(case.sweep), "steps": case.steps, "prefill": case.prefill, "most": MOST,
+                  "capped": case.capped}
+    processes = {name: started(name, args.threads, args.processor) for name in (*aside(case), *parts)}
+    try:
+        return _measured(args, case, model, sources, order, parts, processes)
+    finally:
+        for process in processes.values():
+            process.close()
+        remove_limits()
+
+
+def _measured(args: argparse.Namespace, case: OffloadCase, model: str, sources: Sources, order: Row,
+              parts: Mapping[str, Contestant], processes: dict[str, IsolatedWorker]) -> Row:
+    own = {name: settings(one) | {"path": str(sources.of(one.source, name).path)} for name, one in parts.items()}
+    own |= {name: settings(Contestant(name)) | {"path": order["folder"], "capped": False} for name in aside(case)}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        answers = pool.map(lambda name: ask(processes, name, "load", order | own[name]), own)
+        loaded = dict(zip(own, answers, strict=True))
+    baselines = {name: answer["baseline"] for name, answer in loaded.items() if answer}
+    if not Path(order["machine"]).exists():
+        note("measuring the machine")
+        ask(processes, "link", "machine", order)
+    fits: Row = {}
+    planned = [(cell, plan_cell(case, model, cell, order, own, parts, processes, fits)) for cell in cells(case.cells)]
+    until, plans, turns = time.monotonic() + args.limit, list[Row](), list[Row]()
+    for cell, options in planned:
+        turns += run_cell(case, f"{model}, {cell.name}", cell, options, processes, until)
+        plans += [{k: v for k, v in plan.items() if k != "order_given"} for plan in options]
+    return {"model": model, "budget": order["budget"], "baselines": baselines, "fits": fits, "plans": plans,
+            "limited": sorted(name for name, answer in loaded.items() if answer and answer.get("limited")),
+            "read_nbytes": {name: sources.of(one.source, name).read_nbytes for name, one in parts.items()},
+            "turns": turns, "machine": json.loads(Path(order["machine"]).read_text())}
+
+
+def aside(case: OffloadCase) -> tuple[str, ...]:
+    """Processes that take no turns: one measures the machine, one asks the planner."""
+    return ("link", "fits") if case.fits else ("link",)
+
+
+def settings(one: Contestant) -> Row:
+    """What a contestant is planned with."""
+    return {"name": one.name, "options": dict(one.options), "ram": one.ram, "share": one.share}
+
+
+def ask(processes: dict[str, IsolatedWorker], name: str, do: str, order: Row) -> Row | None:
+    """What a process answers; None where it has ended, after which it is asked no more."""
+    if name not in processes:
+        return None
+    found = processes[name].ask({"do": do, **order})
+    if "failed" not in found:
+        return found
+    note(f"{name} failed at {do!r}: {found['failed']}")
+    if name in ("link", "fits"):
+        raise SystemExit(1)
+    processes.pop(name).close()
+    return None
 
 
 def vocabulary(folder: Path) -> int:
     return json.loads((folder / "config.json").read_text())["vocab_size"]
 
 
-def swept(args: argparse.Namespace, case: OffloadCase, model: str, scratch: Path, processes: Mapping[str, Forked]
-          ) -> Row:
-    """Forced schedules of one model beside the planner's."""
-    cell = cells(case.cells)[0]
-    order = order_of(args, case, model, scratch) | settings(case.contestants) | {
-        "once": True, "batch": cell.batch, "prompt": cell.prompt, "new": cell.new, "rows": min(cell.batch, 64)}
-    return sweep(f"{model}, {cell.name}", order, SWEEPS[args.case](cell.batch), processes, case.rounds)
-
-
-def measure(args: argparse.Namespace, case: OffloadCase, model: str, scratch: Path, processes: Mapping[str, Forked]
-            ) -> Row:
-    """All cells of one model: what is planned, and every turn, by processes that may have had another model before."""
-    names, order = case.contestants.split(","), order_of(args, case, model, scratch)
-    folders = {name: folder_of(name, Path(order["model"]), scratch) for name in names}
-    for name in ASIDE:
-        processes[name].ask("load", **order)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        loaded = pool.map(lambda name: processes[name].ask("load", **order | {"model": str(folders[name])}), names)
-        baselines = {name: answer["baseline"] for name, answer in zip(names, loaded, strict=True)}
-    if not Path(order["machine"]).exists():
-        note("measuring the machine")
-        processes["link"].ask("machine", **order)
-    fits: Row = {}
-    planned = [(cell, plan_cell(case, model, cell, order, processes, fits)) for cell in cells(case.cells)]
-    until, plans, turns = time.monotonic() + args.limit, list[Row](), list[Row]()
-    for cell, options in planned:
-        turns += run_cell(case, f"{model}, {cell.name}", cell, options, processes, order["model"], until)
-        plans += [{k: v for k, v in plan.items() if k != "order_given"} for plan in options]
-    return {"model": model, "budget": order["budget"], "baselines": baselines, "fits": fits, "plans": plans,
-            "turns": turns, "machine": json.loads(Path(order["machine"]).read_text())}
-
-
-def folder_of(name: str, model: Path, scratch: Path) -> Path:
-    """The checkpoint that a contestant opens: as it is, packed, or a copy of its own for one that maps it."""
-    if name in PEERS:
-        return Path(shutil.copytree(model, scratch / f"{model.name}-{name}"))
-    return packed(model) if FOREBAY[name].weights == "w4" else model
-
-
-def plan_cell(case: OffloadCase, model: str, cell: Cell, order: Row, processes: Mapping[str, Forked], fits: Row
-              ) -> list[Row]:
+def plan_cell(case: OffloadCase, model: str, cell: Cell, order: Row, own: Mapping[str, Row],
+              parts: Mapping[str, Contestant], processes: dict[str, IsolatedWorker], fits: Row) -> list[Row]:
     """What everybody plans for a cell, with what it was asked (`order_given`)."""
-    def shaped(name: str) -> Row:
-        limited = settings(name)["ram"] or name == IN_RAM
-        return order | settings(name) | {
-            "batch": min(cell.batch, RAM_BATCH) if limited else cell.batch, "prompt": cell.prompt, "new": cell.new,
-            "steps": 1 if settings(name)["order"] == "row" else case.steps, "rows": min(cell.batch, 64),
-            "label": cell.name}
+    cast = dict(parts)
+    for name in parts if case.sweep else ():
+        cast |= forced(case.sweep, cell.batch, name)
+
+    def shaped(one: Contestant) -> Row:
+        given = order | own[one.process or one.name] | settings(one)
+        return given | {
+            "batch": min(cell.batch, RAM_BATCH) if one.ram else cell.batch, "prompt": cell.prompt, "new": cell.new,
+            "steps": 1 if one.options.get("order") == "row" else case.steps, "rows": min(cell.batch, 64),
+            "label": f"{cell.name}, {one.name}"}
 
     key = f"{cell.prompt}+{cell.new}"
     if case.fits and key not in fits:
-        fits[key] = processes["fits"].ask("fits", **shaped("forebay bf16 zigzag"))["device"]
+        asker = Contestant("fits", options=BLOCKS["forebay bf16 zigzag"].options)
+        fits[key] = (ask(processes, "fits", "fits", shaped(asker)) or {"device": 0})["device"]
         note(f"{model}: {fits[key]} sequences of {key} fit with their cache on the device")
 
-    def planned(name: str) -> Row:
-        asked = shaped(name)
-        if name in OFFLOADED:
+    def planned(one: Contestant) -> Row | None:
+        asked, process = shaped(one), one.process or one.name
+        if one.name in OFFLOADED:
             asked["batch"] = max(1, min(cell.batch, fits.get(key, cell.batch)))
-        return processes[name].ask("plan", **asked) | {"name": name, "cell": cell.name, "order_given": asked}
+        found = ask(processes, process, "plan", asked)
+        if found is not None and "refused" in found:
+            note(f"{model}, {cell.name}, {one.name}: {found['refused']}")
+            return None
+        return None if found is None else found | {
+            "name": one.name, "cell": cell.name, "process": process, "forced": bool(one.process), "ram": one.ram,
+            "formats": one.formats, "order_given": asked}
 
+    if case.sweep:  # many plans of one process
+        return [plan for one in cast.values() if (plan := planned(one))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # nothing is timed yet
-        return list(pool.map(planned, case.contestants.split(",")))
+        return [plan for plan in pool.map(planned, cast.values()) if plan]
 
 
-def run_cell(case: OffloadCase, title: str, cell: Cell, plans: list[Row], processes: Mapping[str, Forked], model: str,
+def run_cell(case: OffloadCase, title: str, cell: Cell, plans: list[Row], processes: dict[str, IsolatedWorker],
              until: float) -> list[Row]:
     """The turns of a cell: those that begin before the time `until`."""
     turns: list[Row] = []
@@ -244,19 +287,21 @@ def run_cell(case: OffloadCase, title: str, cell: Cell, plans: list[Row], proces
         for plan in plans[r % len(plans) :] + plans[: r % len(plans)]:
             if time.monotonic() > until:
                 break
-            name, asked = plan["name"], plan["order_given"]
-            before = before or processes["link"].ask("turn", **asked | {"model": model})
-            turn = processes[name].ask("turn", **asked)
-            after = processes["link"].ask("turn", **asked | {"model": model})
+            name, process, asked = plan["name"], plan["process"], plan["order_given"]
+            before = before or ask(processes, "link", "turn", asked) or {}
+            turn = ask(processes, process, "turn", asked)
+            after = ask(processes, "link", "turn", asked) or {}
             link, before = around(before, after), after
-            if name in FOREBAY:
-                turn |= processes[name].ask("predicted", **asked | {rate: link[rate] for rate in RATES})
+            if turn is None:
+                continue
+            if "planned_step_s" in plan:
+                turn |= ask(processes, process, "predicted", asked | {rate: link[rate] for rate in RATES}) or {}
             turns.append(turn | {"name": name, "cell": cell.name, "round": r, "link": link})
             predicted = f" of {turn['predicted_step_s']:.3f} predicted" if "predicted_step_s" in turn else ""
             note(f"{title}, {name}: step {median(turn['steps_s']):.3f} s{predicted}, reads "
                  f"{link['bytes_per_s'] / 1e9:.2f} GB/s, pace {link['pace']:.2f}")
     for plan in plans:
-        processes[plan["name"]].ask("close", label=cell.name)
+        ask(processes, plan["process"], "close", plan["order_given"])
     return turns
 
 

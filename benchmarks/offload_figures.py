@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.offload_contestants import FOREBAY, IN_RAM, OFFLOADED
+from benchmarks.contestants import IN_RAM, OFFLOADED
 
 BINDS = 1.5  # one bound binds where the other is this many times as high
 WITHIN = 0.15  # of what was measured
@@ -14,7 +14,7 @@ WITHIN = 0.15  # of what was measured
 Row = dict[str, Any]
 
 
-def figures(model: Row) -> list[Row]:
+def figures(model: Row, memory_bytes_per_s: float) -> list[Row]:
     """A row for each cell and contestant: rates, bounds and errors, medians over turns of what was found in a turn."""
     turns: dict[tuple[str, str], list[Row]] = {}
     for turn in model["turns"]:
@@ -29,38 +29,52 @@ def figures(model: Row) -> list[Row]:
         cell, name = at = plan["cell"], plan["name"]
         if not (found := turns.get(at)):  # the time was up
             continue
-        ours, batch, held, own = FOREBAY.get(name), plan["batch"], held_nbytes(model, name), rates(cell, name)
+        ours, batch, own = "planned_step_s" in plan, plan["batch"], rates(cell, name)
+        held = held_nbytes(model, plan["process"])
         row: Row = {"model": model["model"], "cell": cell, "name": name, "batch": batch, "tokens_per_s": median(own),
                     "tokens_per_s_spread": [min(own), max(own)], "micro_batches": plan.get("micro_batches", 1),
-                    "objects_nbytes": held - model["baselines"][name], "budget": plan.get("budget", model["budget"]),
+                    "objects_nbytes": held - model["baselines"][plan["process"]],
+                    "budget": plan.get("budget", model["budget"]),
                     "peak_nbytes": max(t["peak"] for t in found) - held,
-                    "cached_nbytes": max(t.get("cached_peak", 0) for t in found)}
+                    "cached_nbytes": max(t.get("cached_peak", 0) for t in found), "limited": name in model["limited"],
+                    "resident_nbytes": max(t["resident_nbytes"] for t in found)}
         if all("prefill_s" in t for t in found):
             row["prefill_s"] = median(t["prefill_s"] for t in found)
+            row["prompt_tokens_per_s"] = batch * int(cell.split()[2]) / row["prefill_s"]
             new = int(cell.rpartition("+")[2])
             row["whole_tokens_per_s"] = median(
                 batch * new / (t["prefill_s"] + (new - 1) * mean(t["steps_s"])) for t in found)
         if "tokens" in found[0] and (reference := turns.get((cell, IN_RAM))):
             row["same_tokens"] = same_tokens(found[0]["tokens"], reference[0]["tokens"])
-        if ours is not None:
+        if plan["ram"] and (nbytes := model["read_nbytes"].get(name)):
+            row["memory_tokens_per_s"] = memory_bytes_per_s / nbytes
+        if ours:
             # the first step gives the cache its room: it is the prompt's in a prediction
             errors = [t["predicted_step_s"] / mean(t.get("steady_s") or t["steps_s"]) - 1 for t in found]
             row |= {"step_error": median(errors), "step_error_spread": [min(errors), max(errors)],
                     "predicted_step_s": median(t["predicted_step_s"] for t in found)}
             if "prefill_s" in row:
                 row["prefill_error"] = median(t["predicted_prefill_s"] / t["prefill_s"] - 1 for t in found)
-        if ours is not None and not ours.ram:
+        if ours and not plan["ram"]:
             row |= {"planned_read_nbytes": plan["planned_read_nbytes"], "cache": plan["cache"],
                     "read_nbytes": median(t.get("read_nbytes", 0) for t in found)}
             if plan["planned_read_nbytes"]:
                 row["link_tokens_per_s"] = median(batch / link_bound_s(plan, t["link"]) for t in found)
-            if in_ram := rates(cell, f"ram {ours.formats}") or rates(cell, IN_RAM):
+            if in_ram := rates(cell, f"ram {plan['formats']}") or rates(cell, IN_RAM):
                 row["ram_tokens_per_s"] = median(in_ram)
                 row["cores_tokens_per_s"] = cores_bound(row, model["machine"].get("reads_core_share", 0.0))
             if peers := [rate for peer in OFFLOADED for rate in rates(cell, peer)]:
                 row["times_peer"] = row["tokens_per_s"] / max(peers)
+        if plan["forced"]:
+            row["to_planner"] = to_planner(found, turns[cell, plan["process"]], int(cell.rpartition("+")[2]))
         rows.append(row)
     return rows
+
+
+def to_planner(forced: Sequence[Row], planner: Sequence[Row], new: int) -> float:
+    """How many times as long an answer of so many tokens takes as the planner's in the same round: the median."""
+    ends = [[turn["prefill_s"] + (new - 1) * median(turn["steps_s"]) for turn in turns] for turns in (forced, planner)]
+    return median(a / b for a, b in zip(*ends, strict=True))
 
 
 def link_bound_s(plan: Row, link: Row) -> float:
@@ -111,6 +125,9 @@ def summary(rows: Sequence[Row]) -> list[str]:
         within = sum(error <= WITHIN for error in errors)
         found.append(f"predicted within 15 %: {within} of {len(errors)}; median error {100 * median(errors):.1f} %, "
                      f"largest {100 * max(errors):.1f} %")
+    if beside := [r["to_planner"] for r in rows if "to_planner" in r]:
+        found.append(f"the planner's schedule is {100 * (1 / min(beside) - 1):.1f} % above the best of {len(beside)} "
+                     "forced ones")
     if over := [r["peak_nbytes"] / r["budget"] for r in blocks]:
         found.append(f"peak memory of Forebay's blocks: at most {max(over):.2f} of the budget")
     return found
@@ -119,18 +136,18 @@ def summary(rows: Sequence[Row]) -> list[str]:
 def report(result: Row) -> None:
     """Print the rows, then what they say."""
     head = ["model", "cell", "contestant", "batch", "in", "prefill s", "decode tok/s", "link bound", "in memory",
-            "cores", "of the bound", "x peer", "with prefill", "peak MB", "objects MB", "page cache MB", "error %",
-            "as in RAM"]
+            "cores", "memory's", "of the bound", "x peer", "x planner", "with prefill", "prompt tok/s", "peak MB",
+            "objects MB", "page cache MB", "resident MB", "error %", "as in RAM"]
     rows = []
     for r in result["rows"]:
-        bounds = [r[k] for k in ("link_tokens_per_s", "ram_tokens_per_s") if k in r]
+        bounds = [r[k] for k in ("link_tokens_per_s", "ram_tokens_per_s", "memory_tokens_per_s") if k in r]
         low, high = r["tokens_per_s_spread"]
         rows.append([r["model"], r["cell"], r["name"], str(r["batch"]), str(r["micro_batches"]), shown(r, "prefill_s"),
                      f"{r['tokens_per_s']:.2f} ({low:.2f}..{high:.2f})",
-                     *(shown(r, f"{key}_tokens_per_s") for key in ("link", "ram", "cores")),
+                     *(shown(r, f"{key}_tokens_per_s") for key in ("link", "ram", "cores", "memory")),
                      f"{r['tokens_per_s'] / min(bounds):.2f} {binds(r)}" if bounds else "", shown(r, "times_peer"),
-                     shown(r, "whole_tokens_per_s"),
-                     *(f"{r[f'{key}_nbytes'] / 1e6:.0f}" for key in ("peak", "objects", "cached")),
+                     *(shown(r, key) for key in ("to_planner", "whole_tokens_per_s", "prompt_tokens_per_s")),
+                     *(f"{r[f'{key}_nbytes'] / 1e6:.0f}" for key in ("peak", "objects", "cached", "resident")),
                      " ".join(f"{100 * r[k]:+.0f}" for k in ("step_error", "prefill_error") if k in r),
                      f"{r['same_tokens']:.0%}" if "same_tokens" in r else ""])
     print(result["processor"])

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from forebay.kernels.products.linear.cpu import bind_linear
+from forebay.rewriter.ir.program import Copy, Rows, copy_nbytes, tier_of
 from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.disk.chunks import Write
 from forebay.runtime.disk.reader import KINDS, open_reader, open_writer
@@ -119,6 +120,24 @@ def write_rate(folder: str, machine: Machine) -> float:
     if errors:
         raise errors[0]
     return memory.nbytes / min(times[1:])
+
+
+def moved_nbytes(lm: Any) -> tuple[float, float]:
+    """Bytes that a decode step in the middle of its phase reads from the disk and writes to it, as planned."""
+    crossing = crossing_nbytes(lm)
+    return (sum(nbytes for way, nbytes in crossing.items() if way.startswith("disk->")),
+            sum(nbytes for way, nbytes in crossing.items() if way.endswith("->disk")))
+
+
+def crossing_nbytes(lm: Any) -> dict[str, float]:
+    """Bytes that a decode step in the middle of its phase moves over each link ("host->device"), as planned."""
+    moved: dict[str, float] = {}
+    for item in lm.steps.program(1).step:
+        if isinstance(item, Copy):
+            typical = min((end.typical for end in (item.src, item.dst) if isinstance(end, Rows)), default=1.0)
+            way = f"{tier_of(item.src)}->{tier_of(item.dst)}"
+            moved[way] = moved.get(way, 0.0) + typical * copy_nbytes(item)
+    return moved
 
 
 def moved_so_far() -> tuple[int, int]:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu_cases import flexgen, offloaded
 from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_times, weights_nbytes
-from benchmarks.planned_bytes import crossing_nbytes
+from benchmarks.probes import crossing_nbytes
 
 BLOCK: dict[str, Any] = {"batch": 128, "prompt": 512, "new_tokens": 8}  # whose cache is beyond the device
 SPECULATIVE: tuple[dict[str, Any], ...] = ({}, {"prompt_lookup_num_tokens": 7}, {"draft": "w4"})
@@ -122,7 +122,7 @@ def measure_blocks(scratch: Path, machine: Any, job: Row) -> Row:
         began, times = time.perf_counter(), []
         lm.generate(ids, max_new_tokens=BLOCK["new_tokens"], eos_token_id=None,
                     on_token=lambda _: times.append(time.perf_counter()))  # fmt: skip
-        moved = crossing_nbytes(lm, 1)
+        moved = crossing_nbytes(lm)
     step_s, spread_s = step_times(times)
     bound_s = max(nbytes / machine.link(*way.split("->")).bandwidth_bytes_per_s for way, nbytes in moved.items()
                   if way != "host->host")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "gpu_cases" / "isolated.py"
+FILE = Path(__file__).parents[2] / "benchmarks" / "isolated.py"
 # By its path: in this suite the name `benchmarks` is the folder of this test.
 spec = importlib.util.spec_from_file_location("isolated", FILE)
 assert spec is not None and spec.loader is not None

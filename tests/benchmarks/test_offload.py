@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 from budgets import WITH_KERNELS
 
+from benchmarks.contestants import CONTESTANTS, RATES, Forebay, around, forced
 from benchmarks.models import RandomShape, make_model
-from benchmarks.offload import CASES, Cell, cells
-from benchmarks.offload_contestants import FOREBAY, PEERS, RATES, ForebayInCells, around, settings
-from benchmarks.offload_figures import cores_bound, figures, held_nbytes, link_bound_s, same_tokens, summary
-from benchmarks.offload_sweep import answer_times, errors_of, forced_blocks, forced_slots
+from benchmarks.offload import CASES, Cell, cells, settings
+from benchmarks.offload_figures import (
+    cores_bound,
+    figures,
+    held_nbytes,
+    link_bound_s,
+    same_tokens,
+    summary,
+    to_planner,
+)
+from benchmarks.sources import known
 from forebay.rewriter.machine.profile import Machine, save_machine
 
 TINY = (RandomShape(64, 2, 4, 2, 128, 512), RandomShape(64, 2, 4, 4, 128, 512, "opt"))
@@ -23,17 +31,17 @@ BUDGET = 1_200_000
 def order(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     machine = tmp_path / "machine.json"
     save_machine(Machine.default(), str(machine))
-    return {"model": str(make_model(tmp_path / "model", request.param)), "scratch": str(tmp_path), "vocab": 512,
-            "machine": str(machine), "budget": BUDGET, **settings("forebay bf16 zigzag"),
-            "batch": 12, "prompt": 64, "new": 8, "steps": 2, "prefill": True, "whole": False, "most": 64}
+    return {"path": str(make_model(tmp_path / "model", request.param)), "scratch": str(tmp_path), "vocab": 512,
+            "machine": str(machine), "budget": BUDGET, **settings(CONTESTANTS["forebay bf16 zigzag"]), "label": "",
+            "batch": 12, "prompt": 64, "new": 8, "steps": 2, "prefill": True, "whole": False, "most": 64, "once": False}
 
 
 @pytest.mark.covering(1)
 @WITH_KERNELS
 @pytest.mark.parametrize("tier", ["device", "disk"])
 def test_a_sampled_answer_moves_what_the_plan_says_it_moves_in_its_middle(order: dict[str, Any], tier: str) -> None:
-    order |= {"forced": {"cache_tier": tier}, "budget": 1 << 40 if tier == "device" else BUDGET}
-    ours = ForebayInCells("forebay", order)
+    order |= {"options": order["options"] | {"cache_tier": tier}, "budget": 1 << 40 if tier == "device" else BUDGET}
+    ours = Forebay(order)
     plan = ours.plan(order)
     assert plan["cache"] == tier
     found, rates = ours.turn(order), around(dict.fromkeys(RATES, 1.0), dict.fromkeys(RATES, 3.0) | {"bytes_per_s": 1e9})
@@ -51,7 +59,7 @@ def test_a_sampled_answer_moves_what_the_plan_says_it_moves_in_its_middle(order:
 @WITH_KERNELS
 @pytest.mark.parametrize("order", TINY[:1], indirect=True, ids=lambda shape: shape.family)
 def test_more_sequences_fit_with_their_cache_on_disk(order: dict[str, Any]) -> None:
-    ours = ForebayInCells("forebay", order)
+    ours = Forebay(order)
     fit = ours.fits(order)["device"]
     assert 0 < fit < 64
     order["batch"] = fit + 8
@@ -64,22 +72,25 @@ def test_more_sequences_fit_with_their_cache_on_disk(order: dict[str, Any]) -> N
 def turn(name: str, step_s: float, predicted_s: float = 0.0, **more: Any) -> dict[str, Any]:
     predicted = {"predicted_step_s": predicted_s} if predicted_s else {}
     return {"cell": "64 x 128 + 32", "name": name, "steps_s": [step_s], "peak": 110, **predicted, **more,
-            "link": {"bytes_per_s": 1e9, "written_bytes_per_s": 0.5e9}}
+            "resident_nbytes": 120, "link": {"bytes_per_s": 1e9, "written_bytes_per_s": 0.5e9}}
 
 
 def test_rates_stand_beside_the_bounds_and_peers_of_their_cell() -> None:
     """64 sequences: 6.4 s of link, 1.6 s in memory, the peer has 8 sequences."""
     names = ("forebay bf16 zigzag", "ram bf16", "disk-map")
     model = {"model": "llama", "budget": 100, "baselines": dict.fromkeys(names, 10),
-             "machine": {"reads_core_share": 0.5},
+             "machine": {"reads_core_share": 0.5}, "limited": [], "read_nbytes": {names[1]: 25},
              "turns": [turn(names[0], 8.0, 7.2), turn(names[1], 1.6, 1.6), turn(names[2], 4.0)],
              "plans": [{"cell": "64 x 128 + 32", "name": name, "batch": batch, "planned_read_nbytes": 6e9,
-                        "planned_written_nbytes": 0.2e9, "cache": "disk"}
-                       for name, batch in zip(names, (64, 64, 8), strict=True)]}
-    ours, ram, peer = figures(model)
+                        "planned_written_nbytes": 0.2e9, "cache": "disk", "process": name, "forced": False,
+                        "ram": name.startswith("ram"), "formats": "bf16"} | planned
+                       for name, batch, planned in zip(names, (64, 64, 8), (*[{"planned_step_s": 1.0}] * 2, {}),
+                                                       strict=True)]}
+    ours, ram, peer = figures(model, 1000.0)
     assert (ours["tokens_per_s"], ram["tokens_per_s"], peer["tokens_per_s"]) == (8.0, 40.0, 2.0)
     assert (ours["link_tokens_per_s"], ours["ram_tokens_per_s"], ours["times_peer"]) == (10.0, 40.0, 4.0)
     assert ours["step_error"] == pytest.approx(-0.1) and "step_error" not in peer and ours["peak_nbytes"] == 100
+    assert ram["memory_tokens_per_s"] == 40.0 and "memory_tokens_per_s" not in ours
     lines = summary([ours, ram, peer])
     assert lines[0] == "where the link binds decode is 0.80 to 0.80 of its bound"
     assert any(line.startswith("predicted within 15 %: 2 of 2") for line in lines) and "1.00 of the budget" in lines[-1]
@@ -105,28 +116,27 @@ def test_tokens_are_the_same_up_to_the_first_that_differs() -> None:
 def test_cells_and_contestants_by_name() -> None:
     assert cells("24x96+8,1x128+32") == [Cell(24, 96, 8), Cell(1, 128, 32)]
     for case in CASES.values():
-        assert cells(case.cells) and set(case.contestants.split(",")) <= {*FOREBAY, *PEERS}
-    assert [name for name in FOREBAY if "%" in name][:2] == ["forebay within 100 %", "forebay within 75 %"]
+        assert cells(case.cells) and set(case.contestants.split(",")) <= {*CONTESTANTS}
+        assert all(map(known, case.models.split(",")))
+    assert [name for name in CONTESTANTS if "%" in name][:2] == ["forebay within 100 %", "forebay within 75 %"]
 
 
 def test_a_budget_by_share_is_so_much_of_the_weights_beside_the_smallest_plan(order: dict[str, Any]) -> None:
-    ours = ForebayInCells("forebay", order)
+    ours = Forebay(order)
     little, much = (ours.plan(order | {"share": share})["budget"] for share in (15, 50))
     weights = sum(weight.nbytes for weight in ours.lm.plan.weights)
     assert much - little == weights * 50 // 100 - weights * 15 // 100
     ours.close()
 
 
-def test_a_block_stands_to_its_prediction_as_the_median_of_its_turns() -> None:
-    turns = [{"steps_s": [1.0, 3.0, 2.0], "predicted_step_s": p, "prefill_s": 10.0, "predicted_prefill_s": 12.0}
-             for p in (1.0, 2.2, 9.0)]
-    assert errors_of(turns) == pytest.approx({"step": 0.1, "prefill": 0.2})
-    assert set(errors_of([turns[0], {k: v for k, v in turns[1].items() if "prefill" not in k}])) == {"step"}
-    times = answer_times({"a": turns[:2]}, 11)
-    assert times == {"a": [turn["prefill_s"] + 20.0 for turn in turns[:2]]}
+def test_a_forced_schedule_stands_to_the_planners_as_the_median_of_their_rounds() -> None:
+    forced, planner = ([{"steps_s": [step, 9.0, 0.0], "prefill_s": 10.0} for step in steps]
+                       for steps in ((2.0, 4.0, 1.0), (1.0, 1.0, 1.0)))
+    assert to_planner(forced, planner, 11) == 30 / 20
 
 
 def test_forced_blocks_are_enough_and_within_the_batch() -> None:
-    found = forced_blocks(48)
-    assert len(found) >= 24 and all(2 <= wish["micro_batches"] <= 24 for wish in found.values())
-    assert len(forced_slots(1)) >= 20 and all(one["lead"] <= one["slots"] for one in forced_slots(1).values())
+    found = forced("blocks", 48, "forebay bf16 zigzag")
+    assert len(found) >= 24 and all(2 <= one.options["micro_batches"] <= 24 for one in found.values())
+    slots = [one.options for one in forced("slots", 1, "forebay within 50 %").values()]
+    assert len(slots) >= 20 and all(one["lead"] <= one["slots"] for one in slots)

@@ -1,4 +1,4 @@
-"""Numbered jobs in a process of their own, so that one that faults, dies or hangs costs its own row and no other's.
+"""Jobs in a process of their own, so that one that faults, dies or hangs costs its own row and no other's.
 
 A fault on a GPU ("illegal memory access") leaves the whole process without one, and a kernel that hangs cannot be
 stopped from within.
@@ -14,7 +14,7 @@ import select
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 STALLED_S = 60.0
@@ -24,30 +24,30 @@ START_S = 90.0  # for the imports and the GPU's context, before the first answer
 class IsolatedWorker:
     """Runs `command`, which calls `serve`; started when first asked, and anew after a job it did not survive."""
 
-    def __init__(self, command: list[str]) -> None:
-        self.command = command
+    def __init__(self, command: list[str], env: Mapping[str, str] | None = None) -> None:
+        self.command, self.env = command, env
         self.process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, number: int, limit_s: float, most_s: float = math.inf) -> dict[str, Any]:
-        """What job `number` answers, or {"failed": why} where its process died, or said nothing for `limit_s` seconds
-        (longer in a new process, but never than `most_s`) and was killed. A job that leaves its process useless answers
-        "lost" as well."""
+    def ask(self, job: Any, limit_s: float = math.inf, most_s: float = math.inf) -> dict[str, Any]:
+        """What a job (of JSON) answers, or {"failed": why} where its process died, or said nothing for `limit_s`
+        seconds (longer in a new process, but never than `most_s`) and was killed. A job that leaves its process useless
+        answers "lost" as well."""
         if self.process is None:
-            self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.env)
             limit_s += START_S
-        found = self._answer(self.process, number, min(limit_s, most_s))
+        found = self._answer(self.process, job, min(limit_s, most_s))
         if found.pop("lost", False):
             self.close()
         return found
 
-    def _answer(self, process: subprocess.Popen[bytes], number: int, limit_s: float) -> dict[str, Any]:
+    def _answer(self, process: subprocess.Popen[bytes], job: Any, limit_s: float) -> dict[str, Any]:
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(f"{number}\n".encode())
+            process.stdin.write(f"{json.dumps(job)}\n".encode())
             process.stdin.flush()
         except BrokenPipeError:
             return {"failed": _ended(process), "lost": True}
-        if not select.select([process.stdout], [], [], limit_s)[0]:
+        if not select.select([process.stdout], [], [], limit_s if limit_s < math.inf else None)[0]:
             return {"failed": f"no answer in {limit_s:.0f} s", "lost": True}
         line = process.stdout.readline()
         return json.loads(line) if line.endswith(b"\n") else {"failed": _ended(process), "lost": True}
@@ -68,15 +68,16 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
     return f"its process ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
 
 
-def serve(run: Callable[[int], dict[str, Any]], check: Callable[[], object] = lambda: None) -> None:
-    """Answer the numbers on standard input by lines of JSON; what jobs print goes to standard error. A job that raises
+def serve(run: Callable[[Any], dict[str, Any]], check: Callable[[], object] = lambda: None,
+          stalled_s: float = STALLED_S) -> None:
+    """Answer the jobs on standard input by lines of JSON; what jobs print goes to standard error. A job that raises
     has failed, and says where on standard error; one after which `check` raises has left this process useless."""
     answers: IO[str] = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
-        faulthandler.dump_traceback_later(STALLED_S, repeat=True)  # where a job hangs, standard error says
+        faulthandler.dump_traceback_later(stalled_s, repeat=True)  # where a job hangs, standard error says
         try:
-            row = run(int(line))
+            row = run(json.loads(line))
         except Exception as error:
             traceback.print_exc()
             row = {"failed": _text_of(error)}
