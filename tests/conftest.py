@@ -25,6 +25,7 @@ from selection import (
     refuse_parts,
 )
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a mistaken name is not asked for
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's own functions look at it when they are imported
 
 TESTS = Path(__file__).parent

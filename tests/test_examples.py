@@ -105,7 +105,7 @@ def test_a_job_on_workers_of_ray(folder: Path, llama_checkpoint: Checkpointed, t
     ("run_pt2", ("{no}", "w1"), "write one with forebay export MODEL OUT --format pt2"),
     ("run_pt2", ("{onnx}", "w1"), "write one with forebay export MODEL OUT --format pt2"),
     ("run_genai", ("{no}", "w1"), "write one with forebay export MODEL OUT --format onnx"),
-    ("export_bundle", ("{no}", "{out}", "w1"), "Models are not downloaded"),
+    ("export_bundle", ("{no}", "{out}", "w1"), "expected `demo`, a folder"),
     ("export_bundle", ("{model}", "{model}", "w1"), "holds no exported model"),
     ("export_bundle", ("{model}", "{out}", " "), "give it at least one"),
 ])

@@ -25,6 +25,7 @@ from forebay.rewriter.checkpoints.gguf import convert_gguf
 from forebay.rewriter.checkpoints.gguf_header import gguf_parts
 from forebay.rewriter.checkpoints.gguf_repack import other_dtype
 from forebay.rewriter.checkpoints.grouped import quantization_settings, read_scheme
+from forebay.rewriter.checkpoints.hub import hub_model, locate_on_hub
 from forebay.rewriter.checkpoints.identity import file_state, file_states, states_checksum
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import NATIVE, UNFINISHED, is_quantized
@@ -67,6 +68,25 @@ def demo_checkpoint(progress: Progress | None = None, *, dequantize: bool = True
     return _convert_once(path, f"{DISTRIBUTION} {version} {path.stat().st_size}", dequantize, progress)
 
 
+def locate_model(name_or_path: str | os.PathLike[str]) -> Path:
+    """The file or folder that a user names: one that is there, `demo`'s file, or a model of the Hugging Face Hub
+    (OWNER/NAME, with @REVISION or /FILE.gguf behind it), from its local cache or fetched. CheckpointError for others.
+    """
+    if name_or_path == "demo":
+        return demo_gguf()
+    path = Path(name_or_path).expanduser()
+    named = None if path.exists() or not isinstance(name_or_path, str) else hub_model(name_or_path)
+    if named is not None:
+        return locate_on_hub(named)
+    if not path.exists():
+        raise CheckpointError(f"no model at {path}: expected `demo`, a folder, a .gguf file, or a model of the Hugging "
+                              "Face Hub, as in HuggingFaceTB/SmolLM2-135M-Instruct")
+    if path.is_dir() or path.suffix == ".gguf":
+        return path
+    refuse_other_formats(path)
+    raise CheckpointError(f"{path} holds weights only: name the folder with its config.json, {SINGLE} or {INDEX}")
+
+
 def resolve_model(
     name_or_path: str | os.PathLike[str], *, dequantize: bool = False, progress: Progress | None = None
 ) -> Path:
@@ -76,11 +96,11 @@ def resolve_model(
     model, all parts) is converted once into the cache, keyed by path, size, times of change and inode: quantized
     tensors become packed rows that keep their codes, or with `dequantize` all become float32. So is a folder quantized
     by AWQ, GPTQ, compressed-tensors or MXFP4 (with `dequantize` to the dtype of its other weights); another folder is
-    itself. Anything else raises CheckpointError: nothing is ever downloaded.
+    itself. A name on the Hugging Face Hub is what `locate_model` says. Anything else raises CheckpointError.
     """
     if name_or_path == "demo":
         return demo_checkpoint(progress, dequantize=dequantize)
-    path = Path(name_or_path).expanduser()
+    path = locate_model(name_or_path)
     if path.is_dir():
         require_regular_files(path)
         settings = quantization_settings(path)
@@ -90,16 +110,8 @@ def resolve_model(
         files = [str(p) for p in sorted(path.iterdir()) if p.is_file() and not p.name.startswith(".")]
         identity = f"{path.resolve()} {states_checksum(file_states(files))} {GROUPED}"
         return _convert_once(path, identity, dequantize, progress)
-    if not path.exists():
-        raise CheckpointError(
-            f"no model at {path}: expected `demo`, a folder or a .gguf file. Models are not downloaded; fetch one "
-            "first, e.g. hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir model, and name that folder"
-        )
-    if path.suffix == ".gguf":
-        first = gguf_parts(path)[0]
-        return _convert_once(first, f"{first.resolve()} {source_state(first)}", dequantize, progress)
-    refuse_other_formats(path)
-    raise CheckpointError(f"{path} holds weights only: name the folder with its config.json, {SINGLE} or {INDEX}")
+    first = gguf_parts(path)[0]
+    return _convert_once(first, f"{first.resolve()} {source_state(first)}", dequantize, progress)
 
 
 def packed_copy(model: Path, format: str, *, progress: Progress | None = None) -> Path:

@@ -34,8 +34,8 @@ def wrap(
     """Make `model` run within `budget`: `wrap(model, budget=None, **options)`.
 
     Args:
-        model: A folder with a safetensors checkpoint, a .gguf file, "demo", or a transformers causal LM in memory,
-            whose weights then move to a spill file in `budget["disk"]`.
+        model: A folder with a safetensors checkpoint, a .gguf file, "demo", a name on the Hugging Face Hub, or a
+            transformers causal LM in memory. The weights of the last move to a spill file in `budget["disk"]`.
         budget: Bytes per tier, as ints or strings: {"device": "120MiB", "host": "1GiB", "disk": "/path"}. What of the
             KV cache does not fit the device lies in host memory, as far as there is any, and in a spill file on disk.
             None: half of the free memory.

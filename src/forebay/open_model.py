@@ -46,11 +46,11 @@ def open_model(
     model: str | os.PathLike[str], *, gives: Gives = "last", verify: bool = False, dequantize: bool = False,
     embeds: bool = False, keep: bool = False,
 ) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
-    """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any; a bundle's
-    graphs are read. `gives` and `embeds` say what its steps give and take (`capture_model`); with `verify` every weight
-    is read once all the same, and compared with its checksum (`open_checkpoint`); with `dequantize` a GGUF file's
-    weights are float32 (`resolve_model`). With `keep` the graphs are rewritten, with a native cache, and the cache
-    folder keeps them: the next call captures nothing."""
+    """Capture a model from its folder (or "demo", a GGUF file, or a name on the Hub) and find its weights, without
+    reading any; a bundle's graphs are read. `gives` and `embeds` say what its steps give and take (`capture_model`);
+    with `verify` every weight is read once all the same, and compared with its checksum (`open_checkpoint`); with
+    `dequantize` a GGUF file's weights are float32 (`resolve_model`). With `keep` the graphs are rewritten, with a
+    native cache, and the cache folder keeps them: the next call captures nothing."""
     folder = resolve_model(model, dequantize=dequantize)
     if is_bundle(folder):
         if embeds:

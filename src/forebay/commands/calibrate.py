@@ -7,15 +7,14 @@ from typing import Annotated
 
 import typer
 
-from forebay.commands.options import model_folder, with_options
+from forebay.commands.options import ModelArgument, model_folder, with_options
 from forebay.commands.terminal import clean_errors, say
 from forebay.rewriter.planning.options import Options
 
 
 @with_options(only=("dequantize",))
 def calibrate_command(
-    model: Annotated[str, typer.Argument(
-        metavar="MODEL", help="Folder with a safetensors checkpoint, .gguf file, bundle, or 'demo'.")],
+    model: ModelArgument,
     prompts: Annotated[Path, typer.Option(
         help='JSONL file of prompts: {"prompt": "…"} or {"messages": […]}.',
         rich_help_panel="Input")],

@@ -12,7 +12,6 @@ def main() -> None:
     """Set what must be in the environment before torch is loaded, then run the command; without the packages that the
     command line needs, say which to install."""
     os.environ.setdefault("GOMP_SPINCOUNT", "0")  # spinning OpenMP threads take the core the disk reader needs
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders and files; nothing is fetched
     if (cores := limited_cores()) is not None:  # more threads would be stopped in turn
         os.environ.setdefault("OMP_NUM_THREADS", str(cores))
     try:

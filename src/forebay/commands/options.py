@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from forebay.rewriter.ir.plan import Budget
     from forebay.rewriter.machine.profile import Machine
 
-ModelArgument = Annotated[str, typer.Argument(
-    metavar="MODEL", help="Folder with a safetensors checkpoint, .gguf file, bundle, or 'demo'.")]
+MODEL_HELP = "Folder with a safetensors checkpoint, .gguf file, bundle, name on the Hugging Face Hub, or 'demo'."
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 BudgetOption = Annotated[str | None, typer.Option(
     "--budget", metavar="TIER=SIZE,…",
         help="Memory to use, by tier: 2GB, or device=120MiB,host=2GB,disk=/path. Default: half of the free memory.",

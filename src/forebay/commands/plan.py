@@ -11,6 +11,7 @@ import typer
 
 from forebay.commands.machine import machine_profile
 from forebay.commands.options import (
+    MODEL_HELP,
     BudgetOption,
     DebugOption,
     model_folder,
@@ -37,8 +38,7 @@ EXPLORED = ("batch", "prompt", "new_tokens", "typical", "machine")  # what a sea
     "batch": "1; with --config: searched", "prompt": "64; with --config: 512", "new_tokens": "64; with --config: 32"})
 def plan(
     options: Options,
-    model: Annotated[str | None, typer.Argument(
-        metavar="MODEL", help="Folder with a safetensors checkpoint, .gguf file, bundle, or 'demo'.")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     config: Annotated[str | None, typer.Option(
         metavar="FILE|NAME",
         help="A config.json or a preset model such as opt-30b, instead of MODEL. Needs no weights; "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from forebay.commands.options import ModelArgument
 from forebay.commands.terminal import clean_errors, progress_bar, say
 
 if TYPE_CHECKING:
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def quantize_command(
-    model: Annotated[str, typer.Argument(
-        metavar="MODEL", help="Folder with a safetensors checkpoint, .gguf file, bundle, or 'demo'.")],
+    model: ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write. An unfinished one is finished.")],
     weights: Annotated[str, typer.Option(
         help="Format of the linear layers: w4g32, w4g64, w4g128, w8, w8g32, native, or keep (a GGUF "
@@ -45,12 +45,10 @@ def quantize_command(
     """
     with clean_errors(debug):
         from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
-        from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
+        from forebay.rewriter.checkpoints.resolve import locate_model
         from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_nbytes
 
-        path = demo_gguf() if model == "demo" else Path(model).expanduser()
-        if path.suffix != ".gguf":
-            path = resolve_model(model)
+        path = locate_model(model)
         wish = Wish(weights, tuple(_parse_override(text) for text in override or ()), rounding, head, embeddings,
                     dtype=None if dtype is None else _parse_dtype(dtype))
         with progress_bar() as bar:

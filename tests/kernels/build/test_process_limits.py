@@ -172,7 +172,7 @@ def test_the_command_computes_in_as_many_threads_as_cores_may_be_used(
 ) -> None:
     asked: list[str | None] = []
     monkeypatch.setattr("forebay.commands.app.app", lambda: asked.append(os.environ.get("OMP_NUM_THREADS")))
-    for name in ("GOMP_SPINCOUNT", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"):
+    for name in ("GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "0")  # so that it is as before afterwards
     monkeypatch.delenv("OMP_NUM_THREADS")
     cli.main()
