@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from budgets import attention_nbytes
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import forebay
@@ -31,13 +31,38 @@ ASK = {"prompt": "w1 w2 w3", "max_tokens": NEW, "temperature": 0}
 BUDGET = 1_500_000 + max(0, attention_nbytes(BATCH_SLOTS, 4, PROMPT + NEW, 32, PROMPT))
 
 
-def save_model(folder: Path) -> None:
-    """A random Llama of 4 layers, a third of whose 2.4 MiB stream, with a tokenizer of whole words."""
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of 267 tokens: bytes, some longer ones, and the mark of reasoning's end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("{", '"'), ('"', "}"), ('"', ":"), ("Ġ", '"'), ("t", "r"), ("u", "e"), ("tr", "ue"), ("1", "2")]
+    words = ["<s>", "</s>", *alphabet, *("".join(pair) for pair in merges)]
+    raw = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<s>", "</s>"])
+    raw.add_tokens(["</think>"])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+
+
+def save_byte_model(folder: Path, template: str) -> None:
+    """A random model over the tokens of `byte_tokenizer`, with this chat template."""
+    save_llama(folder, vocab_size=320, bos_token_id=0, eos_token_id=1, pad_token_id=None)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+
+def save_llama(folder: Path, **config: Any) -> None:
+    """A random Llama of 4 layers, a third of whose 2.4 MiB stream."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=200, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4,
-        intermediate_size=256, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(
+        hidden_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, intermediate_size=256,
+        **{"max_position_embeddings": 1024, **config})).save_pretrained(folder)
+
+
+def save_model(folder: Path) -> None:
+    """A random Llama with a tokenizer of whole words."""
+    save_llama(folder, vocab_size=200, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -76,10 +101,11 @@ class Running:
 
 def made(
     folder: Path, *, batch_slots: int = BATCH_SLOTS, queue: int = 64, grace_s: float = 30.0, new_tokens: int = NEW,
-    name: str = "tiny", planned: LanguageModel | None = None, port: int = 0, **options: Any
+    name: str = "tiny", planned: LanguageModel | None = None, port: int = 0, prompt: int = PROMPT,
+    eos: tuple[int, ...] = (2,), budget: int = BUDGET, **options: Any
 ) -> tuple[Running, socket.socket]:
     """A server of the model in `folder` that is yet to be run, and the socket for it."""
-    lm = planned or forebay.wrap(folder, BUDGET, batch_slots=batch_slots, prompt=PROMPT, new_tokens=new_tokens,
+    lm = planned or forebay.wrap(folder, budget, batch_slots=batch_slots, prompt=prompt, new_tokens=new_tokens,
                                  machine=Machine.default())
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     gate, decode = threading.Event(), tokenizer.decode
@@ -91,7 +117,7 @@ def made(
 
     tokenizer.decode = gated
     chosen = ServingOptions(name, **{"hosts": frozenset(LOOPBACK), **options})
-    run = ServerRun(Service(lm, tokenizer, (2,), PROMPT, new_tokens, queue, chosen), grace_s)
+    run = ServerRun(Service(lm, tokenizer, eos, prompt, new_tokens, queue, chosen), grace_s)
     at = bound_socket("127.0.0.1", port)
     return Running(run, at.getsockname()[1], gate), at
 

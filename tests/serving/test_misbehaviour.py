@@ -32,16 +32,19 @@ from serving.served import (
     serving,
     wait_until,
 )
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from forebay.commands import plan_serving
 from forebay.commands.app import app
+from forebay.commands.chat_template import ChatTemplate
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.session import Session
-from forebay.serving.app import TextCodec, make_app
+from forebay.serving.app import make_app
 from forebay.serving.batcher import TRIES
 from forebay.serving.metrics import Metrics
 from forebay.serving.run_server import bound_socket
+from forebay.serving.text_codec import TextCodec
 
 FUZZED = 10_000 if ALL else 300
 
@@ -78,13 +81,13 @@ def test_clients_that_vanish_leave_their_places(folder: Path, stream: bool) -> N
         assert 'requests_ended_total{how="left"} 2' in server.send("GET", "/metrics")[1].decode()
 
 
-def test_a_client_that_reads_nothing_is_heard_no_more(server: Running) -> None:
+def test_a_client_that_reads_nothing_is_heard_no_more(server: Running, folder: Path) -> None:
     """The application given a client that takes the beginning and nothing else: so little text no socket holds up."""
     batcher = server.run.batcher
     options = replace(server.run.service.options, send_s=0.1, hosts=None)
-    text = TextCodec(lambda inquiry: [[5, 6]], lambda ids: " ".join(map(str, ids)), 200)
+    text = TextCodec(PreTrainedTokenizerFast.from_pretrained(folder), ChatTemplate(None), 200, (2,))
     app = make_app(batcher, text, options, Metrics())
-    body, sent = json.dumps({**ASK, "stream": True}).encode(), []
+    body, sent = json.dumps({**ASK, "prompt": "w1 w2", "stream": True}).encode(), []
 
     async def receive() -> dict[str, Any]:
         if not sent:

@@ -34,13 +34,13 @@ class AnswerText:
         end = len(self.text)
         if not last:
             end = len(self.text.rstrip("\ufffd"))  # the next token may complete a character
-            held = max((_overlap(self.text[:end], stop) for stop in self._stops), default=0)
+            held = max((overlap(self.text[:end], stop) for stop in self._stops), default=0)
             end -= held
         new = self.text[self._told : end]
         self._told = max(self._told, end)
         return new
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+def overlap(text: str, mark: str) -> int:
+    """Characters at the end of `text` that may be the beginning of `mark`."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -13,9 +13,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from forebay.runtime.run.logits_processing import Constraint
+from forebay.serving.answer_parser import AnswerParser
 from forebay.serving.answer_text import AnswerText
 from forebay.serving.batcher import Batcher, Heard, Pending
-from forebay.serving.choices import AnswerChoice, Delta, Reply, Usage
+from forebay.serving.choices import AnswerChoice, Delta, Reply, Usage, merged
 from forebay.serving.refusal import Refusal
 from forebay.serving.requests import Inquiry
 
@@ -35,7 +36,7 @@ class Answering:
 
     def __init__(
         self, batcher: Batcher, inquiry: Inquiry, prompts: Sequence[PromptTokens], decode: Callable[[list[int]], str],
-        constrain: Callable[[], Constraint | None] = lambda: None,
+        parsers: Sequence[AnswerParser], constraints: Sequence[Constraint | None],
     ) -> None:
         self.batcher, self.inquiry, self.prompts = batcher, inquiry, prompts
         self.heard: asyncio.Queue[tuple[int, Heard]] = asyncio.Queue()
@@ -44,9 +45,9 @@ class Answering:
         self.pending = [
             Pending(prompt.ids, prompt.new_tokens, inquiry.sampling, seed + number,
                     AnswerText(decode, inquiry.stops, batcher.eos), self._hears(at * inquiry.choices + number),
-                    constrain(), inquiry.top_logprobs)
+                    constraints[at * inquiry.choices + number], inquiry.top_logprobs)
             for at, prompt in enumerate(prompts) for number in range(inquiry.choices)]
-        self.choices = [AnswerChoice() for _ in self.pending]
+        self.choices, self.parsers = [AnswerChoice() for _ in self.pending], parsers
 
     def _hears(self, index: int) -> Callable[[Heard], None]:
         def hear(what: Heard) -> None:
@@ -80,13 +81,16 @@ class Answering:
             index, what = await self.heard.get()
             if what.refusal is not None:
                 raise what.refusal
-            choice = self.choices[index]
-            if what.text or what.logprobs:
-                delta = Delta(what.text, logprobs=what.logprobs)
+            choice, parser = self.choices[index], self.parsers[index]
+            deltas = [Delta(logprobs=what.logprobs)] if what.logprobs else []
+            deltas += parser.feed(what.text) if what.text else []
+            deltas += parser.end() if what.finish is not None else []
+            for delta in merged(deltas):
                 choice.add(delta)
                 yield index, delta
             if what.finish is not None:
-                choice.tokens, choice.finish = what.tokens, what.finish
+                choice.tokens = what.tokens
+                choice.finish = "tool_calls" if choice.calls and what.finish == "stop" else what.finish
                 open_ -= 1
                 yield index, None
 

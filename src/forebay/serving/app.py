@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from forebay.serving.refusal import Refusal
 from forebay.serving.request_fields import RequestFields, header_text
 from forebay.serving.requests import PLAIN, Inquiry, read_inquiry, read_template, tokens_of
 from forebay.serving.state import gauges, state
+from forebay.serving.text_codec import TextCodec
 
 MOST_BODY_NBYTES = 4 << 20
 HEAD_S = 30.0  # for the headers of a request to arrive
@@ -53,16 +53,6 @@ class ServingOptions:
     most_connections: int = MOST_CONNECTIONS
     sampling: Sampling = PLAIN
     strict: bool = False
-
-
-@dataclass(frozen=True)
-class TextCodec:
-    """A model's texts as token ids. `tokenize` gives those of each prompt of an inquiry, Refusal for what has none; it
-    is called in threads. `decode` leaves special tokens out, unless it is told True."""
-
-    tokenize: Callable[[Inquiry], list[list[int]]]
-    decode: Callable[..., str]
-    vocab_size: int
 
 
 def make_app(
@@ -178,7 +168,10 @@ class _Endpoints:
     async def _answer(self, request: HttpRequest, inquiry: Inquiry, reply: Reply) -> Response:
         work = self.batcher
         asked, warnings = await asyncio.to_thread(tokens_of, inquiry, self.text.tokenize, work.prompt, work.new_tokens)
-        answering = Answering(work, inquiry, [PromptTokens(*each) for each in asked], self.text.decode)
+        count = inquiry.choices * len(asked)
+        parts = await asyncio.to_thread(self.text.parts, inquiry, asked[0][0], count)
+        answering = Answering(work, inquiry, [PromptTokens(*each) for each in asked], parts.decode, parts.parsers,
+                              parts.constraints)
         response = await answering.respond(request.receive, reply, self.options.send_s)
         if told := header_text([*inquiry.warnings, *warnings]):
             response.headers["X-Forebay-Warning"] = told

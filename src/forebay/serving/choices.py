@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from forebay.runtime.run.logits_processing import TokenLogprobs
@@ -27,6 +27,13 @@ class Delta:
     reasoning: str = ""
     call: ToolCall | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+def merged(deltas: Sequence[Delta]) -> list[Delta]:
+    """Deltas, of which log probabilities go with the text that follows them."""
+    if len(deltas) > 1 and deltas[0].logprobs and not deltas[0].content:
+        return [replace(deltas[1], logprobs=deltas[0].logprobs), *deltas[2:]]
+    return list(deltas)
 
 
 @dataclass

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.runtime.run.sampling import Sampling
 from forebay.serving.messages import read_messages
+from forebay.serving.output_fields import OUTPUT_FIELDS, call_grammar, read_grammar, read_tools
 from forebay.serving.refusal import Refusal
 from forebay.serving.request_fields import RequestFields
+from forebay.structured_output import OutputGrammar
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -24,10 +26,10 @@ MOST_BIASES = 1024
 COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
 # Fields that change no answer here, and values of others that ask for nothing.
 IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "cache_prompt", "keep_alive", "parallel_tool_calls"}
+        "prompt_cache_retention", "cache_prompt", "keep_alive", "parallel_tool_calls", "include_reasoning",
+        "reasoning_format", "parse_tool_calls"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
-    "tools": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},),
     "modalities": (["text"],), "verbosity": ("medium",), "top_a": (0,), "typical_p": (1,), "xtc_probability": (0,),
     "dry_multiplier": (0,), "mirostat": (0,), "length_penalty": (1,), "min_tokens": (0,), "stop_token_ids": ([],),
     "ignore_eos": (False,), "use_beam_search": (False,), "skip_special_tokens": (True,),
@@ -56,6 +58,9 @@ class Inquiry:
         choices: Answers to each prompt.
         top_logprobs: Most likely tokens that are told with each token's log probability; None: none of both.
         template: What the chat template is told beside messages.
+        tools: That the model may call, in OpenAI's form.
+        called: The tools of which it must call one.
+        grammar: What an answer must be.
         warnings: What was passed over.
     """
 
@@ -70,6 +75,9 @@ class Inquiry:
     choices: int = 1
     top_logprobs: int | None = None
     template: dict[str, Any] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] = ()
+    called: tuple[dict[str, Any], ...] = ()
+    grammar: OutputGrammar | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -104,7 +112,7 @@ def read_inquiry(
         Refusal: 400 or 404, where it is none that is served.
     """
     fields = RequestFields(body, strict)
-    fields.pass_over_unknown(SERVED | IDLE | NEUTRAL.keys() | {"messages" if chat else "prompt"})
+    fields.pass_over_unknown(SERVED | OUTPUT_FIELDS | IDLE | NEUTRAL.keys() | {"messages" if chat else "prompt"})
     for field_name, values in NEUTRAL.items():
         value = fields.get(field_name)
         if value is not None and not any(type(value) in _kinds(v) and value == v for v in values):
@@ -114,12 +122,18 @@ def read_inquiry(
     if not all(isinstance(v, bool) for v in options.values()):
         raise Refusal(400, 'stream_options must be {"include_usage": true} or be left out', "stream_options")
     messages = read_messages(fields, fields.get("messages")) if chat else None
+    tools, called = read_tools(fields) if chat else ((), ())
+    grammar = read_grammar(fields)
+    if grammar is not None and tools and not called:
+        fields.warnings.append("response_format is not enforced while tools may be called")
+        grammar = None
     return Inquiry(
         () if chat else _prompts(fields.get("prompt")), messages, _new_tokens(fields, None if chat else
         COMPLETION_TOKENS), read_sampling(fields, sampling), fields.integer("seed", -(1 << 63), (1 << 63) - 1),
         read_stops(fields, "stop"), fields.flag("stream"), options.get("include_usage", False),
         fields.integer("n", 1, MOST_CHOICES) or 1, _top_logprobs(fields, chat),
-        read_template(fields) if chat else {}, tuple(fields.warnings))
+        read_template(fields) if chat else {}, tools, called, call_grammar(called) if called else grammar,
+        tuple(fields.warnings))
 
 
 def check_model(fields: RequestFields, name: str) -> None:

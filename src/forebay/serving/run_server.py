@@ -15,15 +15,13 @@ from typing import Any
 import uvicorn
 
 from forebay.commands.chat_template import ChatTemplate
-from forebay.commands.prompts import BadPrompt, chat_ids, check_ids, ids_text, text_ids
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
-from forebay.serving.app import ServingOptions, TextCodec, make_app
+from forebay.serving.app import ServingOptions, make_app
 from forebay.serving.batcher import Batcher
 from forebay.serving.connection import ConnectionLimits, connection_type
 from forebay.serving.metrics import Metrics
-from forebay.serving.refusal import Refusal
-from forebay.serving.requests import Inquiry
+from forebay.serving.text_codec import TextCodec
 
 BACKLOG = 128  # connections that wait to be accepted
 OTHER_FILES = 128  # that the process may open besides its connections
@@ -93,16 +91,8 @@ class ServerRun:
         """Serve at a bound socket, which is closed at the end; why the model failed, if that ended it."""
         tokenizer = self.service.tokenizer
         with ChatTemplate(tokenizer) as template:
-            lock, vocab_size = threading.Lock(), self.service.lm.captured.vocab_size  # one process renders
-
-            def tokenize(inquiry: Inquiry) -> list[list[int]]:
-                with lock:
-                    return _tokenized(inquiry, tokenizer, template, vocab_size)
-
-            def decode(ids: list[int], special: bool = False) -> str:
-                return ids_text(tokenizer, ids, special)
-
-            app = make_app(self.batcher, TextCodec(tokenize, decode, vocab_size), self.service.options, self.metrics)
+            text = TextCodec(tokenizer, template, self.service.lm.captured.vocab_size, self.service.eos)
+            app = make_app(self.batcher, text, self.service.options, self.metrics)
             config = uvicorn.Config(
                 app, log_config=None, log_level="critical", lifespan="off", ws="none", loop="asyncio", backlog=BACKLOG,
                 http=connection_type(_connection_limits(self.service.options)), server_header=False,
@@ -124,29 +114,6 @@ class ServerRun:
         """End `run` as a signal does; from any thread."""
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
-
-
-def _tokenized(inquiry: Inquiry, tokenizer: Any, template: ChatTemplate, vocab_size: int) -> list[list[int]]:
-    """Token ids of each prompt of an inquiry."""
-    biased = max((token for token, _ in inquiry.sampling.logit_bias), default=0)
-    if biased >= vocab_size:
-        raise Refusal(400, f"token {biased} of logit_bias is none of the model's vocabulary, which has {vocab_size}",
-                      "logit_bias")
-    try:
-        if inquiry.messages is not None:
-            return [_checked(chat_ids(list(inquiry.messages), tokenizer, template, inquiry.template), vocab_size)]
-        for prompt in inquiry.prompts:
-            if isinstance(prompt, tuple) and max(prompt) >= vocab_size:
-                raise BadPrompt(f"token {max(prompt)} is none of the model's vocabulary, which has {vocab_size}")
-        return [_checked(list(prompt) if isinstance(prompt, tuple) else text_ids(tokenizer, prompt), vocab_size)
-                for prompt in inquiry.prompts]
-    except BadPrompt as error:
-        raise Refusal(400, str(error), "messages" if inquiry.is_chat else "prompt") from error
-
-
-def _checked(ids: list[int], vocab_size: int) -> list[int]:
-    check_ids(ids, None, vocab_size)
-    return ids
 
 
 def _connection_limits(options: ServingOptions) -> ConnectionLimits:

@@ -1,0 +1,129 @@
+"""Answers that hold to a JSON schema, a regular expression or a grammar: masks over tokens, made by llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class StructuredOutputError(ValueError):
+    """A grammar that cannot be held to; the message says why."""
+
+
+@dataclass(frozen=True)
+class OutputGrammar:
+    """What an answer must be: `text` is a JSON schema, a regular expression, or a grammar of Lark or GBNF."""
+
+    kind: Literal["json_schema", "regex", "grammar"]
+    text: str
+
+    @staticmethod
+    def of_schema(schema: Any) -> OutputGrammar:
+        """The grammar of JSON that a schema describes, without white space but a space behind commas and colons."""
+        if not isinstance(schema, dict):
+            raise StructuredOutputError("a JSON schema must be an object")
+        return OutputGrammar("json_schema", json.dumps({**schema, "x-guidance": COMPACT}))
+
+    @staticmethod
+    def of_choices(texts: Sequence[str]) -> OutputGrammar:
+        """The grammar of one of several texts."""
+        return OutputGrammar("regex", "|".join(re.escape(text) for text in texts))
+
+
+class StructuredOutput:
+    """Constraints for answers of a model.
+
+    Args:
+        tokenizer: The model's, a fast one of transformers.
+        vocab_size: Of the model's logits.
+        eos: Tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: Collection[int]) -> None:
+        self.tokenizer, self.vocab_size, self.eos = tokenizer, vocab_size, frozenset(eos)
+
+    def constraint(self, grammar: OutputGrammar, after: str | None = None) -> GrammarConstraint:
+        """What holds one answer to a grammar; StructuredOutputError where that cannot be.
+
+        Args:
+            grammar: Of the answer.
+            after: A mark, such as that of reasoning's end, until which the answer is free.
+        """
+        try:
+            from llguidance import LLMatcher
+            from llguidance.gbnf_to_lark import GbnfToLarkError
+        except ModuleNotFoundError as error:
+            raise StructuredOutputError('structured output needs llguidance: pip install "forebay[structured]"'
+                                        ) from error
+        try:
+            matcher = LLMatcher(self._tokens, self._compiled(grammar, after), log_level=0)
+        except (ValueError, TypeError, GbnfToLarkError) as error:
+            raise StructuredOutputError(" ".join(f"{error}".split())) from error
+        if matcher.is_error():
+            raise StructuredOutputError(" ".join(matcher.get_error().split())[:400])
+        return GrammarConstraint(matcher, self.vocab_size, self.eos)
+
+    def _compiled(self, grammar: OutputGrammar, after: str | None) -> str:
+        from llguidance import LLMatcher
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        if after is not None and grammar.kind != "grammar":
+            marks = self.tokenizer.get_added_vocab()
+            free = f"free: /(.|\\n)*/ {after}" if after in marks else f'free[suffix="{after}"]: /(.|\\n)*/'
+            said = f"%json {grammar.text}" if grammar.kind == "json_schema" else f"/{_unslashed(grammar.text)}/"
+            return LLMatcher.grammar_from_lark(f"start: free /\\s*/ answer\n{free}\nanswer: {said}\n")
+        if grammar.kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(grammar.text)
+        if grammar.kind == "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+
+    @cached_property
+    def _tokens(self) -> Any:
+        """The tokenizer as llguidance has it, made once: a second for a large vocabulary."""
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(self.tokenizer, max(self.vocab_size, len(self.tokenizer)), sorted(self.eos) or None)
+
+
+class GrammarConstraint:
+    """The tokens that may follow in one answer (`Constraint` of the loop that generates tokens)."""
+
+    def __init__(self, matcher: Any, vocab_size: int, eos: frozenset[int]) -> None:
+        self.matcher, self.vocab_size, self.eos = matcher, vocab_size, eos
+
+    def allowed(self, drafted: Sequence[int]) -> list[torch.Tensor]:
+        """Whether each token may come next, bool [V], behind every prefix of `drafted` that is itself allowed."""
+        masks, taken = [self._mask()], 0
+        for token in drafted:
+            if token in self.eos or not masks[-1][token] or self.matcher.try_consume_tokens([token]) != 1:
+                break
+            taken += 1
+            masks.append(self._mask())
+        if taken:
+            self.matcher.rollback(taken)
+        return masks
+
+    def advance(self, token: int) -> None:
+        """Take the next token of the answer."""
+        if token not in self.eos:
+            self.matcher.consume_token(token)
+
+    def _mask(self) -> torch.Tensor:
+        bits = np.unpackbits(np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return torch.from_numpy(bits[: self.vocab_size]).bool()
+
+
+def _unslashed(pattern: str) -> str:
+    """A regular expression between slashes."""
+    return re.sub(r"(?<!\\)/", r"\\/", pattern)
