@@ -135,7 +135,7 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     adopt_latents(model)
     for module in model.modules():
         vars(module)["training"] = False  # as eval() does, a tenth of its time: setting attributes of modules is dear
-    _fill_constants(model)
+    fill_constants(model)
     return model
 
 
@@ -184,13 +184,15 @@ def _refuse_large_tables(model: PreTrainedModel) -> None:
                            "allowed")
 
 
-def _fill_constants(model: PreTrainedModel) -> None:
+def fill_constants(model: PreTrainedModel) -> None:
     """Give every non-persistent buffer its real value, by the same call that transformers' own loading uses.
 
     Filling twice over different contents shows whether every element was written.
     """
     _refuse_large_tables(model)
+    inits: dict[str, Any] = {}  # by name of a module, the innermost model that holds it
     for name, module in model.named_modules():
+        inits[name] = module if hasattr(module, "_init_weights") else inits[name.rpartition(".")[0]]
         buffers = _tables(module)
         if not buffers:
             continue
@@ -198,7 +200,7 @@ def _fill_constants(model: PreTrainedModel) -> None:
         for content in (0, 1):
             module._buffers.update({k: torch.full_like(b, content, device=HOST_MEMORY) for k, b in buffers.items()})
             for owner in (module, model.base_model):  # some are set by the model that holds the module
-                model._init_weights(owner)
+                inits[name]._init_weights(owner)
             filled.append({k: module._buffers[k] for k in buffers})  # type: ignore[misc]
         for k in buffers:
             if not torch.equal(filled[0][k], filled[1][k]):

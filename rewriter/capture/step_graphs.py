@@ -197,6 +197,10 @@ def step_inputs(
     inputs |= {name: _meta((batch,)) for name in ("length", "count") if name in named}
     if captured.embeds:
         inputs["inputs_embeds"] = _meta((batch, tokens, captured.embeds), captured.dtype)
+    if captured.position_rows:
+        inputs["positions"] = _meta((batch, tokens, captured.position_rows))
+    if captured.deepstack:
+        inputs["deepstack"] = _meta((batch, tokens, captured.deepstack * captured.embeds), captured.dtype)
     for i, states in enumerate(captured.states):
         kept = staged_inputs(states, batch, context, batching) if batching.cache.staged else {
             tensor.name: _meta(tensor.sized(own, context), tensor.dtype) for spec in states for tensor in spec.tensors}

@@ -35,6 +35,7 @@ from forebay.rewriter.capture.merge import Kind, join
 from forebay.rewriter.capture.patterns import mark_patterns
 from forebay.rewriter.capture.released import failures_released, release_symbols, sources_released
 from forebay.rewriter.capture.rotary import calls_of, follow_length
+from forebay.rewriter.checkpoints.text_model import DEEPSTACK
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.state import KVState, StateSpec
 
@@ -79,19 +80,26 @@ class _Step(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, start: torch.Tensor, last: torch.Tensor, length: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None, count: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None, positions: torch.Tensor | None = None,
+        deepstack: torch.Tensor | None = None, count: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.calls.clear()
-        positions = start[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
+        counted = start[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
+        given = outer_inputs(self.model, counted)
+        if positions is not None:
+            given["position_ids"] = positions.permute(2, 0, 1)
         token = _last.set(last)
         if inputs_embeds is not None:
             _given.set([(input_ids, inputs_embeds)])
+            if deepstack is not None:
+                given["visual_pos_masks"] = input_ids < 0
+                given["deepstack_visual_embeds"] = deepstack.split(inputs_embeds.shape[2], 2)
             input_ids = input_ids.clamp(min=0)
         try:
             with layer_inputs(start, start if count is None else count), calls_of(length):
                 out = self.model(
                     input_ids=input_ids,
-                    **outer_inputs(self.model, positions),
+                    **given,
                     **{cache_argument(self.model.forward): self.cache},
                     use_cache=True,
                     return_dict=True,
@@ -174,7 +182,8 @@ def _traced(model: Any, wanted: Gives, embeds: bool) -> CapturedModel:
     if embeds:
         _check_ids_only_looked_up(joined, follows.rope_switch_length)
     return replace(joined, vocab_size=vocab_size, gives=wanted, max_positions=limit,
-                   rope_switch_length=follows.rope_switch_length, embeds=tracer.width)
+                   rope_switch_length=follows.rope_switch_length, embeds=tracer.width,
+                   position_rows=tracer.position_rows, deepstack=tracer.deepstack)
 
 
 def _check_ids_only_looked_up(captured: CapturedModel, rope_switch_length: int) -> None:
@@ -203,6 +212,11 @@ class _Tracer:
         self.probes: dict[int, _TrialRun] = {}
         self.exporting = False
         self.width = 0  # of embeddings that are given
+        # and what else is known of tokens of images
+        self.position_rows = 3 if embeds and "mrope_section" in (
+            getattr(model.config, "rope_parameters", None) or {}) else 0
+        self.deepstack: int = getattr(model.config, DEEPSTACK, 0) if embeds and "_deepstack_process" in vars(
+            model.base_model) else 0
         parent, _, attribute = path.rpartition(".")
         stubs = nn.ModuleList(LayerStub(i, layer, self._call_layer) for i, layer in enumerate(layers))
         setattr(model.get_submodule(parent), attribute, stubs)
@@ -216,6 +230,10 @@ class _Tracer:
             if embeds:
                 self.width = model.get_input_embeddings().weight.shape[1]
                 given["inputs_embeds"] = torch.zeros(_B, _S, self.width, dtype=model.dtype)
+            if self.position_rows:
+                given["positions"] = torch.zeros(_B, _S, self.position_rows, dtype=torch.int64)
+            if self.deepstack:
+                given["deepstack"] = torch.zeros(_B, _S, self.deepstack * self.width, dtype=model.dtype)
             self.step(**given)
             if any(not spec.rewindable for probe in self.probes.values() for spec in probe.states):
                 given["count"] = torch.zeros(_B, dtype=torch.int64)

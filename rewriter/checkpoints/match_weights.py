@@ -14,7 +14,7 @@ from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.checkpoints.expert_tables import expert_names, table_record
 from forebay.rewriter.checkpoints.records import CheckpointError, Packed, TensorRecord, log_once
 from forebay.rewriter.checkpoints.stored_tensors import require_fits, require_same, same_contents, spellings
-from forebay.rewriter.checkpoints.text_model import OTHERS, TEXT_ALONE, causal_class, text_config, text_names
+from forebay.rewriter.checkpoints.text_model import MULTIMODAL, OTHERS, causal_class, text_config, text_names
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.one_thread import one_thread
@@ -213,6 +213,6 @@ def model_class(config: Any) -> Any:
     none."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    if config.model_type in TEXT_ALONE:
+    if config.model_type in MULTIMODAL:
         return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     return causal_class(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,25 +18,44 @@ if TYPE_CHECKING:
 BASE, HEAD = "model", "lm_head."  # of every causal model below
 OTHERS = "beside the language model: "  # before names of towers and projectors, which text has no use for
 LANGUAGE, TEXT, CAUSAL = "model.language_model", "model.text_model", "language_model.model"
-# By model type, where the language model lies in the whole one. Without images each of these is the causal model of its
-# own config; the positions of Qwen2-VL and its relatives have three dimensions, which are equal then. PaliGemma sees a
-# text in both directions.
-TEXT_ALONE = {
-    "aya_vision": LANGUAGE, "cohere2_vision": LANGUAGE, "gemma3": LANGUAGE, "gemma3n": LANGUAGE, "gemma4": LANGUAGE,
-    "idefics3": TEXT, "internvl": LANGUAGE, "lfm2_vl": LANGUAGE, "llama4": CAUSAL, "llava": LANGUAGE,
-    "llava_next": LANGUAGE, "llava_onevision": LANGUAGE, "mistral3": LANGUAGE, "qwen2_5_vl": LANGUAGE,
-    "qwen2_vl": LANGUAGE, "qwen3_5": LANGUAGE, "qwen3_5_moe": LANGUAGE, "qwen3_vl": LANGUAGE, "qwen3_vl_moe": LANGUAGE,
-    "smolvlm": TEXT, "vipllava": LANGUAGE}
+DEEPSTACK = "deepstack_layers"  # of a text config: layers after which features of images are added
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """What is known of a kind of multimodal models.
+
+    Attributes:
+        text: Where the language model lies in the whole one.
+        images: Whether images are taken: the features that the model's `get_image_features` gives are all that a step
+            must know of them.
+    """
+
+    text: str
+    images: bool = False
+
+
+# By model type. Without images each of these is the causal model of its own config; the positions of Qwen2-VL and its
+# relatives have three dimensions, which are equal then. PaliGemma sees a text in both directions.
+MULTIMODAL = {
+    **dict.fromkeys(("aya_vision", "cohere2_vision", "internvl", "lfm2_vl", "llava", "mistral3", "qwen2_5_vl",
+                     "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "vipllava"),
+                    Multimodal(LANGUAGE, images=True)),
+    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "llava_next", "llava_onevision"), Multimodal(LANGUAGE)),
+    **dict.fromkeys(("idefics3", "smolvlm"), Multimodal(TEXT, images=True)),
+    "llama4": Multimodal(CAUSAL)}
 
 
 @one_thread
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """Return the config of the language model within a multimodal one; None for any other config."""
-    if config.model_type not in TEXT_ALONE:
+    if config.model_type not in MULTIMODAL:
         return None
     text = copy.deepcopy(config.get_text_config(decoder=True))
     # The whole model ties its head by its own setting, which some configs repeat for the language model.
     ties = (getattr(each, "tie_word_embeddings", None) for each in (config, text))
+    if features := getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None):
+        setattr(text, DEEPSTACK, len(features))
     text.tie_word_embeddings = bool(next((tie for tie in ties if tie is not None), False))
     return text
 
@@ -50,7 +70,7 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     whole = config.model_type.removesuffix("_text")
-    return _with_head(MODEL_MAPPING[type(config)]) if found is None and whole in TEXT_ALONE and (
+    return _with_head(MODEL_MAPPING[type(config)]) if found is None and whole in MULTIMODAL and (
         type(config) in MODEL_MAPPING) else found
 
 
@@ -67,6 +87,8 @@ def _with_head(base: Any) -> type[PreTrainedModel]:
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.model = base(config)
+            if hasattr(self.model, "_deepstack_process"):
+                vars(self.model)["_deepstack_process"] = _add_features
             self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self.post_init()
 
@@ -78,18 +100,23 @@ def _with_head(base: Any) -> type[PreTrainedModel]:
     return TextWithHead
 
 
+def _add_features(hidden: torch.Tensor, of_images: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Hidden states [B, S, H] with features [B, S, H] added at the tokens of images, `of_images` [B, S]."""
+    return hidden + torch.where(of_images[..., None], features, 0)
+
+
 @one_thread
 def text_module(model: Any) -> Any:
     """Return the language model within a multimodal one in memory, as a causal model of its parameters; any other
     model itself."""
-    if getattr(getattr(model, "config", None), "model_type", None) not in TEXT_ALONE or (
+    if getattr(getattr(model, "config", None), "model_type", None) not in MULTIMODAL or (
             model.get_output_embeddings() is None):
         return model
     text: Any = text_config(model.config)
     cls: Any = causal_class(text)
     with torch.device("meta"):
         alone = cls(text)
-    setattr(alone, BASE, model.get_submodule(TEXT_ALONE[model.config.model_type]))
+    setattr(alone, BASE, model.get_submodule(MULTIMODAL[model.config.model_type].text))
     alone.set_output_embeddings(model.get_output_embeddings())
     return alone
 
@@ -102,7 +129,7 @@ def text_names(config: PreTrainedConfig, prefix: str, rename: Callable[[str], st
         prefix: The base model's prefix of the whole model.
         rename: Gives the whole model's name of a checkpoint's name.
     """
-    path = TEXT_ALONE[config.model_type]
+    path = MULTIMODAL[config.model_type].text
     starts = (f"{path}.", f"{path.removeprefix(f'{prefix}.')}.")
     head = f"{path.rpartition('.')[0]}.{HEAD}"  # of a whole causal model within
 

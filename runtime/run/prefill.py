@@ -13,7 +13,7 @@ import torch
 
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.runtime.run.session import Session
-from forebay.runtime.run.step_inputs import StepInputs
+from forebay.runtime.run.step_inputs import Features, StepInputs
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ def require_whole_chunks(plan: Plan) -> None:
 
 def chunks(
     spans: Sequence[tuple[int, int]], ids: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor,
-    call: torch.Tensor, batch_slots: torch.Tensor | None = None, embeds: Sequence[torch.Tensor] | None = None,
+    call: torch.Tensor, batch_slots: torch.Tensor | None = None, features: Features | None = None,
 ) -> Iterator[PrefillChunk]:
     """Yield the steps over `spans` of ids [B, T], of which row i has `lengths[i]`, after `start` [B] cached tokens.
 
     Args:
         call: [B] tokens of the call that each row belongs to (`StepInputs.length`).
         batch_slots: `StepInputs.batch_slots`.
-        embeds: Each [P, H], for ids of -1 in the first rows.
+        features: Of the first rows.
     """
     ids = torch.nn.functional.pad(ids, (0, max(0, max(at + size for at, size in spans) - ids.shape[1])))
     done = 0
@@ -86,24 +86,25 @@ def chunks(
         ends = tuple(row for row, length in enumerate(lengths.tolist()) if done < length <= at + size)
         done = at + size
         yield PrefillChunk(StepInputs(ids[:, at:done], start + at, (lengths - 1 - at).clamp(0, size - 1), call,
-                                      batch_slots, _embedded(embeds, len(ids), at, size),
-                                      (lengths - at).clamp(0, size)),
+                                      batch_slots, count=(lengths - at).clamp(0, size),
+                                      **_features_of(features or {}, len(ids), at, size)),
                            at, ends, (at, size) == spans[-1])
 
 
-def _embedded(embeds: Sequence[torch.Tensor] | None, batch: int, at: int, size: int) -> torch.Tensor | None:
-    if embeds is None:
-        return None
-    rows = embeds[0].new_zeros(batch, size, embeds[0].shape[1])
-    for to, row in zip(rows, embeds, strict=False):
-        part = row[at : at + size]
-        to[: len(part)] = part
-    return rows
+def _features_of(features: Features, batch: int, at: int, size: int) -> dict[str, torch.Tensor]:
+    """The features of tokens [at, at + size) by name, each [batch, size, ...]."""
+    cut = {}
+    for name, rows in features.items():
+        cut[name] = rows[0].new_zeros(batch, size, *rows[0].shape[1:])
+        for to, row in zip(cut[name], rows, strict=False):
+            part = row[at : at + size]
+            to[: len(part)] = part
+    return cut
 
 
 def prompt_chunks(
     plan: Plan, prompts: Mapping[int, torch.Tensor], length: int | None = None,
-    embeds: Sequence[torch.Tensor] | None = None, rewindable: bool = True,
+    features: Features | None = None, rewindable: bool = True,
 ) -> Iterator[PrefillChunk]:
     """Yield the steps that compute `prompts`, int64 [P] each, by the batch slots that they stand in.
 
@@ -121,18 +122,18 @@ def prompt_chunks(
                         rewindable)
     batch_slots = torch.tensor(slots) if admitted else None
     return chunks(spans, ids, torch.zeros_like(call), torch.where(real, call, 0),
-                  call if length is None else torch.full_like(call, length), batch_slots, embeds)
+                  call if length is None else torch.full_like(call, length), batch_slots, features)
 
 
 def prefill(
-    session: Session, prompts: Mapping[int, torch.Tensor], embeds: Sequence[torch.Tensor] | None = None
+    session: Session, prompts: Mapping[int, torch.Tensor], features: Features | None = None
 ) -> torch.Tensor:
     """Compute `prompts` by slot as one call; return the logits [n, V] of each one's last token, in their order."""
     admitted = session.plan.schedule.batching.admitted
     length = None if admitted else max(prompt.numel() for prompt in prompts.values())
     index = {row if admitted else slot: row for row, slot in enumerate(prompts)}
     logits = torch.empty(0)
-    for chunk in prompt_chunks(session.plan, prompts, length, embeds, session.rewindable):
+    for chunk in prompt_chunks(session.plan, prompts, length, features, session.rewindable):
         step = session.step(chunk.inputs)
         logits = logits if logits.numel() else step.new_empty(len(prompts), step.shape[-1])
         for row in chunk.ends:

@@ -13,6 +13,7 @@ from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.prefill import chunk_spans, chunks, prefill
 from forebay.runtime.run.room import refuse_crossing
 from forebay.runtime.run.session import Session
+from forebay.runtime.run.step_inputs import Features, counted_positions
 
 SCRATCH_NBYTES = 1 << 20  # at most so much of the cache is copied aside at once where rows change places
 
@@ -30,25 +31,26 @@ class SequenceRows:
         self.lengths = torch.zeros(0, dtype=torch.int64)  # [n] tokens that each row holds
         self._ids: list[torch.Tensor] = []  # and which, for a cache that may have to be computed anew
         self._call = 0  # tokens of the longest row so far, some of which may have been taken back
+        self._shift: torch.Tensor | None = None  # [n] from the count of tokens to rotary positions after images
         self._grown = False
 
     def begin(
-        self, prompts: Sequence[torch.Tensor], new_tokens: int = 1, embeds: Sequence[torch.Tensor] | None = None
+        self, prompts: Sequence[torch.Tensor], new_tokens: int = 1, features: Features | None = None
     ) -> torch.Tensor:
-        """Run prompts (each int64 [P]; for ids of -1 stand `embeds`, each [P, H]) from the start; logits [n, V] after
-        each, or [n, longest, V] at every token, zeros past a prompt's end. RuntimeFault where the plan has no room for
-        them and `new_tokens` more."""
+        """Run prompts (each int64 [P]; for ids of -1 stand `features`) from the start; logits [n, V] after each, or
+        [n, longest, V] at every token, zeros past a prompt's end. RuntimeFault where the plan has no room for them and
+        `new_tokens` more."""
         refuse_crossing(self.session.plan, prompts, new_tokens, self.session.rope_switch_length)
         self.lengths, self._grown = torch.zeros(len(prompts), dtype=torch.int64), False
         lengths = torch.tensor([p.numel() for p in prompts])
         self._ids, self._call = list(prompts), int(lengths.max())
         if not self.session.every_position:
-            logits = prefill(self.session, dict(enumerate(prompts)), embeds)
+            logits = prefill(self.session, dict(enumerate(prompts)), features)
         else:
             ids = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
-            logits = self._run(ids, ids.shape[1], embeds, lengths)
+            logits = self._run(ids, ids.shape[1], features, lengths)
             logits[torch.arange(ids.shape[1]) >= lengths[:, None]] = 0
-        self.lengths = lengths
+        self.lengths, self._shift = lengths, position_shift(features)
         return logits
 
     @property
@@ -57,10 +59,10 @@ class SequenceRows:
         return self.session.plan.workload.context - int(self.lengths.max())
 
     def extend(
-        self, ids: torch.Tensor, keep: int = 1, embeds: Sequence[torch.Tensor] | None = None
+        self, ids: torch.Tensor, keep: int = 1, features: Features | None = None
     ) -> torch.Tensor:
-        """Append ids [n, S] (for those of -1 stand `embeds`, each [S, H]) to the rows; logits [n, keep, V] of the last
-        `keep` tokens. RuntimeFault where the cache has no room for them."""
+        """Append ids [n, S] (for those of -1 stand `features`) to the rows; logits [n, keep, V] of the last `keep`
+        tokens. RuntimeFault where the cache has no room for them."""
         if ids.shape[1] > self.room:
             raise RuntimeFault(f"the cache has room for {self.room} more tokens, not for {ids.shape[1]}: plan for more "
                                "(wrap(new_tokens=…))")
@@ -74,7 +76,10 @@ class SequenceRows:
         if not self._grown:
             self.session.grow()
             self._grown = True
-        logits = self._run(ids, keep, embeds)
+        if self._shift is not None:
+            features = {**(features or {}), "positions": list(
+                counted_positions(self.lengths + self._shift, ids.shape[1]))}
+        logits = self._run(ids, keep, features)
         self.lengths = self.lengths + ids.shape[1]
         return logits
 
@@ -128,10 +133,11 @@ class SequenceRows:
                 part = cache[:, :, first : min(first + tokens, used)]
                 part[to] = part[found]  # the right side is a copy, so no row is read after it was written
         self.lengths = self.lengths[index]
+        self._shift = None if self._shift is None else self._shift[index]
         self._ids = [self._ids[i] for i in index.tolist()]
 
     def _run(
-        self, ids: torch.Tensor, keep: int, embeds: Sequence[torch.Tensor] | None = None,
+        self, ids: torch.Tensor, keep: int, features: Features | None = None,
         lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Steps over ids [n, S], of which rows have `lengths` [n] (None: S), after what the rows hold; logits
@@ -148,7 +154,7 @@ class SequenceRows:
         real = torch.full((batch,), span)
         real[:count] = span if lengths is None else lengths
         logits = torch.empty(0)
-        for chunk in chunks(spans, fed, start, real, torch.full((batch,), self._call), embeds=embeds):
+        for chunk in chunks(spans, fed, start, real, torch.full((batch,), self._call), features=features):
             step = self.session.step(chunk.inputs)[:count]
             if not every:
                 logits = step[:, None]
@@ -159,6 +165,14 @@ class SequenceRows:
             if first < upper:
                 logits[:, first - left : upper - left] = step[:, first - at : upper - at].cpu()
         return logits if every else logits.clone()
+
+
+def position_shift(features: Features | None) -> torch.Tensor | None:
+    """[n] how far rotary positions after prompts of these features are beyond the count of their tokens; None where
+    they are the count."""
+    if features is None or "positions" not in features:
+        return None
+    return torch.stack([row.max() + 1 - len(row) for row in features["positions"]])
 
 
 def require_movable_rows(plan: Plan, parts: int) -> None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+# What is known of a prompt's tokens beside ids, by the names of `StepInputs`: a tensor [P, ...] for each row.
+Features = Mapping[str, Sequence[torch.Tensor]]
+
+
+def counted_positions(start: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return positions [B, tokens, 3] that count tokens from `start` [B], as text has them."""
+    return (start[:, None, None] + torch.arange(tokens)[:, None]).expand(-1, -1, 3)
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,8 @@ class StepInputs:
         length: [B] int64, tokens of the call that each row belongs to, for rotary frequencies that follow them.
         batch_slots: [B] int64, the batch slots of the rows, where a prefill step computes some slots alone.
         inputs_embeds: [B, S, H].
+        positions: [B, S, 3] int64, rotary positions of models whose images have them in three dimensions.
+        deepstack: [B, S, N H], features that are added to hidden states after N first layers, where ids are -1.
         count: [B] int64, tokens of the step that are real, for states that are not rewindable; all, if not given.
     """
 
@@ -27,6 +38,8 @@ class StepInputs:
     length: torch.Tensor | None = None
     batch_slots: torch.Tensor | None = None
     inputs_embeds: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    deepstack: torch.Tensor | None = None
     count: torch.Tensor | None = None
 
     @property

@@ -19,7 +19,7 @@ from forebay.option_keywords import with_keywords
 from forebay.rewriter.capture.language_model import capture_model, tied_config
 from forebay.rewriter.checkpoints.match_weights import file_slices, weight_records
 from forebay.rewriter.checkpoints.module_weights import spill_module
-from forebay.rewriter.checkpoints.text_model import text_module
+from forebay.rewriter.checkpoints.text_model import text_module, text_names
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.planning.features.admission import admitted_at_once
 from forebay.rewriter.planning.options import Options
@@ -52,8 +52,10 @@ def wrap(
         given = text_module(model)
         captured = capture_model(given)
         capture = partial(capture_model, tied_config(given), dtype=captured.dtype, architecture=type(given))
-        checkpoint = spill_module(given, sizes.disk or tempfile.gettempdir())
-        files = file_slices(weight_records(captured, checkpoint))
+        checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
+        config = cast(Any, model).config
+        names = () if given is model else text_names(config, "model", str)
+        files = file_slices(weight_records(captured, checkpoint, *names))
     else:
         captured, checkpoint, files = open_model(model, dequantize=options.dequantize,
                                                  keep=options.of_one_model)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,12 @@ import torch
 from forebay.call_turns import CallTurns, ModelCall, TakesTurns
 from forebay.drafting import drafting_per_slot
 from forebay.huggingface.nn_module_compat import NnModuleCompat
+from forebay.images.open_tower import open_tower
 from forebay.model_planner import ModelPlanner, PlannedSteps, PlannerOf
 from forebay.open_model import capture_folder, known_machine
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_generation_config
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.garbage import collect_when_due
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.graph import CapturedModel, Gives
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
     from forebay.huggingface.causal_lm import StreamedCausalLM
+    from forebay.images.tower import ImageTower
 
 LOG = logging.getLogger("forebay")  # quiet unless the program that uses it, or `forebay -v`, listens
 
@@ -135,6 +138,8 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
             drafts.append(f"The plan of the draft:\n\n{self.helper.explain()}")
         if self.shared_draft is not None:
             drafts.append(explain_shared(self.shared_draft.plan, self.plan))
+        with suppress(ValueError, CheckpointError):  # of a model, or a folder, that has no tower
+            drafts.append(f"images      {self.tower.plan}")
         return "\n\n".join([explain_plan(self.plan, self.captured), *drafts])
 
     @property
@@ -203,6 +208,21 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
                 other.config, other.generation_config = self.config, self.generation_config
                 self._variants[kind] = other
             return self._variants[kind]
+
+    @cached_property
+    def tower(self) -> ImageTower:
+        """The vision tower; ValueError for a model that takes no images."""
+        origin = None if self._origin is None else self._origin()
+        return open_tower(self.config, self.checkpoint, self.captured, self.options) if origin is None else origin.tower
+
+    def image_features(
+        self, given: Mapping[str, torch.Tensor], call: ModelCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`ImageTower.features` within the budget, whose memory is the tower's meanwhile."""
+        with self.turn(call):
+            self._end_sessions()
+            self.check_files()
+            return self.tower.features(given, self.plan.budget.device)
 
     def _family(self) -> list[LanguageModel]:
         """The model and all that share its budget."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +21,8 @@ from forebay.runtime.run.session import Session
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
+
+    from forebay.images.tower import ImageTower
 
 OnToken = Callable[[torch.Tensor], None]
 
@@ -60,6 +62,13 @@ class StepModel(Protocol):
     def turn(self, call: ModelCall) -> AbstractContextManager[None]: ...
 
     def refuse_within(self, name: str) -> None: ...
+
+    @property
+    def tower(self) -> ImageTower: ...
+
+    def image_features(
+        self, given: Mapping[str, torch.Tensor], call: ModelCall
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def giving(self, gives: Gives, embeds: bool = False) -> StepModel: ...
 

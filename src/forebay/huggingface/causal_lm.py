@@ -28,6 +28,7 @@ from forebay.huggingface.refusals import NoPositionsError, refuse_generation
 from forebay.huggingface.row_cache import RowCache, take_cache
 from forebay.huggingface.same_tokenizer import refuse_other_tokenizer
 from forebay.huggingface.served import SERVED
+from forebay.images.prompts import see_images, take_image_inputs
 from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.rewriter.ir.graph import Gives
 from forebay.runtime.run.generation import Stop, generate_as_planned
@@ -55,6 +56,7 @@ class StreamedCausalLM(GenerationMixin):
     def __init__(self, lm: StepModel, call: ModelCall) -> None:
         self.lm, self.call = lm, call
         self.draws: tuple[torch.Generator, ...] = ()  # one for each prompt, if any
+        self.pictured: Prompts | None = None  # those of the call, where they hold images
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -88,7 +90,10 @@ class StreamedCausalLM(GenerationMixin):
         """What transformers' `generate` returns for these arguments."""
         inputs = merge_mapping(inputs, options)
         held = take_cache(options)
+        images = take_image_inputs(options)
         prompts = self._take_prompts(inputs, generation_config, options, held)
+        if images:
+            prompts = see_images(self.lm, self.call, prompts, images, held is not None and held.seen > 0)
         if held is not None:
             options[CACHE_NAME] = held
         if any(options.get(name) is not None for name in ("max_new_tokens", "max_length")):
@@ -196,6 +201,7 @@ class StreamedCausalLM(GenerationMixin):
             self.draws, generator = tuple(generator), None
         looked_up = min(config.prompt_lookup_num_tokens or 0, new_tokens - 1) if assisted else 0
         limit = shown.mask.shape[1] + new_tokens - 1 if assisted and options.get("custom_generate") is None else 0
+        self.pictured = shown if prompts.with_images else None
         with drawing_from(generator):
             if held is not None and held.serves(shown, new_tokens):
                 with held.model.turn(self.call), held.limited(limit):
@@ -254,7 +260,7 @@ class StreamedCausalLM(GenerationMixin):
     def _generate(self, prompts: Prompts, config: GenerationConfig | None, options: dict[str, Any], **more: Any) -> Any:
         """`GenerationMixin.generate`; where the cache lies and how a prompt is cut into chunks is the plan's affair."""
         planned = dict.fromkeys(("cache_implementation", "cache_config", "prefill_chunk_size"))
-        if prompts.embeds is not None:
+        if prompts.embeds is not None and not prompts.with_images:
             more["inputs_embeds"] = prompts.embeds
         return cast(Any, self).generate(input_ids=None if prompts.nameless else prompts.ids,
                                         attention_mask=prompts.mask.long(), generation_config=config,
@@ -334,6 +340,8 @@ class StreamedCausalLM(GenerationMixin):
         self, prompts: Prompts, cache: RowCache | None, use_cache: bool | None, keep: int
     ) -> tuple[torch.Tensor, RowCache | None]:
         """Run prompts from the start, on the model of `cache` where one is given, else on the one that serves."""
+        if self.pictured is not None:  # copies of its rows are next to each other
+            prompts = self.pictured.repeated(len(prompts.ids) // len(self.pictured.ids))
         count, width = prompts.ids.shape
         ends_alike = bool(prompts.mask[:, -1].all())
         gives: Gives = "last" if keep == 1 and ends_alike else "all"
@@ -347,7 +355,7 @@ class StreamedCausalLM(GenerationMixin):
         with lm.running(count, prompts.longest, new_tokens, call=self.call) as session:
             rows = SequenceRows(session, lm.captured.states, lm.captured.cache_parts)
             if cache is None:
-                found = rows.begin(prompts.rows(), 1, prompts.embed_rows())
+                found = rows.begin(prompts.rows(), 1, prompts.feature_rows())
             else:
                 found = cache.begin(self.call, rows, prompts, new_tokens)
                 lm.hold(rows)

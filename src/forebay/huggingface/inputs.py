@@ -3,36 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from forebay.runtime.run.step_inputs import Features
+
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids [B, T] int64 as they were given, and which of them count; the rest is padding. Where `embeds` [B, T, H]
-    are given they are what is computed, and ids, or -1 where there are none, what is known of the tokens."""
+    """Token ids [B, T] int64 as they were given, and which of them count; the rest is padding. Where `placed` [B, T] is
+    true, `features` are what is computed, by the names of a step's inputs [B, T, ...], and ids, or -1 where there are
+    none, what is known of the tokens."""
 
     ids: torch.Tensor
     mask: torch.Tensor  # [B, T] bool; before T stand tokens that a cache holds, if any
-    embeds: torch.Tensor | None = None
+    features: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    placed: torch.Tensor | None = None
     masked: bool = True  # by the caller
 
+    @property
+    def embeds(self) -> torch.Tensor | None:
+        """Embeddings [B, T, H] of the tokens that are `placed`."""
+        return self.features.get("inputs_embeds")
+
     def rows(self) -> list[torch.Tensor]:
-        """The tokens of each row, -1 where their embeddings stand for them."""
-        ids = self.ids if self.embeds is None else torch.full_like(self.ids, -1)
+        """The tokens of each row, -1 where their features stand for them."""
+        ids = self.ids if self.placed is None else self.ids.masked_fill(self.placed, -1)
         return [row[keep] for row, keep in zip(ids, self.mask, strict=True)]
 
-    def embed_rows(self) -> list[torch.Tensor] | None:
-        """The embeddings [P, H] of each row."""
-        return None if self.embeds is None else [row[keep] for row, keep in zip(self.embeds, self.mask, strict=True)]
+    def feature_rows(self) -> Features | None:
+        """The features [P, ...] of each row."""
+        return {name: [row[keep] for row, keep in zip(value, self.mask, strict=True)]
+                for name, value in self.features.items()} or None
+
+    def repeated(self, count: int) -> Prompts:
+        """The same with each row `count` times, one after the other."""
+        def each(value: torch.Tensor) -> torch.Tensor:
+            return value.repeat_interleave(count, 0)
+
+        return replace(self, ids=each(self.ids), mask=each(self.mask),
+                       features={name: each(value) for name, value in self.features.items()},
+                       placed=None if self.placed is None else each(self.placed))
 
     def without(self, pad: int) -> Prompts:
         """The same where the token `pad` does not count. ValueError for a row of nothing else."""
         mask = self.ids != pad
         _require_tokens(mask)
         return replace(self, mask=mask)
+
+    @property
+    def with_images(self) -> bool:
+        """Whether features stand for some tokens alone."""
+        return self.placed is not None and not bool(self.placed.all())
 
     @property
     def nameless(self) -> bool:
@@ -53,7 +77,8 @@ class Prompts:
             return torch.stack([row.roll(int(n), 0) for row, n in zip(given, after, strict=True)])
 
         return replace(self, ids=moved(self.ids), mask=moved(self.mask),
-                       embeds=None if self.embeds is None else moved(self.embeds))
+                       features={name: moved(value) for name, value in self.features.items()},
+                       placed=None if self.placed is None else moved(self.placed))
 
 
 def _require_tokens(mask: torch.Tensor) -> None:
@@ -113,8 +138,8 @@ def read_embeds(embeds: Any, ids: Any, attention_mask: Any, vocab_size: int, hol
     known = read_prompts(blank if ids is None else ids, attention_mask, vocab_size, 0, holes)
     if known.ids.shape != found.shape[:2]:
         raise ValueError(f"inputs_embeds has shape {list(found.shape)}, input_ids {list(known.ids.shape)}")
-    return replace(known, ids=blank - 1 if ids is None else known.ids, embeds=found.detach().cpu(),
-                   masked=known.masked or ids is None)
+    return replace(known, ids=blank - 1 if ids is None else known.ids, masked=known.masked or ids is None,
+                   features={"inputs_embeds": found.detach().cpu()}, placed=torch.ones_like(blank, dtype=torch.bool))
 
 
 def merge_mapping(inputs: Any, options: dict[str, Any]) -> Any:

@@ -110,7 +110,7 @@ class RowCache(Cache):
         """Logits of `SequenceRows.begin`, for `call`."""
         self.call = call
         self.rows, self.seen, self.nameless = rows, prompts.ids.shape[1], prompts.embeds is not None
-        return rows.begin(prompts.rows(), new_tokens, prompts.embed_rows())
+        return rows.begin(prompts.rows(), new_tokens, prompts.feature_rows())
 
     def extend(
         self, call: ModelCall, ids: torch.Tensor, attention_mask: torch.Tensor | None, keep: int,
@@ -131,7 +131,7 @@ class RowCache(Cache):
             raise ValueError("attention_mask must keep every token after the prompt, and the prompt's own padding")
         with self.model.resuming(rows, call):
             self.call = call
-            logits = rows.extend(ids, keep, None if embeds is None else list(embeds))
+            logits = rows.extend(ids, keep, None if embeds is None else {"inputs_embeds": list(embeds)})
         self.nameless = self.nameless or embeds is not None
         self.seen += ids.shape[1]
         return logits

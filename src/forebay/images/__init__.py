@@ -1,0 +1,1 @@
+"""Images as input: the vision tower of a multimodal model, streamed within the budget."""

@@ -1,0 +1,31 @@
+"""Whether a model takes images, and the tower that does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint
+from forebay.rewriter.checkpoints.text_model import MULTIMODAL
+from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.planning.options import Options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from forebay.images.tower import ImageTower
+
+
+def open_tower(
+    config: PreTrainedConfig, checkpoint: Checkpoint, captured: CapturedModel, options: Options
+) -> ImageTower:
+    """Open the vision tower of a model's folder; ValueError for one that takes no images, or text alone."""
+    if options.mesh is not None:
+        raise ValueError("images: a model on several ranks takes text alone; leave mesh out")
+    known = MULTIMODAL.get(config.model_type)
+    if known is None or not known.images:
+        taken = ", ".join(sorted(kind for kind, each in MULTIMODAL.items() if each.images))
+        raise ValueError(f"images: a model of type {config.model_type!r} takes text alone here; images are taken by "
+                         f"{taken}")
+    from forebay.images.tower import ImageTower
+
+    return ImageTower(config, checkpoint, captured.dtype)

@@ -1,0 +1,68 @@
+"""Images among the arguments of `generate`, as transformers' processors give them, in the prompts of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from forebay.call_turns import ModelCall
+from forebay.huggingface.inputs import Prompts
+from forebay.step_model import StepModel
+
+PIXELS = "pixel_values"
+# What processors give beside pixels.
+BESIDE = ("image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "mm_token_type_ids")
+
+
+def take_image_inputs(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What a processor made of images, taken out of the arguments of a call; nothing where there are none."""
+    given = {name: options.pop(name, None) for name in (PIXELS, *BESIDE)}
+    return {} if given[PIXELS] is None else {name: value for name, value in given.items() if value is not None}
+
+
+def see_images(
+    lm: StepModel, call: ModelCall, prompts: Prompts, images: Mapping[str, torch.Tensor], continued: bool = False
+) -> Prompts:
+    """Put the embeddings of images where prompts have tokens for them.
+
+    Args:
+        lm: The model.
+        call: The call that has the prompts.
+        prompts: Whose ids have as many image tokens as the images make.
+        images: What `take_image_inputs` took.
+        continued: Whether a cache holds the first tokens of the prompts.
+
+    Raises:
+        ValueError: The model takes no images, or others than these.
+        PlanError: The budget has no room for the tower, or for so many images.
+    """
+    if continued:
+        raise ValueError(f"{PIXELS}: images are taken with whole prompts alone; leave past_key_values out")
+    if prompts.embeds is not None:
+        raise ValueError(f"{PIXELS}: give images or inputs_embeds, not both")
+    tower = lm.tower
+    embeds, added = lm.image_features(images, call)
+    token = lm.config.image_token_id
+    placed = (prompts.ids == token) & prompts.mask
+    if int(placed.sum()) != len(embeds):
+        raise ValueError(f"{PIXELS}: the prompts have {int(placed.sum())} tokens for images (id {token}), and the "
+                         f"images make {len(embeds)} embeddings: give all that the processor makes of text and images")
+    features = {"inputs_embeds": _at(placed, embeds)}
+    if added.shape[1]:
+        features["deepstack"] = _at(placed, added)
+    if hasattr(tower.base, "get_rope_index"):
+        positions, _ = tower.base.get_rope_index(
+            prompts.ids, mm_token_type_ids=placed.int(), attention_mask=prompts.mask.long(),
+            image_grid_thw=torch.as_tensor(images["image_grid_thw"]))
+        features["positions"] = positions.permute(1, 2, 0)
+    return replace(prompts, features=features, placed=placed)
+
+
+def _at(placed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[B, T, W] with rows [N, W] where `placed` [B, T] is true, and zeros elsewhere."""
+    found = rows.new_zeros(*placed.shape, rows.shape[1])
+    found[placed] = rows
+    return found

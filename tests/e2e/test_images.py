@@ -1,0 +1,143 @@
+"""Images with prompts, to folders of multimodal models: tokens are those of transformers, which has all in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as T
+from multimodal import CONFIGS, TEXT, save
+from selection import ALL
+
+import forebay
+from forebay.images.tower import ImageTower
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.text_model import MULTIMODAL
+from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.machine.profile import Machine
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
+              pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
+
+ASKED: Any = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+KINDS = tuple(kind for kind, each in MULTIMODAL.items() if each.images)
+SHOWN = KINDS if ALL else ("mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+IMAGE = 150  # id of the token for images
+
+
+def pixels(kind: str, model: Any) -> list[tuple[dict[str, torch.Tensor], int]]:
+    """Two images as the processor of a kind gives each, of other sizes where the kind has any; and their tokens."""
+    vision, draw = model.config.vision_config, torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    if kind.startswith("qwen"):
+        width = 3 * vision.temporal_patch_size * vision.patch_size**2
+        grids = [torch.tensor([[1, 4, 4]]), torch.tensor([[1, 8, 4]])]
+        found = [dict(pixel_values=drawn(int(grid.prod()), width), image_grid_thw=grid) for grid in grids]
+    elif kind == "mistral3":
+        found = [dict(pixel_values=drawn(1, 3, 56, 56), image_sizes=torch.tensor([size])) for size in ((56, 56),
+                                                                                                       (28, 56))]
+    elif kind in ("smolvlm", "idefics3"):
+        found = [dict(pixel_values=drawn(1, 1, 3, 28, 28)) for _ in range(2)]
+    elif kind == "lfm2_vl":
+        found = [dict(pixel_values=drawn(1, 4, 3 * 14 * 14), spatial_shapes=torch.tensor([[2, 2]]),
+                      pixel_attention_mask=torch.ones(1, 4, dtype=torch.int64)) for _ in range(2)]
+    else:
+        found = [dict(pixel_values=drawn(1, 3, 28, 28)) for _ in range(2)]
+    with torch.no_grad():
+        made = [model.model.get_image_features(**each).pooler_output for each in found]
+    return [(each, sum(part.reshape(-1, part.shape[-1]).shape[0] for part in parts))
+            for each, parts in zip(found, made, strict=True)]
+
+
+def batch(kind: str, rows: list[list[int]], images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """What a processor gives for rows of ids, padded on the left, and images, joined."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    asked = dict(input_ids=ids, attention_mask=(ids > 0).long())
+    if images:
+        asked |= {name: torch.cat([each[name] for each in images]) for name in images[0]}
+        if kind.startswith("qwen"):
+            asked["mm_token_type_ids"] = (ids == IMAGE).int()
+    return asked
+
+
+def cases(kind: str, model: Any) -> dict[str, dict[str, Any]]:
+    (one, n), (other, m) = pixels(kind, model)
+    first, second, text = [3, 4, 5, *[IMAGE] * n, 9, 7], [6, *[IMAGE] * m, 8, 8, 8, 2], [11, 12, 13]
+    both = [5, *[IMAGE] * n, 4, *[IMAGE] * m, 3]
+    if kind in ("smolvlm", "idefics3"):  # whose images have a row of prompts each
+        return {"two": batch(kind, [first, second], [one, other]), "text": batch(kind, [text, first[:2]], []),
+                "one": batch(kind, [first], [one])}
+    return {"two": batch(kind, [first, second], [one, other]), "text": batch(kind, [text, first[:2]], []),
+            "one with text": batch(kind, [text, second], [other]), "both in one": batch(kind, [both], [one, other])}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_tokens_with_images(kind: str, tmp_path: Path) -> None:
+    whole = save(kind, tmp_path)
+    budgets = ("40MB",) if kind == "cohere2_vision" else ("4MB", "700kB") if kind in SHOWN[:3] else ("4MB",)
+    asked = cases(kind, whole)
+    expected = {name: whole.generate(**each, **ASKED).tolist() for name, each in asked.items()}
+    blind = {name: each for name, each in asked["two"].items() if name in ("input_ids", "attention_mask")}
+    assert whole.generate(**blind, **ASKED).tolist() != expected["two"], "images must matter"
+    for budget in budgets:
+        with forebay.wrap(tmp_path, budget, batch=2, prompt=24, new_tokens=8, machine=Machine.default()) as lm:
+            for name, each in asked.items():
+                assert lm.generate(**each, **ASKED).tolist() == expected[name], (budget, name)
+            assert 0 < lm.tower.peak_nbytes <= lm.plan.budget.device
+            assert "of a vision tower, read once per batch of images" in lm.explain()
+
+
+def test_beams_and_a_module_in_memory(tmp_path: Path) -> None:
+    """Beams copy rows and change their places, with what they know of positions."""
+    whole = save("qwen2_5_vl", tmp_path)
+    asked = cases("qwen2_5_vl", whole)["one with text"] | ASKED | {"num_beams": 3}
+    expected = whole.generate(**asked)
+    with forebay.wrap(whole, "4MB", batch=6, prompt=24, new_tokens=8, machine=Machine.default()) as lm:
+        assert lm.generate(**asked).tolist() == expected.tolist()
+
+
+def test_a_tower_holds_a_layer_at_a_time(tmp_path: Path) -> None:
+    """Of eight layers one is in memory, and nothing stays; a budget without room for the images is refused."""
+    plain = CONFIGS["internvl"]
+    whole = save("internvl", tmp_path, plain | {"vision_config": plain["vision_config"] | {
+        "num_hidden_layers": 8, "intermediate_size": 1024}})
+    tower = ImageTower(whole.config, open_checkpoint(tmp_path), torch.float32)
+    given = cases("internvl", whole)["two"]
+    with torch.no_grad():
+        wanted = whole.model.get_image_features(given["pixel_values"]).pooler_output
+    assert torch.equal(tower.features(given, 1 << 20)[0], wanted.reshape(-1, wanted.shape[-1]))
+    plan, peak = tower.plan, tower.peak_nbytes
+    layers = whole.model.vision_tower.encoder.layer
+    assert plan.layers == 8 and plan.layer_nbytes == sum(p.nbytes for p in layers[0].parameters())
+    assert plan.weight_nbytes + given["pixel_values"].nbytes // 2 < peak < plan.weight_nbytes * 1.5 < plan.nbytes / 2
+    assert all(p.is_meta for p in tower.base.parameters())
+    for budget, message in ((plan.weight_nbytes - 1, "the vision tower needs"), (peak - 1, "these images need more")):
+        with pytest.raises(PlanError, match=message):
+            tower.features(given, budget)
+        assert all(p.is_meta for p in tower.base.parameters())
+    tower.features(given, peak)
+
+
+def test_what_cannot_be_taken_is_refused_in_a_line(tmp_path: Path) -> None:
+    whole = save("qwen2_5_vl", tmp_path / "qwen")
+    asked = cases("qwen2_5_vl", whole)["two"]
+    with forebay.wrap(tmp_path / "qwen", "4MB", batch=2, prompt=24, new_tokens=8, machine=Machine.default()) as lm:
+        with pytest.raises(ValueError, match=r"the prompts have 10 tokens for images \(id 150\), and the images make"):
+            lm.generate(**asked | {"input_ids": asked["input_ids"].masked_fill(
+                (asked["input_ids"] == IMAGE).cumsum(1) == 1, 9)}, **ASKED)
+        with pytest.raises(ValueError, match="images or inputs_embeds, not both"):
+            lm.generate(inputs_embeds=torch.zeros(1, 2, 64), pixel_values=asked["pixel_values"], **ASKED)
+    save("gemma4", tmp_path / "gemma")
+    with forebay.wrap(tmp_path / "gemma", "4MB", prompt=8, new_tokens=8, machine=Machine.default()) as lm, (
+            pytest.raises(ValueError, match="a model of type 'gemma4' takes text alone here; images are taken by")):
+        lm.generate(torch.tensor([[3, IMAGE]]), pixel_values=torch.zeros(1, 3, 28, 28), **ASKED)
+    T.LlamaForCausalLM(T.LlamaConfig(**TEXT)).save_pretrained(tmp_path / "llama")
+    with forebay.wrap(tmp_path / "llama", "4MB", prompt=8, new_tokens=8, machine=Machine.default()) as lm, (
+            pytest.raises(ValueError, match="'llama' takes text alone")):
+        lm.generate(torch.tensor([[3, 4]]), pixel_values=torch.zeros(1, 3, 28, 28), **ASKED)
