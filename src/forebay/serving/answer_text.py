@@ -14,6 +14,7 @@ class AnswerText:
         self.ids: list[int] = []
         self.text = ""
         self.stopped = False
+        self.stop: str | None = None  # the string that ended it
         self._told = 0
 
     def add(self, token: int) -> bool:
@@ -23,9 +24,10 @@ class AnswerText:
             self.stopped = True
             return False
         text = self._decode(self.ids)
-        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
-            text, self.stopped = text[: min(ends)], True
+            end, self.stop = min(ends)
+            text, self.stopped = text[:end], True
         self.text = text
         return not self.stopped
 

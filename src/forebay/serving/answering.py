@@ -89,7 +89,7 @@ class Answering:
                 choice.add(delta)
                 yield index, delta
             if what.finish is not None:
-                choice.tokens = what.tokens
+                choice.tokens, choice.stop = what.tokens, self.pending[index].answer.stop
                 choice.finish = "tool_calls" if choice.calls and what.finish == "stop" else what.finish
                 open_ -= 1
                 yield index, None
@@ -149,7 +149,7 @@ class EventStream(Response):
 
     async def _events(self) -> AsyncIterator[bytes]:
         answers, reply = self.answering, self.reply
-        for event in reply.begin():
+        for event in reply.begin(answers.usage.prompt):
             yield event
         try:
             index, delta = self.first

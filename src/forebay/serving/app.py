@@ -21,11 +21,13 @@ from forebay.runtime.run.sampling import Sampling
 from forebay.serving.answering import Answering, PromptTokens
 from forebay.serving.batcher import STOPPING, Batcher
 from forebay.serving.choices import Reply
+from forebay.serving.dialects.anthropic_messages import MessageReply, chat_of_messages
+from forebay.serving.dialects.openai_responses import ResponseReply, chat_of_response
 from forebay.serving.messages import read_messages
 from forebay.serving.metrics import TYPE, Metrics
 from forebay.serving.openai_replies import ChatReply, CompletionReply
 from forebay.serving.refusal import Refusal
-from forebay.serving.request_fields import RequestFields, header_text
+from forebay.serving.request_fields import RequestFields, header_text, read_object
 from forebay.serving.requests import PLAIN, Inquiry, read_inquiry, read_template, tokens_of
 from forebay.serving.state import gauges, state
 from forebay.serving.text_codec import TextCodec
@@ -63,6 +65,8 @@ def make_app(
     app = Starlette(routes=[
         Route("/v1/completions", at.complete, methods=["POST"]),
         Route("/v1/chat/completions", at.complete, methods=["POST"]),
+        Route("/v1/responses", at.respond, methods=["POST"]), Route("/v1/messages", at.message, methods=["POST"]),
+        Route("/v1/messages/count_tokens", at.count_tokens, methods=["POST"]),
         Route("/tokenize", at.tokenize, methods=["POST"]), Route("/detokenize", at.detokenize, methods=["POST"]),
         Route("/v1/models", at.models), Route("/v1/models/{name:path}", at.model),
         Route("/health", at.health), Route("/metrics", at.metrics_text), Route("/state", at.state),
@@ -130,14 +134,16 @@ class _Guard:
             return Refusal(403, "this server answers for localhost alone; start it with another --host or an --api-key")
         if self._key is not None and path not in OPEN:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
+            key = key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # Anthropic's
+            if not hmac.compare_digest(key, self._key):
                 return Refusal(401, "send the server's key, as Authorization: Bearer KEY", code="invalid_api_key")
         if self._under_way >= self.options.most_connections and path not in OPEN:
             return Refusal(503, f"{self._under_way} requests are under way; try again later")
         return None
 
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health", "/metrics",
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+         "/tokenize", "/detokenize", "/v1/models", "/health", "/metrics",
          "/state", "/")
 
 
@@ -164,6 +170,23 @@ class _Endpoints:
         form = ChatReply if chat else CompletionReply
         return await self._answer(request, inquiry, form(options.name, inquiry.usage, inquiry.top_logprobs,
                                                          self.text.decode))
+
+    async def message(self, request: HttpRequest) -> Response:
+        body = read_object(await self._body(request))
+        return await self._answer(request, self._chat(chat_of_messages(body)), MessageReply(self.options.name))
+
+    async def count_tokens(self, request: HttpRequest) -> Response:
+        inquiry = self._chat(chat_of_messages(read_object(await self._body(request))))
+        ids = (await asyncio.to_thread(self.text.tokenize, inquiry))[0]
+        return JSONResponse({"input_tokens": len(ids)})
+
+    async def respond(self, request: HttpRequest) -> Response:
+        body = read_object(await self._body(request))
+        return await self._answer(request, self._chat(chat_of_response(body)), ResponseReply(self.options.name, body))
+
+    def _chat(self, body: dict[str, Any]) -> Inquiry:
+        return read_inquiry(body, self.options.name, chat=True, sampling=self.options.sampling,
+                            strict=self.options.strict)
 
     async def _answer(self, request: HttpRequest, inquiry: Inquiry, reply: Reply) -> Response:
         work = self.batcher

@@ -45,6 +45,7 @@ class AnswerChoice:
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: str | None = None
+    stop: str | None = None  # the string that ended it
     tokens: int = 0
 
     def add(self, delta: Delta) -> None:
@@ -66,7 +67,7 @@ class Usage:
 class Reply(Protocol):
     """The form in which a client reads the answers to its request: whole, or as server-sent events."""
 
-    def begin(self) -> Iterator[bytes]:
+    def begin(self, prompt_tokens: int) -> Iterator[bytes]:
         """What comes before all answers."""
         ...
 

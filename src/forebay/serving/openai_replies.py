@@ -31,7 +31,7 @@ class CompletionReply:
                         "model": model}
         self.with_usage, self.told, self.decode = with_usage, told, decode
 
-    def begin(self) -> Iterator[bytes]:
+    def begin(self, prompt_tokens: int) -> Iterator[bytes]:
         yield from ()
 
     def more(self, index: int, delta: Delta) -> Iterator[bytes]:

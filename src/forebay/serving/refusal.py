@@ -14,7 +14,8 @@ class Refusal(Exception):
         self.status, self.message, self.field, self.code = status, message, field, code
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
+        """As clients of OpenAI and of Anthropic read it."""
         kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
             self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}
+        error = {"message": self.message, "type": kind, "param": self.field, "code": self.code}
+        return {"type": "error", "error": error}

@@ -17,7 +17,7 @@ class RequestFields:
     or with `strict` refused."""
 
     def __init__(self, body: bytes | dict[str, Any], strict: bool = False) -> None:
-        given = body if isinstance(body, dict) else _object(body)
+        given = body if isinstance(body, dict) else read_object(body)
         self.given = {name: value for name, value in given.items() if value is not None}
         self.strict = strict
         self.warnings: list[str] = []
@@ -70,7 +70,8 @@ def header_text(warnings: Collection[str]) -> str:
         {code: " " for code in (*range(32), 127)})
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def read_object(body: bytes) -> dict[str, Any]:
+    """The object of JSON in a body; Refusal (400) where there is none."""
     def refuse(word: str) -> float:
         raise ValueError(f"{word} is no number of JSON")
 

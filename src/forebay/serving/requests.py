@@ -97,12 +97,12 @@ def default_sampling(config: GenerationConfig) -> Sampling:
 
 
 def read_inquiry(
-    body: bytes, name: str, *, chat: bool, sampling: Sampling = PLAIN, strict: bool = False
+    body: bytes | dict[str, Any], name: str, *, chat: bool, sampling: Sampling = PLAIN, strict: bool = False
 ) -> Inquiry:
     """Return the inquiry in a body, for the model of that name.
 
     Args:
-        body: JSON.
+        body: JSON, or the object in it.
         name: The model's.
         chat: Whether it holds messages.
         sampling: For what the body does not say.
