@@ -302,6 +302,11 @@ class GroupedTensor:
         whole = self._layout.group or self.shape[1]
         return next(g for g in (WIDEST, 64, 32) if whole % g == 0)
 
+    def check(self) -> None:
+        """Raise CheckpointError for what can be told without the codes: parts, layout, and the order of groups."""
+        order = self.records.get("g_idx", self.records.get("weight_g_idx"))
+        self._refuse_order(None if order is None else read_tensor(order), self.shape[1])
+
     def format(self) -> str:
         return f"w{self._layout.bits}g{self._group}"
 

@@ -58,6 +58,14 @@ def open_model(
                              "made of")
         return read_bundle(folder, gives=gives, verify=verify)
     checkpoint = open_checkpoint(folder, verify=verify)
+    return open_graphs(folder, checkpoint, gives=gives, dequantize=dequantize, embeds=embeds, keep=keep)
+
+
+def open_graphs(
+    folder: Path, checkpoint: Checkpoint, *, gives: Gives = "last", dequantize: bool = False, embeds: bool = False,
+    keep: bool = False,
+) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
+    """Capture the model of an opened checkpoint, as `open_model` does."""
     keep = keep and read_switches() == Switches()
     key = graphs_key(folder, checkpoint, (gives, embeds, dequantize)) if keep else None
     if key is not None and (kept := read_graphs(key)) is not None:

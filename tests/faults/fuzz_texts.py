@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from quantized_folders import quantized, settings
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -31,7 +32,7 @@ from forebay.rewriter.ir.score_range import check_ranges
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.model_shapes import ModelError, load_config, shape_from_config
 from tests.faults.spoil import Format
-from tests.rewriter.checkpoints.test_grouped import CASES, quantized, settings
+from tests.rewriter.checkpoints.test_grouped import CASES
 
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}{% if not loop.last %}\n{% endif %}"
             "{% endfor %}{% if add_generation_prompt %}<|assistant|>{{ bos_token }}{% endif %}")

@@ -23,6 +23,7 @@ from forebay.commands.quantize import quantize_command
 from forebay.commands.run import run
 from forebay.commands.serve import serve
 from forebay.commands.serve_plan import serve_plan
+from forebay.commands.show import show_command
 from forebay.commands.terminal import printable_output
 from forebay.version import package_version
 
@@ -110,7 +111,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     PLAN: {"machine": machine_command, "plan": plan, "explain": explain, "serve-plan": serve_plan,
            "partition": partition},
     PREPARE: {"quantize": quantize_command, "export": export_command, "calibrate": calibrate_command,
-              "models": models_command},
+              "models": models_command, "show": show_command},
 }
 for panel, commands in PANELS.items():
     for name, function in commands.items():

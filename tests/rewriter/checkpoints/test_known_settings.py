@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quantized_folders import settings
 
 from forebay.rewriter.checkpoints.grouped import METHODS, Scheme, quantization_settings, read_scheme
 from forebay.rewriter.checkpoints.records import CheckpointError
-from tests.rewriter.checkpoints.test_grouped import settings
 
 AUTOGPTQ = {
     "bits": 4, "group_size": 128, "damp_percent": 0.1, "desc_act": False, "static_groups": False, "sym": True,
