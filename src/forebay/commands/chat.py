@@ -24,7 +24,7 @@ from forebay.commands.terminal import clean_errors, console, print_answer, say
 from forebay.rewriter.planning.options import Options, check_choices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -54,34 +54,51 @@ def chat(
     seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel="Sampling")] = 0,
     debug: DebugOption = False,
 ) -> None:
-    """Chat with MODEL until the end of the input (Ctrl-D)."""
+    """Chat with MODEL until the end of the input (Ctrl-D). A line /image FILE adds an image to the next message."""
     with clean_errors(debug):
         from forebay.commands.chat_template import ChatTemplate
         from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids
+        from forebay.images.processor import image_prompt, load_processor, with_images
         from forebay.runtime.run.sampling import Sampling
 
+        processor: Any = None
         try:
             sampling = Sampling(temperature != 0, temperature or 1.0, 0, top_p)
         except ValueError as error:
             raise JobError(str(error)) from error
-        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         folder = model_folder(model, options.dequantize)
         tokenizer = load_tokenizer(folder)
         if not getattr(tokenizer, "chat_template", None):
             raise JobError(f"the tokenizer of {model} has no chat template; try forebay run {model} \"a prompt\"")
         with (ChatTemplate(tokenizer) as template,
               _planned(folder, budget, replace(options, prompt=FIRST_PROMPT)) as lm):
+            images: list[Any] = []
+            told = 0  # of the images those that messages have
             for turn, line in enumerate(_lines()):
-                messages.append({"role": "user", "content": line})
-                ids = prompt_ids(PromptLine(turn, turn, messages=messages), tokenizer, template)
-                text = _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed + turn)
+                if line.startswith("/image "):
+                    try:
+                        images += _opened([line.removeprefix("/image ").strip()])
+                    except JobError as error:
+                        say(str(error))
+                    continue
+                new, told = len(images) - told, len(images)
+                messages.append({"role": "user", "content": with_images(line, new) if new else line})
+                if images:
+                    processor = processor or load_processor(folder)
+                    ids, given = image_prompt(messages, images, processor, template)
+                else:
+                    ids, given = prompt_ids(PromptLine(turn, turn, messages=messages), tokenizer, template), {}
+                text = _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed + turn, given)
                 messages.append({"role": "assistant", "content": text})
 
 
 def answer_one(
-    model: str, prompt: str, budget: str | None, options: Options, sampling: Sampling, seed: int, *, chat: bool | None
+    model: str, prompt: str, budget: str | None, options: Options, sampling: Sampling, seed: int, *, chat: bool | None,
+    images: Sequence[str] = (),
 ) -> None:
-    """Print the answer to one prompt as its tokens come, then to stderr what time it took."""
+    """Print the answer to one prompt, with images in front of it, as its tokens come, then to stderr what time it took.
+    """
     from forebay.commands.chat_template import ChatTemplate
     from forebay.commands.plain_tokenizer import plain_tokenizer
     from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids, takes_chats
@@ -89,12 +106,33 @@ def answer_one(
     if not prompt.strip():
         raise JobError("the prompt is empty")
     folder = model_folder(model, options.dequantize)
-    tokenizer = plain_tokenizer(folder) or load_tokenizer(folder)
+    tokenizer = (None if images else plain_tokenizer(folder)) or load_tokenizer(folder)
     chat = takes_chats(tokenizer, chat)
+    given: dict[str, Any] = {}
     with ChatTemplate(tokenizer) as template:
-        ids = prompt_ids(PromptLine(1, 1, prompt), tokenizer, template, chat)
+        if images:
+            from forebay.images.processor import image_prompt, load_processor, with_images
+
+            if not chat:
+                raise JobError("--image: images go through the chat template of the model; leave --no-chat out")
+            opened, processor = _opened(images), load_processor(folder)
+            messages = [{"role": "user", "content": with_images(prompt, len(opened))}]
+            ids, given = image_prompt(messages, opened, processor, template)
+        else:
+            ids = prompt_ids(PromptLine(1, 1, prompt), tokenizer, template, chat)
     with _planned(folder, budget, replace(options, prompt=len(ids))) as lm:
-        _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed)
+        _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed, given)
+
+
+def _opened(sources: Sequence[str]) -> list[Any]:
+    """The images of files; JobError where Pillow is missing."""
+    from forebay.commands.prompts import JobError
+    from forebay.images.processor import open_image
+
+    try:
+        return [open_image(source) for source in sources]
+    except ModuleNotFoundError as error:
+        raise JobError(f"images need a package that is not installed: pip install {error.name}") from error
 
 
 def _planned(folder: Path, budget: str | None, options: Options) -> LanguageModel:
@@ -129,9 +167,11 @@ def _serves(plan: Plan, options: Options) -> bool:
 
 
 def _stream(
-    lm: LanguageModel, tokenizer: Any, ids: list[int], new_tokens: int, sampling: Sampling, seed: int
+    lm: LanguageModel, tokenizer: Any, ids: list[int], new_tokens: int, sampling: Sampling, seed: int,
+    images: Mapping[str, Any],
 ) -> str:
-    """Print an answer as its tokens come, and to stderr what time it took; returns its text."""
+    """Print an answer as its tokens come, and to stderr what time it took; returns its text. `images` are what a
+    processor made of those of the prompt."""
     import torch
 
     from forebay.commands.prompts import JobError, check_ids, ids_text, stop_ids
@@ -145,7 +185,8 @@ def _stream(
         most = limit - new_tokens if limit else 2 * len(ids)
         lm.reserve(1, min(2 * len(ids), most), new_tokens)
     began = time.monotonic()
-    _ = lm.session  # loads what is resident
+    if not images:  # else the tower comes first
+        _ = lm.session  # loads what is resident
     times = [time.monotonic()]
     made: list[int] = []
     shown = ""
@@ -160,7 +201,7 @@ def _stream(
             shown = text
 
     _generate(lm, ids, new_tokens, stop_ids(lm.checkpoint.folder, tokenizer), sampling,
-              torch.Generator().manual_seed(seed), on_token)
+              torch.Generator().manual_seed(seed), on_token, images)
     text = ids_text(tokenizer, made)
     print_answer(text.removeprefix(shown))
     first, last, count = times[1], times[-1], len(times) - 1
@@ -172,7 +213,7 @@ def _stream(
 
 def _generate(
     lm: LanguageModel, ids: list[int], new_tokens: int, eos: tuple[int, ...], sampling: Sampling,
-    draws: torch.Generator, on_token: Callable[[torch.Tensor], None],
+    draws: torch.Generator, on_token: Callable[[torch.Tensor], None], images: Mapping[str, Any],
 ) -> None:
     """The answer to one prompt, by the runtime's loop alone where nothing more is asked: transformers' takes seconds to
     load, and ends in the same loop."""
@@ -183,10 +224,10 @@ def _generate(
     from forebay.runtime.run.generation import Stop, generate_as_planned
     from forebay.runtime.run.progress import WorkDone
 
-    if not asks_nothing_more(lm.checkpoint.folder) or lm.captured.rope_switch_length:
+    if images or not asks_nothing_more(lm.checkpoint.folder) or lm.captured.rope_switch_length:
         drawing = vars(sampling) if sampling.do_sample else {"do_sample": False}
         lm.generate([ids], max_new_tokens=new_tokens, eos_token_id=list(eos) or None, on_token=on_token,
-                    generator=draws, **drawing)
+                    generator=draws, **drawing, **images)
         return
     with lm.running(1, len(ids), new_tokens, continuous=True) as session:
         lm.tally = WorkDone()

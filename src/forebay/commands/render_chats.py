@@ -91,7 +91,10 @@ def _known_roles(messages: Messages, template: str) -> Messages:
 
 
 def _rendered(render: Callable[[Messages], str], messages: Messages, most: int) -> str:
-    """The text of a chat, else of the merged one; the first error where neither has one."""
+    """The text of a chat, else of the merged one; the first error where neither has one. A chat with images is rendered
+    as it is."""
+    if any(isinstance(message["content"], list) for message in messages):
+        return _bounded(render(messages), most)
     try:
         return _complete(render, messages, most)
     except MemoryError:
@@ -129,12 +132,16 @@ def _merged(messages: Messages) -> Messages:
 
 def _complete(render: Callable[[Messages], str], messages: Messages, most: int) -> str:
     """The text of a chat; ValueError if it is too long or lacks a message."""
-    text = render(messages)
-    if len(text) > most:
-        raise ValueError(f"it writes {len(text)} characters, more than {most}")
+    text = _bounded(render(messages), most)
     if (missing := _missing(render, messages, text)) is not None:
         raise ValueError(f"it leaves out messages[{missing}], of role {messages[missing]['role']!r:.80}; use a role "
                          "that it renders")
+    return text
+
+
+def _bounded(text: str, most: int) -> str:
+    if len(text) > most:
+        raise ValueError(f"it writes {len(text)} characters, more than {most}")
     return text
 
 

@@ -48,6 +48,9 @@ def run(
         help='JSONL file of prompts: {"prompt": "…"} or {"messages": […]}, optionally "id" and '
              '"max_new_tokens".',
         rich_help_panel="Input")] = None,
+    image: Annotated[list[str] | None, typer.Option(
+        help="Image file in front of the prompt; repeat for several.",
+        rich_help_panel="Input")] = None,
     output: Annotated[Path | None, typer.Option(
         help="JSONL file of answers. Prompts that it already answers are skipped.", rich_help_panel="Output")] = None,
     budget: BudgetOption = None,
@@ -121,8 +124,10 @@ def run(
             for name, given in only.items():
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
-            answer_one(model, prompt, budget, options, sampling, seed, chat=chat)
+            answer_one(model, prompt, budget, options, sampling, seed, chat=chat, images=image or ())
             return
+        if image:
+            raise JobError("--image is for one PROMPT; the lines of a file take text alone")
         if options.draft is not None and save_plan is not None:
             raise JobError("--save-plan: a plan is of one model; leave it or --draft out")
         if prompts is None or output is None:

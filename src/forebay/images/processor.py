@@ -1,0 +1,85 @@
+"""Chats with images by a model's own processor. Images are files or data URLs, and never fetched from the network."""
+
+from __future__ import annotations
+
+import base64
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forebay.commands.chat_template import ChatTemplate
+from forebay.commands.prompts import BadPrompt, JobError
+from forebay.commands.tokenizer_bounds import check_folder
+from forebay.rewriter.checkpoints.config import LOCAL_ONLY, require_regular_files
+from forebay.rewriter.ir.files import read_input
+from forebay.rewriter.one_thread import one_thread
+
+MOST_PIXELS = 1 << 26  # of an image, which may take 3 bytes each in memory
+IMAGE: dict[str, Any] = {"type": "image"}  # a part of a message, for a chat template
+
+
+def with_images(text: str, count: int) -> list[dict[str, Any]]:
+    """The content of a message with so many images in front of its text."""
+    return [*[IMAGE] * count, {"type": "text", "text": text}]
+
+
+@one_thread
+def load_processor(folder: Path) -> Any:
+    """The folder's own processor of text and images; JobError where there is none that works."""
+    from transformers import AutoProcessor
+
+    try:
+        require_regular_files(folder)
+        check_folder(folder)
+        processor = AutoProcessor.from_pretrained(folder, **LOCAL_ONLY)
+    except ImportError as error:
+        raise JobError(f"the image processor of {folder} needs other packages: pip install torchvision pillow "
+                       f"({' '.join(str(error).split())[:120]})") from error
+    except Exception as error:  # each processor checks its settings in its own way
+        raise JobError(f"{folder} holds no usable processor of images: {' '.join(str(error).split())[:200]}") from error
+    if getattr(processor, "image_processor", None) is None:
+        raise JobError(f"{folder} holds no processor of images (preprocessor_config.json)")
+    return processor
+
+
+def open_image(source: str) -> Any:
+    """The image, in RGB, of a file or of a data URL; BadPrompt, with the beginning of its name, for anything else."""
+    from PIL import Image, ImageOps
+
+    shown = source if len(source) < 80 else f"{source[:40]}…"
+    if source.lower().startswith(("http://", "https://")):
+        raise BadPrompt(f"image {shown}: images are not fetched from the network; give a file or a data URL")
+    try:
+        if source.startswith("data:"):
+            data = base64.b64decode(source.partition(",")[2], validate=True)
+        else:
+            data = read_input(Path(source).expanduser())
+        with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):  # it is refused below
+            image = Image.open(io.BytesIO(data))
+        if image.width * image.height > MOST_PIXELS:
+            raise BadPrompt(f"image {shown} has {image.width} x {image.height} pixels; make it smaller")
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except (BadPrompt, MemoryError):
+        raise
+    except Exception as error:  # each format's decoder fails in its own way
+        raise BadPrompt(f"image {shown} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def image_prompt(
+    messages: Sequence[Mapping[str, Any]], images: Sequence[Any], processor: Any, template: ChatTemplate
+) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Token ids of a chat with images, which its messages have as `IMAGE` parts, and what `generate` takes beside them;
+    BadPrompt where the template or the processor refuses it."""
+    try:
+        text = template.render([dict(message) for message in messages])
+        made = processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
+    except MemoryError:
+        raise
+    except Exception as error:  # each processor checks its inputs in its own way
+        raise BadPrompt(f"the model's processor refuses it: {' '.join(str(error).split())[:200]}") from error
+    given = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
+    return made["input_ids"][0].tolist(), given
