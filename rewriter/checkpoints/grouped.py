@@ -38,6 +38,7 @@ from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.word_codes import GroupLayout, awq_columns, gptq_zeros, unpack
 from forebay.rewriter.ir.files import read_input, write_text
 
+GPTQ_FILE = "quantize_config.json"  # of AutoGPTQ, from before config.json had its settings
 METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4")
 WIDEST = 128  # values of a group where one scale serves a longer run
 PIECE_NBYTES = 4 << 20
@@ -63,10 +64,14 @@ class Scheme(NamedTuple):
 
 
 def quantization_settings(folder: Path) -> Mapping[str, Any] | None:
-    """What config.json says of quantized weights, or None; whoever reads the config tells if it is damaged."""
+    """What config.json says of quantized weights, or a file of its own beside it; None where nothing does. Whoever
+    reads the config tells if it is damaged."""
     try:
-        found = json.loads(read_input(folder / "config.json")).get("quantization_config")
-    except (OSError, ValueError, RecursionError, AttributeError):
+        config = json.loads(read_input(folder / "config.json"))
+        found = config.get("quantization_config") or config.get("compression_config")
+        if not found and (folder / GPTQ_FILE).is_file():
+            found = {"quant_method": "gptq"} | json.loads(read_input(folder / GPTQ_FILE))
+    except (OSError, ValueError, TypeError, RecursionError, AttributeError):
         return None
     if found and not isinstance(found, dict):
         raise CheckpointError(f"{folder / 'config.json'}: quantization_config must be an object, found "
@@ -75,9 +80,10 @@ def quantization_settings(folder: Path) -> Mapping[str, Any] | None:
 
 
 def without_quantization(path: Path) -> None:
-    """Take from a config.json what it says of quantized weights, if it does."""
+    """Take from a config.json what it says of quantized weights, and the file of its own that may do so."""
+    path.with_name(GPTQ_FILE).unlink(missing_ok=True)
     config = json.loads(read_input(path))
-    if config.pop("quantization_config", None) is not None:
+    if [name for name in ("quantization_config", "compression_config") if config.pop(name, None) is not None]:
         write_text(path, json.dumps(config, indent=2) + "\n")
 
 

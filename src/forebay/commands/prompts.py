@@ -12,6 +12,7 @@ from typing import Any
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.tokenizer_bounds import UnboundedTokenizer, check_folder, check_loaded
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos, require_regular_files
+from forebay.rewriter.checkpoints.identity import TOKENIZER_FILES
 from forebay.rewriter.checkpoints.named_errors import panicking
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.files import read_input
@@ -225,6 +226,8 @@ def load_tokenizer(folder: Path) -> Any:
     """The folder's own tokenizer; JobError where it has none that works, or one that may make too much of a text."""
     from transformers import AutoTokenizer
 
+    if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+        raise JobError(f"{folder} holds no usable tokenizer: there is no tokenizer.json, nor another file of one")
     try:
         require_regular_files(folder)
         check_folder(folder)

@@ -172,6 +172,25 @@ def test_a_matrix_that_dynamic_does_not_describe_is_refused(tmp_path: Path, dyna
         resolve_model(tmp_path / "model")
 
 
+@pytest.mark.parametrize(("method", "place"), [("gptq", "quantize_config.json"),
+                                               ("compressed-tensors", "compression_config")])
+def test_settings_in_an_older_place_are_obeyed(tmp_path: Path, method: str, place: str) -> None:
+    """AutoGPTQ's own file, and what sparseml called compressed-tensors' settings."""
+    values = make(tmp_path / "model", method)
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    said = config.pop("quantization_config")
+    if place == "quantize_config.json":
+        del said["quant_method"]
+        (tmp_path / "model" / place).write_text(json.dumps(said | {"model_name_or_path": "x", "damp_percent": 0.1}))
+    else:
+        config[place] = said
+    path.write_text(json.dumps(config))
+    assert_symmetric_values(tmp_path / "model", values)
+    folder = resolve_model(tmp_path / "model")
+    assert "config_groups" not in (folder / "config.json").read_text() and resolve_model(folder) == folder
+
+
 def test_dynamic_may_turn_symmetry_off(tmp_path: Path) -> None:
     """Two layouts that differ in nothing that shapes show: zero points that are not the middle code are read."""
     make(tmp_path / "model", "gptq", symmetric=False)
