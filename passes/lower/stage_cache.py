@@ -1,10 +1,10 @@
 """A cache off the device: the blocks that exist come into a staging slot for a layer's turn, and those that got full go
 out again, to host memory or to a spill file. Of the caches those that live on the device are attended where they lie.
 
-A slot holds one layer's cache of one micro-batch, token by token, K and V beside each other: [B, blocks, T, 2, Hkv, D].
-The *tail*, the block of each sequence that is not full yet, stays on the device: it joins the others in the slot before
-new tokens are appended there, and is taken out again behind attention. So attention reads one piece of memory, and what
-was loaded is attended where it landed. Which blocks exist, int64 tensors tell that the caller writes before each step.
+How a slot is laid out, `cache_layout` says. The *tail*, the block of each sequence that is not full yet, stays on the
+device: it joins the others in the slot before new tokens are appended there, and is taken out again behind attention.
+So attention reads one piece of memory, and what was loaded is attended where it landed. Which blocks exist, int64
+tensors tell that the caller writes before each step.
 A prefill of some sequences alone, whose slots the input `batch_slots` names, stages those, so that the others keep
 theirs: its tables name blocks of all sequences, and the tails of its slots pass through the buffer `admitted`. So do
 their whole caches in layers whose caches live on the device: they are taken before new tokens are appended, and put
@@ -31,10 +31,10 @@ from forebay.rewriter.ir.cache_layout import (
     ENTERING,
     STORE_STAGING_COUNT,
     STORES,
+    TAIL,
     WHOLE_LOADS,
     WHOLE_STORES,
     WORD,
-    StagedLayer,
     cache_home_name,
     input_sizes,
     loads_name,
@@ -127,7 +127,7 @@ class CacheStaging:
         table, tail = self._tables(span, layer, micro_batch)
         if self.batch_slots is not None:
             tails = self._tails(layer)
-            self.draft.items.append(take(tails, self.batch_slots, self._of_sequences(tail, staged), span_of(tails),
+            self.draft.items.append(take(tails, self.batch_slots, self._entering_tails(layer), span_of(tails),
                                          f"layer{layer}_tails_of_places", layer))
         self.draft.items.append(put(tail, index_ref, table, span, f"layer{layer}_tail_in@{micro_batch}", layer))
         return span.arena, span.offset, span.buffer
@@ -159,8 +159,8 @@ class CacheStaging:
         self.draft.items.append(take(table, index_ref, tail, span, f"layer{layer}_tail_out@{micro_batch}", layer))
         if self.batch_slots is not None:
             tails = self._tails(layer)
-            self.draft.items += [put(self._of_sequences(tail, self.layers[layer]), self.batch_slots, tails,
-                                     span_of(tails), f"layer{layer}_tails_to_slots", layer),
+            self.draft.items += [put(self._entering_tails(layer), self.batch_slots, tails, span_of(tails),
+                                      f"layer{layer}_tails_to_slots", layer),
                                  Release(COMPUTE, span_of(tail))]
 
     def _bring_places(self, layer: int, micro_batch: int) -> Address:
@@ -189,10 +189,9 @@ class CacheStaging:
         b = self.buffers[ENTERING]
         if self.layers:
             staged, home = self.layers[layer], self._home(layer, micro_batch)
-            words = staged.blocks * staged.block_nbytes // WORD
-            yield "", TensorRef(home.arena, home.offset, "int64", (home.nbytes // WORD // words, words), (words, 1),
-                                home.buffer), home, TensorRef(
-                b.arena, b.offset, "int64", (staged.sequences, words), (words, 1), f"{ENTERING}:{layer}")
+            every = home.nbytes // (staged.blocks * staged.block_nbytes)
+            yield ("", staged.as_sequences(home, home.buffer, every), home,
+                   staged.as_sequences(b, f"{ENTERING}:{layer}", staged.sequences))
         for name, value in self.rows.get(layer, {}).items():
             whole, batch = self.buffers[state_name(name, layer)], self.plan.workload.batch
             dtype, rows, (*inner, tokens, width) = str(value.dtype)[6:], len(value), (1, *value.shape[1:])
@@ -220,31 +219,23 @@ class CacheStaging:
     def _tables(self, span: Span, layer: int, micro_batch: int) -> tuple[TensorRef, TensorRef]:
         """The slot, and the tails of those whose turn it is, as rows of blocks."""
         staged = self.layers[layer]
-        words = staged.block_nbytes // WORD
-        table = TensorRef(span.arena, span.offset, "int64", (staged.rows, words), (words, 1), span.buffer)
+        table = staged.as_blocks(span, span.buffer, 0, staged.rows)
         if self.batch_slots is not None:
-            b = self.buffers[ENTERING]
-            return table, TensorRef(b.arena, b.offset, "int64", (staged.tails, words), (words, 1),
-                                    f"{ENTERING}:{layer}")
-        tails, homes = self._tails(layer), self.homes[layer][:micro_batch]
-        number = sum(map(self.batching.cache.has_tails, homes))  # among those that have tails
-        return table, TensorRef(tails.arena, tails.offset + number * staged.tail_nbytes, "int64",
-                                (staged.tails, words), (words, 1), tails.buffer)
+            return table, staged.as_blocks(self.buffers[ENTERING], f"{ENTERING}:{layer}", 0, staged.tails)
+        # among those that have tails
+        number = sum(map(self.batching.cache.has_tails, self.homes[layer][:micro_batch]))
+        b = self.buffers[f"{TAIL}{layer}"]
+        return table, staged.as_blocks(b, b.name, number * staged.tails, staged.tails)
 
     def _tails(self, layer: int) -> TensorRef:
         """The tails of all sequences, those of a sequence in a row."""
-        b, staged = self.buffers[f"tail_{layer}"], self.layers[layer]
-        every = TensorRef(b.arena, b.offset, "int64", (b.nbytes // staged.block_nbytes, staged.block_nbytes // WORD),
-                          (staged.block_nbytes // WORD, 1), b.name)
-        return self._of_sequences(every, staged)
+        b, staged = self.buffers[f"{TAIL}{layer}"], self.layers[layer]
+        return staged.as_sequences(b, b.name, b.nbytes * staged.sequences // staged.tail_nbytes, tails=True)
 
-    @staticmethod
-    def _of_sequences(blocks: TensorRef, staged: StagedLayer) -> TensorRef:
-        """Tails as rows of blocks, seen with those of a sequence in a row."""
-        each = staged.tails // staged.sequences
-        words = each * blocks.shape[1]
-        return TensorRef(blocks.arena, blocks.offset, blocks.dtype, (blocks.shape[0] // each, words), (words, 1),
-                         blocks.buffer)
+    def _entering_tails(self, layer: int) -> TensorRef:
+        """The tails of the sequences that enter, those of a sequence in a row."""
+        staged = self.layers[layer]
+        return staged.as_sequences(self.buffers[ENTERING], f"{ENTERING}:{layer}", staged.sequences, tails=True)
 
     def _told(self, name: str, micro_batch: int) -> TensorRef:
         """A micro-batch's part of an input."""

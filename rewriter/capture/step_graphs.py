@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,8 +12,7 @@ from torch import fx
 from forebay.rewriter.capture.concretise import concretise, inline_blocks, representative_layers
 from forebay.rewriter.capture.every_position import every_position, gives_every_position
 from forebay.rewriter.garbage import no_collection
-from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.ir.cache_layout import CHECKPOINTED, RESTORED
+from forebay.rewriter.ir.cache_layout import CHECKPOINTED, RESTORED, checkpoint_tokens, staged_tensors
 from forebay.rewriter.ir.gathers import gathers_weight
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
 from forebay.rewriter.ir.plan import PlanError, Workload
@@ -22,9 +20,7 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.ir.schedule.speculation import Speculation
 from forebay.rewriter.ir.state import (
-    CheckpointState,
     LentKVState,
-    StateSpec,
     kv_state,
     kv_states,
     require_states,
@@ -37,7 +33,6 @@ StepGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -
 _META = torch.device("meta")
 ONE_TOKEN = ("plan.schedule.batching.speculation.steps: this model's step gives logits of one token only, so none can "
              "check drafted tokens; leave them out")
-MOST_PADDED = 1.125  # times the bytes of K and V, for checkpoints of twice as many tokens in their room
 
 
 @dataclass
@@ -143,7 +138,7 @@ def step_graphs(
                       activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
                       gathers=captured.prefill is not None,
                       speculate=speculate if gives_every_position(captured) else None,
-                      checkpoint_tokens=lambda tokens, kept: checkpoint_tokens(_checkpointed(plain, kept), tokens))
+                      checkpoint_tokens=lambda n, kept: checkpoint_tokens(_checkpointed(plain, kept).states, n))
 
 
 def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
@@ -202,7 +197,7 @@ def step_inputs(
     if captured.deepstack:
         inputs["deepstack"] = _meta((batch, tokens, captured.deepstack * captured.embeds), captured.dtype)
     for i, states in enumerate(captured.states):
-        kept = staged_inputs(states, batch, context, batching) if batching.cache.staged else {
+        kept = staged_tensors(states, batch, context, batching) if batching.cache.staged else {
             tensor.name: _meta(tensor.sized(own, context), tensor.dtype) for spec in states for tensor in spec.tensors}
         inputs |= {state_name(name, i): value for name, value in kept.items()}
     if batching.recomputation.checkpoints:
@@ -242,69 +237,6 @@ def _weight_inputs(captured: CapturedModel) -> dict[str, torch.Tensor]:
         elif value is not None:
             inputs[str(node.target)] = _meta(value.shape, value.dtype)
     return inputs
-
-
-def staged_inputs(
-    states: Sequence[StateSpec], batch: int, context: int, batching: BatchSchedule
-) -> dict[str, torch.Tensor]:
-    """The tensors of a layer's states in a staging slot, by name: K and V [B, Hkv, L, D] as views of
-    [B, blocks, T, 2, Hkv, D], the bytes of a token padded so that T of them are whole pages; checkpoints
-    [B, 1, rows, width], those of a block in as many bytes as K and V have there."""
-    (kv,), kept = kv_states([states], "plan.schedule.batching.cache.tier"), _checkpoint(states)
-    block_tokens = batching.cache.block_tokens
-    tokens = batching.cache_blocks(context) * block_tokens
-    stride = _token_nbytes(states, block_tokens) // kv.dtype.itemsize
-    found = {tensor.name: torch.empty_strided(tensor.sized(batch, tokens), (tokens * stride, kv.head_dim, stride, 1),
-                                              dtype=kv.dtype, device=_META) for tensor in kv.tensors}
-    if kept is not None:
-        rows = batching.checkpoint_blocks(context) * batching.recomputation.block_tokens
-        stride = block_nbytes(states, block_tokens) // batching.recomputation.block_tokens // kept.dtype.itemsize
-        found |= {tensor.name: torch.empty_strided(tensor.sized(batch, rows), (rows * stride, rows * stride, stride, 1),
-                                                   dtype=kept.dtype, device=_META) for tensor in kept.tensors}
-    return found
-
-
-def _checkpoint(states: Sequence[StateSpec]) -> CheckpointState | None:
-    return next((spec for spec in states if isinstance(spec, CheckpointState)), None)
-
-
-def _token_nbytes(states: Sequence[StateSpec], tokens: int) -> int:
-    """Bytes from K and V of one token to those of the next, so that a block of `tokens` is whole pages, and has room
-    for checkpoints of twice as many tokens where hardly more bytes give it."""
-    unit, kept = PAGE_NBYTES // math.gcd(PAGE_NBYTES, tokens), _checkpoint(states)
-    plain = -(-sum(spec.token_nbytes for spec in states if spec is not kept) // unit) * unit
-    if kept is None:
-        return plain
-    most = MOST_PADDED * plain / kept.token_nbytes  # checkpoints for each token of K and V
-    return max(plain, -(-int(2.0 ** math.floor(math.log2(most)) * kept.token_nbytes) // unit) * unit)
-
-
-def block_nbytes(states: Sequence[StateSpec], tokens: int) -> int:
-    """Bytes of a block of a layer's K and V of so many tokens."""
-    return tokens * _token_nbytes(states, tokens)
-
-
-def checkpoint_tokens(captured: CapturedModel, cache_tokens: int) -> int:
-    """Tokens whose checkpoints fill a block that holds K and V of `cache_tokens` tokens: `cache_tokens` times or over a
-    power of two, so that stretches of tokens are of either. 0 where a block does not hold one, or layers differ."""
-    found = {_checkpoint_tokens(states, cache_tokens) for states in captured.states}
-    return found.pop() if len(found) == 1 else 0
-
-
-def _checkpoint_tokens(states: Sequence[StateSpec], cache_tokens: int) -> int:
-    nbytes, kept = block_nbytes(states, cache_tokens), _checkpoint(states)
-    assert kept is not None
-
-    def fits(tokens: int) -> bool:
-        """Whether rows of so many tokens have room, and begin where words do."""
-        return tokens * kept.token_nbytes <= nbytes and nbytes % (tokens * max(kept.dtype.itemsize, 4)) == 0
-
-    tokens = cache_tokens
-    while tokens and not fits(tokens):
-        tokens //= 2
-    while tokens and fits(2 * tokens):
-        tokens *= 2
-    return tokens if tokens and max(tokens, cache_tokens) % min(tokens, cache_tokens) == 0 else 0
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:

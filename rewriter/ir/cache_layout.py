@@ -1,8 +1,13 @@
-"""The geometry of the KV cache: its rows, and the slots, homes and inputs of one that is staged."""
+"""The geometry of the KV cache: sizes, strides and offsets of its rows and blocks, staged or on the device.
+
+A slot holds one layer's cache of one micro-batch, token by token, K and V beside each other: [B, blocks, T, 2, Hkv, D],
+then blocks of checkpoints. Blocks move as rows of words.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,12 +15,20 @@ import torch
 from torch import fx
 
 from forebay.kernels.operators import of_target
-from forebay.rewriter.ir.alignment import aligned
+from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
 from forebay.rewriter.ir.graph import META, values_of
-from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.ir.program import dtype_itemsize
+from forebay.rewriter.ir.plan import BufferPlacement, Workload
+from forebay.rewriter.ir.program import Span, TensorRef, dtype_itemsize
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
-from forebay.rewriter.ir.state import KV_TENSORS, KVState, StateInput, state_name
+from forebay.rewriter.ir.state import (
+    KV_TENSORS,
+    CheckpointState,
+    KVState,
+    StateInput,
+    StateSpec,
+    kv_states,
+    state_name,
+)
 
 OPERANDS = "operands"  # host memory for what a turn's launches there read and write; a buffer for each micro-batch
 # inputs of a step with staged caches, each with one part for every micro-batch: rows of its table of blocks
@@ -26,6 +39,15 @@ WHOLE_LOADS, WHOLE_STORES = "cache_whole_loads", "cache_whole_stores"
 # inputs of a step graph with checkpoints: [B, 1, rows] the position that K and V of each row of a checkpoint go to, and
 # [B, S] the row that each new token's checkpoint goes to; what is nobody's goes to the last position and row
 RESTORED, CHECKPOINTED = "restored_positions", "checkpoint_rows"
+BATCH_SLOTS = "batch_slots"  # int64 [entering]: input of a prefill step
+ENTERING = "admitted"  # what is staged of one layer
+TAIL = "tail_"  # before a layer's number: its blocks that are not full yet
+CACHE_STAGING = "cache"  # of staging slots; also the name of the spill file
+CACHE_STORE_STAGING = "out"  # of slots that the host lends to what is stored to the disk of a machine with a GPU
+STORE_STAGING_COUNT = 2  # one is filled from the device while the other is written
+CACHE_HOME_ARENAS = {"device": "device", "host": "host", "disk": CACHE_STAGING}  # by the tier that a cache lives on
+WORD = 8  # blocks move as int64
+MOST_PADDED = 1.125  # times the bytes of K and V, for checkpoints of twice as many tokens in their room
 
 
 class OperandSizes(NamedTuple):
@@ -60,12 +82,6 @@ def _extent(value: torch.Tensor) -> int:
     return (1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))) * value.element_size()
 
 
-BATCH_SLOTS = "batch_slots"  # int64 [entering]: input of a prefill step
-
-
-ENTERING = "admitted"  # what is staged of one layer
-
-
 @dataclass(frozen=True)
 class CacheRows:
     """A cache buffer as rows of tokens: `rows` (sequences × heads) of `width` elements per token."""
@@ -77,21 +93,6 @@ class CacheRows:
     def nbytes(self, tokens: int) -> int:
         """Bytes of a buffer that holds so many tokens."""
         return self.rows * tokens * self.width * dtype_itemsize(self.dtype)
-
-
-CACHE_STAGING = "cache"  # of staging slots; also the name of the spill file
-
-
-CACHE_STORE_STAGING = "out"  # of slots that the host lends to what is stored to the disk of a machine with a GPU
-
-
-STORE_STAGING_COUNT = 2  # one is filled from the device while the other is written
-
-
-CACHE_HOME_ARENAS = {"device": "device", "host": "host", "disk": CACHE_STAGING}  # by the tier that a cache lives on
-
-
-WORD = 8  # blocks move as int64
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,26 @@ class StagedLayer:
     def tail_nbytes(self) -> int:
         return self.tails * self.block_nbytes
 
+    @property
+    def words(self) -> int:
+        """Words of a block."""
+        return self.block_nbytes // WORD
+
+    def entering_nbytes(self, tier: str) -> int:
+        """What a sequence that enters takes of the buffer `admitted`: all of a cache on the device, of others the
+        tails."""
+        return (self.nbytes if tier == "device" else self.tail_nbytes) // self.sequences
+
+    def as_blocks(self, place: Span | BufferPlacement, buffer: str, first: int, count: int) -> TensorRef:
+        """A place, from block `first` on, as `count` rows of a block each."""
+        return TensorRef(place.arena, place.offset + first * self.block_nbytes, "int64", (count, self.words),
+                         (self.words, 1), buffer)
+
+    def as_sequences(self, place: Span | BufferPlacement, buffer: str, count: int, tails: bool = False) -> TensorRef:
+        """A place as rows of a sequence each: of its whole cache, or of its tails."""
+        words = self.words * (self.tails // self.sequences if tails else self.blocks)
+        return TensorRef(place.arena, place.offset, "int64", (count, words), (words, 1), buffer)
+
     def offset(self, mark: StateInput) -> int:
         """Where a tensor of the layer's states begins in a slot: K, then V within each token, checkpoints behind both.
         """
@@ -174,6 +195,69 @@ def _caller(step: fx.GraphModule, cache: fx.Node) -> fx.GraphModule:
     block = step if call is None else step.get_submodule(str(call.target))
     assert isinstance(block, fx.GraphModule)
     return block
+
+
+def staged_tensors(
+    states: Sequence[StateSpec], batch: int, context: int, batching: BatchSchedule
+) -> dict[str, torch.Tensor]:
+    """The tensors of a layer's states in a staging slot, by name: K and V [B, Hkv, L, D] as views of
+    [B, blocks, T, 2, Hkv, D], the bytes of a token padded so that T of them are whole pages; checkpoints
+    [B, 1, rows, width], those of a block in as many bytes as K and V have there."""
+    (kv,), kept = kv_states([states], "plan.schedule.batching.cache.tier"), _checkpoint(states)
+    block_tokens = batching.cache.block_tokens
+    tokens = batching.cache_blocks(context) * block_tokens
+    stride = _token_nbytes(states, block_tokens) // kv.dtype.itemsize
+    found = {tensor.name: torch.empty_strided(tensor.sized(batch, tokens), (tokens * stride, kv.head_dim, stride, 1),
+                                              dtype=kv.dtype, device="meta") for tensor in kv.tensors}
+    if kept is not None:
+        rows = batching.checkpoint_blocks(context) * batching.recomputation.block_tokens
+        stride = block_nbytes(states, block_tokens) // batching.recomputation.block_tokens // kept.dtype.itemsize
+        found |= {tensor.name: torch.empty_strided(tensor.sized(batch, rows), (rows * stride, rows * stride, stride, 1),
+                                                   dtype=kept.dtype, device="meta") for tensor in kept.tensors}
+    return found
+
+
+def _checkpoint(states: Sequence[StateSpec]) -> CheckpointState | None:
+    return next((spec for spec in states if isinstance(spec, CheckpointState)), None)
+
+
+def _token_nbytes(states: Sequence[StateSpec], tokens: int) -> int:
+    """Bytes from K and V of one token to those of the next, so that a block of `tokens` is whole pages, and has room
+    for checkpoints of twice as many tokens where hardly more bytes give it."""
+    unit, kept = PAGE_NBYTES // math.gcd(PAGE_NBYTES, tokens), _checkpoint(states)
+    plain = -(-sum(spec.token_nbytes for spec in states if spec is not kept) // unit) * unit
+    if kept is None:
+        return plain
+    most = MOST_PADDED * plain / kept.token_nbytes  # checkpoints for each token of K and V
+    return max(plain, -(-int(2.0 ** math.floor(math.log2(most)) * kept.token_nbytes) // unit) * unit)
+
+
+def block_nbytes(states: Sequence[StateSpec], tokens: int) -> int:
+    """Bytes of a block of a layer's K and V of so many tokens."""
+    return tokens * _token_nbytes(states, tokens)
+
+
+def checkpoint_tokens(layers: Iterable[Sequence[StateSpec]], cache_tokens: int) -> int:
+    """Tokens whose checkpoints fill a block that holds K and V of `cache_tokens` tokens: `cache_tokens` times or over a
+    power of two, so that stretches of tokens are of either. 0 where a block does not hold one, or layers differ."""
+    found = {_checkpoint_tokens(states, cache_tokens) for states in layers}
+    return found.pop() if len(found) == 1 else 0
+
+
+def _checkpoint_tokens(states: Sequence[StateSpec], cache_tokens: int) -> int:
+    nbytes, kept = block_nbytes(states, cache_tokens), _checkpoint(states)
+    assert kept is not None
+
+    def fits(tokens: int) -> bool:
+        """Whether rows of so many tokens have room, and begin where words do."""
+        return tokens * kept.token_nbytes <= nbytes and nbytes % (tokens * max(kept.dtype.itemsize, 4)) == 0
+
+    tokens = cache_tokens
+    while tokens and not fits(tokens):
+        tokens //= 2
+    while tokens and fits(2 * tokens):
+        tokens *= 2
+    return tokens if tokens and max(tokens, cache_tokens) % min(tokens, cache_tokens) == 0 else 0
 
 
 def cache_home_name(layer: int, tier: str) -> str:

@@ -17,6 +17,7 @@ from forebay.rewriter.ir.cache_layout import (
     ENTERING,
     OPERANDS,
     STORE_STAGING_COUNT,
+    TAIL,
     WORD,
     StagedLayer,
     cache_home_name,
@@ -123,12 +124,12 @@ def staged_cache(layers: Mapping[int, StagedLayer], batching: BatchSchedule, hos
         for tier in dict.fromkeys(of_layer):
             homes.setdefault(tier, {})[cache_home_name(i, tier)] = of_layer.count(tier) * layers[i].home_nbytes
         if staged := sum(map(cache.has_tails, of_layer)):
-            tails[f"tail_{i}"] = staged * layers[i].tail_nbytes
+            tails[f"{TAIL}{i}"] = staged * layers[i].tail_nbytes
     largest = max(layer.nbytes // layer.sequences * max(layer.sequences, admitted) for layer in layers.values())
     slots = {f"{CACHE_STAGING}{i}": largest for i in range(cache.slots)}
     inputs = {name: count * size * WORD for name, size in input_sizes(layers, batching).items()}
     if admitted:
-        slots[ENTERING] = admitted * max(_passing_nbytes(layers[i], of_layer[0]) for i, of_layer in tiers.items())
+        slots[ENTERING] = admitted * max(layers[i].entering_nbytes(of_layer[0]) for i, of_layer in tiers.items())
         inputs[BATCH_SLOTS] = admitted * WORD
     lent = {}
     if host_hop and "disk" in homes:
@@ -136,11 +137,6 @@ def staged_cache(layers: Mapping[int, StagedLayer], batching: BatchSchedule, hos
                  *(f"host_{CACHE_STORE_STAGING}{i}" for i in range(STORE_STAGING_COUNT))]
         lent = dict.fromkeys(names, largest)
     return StagedCache(batching, slots, inputs, tails, homes, tiers, layers, lent)
-
-
-def _passing_nbytes(layer: StagedLayer, tier: str) -> int:
-    """What a sequence that enters takes of the buffer `admitted`: all of a cache on the device, of others the tails."""
-    return (layer.nbytes if tier == "device" else layer.tail_nbytes) // layer.sequences
 
 
 def staged_places(step: fx.GraphModule, batching: BatchSchedule, prompt: int) -> StagedCache | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.byte_sizes import format_nbytes
-from forebay.rewriter.ir.cache_layout import cache_buffers
+from forebay.rewriter.ir.cache_layout import TAIL, cache_buffers
 from forebay.rewriter.ir.plan import ARENAS, Plan, PlanError, Workload
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
@@ -121,7 +121,7 @@ def _where(plan: Plan) -> str:
         return "on the device"
     homes: dict[str, int] = {}
     for b in plan.buffers:
-        if b.kind == "cache" and not b.name.startswith("tail_"):
+        if b.kind == "cache" and not b.name.startswith(TAIL):
             home = "on disk" if b.arena not in ARENAS else f"in {b.arena} memory"
             homes[home] = homes.get(home, 0) + b.nbytes
     where = " and ".join(f"{format_nbytes(nbytes)} {home}" for home, nbytes in homes.items())

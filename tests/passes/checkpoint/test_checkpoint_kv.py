@@ -14,7 +14,7 @@ from transformers import BloomConfig, Gemma3TextConfig
 from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
 from forebay.passes.checkpoint.checkpoint_kv import follows_positions
 from forebay.rewriter.capture.language_model import capture_model
-from forebay.rewriter.capture.step_graphs import block_nbytes, checkpoint_tokens
+from forebay.rewriter.ir.cache_layout import block_nbytes, checkpoint_tokens
 from forebay.rewriter.ir.graph import META, CapturedModel
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.state import CheckpointState, KVState, StateInput
@@ -99,7 +99,7 @@ def test_blocks_are_a_little_larger_where_that_makes_room_for_twice_the_tokens()
     of these bytes have room for 64."""
     def blocks(*kept: CheckpointState) -> tuple[int, int]:
         made = SimpleNamespace(states=((KVState(32, 128, torch.float16), *kept),))
-        return block_nbytes(made.states[0], 16), checkpoint_tokens(made, 16) if kept else 0  # type: ignore[arg-type]
+        return block_nbytes(made.states[0], 16), checkpoint_tokens(made.states, 16) if kept else 0  # type: ignore[arg-type]
 
     assert blocks() == (262_144, 0)
     assert blocks(CheckpointState(4096, torch.float16)) == (262_144, 32)
