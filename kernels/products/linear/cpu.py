@@ -6,7 +6,7 @@ import ctypes
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -213,11 +213,6 @@ def run(
     bind_linear(impl, x, weight, bias, out, accumulate, conv1d, after)()
 
 
-linear_aten = functools.partial(run, "aten")
-linear_flat = functools.partial(run, "flat")
-linear_upcast = functools.partial(run, "upcast")
-
-
 def implementations(dtype: torch.dtype) -> tuple[str, ...]:
     """Names that work here for weights of dtype; the first use compiles the C++ kernels."""
     if dtype not in native.DTYPES:
@@ -249,10 +244,15 @@ def measure(
     weights = torch.empty(count, n, k, dtype=dtype).uniform_(-1, 1)
     x, out = torch.empty(m, k, dtype=dtype).uniform_(-1, 1), torch.empty(m, n, dtype=dtype)
     calls = [bind_linear(impl, x, weight, None, out) for weight in weights]
+    return median_s(calls, repeats)
+
+
+def median_s(calls: Sequence[Callable[[], None]], repeats: int) -> float:
+    """Median seconds of one of the calls but the last, which runs once before them."""
     calls[-1]()
     times_s = []
     for i in range(repeats):
         begin_s = time.perf_counter()
-        calls[i % (count - 1)]()
+        calls[i % (len(calls) - 1)]()
         times_s.append(time.perf_counter() - begin_s)
     return statistics.median(times_s)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -15,7 +13,7 @@ from forebay.kernels.cpu_support import native
 from forebay.kernels.cpu_support.matrices import as_matrix
 from forebay.kernels.formats import packing
 from forebay.kernels.formats.packing import Packing
-from forebay.kernels.products.linear.cpu import SCRATCH_NBYTES
+from forebay.kernels.products.linear.cpu import SCRATCH_NBYTES, median_s
 from forebay.kernels.products.linear.reference import ACTIVATIONS, PLAIN, After, finish_
 from forebay.kernels.products.linear_q.reference import check, fail
 from forebay.kernels.quantization.quantize.reference import dequantize_reference
@@ -209,10 +207,4 @@ def measure(
     weights[..., packing.codes_nbytes(k, bits, group_size) :] = 0x11  # small scales and lows in fp16 and bf16 alike
     x, out = torch.empty(m, k, dtype=dtype).uniform_(-1, 1), torch.empty(m, n, dtype=dtype)
     calls = [bind_linear_q(impl, x, weight, None, out, stored) for weight in weights]
-    calls[-1]()
-    times_s = []
-    for i in range(repeats):
-        begin_s = time.perf_counter()
-        calls[i % (count - 1)]()
-        times_s.append(time.perf_counter() - begin_s)
-    return statistics.median(times_s)
+    return median_s(calls, repeats)

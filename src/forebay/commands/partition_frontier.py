@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from forebay.commands.curves import draw_curves
 from forebay.commands.prompts import JobError
-from forebay.rewriter.ir.files import write_text
 from forebay.rewriter.partition.choose import PartitionError, PartitionProblem, choose
 
 
@@ -42,23 +41,11 @@ def draw_cost(points: Sequence[dict[str, Any]], path: Path) -> None:
 
     Raises JobError for a path whose ending matplotlib cannot write.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a screen
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    for phase in dict.fromkeys(p["phase"] for p in points):
-        mine = [p for p in points if p["phase"] == phase]
-        axis.plot([p["latency_s"] for p in mine], [p["chip_seconds_per_token"] for p in mine], marker="o", label=phase)
-        for p in mine:
-            axis.annotate(f"{p['mesh']}, {p['batch']}", (p["latency_s"], p["chip_seconds_per_token"]), fontsize=6,
-                          textcoords="offset points", xytext=(3, 3))
-    axis.set(xscale="log", yscale="log", xlabel="latency of a pass, s", ylabel="cost, chip-seconds per token")
-    axis.grid(True, which="both", linewidth=0.3)
-    axis.legend(title="numbers: mesh, sequences")
+    curves: dict[str, list[tuple[float, float, str]]] = {}
+    for p in points:
+        curves.setdefault(p["phase"], []).append(
+            (p["latency_s"], p["chip_seconds_per_token"], f"{p['mesh']}, {p['batch']}"))
     try:
-        figure.savefig(path, dpi=120)
+        draw_curves(curves, ("latency of a pass, s", "cost, chip-seconds per token"), "mesh, sequences", path, points)
     except ValueError as error:
-        raise JobError(f"--pareto: cannot write the picture {path}: {error}") from error
-    write_text(path.with_suffix(".json"), json.dumps(list(points), indent=1) + "\n")
+        raise JobError(f"--pareto: {error}") from error

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.commands.curves import draw_curves
 from forebay.rewriter.ir.alignment import whole_pages
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.durations import format_seconds
-from forebay.rewriter.ir.files import write_text
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
@@ -201,25 +201,13 @@ def draw_frontier(curves: dict[str, Sequence[Point]], path: Path) -> None:
 
     Raises PlanError for a path whose ending matplotlib cannot write.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a screen
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    for name, points in curves.items():
-        axis.plot([time_s for time_s, _, _ in points], [rate for _, rate, _ in points], marker="o", label=name)
-        for time_s, rate, size in points:
-            axis.annotate(str(size), (time_s, rate), fontsize=7, textcoords="offset points", xytext=(3, 3))
-    axis.set(xscale="log", yscale="log", xlabel="latency of a block, s", ylabel="throughput, tokens/s")
-    axis.grid(True, which="both", linewidth=0.3)
-    axis.legend(title="numbers: sequences in the block")
     try:
-        figure.savefig(path, dpi=120)
+        draw_curves({name: [(time_s, rate, str(size)) for time_s, rate, size in points]
+                     for name, points in curves.items()}, ("latency of a block, s", "throughput, tokens/s"),
+                    "sequences in the block", path,
+                    [point for points in curves.values() for point in frontier_data(points)])
     except ValueError as error:
-        raise PlanError(f"cannot write the picture {path}: {error}") from error
-    data = [point for points in curves.values() for point in frontier_data(points)]
-    write_text(path.with_suffix(".json"), json.dumps(data, indent=1) + "\n")
+        raise PlanError(str(error)) from error
 
 
 def _budget(machine: Machine, given: dict[str, int], captured: CapturedModel) -> tuple[Budget, int]:
