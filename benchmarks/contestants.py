@@ -29,6 +29,7 @@ from benchmarks.isolated import IsolatedWorker, serve
 from benchmarks.page_cache import PageCache, PeakWatch, StepClock
 from benchmarks.probes import Probe, at_pace, fill_cache, moved_nbytes, moved_so_far, write_rate
 from forebay.commands.process_memory import anonymous_nbytes
+from forebay.runtime.disk.page_cache import drop_file
 
 UNLIMITED = 1 << 40
 PACES = {"pace": None, "prefill_pace": 256}  # of products of so many rows (None: of those of a step)
@@ -325,7 +326,11 @@ def answer(engine: str, held: list[Any], order: Order) -> Order:
     if order["do"] == "load":
         peers.import_library(engine)
         empty, baseline = peers.resident("VmRSS"), anonymous_nbytes()
-        limited = order["capped"] and not order["ram"] and enter_limit(order["budget"] + ROOM)
+        capped = order["capped"] and not order["ram"]
+        if capped and Path(order["path"]).is_file():  # pages that are there already are nobody's who maps them
+            os.sync()
+            drop_file(order["path"])
+        limited = capped and enter_limit(order["budget"] + ROOM)
         kind = {"forebay": Forebay, "link": LinkNow}.get(engine) or functools.partial(peers.PeerEngine, engine)
         held[:] = [kind(order), empty]
         return {"baseline": baseline, "limited": limited}

@@ -1,55 +1,90 @@
-"""What quantization costs in perplexity, compared with other quantizers: `python -m benchmarks.perplexity`.
+"""What quantization costs in perplexity, beside other quantizers: `python -m benchmarks.perplexity [CASE]`.
 
-SmolLM2-135M from its Q4_1 GGUF, dequantized to float32, is the reference. Every row of ours is the transformers model
-with each weight of its linear layers (not the head, not the embedding) replaced by what `forebay::quantize` followed by
-`forebay::dequantize` gives, or with the keys and values of its attention packed as the cache's rows and read back, or
-made again from hidden states that were packed as a checkpoint's rows (act8), or with attention that reads the values of
-a share of the tokens: the numbers that Programs must reproduce. With `--programs` our Programs follow, in steps of 64
-tokens over a cache on the disk, in which earlier steps left keys and values or checkpoints, packed or not; and steps of
-one token, the only ones that leave values out, for every token of every window. Peers in the same run, where installed:
-torchao (int4, asymmetric) and HQQ (4 bits, its half-quadratic search), at the same group size, and llama.cpp on the
-GGUF file itself (through xllamacpp). Windows of 512 tokens, each predicted from its own start; see
-`forebay.commands.evaluate.perplexity`.
+formats  SmolLM2-135M from its Q4_1 GGUF, dequantized to float32, is the reference. Every row is the transformers model
+         with each weight of its linear layers (not the head, not the embedding) replaced by what `forebay::quantize`
+         followed by `forebay::dequantize` gives, or with the keys and values of its attention packed as the cache's
+         rows and read back, or made again from hidden states that were packed as a checkpoint's rows (act8), or with
+         attention that reads the values of a share of the tokens: the numbers that Programs must reproduce. Peers,
+         where installed: torchao (int4, asymmetric) and HQQ (4 bits, its half-quadratic search), at the same group
+         size, and llama.cpp on the file itself (through xllamacpp). Weights that come from Q4_1 lie on a grid of 32:
+         w4g32 finds it again and is exact, while every coarser 4-bit group rounds a second time.
+gguf     The model quantized anew by llama.cpp's own code to every GGUF type. Types of blocks of 256 fit the rows of its
+         down projections alone (1536; the others have 576): there the rest is Q8_0. What Forebay computes with rows,
+         as files run by default and with activations="int8"; what transformers computes in float32 with the values
+         that the `gguf` package reads; llama.cpp, which rounds activations to 8 bits.
+architectures  Tiny random models of every GGUF architecture in float32, each with the settings that decide its rotation
+         and attention: 64 random tokens by transformers on the converted folder beside llama.cpp's, which keeps K and V
+         in fp16. They are to agree within 0.1 %.
 
-Weights that come from Q4_1 lie on a grid of 32: w4g32 finds it again and is exact, while every coarser 4-bit group
-rounds a second time.
+Windows of 512 tokens, each predicted from its own start; see `forebay.commands.evaluate.perplexity`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import functools
 import importlib.util
 import json
 import math
+import shutil
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import gguf
+import numpy as np
 import torch
 
 from benchmarks import llama_cpp
+from benchmarks.random_gguf import rewrite_gguf
+from forebay.commands.evaluate import open_scorer, perplexity
 from forebay.kernels.cache.activation_append_q import reference as activation_append_q
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.formats.table import ACTIVATION_FORMATS, CACHE_FORMATS, WEIGHT_FORMATS
 from forebay.kernels.quantization.quantize.operator import dequantize, quantize
+from forebay.rewriter.checkpoints.gguf import convert_gguf
+from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS
+from forebay.rewriter.checkpoints.gguf_config import llama3_factors
+from forebay.rewriter.checkpoints.gguf_repack import open_gguf
+from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 from forebay.rewriter.checkpoints.records import parse_format
 from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
+from forebay.rewriter.ir.plan import Budget, PlanError
+from forebay.rewriter.planning.options import Activations, Options
 
-TEXT = Path(__file__).resolve().parent.parent / "examples/text/stories.txt"
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = ROOT / "examples/text/stories.txt"
 WINDOW = 512
 GROUP = 64  # of the peers
-
-CHUNK = 64
-CHECKPOINTS: dict[str, Any] = {"checkpoints": (1, 1)}
-# the caches of Programs, by row
-PROGRAMS: dict[str, dict[str, Any]] = {
-    "native": {}, "kv8": {"cache": "kv8"}, "kv4": {"cache": "kv4"}, "checkpoints": CHECKPOINTS,
-    "act8": CHECKPOINTS | {"checkpoint_format": "act8"},
-    "act8 of half + kv4": {"checkpoints": (1, 2), "checkpoint_format": "act8", "cache": "kv4"}}
 SPARSE = (0.2, 0.1, 0.05)  # shares of the tokens whose values are read
+REST = "Q8_0"  # of tensors whose rows are not whole blocks
+KINDS = ("F16", "BF16", *BLOCK_KINDS)
+AIM, TOKENS, VOCABULARY = 0.001, 64, 288  # of architectures
+LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+BIASES = {f"blk.{layer}.attn_{part}.bias": np.linspace(-1, 1, size, dtype=np.float32)
+          for layer in range(2) for part, size in (("q", 64), ("k", 32), ("v", 32))}
+# Beside an architecture by itself: settings and tensors of factors.
+MORE: tuple[tuple[str, dict[str, Any], dict[str, np.ndarray]], ...] = (
+    ("llama", LINEAR, {}),
+    ("llama", {"rope.freq_base": 500000.0},
+     {"rope_freqs.weight": llama3_factors(8.0, 16, 500000.0).astype(np.float32)}),
+    ("llama", {"rope.scale_linear": 4.0}, BIASES),
+    ("starcoder2", {"rope.freq_base": 999999.0}, {}),
+    ("nemotron", {"attention.layer_norm_epsilon": 0.5}, {}),
+    ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "attention.sliding_window": 9}, {}),
+    ("gemma3", {"attention.sliding_window_pattern": [False, True], "rope.freq_base_swa": 70.0,
+                "rope.scaling.factor": 8.0, "final_logit_softcapping": 3.0}, {}),
+    ("stablelm", {"rope.dimension_count": 8, "rope.freq_base": 20000.0}, {}),
+    ("phi3", {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": math.sqrt(1 + math.log(4, 32))},
+     {"rope_factors_short.weight": np.linspace(1, 2, 8, dtype=np.float32),
+      "rope_factors_long.weight": np.linspace(1, 9, 8, dtype=np.float32)}),
+)
 
 Treat = Callable[[torch.Tensor], torch.Tensor]
 Row = dict[str, Any]
@@ -160,12 +195,12 @@ class Reference:
         for layer, weight in zip(self.layers, self.weights, strict=True):
             layer.weight.data = weight if weights is None else weights(weight)
         self.cache, self.checkpoint, self.kept = cache, checkpoint, kept
-        loss = 0.0
-        for start in range(0, ids.numel() - 1, WINDOW):
-            part = ids[start : start + WINDOW + 1]
+
+        def loss(part: torch.Tensor) -> float:
             logits = self.model(input_ids=part[None, :-1], use_cache=False).logits[0]
-            loss += torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum").item()
-        return math.exp(loss / (ids.numel() - 1))
+            return torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum").item()
+
+        return windows_loss(ids, loss)
 
 
 def contestants() -> Mapping[str, tuple[Any, ...]]:
@@ -188,42 +223,6 @@ def contestants() -> Mapping[str, tuple[Any, ...]]:
     return rows
 
 
-def by_programs(folder: Path, ids: torch.Tensor, kept: Mapping[str, Any]) -> float:
-    """Perplexity of ids [T] by Programs whose cache is kept so on the disk."""
-    from forebay.commands.evaluate import perplexity
-    from forebay.language_model import LanguageModel
-    from forebay.open_model import open_model
-    from forebay.rewriter.ir.plan import Budget, Workload
-    from forebay.rewriter.planning.options import Options
-
-    options = Options(cache_tier="disk", cache_tokens=16, prefill_chunk=CHUNK, **kept)
-    opened = open_model(folder, gives="scores")
-    with LanguageModel(*opened, Budget(2 << 30), Workload(1, WINDOW, 1), options) as lm:
-        return perplexity(lm, ids, WINDOW).perplexity
-
-
-def by_decode_steps(folder: Path, ids: torch.Tensor, kept: float) -> float:
-    """Perplexity of ids [T] by steps of one token, which read the values of such a share of the tokens, over windows
-    that all run at once."""
-    from forebay.language_model import LanguageModel
-    from forebay.open_model import open_model
-    from forebay.rewriter.ir.plan import Budget, Workload
-    from forebay.rewriter.planning.options import Options
-    from forebay.runtime.run.step_inputs import StepInputs
-
-    windows = [ids[start : start + WINDOW + 1] for start in range(0, ids.numel() - 1, WINDOW)]
-    rows = torch.stack([torch.nn.functional.pad(each, (0, WINDOW + 1 - each.numel())) for each in windows])
-    loss, batch = 0.0, len(windows)
-    options = Options(sparse_values=kept)
-    with LanguageModel(*open_model(folder), Budget(8 << 30), Workload(batch, 2, WINDOW), options) as lm:
-        for at in range(WINDOW):
-            logits = lm.session.step(StepInputs(rows[:, at : at + 1], torch.full((batch,), at),
-                                                torch.zeros(batch, dtype=torch.int64)))
-            there = [i for i, each in enumerate(windows) if at + 1 < each.numel()]
-            loss += torch.nn.functional.cross_entropy(logits[there], rows[there, at + 1], reduction="sum").item()
-    return math.exp(loss / (ids.numel() - 1))
-
-
 def text_ids(folder: Path, text: Path) -> torch.Tensor:
     """The tokens [T] of a text file by the model's tokenizer."""
     from transformers import AutoTokenizer
@@ -232,48 +231,151 @@ def text_ids(folder: Path, text: Path) -> torch.Tensor:
     return torch.tensor(tokenizer(text.read_text(encoding="utf-8"), verbose=False)["input_ids"])
 
 
-def main() -> None:
+def quantized(library: Any, values: np.ndarray, kind: str) -> np.ndarray:
+    """Rows of blocks, uint8, of values [N, K] by llama.cpp's own quantizer."""
+    ggml = gguf.GGMLQuantizationType[kind]
+    if kind in ("F16", "BF16"):
+        return gguf.quants.quantize(values, ggml)
+    n, k = values.shape
+    block, nbytes = gguf.GGML_QUANT_SIZES[ggml]
+    source, out = np.ascontiguousarray(values, np.float32), np.zeros((n, k // block * nbytes), np.uint8)
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    done = library.ggml_quantize_chunk(
+        ctypes.c_int(int(ggml)), ctypes.c_void_p(source.ctypes.data), ctypes.c_void_p(out.ctypes.data),
+        ctypes.c_int64(0), ctypes.c_int64(n), ctypes.c_int64(k), None)
+    assert done == out.nbytes, (kind, done, out.nbytes)
+    return out
+
+
+def write_file(library: Any, path: Path, kind: str) -> None:
+    """The packaged model with matrices of `kind`, or of `REST` where their rows are not whole blocks of it."""
+    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+
+    def written(values: np.ndarray) -> tuple[np.ndarray, str]:
+        chosen = REST if values.shape[1] % block else kind
+        return quantized(library, values, chosen), chosen
+
+    rewrite_gguf(demo_gguf(), path, written)
+
+
+def by_forebay(path: Path, ids: torch.Tensor) -> tuple[float, float, int]:
+    """Perplexity of ids [T] as the file runs by default, and with activations rounded to 8 bits (NaN where nothing here
+    does that); the bytes of its weights then."""
+    folder = path.with_suffix("")
+    nbytes = quantize_model(path, folder, Wish(KEEP, head=True, embeddings=True)).nbytes
+    found = {"int8": math.nan}
+    for kind in get_args(Activations):
+        try:
+            with open_scorer(folder, Budget(2 << 30), Options(activations=kind), context=WINDOW) as lm:
+                found[kind] = perplexity(lm, ids, WINDOW).perplexity
+        except PlanError:
+            if kind == "native":
+                raise
+    shutil.rmtree(folder)
+    return found["native"], found["int8"], nbytes
+
+
+def windows_loss(ids: torch.Tensor, loss: Callable[[torch.Tensor], float]) -> float:
+    """Perplexity of ids [T] from the summed loss of each window."""
+    return math.exp(sum(loss(ids[start : start + WINDOW + 1]) for start in range(0, ids.numel() - 1, WINDOW)) / (
+        ids.numel() - 1))
+
+
+def by_float32(path: Path, ids: torch.Tensor) -> float:
+    """Perplexity of ids [T] by transformers with the values that the `gguf` package reads."""
+    from transformers import AutoModelForCausalLM
+
+    source = open_gguf(path)
+    model = AutoModelForCausalLM.from_config(source.model.config).eval()
+    with torch.no_grad():
+        for tensor in source.tensors:
+            values = torch.cat([piece.float() for piece in tensor.contents()])
+            model.get_parameter(tensor.name).copy_(values.reshape(tensor.shape))
+        return windows_loss(ids, lambda part: float(model(part[None], labels=part[None]).loss) * (part.numel() - 1))
+
+
+def of_formats(ids: torch.Tensor, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
+    """Rows of the formats of weights and caches, then llama.cpp's."""
+    reference, wanted = Reference(folder), [name for name in args.only.split(",") if name]
+    base = 0.0
+    for name, treats in contestants().items():
+        if name == "reference" or not wanted or name in wanted:
+            found = reference.measure(ids, *treats)
+            base = base or found
+            yield {"name": name, "perplexity": found, "ratio": found / base}
+    if importlib.util.find_spec("xllamacpp") and (not wanted or "llama.cpp" in wanted):
+        found = llama_cpp.perplexity(demo_gguf(), ids, WINDOW, args.threads)
+        yield {"name": "llama.cpp on Q4_1", "perplexity": found, "ratio": found / base}
+
+
+def of_gguf(ids: torch.Tensor, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
+    """A row for each type of GGUF."""
+    library = llama_cpp.load_library()
+    with tempfile.TemporaryDirectory() as scratch:
+        for kind in args.only.split(",") if args.only else KINDS:
+            write_file(library, path := Path(scratch) / f"{kind}.gguf", kind)
+            ours, int8, nbytes = by_forebay(path, ids)
+            float32, peer = by_float32(path, ids), llama_cpp.perplexity(path, ids, WINDOW, args.threads)
+            yield {"name": kind, "perplexity": ours, "int8": int8, "float32": float32, "llama_cpp": peer,
+                   "ratio": ours / float32, "to_llama_cpp": ours / peer, "file_nbytes": path.stat().st_size,
+                   "rows_nbytes": nbytes}
+            path.unlink()
+
+
+def of_architectures(ids: torch.Tensor, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
+    """A row for each architecture, and for each setting of MORE."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from converted_gguf import MODELS, write_converted
+    from tiny_gguf import CONFIGS, write_model
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(3, VOCABULARY, (TOKENS + 1,), generator=torch.Generator().manual_seed(1))
+    plain: Sequence[Any] = [(name, {}, {}) for name in (*CONFIGS, *MODELS) if name != "mixtral"]
+    for architecture, settings, factors in (*plain, *MORE):
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / "m.gguf"
+            if architecture in MODELS:
+                write_converted(path, architecture)
+            else:
+                write_model(path, architecture, tied=architecture not in ("nemotron", "stablelm"), kinds=("F32",),
+                            settings=settings, factors=factors, loadable=True)
+            model = AutoModelForCausalLM.from_pretrained(convert_gguf(path, path.with_suffix(""))).eval()
+            with torch.no_grad():
+                ours = math.exp(model(ids[None], labels=ids[None]).loss)
+            peer = math.nan  # where llama.cpp does not load it
+            with contextlib.suppress(RuntimeError):
+                peer = llama_cpp.perplexity(path, ids, WINDOW, 1)
+        yield {"name": ", ".join((architecture, *settings, *factors)), "perplexity": ours, "llama_cpp": peer,
+               "ratio": ours / peer, "missed": abs(ours / peer - 1) > AIM}
+
+
+CASES: dict[str, tuple[Callable[..., Iterator[Row]], int]] = {  # and the tokens of the text
+    "formats": (of_formats, 16384), "gguf": (of_gguf, 4 * WINDOW), "architectures": (of_architectures, 0)}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="?", choices=CASES, default="formats")
     parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--tokens", type=int, default=16384, help="of the text; 0: all")
+    parser.add_argument("--tokens", type=int, help="of the text; default: the case's")
     parser.add_argument("--only", default="", help="comma-separated names of rows; the reference is always one")
-    parser.add_argument("--programs", action="store_true", help="measure our Programs with each kind of cache too")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    case, tokens = CASES[args.case]
     folder = resolve_model("demo", dequantize=True)
-    ids = text_ids(folder, args.text)
-    ids = ids[: args.tokens + 1] if args.tokens else ids
-    reference = Reference(folder)
-    rows: list[Row] = []
-
-    def add(name: str, count: int, base: float | None, measured: Callable[[], float]) -> float:
-        began = time.monotonic()
-        value = measured()
-        rows.append({"name": name, "tokens": count, "perplexity": value, "ratio": value / (base or value)})
-        print(f"{name:<24}{count:>8} tokens  perplexity {value:9.4f}  x {value / (base or value):.4f}"
-              f"  ({time.monotonic() - began:.0f} s)", flush=True)
-        return value
-
-    wanted = [name for name in args.only.split(",") if name]
-    base: float | None = None
-    for name, treats in contestants().items():
-        if name == "reference" or not wanted or name in wanted:
-            found = add(name, ids.numel() - 1, base, lambda t=treats: reference.measure(ids, *t))
-            base = base or found
-    for name, kept in PROGRAMS.items() if args.programs else ():
-        if not wanted or name in wanted:
-            add(f"Programs, {name}", ids.numel() - 1, base, lambda kept=kept: by_programs(folder, ids, kept))
-    for kept in (1.0, *SPARSE) if args.programs else ():
-        if not wanted or f"{kept:g} of the values" in wanted:
-            add(f"decode steps, {kept:g}", ids.numel() - 1, base, lambda kept=kept: by_decode_steps(folder, ids, kept))
-    if importlib.util.find_spec("xllamacpp") and (not wanted or "llama.cpp" in wanted):
-        add("llama.cpp on Q4_1", ids.numel() - 1, base,
-            lambda: llama_cpp.perplexity(demo_gguf(), ids, WINDOW, args.threads))
+    ids = text_ids(folder, args.text)[: (args.tokens or tokens) + 1]
+    rows, began = [], time.monotonic()
+    for row in case(ids, folder, args):
+        rows.append(row)
+        shown = "  ".join(f"{key} {value:.4f}" for key, value in row.items() if isinstance(value, float))
+        print(f"{row['name']:<24} {shown}{'  missed' if row.get('missed') else ''}  "
+              f"({time.monotonic() - began:.0f} s)", flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return int(any(row.get("missed") for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,10 +7,9 @@ same weights in 4 bits (w4g64, whose groups are not those that the weights were 
 where that is predicted to pay; `w8`, the same in 8 bits; with --peer `transformers`, weights offloaded to disk, in
 memory for as many bytes, with its prompt lookup or assisted by the same copy, which is expanded to float32 beside those
 bytes. The share of tokens before the first in which drafts differ from `plain` is printed. The bound is a pass over the
-tokens per pass, and two columns say how far from it a run is: a pass, drafts and all, over a plain one, which has the
-whole budget, and all of its time over what its own passes take as its plan predicts them, without drafts. Predicted is
-what the plans say for the share of drafted tokens that stood, and, in a column of its own, for the passes and drafts
-that were made. Reads go past the page cache; the peer's files are dropped from it before each answer.
+tokens per pass, and a column says how far from it a run is: a pass, drafts and all, over a plain one, which has the
+whole budget. Predicted is what the plans say for the share of drafted tokens that stood. Reads go past the page cache;
+the peer's files are dropped from it before each answer.
 
 `--batch-slots 2,4,8`: a job of half as many answers again as there are slots, to all texts, in place of single answers.
 Beside each stands what a decode step would take if nothing but its bytes bound it, at the rate of plain reads.
@@ -58,7 +57,6 @@ from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.simulate import simulate
 from forebay.runtime.comm.ranks import leave_ranks
 from forebay.runtime.disk.page_cache import drop_file
-from forebay.runtime.run.draft_choice import step_times_s
 from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
 
@@ -153,11 +151,11 @@ def in_dtype(folder: Path, dtype: str, scratch: Path) -> Path:
 def measure(args: argparse.Namespace, folder: Path, scratch: Path, machine: Machine) -> Iterator[list[Row]]:
     """All answers of all contestants, in turns, by budget."""
     tokenizer = load_tokenizer(folder)
-    prompts = {name: behind_notes(tokenizer, TEXTS[name], args.context) for name in args.texts}
+    prompts = {name: tokenizer(TEXTS[name])["input_ids"] for name in args.texts}
     probe = Probe(folder, machine, args.dtype, 1)
     for share in args.shares:
         fixed = dict(prompt=max(map(len, prompts.values())), new_tokens=args.new, machine=machine)
-        with forebay.wrap(folder, 1 << 40, cache_tier="disk" if args.context else None, **fixed) as whole:
+        with forebay.wrap(folder, 1 << 40, **fixed) as whole:
             nbytes = whole.captured.weight_nbytes
             budget = whole.steps.pipeline.smallest_budget(whole.options) + int(share * nbytes)
         lms = opened(folder, budget, OURS, fixed)
@@ -243,13 +241,6 @@ def close(lms: Mapping[str, LanguageModel]) -> None:
         lm.close()
 
 
-def behind_notes(tokenizer: Any, text: str, tokens: int) -> list[int]:
-    """A prompt of so many tokens, or of as many as the text has: behind as many notes as go in front of it."""
-    ids = tokenizer(text)["input_ids"]
-    notes = tokenizer("".join(f"Note {i}: {PARAGRAPH}\n\n" for i in range(tokens // 16)))["input_ids"]
-    return notes[: max(0, tokens - len(ids))] + ids
-
-
 def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe, machine: Machine) -> Row:
     """An answer, and what its plans predict of a token at the rates of reads and products found before and behind it,
     for the share of drafted tokens that stood in it; nothing where it drafted by lookup, whose matches have no time."""
@@ -257,16 +248,9 @@ def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe, machine: M
     row = answer(lm, ids, new)
     now = at_pace(machine, (rates[0] + probe.bytes_per_s()) / 2, (paces[0] + probe.pace()) / 2)
     plan = plan_at(lm, now)
-    if row["offered"]:
-        row["passes_s"] = sum(step_times_s(plan)[size] * count for size, count in row["steps"].items())
-        row["told_s"] = row["passes_s"] / (new - 1)
     if (shared := lm.shared_draft) is not None or lm.helper is not None:
         stands, draft = row["accepted"] / max(1, row["accepted"] + row["refused"]), draft_at(lm, now)
         row["predicted_s"], row["shared"] = token_time_s(plan, draft, stands, shared is None), shared is not None
-        if row["offered"]:
-            then: Plan = (shared or lm.helper).plan  # type: ignore[union-attr]
-            slower = draft.prediction.decode_time_s / then.prediction.decode_time_s
-            row["told_s"] += row["drafting_s"] * slower / (new - 1)
     elif not row["offered"]:
         row["predicted_s"] = plan.prediction.decode_time_s
     return row
@@ -316,18 +300,14 @@ def summary(plain: list[Row], found: list[Row]) -> Row:
         return line
     right, offered = sum(row["accepted"] for row in found), sum(row["offered"] for row in found)
     checked = right + sum(row["refused"] for row in found)
-    passes = [row["time_s"] / row["passes_s"] for row in found if "passes_s" in row]
-    predicted, told_of = ([row["time_s"] / row["counted"] / row[of] for row in found if row.get(of)]
-                          for of in ("predicted_s", "told_s"))
+    predicted = [row["time_s"] / row["counted"] / row["predicted_s"] for row in found if row.get("predicted_s")]
     alone = [row["reads_alone_s"] for row in found if "reads_alone_s" in row]
     return line | {
         "tokens_per_pass": median(row["counted"] / row["passes"] for row in found),
         "pass_over_plain": median(b["time_s"] / b["passes"] / (a["time_s"] / a["passes"]) for a, b in pairs),
         "accepted": right / max(1, offered), "stands": right / max(1, checked),
         "read_per_token": median(row["read_nbytes"] / row["counted"] for row in found),
-        "over_own_passes": median(passes) if passes else None,
         "measured_over_predicted": median(predicted) if predicted else None,
-        "measured_over_told": median(told_of) if told_of else None,
         "reads_alone_ms": 1e3 * median(alone) if alone else None}
 
 
@@ -346,17 +326,17 @@ def _ratio(value: float | None) -> str:
 
 def report(lines: list[Row]) -> None:
     print(f"{'within':<19}{'text':<11}{'contestant':<20}{'tokens/s':>9}{'gain':>7} {'tokens/pass':>12} "
-          f"{'pass/plain pass':>16} {'/own passes':>11} {'accepted':>9} {'each stands':>12} {'MB/token':>9} "
-          f"{'of predicted':>13} {'by its passes':>13} {'reads, ms':>10}   same")
+          f"{'pass/plain pass':>16} {'accepted':>9} {'each stands':>12} {'MB/token':>9} "
+          f"{'of predicted':>13} {'reads, ms':>10}   same")
     for x in lines:
         print(f"{x['setting']:<19}{x['text']:<11}{x['who']:<20}{x['tokens_per_s']:>9.2f}{x['gain']:>6.2f}x ", end="")
         if "tokens_per_pass" in x:
-            print(f"{x['tokens_per_pass']:>12.2f} {x['pass_over_plain']:>16.2f} {_ratio(x['over_own_passes']):>11} "
+            print(f"{x['tokens_per_pass']:>12.2f} {x['pass_over_plain']:>16.2f} "
                   f"{100 * x['accepted']:>7.0f} % {100 * x['stands']:>10.0f} % {x['read_per_token'] / 1e6:>9.0f} "
-                  f"{_ratio(x['measured_over_predicted']):>13} {_ratio(x['measured_over_told']):>13} "
+                  f"{_ratio(x['measured_over_predicted']):>13} "
                   f"{_ratio(x['reads_alone_ms']):>10}", end="")
         else:
-            print(" " * 113, end="")
+            print(" " * 87, end="")
         print(f" {100 * x['same_tokens']:>4.0f} %")
 
 
@@ -368,8 +348,6 @@ def main() -> None:
     parser.add_argument("--batch-slots", type=lambda text: [int(x) for x in text.split(",")],
                         help="jobs in so many slots")
     parser.add_argument("--ranks", action="store_true", help="two ranks, started by torchrun")
-    parser.add_argument("--context", type=int, default=0,
-                        help="tokens of prompts, behind notes; budgets are then above the least with caches on disk")
     parser.add_argument("--texts", type=lambda text: text.split(","), default=list(TEXTS))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     parser.add_argument("--quick", action="store_true", help="one round at 30 %%, a text of each kind, 48 tokens")

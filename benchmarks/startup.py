@@ -1,0 +1,159 @@
+"""What a user waits for before the first token: `python -m benchmarks.startup [CASE]`.
+
+bundle   seconds from the start of a process to the first token, from a checkpoint and from a bundle of it, in turn, and
+         of the processor. What reads take is beside it, and `import torch` alone: all weights are resident under the
+         budget, so each start reads them all.
+compile  seconds to capture, plan, lower and prove Llamas of equal width and other depth. No weights are involved: the
+         model is its config, the files are named and never opened. Each round compiles every depth from nothing, in
+         turn, in one process whose imports and caches are warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import forebay
+from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.capture.step_graphs import step_graphs
+from forebay.rewriter.checkpoints.packed import open_quantized
+from forebay.rewriter.checkpoints.resolve import resolve_model
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
+from forebay.rewriter.planning.options import Options
+from forebay.rewriter.switches import Switches
+from forebay.runtime.disk.page_cache import drop_file
+
+PROMPT = "The capital of France is"
+STAGES = ("capture and fuse", "fix sizes", "plan, lower, prove")
+
+
+def start(model: Path, budget: str) -> tuple[float, float]:
+    """Seconds until the first token of an answer is on stdout, by the clock and of the processor, files not cached."""
+    for path in model.glob("*.safetensors"):
+        drop_file(str(path))
+    before, began = os.times(), time.perf_counter()
+    command = [sys.executable, "-m", "forebay", "run", str(model), PROMPT, "--new-tokens", "1", "--budget", budget]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        taken = time.perf_counter() - began
+        if process.wait() or not first:
+            raise SystemExit(f"forebay run {model} failed; run it by hand")
+    after = os.times()
+    return taken, after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def read_s(model: Path) -> float:
+    """Seconds to read the weights once, plainly, not cached."""
+    began = time.perf_counter()
+    for path in model.glob("*.safetensors"):
+        drop_file(str(path))
+        with open(path, "rb", buffering=0) as file:
+            while file.read(4 << 20):
+                pass
+        drop_file(str(path))
+    return time.perf_counter() - began
+
+
+def bundle(args: argparse.Namespace) -> dict[str, Any]:
+    """Starts from a checkpoint and from a bundle."""
+    checkpoint = resolve_model(args.model)
+    found: dict[str, list[tuple[float, float]]] = {"checkpoint": [], "bundle": []}
+    reads, imports = [], []
+    with tempfile.TemporaryDirectory(dir=checkpoint.parent) as folder:
+        made = forebay.export(checkpoint, Path(folder) / "bundle", budget=args.budget)
+        print(f"{sum(r.nbytes for r in open_quantized(made).tensors.values()) / 1e6:.0f} MB of weights")
+        for _ in range(args.rounds):
+            for name, model in (("checkpoint", checkpoint), ("bundle", made)):
+                found[name].append(start(model, args.budget))
+            reads.append(read_s(made))
+            began = time.perf_counter()
+            subprocess.run([sys.executable, "-c", "import torch"], check=True)
+            imports.append(time.perf_counter() - began)
+    for name, times in found.items():
+        clock, processor = zip(*times, strict=True)
+        print(f"{name:<11} {median(clock):6.2f} s to the first token ({min(clock):.2f} .. {max(clock):.2f}), "
+              f"{median(processor):.2f} s of the processor")
+    ratio = median(b[0] / c[0] for b, c in zip(found["bundle"], found["checkpoint"], strict=True))
+    print(f"plain reads {median(reads):6.2f} s; import torch {median(imports):.2f} s; a bundle takes {ratio:.2f} of "
+          "what its checkpoint takes")
+    return {"clock_and_processor_s": found, "read_s": reads, "import_torch_s": imports}
+
+
+def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, ...]:
+    """Seconds per stage; the budget is half of the weights, so that the other half streams."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+                         num_key_value_heads=hidden // 128, intermediate_size=hidden * 11 // 4, vocab_size=4096,
+                         tie_word_embeddings=False)
+    gc.collect()
+    times = [time.perf_counter()]
+    captured = rewrite_captured(capture_model(config), Switches())
+    times.append(time.perf_counter())
+    files, end = {}, 0
+    for spec in captured.weights.values():
+        files[spec.name] = FileSlice("model.safetensors", end, spec.nbytes)
+        end += spec.nbytes
+    source = step_graphs(captured, files, workload, "compile-time")
+    pipeline = Pipeline(source, workload, Machine.default(), Switches())
+    times.append(time.perf_counter())
+    cache = sum(pipeline.needs.cache.values())
+    plan = pipeline.plan(Budget(end // 2 + cache + (16 << 20)), Options())
+    for tokens in {1, plan.schedule.prefill_chunk}:
+        pipeline.program(plan, tokens)
+    times.append(time.perf_counter())
+    assert plan.prediction.streamed_nbytes > 0, "everything fits: transfers were not compiled"
+    return tuple(b - a for a, b in itertools.pairwise(times))
+
+
+def compiled(args: argparse.Namespace) -> dict[str, Any]:
+    """Compilations of each depth."""
+    depths, workload = [int(n) for n in args.layers.split(",")], Workload(batch=4, prompt=64, new_tokens=64)
+    compile_once(2, args.hidden, workload)  # imports, registrations, torch's own caches
+    seen: dict[int, list[tuple[float, ...]]] = {n: [] for n in depths}
+    for number in range(args.rounds):
+        for n in depths if number % 2 else depths[::-1]:
+            seen[n].append(compile_once(n, args.hidden, workload))
+    first = [sum(times) for times in seen[depths[0]]]
+    for n, rounds in seen.items():
+        totals = [sum(times) for times in rounds]
+        ratios = sorted(a / b for a, b in zip(totals, first, strict=True))
+        stages = zip(STAGES, zip(*rounds, strict=True), strict=True)
+        parts = ", ".join(f"{stage} {median(times):.2f}" for stage, times in stages)
+        print(f"{n:4} layers: {median(totals):.2f} s ({min(totals):.2f}..{max(totals):.2f}), "
+              f"{median(ratios):.2f} x {depths[0]} layers ({ratios[0]:.2f}..{ratios[-1]:.2f} round by round); {parts}")
+    return {"layers": seen}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="?", choices=("bundle", "compile"), default="bundle")
+    parser.add_argument("--model", default="demo", help="of bundle")
+    parser.add_argument("--budget", default="2GB", help="of bundle")
+    parser.add_argument("--layers", default="12,96", help="depths to compile; ratios are to the first")
+    parser.add_argument("--hidden", type=int, default=1024, help="of what is compiled")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    args = parser.parse_args()
+    found = bundle(args) if args.case == "bundle" else compiled(args)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
