@@ -188,18 +188,25 @@ def _mutates(node: fx.Node) -> bool:
 def representative_layers(step: fx.GraphModule) -> tuple[fx.GraphModule, dict[int, int]]:
     """A step graph of concrete sizes with some of its layers, and for every layer the one of these that it is like.
 
-    Kept are the layers up to the second of each kind, and those from the last of some kind on: what is handed on
-    between equal layers is the hidden state alone, so they have the peak of activations of the whole. A layer left out
-    is like the second of its kind, which has neighbours on both sides; its call is replaced by its first argument.
+    The last layers of each kind cut the step into stretches, as values that one kind alone reads die there. Kept are
+    those last layers, and of each stretch the layers up to the second of each of its kinds: what is handed on between
+    equal layers is the hidden state alone, so they have the peak of activations of the whole. A layer left out is like
+    the second of its kind in its stretch, which has neighbours on both sides; its call is replaced by its first
+    argument.
     """
     calls = step.graph.find_nodes(op="call_module")
     kinds = [str(call.target) for call in calls]
     layers = [call.meta[LAYER] for call in calls]
-    places = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
-    first = 1 + max((found[:2][-1] for found in places.values()), default=0)
-    last = min((found[-1] for found in places.values()), default=0)
-    representatives = {layer: layer if i < first or i >= last else layers[places[kinds[i]][:2][-1]]
-             for i, layer in enumerate(layers)}
+    representatives: dict[int, int] = {}
+    start = 0
+    for end in sorted({kind: i for i, kind in enumerate(kinds)}.values()):
+        places: dict[str, list[int]] = {}
+        for i in range(start, end + 1):
+            places.setdefault(kinds[i], []).append(i)
+        first = 1 + max(found[:2][-1] for found in places.values())
+        representatives |= {layers[i]: layers[i] if i < first or i == end else layers[places[kinds[i]][1]]
+                            for i in range(start, end + 1)}
+        start = end + 1
 
     def left_out(node: fx.Node) -> bool:
         return node.op == "call_module" and representatives[node.meta[LAYER]] != node.meta[LAYER]
