@@ -154,3 +154,20 @@ def test_few_layers_keep_the_second_of_each_kind_and_the_last() -> None:
     assert all(kinds[layer] == kinds[like] for layer, like in representatives.items())
     for kind in set(kinds):
         assert max(i for i, k in enumerate(kinds) if k == kind) in kept
+
+
+@pytest.mark.parametrize("dense", [(0, 1, 2), (3, 4), (0, 8)])
+def test_layers_after_the_last_of_a_kind_are_represented_too(dense: tuple[int, ...]) -> None:
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(hidden_size=32, num_hidden_layers=9, num_attention_heads=2, num_key_value_heads=1,
+                            head_dim=16, intermediate_size=48, moe_intermediate_size=16, num_experts=4,
+                            num_experts_per_tok=2, vocab_size=64, mlp_only_layers=list(dense))
+    lm = rewrite_captured(capture_model(config), Switches())
+    step = concretise(lm.step, step_inputs(lm, WORK, 1))
+    short, representatives = representative_layers(step)
+    assert all(lm.layers[layer] == lm.layers[like] for layer, like in representatives.items())
+    assert len(set(representatives.values())) < 9, "a layer is left out"
+    layout = replace(plan_activations(inline_blocks(short)), representatives=representatives)
+    assert repeats(step, layout)
+    assert layout.height == plan_activations(inline_blocks(step)).height
