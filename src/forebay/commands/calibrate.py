@@ -62,7 +62,7 @@ def calibrate_command(
         tokenizer = load_tokenizer(folder)
         encoded, more = encode(requests, tokenizer, chat=takes_chats(tokenizer, chat), vocab_size=config.vocab_size)
         for line in sorted(bad + more, key=lambda b: b.line):
-            say(f"{prompts} line {line.line}: {line.reason}")
+            say(f"{prompts} {line.unit} {line.line}: {line.reason}")
         if not encoded:
             raise JobError(f"{prompts} holds no prompt that can be used")
         measure = calibrate_experts if experts else calibrate

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from forebay.runtime.run.sampling import Sampling
 
 FIRST_PROMPT = 256  # tokens of conversation that the first plan is for; each further plan is for twice what is needed
+NEW_TOKENS = 256  # of an answer, where nobody says
 
 
 @with_options(leave=("batch", "prompt", "typical", "batch_slots", "plan", "mesh"),
-              defaults={"new_tokens": 256, "prompt_lookup_num_tokens": "auto"})
+              defaults={"new_tokens": NEW_TOKENS, "prompt_lookup_num_tokens": "auto"})
 def chat(
     model: ModelArgument,
     options: Options,
@@ -102,10 +103,15 @@ def answer_one(
     from forebay.commands.chat_template import ChatTemplate
     from forebay.commands.plain_tokenizer import plain_tokenizer
     from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids, takes_chats
+    from forebay.exported.bundle import is_bundle
+    from forebay.exported.start import stored_plan
 
     if not prompt.strip():
         raise JobError("the prompt is empty")
     folder = model_folder(model, options.dequantize)
+    if options.new_tokens is None:
+        most = stored_plan(folder).workload.new_tokens if is_bundle(folder) else NEW_TOKENS
+        options = replace(options, new_tokens=most)
     tokenizer = (None if images else plain_tokenizer(folder)) or load_tokenizer(folder)
     chat = takes_chats(tokenizer, chat)
     given: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, tokenizer_checksum
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
-from forebay.rewriter.ir.files import naming, read_input
+from forebay.rewriter.ir.files import naming, read_input, written_whole
 from forebay.rewriter.planning.options import OPTIONS, Options
 from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import Request
@@ -216,8 +216,8 @@ class AnswerFile:
         for request in requests:
             known = self.answered.get(request.id)
             if known is not None and known != request.question:
-                raise JobError(f"line {request.line}: id {request.id!r} is in {self.path} with another question; "
-                               "give changed prompts new ids, or name another output")
+                raise JobError(f"{request.unit} {request.line}: id {request.id!r} is in {self.path} with another "
+                               "question; give changed prompts new ids, or name another output")
 
     def write(self, answer: Mapping[str, Any]) -> None:
         """Append one answer as one line; if that fails part-way, take the part back and raise OSError."""
@@ -236,6 +236,24 @@ class AnswerFile:
                     os.ftruncate(self._fd, before)
                 raise
         self.answered[answer["id"]] = {k: answer[k] for k in QUESTION if k in answer}
+
+    def put_in_order(self, ids: Iterable[str | int]) -> None:
+        """Rewrite the file with its answers in the order of `ids`, those of others behind them; whole or not at all."""
+        if not self.resumable:
+            return
+        at, found = 0, list[tuple[int, int]]()  # places in the order and in the file
+        order = {name: i for i, name in enumerate(ids)}
+        with open(self._fd, "rb", closefd=False) as file, naming(self.path):
+            file.seek(0)
+            for line in file:
+                found.append((order.get(json.loads(line)["id"], len(order)), at))
+                at += len(line)
+            if found == sorted(found):
+                return
+            with written_whole(self.path, "wb") as sorted_file:
+                for _, start in sorted(found):
+                    file.seek(start)
+                    sorted_file.write(file.readline())
 
     def flush(self) -> None:
         """Make what was written survive a loss of power."""
@@ -332,5 +350,5 @@ def _write_answer(
     text = decode(ids[:-1] if stopped else ids)
     output.empty += not text.strip()
     output.write({
-        "id": prompt.request.id, **prompt.request.question, "text": text,
+        "id": prompt.request.id, **prompt.request.question, **prompt.request.carried, "text": text,
         "tokens": len(ids), "prompt_tokens": len(prompt.ids), "finish": "stop" if stopped else "length"})

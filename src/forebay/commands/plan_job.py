@@ -101,8 +101,8 @@ def unfit(left: list[Prompt], fitting: list[Prompt], plan: Plan, new_tokens: int
     """The unanswered prompts that are not among the `fitting`, as lines that are not answered."""
     held, w = {p.request.id for p in fitting}, plan.workload
     most = f"the budget, with --batch {batch}" if batch is not None and batch > 1 else "the budget"
-    return [BadLine(p.request.line, f"a prompt of {len(p.ids)} tokens and an answer of {_new_tokens(p, new_tokens)} "
-                    f"are too long for {most}; the plan has room for {w.context} together, {w.prompt} of a prompt")
+    return [p.request.refused(f"a prompt of {len(p.ids)} tokens and an answer of {_new_tokens(p, new_tokens)} are too "
+                              f"long for {most}; the plan has room for {w.context} together, {w.prompt} of a prompt")
             for p in left if p.request.id not in held]
 
 

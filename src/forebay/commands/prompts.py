@@ -1,21 +1,20 @@
-"""Prompts of a batch job: lines of a JSONL file, as text and as token ids."""
+"""Prompts of a batch job: rows of a file, as text and as token ids."""
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from forebay.commands.chat_template import ChatTemplate
+from forebay.commands.prompt_tables import TableError, carried, open_table
 from forebay.commands.tokenizer_bounds import UnboundedTokenizer, check_folder, check_loaded
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos, require_regular_files
 from forebay.rewriter.checkpoints.identity import TOKENIZER_FILES
 from forebay.rewriter.checkpoints.named_errors import panicking
 from forebay.rewriter.checkpoints.records import CheckpointError
-from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.one_thread import one_thread
 
@@ -25,23 +24,7 @@ class JobError(PrintableError, ValueError):
 
 
 QUESTION = ("prompt", "messages", "max_new_tokens")  # of a line: what its answer depends on, and repeats
-
-
-@dataclass(frozen=True)
-class PromptLine:
-    """One line of the prompts file: `line` counts from 1; either `prompt` or `messages` is given. `max_new_tokens` is
-    that of this answer alone; None: the job's."""
-
-    line: int
-    id: str | int
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    max_new_tokens: int | None = None
-
-    @property
-    def question(self) -> dict[str, Any]:
-        """The part of the line that is asked, as it stands in the answer."""
-        return {name: value for name in QUESTION if (value := getattr(self, name)) is not None}
+ANSWER = ("id", *QUESTION, "text", "tokens", "prompt_tokens", "finish")  # what an answer has of its own
 
 
 @dataclass(frozen=True)
@@ -50,6 +33,29 @@ class BadLine:
 
     line: int
     reason: str
+    unit: str = "line"  # what is counted
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """One line of the prompts file: `line` counts from 1; either `prompt` or `messages` is given. `max_new_tokens` is
+    that of this answer alone; None: the job's. The answer repeats what is `carried`."""
+
+    line: int
+    id: str | int
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    max_new_tokens: int | None = None
+    carried: dict[str, Any] = field(default_factory=dict)
+    unit: str = "line"
+
+    def refused(self, reason: str) -> BadLine:
+        return BadLine(self.line, reason, self.unit)
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """The part of the line that is asked, as it stands in the answer."""
+        return {name: value for name in QUESTION if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -60,48 +66,53 @@ class Prompt:
     ids: tuple[int, ...]
 
 
-def read_requests(path: str | Path) -> tuple[list[PromptLine], list[BadLine]]:
-    """The readable lines of a prompts file and the others; blank lines are skipped but counted.
+def read_requests(
+    path: str | Path, column: str | None = None, system: str | None = None
+) -> tuple[list[PromptLine], list[BadLine]]:
+    """Read a file of prompts (`open_table`); blank lines are skipped but counted.
 
-    A line is {"prompt": "..."} or {"messages": [...]}, with an optional "id" (a string or integer; by default the line
-    number) and an optional "max_new_tokens" (at least 1; by default the job's). A second line with the id of an earlier
-    one is bad; a byte order mark at the beginning is passed over. Raises JobError if the file cannot be read.
+    A row has a `prompt` or `messages`, an optional `id` (a string or integer; by default the row's number) and an
+    optional `max_new_tokens` (at least 1; by default the job's). What else it has is carried into its answer. A second
+    row with the id of an earlier one is bad.
+
+    Args:
+        path: JSON lines, CSV, TSV, Parquet, or the folder of a saved data set.
+        column: Where the prompts are; by default `prompt` or `messages`.
+        system: A system message before each prompt, and before each chat that begins without one.
+
+    Returns:
+        The rows that can be asked, and the others with the reason.
+
+    Raises:
+        JobError: The file cannot be read.
     """
-    try:
-        lines = read_input(path).removeprefix(codecs.BOM_UTF8).split(b"\n")
-    except OSError as error:
-        raise JobError(f"cannot read the prompts {path}: {error.strerror}") from error
     requests: list[PromptLine] = []
     bad: list[BadLine] = []
     first: dict[str, int] = {}
-    for number, raw in enumerate(lines, start=1):
-        if not raw.strip():
-            continue
-        try:
-            request = _parse_line(number, raw)
-        except ValueError as error:
-            bad.append(BadLine(number, str(error)))
-            continue
-        if first.setdefault(str(request.id), number) != number:
-            bad.append(BadLine(number, f"id {request.id!r} is already that of line {first[str(request.id)]}"))
-        else:
-            requests.append(request)
+    try:
+        for number, unit, columns in open_table(path, column):
+            try:
+                request = replace(_request(number, columns, system), unit=unit)
+                if first.setdefault(str(request.id), number) != number:
+                    raise ValueError(f"id {request.id!r} is already that of {unit} {first[str(request.id)]}")
+                requests.append(request)
+            except ValueError as error:
+                bad.append(BadLine(number, str(error), unit))
+    except OSError as error:
+        raise JobError(f"cannot read the prompts {path}: {error.strerror}") from error
+    except TableError as error:
+        raise JobError(str(error)) from error
     return requests, bad
 
 
-def _parse_line(number: int, raw: bytes) -> PromptLine:
-    try:
-        entry = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise ValueError(f'expected an object such as {{"prompt": "..."}}, found {type(entry).__name__}')
-    name = entry.get("id", number)
+def _request(number: int, columns: dict[str, Any] | str, system: str | None) -> PromptLine:
+    """The question of a row. ValueError, in words, for one that has none."""
+    if isinstance(columns, str):
+        raise ValueError(columns)
+    name = columns.get("id", number)
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise ValueError(f"id must be a string or an integer, found {name!r}")
-    prompt, messages = entry.get("prompt"), entry.get("messages")
+    prompt, messages = columns.get("prompt"), columns.get("messages")
     if (prompt is None) == (messages is None):
         raise ValueError('expected either "prompt" or "messages"')
     if prompt is not None:
@@ -113,14 +124,20 @@ def _parse_line(number: int, raw: bytes) -> PromptLine:
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     ):
         raise ValueError('messages must be a list of {"role": "...", "content": "..."}')
-    most = entry.get("max_new_tokens")
+    most = columns.get("max_new_tokens")
     if most is not None and (type(most) is not int or most < 1):
         raise ValueError(f"max_new_tokens must be an integer of at least 1, found {most!r}")
+    others = carried(columns, ("id", *QUESTION), ANSWER)
     try:
-        json.dumps(entry, ensure_ascii=False).encode("utf-8")
+        json.dumps([columns, others], ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError("holds half of a surrogate pair, which is no text") from error
-    return PromptLine(number, name, prompt, messages, most)
+    if system is not None:
+        messages = messages or [{"role": "user", "content": prompt}]
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        prompt = None
+    return PromptLine(number, name, prompt, messages, most, others)
 
 
 def encode(
@@ -140,7 +157,7 @@ def encode(
                 ids = prompt_ids(request, tokenizer, template, chat)
                 check_ids(ids, most_tokens(request), vocab_size)
             except BadPrompt as error:
-                bad.append(BadLine(request.line, str(error)))
+                bad.append(request.refused(str(error)))
             else:
                 prompts.append(Prompt(request, tuple(ids)))
     return prompts, bad
@@ -154,7 +171,7 @@ def takes_chats(tokenizer: Any, chat: bool | None) -> bool:
     """
     there = bool(getattr(tokenizer, "chat_template", None))
     if chat and not there:
-        raise JobError("the model's tokenizer has no chat template; leave --chat out")
+        raise JobError("the model's tokenizer has no chat template; leave --chat and --system out")
     return there if chat is None else chat
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forebay.commands.chat import NEW_TOKENS as ONE_PROMPT
 from forebay.commands.machine import machine_profile
 from forebay.commands.options import (
     BudgetOption,
@@ -35,22 +36,30 @@ if TYPE_CHECKING:
     from forebay.runtime.run.progress import WorkDone
 
 SOME_UNANSWERED = 3  # exit code
+NEW_TOKENS = 512  # of an answer to a prompt of a file, where nobody says
 
 
-@with_options(leave=("prompt", "typical", "batch_slots", "plan"), said={"batch": "the planner's choice; others "
-              "follow as some end"}, defaults={"new_tokens": 64, "prompt_lookup_num_tokens": "auto"})
+@with_options(leave=("prompt", "typical", "batch_slots", "plan"), said={
+    "batch": "the planner's choice; others follow as some end",
+    "new_tokens": f"{NEW_TOKENS} for prompts of a file, {ONE_PROMPT} for one"},
+    defaults={"prompt_lookup_num_tokens": "auto"})
 def run(
     model: ModelArgument,
     options: Options,
     prompt: Annotated[str | None, typer.Argument(metavar='["PROMPT"]', help="One prompt, answered on the terminal.")]
     = None,
     prompts: Annotated[Path | None, typer.Option(
-        help='JSONL file of prompts: {"prompt": "…"} or {"messages": […]}, optionally "id" and '
-             '"max_new_tokens".',
+        help='Prompts: JSON lines, CSV, TSV, Parquet, or a saved data set. A row has "prompt" or "messages", and '
+             'may have "id" and "max_new_tokens".',
         rich_help_panel="Input")] = None,
     image: Annotated[list[str] | None, typer.Option(
         help="Image file in front of the prompt; repeat for several.",
         rich_help_panel="Input")] = None,
+    column: Annotated[str | None, typer.Option(
+        help='Column of the prompts. Default: "prompt" or "messages".', show_default=False,
+        rich_help_panel="Input")] = None,
+    system: Annotated[str | None, typer.Option(
+        help="System message before each prompt of a file.", rich_help_panel="Input")] = None,
     output: Annotated[Path | None, typer.Option(
         help="JSONL file of answers. Prompts that it already answers are skipped.", rich_help_panel="Output")] = None,
     budget: BudgetOption = None,
@@ -80,6 +89,9 @@ def run(
         help="Probability mass of the tokens to sample from. Implies --sample.",
         rich_help_panel="Sampling")] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel="Sampling")] = 0,
+    unordered: Annotated[bool, typer.Option("--unordered",
+        help="Answers in the order in which they end, not sorted as the prompts are once all are there.",
+        rich_help_panel="Output")] = False,
     force: Annotated[bool, typer.Option("--force",
         help="Resume even if the existing answers have other settings.",
         rich_help_panel="Output")] = False,
@@ -120,7 +132,7 @@ def run(
         if prompt is not None:
             only = {"--prompts": prompts, "--output": output, "--plan": plan, "--save-plan": save_plan,
                     "--trace": trace, "--batch": options.batch, "--json": as_json or None, "--verify": verify or None,
-                    "--mesh": mesh}
+                    "--mesh": mesh, "--column": column, "--system": system, "--unordered": unordered or None}
             for name, given in only.items():
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
@@ -144,9 +156,9 @@ def run(
             raise PlanError(f"the plan {plan} was made for {saved.budget}, not for --budget {budget}; leave one out")
         if saved is not None:
             check_choices(saved.workload, options, saved)
-        batch, new_tokens = options.batch, options.new_tokens or 1
+        batch = options.batch
         jobs.refuse_overwriting(prompts, output)
-        requests, bad = read_requests(prompts)
+        requests, bad = read_requests(prompts, column, system)
         if not requests and not bad:
             say(f"{prompts} holds no prompts: nothing to answer")
         folder = model_folder(model, options.dequantize)
@@ -155,8 +167,11 @@ def run(
             tokenizer = load_tokenizer(folder)
             eos = stop_ids(folder, tokenizer)
         options = calibrated(options, checkpoint.fingerprint, captured.dtype)
+        new_tokens = options.new_tokens or (exported.workload.new_tokens if exported else min(
+            NEW_TOKENS, captured.max_positions // 2 or NEW_TOKENS))
+        options = replace(options, new_tokens=new_tokens)
         most = prompt_room(captured.max_positions, saved, new_tokens)
-        chat = takes_chats(tokenizer, chat)
+        chat = takes_chats(tokenizer, True if system is not None else chat)
         encoded, more = encode(requests, tokenizer, chat=chat, vocab_size=captured.vocab_size, most_tokens=most)
         bad += more
         ask = jobs.Ask(new_tokens, eos, sampling, seed)
@@ -191,11 +206,13 @@ def run(
                     with lm:
                         _answer(lm, fitting, answers, ask, tokenizer, trace, as_json)
                     _say_empty(answers.empty, chat)
+            if not unordered:
+                answers.put_in_order(request.id for request in requests)
         for line in sorted(bad, key=lambda b: b.line):
-            say(f"{prompts} line {line.line}: {line.reason}")
+            say(f"{prompts} {line.unit} {line.line}: {line.reason}")
         if bad:
             answered = sum(request.id in answers.answered for request in requests)
-            say(f"{len(bad)} lines of {prompts} were not answered; {answered} were")
+            say(f"{len(bad)} {bad[0].unit}s of {prompts} were not answered; {answered} were")
             raise typer.Exit(SOME_UNANSWERED)
 
 
