@@ -35,14 +35,14 @@ def file_slices(records: Mapping[str, TensorRecord]) -> dict[str, FileSlice]:
 
 def with_stored_formats(captured: CapturedModel, records: Mapping[str, TensorRecord]) -> CapturedModel:
     """`captured` knowing which of its weights are stored as packed rows."""
-    weights = {name: replace(spec, stored=_row_format(records[name].packed)) for name, spec in captured.weights.items()}
+    weights = {name: replace(spec, stored=row_format(records[name].packed)) for name, spec in captured.weights.items()}
     return replace(captured, weights=weights)
 
 
-def _row_format(packed: Packed | None) -> RowFormat | None:
+def row_format(packed: Packed | None) -> RowFormat | None:
     return None if packed is None else RowFormat(
         packed.format, packed.bits, packed.group_size, packed.scale_dtype, packed.in_features, packed.out_features,
-        packed.row_nbytes, packed.dtype, packed.transposed, packed.rows.symmetric, _row_format(packed.down))
+        packed.row_nbytes, packed.dtype, packed.transposed, packed.rows.symmetric, row_format(packed.down))
 
 
 def weight_records(

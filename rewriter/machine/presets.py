@@ -107,6 +107,38 @@ def _gpu(
             "peak": sheet, "peak memory": sheet, "interconnect": sheet})
 
 
+def _laptop(name: str, gib: int, cores: int, transfers: int, disk: tuple[float, float]) -> Machine:
+    """A laptop without a GPU that counts: two channels of memory of so many million transfers a second."""
+    peak, flops = transfers * 1e6 * 16, cores * 3.5e9 * 32
+    of_memory, of_disk = f"DDR5-{transfers}, two channels of 8 bytes", "assumed: an NVMe disk at PCIe 4.0 x4"
+    share = "assumed share of the peak: "
+    sources = {
+        "tiers.device.capacity_nbytes": f"assumed: {gib} GB, a quarter of it the system's and others'",
+        "tiers.host.capacity_nbytes": "is the device's", "tiers.disk.capacity_nbytes": "assumed: 1 TB, half of it free",
+        "tiers.device.bandwidth_bytes_per_s": share + "0.7, streaming reads",
+        "tiers.host.bandwidth_bytes_per_s": "is the device's",
+        "memory_bytes_per_s": share + "0.35; a copy reads and writes",
+        "attention_bytes_per_s": share + "0.35, decode attention, as on two cores of a Zen 4",
+        "product_flops": share + "0.5, large float32 products", "attention_flops": share + "0.1, as on a Zen 4",
+        "peak_flops": f"{cores} cores, 3.5 GHz under load (assumed), 32 operations a cycle with AVX2",
+        "peak_memory_bytes_per_s": of_memory, "dispatch_s": "as on two cores of a Zen 4",
+        "copy_issue_s": "as on two cores of a Zen 4", "row_request_s": "as on two cores of a Zen 4"}
+    links = []
+    for near in ("device", "host"):
+        links += [Link("disk", near, disk[0] * 1e9, 1e-4, "direct"), Link(near, "disk", disk[1] * 1e9, 1e-4, "write")]
+    links += [Link("host", "device", 0.35 * peak, 1e-5, "memcpy"), Link("device", "host", 0.35 * peak, 1e-5, "memcpy")]
+    for link in links:
+        beside = of_disk if "disk" in (link.src, link.dst) else "as memory_bytes_per_s"
+        sources |= {f"links.{link.src}.{link.dst}.{number}": beside
+                    for number in ("bandwidth_bytes_per_s", "latency_s")}
+    room = 3 * gib * GIB // 4
+    return Machine(
+        name, "", {}, cores, cores, "cpu",
+        {"device": Tier(room, 0.7 * peak), "host": Tier(room, 0.7 * peak), "disk": Tier(int(500e9), 0.0)},
+        tuple(links), (), 0.35 * peak, 2e-6, 0.35 * peak, product_flops=0.5 * flops, attention_flops=0.1 * flops,
+        peak_flops=flops, peak_memory_bytes_per_s=peak, sources=sources)
+
+
 _LLMGEN = "FlexGen's published fit of this machine (FlexLLMGen, experimental/cost_model.py)"
 _PAPER = "FlexGen, section 6 and Table 1"
 T4 = _sheet(
@@ -138,6 +170,15 @@ PRESETS: dict[str, Machine] = {machine.name: machine for machine in (
     _gpu("rtx4090", "NVIDIA GeForce RTX 4090", device_gb=24, peak_tflops=165.2, peak_gb_per_s=1008, link=_PCIE4,
          host_gib=821, disk=(2000, 5.0, 3.0), interconnect_gb_per_s=0, sheet="NVIDIA Ada white paper",
          host="HybridServe, section 5.1 (882 GB); disk assumed, PCIe 4.0 NVMe"),
+    _gpu("rtx4060-laptop", "NVIDIA GeForce RTX 4060 Laptop GPU", device_gb=8, peak_tflops=46.2, peak_gb_per_s=256,
+         link=(12.5, "PCIe 4.0 x8: 15.8 GB/s raw, 12.5 attained by pinned copies (assumed, 0.8)"), host_gib=12,
+         disk=(500, 5.0, 3.0), interconnect_gb_per_s=0,
+         sheet="NVIDIA Ada, AD107: 3072 CUDA cores at 1.88 GHz; 128 bits of GDDR6 at 16 Gbit/s",
+         host="assumed: a laptop with 16 GB, 12 GiB of it free, and a PCIe 4.0 NVMe disk"),
+    _gpu("rtx5090", "NVIDIA GeForce RTX 5090", device_gb=32, peak_tflops=209.5, peak_gb_per_s=1792, link=_PCIE5,
+         host_gib=60, disk=(2000, 10.0, 6.0), interconnect_gb_per_s=0, sheet="NVIDIA RTX Blackwell white paper",
+         host="assumed: a desktop with 64 GB and a PCIe 5.0 NVMe disk"),
+    _laptop("laptop-16gb", 16, 8, 5600, (5.0, 3.0)), _laptop("laptop-32gb", 32, 8, 5600, (5.0, 3.0)),
     _gpu("a100-80g", "NVIDIA A100-SXM4-80GB", device_gb=80, peak_tflops=312, peak_gb_per_s=2039, link=_PCIE4,
          host_gib=1024, disk=(3800, 6.0, 3.0), interconnect_gb_per_s=300, sheet="NVIDIA A100 data sheet", host=_HOST),
     _gpu("h100", "NVIDIA H100 80GB HBM3", device_gb=80, peak_tflops=989, peak_gb_per_s=3350, link=_PCIE5,

@@ -14,14 +14,14 @@ from torch import fx
 
 from forebay.kernels import operators
 from forebay.kernels.products.experts.operator import arguments_of
-from forebay.rewriter.checkpoints.config import MOST_LAYERS, MOST_LENGTH, oversized
+from forebay.rewriter.checkpoints.config import MOST_LAYERS, MOST_LENGTH, meta_model, oversized
 from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
 from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.program import dtype_itemsize
 from forebay.rewriter.ir.state import kv_states
 from forebay.rewriter.one_thread import one_thread
-from forebay.rewriter.predict.preset_models import PRESET_CONFIGS
+from forebay.rewriter.predict.preset_models import DENSE_CONFIGS, PRESET_CONFIGS
 
 aten = torch.ops.aten
 # How captured graphs multiply by a weight, and show it with its dimensions in another order.
@@ -214,22 +214,24 @@ def _captured_shape(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 @one_thread
-def capture_config(config: Mapping[str, Any], runs: bool = True) -> CapturedModel:
-    """The graphs of the model that a config describes, captured without weights; ModelError where transformers or the
-    capture refuses it (`capture_model`)."""
+def capture_config(config: Mapping[str, Any], runs: bool = True, weights: str = "") -> CapturedModel:
+    """The graphs of a config's model, captured without weights, with those of its matrices in rows of the format
+    `weights`; ModelError where transformers or the capture refuses it."""
     from transformers import CONFIG_MAPPING
 
     from forebay.rewriter.capture.language_model import capture_model
+    from forebay.rewriter.checkpoints.packed_config import pack_config
 
-    kind = str(config.get("model_type"))
-    if kind not in CONFIG_MAPPING:
+    if (kind := str(config.get("model_type"))) not in CONFIG_MAPPING:
         raise ModelError(f"config.model_type: transformers does not know {kind!r}")
     found = oversized(dict(config), MOST_LAYERS, MOST_LENGTH)
     if found is not None:
         raise ModelError(f"config.{found[0]}: {found[1]} is more than any model has")
     try:
         values = {k: v for k, v in config.items() if k != "model_type"}
-        return capture_model(CONFIG_MAPPING[kind](**values), dtype=getattr(torch, _dtype(config)), runs=runs)
+        captured = capture_model(made := CONFIG_MAPPING[kind](**values), dtype=getattr(torch, _dtype(config)),
+                                 runs=runs)
+        return pack_config(captured, meta_model(made), weights) if weights else captured
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # each architecture checks its config in its own way
@@ -395,4 +397,4 @@ def _dtype(config: Mapping[str, Any]) -> str:
     return dtype
 
 
-PRESET_MODELS = {name: shape_from_config(config, name) for name, config in PRESET_CONFIGS.items()}
+PRESET_MODELS = {name: shape_from_config(config, name) for name, config in DENSE_CONFIGS.items()}

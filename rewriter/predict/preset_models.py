@@ -1,4 +1,5 @@
-"""Configs of released models, as their config.json has them: numbers of OPT from Zhang et al. 2022, Table 1."""
+"""Configs of released models, as their config.json has them: numbers of OPT from Zhang et al. 2022, Table 1. What a
+mixture of experts leaves out is transformers' default, which is the released model."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def _gated(kind: str, layers: int, hidden: int, intermediate: int, heads: int, k
 
 
 # OPT-350m is absent: its projected embeddings and post-norm layers are unlike its siblings'.
-PRESET_CONFIGS: dict[str, Config] = {
+DENSE_CONFIGS: dict[str, Config] = {
     "opt-125m": _opt(12, 768, 12), "opt-1.3b": _opt(24, 2048, 32), "opt-2.7b": _opt(32, 2560, 32),
     "opt-6.7b": _opt(32, 4096, 32), "opt-13b": _opt(40, 5120, 40), "opt-30b": _opt(48, 7168, 56),
     "opt-66b": _opt(64, 9216, 72), "opt-175b": _opt(96, 12288, 96),
@@ -39,3 +40,19 @@ PRESET_CONFIGS: dict[str, Config] = {
     "qwen3-8b": _gated("qwen3", 36, 4096, 12288, 32, 8, 151936, 40960, head_dim=128),
     "qwen3-32b": _gated("qwen3", 64, 5120, 25600, 64, 8, 151936, 40960, head_dim=128),
 }
+EXPERT_CONFIGS: dict[str, Config] = {
+    "mixtral-8x7b": {"model_type": "mixtral", "dtype": "bfloat16"},
+    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32, "dtype": "bfloat16"},
+    "gpt-oss-120b": {"model_type": "gpt_oss", "dtype": "bfloat16"},
+    "qwen3-30b-a3b": _gated("qwen3_moe", 48, 2048, 6144, 32, 4, 151936, 40960, head_dim=128, num_experts=128,
+                            num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, dtype="bfloat16"),
+    "qwen3-235b-a22b": _gated("qwen3_moe", 94, 4096, 12288, 64, 4, 151936, 40960, head_dim=128, num_experts=128,
+                              num_experts_per_tok=8, moe_intermediate_size=1536, norm_topk_prob=True,
+                              dtype="bfloat16"),
+    "qwen3-next-80b-a3b": {"model_type": "qwen3_next", "dtype": "bfloat16"},
+    "glm-4.5-air": {"model_type": "glm4_moe", "dtype": "bfloat16"},
+    "llama-4-scout": {"model_type": "llama4_text", "dtype": "bfloat16"},
+    "minimax-m2": {"model_type": "minimax_m2", "dtype": "bfloat16"},
+    "deepseek-v3": {"model_type": "deepseek_v3", "dtype": "bfloat16"},
+}
+PRESET_CONFIGS = DENSE_CONFIGS | EXPERT_CONFIGS

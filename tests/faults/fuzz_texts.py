@@ -86,7 +86,7 @@ def chat_template(folder: Path) -> Format:
         job = {"template": path.read_bytes().decode("latin-1"), "tokens": {"bos_token": "<s>"}, "time_s": 0,
                "nbytes": 0, "most": MOST_CHARACTERS}
         told = io.StringIO()
-        asked = io.StringIO(f"{json.dumps(job)}\n{json.dumps(CHAT)}\n")
+        asked = io.StringIO(f"{json.dumps(job)}\n{json.dumps([CHAT, {}])}\n")
         with (mock.patch.object(sys, "stdin", asked), mock.patch.object(render_chats.resource, "setrlimit"),
               mock.patch.object(render_chats.signal, "setitimer"), contextlib.redirect_stdout(told)):
             render_chats.main()

@@ -44,6 +44,11 @@ def plan(
         help="A config.json or a preset model such as opt-30b, instead of MODEL. Needs no weights; "
              "--budget takes sizes of all tiers.",
         rich_help_panel="Model and machine")] = None,
+    weights: Annotated[str, typer.Option(
+        metavar="FORMAT",
+        help="With --config: weights in rows of w4g64, w8g32 and so on, as forebay quantize writes them. Default: the "
+             "config's own dtype.", show_default=False,
+        rich_help_panel="Model and machine")] = "",
     budget: BudgetOption = None,
     rank: Annotated[int | None, typer.Option(min=0,
         help="Rank whose plan is shown, with --mesh. Default: 0. --save writes all ranks' plans into a "
@@ -109,12 +114,14 @@ def plan(
             _refuse({f"--{name}": name in asked for name in ("calibration", "draft", "dequantize", "mesh")},
                     "is for the weights of a MODEL")
             request = _request(config, options, budget, objective=objective, latency_s=latency,
-                               tokens_per_s=tokens_per_s)
+                               tokens_per_s=tokens_per_s, weights=weights)
             if explore:
-                _refuse({f"--{name.replace('_', '-')}": name not in EXPLORED for name in asked} | {"--save": save},
+                _refuse({f"--{name.replace('_', '-')}": name not in EXPLORED for name in asked}
+                        | {"--save": save, "--weights": weights},
                         "is for plans that run; --explore finds none")
                 _explore(request, as_json, quantize=quantize, checkpoints=recompute, diagonal=diagonal, pareto=pareto)
                 return
+        _refuse({"--weights": weights and config is None}, "needs --config; forebay quantize packs a MODEL")
         _refuse({"--quantize": quantize, "--no-recompute": not recompute, "--diagonal": diagonal},
                 "needs --config and --explore")
         if config is not None:

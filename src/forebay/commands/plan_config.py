@@ -45,7 +45,8 @@ class PlanRequest:
     """What is asked of a model and a machine, however it is searched.
 
     objective "throughput" (within `latency_s` for all sequences, if given), "latency" (of `batch` sequences) or
-    "budget" (the least device memory that reaches `tokens_per_s`). `batch` 0 leaves the sequences to the search.
+    "budget" (the least device memory that reaches `tokens_per_s`). `batch` 0 leaves the sequences to the search, and
+    `weights` "" the weights in the config's own dtype.
     `capacity` overrides the machine's bytes per tier; times are of `typical` prompts and answers where they are given.
     """
 
@@ -59,6 +60,7 @@ class PlanRequest:
     tokens_per_s: float | None = None
     capacity: tuple[tuple[str, int], ...] = ()
     typical: tuple[int, int] | None = None
+    weights: str = ""  # a format such as w4g64
 
     @property
     def known_machine(self) -> Machine:
@@ -110,13 +112,14 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
     """
     objective, options = request.wanted(), options or Options()
     (name, values), machine = load_config(request.config), request.known_machine
-    captured = capture_config(values)
+    captured = capture_config(values, weights=request.weights)
     limit = captured.max_positions
     if limit and request.prompt + request.output > limit:
         raise PlanError(f"prompt: {request.prompt} and {request.output} new tokens exceed the model's {limit} "
                         "positions")
     switches, (budget, spill_nbytes) = read_switches(), _budget(machine, dict(request.capacity), captured)
-    fingerprint = f"config:{name}:{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
+    described = json.dumps([values, request.weights], sort_keys=True).encode()
+    fingerprint = f"config:{name}:{hashlib.sha256(described).hexdigest()[:16]}"
 
     whole = PlanTask(ModelGraphs.of(captured, _one_file(captured), fingerprint, machine, switches, options), budget,
                      Workload(1, request.prompt, request.output, *(request.typical or ())), options, machine, switches)
@@ -226,7 +229,6 @@ def _one_file(captured: CapturedModel) -> dict[str, FileSlice]:
     """Where weights would lie in a checkpoint of one file, each at a page."""
     files, at = {}, 0
     for name, spec in captured.weights.items():
-        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
-        files[name] = FileSlice("weights", at, nbytes)
-        at += whole_pages(nbytes)
+        files[name] = FileSlice("weights", at, spec.nbytes)
+        at += whole_pages(spec.nbytes)
     return files
