@@ -95,17 +95,10 @@ def _tensors(shape: RandomShape, architecture: str) -> list[tuple[str, int, int]
     return [*found, ("output_norm.weight", shape.hidden, 0), ("output.weight", shape.vocab, shape.hidden)]
 
 
-def as_f16(source: Path, out: Path) -> None:
-    """A GGUF file with its matrices expanded to fp16."""
-    import gguf
-
-    rewrite_gguf(source, out, lambda values: (values.astype(np.float16), "F16"), int(gguf.LlamaFileType.MOSTLY_F16))
-
-
-def rewrite_gguf(source: Path | str, out: Path, written: Callable[[np.ndarray], tuple[np.ndarray, str]],
-                 file_type: int | None = None) -> None:
-    """A file of all that `source`, a Llama's, holds, its matrices as `written` says of their values: content and type;
-    with another `general.file_type` if one is named."""
+def rewrite_gguf(source: Path | str, out: Path, written: Callable[[np.ndarray], tuple[np.ndarray, str]]
+                 ) -> None:
+    """A file of all that `source`, a Llama's, holds, its matrices as `written` says of their values: content and type.
+    """
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -113,8 +106,7 @@ def rewrite_gguf(source: Path | str, out: Path, written: Callable[[np.ndarray], 
     for name, field in reader.fields.items():
         if not name.startswith(("GGUF.", "general.architecture")):
             sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            given = file_type if file_type is not None and name == "general.file_type" else field.contents()
-            writer.add_key_value(name, given, field.types[0], sub)
+            writer.add_key_value(name, field.contents(), field.types[0], sub)
     for tensor in reader.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         content, kind = (values, "F32") if values.ndim == 1 else written(values)

@@ -87,11 +87,6 @@ class LayerShape:
         """Elements of K and V that one token leaves in the cache of one layer."""
         return 2 * self.kv_heads * self.head_dim
 
-    @property
-    def recompute_flops(self) -> int:
-        """Operations to make one token's K and V from its checkpointed layer input."""
-        return 2 * self.hidden * self.kv_elements
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -103,7 +98,6 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     outside: tuple[TensorShape, ...]
     head_elements: int
-    head_flops: int
 
     @property
     def itemsize(self) -> int:
@@ -165,7 +159,7 @@ def decoder_shape(
     outside = [TensorShape("embed_tokens", vocab * hidden), TensorShape("norm", norm)]
     outside += [TensorShape("embed_positions", positions * hidden)] if positions else []
     outside += [] if tied else [TensorShape("lm_head", vocab * hidden)]
-    return ModelShape(name, dtype, tuple(kinds), tuple(outside), vocab * hidden, 2 * vocab * hidden)
+    return ModelShape(name, dtype, tuple(kinds), tuple(outside), vocab * hidden)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
@@ -278,13 +272,9 @@ def shape_from_graphs(captured: CapturedModel, name: str = "") -> ModelShape:
             by_window[key] = by_window.get(key, 0) + 1
         kinds += [_layer_of_graph(graph, count, *key) for key, count in by_window.items()]
     outside = tuple(TensorShape(n, math.prod(spec.shape)) for n, spec in captured.weights.items() if n not in inside)
-    head_elements = head_flops = 0
-    for node in captured.step.graph.nodes:
-        weight, flops = _product(node)
-        if weight is not None:
-            head_elements, head_flops = head_elements + _elements(weight), head_flops + flops
-    return ModelShape(name or captured.model_type, str(captured.dtype)[6:], tuple(kinds), outside, head_elements,
-                      head_flops)
+    head_elements = sum(_elements(weight) for weight, _ in map(_product, captured.step.graph.nodes)
+                        if weight is not None)
+    return ModelShape(name or captured.model_type, str(captured.dtype)[6:], tuple(kinds), outside, head_elements)
 
 
 def _layer_of_graph(graph: fx.GraphModule, count: int, kv_heads: int, head_dim: int, window: int) -> LayerShape:

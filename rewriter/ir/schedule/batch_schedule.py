@@ -66,11 +66,6 @@ class BatchSchedule:
         """Blocks of a sequence in a staged cache: those of `context` tokens, the last of which is never full."""
         return context // self.cache.block_tokens + 1
 
-    def cache_rows(self, context: int) -> int:
-        """Blocks of a sequence in a staging slot: those of K and V, those of checkpoints, and one for what is nobody's.
-        """
-        return self.cache_blocks(context) + self.checkpoint_blocks(context)
-
     def checkpoint_blocks(self, context: int) -> int:
         """Blocks of checkpoints of a sequence in a staging slot, the last of which is nobody's; 0 without any."""
         return self.kept_checkpoints(context) + 1 if self.recomputation.checkpoints else 0

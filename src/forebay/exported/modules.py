@@ -40,9 +40,6 @@ class TracedModule:
     inputs: tuple[Any, ...]
     shapes: Any  # for `BoundCall`
 
-    def inputs_of_graph(self) -> list[fx.Node]:
-        return [node for node in self.gm.graph.find_nodes(op="placeholder") if META not in node.meta]
-
     def program(self) -> ExportedProgram:
         with ONE_THREAD, compile_lock, _tracing():
             return torch.export.export(BoundCall(self), self.inputs, dynamic_shapes=self.shapes, strict=False)

@@ -109,7 +109,7 @@ def test_experts_are_refused_by_the_planner() -> None:
                        32, 4, 4, 8, 0, 64)
     assert BlockWidths.of(layer).active == 2 / 16
     with pytest.raises(ModelError, match="experts"):
-        PartitionProblem(ModelShape("m", "bfloat16", (layer,), (), 32, 1), mesh_of(TPU, (2,)), TIMES, 1e9, 1, 8, 8)
+        PartitionProblem(ModelShape("m", "bfloat16", (layer,), (), 32), mesh_of(TPU, (2,)), TIMES, 1e9, 1, 8, 8)
 
 
 def test_a_feedforward_is_its_products_however_they_are_written() -> None:
