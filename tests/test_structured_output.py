@@ -35,7 +35,7 @@ def answer(constraint: GrammarConstraint, seed: int, drafted: list[int] | None =
     logits[:, [EOS, *byte_tokenizer().convert_tokens_to_ids(['"', "}", "]"])]] += 4.0
     new: dict[int, list[int]] = {0: []}
     request = Request(torch.tensor([0]), MOST, lambda: torch.Generator().manual_seed(seed), Sampling(True, 1.0, 0, 1.0),
-                      constraint)
+                      lambda: constraint)
     sampler, draw = TokenSampler(Sampling(), {0: request}, new, None), random.Random(seed)
     while len(new[0]) < MOST and EOS not in new[0]:
         at, draft = len(new[0]), []

@@ -9,6 +9,7 @@ import torch
 
 from forebay.rewriter.ir.plan import Plan
 from forebay.runtime.run.drafts import Drafter, PromptLookup
+from forebay.runtime.run.logits_processing import Constraint
 from forebay.runtime.run.prefill import prefill
 from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import OneCall, Request
@@ -45,16 +46,18 @@ def speculates(plan: Plan, sampling: Sampling, count: int, generator: Generators
 def generate_as_planned(
     session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop, generator: Generators = None,
     on_token: OnColumn | None = None, tally: WorkDone | None = None, drafter: Drafter | None = None,
+    constrain: Callable[[], Constraint] | None = None,
 ) -> torch.Tensor:
     """`generate_tokens`, whose drafts, where the plan's steps check any, are those of `drafter` or looked up."""
     drafts = speculates(session.plan, sampling, len(prompts), generator)
     return generate_tokens(session, prompts, sampling, stop, generator, on_token,
-                           (drafter or PromptLookup()) if drafts else None, tally)
+                           (drafter or PromptLookup()) if drafts else None, tally, constrain)
 
 
 def generate_tokens(
     session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop, generator: Generators = None,
     on_token: OnColumn | None = None, drafter: Drafter | None = None, tally: WorkDone | None = None,
+    constrain: Callable[[], Constraint] | None = None,
 ) -> torch.Tensor:
     """New tokens [len(prompts), N] int64 for prompts of unequal length (each int64 [P], P >= 1), N <= max_new_tokens.
 
@@ -68,6 +71,7 @@ def generate_tokens(
         drafter: Its drafts are checked by the plan's speculative steps: the tokens are the same where they are not
             drawn, else the same distribution.
         tally: What was done is added to it.
+        constrain: Makes what constrains each answer.
 
     Raises:
         RuntimeFault: The cache has no room for the sequences; nothing has run.
@@ -88,7 +92,7 @@ def generate_tokens(
     answers = _Answers(len(prompts), stop.pad, on_token)
     scheduler = Scheduler(session, sampling, stop.eos, answers.end, answers.add, drafter=drafter, call=call,
                           work=tally)
-    scheduler.enqueue({number: Request(ids, stop.max_new_tokens, maker)
+    scheduler.enqueue({number: Request(ids, stop.max_new_tokens, maker, constraint=constrain)
                        for number, (ids, maker) in enumerate(zip(prompts, makers, strict=True))})
     while scheduler.busy:
         scheduler.step()

@@ -20,7 +20,7 @@ class Request:
         new_tokens: How many tokens follow at most.
         generator: Makes the generator of its draws when it is first needed, so that they depend on nothing else.
         sampling: Its own sampling, in place of that of all requests.
-        constraint: What its tokens may be.
+        constraint: Makes what constrains its tokens, when it is first needed.
         top_logprobs: Most likely tokens whose log probabilities `on_logprobs` is told, with that of the token.
         on_logprobs: Is told of each token just before the token itself is.
     """
@@ -29,7 +29,7 @@ class Request:
     new_tokens: int
     generator: Callable[[], torch.Generator] | None = None  # made late: one is 5 KB, and a job has thousands
     sampling: Sampling | None = None
-    constraint: Constraint | None = None
+    constraint: Callable[[], Constraint] | None = None
     top_logprobs: int = 0
     on_logprobs: Callable[[TokenLogprobs], None] | None = None
 

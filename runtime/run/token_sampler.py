@@ -8,7 +8,7 @@ import torch
 
 from forebay.runtime.run.acceptance import Draws, accepted
 from forebay.runtime.run.drafts import Drafted
-from forebay.runtime.run.logits_processing import TokenLogprobs, logprobs_of, processed
+from forebay.runtime.run.logits_processing import Constraint, TokenLogprobs, logprobs_of, processed
 from forebay.runtime.run.request import OneCall, Request
 from forebay.runtime.run.sampling import Sampling, choose, most_likely
 
@@ -19,6 +19,7 @@ class TokenSampler:
     Attributes:
         columns: Whether each step draws one column of tokens for all rows of `call`.
         generators: Of requests whose tokens are drawn, from when they first are.
+        constraints: Of requests that have any, from when they are first needed.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class TokenSampler:
         self.sampling, self.requests, self.new, self.call = sampling, requests, new, call
         self.columns = call is not None and call.shared_draws and sampling.do_sample
         self.generators: dict[int, torch.Generator] = {}
+        self.constraints: dict[int, Constraint] = {}
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of tokens that are yet to be taken
 
     def chosen(self, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]) -> list[int]:
@@ -67,13 +69,14 @@ class TokenSampler:
         request = self.requests[number]
         if request.on_logprobs is not None:
             request.on_logprobs(self._logprobs[number].pop(0))
-        if request.constraint is not None:
-            request.constraint.advance(token)
+        if (constraint := self._constraint(number)) is not None:
+            constraint.advance(token)
 
     def forget(self, number: int) -> None:
         """A request has ended."""
         self.generators.pop(number, None)
         self._logprobs.pop(number, None)
+        self.constraints.pop(number, None)
 
     def _sampling(self, number: int) -> Sampling:
         return self.requests[number].sampling or self.sampling
@@ -86,8 +89,15 @@ class TokenSampler:
 
     def _processed(self, number: int, logits: torch.Tensor, drafted: Sequence[int] = ()) -> torch.Tensor:
         request = self.requests[number]
-        return processed(logits, self._sampling(number), request.ids.tolist(), self.new[number], request.constraint,
-                         drafted)
+        return processed(logits, self._sampling(number), request.ids.tolist(), self.new[number],
+                         self._constraint(number), drafted)
+
+    def _constraint(self, number: int) -> Constraint | None:
+        """What constrains a request's tokens, from when it is first asked for."""
+        make = self.requests[number].constraint
+        if make is not None and number not in self.constraints:
+            self.constraints[number] = make()
+        return self.constraints.get(number)
 
     def _note_logprobs(self, number: int, logits: torch.Tensor, tokens: Sequence[int]) -> None:
         request = self.requests[number]

@@ -13,15 +13,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from forebay.call_turns import ModelCall
 from forebay.drafting import drafting
+from forebay.huggingface.constrained import constraining, take_grammar
 from forebay.huggingface.drawing import DrawEach, drawing_from
-from forebay.huggingface.inputs import (
-    Prompts,
-    check_positions,
-    merge_mapping,
-    read_embeds,
-    read_prompts,
-    take_prompts,
-)
+from forebay.huggingface.inputs import Prompts, check_positions, merge_mapping, read_embeds, read_prompts, take_prompts
 from forebay.huggingface.listener import Listener
 from forebay.huggingface.nn_module_compat import NnModuleCompat
 from forebay.huggingface.refusals import NoPositionsError, refuse_generation
@@ -88,7 +82,8 @@ class StreamedCausalLM(GenerationMixin):
         options: dict[str, Any],
     ) -> Any:
         """What transformers' `generate` returns for these arguments."""
-        inputs = merge_mapping(inputs, options)
+        inputs, grammar = merge_mapping(inputs, options), take_grammar(options)
+        tokenizer = None if grammar is None else options.pop("tokenizer", None)
         held = take_cache(options)
         images = take_image_inputs(options)
         prompts = self._take_prompts(inputs, generation_config, options, held)
@@ -106,7 +101,9 @@ class StreamedCausalLM(GenerationMixin):
             prompts = prompts.without(config.pad_token_id)
         new_tokens = self._new_tokens(config, prompts, options)
         helper = self._drafter_of(rest)
-        if (rest and helper is None) or prompts.embeds is not None or not self._plain(config):
+        plain = (helper is not None or not rest) and prompts.embeds is None and self._plain(config)
+        constrain = None if grammar is None else constraining(self.lm, grammar, tokenizer, ends, plain)
+        if not plain:
             return self._answer_through_mixin(prompts, config, new_tokens, generation_config, generator, on_token,
                                               options)
         pad = config.pad_token_id if config.pad_token_id is not None else ends[0] if ends else 0
@@ -117,7 +114,8 @@ class StreamedCausalLM(GenerationMixin):
         with self.lm.running(len(rows), prompts.longest, new_tokens, continuous=True, call=self.call) as session:
             self.lm.tally = WorkDone()
             with drafting(helper or self.lm.helper, session, rows, new_tokens, sampling, generator) as drafter:
-                new = generate_as_planned(session, rows, sampling, stop, generator, on_token, self.lm.tally, drafter)
+                new = generate_as_planned(session, rows, sampling, stop, generator, on_token, self.lm.tally, drafter,
+                                          constrain)
         return torch.cat((prompts.ids, new), 1)
 
     def _take_prompts(

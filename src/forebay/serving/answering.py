@@ -36,7 +36,7 @@ class Answering:
 
     def __init__(
         self, batcher: Batcher, inquiry: Inquiry, prompts: Sequence[PromptTokens], decode: Callable[[list[int]], str],
-        parsers: Sequence[AnswerParser], constraints: Sequence[Constraint | None],
+        parsers: Sequence[AnswerParser], constraints: Sequence[Callable[[], Constraint] | None],
     ) -> None:
         self.batcher, self.inquiry, self.prompts = batcher, inquiry, prompts
         self.heard: asyncio.Queue[tuple[int, Heard]] = asyncio.Queue()

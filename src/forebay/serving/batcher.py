@@ -59,7 +59,7 @@ class Pending:
     seed: int
     answer: AnswerText
     hear: Callable[[Heard], None]  # called from the batcher's thread; must not wait
-    constraint: Constraint | None = None
+    constraint: Callable[[], Constraint] | None = None
     top_logprobs: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that were not told yet
     arrived_s: float = field(default_factory=time.monotonic)

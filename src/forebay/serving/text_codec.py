@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from forebay.commands.chat_template import ChatTemplate
@@ -24,7 +25,7 @@ class AnswerParts:
 
     decode: Callable[[list[int]], str]
     parsers: list[AnswerParser]
-    constraints: list[Constraint | None]
+    constraints: list[Callable[[], Constraint] | None]
 
 
 class TextCodec:
@@ -88,11 +89,19 @@ class TextCodec:
         return AnswerParts(self._decode_marks if self.format.special else self.decode,
                            [format.parser(REASONING if reasons else CONTENT) for _ in range(count)], constraints)
 
-    def _constraints(self, inquiry: Inquiry, count: int, after: str | None) -> list[Constraint | None]:
-        if inquiry.grammar is None:
+    def _constraints(
+        self, inquiry: Inquiry, count: int, after: str | None
+    ) -> list[Callable[[], Constraint] | None]:
+        """What gives the constraint of each answer, all made here: that may take a while."""
+        grammar, structured = inquiry.grammar, self.structured
+        if grammar is None:
             return [None] * count
         try:
-            return [self.structured.constraint(inquiry.grammar, after) for _ in range(count)]
+            return [partial(_same, structured.constraint(grammar, after)) for _ in range(count)]
         except StructuredOutputError as error:
             field = "tools" if inquiry.called else "response_format"
             raise Refusal(400, f"{field}: {error}", field) from error
+
+
+def _same(constraint: Constraint) -> Constraint:
+    return constraint

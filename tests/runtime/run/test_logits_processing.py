@@ -85,7 +85,7 @@ def test_drafts_change_no_token(sampling: Sampling, seed: int) -> None:
         told: list[TokenLogprobs] = []
         new: dict[int, list[int]] = {0: []}
         request = Request(torch.tensor(prompt), 12, lambda: torch.Generator().manual_seed(seed), sampling,
-                          OddAfterEven(), 2, told.append)
+                          OddAfterEven, 2, told.append)
         sampler = TokenSampler(Sampling(), {0: request}, new, None)
         while len(new[0]) < 12:
             draft: list[int] = []

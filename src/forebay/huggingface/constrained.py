@@ -1,0 +1,42 @@
+"""Answers of `generate` that hold to `json_schema`, `regex` or `grammar`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from typing import Any
+
+from forebay.runtime.run.logits_processing import Constraint
+from forebay.step_model import StepModel
+from forebay.structured_output import OutputGrammar, StructuredOutput
+
+NAMES = ("json_schema", "regex", "grammar")
+LOOP = "greedy decoding and sampling by temperature, top_k and top_p"
+
+
+def take_grammar(options: dict[str, Any]) -> OutputGrammar | None:
+    """Take what answers must be out of a call's options; a schema is an object of JSON, its text, or a class of
+    pydantic. ValueError for several."""
+    given = {name: value for name in NAMES if (value := options.pop(name, None)) is not None}
+    if len(given) > 1:
+        raise ValueError(f"generate: {' and '.join(given)} cannot go together; leave one out")
+    for name, value in given.items():
+        if name != "json_schema":
+            return OutputGrammar("regex" if name == "regex" else "grammar", value)
+        value = value.model_json_schema() if hasattr(value, "model_json_schema") else value
+        return OutputGrammar.of_schema(json.loads(value) if isinstance(value, str) else value)
+    return None
+
+
+def constraining(
+    lm: StepModel, grammar: OutputGrammar, tokenizer: Any, eos: Collection[int], plain: bool
+) -> Callable[[], Constraint]:
+    """What makes the constraint of each answer; the tokenizer is that of the model's folder where none is given.
+    ValueError unless the call is `plain`."""
+    from forebay.commands.prompts import load_tokenizer
+
+    if not plain:
+        raise ValueError(f"generate: json_schema, regex and grammar go with {LOOP}; leave the others out")
+    structured = StructuredOutput(tokenizer or load_tokenizer(lm.checkpoint.folder), lm.captured.vocab_size, eos)
+    structured.constraint(grammar)  # refused before anything runs
+    return lambda: structured.constraint(grammar)
