@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
+MOST_ERROR_CHARACTERS = 400
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -59,34 +61,20 @@ class StructuredOutput:
             grammar: Of the answer.
             after: A mark, such as that of reasoning's end, until which the answer is free.
         """
-        try:
-            from llguidance import LLMatcher
-            from llguidance.gbnf_to_lark import GbnfToLarkError
-        except ModuleNotFoundError as error:
-            raise StructuredOutputError('structured output needs llguidance: pip install "forebay[structured]"'
-                                        ) from error
-        try:
-            matcher = LLMatcher(self._tokens, self._compiled(grammar, after), log_level=0)
-        except (ValueError, TypeError, GbnfToLarkError) as error:
-            raise StructuredOutputError(" ".join(f"{error}".split())) from error
-        if matcher.is_error():
-            raise StructuredOutputError(" ".join(matcher.get_error().split())[:400])
+        llguidance = _llguidance()
+        with _in_one_line():
+            matcher = llguidance.LLMatcher(self._tokens, self._compiled(grammar, after), log_level=0)
+            if matcher.is_error():
+                raise StructuredOutputError(matcher.get_error())
         return GrammarConstraint(matcher, self.vocab_size, self.eos)
 
     def _compiled(self, grammar: OutputGrammar, after: str | None) -> str:
-        from llguidance import LLMatcher
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        if after is not None and grammar.kind != "grammar":
-            marks = self.tokenizer.get_added_vocab()
-            free = f"free: /(.|\\n)*/ {after}" if after in marks else f'free[suffix="{after}"]: /(.|\\n)*/'
-            said = f"%json {grammar.text}" if grammar.kind == "json_schema" else f"/{_unslashed(grammar.text)}/"
-            return LLMatcher.grammar_from_lark(f"start: free /\\s*/ answer\n{free}\nanswer: {said}\n")
-        if grammar.kind == "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text)
-        if grammar.kind == "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
-        return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+        if after is None or grammar.kind == "grammar":
+            return _compiled(grammar)
+        marks = self.tokenizer.get_added_vocab()
+        free = f"free: /(.|\\n)*/ {after}" if after in marks else f'free[suffix="{after}"]: /(.|\\n)*/'
+        said = f"%json {grammar.text}" if grammar.kind == "json_schema" else f"/{_unslashed(grammar.text)}/"
+        return str(_llguidance().LLMatcher.grammar_from_lark(f"start: free /\\s*/ answer\n{free}\nanswer: {said}\n"))
 
     @cached_property
     def _tokens(self) -> Any:
@@ -121,7 +109,49 @@ class GrammarConstraint:
 
     def _mask(self) -> torch.Tensor:
         bits = np.unpackbits(np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little")
-        return torch.from_numpy(bits[: self.vocab_size]).bool()
+        allowed = torch.from_numpy(bits[: self.vocab_size]).bool()
+        if not allowed.any():  # the tokenizer has no token to go on with
+            allowed[sorted(self.eos)] = True
+        return allowed
+
+
+def check_grammar(grammar: OutputGrammar) -> None:
+    """Raise StructuredOutputError for a grammar that no model can be held to."""
+    with _in_one_line():
+        if error := _llguidance().LLMatcher.validate_grammar(_compiled(grammar)):
+            raise StructuredOutputError(error)
+
+
+def _compiled(grammar: OutputGrammar) -> str:
+    """A grammar as llguidance reads it."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    make = _llguidance().LLMatcher
+    if grammar.kind == "json_schema":
+        return str(make.grammar_from_json_schema(grammar.text))
+    if grammar.kind == "regex":
+        return str(make.grammar_from_regex(grammar.text))
+    return str(make.grammar_from_lark(any_to_lark(grammar.text)))
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise StructuredOutputError('structured output needs llguidance: pip install "forebay[structured]"') from error
+    return llguidance
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Raise StructuredOutputError in one line for what llguidance says of a grammar, which is an Exception of any kind.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise StructuredOutputError(" ".join(f"{error}".split())[:MOST_ERROR_CHARACTERS]) from error
 
 
 def _unslashed(pattern: str) -> str:

@@ -10,13 +10,14 @@ import os
 import stat
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from forebay.commands.batch_answers import BatchAnswer
 from forebay.commands.prompts import QUESTION, JobError, Prompt, PromptLine
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, tokenizer_checksum
@@ -28,6 +29,8 @@ from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import OnEnd, OnStep
+from forebay.serving.text_codec import TextCodec
+from forebay.structured_output import OutputGrammar
 
 SETTINGS_SUFFIX = ".settings"  # answers.jsonl.settings says what the answers were made with
 FLUSH_S = 1.0  # answers may be lost with power for so long, and until the step under way ends
@@ -46,6 +49,8 @@ class Ask:
     eos: tuple[int, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
+    model: str = ""  # its name in answers of OpenAI's form
+    grammar: OutputGrammar | None = None  # of answers to lines that are not of OpenAI's form
 
 
 # What to say of a setting that differs, where its value says nothing.
@@ -55,6 +60,7 @@ DIFFERENT = {
     "tokenizer": "with another tokenizer",
     "chat_template": "with another chat template",
     "calibration": "with another calibration",
+    "grammar": "with another schema",
 }
 
 
@@ -66,15 +72,28 @@ def job_settings(
     template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
     # A quantized model's fingerprint covers every byte, which is why its files may be copied.
     files = {} if is_quantized(checkpoint.folder) else {"files": states_checksum(checkpoint.states)}
-    ranges = options.score_ranges
+    ranges, grammar = options.score_ranges, ask.grammar
+    structured = {} if grammar is None else {"grammar": hashlib.sha256(repr(grammar).encode()).hexdigest()}
     calibrated = {"calibration": hashlib.sha256(repr(ranges).encode()).hexdigest()} if ranges else {}
     rounded = {name: getattr(options, name) for name, record in OPTIONS.items() if record.answers}
     return {
-        "model": checkpoint.fingerprint, **files, **calibrated, **rounded,
+        "model": checkpoint.fingerprint, **files, **calibrated, **rounded, **structured,
         "tokenizer": tokenizer_checksum(checkpoint.folder),
         "chat_template": hashlib.sha256(template.encode()).hexdigest(), "chat": chat, "eos": list(ask.eos),
         "new_tokens": ask.max_new_tokens,
-        "sampling": vars(ask.sampling) | {"seed": ask.seed} if ask.sampling.do_sample else "greedy"}
+        "sampling": asdict(ask.sampling, dict_factory=_as_json) | {"seed": ask.seed} if ask.sampling.do_sample
+        else "greedy"}
+
+
+def _as_json(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return json.loads(json.dumps(dict(pairs)))  # type: ignore[no-any-return]
+
+
+def _asked(answer: Mapping[str, Any]) -> tuple[str | int, dict[str, Any]]:
+    """The id that an answer is to, and its question; KeyError or TypeError for what is no answer."""
+    if "text" in answer:
+        return answer["id"], {k: answer[k] for k in QUESTION if k in answer}
+    return answer["custom_id"], {"request_id": answer["response"]["request_id"]}
 
 
 class AnswerFile:
@@ -149,8 +168,7 @@ class AnswerFile:
                 at, number = at + len(raw), number + 1
                 try:
                     entry = json.loads(raw)
-                    name, question = entry["id"], {k: entry[k] for k in QUESTION if k in entry}
-                    entry["text"]
+                    name, question = _asked(entry)
                     if isinstance(name, bool) or not isinstance(name, str | int):
                         raise TypeError(f"id {name!r}")
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -235,7 +253,8 @@ class AnswerFile:
                 if self.resumable:
                     os.ftruncate(self._fd, before)
                 raise
-        self.answered[answer["id"]] = {k: answer[k] for k in QUESTION if k in answer}
+        name, question = _asked(answer)
+        self.answered[name] = question
 
     def put_in_order(self, ids: Iterable[str | int]) -> None:
         """Rewrite the file with its answers in the order of `ids`, those of others behind them; whole or not at all."""
@@ -246,7 +265,7 @@ class AnswerFile:
         with open(self._fd, "rb", closefd=False) as file, naming(self.path):
             file.seek(0)
             for line in file:
-                found.append((order.get(json.loads(line)["id"], len(order)), at))
+                found.append((order.get(_asked(json.loads(line))[0], len(order)), at))
                 at += len(line)
             if found == sorted(found):
                 return
@@ -299,22 +318,39 @@ def run_job(
     ask: Ask,
     decode: Callable[[list[int]], str],
     *,
+    codec: TextCodec | None = None,
     stop: Callable[[], bool] = lambda: False,
     progress: OnStep = lambda work: None,
 ) -> WorkDone:
     """Answer the prompts that are not answered yet, each answer written the moment its sequence ends.
 
     `progress` is called after every step. When `stop` turns true the step under way is completed and Interrupted
-    raised. No answer is written unless the model's files are still those that it was opened with.
+    raised. No answer is written unless the model's files are still those that it was opened with. Lines of OpenAI's
+    batch form and grammars need a `codec`.
     """
     left = pending(prompts, output.answered)
     if not left:
         return WorkDone()
     flushed_s = time.monotonic()
+    asked: list[Request] = []
+    ends: list[Callable[[list[int]], None]] = []  # what is done with the tokens of each
+    for prompt in left:
+        new_tokens = prompt.request.max_new_tokens or ask.max_new_tokens
+        if prompt.request.batch is not None and codec is not None:
+            answer = BatchAnswer(str(prompt.request.id), prompt.request.batch, prompt.ids, new_tokens, ask.sampling,
+                                 codec, frozenset(ask.eos))
+            asked += answer.requests(partial(_draws, ask.seed, prompt.request.id))
+            ends += [partial(_end_batch, output, ask.model, answer, number) for number in range(
+                answer.inquiry.choices)]
+            continue
+        constrain = None if ask.grammar is None or codec is None else partial(codec.structured.constraint, ask.grammar)
+        asked.append(Request(torch.tensor(prompt.ids), new_tokens, partial(_draws, ask.seed, prompt.request.id),
+                             constraint=constrain))
+        ends.append(partial(_write_answer, prompt, output, ask, decode))
 
     def on_end(number: int, ids: list[int]) -> None:
         model.check_files()
-        _write_answer(left[number], ids, output, ask, decode)
+        ends[number](ids)
 
     def on_step(work: WorkDone) -> None:
         nonlocal flushed_s
@@ -325,11 +361,15 @@ def run_job(
         if stop():
             raise Interrupted
 
-    asked = [Request(torch.tensor(p.ids), p.request.max_new_tokens or ask.max_new_tokens,
-                   partial(_draws, ask.seed, p.request.id)) for p in left]
     work = model.answer_all(asked, ask.sampling, frozenset(ask.eos), on_end=on_end, on_step=on_step)
     output.flush()
     return work
+
+
+def _end_batch(output: AnswerFile, model: str, answer: BatchAnswer, number: int, ids: list[int]) -> None:
+    """Write the line of a batch request with its last answer."""
+    if answer.end(number, ids):
+        output.write(answer.line(model))
 
 
 def pending(prompts: Iterable[Prompt], answered: Container[str | int]) -> list[Prompt]:
@@ -337,14 +377,14 @@ def pending(prompts: Iterable[Prompt], answered: Container[str | int]) -> list[P
     return [p for p in prompts if p.request.id not in answered]
 
 
-def _draws(seed: int, name: str | int) -> torch.Generator:
-    """The generator of one prompt's draws, which depend on the seed and its id and on nothing beside it."""
-    digest = hashlib.sha256(json.dumps([seed, name]).encode()).digest()
+def _draws(seed: int, name: str | int, number: int = 0) -> torch.Generator:
+    """The generator of one answer's draws, which depend on the seed, the prompt's id and the answer's number alone."""
+    digest = hashlib.sha256(json.dumps([seed, name, *([number] if number else [])]).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _write_answer(
-    prompt: Prompt, ids: list[int], output: AnswerFile, ask: Ask, decode: Callable[[list[int]], str]
+    prompt: Prompt, output: AnswerFile, ask: Ask, decode: Callable[[list[int]], str], ids: list[int]
 ) -> None:
     stopped = ids[-1] in ask.eos
     text = decode(ids[:-1] if stopped else ids)

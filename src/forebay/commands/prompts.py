@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from forebay.commands.batch_requests import BatchRequest, read_batch_request
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.prompt_tables import TableError, carried, open_table
 from forebay.commands.tokenizer_bounds import UnboundedTokenizer, check_folder, check_loaded
@@ -17,6 +18,7 @@ from forebay.rewriter.checkpoints.named_errors import panicking
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.one_thread import one_thread
+from forebay.runtime.run.sampling import Sampling
 
 
 class JobError(PrintableError, ValueError):
@@ -39,7 +41,8 @@ class BadLine:
 @dataclass(frozen=True)
 class PromptLine:
     """One line of the prompts file: `line` counts from 1; either `prompt` or `messages` is given. `max_new_tokens` is
-    that of this answer alone; None: the job's. The answer repeats what is `carried`."""
+    that of this answer alone; None: the job's. The answer repeats what is `carried`. A `batch` request is of OpenAI's
+    form, and `template` what the chat template is given beside its messages."""
 
     line: int
     id: str | int
@@ -48,6 +51,8 @@ class PromptLine:
     max_new_tokens: int | None = None
     carried: dict[str, Any] = field(default_factory=dict)
     unit: str = "line"
+    batch: BatchRequest | None = None
+    template: dict[str, Any] = field(default_factory=dict)
 
     def refused(self, reason: str) -> BadLine:
         return BadLine(self.line, reason, self.unit)
@@ -55,6 +60,8 @@ class PromptLine:
     @property
     def question(self) -> dict[str, Any]:
         """The part of the line that is asked, as it stands in the answer."""
+        if self.batch is not None:
+            return {"request_id": self.batch.digest}
         return {name: value for name in QUESTION if (value := getattr(self, name)) is not None}
 
 
@@ -73,7 +80,7 @@ def read_requests(
 
     A row has a `prompt` or `messages`, an optional `id` (a string or integer; by default the row's number) and an
     optional `max_new_tokens` (at least 1; by default the job's). What else it has is carried into its answer. A second
-    row with the id of an earlier one is bad.
+    row with the id of an earlier one is bad. Rows with a `custom_id` and a `body` are of OpenAI's batch form.
 
     Args:
         path: JSON lines, CSV, TSV, Parquet, or the folder of a saved data set.
@@ -109,6 +116,8 @@ def _request(number: int, columns: dict[str, Any] | str, system: str | None) -> 
     """The question of a row. ValueError, in words, for one that has none."""
     if isinstance(columns, str):
         raise ValueError(columns)
+    if "custom_id" in columns and "body" in columns:
+        return _batch_request(number, columns)
     name = columns.get("id", number)
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise ValueError(f"id must be a string or an integer, found {name!r}")
@@ -128,16 +137,31 @@ def _request(number: int, columns: dict[str, Any] | str, system: str | None) -> 
     if most is not None and (type(most) is not int or most < 1):
         raise ValueError(f"max_new_tokens must be an integer of at least 1, found {most!r}")
     others = carried(columns, ("id", *QUESTION), ANSWER)
-    try:
-        json.dumps([columns, others], ensure_ascii=False, default=str).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError("holds half of a surrogate pair, which is no text") from error
+    _check_text([columns, others])
     if system is not None:
         messages = messages or [{"role": "user", "content": prompt}]
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
         prompt = None
     return PromptLine(number, name, prompt, messages, most, others)
+
+
+def _batch_request(number: int, columns: dict[str, Any]) -> PromptLine:
+    _check_text(columns)
+    request = read_batch_request(columns)
+    asked = request.inquiry(Sampling())
+    template = {**asked.template, **({"tools": list(asked.tools)} if asked.tools else {})}
+    messages = None if asked.messages is None else list(asked.messages)
+    prompt = next((each for each in asked.prompts if isinstance(each, str)), None)
+    return PromptLine(number, columns["custom_id"], prompt, messages, asked.new_tokens, batch=request,
+                      template=template)
+
+
+def _check_text(columns: Any) -> None:
+    try:
+        json.dumps(columns, ensure_ascii=False, default=str).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError("holds half of a surrogate pair, which is no text") from error
 
 
 def encode(
@@ -183,11 +207,11 @@ def prompt_ids(request: PromptLine, tokenizer: Any, template: ChatTemplate, chat
     """Token ids of a request, its messages (with `chat` its prompt too) through the template; BadPrompt if there are
     none to be had."""
     messages = request.messages
-    if messages is None and chat:
+    if messages is None and chat and request.batch is None:
         messages = [{"role": "user", "content": request.prompt}]
     if messages is None:
         return text_ids(tokenizer, request.prompt or "")
-    return chat_ids(messages, tokenizer, template)
+    return chat_ids(messages, tokenizer, template, request.template)
 
 
 def chat_ids(

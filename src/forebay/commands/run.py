@@ -50,7 +50,7 @@ def run(
     = None,
     prompts: Annotated[Path | None, typer.Option(
         help='Prompts: JSON lines, CSV, TSV, Parquet, or a saved data set. A row has "prompt" or "messages", and '
-             'may have "id" and "max_new_tokens".',
+             'may have "id" and "max_new_tokens"; or it is of OpenAI\'s batch form.',
         rich_help_panel="Input")] = None,
     image: Annotated[list[str] | None, typer.Option(
         help="Image file in front of the prompt; repeat for several.",
@@ -92,6 +92,8 @@ def run(
     unordered: Annotated[bool, typer.Option("--unordered",
         help="Answers in the order in which they end, not sorted as the prompts are once all are there.",
         rich_help_panel="Output")] = False,
+    json_schema: Annotated[Path | None, typer.Option(
+        help="File with a JSON schema that answers hold to.", rich_help_panel="Output")] = None,
     force: Annotated[bool, typer.Option("--force",
         help="Resume even if the existing answers have other settings.",
         rich_help_panel="Output")] = False,
@@ -116,6 +118,7 @@ def run(
         from forebay.commands.chat import answer_one
         from forebay.commands.plan_job import fit_job, prompt_room, unfit
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids, takes_chats
+        from forebay.commands.schema_file import read_schema
         from forebay.open_model import open_model
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
         from forebay.rewriter.planning.options import check_choices, told_activations
@@ -132,7 +135,8 @@ def run(
         if prompt is not None:
             only = {"--prompts": prompts, "--output": output, "--plan": plan, "--save-plan": save_plan,
                     "--trace": trace, "--batch": options.batch, "--json": as_json or None, "--verify": verify or None,
-                    "--mesh": mesh, "--column": column, "--system": system, "--unordered": unordered or None}
+                    "--mesh": mesh, "--column": column, "--system": system, "--unordered": unordered or None,
+                    "--json-schema": json_schema}
             for name, given in only.items():
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
@@ -174,7 +178,8 @@ def run(
         chat = takes_chats(tokenizer, True if system is not None else chat)
         encoded, more = encode(requests, tokenizer, chat=chat, vocab_size=captured.vocab_size, most_tokens=most)
         bad += more
-        ask = jobs.Ask(new_tokens, eos, sampling, seed)
+        grammar = None if json_schema is None else read_schema(json_schema)
+        ask = jobs.Ask(new_tokens, eos, sampling, seed, Path(model).expanduser().resolve().name, grammar)
         kept = options if saved is None else options.as_planned(saved)
         kept = replace(kept, activations=told_activations(kept.activations, captured.dtype))
         settings = jobs.job_settings(checkpoint, tokenizer, ask, kept, chat=chat)
@@ -231,20 +236,19 @@ def _answer(
 ) -> None:
     """Run the job with a progress bar, then say what was planned and what was measured."""
     from forebay.commands import jobs
+    from forebay.commands.chat_template import ChatTemplate
     from forebay.commands.job_progress import JobProgress
     from forebay.commands.process_memory import MemoryWatch, beside_nbytes, calls_of, disk_read_nbytes
-    from forebay.commands.prompts import ids_text
     from forebay.drafting import files_in_budget, plans_in_budget
     from forebay.runtime.disk.page_cache import drop_file
     from forebay.runtime.run.progress import WorkDone
+    from forebay.serving.text_codec import TextCodec
 
     total = len(jobs.pending(encoded, answers.answered))
+    codec = TextCodec(tokenizer, ChatTemplate(tokenizer), lm.captured.vocab_size, ask.eos)
     if trace:
         lm.start_trace()
     read_before, began, done, spent = disk_read_nbytes(), time.monotonic(), WorkDone(), Spent()
-
-    def decode(ids: list[int]) -> str:
-        return ids_text(tokenizer, ids)
 
     for path in (files := files_in_budget(lm)):
         drop_file(path)  # what others left in the page cache would be memory beyond the budget
@@ -259,7 +263,8 @@ def _answer(
             shown.show(now)
 
         try:
-            jobs.run_job(lm, encoded, answers, ask, decode, stop=lambda: bool(stopped), progress=progress)
+            jobs.run_job(lm, encoded, answers, ask, codec.decode, codec=codec, stop=lambda: bool(stopped),
+                         progress=progress)
         except (jobs.Interrupted, KeyboardInterrupt):
             left = len(jobs.pending(encoded, answers.answered))
             say(f"interrupted: {len(encoded) - left} of {len(encoded)} answers are in {answers.path}; "
