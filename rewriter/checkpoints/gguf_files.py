@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.rewriter.checkpoints.gguf_config import described
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader
-from forebay.rewriter.checkpoints.gguf_tokenizer import read_tokenizer
+from forebay.rewriter.checkpoints.gguf_tokenizer import ENDING_TEXTS, read_tokenizer
 from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:
@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-# Tokens that end an answer whatever the file says of them: llama.cpp (src/llama-vocab.cpp) knows them by their text.
-ENDING_TEXTS = frozenset((
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-    "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>",
-    "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["))
 # Where a vocabulary has both of a pair, <|end|> ends a message of an answer, and not the answer.
 OF_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"}, {"<|flush|>", "<|call|>"})
 

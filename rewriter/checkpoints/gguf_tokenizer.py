@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,11 @@ from forebay.rewriter.one_thread import one_thread
 CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 SPECIAL = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
            "pad_token": "padding_token_id"}
+# Tokens that end an answer, whatever the file says of their kind: llama.cpp (src/llama-vocab.cpp) knows them by text.
+ENDING_TEXTS = frozenset((
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>",
+    "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["))
 TEMPLATE = "tokenizer.chat_template"
 SPACE = "\u2581"  # stands for a space in a SentencePiece vocabulary
 
@@ -134,7 +140,8 @@ def _add_whole_tokens(backend: Any, tokens: Sequence[str], kinds: Sequence[int],
     from tokenizers import AddedToken
 
     vocab = backend.get_vocab(with_added_tokens=False)
-    whole = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if token in vocab]
+    whole = [(token, CONTROL if token in ENDING_TEXTS else kind) for token, kind in itertools.zip_longest(
+        tokens, kinds[:len(tokens)]) if token in vocab]
     kept = ("<unk>", "<s>", "<|endoftext|>")
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True, rstrip=strips and token not in kept)
                                 for token, kind in whole if kind == CONTROL])

@@ -56,10 +56,11 @@ def test_ends_of_turns_and_messages_end_an_answer(tmp_path: Path, changes: dict[
 
 @pytest.mark.parametrize("text", sorted(ENDING_TEXTS))
 def test_tokens_that_end_an_answer_are_known_by_their_text(tmp_path: Path, text: str) -> None:
-    """Where they control; beside the ends that the file names."""
+    """Whatever their kind is said to be, beside the ends that the file names."""
     control = with_token(tmp_path / "m.gguf", text, 3)
     for number, (changes, ends) in enumerate((
-        (control, [1, SPECIAL]), (with_token(tmp_path / "m.gguf", text, 1), [1]),
+        (control, [1, SPECIAL]), (with_token(tmp_path / "m.gguf", text, 1), [1, SPECIAL]),
+        (control | {"tokenizer.ggml.token_type": None}, [1, SPECIAL]),
         (control | {"tokenizer.ggml.eot_token_id": 106}, [1, 106, SPECIAL]),
     )):
         out = written(tmp_path / "m.gguf", changes, tmp_path / f"out{number}")
