@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from forebay.rewriter.checkpoints.config import TEMPLATES
 from forebay.rewriter.checkpoints.gguf_header import PART
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.files import read_input, read_input_text
+from forebay.rewriter.ir.printable import printable, unfiltered
 
 MODEL = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+?))?(/(?P<file>[^@]+\.gguf))?")
 WEIGHTS = (".gguf", ".safetensors", *PICKLE_SUFFIXES)  # end the names of files
@@ -109,8 +112,9 @@ def _fetch(model: HubModel, where: str) -> Path:
         # which, unlike a listing, fails at once without a network
         found = HfApi().model_info(model.repository, revision=model.revision, timeout=10)
         files = _chosen(model, [file.rfilename for file in found.siblings or ()])
-        return Path(snapshot_download(model.repository, revision=model.revision,
-                                      allow_patterns=[re.sub(r"([\[*?])", r"[\1]", file) for file in files]))
+        with redirect_stderr(unfiltered(sys.stderr)):  # bars draw over themselves
+            return Path(snapshot_download(model.repository, revision=model.revision,
+                                          allow_patterns=[re.sub(r"([\[*?])", r"[\1]", file) for file in files]))
     except (CheckpointError, MemoryError):
         raise
     except GatedRepoError as error:
@@ -139,5 +143,6 @@ def _chosen(model: HubModel, files: Sequence[str]) -> list[str]:
         raise CheckpointError(f"{model} has no {SINGLE} and no shards of it; only safetensors and GGUF files are read")
     if SINGLE in weights:
         weights = [SINGLE]  # as transformers chooses
-    beside = [file for file in files if file.endswith(FILES) and str(PurePosixPath(file).parent) in (".", TEMPLATES)]
+    beside = [file for file in files if file.endswith(FILES) and str(PurePosixPath(file).parent) in (".", TEMPLATES) and
+              printable(file) == file]
     return [*weights, *beside]

@@ -7,6 +7,8 @@ text, sets its title, and some copy or type what they are told.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Any, TextIO
 
 # Control characters but for tabs and newlines, those that turn the direction of text around, and halves of surrogate
 # pairs, which no encoding has.
@@ -23,3 +25,28 @@ class PrintableError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
+
+
+class PrintableStream:
+    """A text stream that is given everything `printable`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def unfiltered(stream: TextIO) -> TextIO:
+    """The stream that a `PrintableStream` writes to; of others themselves."""
+    while isinstance(stream, PrintableStream):
+        stream = stream.stream
+    return stream

@@ -6,13 +6,13 @@ import errno
 import signal
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from forebay.rewriter.ir.printable import printable
+from forebay.rewriter.ir.printable import PrintableStream, printable, unfiltered
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -132,42 +132,17 @@ def one_line(text: str) -> str:
     return text if len(text) <= 1000 else f"{text[:700]} … {text[-280:]}"
 
 
-class _PrintableStream:
-    """A text stream that is given everything `printable`."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        self.stream.write(printable(text))
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
 @contextmanager
 def printable_output() -> Iterator[None]:
     """Make whatever is written to stdout and stderr meanwhile `printable`: names from files are part of most lines."""
-    with (redirect_stdout(_PrintableStream(sys.stdout)),  # type: ignore[type-var]
-          redirect_stderr(_PrintableStream(sys.stderr))):  # type: ignore[type-var]
+    with (redirect_stdout(PrintableStream(sys.stdout)),  # type: ignore[type-var]
+          redirect_stderr(PrintableStream(sys.stderr))):  # type: ignore[type-var]
         yield
-
-
-def _unfiltered(stream: TextIO) -> TextIO:
-    """The stream that a `_PrintableStream` writes to; of others themselves."""
-    while isinstance(stream, _PrintableStream):
-        stream = stream.stream
-    return stream
 
 
 def print_answer(text: str, end: str = "\n") -> None:
     """Print what a model says: on a terminal `printable`, into a file or a pipe as it is."""
-    print(text, end=end, flush=True, file=sys.stdout if sys.stdout.isatty() else _unfiltered(sys.stdout))
+    print(text, end=end, flush=True, file=sys.stdout if sys.stdout.isatty() else unfiltered(sys.stdout))
 
 
 def console(*, stderr: bool = True) -> Console:
@@ -179,7 +154,7 @@ def console(*, stderr: bool = True) -> Console:
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(printable(text), **options)
 
-    return PrintableConsole(file=_unfiltered(sys.stderr if stderr else sys.stdout), markup=False, emoji=False,
+    return PrintableConsole(file=unfiltered(sys.stderr if stderr else sys.stdout), markup=False, emoji=False,
                             highlight=False)
 
 
