@@ -358,6 +358,14 @@ def enter_limit(nbytes: int) -> bool:
     return True
 
 
+def group_peak(pid: int) -> int:
+    """Most bytes that the control group of a process held, pages of files included; 0 outside of one."""
+    for path in (GROUPS / f"forebay-{pid}/memory.peak", GROUPS / f"memory/forebay-{pid}/memory.max_usage_in_bytes"):
+        if path.exists():
+            return int(path.read_text())
+    return 0
+
+
 def remove_limits() -> None:
     """Take away the groups of processes that have ended."""
     for folder in (*GROUPS.glob("forebay-*"), *(GROUPS / "memory").glob("forebay-*")):

@@ -41,15 +41,22 @@ class RandomShape:
     experts: int = 0
     picks: int = 0
     skew: float = 0.0
+    head_dim: int = 0  # 0: hidden / heads
+
+    @property
+    def head(self) -> int:
+        """Elements of a head."""
+        return self.head_dim or self.hidden // self.heads
 
     @property
     def title(self) -> str:
         """What a folder is called."""
-        *sizes, family, experts, picks, skew = astuple(self)
+        *sizes, family, experts, picks, skew, _ = astuple(self)
         return "-".join(map(str, (family, *sizes, *((experts, picks, skew) if experts else ()))))
 
 
 MODELS = {
+    "llama3-8b": RandomShape(4096, 32, 32, 8, 14336, 128256),
     "llama": RandomShape(), "opt": RandomShape(2048, 14, 32, 32, 8192, 50272, "opt"),
     "llama-medium": RandomShape(1024, 8, 8, 4, 2816, 8192),
     "opt-medium": RandomShape(1024, 7, 16, 16, 4096, 8192, "opt"),
@@ -122,7 +129,7 @@ def _config(shape: RandomShape) -> dict[str, Any]:
                          "tie_word_embeddings": True, "bos_token_id": 2, "pad_token_id": 1}
     if shape.experts:
         return common | {"architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": shape.kv_heads,
-                         "head_dim": shape.hidden // shape.heads, "moe_intermediate_size": shape.intermediate,
+                         "head_dim": shape.head, "moe_intermediate_size": shape.intermediate,
                          "num_experts": shape.experts, "num_experts_per_tok": shape.picks, "norm_topk_prob": True,
                          "tie_word_embeddings": False, "bos_token_id": 1}
     return common | {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": shape.kv_heads,
@@ -131,7 +138,7 @@ def _config(shape: RandomShape) -> dict[str, Any]:
 
 
 def _llama_tensors(shape: RandomShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    head = shape.hidden // shape.heads
+    head = shape.head
     own, shared = shape.heads * head, shape.kv_heads * head
     yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
     for i in range(shape.layers):

@@ -13,13 +13,21 @@ from benchmarks.models import RandomShape
 from forebay.kernels.build.cache_folder import cache_folder
 
 VOCAB = 49152
-# Sizes as TinyLlama 1.1B and Llama 3.2 3B have them, with the vocabulary of the tokenizer.
+# Sizes as TinyLlama 1.1B and Llama 3.2 3B have them, with the vocabulary of the tokenizer; larger ones with their own.
 SHAPES = {"1b": RandomShape(2048, 22, 32, 4, 5632, VOCAB), "3b": RandomShape(3072, 28, 24, 8, 8192, VOCAB),
+          "llama3-8b": RandomShape(4096, 32, 32, 8, 14336, 128256),
+          "qwen3-14b": RandomShape(5120, 40, 40, 8, 17408, 151936),
+          "qwen3-32b": RandomShape(5120, 64, 64, 8, 25600, 151936, head_dim=128),
           "qwen3-1b": RandomShape(2048, 16, 16, 8, 6144, VOCAB), "qwen3-2b": RandomShape(2048, 30, 16, 8, 6144, VOCAB)}
+CONTEXT = 131072
 SPREAD = 0.02  # standard deviation of the weights
 # Elements and bytes of a block, and the standard deviation of what all its bytes but the scales, all as likely, stand
 # for where those are 1: of Q4_K about, whose low is as many times 7.5.
 KINDS = {"Q4_0": (32, 18, 4.6), "Q8_0": (32, 34, 73.9), "Q4_K": (256, 144, 210.0)}
+# Fields of the tokenizer with an entry per token, and that of an unused token.
+UNUSED: dict[str, Callable[[int], Any]] = {
+    "tokenizer.ggml.tokens": lambda i: f"[unused {i}]", "tokenizer.ggml.token_type": lambda i: 5,
+    "tokenizer.ggml.scores": lambda i: 0.0}
 
 
 def make_gguf(size: str, kind: str) -> Path:
@@ -33,31 +41,34 @@ def make_gguf(size: str, kind: str) -> Path:
     shape, random = SHAPES[size], np.random.default_rng(0)
     made = path.with_suffix(".part")
     architecture = "qwen3" if size.startswith("qwen3") else "llama"
-    writer = gguf.GGUFWriter(made, architecture, use_temp_file=True)
+    writer = gguf.GGUFWriter(made, architecture)
     writer.add_file_type(int(gguf.LlamaFileType[f"MOSTLY_{kind}" if kind != "Q4_K" else "MOSTLY_Q4_K_M"]))
     _write_settings(writer, shape)
-    _copy_tokenizer(writer)
-    for name, rows, columns in _tensors(shape, architecture):
-        if columns == 0:
-            writer.add_tensor(name, np.ones(rows, np.float32))
-            continue
-        elements, nbytes, spread = KINDS[kind]
+    _copy_tokenizer(writer, shape.vocab)
+    tensors = _tensors(shape, architecture)
+    elements, nbytes, spread = KINDS[kind]
+    for name, rows, columns in tensors:
+        if columns:
+            size = columns // elements * nbytes
+            writer.add_tensor_info(name, (rows, size), np.dtype(np.uint8), rows * size, gguf.GGMLQuantizationType[kind])
+        else:
+            writer.add_tensor_info(name, (rows,), np.dtype(np.float32), 4 * rows)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_ti_data_to_file):
+        write()
+    scales = np.array([SPREAD / spread] + [7.5 * SPREAD / spread] * (kind == "Q4_K"), np.float16).view(np.uint8)
+    for _, rows, columns in tensors:  # one at a time: a large model is never in memory
         blocks = random.integers(0, 256, (rows, columns // elements, nbytes), np.uint8)
-        scales = np.array([SPREAD / spread] + [7.5 * SPREAD / spread] * (kind == "Q4_K"), np.float16).view(np.uint8)
         blocks[..., : len(scales)] = scales
-        writer.add_tensor(name, blocks.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+        writer.write_tensor_data(blocks.reshape(rows, -1) if columns else np.ones(rows, np.float32))
     writer.close()
     made.rename(path)
     return path
 
 
 def _write_settings(writer: Any, shape: RandomShape) -> None:
-    head = shape.hidden // shape.heads
+    head = shape.head
     for name, value in (
-        ("context_length", 8192), ("embedding_length", shape.hidden), ("block_count", shape.layers),
+        ("context_length", CONTEXT), ("embedding_length", shape.hidden), ("block_count", shape.layers),
         ("feed_forward_length", shape.intermediate), ("head_count", shape.heads), ("head_count_kv", shape.kv_heads),
         ("layer_norm_rms_eps", 1e-5), ("rope_freq_base", 10000.0), ("rope_dimension_count", head),
         ("key_length", head), ("value_length", head),
@@ -66,22 +77,24 @@ def _write_settings(writer: Any, shape: RandomShape) -> None:
         getattr(writer, f"add_{name}")(value)
 
 
-def _copy_tokenizer(writer: Any) -> None:
-    """The tokenizer's fields of the demo's file."""
+def _copy_tokenizer(writer: Any, vocab: int) -> None:
+    """The tokenizer's fields of the demo's file, with names for the tokens that a larger vocabulary has more."""
     import gguf
 
     from forebay.rewriter.checkpoints.resolve import demo_gguf
 
     for field in gguf.GGUFReader(demo_gguf()).fields.values():
         if field.name.startswith("tokenizer."):
-            kinds = field.types
-            writer.add_key_value(field.name, field.contents(), kinds[0],
+            kinds, value = field.types, field.contents()
+            if field.name in UNUSED:
+                value = [*value, *(UNUSED[field.name](i) for i in range(len(value), vocab))]
+            writer.add_key_value(field.name, value, kinds[0],
                                  kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None)
 
 
 def _tensors(shape: RandomShape, architecture: str) -> list[tuple[str, int, int]]:
     """(name, rows, columns) of every tensor; no columns for a vector."""
-    head = shape.hidden // shape.heads
+    head = shape.head
     found = [("token_embd.weight", shape.vocab, shape.hidden)]
     for i in range(shape.layers):
         own, shared = shape.heads * head, shape.kv_heads * head
