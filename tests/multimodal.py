@@ -29,7 +29,7 @@ def of(text: str, tower: dict[str, Any], **own: Any) -> dict[str, Any]:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "gemma3": of("gemma3_text", TOWER, mm_tokens_per_image=4, text_config=TEXT | {
+    "gemma3": of("gemma3_text", TOWER, mm_tokens_per_image=4, tie_word_embeddings=False, text_config=TEXT | {
         "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
     "mistral3": of("mistral", TOWER | {"model_type": "pixtral", "head_dim": 16}),
     "llava": of("llama", CLIP), "llava_next": of("mistral", CLIP), "llava_onevision": of("qwen2", SIGLIP),

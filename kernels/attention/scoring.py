@@ -25,8 +25,17 @@ class SoftmaxRange(NamedTuple):
     high: float = 0.0
 
 
+class AttentionExtras(NamedTuple):
+    """What attention may be given beside q and caches: `sinks` [H], one score more for each query of a head, with which
+    no value goes; `until` [B, S], where the positions end that each query sees."""
+
+    sinks: torch.Tensor | None = None
+    until: torch.Tensor | None = None
+
+
 # (low, high) at most. exp(x - phi) is multiplied with V in V's dtype: fp16 holds exp(-9) to exp(11) to within 2^-11,
 # bf16 has fp32's range, of which sums over long sequences leave exp(-60) to exp(60).
 HELD: dict[torch.dtype, tuple[float, float]] = {
     torch.float16: (-9.0, 11.0), torch.bfloat16: (-60.0, 60.0), torch.float32: (-60.0, 60.0)}
 SYNCHRONISED = SoftmaxRange()
+NOTHING = AttentionExtras()

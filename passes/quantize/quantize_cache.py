@@ -16,7 +16,8 @@ def quantize_cache(gm: fx.GraphModule, stored: CacheFormat) -> None:
     """Make every cache that `gm` appends to and attends over, and every cache input of a step graph, one of rows packed
     in the format `stored`: uint8 [B, Hkv, L, nbytes of a row].
 
-    A graph without cache operators keeps its nodes. PlanError for attention with sinks, which reads values alone.
+    A graph without cache operators keeps its nodes. PlanError for attention with sinks, or between the tokens
+    of an image, which reads values alone.
     """
     caches: dict[fx.Node, None] = {n: None for n in gm.graph.find_nodes(op="placeholder")
                                    if isinstance(mark := n.meta.get(META), StateInput) and mark.kind == KVState.kind}
@@ -24,8 +25,9 @@ def quantize_cache(gm: fx.GraphModule, stored: CacheFormat) -> None:
         operator = of_target(node.target)
         if operator not in (ATTENTION, KV_APPEND):
             continue
-        if operator is ATTENTION and ATTENTION.argument(node.args, "sinks") is not None:
-            raise PlanError(f"cache: attention with sinks reads no {stored.name} rows; keep the cache native")
+        for name, what in (("sinks", "with sinks"), ("until", "between tokens of an image")):
+            if operator is ATTENTION and ATTENTION.argument(node.args, name) is not None:
+                raise PlanError(f"cache: attention {what} reads no {stored.name} rows; keep the cache native")
         packed, read = find(stored.append if operator.appends else stored.attend), operator.given_caches(node.args)
         assert packed is not None
         caches |= dict.fromkeys(read)

@@ -38,7 +38,8 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    if attention_mask is not None:
+    until = attention_mask if attention_mask is not None and attention_mask.dtype == torch.int64 else None
+    if attention_mask is not None and until is None:
         raise CaptureError(f"{type(module).__name__} adds a mask of its own to the attention scores")
     if kwargs.get("is_causal") is False:
         raise CaptureError(f"{type(module).__name__} asks for attention that is not causal")
@@ -58,7 +59,7 @@ def _attention(
     if latent is not None:
         query = latent.absorb_keys(query)
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
-    given = () if sinks is None else (0.0, 0.0, 0.0, sinks)
+    given = () if sinks is None and until is None else (0.0, 0.0, 0.0, sinks, until)
     out = ATTENTION.overload(query, key, value, starts(), float(scale), window, float(softcap or 0.0), *given)
     return out if latent is None else latent.values(out), None
 

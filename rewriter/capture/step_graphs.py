@@ -194,6 +194,8 @@ def step_inputs(
         inputs["inputs_embeds"] = _meta((batch, tokens, captured.embeds), captured.dtype)
     if captured.position_rows:
         inputs["positions"] = _meta((batch, tokens, captured.position_rows))
+    if captured.image_groups:
+        inputs["until"] = _meta((batch, tokens))
     if captured.deepstack:
         inputs["deepstack"] = _meta((batch, tokens, captured.deepstack * captured.embeds), captured.dtype)
     for i, states in enumerate(captured.states):

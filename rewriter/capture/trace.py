@@ -35,7 +35,7 @@ from forebay.rewriter.capture.merge import Kind, join
 from forebay.rewriter.capture.patterns import mark_patterns
 from forebay.rewriter.capture.released import failures_released, release_symbols, sources_released
 from forebay.rewriter.capture.rotary import calls_of, follow_length
-from forebay.rewriter.checkpoints.text_model import DEEPSTACK
+from forebay.rewriter.checkpoints.text_model import DEEPSTACK, GROUPS
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.state import KVState, StateSpec
 
@@ -81,13 +81,15 @@ class _Step(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, start: torch.Tensor, last: torch.Tensor, length: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None, positions: torch.Tensor | None = None,
-        deepstack: torch.Tensor | None = None, count: torch.Tensor | None = None,
+        deepstack: torch.Tensor | None = None, until: torch.Tensor | None = None, count: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.calls.clear()
         counted = start[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
-        given = outer_inputs(self.model, counted)
+        given: dict[str, Any] = outer_inputs(self.model, counted)
         if positions is not None:
             given["position_ids"] = positions.permute(2, 0, 1)
+        if until is not None:  # which attention takes for what it is, by its dtype
+            given["attention_mask"] = dict.fromkeys(("full_attention", "sliding_attention"), until)
         token = _last.set(last)
         if inputs_embeds is not None:
             _given.set([(input_ids, inputs_embeds)])
@@ -183,7 +185,8 @@ def _traced(model: Any, wanted: Gives, embeds: bool) -> CapturedModel:
         _check_ids_only_looked_up(joined, follows.rope_switch_length)
     return replace(joined, vocab_size=vocab_size, gives=wanted, max_positions=limit,
                    rope_switch_length=follows.rope_switch_length, embeds=tracer.width,
-                   position_rows=tracer.position_rows, deepstack=tracer.deepstack)
+                   position_rows=tracer.position_rows, deepstack=tracer.deepstack,
+                   image_groups=tracer.image_groups)
 
 
 def _check_ids_only_looked_up(captured: CapturedModel, rope_switch_length: int) -> None:
@@ -215,6 +218,7 @@ class _Tracer:
         # and what else is known of tokens of images
         self.position_rows = 3 if embeds and "mrope_section" in (
             getattr(model.config, "rope_parameters", None) or {}) else 0
+        self.image_groups = embeds and getattr(model.config, GROUPS, False)
         self.deepstack: int = getattr(model.config, DEEPSTACK, 0) if embeds and "_deepstack_process" in vars(
             model.base_model) else 0
         parent, _, attribute = path.rpartition(".")
@@ -232,6 +236,8 @@ class _Tracer:
                 given["inputs_embeds"] = torch.zeros(_B, _S, self.width, dtype=model.dtype)
             if self.position_rows:
                 given["positions"] = torch.zeros(_B, _S, self.position_rows, dtype=torch.int64)
+            if self.image_groups:
+                given["until"] = torch.zeros(_B, _S, dtype=torch.int64)
             if self.deepstack:
                 given["deepstack"] = torch.zeros(_B, _S, self.deepstack * self.width, dtype=model.dtype)
             self.step(**given)

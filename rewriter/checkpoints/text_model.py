@@ -19,6 +19,7 @@ BASE, HEAD = "model", "lm_head."  # of every causal model below
 OTHERS = "beside the language model: "  # before names of towers and projectors, which text has no use for
 LANGUAGE, TEXT, CAUSAL = "model.language_model", "model.text_model", "language_model.model"
 DEEPSTACK = "deepstack_layers"  # of a text config: layers after which features of images are added
+GROUPS = "image_groups"  # of a text config: whether tokens of an image see each other
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,12 @@ class Multimodal:
         text: Where the language model lies in the whole one.
         images: Whether images are taken: the features that the model's `get_image_features` gives are all that a step
             must know of them.
+        groups: Whether tokens of an image see each other.
     """
 
     text: str
     images: bool = False
+    groups: bool = False
 
 
 # By model type. Without images each of these is the causal model of its own config; the positions of Qwen2-VL and its
@@ -41,7 +44,8 @@ MULTIMODAL = {
     **dict.fromkeys(("aya_vision", "cohere2_vision", "internvl", "lfm2_vl", "llava", "mistral3", "qwen2_5_vl",
                      "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "vipllava"),
                     Multimodal(LANGUAGE, images=True)),
-    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "llava_next", "llava_onevision"), Multimodal(LANGUAGE)),
+    "gemma3": Multimodal(LANGUAGE, images=True, groups=True),
+    **dict.fromkeys(("gemma3n", "gemma4", "llava_next", "llava_onevision"), Multimodal(LANGUAGE)),
     **dict.fromkeys(("idefics3", "smolvlm"), Multimodal(TEXT, images=True)),
     "llama4": Multimodal(CAUSAL)}
 
@@ -54,6 +58,8 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
     text = copy.deepcopy(config.get_text_config(decoder=True))
     # The whole model ties its head by its own setting, which some configs repeat for the language model.
     ties = (getattr(each, "tie_word_embeddings", None) for each in (config, text))
+    if MULTIMODAL[config.model_type].groups:
+        setattr(text, GROUPS, True)
     if features := getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None):
         setattr(text, DEEPSTACK, len(features))
     text.tie_word_embeddings = bool(next((tie for tie in ties if tie is not None), False))

@@ -137,10 +137,11 @@ class CapturedModel:
     `step` has the placeholders input_ids [B, S], start [B] (tokens already cached), last [B] (index within this chunk
     of the token whose logits are wanted), where rotary frequencies follow it length [B] (tokens of the whole call, in
     every chunk of a prompt), where it `embeds` inputs_embeds [B, S, H] (read where an id is -1) and what else it reads
-    of images (positions and deepstack of `StepInputs`), where a state is not rewindable count [B] (tokens of this chunk
-    that are real), then the tensors of each layer's states (`state_name`), then weights; it returns what `gives` says:
-    logits [B, V] of the token `last`, or something for all tokens (`capture_model`). Its `call_module` nodes call block
-    graphs (its submodules), whose placeholders are matched by position. Equal layers share one block graph.
+    of images (positions, deepstack and until of `StepInputs`), where a state is not rewindable count [B] (tokens of
+    this chunk that are real), then the tensors of each layer's states (`state_name`), then weights; it returns what
+    `gives` says: logits [B, V] of the token `last`, or something for all tokens (`capture_model`). Its `call_module`
+    nodes call block graphs (its submodules), whose placeholders are matched by position. Equal layers share one block
+    graph.
     """
 
     step: fx.GraphModule
@@ -158,6 +159,7 @@ class CapturedModel:
     rewritten: bool = False  # the passes on captured graphs have run
     embeds: int = 0  # width of the embeddings that a step takes too; 0: it takes ids alone
     position_rows: int = 0  # dimensions of the rotary positions that it takes beside embeddings; 0: it counts tokens
+    image_groups: bool = False  # whether tokens of an image see each other, as `until` of `StepInputs` says
     deepstack: int = 0  # features of an image's token, each as wide as embeddings, added after as many first layers
     rope_switch_length: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
     choices: Choices | None = None  # of graphs that are rewritten

@@ -6,14 +6,14 @@ are not rewindable take the tokens that `StepInputs.count` counts, and no others
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.runtime.run.session import Session
-from forebay.runtime.run.step_inputs import Features, StepInputs
+from forebay.runtime.run.step_inputs import Features, StepInputs, counted_positions
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,22 @@ class PrefillChunk:
 
 
 def chunk_spans(
-    sizes: Sequence[int], tokens: int, room: int | None = None, rewindable: bool = True
+    sizes: Sequence[int], tokens: int, room: int | None = None, rewindable: bool = True,
+    groups: Collection[tuple[int, int]] = (),
 ) -> list[tuple[int, int]]:
     """Cut `tokens` tokens into steps of the planned `sizes`, each the smallest that holds the rest, else the largest.
 
     The last step is moved back to end with the last token, so that no position past it is touched; a step longer than
     all tokens is taken where the cache has `room` for it (None: it has). Where states are not `rewindable`, no step is
-    moved back: the last one holds tokens past the last, if there is room, which `StepInputs.count` leaves out.
+    moved back: the last one holds tokens past the last, if there is room, which `StepInputs.count` leaves out. Tokens
+    of one of `groups` [first, end) see each other, so that a step which breaks off within one is followed by one that
+    begins with it.
 
     Returns:
         The first token and the size of each step.
+
+    Raises:
+        PlanError: A group is longer than the largest step.
     """
     spans, done = list[tuple[int, int]](), 0
     while done < tokens:
@@ -54,7 +60,12 @@ def chunk_spans(
             size = max(size for size in (*sizes, 1) if size <= tokens)
         at = max(0, min(done, tokens - size)) if rewindable else done
         spans.append((at, size))
-        done = at + size
+        before, done = done, at + size
+        while within := [first for first, end in groups if first < done < end]:
+            done = min(within)
+        if done <= before:
+            raise PlanError(f"prefill_chunk: an image's tokens see each other, and steps of {max(sizes)} tokens break "
+                            "off within images: take a larger prefill_chunk, or fewer prompts at a time")
     return spans
 
 
@@ -85,9 +96,13 @@ def chunks(
     for at, size in spans:
         ends = tuple(row for row, length in enumerate(lengths.tolist()) if done < length <= at + size)
         done = at + size
+        cut = _features_of(features or {}, len(ids), at, size)
+        if "until" in cut:  # tokens of text see all up to themselves, and no step what is after it
+            counted = counted_positions(start + at, size)[:, :, 0] + 1
+            cut["until"] = torch.minimum(torch.maximum(cut["until"], counted), counted[:, -1:])
         yield PrefillChunk(StepInputs(ids[:, at:done], start + at, (lengths - 1 - at).clamp(0, size - 1), call,
                                       batch_slots, count=(lengths - at).clamp(0, size),
-                                      **_features_of(features or {}, len(ids), at, size)),
+                                      **cut),
                            at, ends, (at, size) == spans[-1])
 
 
@@ -100,6 +115,12 @@ def _features_of(features: Features, batch: int, at: int, size: int) -> dict[str
             part = row[at : at + size]
             to[: len(part)] = part
     return cut
+
+
+def image_groups(features: Features | None) -> set[tuple[int, int]]:
+    """The first token and the end of each run of tokens that see each other."""
+    return {(rows.index(end), end) for row in (features or {}).get("until", ()) if (rows := row.tolist())
+            for end in set(rows) if rows.count(end) > 1}
 
 
 def prompt_chunks(
@@ -119,7 +140,7 @@ def prompt_chunks(
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     real = torch.tensor([row < len(prompts) if admitted else slot in prompts for row, slot in enumerate(slots)])
     spans = chunk_spans(plan.schedule.prefill_chunks, ids.shape[1], None if rewindable else plan.workload.context,
-                        rewindable)
+                        rewindable, image_groups(features))
     batch_slots = torch.tensor(slots) if admitted else None
     return chunks(spans, ids, torch.zeros_like(call), torch.where(real, call, 0),
                   call if length is None else torch.full_like(call, length), batch_slots, features)

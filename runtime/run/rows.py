@@ -10,7 +10,7 @@ from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import TensorRef
 from forebay.rewriter.ir.state import LayerStates, require_states, state_name
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.prefill import chunk_spans, chunks, prefill
+from forebay.runtime.run.prefill import chunk_spans, chunks, image_groups, prefill
 from forebay.runtime.run.room import refuse_crossing
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.step_inputs import Features, counted_positions
@@ -150,7 +150,8 @@ class SequenceRows:
         fed[:count], start[:count] = ids, self.lengths
         # once grown, a cache that a prefill overlays lies where a chunk would compute
         sizes = (1,) if span == 1 or plan.prefill_overlays_kv_cache else plan.schedule.prefill_chunks
-        spans = chunk_spans(sizes, span, plan.workload.context - int(start.max()), self.session.rewindable)
+        spans = chunk_spans(sizes, span, plan.workload.context - int(start.max()), self.session.rewindable,
+                            image_groups(features))
         real = torch.full((batch,), span)
         real[:count] = span if lengths is None else lengths
         logits = torch.empty(0)

@@ -16,7 +16,7 @@ from forebay.rewriter.ir.shared_draft import SharedDraft
 from forebay.runtime.devices.device import Device, RuntimeFault
 from forebay.runtime.run.cache_blocks import CacheBlocks
 from forebay.runtime.run.executor import BoundProgram, load_resident
-from forebay.runtime.run.step_inputs import StepInputs, counted_positions
+from forebay.runtime.run.step_inputs import StepInputs
 from forebay.runtime.run.trace import Trace
 
 LOG = logging.getLogger("forebay")
@@ -126,8 +126,8 @@ class Session:
         """Run one step; return logits [B, V], or with `every_position` [B, S, V], valid until the next step."""
         bound = self.bound(inputs.tokens)
         bound.write(inputs.by_name())
-        if inputs.positions is None and "positions" in bound.inputs:
-            bound.write({"positions": counted_positions(inputs.start, inputs.tokens)})
+        if "positions" in bound.inputs or "until" in bound.inputs:
+            bound.write(inputs.counted())
         if self._blocks is not None:
             bound.write(self._blocks.step(inputs.start, inputs.tokens, inputs.batch_slots))
         if not self._started:

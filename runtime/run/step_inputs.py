@@ -29,6 +29,7 @@ class StepInputs:
         inputs_embeds: [B, S, H].
         positions: [B, S, 3] int64, rotary positions of models whose images have them in three dimensions.
         deepstack: [B, S, N H], features that are added to hidden states after N first layers, where ids are -1.
+        until: [B, S] int64, where the positions end that each token sees, of models whose images see themselves.
         count: [B] int64, tokens of the step that are real, for states that are not rewindable; all, if not given.
     """
 
@@ -40,6 +41,7 @@ class StepInputs:
     inputs_embeds: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     deepstack: torch.Tensor | None = None
+    until: torch.Tensor | None = None
     count: torch.Tensor | None = None
 
     @property
@@ -51,3 +53,9 @@ class StepInputs:
         """Return the inputs that are given."""
         count = torch.full_like(self.start, self.tokens) if self.count is None else self.count
         return {name: value for name, value in vars(self).items() if value is not None} | {"count": count}
+
+    def counted(self) -> dict[str, torch.Tensor]:
+        """Return what is known of tokens where nothing else is given: they are text."""
+        positions = counted_positions(self.start, self.tokens)
+        return {name: value for name, value in (("positions", positions), ("until", positions[:, :, 0] + 1))
+                if getattr(self, name) is None}

@@ -201,9 +201,12 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
             return self
         with self._turns.lock:
             if kind not in self._variants:
-                other = LanguageModel(self._capture(gives=gives, embeds=embeds), self.checkpoint, self.files,
-                                      self.budget, self.plan.workload, self.options.output_agnostic(), self.machine,
-                                      capture=self._capture)
+                captured, options = self._capture(gives=gives, embeds=embeds), self.options.output_agnostic()
+                if captured.image_groups:  # a step must hold an image, and what comes before it
+                    least = 2 * self.config.mm_tokens_per_image
+                    options = replace(options, prefill_chunk=max(options.prefill_chunk or 0, least))
+                other = LanguageModel(captured, self.checkpoint, self.files, self.budget, self.plan.workload, options,
+                                      self.machine, capture=self._capture)
                 other._turns, other._origin = self._turns, weakref.ref(self)
                 other.config, other.generation_config = self.config, self.generation_config
                 self._variants[kind] = other
@@ -213,7 +216,8 @@ class LanguageModel(TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
     def tower(self) -> ImageTower:
         """The vision tower; ValueError for a model that takes no images."""
         origin = None if self._origin is None else self._origin()
-        return open_tower(self.config, self.checkpoint, self.captured, self.options) if origin is None else origin.tower
+        return origin.tower if origin is not None else open_tower(
+            self.config, self.checkpoint, self.captured, self.options, self.machine.kind.kernels)
 
     def image_features(
         self, given: Mapping[str, torch.Tensor], call: ModelCall

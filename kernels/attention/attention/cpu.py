@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from forebay.kernels.attention.attention.reference import check, fail, first_seen, refuse_start, softmax_with
+from forebay.kernels.attention.scoring import NOTHING, AttentionExtras
 from forebay.kernels.cpu_support import native
 
 
@@ -42,10 +43,11 @@ PART, PARTS_MOST, PARTS_ROWS = 256, 32, 32
 
 
 def workspace_nbytes(
-    batch: int, heads: int, kv_heads: int, queries: int, length: int, head_dim: int, dtype: torch.dtype, softcap: float
+    batch: int, heads: int, kv_heads: int, queries: int, length: int, head_dim: int, dtype: torch.dtype, softcap: float,
+    by_torch: bool = False,
 ) -> int:
     """Upper bound, in bytes, of what attention_out takes beside its arguments, for the kernel present here."""
-    if head_dim <= MAX_HEAD_DIM and native.load() is not None:
+    if head_dim <= MAX_HEAD_DIM and native.load() is not None and not (by_torch and queries > 1):
         parts = parts_of(batch, heads, kv_heads, queries, length)
         stack = max(NATIVE_NBYTES, NATIVE_BF16_NBYTES) if dtype == torch.bfloat16 else NATIVE_NBYTES
         return stack * torch.get_num_threads() + 4 * part_floats(batch, heads, queries, head_dim, parts)
@@ -87,15 +89,17 @@ def _begins(q: Tensor, k: Tensor, start: Tensor) -> list[int]:
 
 def _torch_piece(
     q: Tensor, k: Tensor, v: Tensor, begin: int, scale: float, window: int, softcap: float, out: Tensor,
-    sinks: Tensor | None = None,
+    beside: AttentionExtras,
 ) -> None:
     """Queries q [B, H, S, D] at positions begin .. begin + S - 1 of every sequence, into out [B, S, H, D]."""
-    queries = q.shape[2]
+    queries, (sinks, until) = q.shape[2], beside
     low = max(0, first_seen(begin, window))
-    k, v = k[:, :, low : begin + queries], v[:, :, low : begin + queries]
+    end = begin + queries if until is None else int(until.max())
+    k, v = k[:, :, low:end], v[:, :, low:end]
     position = torch.arange(begin, begin + queries)[:, None]
-    t = torch.arange(low, begin + queries)
-    seen = (t <= position) & (t >= first_seen(position, window))
+    t = torch.arange(low, end)
+    seen = t >= first_seen(position, window)
+    seen = seen & (t <= position) if until is None else (seen & (t < until[:, :, None]))[:, None]
     if softcap > 0 or sinks is not None:
         batch, heads, _, dim = q.shape
         grouped = q.float().reshape(batch, k.shape[1], -1, dim)
@@ -112,10 +116,13 @@ def _torch_piece(
 
 def _torch_attention(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor,
-    sinks: Tensor | None = None,
+    beside: AttentionExtras = NOTHING,
 ) -> None:
     """By torch, sequences of equal start together: nothing beyond a sequence's end is read, be it NaN or not."""
-    begins = _begins(q, k, start)
+    begins, (sinks, until) = _begins(q, k, start), beside
+    if until is not None and bool(((until <= torch.arange(q.shape[2]) + start[:, None])
+                                   | (until > start[:, None] + q.shape[2])).any()):
+        fail("until", "must be after a query's own position, and within those of the step")
     for begin in dict.fromkeys(begins):
         rows = [b for b, other in enumerate(begins) if other == begin]
         spans = [slice(None)] if len(rows) == len(begins) else [slice(b, b + 1) for b in rows]
@@ -123,7 +130,8 @@ def _torch_attention(
             for s0 in range(0, q.shape[2], QUERY_STEP):
                 s1 = min(q.shape[2], s0 + QUERY_STEP)
                 piece = q[span, :, s0:s1], k[span], v[span], begin + s0
-                _torch_piece(*piece, scale, window, softcap, out[span, s0:s1], sinks)
+                of_piece = AttentionExtras(sinks, None if until is None else until[span, s0:s1])
+                _torch_piece(*piece, scale, window, softcap, out[span, s0:s1], of_piece)
 
 
 def bind_attention(
@@ -135,21 +143,23 @@ def bind_attention(
     window: int,
     softcap: float,
     out: Tensor,
-    sinks: Tensor | None = None,
+    beside: AttentionExtras = NOTHING,
 ) -> Callable[[], None]:
     """A closure over CPU tensors that fills out [B, S, H, D] from their present contents, start's too.
 
     Strides and pointers are settled here, the closure keeps the tensors alive. ValueError for a wrong shape or dtype
     here, and for a start outside the cache at the call, before anything is written.
     """
-    check(q, k, v, start, sinks)
+    check(q, k, v, start, *beside)
+    sinks = beside.sinks
+    until = None if q.shape[2] == 1 else beside.until  # one query sees itself, and nothing after it
     _check_out(q, out)
     if start.device.type != "cpu" or q.device.type != "cpu":
         fail("q" if q.device.type != "cpu" else "start", "must be on the CPU")
     library = native.load()
     plain = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (q, k, v, out))
-    if library is None or not plain or q.shape[3] > library.forebay_attention_max_head_dim():
-        return lambda: _torch_attention(q, k, v, start, scale, window, softcap, out, sinks)
+    if library is None or not plain or until is not None or q.shape[3] > library.forebay_attention_max_head_dim():
+        return lambda: _torch_attention(q, k, v, start, scale, window, softcap, out, beside)
     for name, tensor in (("start", start), ("sinks", sinks)):
         if tensor is not None and not tensor.is_contiguous():
             fail(name, "must be contiguous")
@@ -174,7 +184,7 @@ def attention_out(
     window: int,
     softcap: float,
     out: Tensor,
-    sinks: Tensor | None = None,
+    beside: AttentionExtras = NOTHING,
 ) -> None:
     """Fill out [B, S, H, D]; see the module's docstring and bind_attention."""
-    bind_attention(q, k, v, start, scale, window, softcap, out, sinks)()
+    bind_attention(q, k, v, start, scale, window, softcap, out, beside)()

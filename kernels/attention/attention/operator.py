@@ -2,10 +2,12 @@
 
 Query s of sequence b stands at position p = start[b] + s and sees the cache positions t <= p, with window w > 0 also t
 > p - w, and with w < 0 only those of its own chunk of -w tokens, t >= p // -w * -w. Head h reads KV head h // (H /
-Hkv). With softcap c > 0 a score x becomes c tanh(x / c). K and V of the new positions are in the cache already. With a
-range of scores (FlashDecoding++Next, section III; `forebay calibrate` measures them) the GPU's partial softmaxes of one
-query share a maximum; the result is the same but for rounding. The C++ kernel (`attention.cpp`) reads every visible K
-and V once per 32 query rows and nothing beyond; without a compiler torch's scaled dot product attention does the work.
+Hkv). With `until` [B, S] it sees the positions t < until[b, s] instead, at least its own and at most those of the
+step, as tokens of one image do. With softcap c > 0 a score x becomes c tanh(x / c). K and V of the new positions are
+in the cache already. With a range of scores (FlashDecoding++Next, section III; `forebay calibrate` measures them) the
+GPU's partial softmaxes of one query share a maximum; the result is the same but for rounding. The C++ kernel
+(`attention.cpp`) reads every visible K and V once per 32 query rows and nothing beyond; without a compiler, and for
+several queries with `until`, torch's scaled dot product attention does the work.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from forebay.kernels.attention.attention.cpu import attention_out
 from forebay.kernels.attention.attention.onnx import attention as attention_onnx
 from forebay.kernels.attention.attention.reference import check, reference
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
-from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
+from forebay.kernels.attention.scoring import HELD, AttentionExtras, Scoring, SoftmaxRange
 from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
 from forebay.kernels.operator import Call, Operator, Tensors, Use
 
@@ -28,7 +30,7 @@ from forebay.kernels.operator import Call, Operator, Tensors, Use
 @torch.library.custom_op("forebay::attention", mutates_args=(), device_types="cpu")
 def attention(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float,
-    phi: float = 0.0, low: float = 0.0, high: float = 0.0, sinks: Tensor | None = None,
+    phi: float = 0.0, low: float = 0.0, high: float = 0.0, sinks: Tensor | None = None, until: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q [B, H, S, D], caches k and v [B, Hkv, L, D], start int64 [B] -> [B, S, H, D]; window 0 and softcap 0: none;
     a negative window: chunks. phi, low and high are a `SoftmaxRange`, by which a GPU computes one query (S = 1).
@@ -36,10 +38,10 @@ def attention(
     `sinks` [H] are one score more for each query of a head, with which no value goes (gpt-oss). q and caches
     may be strided. ValueError names the argument that is wrong.
     """
-    check(q, k, v, start, sinks)
+    check(q, k, v, start, sinks, until)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
-    attention_out(q, k, v, start.contiguous(), scale, window, softcap, out, sinks)
+    attention_out(q, k, v, start.contiguous(), scale, window, softcap, out, AttentionExtras(sinks, until))
     return out
 
 
@@ -62,7 +64,24 @@ def _sinks(use: Use) -> Tensor | None:
     return use.args[10] if len(use.args) > 10 else None
 
 
+def _until(use: Use) -> Tensor | None:
+    return use.args[11] if len(use.args) > 11 else None
+
+
+def _workspace(use: Use) -> int:
+    shape = *cpu_shape(use), _until(use) is not None
+    return cpu.workspace_nbytes(*shape)
+
+
+def _bind_cpu(use: Use) -> Call:
+    q, k, v, start, scale, window, softcap = use.args[:7]
+    return cpu.bind_attention(q, k, v, start, scale, window, softcap, use.out[0],
+                              AttentionExtras(_sinks(use), _until(use)))
+
+
 def _bind_cuda(use: Use) -> Call:
+    if _until(use) is not None:
+        raise NotImplementedError("attention: tokens that see those after them are computed on the CPU alone")
     from forebay.kernels.attention.decode_attention.gpu import bind_decode_attention_contiguous
     from forebay.kernels.attention.prefill_attention.gpu import bind_prefill_attention
 
@@ -77,9 +96,9 @@ ATTENTION = Operator(
     torch.ops.forebay.attention.default,
     reference,
     attention_cost,
-    bind={"cpu": lambda use: cpu.bind_attention(*(*use.args[:7], use.out[0], _sinks(use))), "cuda": _bind_cuda},
-    workspace={"cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)), "cuda": gpu_workspace_nbytes},
-    layouts={"start": "dense", "sinks": "dense"},
+    bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
+    workspace={"cpu": _workspace, "cuda": gpu_workspace_nbytes},
+    layouts={"start": "dense", "sinks": "dense", "until": "dense"},
     caches=("k", "v"),
     sparse=SPARSE_ATTENTION,
     score_ranges=HELD,

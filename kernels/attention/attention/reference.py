@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from forebay.kernels.attention.scoring import NOTHING, AttentionExtras
 from forebay.kernels.cpu_support import native
 
 Position = TypeVar("Position", int, Tensor)
@@ -27,10 +28,9 @@ def reference(
     window: int = 0,
     softcap: float = 0.0,
     dtype: torch.dtype = torch.float64,
-    sinks: Tensor | None = None,
+    beside: AttentionExtras = NOTHING,
 ) -> Tensor:
-    """Attention in dtype by the definition, on any device: q [B, H, S, D], k and v [B, Hkv, L, D] -> [B, S, H, D].
-    Sinks [H] are one score more for each query of a head, with which no value goes."""
+    """Attention in dtype by the definition, on any device: q [B, H, S, D], k and v [B, Hkv, L, D] -> [B, S, H, D]."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
     scores = q @ k.mT * scale
@@ -38,8 +38,9 @@ def reference(
         scores = softcap * torch.tanh(scores / softcap)
     position = start[:, None, None, None] + torch.arange(q.shape[2], device=q.device)[:, None]
     t = torch.arange(k.shape[2], device=q.device)
-    hidden = (t > position) | (t < first_seen(position, window))
-    weights = softmax_with(scores.masked_fill(hidden, -math.inf), sinks)
+    end = position + 1 if beside.until is None else beside.until[:, None, :, None]
+    hidden = (t >= end) | (t < first_seen(position, window))
+    weights = softmax_with(scores.masked_fill(hidden, -math.inf), beside.sinks)
     # What is beyond a sequence's end may be anything, NaN too: it must not be multiplied, not even by zero.
     unwritten = (t >= start[:, None] + q.shape[2])[:, None, :, None]
     return (weights @ v.masked_fill(unwritten, 0.0)).transpose(1, 2)
@@ -57,7 +58,9 @@ def fail(argument: str, problem: str) -> None:
     raise ValueError(f"attention: {argument} {problem}")
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, start: Tensor, sinks: Tensor | None = None) -> None:
+def check(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, sinks: Tensor | None = None, until: Tensor | None = None
+) -> None:
     """ValueError names the argument whose shape or dtype is wrong."""
     for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
         if tensor.dim() != 4:
@@ -75,6 +78,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, start: Tensor, sinks: Tensor | None =
         fail("start", f"must be int64 of shape {(batch,)}, got {start.dtype} {tuple(start.shape)}")
     if sinks is not None and (sinks.dtype != q.dtype or sinks.shape != (heads,)):
         fail("sinks", f"must be {q.dtype} of shape {(heads,)}, got {sinks.dtype} {tuple(sinks.shape)}")
+    if until is not None and (until.dtype != torch.int64 or until.shape != (batch, q.shape[2])):
+        fail("until", f"must be int64 of shape {(batch, q.shape[2])}, got {until.dtype} {tuple(until.shape)}")
 
 
 def refuse_start(q: Tensor, k: Tensor, start: Tensor) -> None:

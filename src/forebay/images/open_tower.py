@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def open_tower(
-    config: PreTrainedConfig, checkpoint: Checkpoint, captured: CapturedModel, options: Options
+    config: PreTrainedConfig, checkpoint: Checkpoint, captured: CapturedModel, options: Options, kernels: str
 ) -> ImageTower:
-    """Open the vision tower of a model's folder; ValueError for one that takes no images, or text alone."""
+    """Open the vision tower of a model's folder; ValueError for one that takes no images, or text alone,
+    with the kernels of that kind."""
     if options.mesh is not None:
         raise ValueError("images: a model on several ranks takes text alone; leave mesh out")
     known = MULTIMODAL.get(config.model_type)
@@ -26,6 +27,9 @@ def open_tower(
         taken = ", ".join(sorted(kind for kind, each in MULTIMODAL.items() if each.images))
         raise ValueError(f"images: a model of type {config.model_type!r} takes text alone here; images are taken by "
                          f"{taken}")
+    if known.groups and kernels != "cpu":
+        raise ValueError(f"images: tokens of an image see each other in a model of type {config.model_type!r}, which "
+                         "is computed on the CPU alone (CUDA_VISIBLE_DEVICES= leaves the GPU out)")
     from forebay.images.tower import ImageTower
 
     return ImageTower(config, checkpoint, captured.dtype)

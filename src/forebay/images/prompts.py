@@ -10,11 +10,13 @@ import torch
 
 from forebay.call_turns import ModelCall
 from forebay.huggingface.inputs import Prompts
+from forebay.rewriter.checkpoints.text_model import MULTIMODAL
 from forebay.step_model import StepModel
 
 PIXELS = "pixel_values"
 # What processors give beside pixels.
-BESIDE = ("image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "mm_token_type_ids")
+BESIDE = ("image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "mm_token_type_ids",
+          "token_type_ids")
 
 
 def take_image_inputs(options: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -58,7 +60,19 @@ def see_images(
             prompts.ids, mm_token_type_ids=placed.int(), attention_mask=prompts.mask.long(),
             image_grid_thw=torch.as_tensor(images["image_grid_thw"]))
         features["positions"] = positions.permute(1, 2, 0)
+    if MULTIMODAL[lm.config.model_type].groups:
+        features["until"] = _ends(placed, prompts.mask)
     return replace(prompts, features=features, placed=placed)
+
+
+def _ends(placed: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B, T] where the tokens end that each token sees, counted without padding: at the end of an image, or itself."""
+    found = mask.cumsum(1)
+    for row, here in zip(found, placed, strict=True):
+        for column in range(len(row) - 2, -1, -1):
+            if here[column] and here[column + 1]:
+                row[column] = row[column + 1]
+    return found
 
 
 def _at(placed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from forebay.kernels.attention.attention import cpu as module
 from forebay.kernels.attention.attention.cpu import attention_out, bind_attention, workspace_nbytes
 from forebay.kernels.attention.attention.operator import attention
 from forebay.kernels.attention.attention.reference import reference
+from forebay.kernels.attention.scoring import AttentionExtras
 from forebay.kernels.build.compile import compiler
 from forebay.kernels.cpu_support import native
 
@@ -79,13 +80,36 @@ def test_sinks_take_their_share(path: str, dtype: torch.dtype) -> None:
         q, k, v, begin = make(start, queries, dtype=dtype)
         for low, (window, softcap) in ((0.0, (0, 0.0)), (4.0, (5, 1.5)), (-300.0, (0, 0.0)), (200.0, (64, 0.0))):
             sinks = (torch.randn(6) + low).to(dtype)
-            want = reference(q, k, v, begin, 0.3, window, softcap, sinks=sinks)
+            want = reference(q, k, v, begin, 0.3, window, softcap, beside=AttentionExtras(sinks))
             found = attention(q, k, v, begin, 0.3, window, softcap, 0.0, 0.0, 0.0, sinks)
             assert (found.double() - want).abs().max() < TOLERANCE[dtype], (start, low)
             if low == 4:
                 assert (want - reference(q, k, v, begin, 0.3, window, softcap)).abs().max() > 3 * TOLERANCE[dtype]
     with pytest.raises(ValueError, match="sinks must be"):
         attention(q, k, v, begin, 0.3, 0, 0.0, 0.0, 0.0, 0.0, sinks[:2])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_queries_of_a_group_see_each_other(path: str, dtype: torch.dtype) -> None:
+    """Each query sees as far as it is told, what is beyond the step is never read, and one query sees itself."""
+    for start, queries in (([5, 0, 64], 9), ([0], 150), ([7, 3], 1)):
+        q, k, v, begin = make(start, queries, dtype=dtype)
+        own = begin[:, None] + torch.arange(1, queries + 1)
+        until = torch.maximum(own, (begin + min(6, queries))[:, None]) if queries < 100 else own // 8 * 8 + 8
+        until = torch.minimum(until, own[:, -1:])
+        for window, softcap in ((0, 0.0), (5, 1.5), (0, 1.5)):
+            want = reference(q, k, v, begin, 0.3, window, softcap, beside=AttentionExtras(until=until))
+            found = attention(q, k, v, begin, 0.3, window, softcap, 0.0, 0.0, 0.0, None, until)
+            assert (found.double() - want).abs().max() < TOLERANCE[dtype], (start, window)
+            causal = reference(q, k, v, begin, 0.3, window, softcap)
+            assert queries == 1 or (want - causal).abs().max() > 3 * TOLERANCE[dtype]
+    q, k, v, begin = make([5, 0], 3)
+    own = begin[:, None] + torch.arange(1, 4)
+    for wrong in (own - 1, own + 1):
+        with pytest.raises(ValueError, match="until must be after a query's own position, and within"):
+            attention(q, k, v, begin, 0.3, 0, 0.0, 0.0, 0.0, 0.0, None, wrong)
+    with pytest.raises(ValueError, match="until must be int64 of shape"):
+        attention(q, k, v, begin, 0.3, 0, 0.0, 0.0, 0.0, 0.0, None, own[:1])
 
 
 @pytest.mark.parametrize(
