@@ -207,7 +207,9 @@ def test_log_probabilities_are_the_models(client: openai.OpenAI, folder: Path) -
     whole = client.chat.completions.create(**asked).choices[0].logprobs
     streamed = [each for piece in client.chat.completions.create(**asked, stream=True) if piece.choices[0].logprobs
                 for each in piece.choices[0].logprobs.content or ()]
-    assert whole is not None and whole.content == streamed and len(streamed) == 5
+    assert whole is not None and whole.content is not None and len(streamed) == 5
+    for one, other in zip(whole.content, streamed, strict=True):
+        assert one.token == other.token and one.logprob == pytest.approx(other.logprob, abs=1e-4)
     with forebay.wrap(folder, "9MB", machine=Machine.default()) as lm:
         new = [tokenizer.convert_tokens_to_ids(each.token) for each in streamed]
         scores = lm(torch.tensor([[*ids, *new]])).logits[0, len(ids) - 1 : -1].log_softmax(-1)

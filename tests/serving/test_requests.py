@@ -119,15 +119,17 @@ def test_calls_and_results_reach_the_template() -> None:
 
 @pytest.mark.parametrize(("config", "sampling"), [
     ({}, PLAIN), ({"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True}, Sampling(True, 0.6, 20, 0.95)),
-    ({"eos_token_id": 3, "top_p": 0.8}, Sampling(True, 1.0, 0, 0.8))])
+    ({"eos_token_id": 3, "top_p": 0.8}, Sampling(True, 1.0, 0, 0.8)),
+    ({"min_p": 0.05, "repetition_penalty": 1.3}, Sampling(True, 1.0, 0, 1.0, 0.05, 1.3))])
 def test_requests_that_do_not_say_draw_as_the_model_recommends(config: dict[str, Any], sampling: Sampling) -> None:
     assert default_sampling(GenerationConfig(**config)) == sampling
     body = json.dumps({"prompt": "w1"}).encode()
     assert read_inquiry(body, "tiny", chat=False, sampling=sampling).sampling == sampling
     said = json.dumps({"prompt": "w1", "temperature": 0.3, "top_p": 0.5}).encode()
     found = read_inquiry(said, "tiny", chat=False, sampling=sampling).sampling
-    assert found == Sampling(True, 0.3, sampling.top_k, 0.5)
+    assert found == replace(sampling, temperature=0.3, top_p=0.5)
     whole = json.dumps({"prompt": "w1", "top_k": -1, "temperature": 1}).encode()
     assert read_inquiry(whole, "tiny", chat=False, sampling=sampling).sampling.top_k == 0
     greedy = json.dumps({"prompt": "w1", "temperature": 0}).encode()
-    assert read_inquiry(greedy, "tiny", chat=False, sampling=sampling).sampling == Sampling()
+    assert read_inquiry(greedy, "tiny", chat=False, sampling=sampling).sampling == Sampling(
+        repetition_penalty=sampling.repetition_penalty)
