@@ -188,6 +188,15 @@ class Machine:
         return self.sources.get(number, f"measured by forebay machine on {self.date or 'an unknown day'}")
 
     @property
+    def uncalibrated(self) -> str:
+        """Why times that it predicts were not checked; "" where its rates were measured."""
+        if not self.gemm:
+            return "times rest on data sheets and assumed shares of them"
+        if self.guessed:
+            return f"{len(self.guessed)} rates are guesses; `forebay machine --measure` on a quiet machine ends that"
+        return ""
+
+    @property
     def kind(self) -> DeviceKind:
         """The facts of its kind of device."""
         return kind_of(self.device_kind)

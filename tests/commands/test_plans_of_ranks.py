@@ -116,7 +116,7 @@ def test_plan_shows_a_rank_and_writes_all_and_ranks_of_a_job_write_theirs(
     plans, machine, out = tmp_path / "plans", str(folder / "machine.json"), tmp_path / "out.jsonl"
     shape = ("--batch", "4", "--prompt", "5", "--new-tokens", "6")
     code, text, error = typed("plan", str(folder), "--mesh", "tensor=2,attention=batch", "--budget", "device=700kB",
-                              *shape, "--machine", machine, "--save", str(plans), "--rank", "1")
+                              *shape, "--machine", machine, "--save-plan", str(plans), "--rank", "1")
     assert code == 0, error
     assert "rank 1 of tensor=2,attention=batch" in text and "decode step" in text.splitlines()[-1]
     job = ["run", str(folder), "--prompts", str(folder / "in.jsonl"), "--output", str(out), "--budget", "device=700kB",
@@ -159,5 +159,5 @@ def test_what_cannot_be_is_one_line(folder: Path, tmp_path: Path) -> None:
     assert not plans.exists()
     plans.mkdir()
     (plans / "rank2.json").write_text("{}")
-    code, _, error = typed("plan", str(folder), "--mesh", "2", "--save", str(plans), *budget)
+    code, _, error = typed("plan", str(folder), "--mesh", "2", "--save-plan", str(plans), *budget)
     assert code == 2 and "more than 2 ranks" in error

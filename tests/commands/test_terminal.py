@@ -117,7 +117,7 @@ def test_names_from_files_reach_no_terminal_as_they_are(
     saved, model, here = str(tmp_path / f"plan{EVIL[:5]}"), str(hostile), str(tmp_path)
     for code, shown, arguments in (
         (0, f"box{EVIL}", ("plan", model, *more)),
-        (0, f"box{EVIL}", ("-v", "plan", model, *more, "--save", saved)),
+        (0, f"box{EVIL}", ("-v", "plan", model, *more, "--save-plan", saved)),
         (0, f"box{EVIL}", ("explain", saved)),
         (0, f"box{EVIL}", ("plan", model, *more, "--json")),
         (2, f"no weight format {f'w{EVIL}'!r}", ("quantize", model, f"{here}/out{EVIL[:5]}", "--weights", f"w{EVIL}")),

@@ -367,7 +367,7 @@ def test_answers_of_other_values_are_not_mixed(folder: Path, tmp_path: Path) -> 
 
 def test_slots_beside_a_plan_are_refused(folder: Path, tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
-    assert _forebay("plan", folder, "--budget", BUDGET, "--machine", folder / "machine.json", "--save", saved
+    assert _forebay("plan", folder, "--budget", BUDGET, "--machine", folder / "machine.json", "--save-plan", saved
                     ).exit_code == 0
     result = _forebay(*_run_arguments(folder, tmp_path / "out", budget=None, batch=None, plan=saved, slots=7))
     assert result.exit_code == 2 and "slots: the plan has" in result.stderr and "leave it out" in result.stderr
@@ -430,7 +430,7 @@ def test_plan_is_printed_saved_explained_and_replayed(
 ) -> None:
     shape = ["--batch", 2, "--prompt", 16, "--new-tokens", NEW, "--machine", folder / "machine.json"]
     saved = tmp_path / "plan.json"
-    result = _forebay("plan", folder, "--budget", BUDGET, *shape, "--json", "--save", saved)
+    result = _forebay("plan", folder, "--budget", BUDGET, *shape, "--json", "--save-plan", saved)
     assert result.exit_code == 0, result.output
     plan = plan_from_dict(json.loads(result.stdout))
     assert plan == load_plan(saved)
@@ -559,7 +559,8 @@ def test_every_command_has_help(command: str, part: str) -> None:
 def test_plan_of_a_config_alone(folder: Path, tmp_path: Path) -> None:
     shape = ["--config", folder / "config.json", "--machine", folder / "machine.json", "--prompt", 8, "--new-tokens", 4]
     saved, picture = tmp_path / "plan.json", tmp_path / "frontier.png"
-    result = _forebay("plan", *shape, "--budget", BUDGET, "--batch", 2, "--save", saved, "--json", "--pareto", picture)
+    result = _forebay("plan", *shape, "--budget", BUDGET, "--batch", 2, "--save-plan", saved, "--json", "--pareto",
+                      picture)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["kind"] == "plan" and load_plan(saved) == plan_from_dict(found["plan"])
@@ -589,7 +590,7 @@ def test_a_policy_of_a_config_alone(tmp_path: Path) -> None:
 def test_terminal_gets_a_table_and_a_pipe_plain_text(folder: Path, tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     shape = ["--batch", 2, "--prompt", 16, "--new-tokens", NEW, "--machine", folder / "machine.json"]
-    assert _forebay("plan", folder, "--budget", BUDGET, *shape, "--save", saved).exit_code == 0
+    assert _forebay("plan", folder, "--budget", BUDGET, *shape, "--save-plan", saved).exit_code == 0
     piped = _forebay("explain", saved).stdout
     assert "│" not in piped and "lm_head.weight" in piped
     ours, theirs = os.openpty()

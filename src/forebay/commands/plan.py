@@ -51,7 +51,7 @@ def plan(
         rich_help_panel="Model and machine")] = "",
     budget: BudgetOption = None,
     rank: Annotated[int | None, typer.Option(min=0,
-        help="Rank whose plan is shown, with --mesh. Default: 0. --save writes all ranks' plans into a "
+        help="Rank whose plan is shown, with --mesh. Default: 0. --save-plan writes all ranks' plans into a "
              "folder.",
         rich_help_panel="Output")] = None,
     objective: Annotated[str, typer.Option(
@@ -90,7 +90,8 @@ def plan(
         rich_help_panel="Output")]
     = None,
     as_json: Annotated[bool, typer.Option("--json", help="Plan as JSON on stdout.", rich_help_panel="Output")] = False,
-    save: Annotated[Path | None, typer.Option(help="File for the plan.", rich_help_panel="Output")] = None,
+    save_plan: Annotated[Path | None, typer.Option(
+        help="File for the plan; of ranks a folder.", rich_help_panel="Output")] = None,
     picture: Annotated[Path | None, typer.Option(
         metavar="OUT.png",
         help="Picture of a decode step: streams over time, and memory.",
@@ -117,7 +118,7 @@ def plan(
                                tokens_per_s=tokens_per_s, weights=weights)
             if explore:
                 _refuse({f"--{name.replace('_', '-')}": name not in EXPLORED for name in asked}
-                        | {"--save": save, "--weights": weights},
+                        | {"--save-plan": save_plan, "--weights": weights},
                         "is for plans that run; --explore finds none")
                 _explore(request, as_json, quantize=quantize, checkpoints=recompute, diagonal=diagonal, pareto=pareto)
                 return
@@ -125,7 +126,7 @@ def plan(
         _refuse({"--quantize": quantize, "--no-recompute": not recompute, "--diagonal": diagonal},
                 "needs --config and --explore")
         if config is not None:
-            _plan_config(request, options, as_json, save, pareto)
+            _plan_config(request, options, as_json, save_plan, pareto)
             return
         _refuse({"--objective": objective != "throughput", "--latency": latency is not None, "--explore": explore,
                  "--tokens-per-s": tokens_per_s is not None}, "needs --config")
@@ -135,14 +136,14 @@ def plan(
             raise PlanError("--mesh: name the --budget of each rank, as device=120MiB")
         sizes = named_budget(budget, cast("Machine | None", options.machine))
         if options.draft is not None:
-            _refuse({"--json": as_json, "--save": save, "--picture": picture, "--pareto": pareto,
+            _refuse({"--json": as_json, "--save-plan": save_plan, "--picture": picture, "--pareto": pareto,
                      "--mesh": options.mesh}, "is for the plan of one model; leave it or --draft out")
             _plan_drafted(model, sizes, replace(options, prompt=options.prompt or PROMPT))
         elif options.mesh is not None:
             _refuse({"--picture": picture, "--pareto": pareto}, "is for the plan of one device; leave it or --mesh out")
-            _plan_mesh(model, rank or 0, sizes, options, as_json, save)
+            _plan_mesh(model, rank or 0, sizes, options, as_json, save_plan)
         else:
-            _plan_model(model, sizes, options, as_json, save, (picture, pareto))
+            _plan_model(model, sizes, options, as_json, save_plan, (picture, pareto))
 
 
 def _refuse(given: dict[str, Any], why: str) -> None:
@@ -181,7 +182,7 @@ def _plan_model(
 
     workload = _workload(options)
     check_choices(workload, options)
-    require_writable(save, "--save")
+    require_writable(save, "--save-plan")
     picture, pareto = pictures
     require_writable(picture, "--picture")
     require_writable(pareto, "--pareto")
@@ -205,7 +206,7 @@ def _plan_model(
     if as_json:
         print(made.to_json())
         return
-    show_plan(made, opened[0])
+    show_plan(made, opened[0], profile)
     print(*frontier_lines(frontier), sep="\n", end="\n" if len(frontier) > 1 else "")
     python, peak = anonymous_nbytes(), sum(made.prediction.peak_nbytes.values())
     beside = beside_nbytes(calls_of(steps.pipeline, made))
@@ -244,7 +245,7 @@ def _plan_mesh(
     if as_json:
         print(plan.to_json())
         return
-    show_plan(plan, captured)
+    show_plan(plan, captured, profile)
     print(*step_lines(made, profile), sep="\n")
 
 
@@ -316,11 +317,11 @@ def _plan_config(request: PlanRequest, options: Options, as_json: bool, save: Pa
         print(json.dumps(plan_data(found, request), indent=1))
         return
     print(plan_text(found))
-    show_plan(found.plan, found.captured)
+    show_plan(found.plan, found.captured, request.known_machine)
 
 
 def explain(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="Plan file, from --save-plan or --save.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="Plan file, from --save-plan.")],
     memory: Annotated[Path | None, typer.Option(help="PNG file for a picture of the device arena over time.")] = None,
     timeline: Annotated[bool, typer.Option("--timeline", help="The same picture as text.")] = False,
     debug: DebugOption = False,
@@ -342,13 +343,15 @@ def explain(
             say(f"wrote {memory}")
 
 
-def show_plan(made: Plan, captured: CapturedModel | None = None) -> None:
-    """Print a plan to stdout: on a terminal with its layers as a table, elsewhere as plain text."""
+def show_plan(made: Plan, captured: CapturedModel | None = None, machine: Machine | None = None) -> None:
+    """Print a plan for a machine to stdout: on a terminal with its layers as a table, elsewhere as plain text."""
     from forebay.rewriter.ir.byte_sizes import format_nbytes
     from forebay.rewriter.planning.advice import advise
     from forebay.rewriter.report.explain import COLUMNS, collapsed, explain_plan, layer_rows, summarise_plan
 
     advice = advise(made)
+    if machine is not None and machine.uncalibrated:
+        advice.append(f"uncalibrated: {machine.uncalibrated}")
     if not sys.stdout.isatty():
         print(explain_plan(made, captured, advice))
         return

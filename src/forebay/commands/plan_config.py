@@ -183,7 +183,7 @@ def plan_text(found: ConfigPlan) -> str:
              f"{work.new_tokens} new tokens",
              f"predicted   {tokens_per_s(plan):.3g} tokens/s; {format_seconds(latency_s(plan))} for all sequences"]
     if not found.complete:
-        lines.append(f"            by the closed form: {step_copies(plan)} copies a step, lowered only to --save it")
+        lines.append(f"            by the closed form: {step_copies(plan)} copies a step, lowered only for --save-plan")
     return "\n".join([*lines, *frontier_lines(found.frontier)])
 
 
