@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -62,8 +63,9 @@ def _special_ids(told: dict[str, object], kind: object, count: int) -> dict[str,
 
 def _templates(header: GgufHeader) -> str | dict[str, str] | None:
     """The template for chats, or all of them by their names where some have one."""
-    named = {key.removeprefix(f"{TEMPLATE}."): text for key, text in header.metadata.items()
-             if key.startswith(f"{TEMPLATE}.") and isinstance(text, str)}
+    # a name becomes that of a file
+    named = {found[1]: text for key, text in header.metadata.items()
+             if isinstance(text, str) and (found := re.fullmatch(rf"{re.escape(TEMPLATE)}\.([\w-]+)", key))}
     default = header.metadata.get(TEMPLATE)
     if not isinstance(default, str):
         return named or None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,7 @@ def _read_nbytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
+@pytest.mark.skipif(not os.access("/proc/self/io", os.R_OK), reason="the kernel does not count reads")
 def test_no_weight_is_read(tmp_path: Path) -> None:
     """Once what describes them is imported."""
     config = llama(1, vocab_size=100_000, tie_word_embeddings=True)
@@ -164,6 +166,5 @@ def test_no_weight_is_read(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "q"):
         describe_model(str(folder))
         before = _read_nbytes()
-        assert describe_model(str(folder)).runs
-        assert _read_nbytes() - before < (folder / "config.json").stat().st_size + describe_model(
-            str(folder)).nbytes // 4
+        found = describe_model(str(folder))
+        assert found.runs and _read_nbytes() - before < found.nbytes // 4

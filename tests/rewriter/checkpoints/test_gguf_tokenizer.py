@@ -195,6 +195,16 @@ def test_chat_templates_by_name(tmp_path: Path) -> None:
             assert found.get_chat_template() == "plain"
 
 
+@pytest.mark.parametrize("name", ["../escaped", "a/b", "", "..", "a b", "/tmp/escaped"])
+def test_names_of_templates_lead_out_of_no_folder(tmp_path: Path, name: str) -> None:
+    """Each becomes the name of a file."""
+    write_model(tmp_path / "m.gguf", "llama", kinds=("F32",))
+    changes = {"tokenizer.chat_template": "plain", f"tokenizer.chat_template.{name}": "other"}
+    ours = read_tokenizer(read_gguf(copy_of(tmp_path / "m.gguf", tmp_path / "n.gguf", changes)))
+    ours.save_pretrained(tmp_path / "out")
+    assert ours.chat_template == "plain" and not list(tmp_path.rglob("*escaped*"))
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"tokenizer.ggml.model": "bert"}, r"kind 'bert' \(tokenizer.ggml.model\)"),
     ({"tokenizer.ggml.merges": ["he"]}, "does not describe a usable model|out of vocabulary"),
