@@ -65,7 +65,7 @@ def figures(model: Row, memory_bytes_per_s: float) -> list[Row]:
                 row["cores_tokens_per_s"] = cores_bound(row, model["machine"].get("reads_core_share", 0.0))
             if peers := [rate for peer in OFFLOADED for rate in rates(cell, peer)]:
                 row["times_peer"] = row["tokens_per_s"] / max(peers)
-        if plan["forced"]:
+        if plan["forced"] and (cell, plan["process"]) in turns:
             row["to_planner"] = to_planner(found, turns[cell, plan["process"]], int(cell.rpartition("+")[2]))
         rows.append(row)
     return rows
@@ -74,7 +74,7 @@ def figures(model: Row, memory_bytes_per_s: float) -> list[Row]:
 def to_planner(forced: Sequence[Row], planner: Sequence[Row], new: int) -> float:
     """How many times as long an answer of so many tokens takes as the planner's in the same round: the median."""
     ends = [[turn["prefill_s"] + (new - 1) * median(turn["steps_s"]) for turn in turns] for turns in (forced, planner)]
-    return median(a / b for a, b in zip(*ends, strict=True))
+    return median(a / b for a, b in zip(*ends, strict=False))  # the time may be up between them
 
 
 def link_bound_s(plan: Row, link: Row) -> float:
@@ -106,7 +106,9 @@ def mean(values: Sequence[float]) -> float:
 
 
 def binds(row: Row) -> str:
-    """Which bound binds clearly: link, compute, or neither ("both")."""
+    """Which bound binds clearly: link, compute, or neither ("both"); of what is in RAM the memory."""
+    if "memory_tokens_per_s" in row:
+        return "memory"
     link, compute = (row.get(key, float("inf")) for key in ("link_tokens_per_s", "ram_tokens_per_s"))
     return "link" if BINDS * link <= compute else "compute" if BINDS * compute <= link else "both"
 
@@ -128,7 +130,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
     if beside := [r["to_planner"] for r in rows if "to_planner" in r]:
         found.append(f"the planner's schedule is {100 * (1 / min(beside) - 1):.1f} % above the best of {len(beside)} "
                      "forced ones")
-    if over := [r["peak_nbytes"] / r["budget"] for r in blocks]:
+    over = [r["peak_nbytes"] / r["budget"] for r in blocks]
+    if over and not beside:  # the plans of a sweep are all in one process
         found.append(f"peak memory of Forebay's blocks: at most {max(over):.2f} of the budget")
     return found
 
