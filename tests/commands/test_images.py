@@ -65,6 +65,8 @@ def test_commands_answer_as_transformers_does(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output + repr(found.exception)
     text = "user : <image> <image> w6 w7 assistant :"
     assert found.stdout.strip() == answer(whole, processor, text, one, other).strip()
+    planned = CliRunner().invoke(app, ["plan", str(tmp_path), "--budget", "4MB", "--prompt", "20"])
+    assert "of a vision tower, read once per batch of images before the prefill" in planned.stdout, planned.output
     said = f"w9\n/image {tmp_path / 'none.png'}\n/image {other}\nw8\n"
     found = CliRunner().invoke(app, ["chat", str(tmp_path), *limits, "--temperature", "0"], input=said)
     assert found.exit_code == 0, found.output + repr(found.exception)

@@ -171,6 +171,7 @@ def _plan_model(
     from forebay.commands.pictures import draw_step
     from forebay.commands.plan_config import draw_frontier, frontier_lines
     from forebay.commands.process_memory import anonymous_nbytes, beside_nbytes, calls_of
+    from forebay.images.open_tower import image_lines
     from forebay.model_planner import ModelPlanner
     from forebay.open_model import open_model
     from forebay.rewriter.ir.byte_sizes import format_nbytes
@@ -207,6 +208,8 @@ def _plan_model(
         print(made.to_json())
         return
     show_plan(made, opened[0], profile)
+    for line in image_lines(opened[1], opened[0], options, profile.kind.kernels):
+        print(line)
     print(*frontier_lines(frontier), sep="\n", end="\n" if len(frontier) > 1 else "")
     python, peak = anonymous_nbytes(), sum(made.prediction.peak_nbytes.values())
     beside = beside_nbytes(calls_of(steps.pipeline, made))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
+from forebay.rewriter.checkpoints.config import read_config
+from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.text_model import MULTIMODAL
+from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.planning.options import Options
 
@@ -33,3 +37,17 @@ def open_tower(
     from forebay.images.tower import ImageTower
 
     return ImageTower(config, checkpoint, captured.dtype)
+
+
+def image_lines(
+    checkpoint: Checkpoint, captured: CapturedModel, options: Options, kernels: str
+) -> list[str]:
+    """What a plan says of images: a line for a folder of a model that takes any, else none."""
+    try:
+        settings = json.loads(read_input(checkpoint.folder / "config.json"))
+        if settings["model_type"] not in MULTIMODAL:  # without loading transformers
+            return []
+        tower = open_tower(read_config(checkpoint.folder), checkpoint, captured, options, kernels)
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError):  # of a model, or a folder, that has no tower
+        return []
+    return [f"images      {tower.plan}"]
