@@ -24,6 +24,7 @@ from forebay.rewriter.ir.graph import CapturedModel
 
 TABLE = "table"  # the name of the parameter, within the module of experts
 WAYS = (*((name, 0.0) for name in ACTIVATIONS[:-1]), ("alpha_swiglu", 1.702))
+TRIED_NUMBERS = 1024  # gates at least, by which an activation is recognized
 
 
 def adopt_experts(model: nn.Module) -> dict[str, ExpertTable]:
@@ -126,7 +127,8 @@ def _forward(module: nn.Module, inner: int, biased: bool, form: Form) -> Callabl
 def _matching(name: str, module: Any, form: Form, inner: int) -> Form:
     """The form whose activation gives what the module's own does, on numbers that reach beyond any limit."""
     generator = torch.Generator().manual_seed(0)
-    y = torch.randn(64, 2 * inner if form.gated else inner, generator=generator, dtype=torch.float64) * 8
+    rows = -(-TRIED_NUMBERS // inner)  # not more where experts are wide: a model has many layers to try
+    y = torch.randn(rows, 2 * inner if form.gated else inner, generator=generator, dtype=torch.float64) * 8
     try:
         if form.gated and hasattr(module, "_apply_gate"):
             wanted = module._apply_gate(y)
