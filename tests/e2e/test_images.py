@@ -12,6 +12,7 @@ from multimodal import CONFIGS, TEXT, save
 from selection import ALL
 
 import forebay
+from forebay.images import prompts
 from forebay.images.tower import ImageTower
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.text_model import MULTIMODAL
@@ -154,3 +155,13 @@ def test_what_cannot_be_taken_is_refused_in_a_line(tmp_path: Path) -> None:
     with forebay.wrap(tmp_path / "llama", "4MB", prompt=8, new_tokens=8, machine=Machine.default()) as lm, (
             pytest.raises(ValueError, match="'llama' takes text alone")):
         lm.generate(torch.tensor([[3, 4]]), pixel_values=torch.zeros(1, 3, 28, 28), **ASKED)
+
+
+def test_an_image_longer_than_a_window_is_refused() -> None:
+    placed, mask = torch.tensor([[False, *[True] * 5, False]]), torch.ones(1, 7, dtype=torch.int64)
+    until = prompts._ends(placed, mask)
+    assert until.tolist() == [[1, 6, 6, 6, 6, 6, 7]]
+    prompts._require_within(until, mask, 5)
+    prompts._require_within(until, mask, None)
+    with pytest.raises(ValueError, match="an image of 5 tokens is longer than the model's window of 4"):
+        prompts._require_within(until, mask, 4)

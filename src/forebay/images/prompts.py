@@ -62,6 +62,7 @@ def see_images(
         features["positions"] = positions.permute(1, 2, 0)
     if MULTIMODAL[lm.config.model_type].groups:
         features["until"] = _ends(placed, prompts.mask)
+        _require_within(features["until"], prompts.mask, getattr(lm.config.get_text_config(), "sliding_window", None))
     return replace(prompts, features=features, placed=placed)
 
 
@@ -73,6 +74,14 @@ def _ends(placed: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             if here[column] and here[column + 1]:
                 row[column] = row[column + 1]
     return found
+
+
+def _require_within(until: torch.Tensor, mask: torch.Tensor, window: int | None) -> None:
+    """ValueError for an image that sees itself beyond a window, which attention here does not reach over."""
+    longest = int((until - mask.cumsum(1)).max()) + 1
+    if window and longest > window:
+        raise ValueError(f"{PIXELS}: an image of {longest} tokens is longer than the model's window of {window}; give "
+                         "images apart from each other, or smaller ones")
 
 
 def _at(placed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
