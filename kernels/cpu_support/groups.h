@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "codebooks.h"
 #include "vector_math.h"
 
 namespace forebay {
@@ -15,7 +16,7 @@ FB_INLINE constexpr float symmetric_low(int32_t bits) { return -float(1 << (bits
 // even address.
 struct GroupFormat {
   int64_t group, count;  // elements per group, groups per row
-  int32_t bits, scale_dtype, symmetric;
+  int32_t bits, scale_dtype, symmetric, codebook = WHOLE;
   int64_t codes_nbytes() const { return count * group * bits / 8; }
   int64_t scales_nbytes() const { return count * 2; }
   int64_t factors_nbytes() const { return symmetric ? 2 : 4; }  // a group's scale, and low
@@ -94,12 +95,28 @@ FB_INLINE void dequantize_group(const uint8_t* codes, int32_t bits, float scale,
   }
 }
 
+// The scale of group g of a row with a codebook: halves of its bits lie where scales and lows do, unless symmetric.
+FB_INLINE float coded_scale(const uint8_t* scales, const uint8_t* lows, int32_t dtype, int64_t g) {
+  if (!lows) return scale_at(scales, dtype, g);
+  uint16_t upper, lower;
+  std::memcpy(&upper, scales + 2 * g, 2);
+  std::memcpy(&lower, lows + 2 * g, 2);
+  return bits_to_float(uint32_t(upper) << 16 | lower);
+}
+
+// Elements [from, from + n) of group g of a packed row.
+FB_INLINE void dequantize_part(const uint8_t* row, const GroupFormat& f, int64_t g, int64_t from, int64_t n, float* to) {
+  const uint8_t *scales = row + f.codes_nbytes(), *codes = row + (g * f.group + from) * f.bits / 8;
+  if (f.codebook)
+    look_up_group(codes, f.codebook, coded_scale(scales, f.symmetric ? nullptr : scales + f.scales_nbytes(),
+                                                 f.scale_dtype, g), n, to);
+  else dequantize_group(codes, f.bits, scale_at(scales, f.scale_dtype, g), low_at(scales, f, g), n, to);
+}
+
 // Elements [begin, begin + n) of a packed row, begin at a group's start.
 FB_INLINE void dequantize_row(const uint8_t* row, const GroupFormat& f, int64_t begin, int64_t n, float* to) {
-  const uint8_t* scales = row + f.codes_nbytes();
   for (int64_t g = begin / f.group, i = 0; i < n; ++g, i += f.group)
-    dequantize_group(row + g * f.group * f.bits / 8, f.bits, scale_at(scales, f.scale_dtype, g), low_at(scales, f, g),
-                     std::min(f.group, n - i), to + i);
+    dequantize_part(row, f, g, 0, std::min(f.group, n - i), to + i);
 }
 
 // The number next to a finite v, upward or downward, in the storage type of its bits.

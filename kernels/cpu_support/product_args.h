@@ -29,6 +29,7 @@ extern "C" struct QuantizedLinearArgs {
   int32_t integer_nbytes;  // 2 or 1: x as integers of so many bytes; 0: x as fp32
   int32_t bf16_panels;     // many rows of x, and the weights that they meet, as bf16
   int32_t symmetric;       // rows without lows
+  int32_t codebook;        // of codebooks.h, 0: codes are whole numbers
 };
 
 extern "C" int forebay_linear(const LinearArgs* a, float* scratch, int64_t scratch_floats, int threads);

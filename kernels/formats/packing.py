@@ -11,6 +11,10 @@ G along K is one uint8 matrix `rows` [N, R]. With g = ceil(K / G) each row holds
 so rows [n0, n1) are one contiguous slice of a file and stream like those of any weight. The value of code q is
 q * scale + low, low being -2^(bits - 1) * scale in symmetric rows, whose middle code is 0. In fp32 these products are
 exact, so every implementation gives the same bits.
+
+Rows with a codebook (`codebooks`) have values codebook[q] * scale, rounded once to fp32. Symmetric ones have scales of
+their dtype; the others have scales of fp32, the upper halves of whose bits lie where scales do, the lower ones in place
+of lows.
 """
 
 from __future__ import annotations
@@ -27,14 +31,15 @@ SCALE_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Packing(NamedTuple):
-    """What the packed rows of a weight [N, K] mean: bits of a code, K, elements that share scale and low, and whether
-    the lows follow from the scales."""
+    """What the packed rows of a weight [N, K] mean: bits of a code, K, elements that share scale and low, whether the
+    lows follow from the scales, and the codebook that codes are places in."""
 
     bits: int
     in_features: int
     group_size: int
     scale_dtype: torch.dtype = torch.float16
     symmetric: bool = False
+    codebook: str = ""
 
     @property
     def row_nbytes(self) -> int:
@@ -44,7 +49,7 @@ class Packing(NamedTuple):
     @property
     def format(self) -> str:
         """The weight format of these rows."""
-        return weight_name(self.bits, self.group_size, self.symmetric)
+        return weight_name(self.bits, self.group_size, self.symmetric, self.codebook)
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """`unpack_rows` of such rows."""

@@ -5,6 +5,7 @@
 | native | weights, caches | none: values as they are | - | size * itemsize |
 | w4gN, w8gN; w8 is w8g128 | weights [N, K] | 4 or 8 bits | N along K, N even | padded to 16 bytes |
 | w4gNs, w8gNs: symmetric | the same, 0 the middle code | 4 or 8 bits | the same, no lows | padded to 16 bytes |
+| fp8, mxfp4, nvfp4, nf4, fp4, fp8gN ... | weights, by codebook | 8, 4 bits | 128, 32, 16, 64, 64; N | the same |
 | kv8, kv4 | caches, rotated rows of one position and head | 8 or 4 bits | by the size of the head | to 4 bytes |
 | act8 | hidden states kept in place of K and V | 8 bits | 64 | padded to 16 bytes |
 """
@@ -26,6 +27,7 @@ class Format:
     bits: int = 0
     group_size: int = 0
     symmetric: bool = False
+    codebook: str = ""  # by which codes are numbers, one of `codebooks.CODEBOOKS`
 
     def row_nbytes(self, size: int, itemsize: int) -> int:
         """Bytes of a row of `size` elements, whose values as they are take itemsize bytes each."""
@@ -85,6 +87,11 @@ WEIGHT_FORMATS = {
         Format("w4g64", 4, 64),
         Format("w4g128", 4, 128),
         Format("w8", 8, 128),
+        Format("fp8", 8, 128, codebook="e4m3"),
+        Format("mxfp4", 4, 32, True, "e2m1"),
+        Format("nvfp4", 4, 16, codebook="e2m1"),
+        Format("nf4", 4, 64, codebook="nf4"),
+        Format("fp4", 4, 64, codebook="fp4"),
     )
 }
 CACHE_FORMATS: dict[str, Format] = {f.name: f for f in (NATIVE, _rotated(8, 0.006), _rotated(4, 0.08))}
@@ -117,27 +124,32 @@ def weight_format(name: str) -> Format:
     found = WEIGHT_FORMATS.get(name)
     if found is not None:
         return found
-    parts = re.fullmatch(r"w(4|8)g([1-9]\d{0,5})(s?)", name)
-    if parts is None or int(parts[2]) % 2:
+    parts = re.fullmatch(r"(w4|w8|fp8|nf4|fp4)g([1-9]\d{0,5})(s?)", name)
+    if parts is None or int(parts[2]) % 2 or (parts[3] and parts[1][0] != "w"):
         raise ValueError(f"no weight format {name!r}; there are {', '.join(WEIGHT_FORMATS)} and, for groups of 16 "
                          "or of other multiples of 32, names like w8g32, or symmetric w8g32s")
-    return Format(name, int(parts[1]), int(parts[2]), bool(parts[3]))
+    like = WEIGHT_FORMATS.get(parts[1])
+    return Format(name, int(parts[1][-1]), int(parts[2]), bool(parts[3]), "" if like is None else like.codebook)
 
 
-def weight_name(bits: int, group_size: int, symmetric: bool = False) -> str:
+def weight_name(bits: int, group_size: int, symmetric: bool = False, codebook: str = "") -> str:
     """The name of the weight format of such rows."""
+    for known in WEIGHT_FORMATS.values() if codebook else ():
+        if (known.codebook, known.symmetric) == (codebook, symmetric):
+            return known.name if known.group_size == group_size else f"{known.name}g{group_size}"
     return f"w{bits}g{group_size}{'s' if symmetric else ''}"
 
 
 def symmetric_name(name: str) -> str:
     """The name of the symmetric format of as many bits and elements in a group; native of native."""
     found = weight_format(name)
-    return weight_name(found.bits, found.group_size, True) if found.bits else name
+    plain = found.bits and not found.codebook
+    return weight_name(found.bits, found.group_size, True) if plain else name
 
 
 def packed_format(weight: str) -> Format | None:
     """The format of packed rows that a product's weight is named by ("w4g64"); None where it is named by its dtype."""
-    return weight_format(weight) if re.match(r"w\d", weight) else None
+    return weight_format(weight) if re.match(r"(w|mxfp|nvfp|nf|fp)\d", weight) else None
 
 
 def cache_format(name: str) -> Format:

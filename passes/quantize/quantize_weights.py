@@ -41,7 +41,7 @@ def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> No
         with gm.graph.inserting_before(min(readers, key=list(gm.graph.nodes).index)):
             value = gm.graph.call_function(DEQUANTIZE_ROWS.overload, (
                 node, stored.in_features, stored.bits, stored.group_size, stored.scale_dtype, stored.dtype,
-                stored.transposed, stored.symmetric))
+                stored.transposed, stored.symmetric, stored.codebook))
         value.meta = {"val": original, "layer": readers[0].meta.get("layer", -1), "made_by": "quantize_weights"}
         for user in readers:
             user.replace_input_with(node, value)
@@ -51,7 +51,7 @@ def _read_packed_experts(user: fx.Node, up: RowFormat, down: RowFormat) -> None:
     """Let experts read a table of packed entries, whose rows are outputs whichever way the model has its matrices."""
     form = list(user.args[: EXPERTS.arguments.index("bits")])
     form[EXPERTS.arguments.index("transposed")] = False
-    how = ((each.bits, each.group_size, each.scale_dtype, each.symmetric) for each in (up, down))
+    how = ((each.bits, each.group_size, each.scale_dtype, each.symmetric, each.codebook) for each in (up, down))
     user.args = (*form, *(value for each in how for value in each))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from forebay.kernels.formats.table import weight_format
 from forebay.rewriter.capture.experts import experts_layout
 from forebay.rewriter.checkpoints.expert_tables import ExpertPiece
 from forebay.rewriter.checkpoints.records import CheckpointError
@@ -41,7 +42,7 @@ class StackedTensor:
     def nearest(self) -> str:
         """The widest format of any piece."""
         found = {piece.format() or piece.nearest() for piece in self.pieces} - {""}
-        return max(found, key=lambda name: (int(name[1]), name), default="")
+        return max(found, key=lambda name: (weight_format(name).bits, name), default="")
 
     def contents(self) -> Iterator[torch.Tensor]:
         return (part for piece in self.pieces for part in piece.contents())

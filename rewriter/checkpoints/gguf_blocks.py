@@ -5,7 +5,7 @@ Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. d and m
 codes.
 
     Q4_0, Q4_1, Q5_0, Q5_1, Q8_0    32 values: (q - 8) d, q d + m, (q - 16) d, q d + m, q d with a signed q
-    IQ4_NL, MXFP4                   32 values: table[q] d; d of MXFP4 is a power of two
+    IQ4_NL, MXFP4                   32 values: table[q] d; d of MXFP4 is a power of two, its codes are kept (e2m1)
     Q2_K, Q3_K, Q6_K                256 values, 16 share factors s and n: q s d - n m, (q - 4) s d, (q - 32) s d
     Q4_K, Q5_K, IQ4_XS              256 values, 32 share factors s and n: q s d - n m, the same, table[q] s d
 
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from forebay.kernels.formats import packing
+from forebay.kernels.formats.codebooks import largest
 from forebay.kernels.formats.table import weight_name
 
 Bytes = np.ndarray  # uint8 [blocks, bytes of a block]
@@ -30,7 +31,6 @@ Bytes = np.ndarray  # uint8 [blocks, bytes of a block]
 BlockParts = tuple[np.ndarray, np.ndarray, np.ndarray | int]
 FP16_MOST = float(np.finfo(np.float16).max)
 IQ4_TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
-MXFP4_TABLE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16)
 
 
 class BlockKind(NamedTuple):
@@ -43,11 +43,12 @@ class BlockKind(NamedTuple):
     parts: Callable[[Bytes], BlockParts]
     scale_dtype: torch.dtype = torch.float16
     symmetric: bool = False
+    codebook: str = ""
 
     @property
     def format(self) -> str:
         """The weight format of these rows."""
-        return weight_name(self.bits, self.group, self.symmetric)
+        return weight_name(self.bits, self.group, self.symmetric, self.codebook)
 
 
 def repack(rows: np.ndarray, kind: BlockKind) -> torch.Tensor:
@@ -64,7 +65,7 @@ def representable(rows: np.ndarray, kind: BlockKind) -> bool:
     _, *parts = _parts(rows, kind)
     most = FP16_MOST if kind.scale_dtype == torch.float16 else float(torch.finfo(kind.scale_dtype).max)
     if kind.symmetric:
-        most /= 1 << (kind.bits - 1)  # the least value is finite, too
+        most /= largest(kind.codebook) if kind.codebook else 1 << (kind.bits - 1)  # the least value is finite, too
     return all(bool(np.all(np.abs(part) <= most)) for part in parts)  # NaN is not
 
 
@@ -114,9 +115,8 @@ def _iq4_nl(blocks: Bytes) -> BlockParts:
 
 
 def _mxfp4(blocks: Bytes) -> BlockParts:
-    """The table holds twice the values of FP4, so d is half of the block's power of two: 2^(e - 128)."""
-    d = np.exp2(blocks[:, :1].astype(np.float32) - 128)
-    return (MXFP4_TABLE + 12).astype(np.uint8)[_nibbles(blocks[:, 1:])], d, 12
+    """Codes of e2m1 and the block's power of two, 2^(e - 127)."""
+    return _nibbles(blocks[:, 1:]), np.exp2(blocks[:, :1].astype(np.float32) - 127), 8
 
 
 def _six_bit_factors(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -184,7 +184,7 @@ BLOCK_KINDS = {
     "Q8_0": BlockKind(32, 34, 8, 32, _q8_0, symmetric=True),
     "IQ4_NL": BlockKind(32, 18, 8, 32, _iq4_nl, symmetric=True),
     "IQ4_XS": BlockKind(256, 136, 8, 32, _iq4_xs, symmetric=True),
-    "MXFP4": BlockKind(32, 17, 8, 32, _mxfp4, torch.bfloat16, symmetric=True),
+    "MXFP4": BlockKind(32, 17, 4, 32, _mxfp4, torch.bfloat16, True, "e2m1"),
     "Q2_K": BlockKind(256, 84, 4, 16, _q2_k),
     "Q3_K": BlockKind(256, 110, 4, 16, _q3_k, symmetric=True),
     "Q4_K": BlockKind(256, 144, 4, 32, _q4_k),

@@ -13,6 +13,7 @@ codes' range; else it is rounded to fp16, by 2^-11 of it: 1/128 of s at most for
     (pack-quantized)    weight_zero_point int32 [N / p, g] along N, where not symmetric; weight_shape [2]
 
     mxfp4               `mxfp4.py`
+    fp8, bitsandbytes   `coded.py`, and compressed-tensors' floats
 
 Layouts: AutoGPTQ's QuantLinear, AutoAWQ's WQLinear_GEMM, compressed_tensors' pack_to_int32. Order of activations
 (groups of inputs that do not lie together) is refused: rows have groups of neighbours.
@@ -25,42 +26,35 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from forebay.kernels.formats import packing
 from forebay.rewriter.checkpoints import known_settings
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
+from forebay.rewriter.checkpoints.coded import CodedTensor, coded_tensors
 from forebay.rewriter.checkpoints.known_settings import unknown_compressed, unknown_setting
 from forebay.rewriter.checkpoints.mxfp4 import Mxfp4Tensor, mxfp4_tensors
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.scheme import (
+    FLOATS,
+    Scheme,
+    compressed_floats,
+    not_read,
+    read_bitsandbytes,
+    read_fp8,
+    refused,
+)
 from forebay.rewriter.checkpoints.word_codes import GroupLayout, awq_columns, gptq_zeros, unpack
 from forebay.rewriter.ir.files import read_input, write_text
 
 GPTQ_FILE = "quantize_config.json"  # of AutoGPTQ, from before config.json had its settings
-METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4")
+METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4", "fp8", "bitsandbytes")
 WIDEST = 128  # values of a group where one scale serves a longer run
 PIECE_NBYTES = 4 << 20
 # codes uint8 [N, K], scales [N, g], zero points int32 [N, g]
 GroupParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class Scheme(NamedTuple):
-    """How a checkpoint's matrices are quantized.
-
-    Attributes:
-        method: One of METHODS.
-        layouts: The layout of most matrices, then those of single ones. The shapes of a matrix's tensors tell which it
-            has.
-        zero_offset: The number to be added to each stored zero point.
-        ordered: Whether groups were made in the order of activations, so that the group of each input must be stored.
-    """
-
-    method: str
-    layouts: tuple[GroupLayout, ...]
-    zero_offset: int = 0
-    ordered: bool = False
 
 
 def quantization_settings(folder: Path) -> Mapping[str, Any] | None:
@@ -90,21 +84,22 @@ def without_quantization(path: Path) -> None:
 def read_scheme(settings: Mapping[str, Any], folder: Path) -> Scheme:
     """The scheme of a checkpoint; CheckpointError, naming method and detail, for one that rows cannot hold."""
     method = settings.get("quant_method")
-    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "mxfp4": _mxfp4}
+    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "mxfp4": _mxfp4,
+               "fp8": read_fp8, "bitsandbytes": read_bitsandbytes}
     if not isinstance(method, str) or method not in readers:
-        raise _refused(folder, f"{method!r}; {', '.join(METHODS)} are read")
+        raise refused(folder, f"{method!r}; {', '.join(METHODS)} are read")
     try:
         return _checked(readers[method](settings, folder), folder)
     except CheckpointError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the last: int(Infinity)
-        raise _refused(folder, f"{method}, but quantization_config lacks what that needs: {error!r}") from error
+        raise refused(folder, f"{method}, but quantization_config lacks what that needs: {error!r}") from error
 
 
 def _gptq(settings: Mapping[str, Any], folder: Path) -> Scheme:
     said = {str(settings[key]).lower() for key in ("checkpoint_format", "format") if settings.get(key)}
     if len(said) > 1 or not said <= {"gptq", "gptq_v2"}:
-        raise _refused(folder, f"gptq in checkpoint_format {' and '.join(map(repr, sorted(said)))}; gptq or gptq_v2 is "
+        raise refused(folder, f"gptq in checkpoint_format {' and '.join(map(repr, sorted(said)))}; gptq or gptq_v2 is "
                                "read")
     layout = GroupLayout(int(settings["bits"]), max(0, int(settings["group_size"])), _flag(settings, "sym"))
     return _with_overrides(Scheme("gptq", (layout,), 0 if said == {"gptq_v2"} else 1, bool(settings.get("desc_act"))),
@@ -114,9 +109,9 @@ def _gptq(settings: Mapping[str, Any], folder: Path) -> Scheme:
 def _awq(settings: Mapping[str, Any], folder: Path) -> Scheme:
     for key in ("version", "format"):
         if str(settings.get(key) or "gemm").lower() != "gemm":
-            raise _refused(folder, f"awq in {key} {settings[key]!r}; gemm is read")
+            raise refused(folder, f"awq in {key} {settings[key]!r}; gemm is read")
     if settings.get("backend") == "llm-awq":
-        raise _refused(folder, "awq for the backend 'llm-awq', whose layout differs; version gemm is read")
+        raise refused(folder, "awq for the backend 'llm-awq', whose layout differs; version gemm is read")
     layout = GroupLayout(int(settings["bits"]), max(0, int(settings["group_size"])))
     return _with_overrides(Scheme("awq", (layout,)), settings, folder)
 
@@ -135,36 +130,39 @@ def _with_overrides(scheme: Scheme, settings: Mapping[str, Any], folder: Path) -
         layouts.append(GroupLayout(bits, group, _flag(given, "sym", typical.symmetric)))
         ordered = ordered or bool(given.get("desc_act"))
     if odd:
-        raise _not_read(folder, scheme.method, odd)
+        raise not_read(folder, scheme.method, odd)
     return scheme._replace(layouts=tuple(layouts), ordered=ordered)
 
 
 def _compressed(settings: Mapping[str, Any], folder: Path) -> Scheme:
+    if settings["format"] in FLOATS:
+        return compressed_floats(settings, folder)
     if settings["format"] != "pack-quantized":
-        raise _refused(folder, f"compressed-tensors in format {settings['format']!r}; pack-quantized is read")
+        raise refused(folder, f"compressed-tensors in format {settings['format']!r}; pack-quantized, "
+                               f"{', '.join(FLOATS)} are read")
     layouts, ordered = [], False
     for group in settings["config_groups"].values():
         weights = group["weights"]
         if group.get("input_activations") is not None:
-            raise _refused(folder, "compressed-tensors with activations quantized too; weights alone are read")
+            raise refused(folder, "compressed-tensors with activations quantized too; weights alone are read")
         if weights.get("type", "int") != "int" or weights["strategy"] not in ("group", "channel"):
-            raise _refused(folder, f"compressed-tensors of type {weights.get('type')!r} by {weights['strategy']!r}; "
+            raise refused(folder, f"compressed-tensors of type {weights.get('type')!r} by {weights['strategy']!r}; "
                                    "int by group or channel is read")
         size = int(weights.get("group_size") or 0) if weights["strategy"] == "group" else 0
         layouts.append(GroupLayout(int(weights["num_bits"]), size, _flag(weights, "symmetric", True)))
         ordered = ordered or weights.get("actorder") in (True, "group", "dynamic")
     odd = unknown_compressed(settings)
     if odd:
-        raise _not_read(folder, "compressed-tensors", odd)
+        raise not_read(folder, "compressed-tensors", odd)
     if not layouts:
-        raise _refused(folder, "compressed-tensors, but config_groups is empty")
+        raise refused(folder, "compressed-tensors, but config_groups is empty")
     return Scheme("compressed-tensors", tuple(layouts), ordered=ordered)
 
 
 def _mxfp4(settings: Mapping[str, Any], folder: Path) -> Scheme:
     odd = unknown_setting(settings, known_settings.MXFP4)
     if odd:
-        raise _not_read(folder, "mxfp4", odd)
+        raise not_read(folder, "mxfp4", odd)
     return Scheme("mxfp4", ())
 
 
@@ -178,30 +176,23 @@ def _flag(settings: Mapping[str, Any], key: str, default: bool | None = None) ->
 def _checked(scheme: Scheme, folder: Path) -> Scheme:
     for bits, group, _ in scheme.layouts:
         if bits not in ((4,) if scheme.method == "awq" else (4, 8)):
-            raise _refused(folder, f"{scheme.method} of {bits} bits; 4 bits are read, and 8 but for awq")
+            raise refused(folder, f"{scheme.method} of {bits} bits; 4 bits are read, and 8 but for awq")
         if group % 32:
-            raise _refused(folder, f"{scheme.method} in groups of {group}; multiples of 32 are read")
+            raise refused(folder, f"{scheme.method} in groups of {group}; multiples of 32 are read")
     return scheme
-
-
-def _refused(folder: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{folder / 'config.json'} says that weights are quantized by {what}. Quantize the model it "
-                           "was made from, with `forebay quantize`")
-
-
-def _not_read(folder: Path, method: str, setting: str) -> CheckpointError:
-    return _refused(folder, f"{method} with {setting}, which this release does not know or apply")
 
 
 def grouped_tensors(
     checkpoint: Checkpoint, scheme: Scheme
-) -> tuple[Sequence[GroupedTensor | Mxfp4Tensor], set[str]]:
+) -> tuple[Sequence[GroupedTensor | Mxfp4Tensor | CodedTensor], set[str]]:
     """The quantized matrices of a checkpoint, each under its weight's name, and the names of what they consist of."""
     if scheme.method == "mxfp4":
         return mxfp4_tensors(checkpoint.tensors, _values_dtype(checkpoint), checkpoint.folder)
+    dtype = _values_dtype(checkpoint)
+    if scheme.coded:
+        return coded_tensors(checkpoint.tensors, scheme.coded, scheme.block, dtype, checkpoint.folder)
     main = PARTS[scheme.method][0]
     found, parts = [], set[str]()
-    dtype = _values_dtype(checkpoint)
     for name in checkpoint.tensors:
         module, _, last = name.rpartition(".")
         if last != main:
@@ -218,11 +209,14 @@ PARTS = {
 }
 
 
+_FACTORS = ("scale", "scales", "scale_inv", "absmax", "quant_map")  # end the names of what is no weight
+
+
 def _values_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype that most bytes of what is not quantized have."""
     sizes: dict[torch.dtype, int] = {}
     for name, record in checkpoint.tensors.items():
-        if record.dtype.is_floating_point and not name.endswith("scale") and not name.endswith("scales"):
+        if record.dtype.is_floating_point and record.dtype.itemsize > 1 and not name.endswith(_FACTORS):
             sizes[record.dtype] = sizes.get(record.dtype, 0) + record.nbytes
     return max(sizes, key=lambda d: sizes[d], default=torch.float16)
 

@@ -56,6 +56,16 @@ AWQ: Known = {
     "checkpoint_format": ("gemm",), "method": ("awq",),
 }
 MXFP4: Known = _any("dequantize modules_to_not_convert quant_method")
+FP8: Known = {
+    **_any("""activation_scheme dequantize ignored_layers modules_to_convert modules_to_not_convert quant_method
+              scale_fmt weight_block_size"""),
+    "expert_dtype": ("fp8",), "fmt": ("e4m3",), "weight_per_tensor": (True,),
+}
+BITSANDBYTES: Known = _any("""
+    _load_in_4bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant
+    llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold load_in_4bit
+    quant_method
+""")
 # What a pattern of `dynamic` may set for the modules that it matches.
 OVERRIDE: Known = {**_RECORDS, **_any("bits desc_act group_size sym"), "data_type": ("int",)}
 COMPRESSED: Known = {
@@ -63,7 +73,10 @@ COMPRESSED: Known = {
               run_compressed use_optimized_inference version"""),
     "sparsity_config": None, "transform_config": None,  # by `_sparsity` and `_transform`
 }
-COMPRESSED_GROUP: Known = {**_any("targets weights"), "format": ("pack-quantized",)}
+COMPRESSED_GROUP: Known = {
+    **_any("input_activations targets weights"),  # `grouped` refuses activations that must be quantized
+    "format": ("pack-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+}
 COMPRESSED_WEIGHTS: Known = _any("""
     actorder group_size num_bits observer observer_kwargs scale_dtype strategy symmetric type zp_dtype
 """)
@@ -88,13 +101,14 @@ def unknown_setting(settings: Mapping[str, Any], known: Known, where: str = "") 
     return ""
 
 
-def unknown_compressed(settings: Mapping[str, Any]) -> str:
-    """`unknown_setting` of a compressed-tensors config as a whole."""
+def unknown_compressed(settings: Mapping[str, Any], blocks: bool = False) -> str:
+    """`unknown_setting` of a compressed-tensors config as a whole; `blocks`: weights may have a block_structure."""
+    weights = {**COMPRESSED_WEIGHTS, "block_structure": None} if blocks else COMPRESSED_WEIGHTS
     found = unknown_setting(settings, COMPRESSED) or _sparsity(settings.get("sparsity_config") or {}) or _transform(
         settings.get("transform_config") or {})
     for group in settings["config_groups"].values():
         found = found or unknown_setting(group, COMPRESSED_GROUP, "config_groups: ") or unknown_setting(
-            group["weights"], COMPRESSED_WEIGHTS, "config_groups: weights.")
+            group["weights"], weights, "config_groups: weights.")
     return found
 
 

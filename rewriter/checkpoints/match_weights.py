@@ -42,7 +42,8 @@ def with_stored_formats(captured: CapturedModel, records: Mapping[str, TensorRec
 def row_format(packed: Packed | None) -> RowFormat | None:
     return None if packed is None else RowFormat(
         packed.format, packed.bits, packed.group_size, packed.scale_dtype, packed.in_features, packed.out_features,
-        packed.row_nbytes, packed.dtype, packed.transposed, packed.rows.symmetric, row_format(packed.down))
+        packed.row_nbytes, packed.dtype, packed.transposed, packed.rows.symmetric, packed.rows.codebook,
+        row_format(packed.down))
 
 
 def weight_records(

@@ -4,8 +4,7 @@
     NAME_scales   uint8 [E, N, K / 32]: s, where a value is table[code] 2^(s - 127); 255 stands for none
 
 for the parameter NAME [E, K, N] of the model, which has a matrix of each expert transposed. Table: OCP Microscaling
-Formats (MX) v1.0, section 5.3.3 (E2M1); scales: 5.4.1 (E8M0). Twice the table is whole numbers, so symmetric rows of 8
-bits with scales of bf16 hold every value exactly, in twice the bytes.
+Formats (MX) v1.0, section 5.3.3 (E2M1); scales: 5.4.1 (E8M0). Rows keep codes, and scales in bf16.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from pathlib import Path
 import torch
 
 from forebay.kernels.formats import packing
-from forebay.kernels.formats.table import weight_name
+from forebay.kernels.formats.codebooks import codebook_values
 from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.source_tensor import ReadRows
 
 BLOCKS, SCALES = "_blocks", "_scales"
-GROUP, MIDDLE, NO_SCALE = 32, 128, 255
-TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int16)
+GROUP, NO_SCALE = 32, 255
 
 
 def mxfp4_tensors(
@@ -66,7 +64,7 @@ class Mxfp4Tensor:
         return experts, groups * GROUP, outputs
 
     def format(self) -> str:
-        return weight_name(8, GROUP, symmetric=True)
+        return "mxfp4"
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -86,27 +84,26 @@ class Mxfp4Tensor:
                                   "transposed, which is not read")
 
         def values(lower: int, upper: int) -> torch.Tensor:
-            twice, scale = self._read(lower, upper)
-            return (twice.unflatten(-1, (-1, GROUP)) * scale[..., None]).flatten(-2)
+            codes, scale = self._read(lower, upper)
+            numbers = codebook_values("e2m1")[packing.unpack_codes(codes, 4).int()]
+            return (numbers.unflatten(-1, (-1, GROUP)) * scale[..., None]).flatten(-2)
 
         return values
 
     def repacked(self, scale_dtype: torch.dtype | None = None) -> ReadRows:
-        kept = scale_dtype or self.scale_dtype
-
         def packed(lower: int, upper: int) -> torch.Tensor:
-            twice, scale = self._read(lower, upper)
-            return packing.pack_rows((twice + MIDDLE).to(torch.uint8), scale.to(kept), None)
+            codes, scale = self._read(lower, upper)
+            return packing.pack_rows(codes, scale.to(self.scale_dtype), None)
 
         return packed
 
     def _read(self, lower: int, upper: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Twice the codes' values int16 [n, K], and half of the scales float32 [n, K / 32], of some outputs."""
+        """Packed codes uint8 [n, K / 2] and scales float32 [n, K / 32] of some outputs."""
         groups, count = self.scales.shape[-1], upper - lower
         width = groups * GROUP // 2
         codes = read_tensor(self.blocks.part(lower * width, count * width, torch.uint8, (count, width)))
         exponents = read_tensor(self.scales.part(lower * groups, count * groups, torch.uint8, (count, groups)))
         if bool((exponents == NO_SCALE).any()):
             raise CheckpointError(f"{self.scales.path}: {self.scales.name} holds {NO_SCALE}, which is no number")
-        scale = torch.ldexp(torch.ones(()), exponents.int() - 128)
-        return TWICE[packing.unpack_codes(codes, 4).int()], scale
+        scale = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+        return codes, scale

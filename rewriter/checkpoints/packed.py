@@ -135,7 +135,8 @@ def read_dequantized(record: TensorRecord) -> torch.Tensor:
     if packed is None:
         return read_tensor(record)
     parts = packed.rows.unpack(read_tensor(record))
-    values = dequantize(*parts, packed.bits, packed.group_size, -1, packed.in_features, packed.dtype)
+    values = dequantize(*parts, packed.bits, packed.group_size, -1, packed.in_features, packed.dtype,
+                        packed.rows.codebook)
     if packed.transposed:
         return values.unflatten(0, (*packed.shape[:-2], -1)).mT.contiguous()
     return values.view(packed.shape)

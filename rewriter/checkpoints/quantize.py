@@ -14,11 +14,12 @@ from torch import nn
 
 from forebay.kernels.formats import packing
 from forebay.kernels.formats.row_sizes import product_refusal
-from forebay.kernels.formats.table import symmetric_name
+from forebay.kernels.formats.table import Format, symmetric_name
 from forebay.kernels.quantization.quantize.operator import quantize
-from forebay.kernels.quantization.quantize.reference import ROUNDINGS
+from forebay.kernels.quantization.quantize.reference import ROUNDINGS, coded_rows
 from forebay.rewriter.capture.experts import experts_layout
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress
+from forebay.rewriter.checkpoints.coded import CodedTensor
 from forebay.rewriter.checkpoints.config import write_dtype
 from forebay.rewriter.checkpoints.grouped import (
     GroupedTensor,
@@ -100,7 +101,8 @@ def quantize_model(
     tensors, names = source.tensors, source.names
     matrices = find_matrices(source.model)
     for tensor in tensors:
-        if isinstance(tensor, GroupedTensor) and getattr(matrices.get(names.get(tensor.name, "")), "transposed", False):
+        turned = getattr(matrices.get(names.get(tensor.name, "")), "transposed", False)
+        if turned and isinstance(tensor, GroupedTensor | CodedTensor):
             raise CheckpointError(f"{path}: {tensor.name} is a quantized matrix that the model has transposed "
                                   "(Conv1D), which is not read; quantize the model it was made from")
     formats = choose_formats(tensors, names, matrices, wish)
@@ -258,6 +260,9 @@ def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, wish: Wish) 
             read = tensor.repacked()
             return packed(tensor.scale_dtype), (read(n, min(n + step, outputs)) for n in range(0, outputs, step))
         rows = tensor.rows(matrix.transposed)
+        if stored.codebook:
+            return packed(torch.bfloat16), (_coded(tensor.name, rows(n, min(n + step, outputs)), stored)
+                                            for n in range(0, outputs, step))
         scale_dtype = _scale_dtype(tensor.name, rows, outputs, step)
 
         def piece(n: int) -> torch.Tensor:
@@ -269,13 +274,23 @@ def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, wish: Wish) 
     return PendingTensor(tensor.name, torch.uint8, (outputs, width), pieces)
 
 
+def _coded(name: str, values: torch.Tensor, stored: Format) -> torch.Tensor:
+    if not values.isfinite().all():
+        raise _not_finite(name)
+    return coded_rows(values, stored.bits, stored.group_size, stored.symmetric, stored.codebook)
+
+
+def _not_finite(name: str) -> CheckpointError:
+    return CheckpointError(f"{name!r} holds NaN or infinity and cannot be quantized; keep it with --override "
+                           f"{name}={NATIVE}")
+
+
 def _scale_dtype(name: str, rows: ReadRows, outputs: int, step: int) -> torch.dtype:
     """fp16, or bf16 for a matrix with values that fp16 cannot hold."""
     most = 0.0
     for n in range(0, outputs, step):
         piece = rows(n, min(n + step, outputs))
         if not piece.isfinite().all():
-            raise CheckpointError(f"{name!r} holds NaN or infinity and cannot be quantized; keep it with --override "
-                                  f"{name}={NATIVE}")
+            raise _not_finite(name)
         most = max(most, float(piece.abs().max()) if piece.numel() else 0.0)
     return torch.float16 if 2 * most <= torch.finfo(torch.float16).max else torch.bfloat16

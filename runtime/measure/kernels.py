@@ -137,7 +137,7 @@ def product_of(kind: str, k: int, half: torch.dtype) -> tuple[Operator, dict[str
     stored = packed_format(kind)
     if stored is None:
         return operator, {"form": "nk", "accumulate": False}, getattr(torch, kind)
-    return operator, Packing(stored.bits, k, stored.group_size, half, stored.symmetric)._asdict(), half
+    return operator, Packing(stored.bits, k, stored.group_size, half, stored.symmetric, stored.codebook)._asdict(), half
 
 
 def cold_product_weights(how: dict[str, Any], n: int, k: int, dtype: torch.dtype) -> torch.Tensor:

@@ -32,6 +32,7 @@ from forebay.rewriter.ir.score_range import check_ranges
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.model_shapes import ModelError, load_config, shape_from_config
 from tests.faults.spoil import Format
+from tests.rewriter.checkpoints.test_coded import four_bits, fp8
 from tests.rewriter.checkpoints.test_grouped import CASES
 
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}{% if not loop.last %}\n{% endif %}"
@@ -129,6 +130,22 @@ def mxfp4(folder: Path) -> Format:
             experts, _, outputs = tensor.shape
             tensor.rows(True)(0, experts * outputs)
             tensor.repacked()(0, experts * outputs)
+
+    return Format(folder / "model.safetensors", read)
+
+
+def coded(method: str, folder: Path) -> Format:
+    """The file of a matrix whose codes are places in a codebook."""
+    torch.manual_seed(0)
+    parts = fp8(8, 128, (128, 128), "weight_scale_inv")[0] if method == "fp8" else four_bits(8, 128, "nf4", True)[0]
+    held = {f"layer.{name}": part.clone() for name, part in parts.items()}
+    save_file(held | {"norm": torch.zeros(4, dtype=torch.bfloat16)}, folder / "model.safetensors")
+    scheme = read_scheme({"quant_method": method}, folder)
+
+    def read() -> None:
+        for tensor in grouped_tensors(open_checkpoint(folder), scheme)[0]:
+            tensor.rows(False)(0, tensor.shape[0])
+            tensor.repacked()(0, tensor.shape[0])
 
     return Format(folder / "model.safetensors", read)
 

@@ -241,7 +241,8 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
     "chat template": fuzz_texts.chat_template, "texts": fuzz_texts.texts, "config alone": fuzz_texts.config_alone,
     "served": fuzz_texts.served, "conversion": fuzz_texts.conversion,
     "calibration": fuzz_texts.calibration,
-    **{method: partial(fuzz_texts.grouped, method) for method in METHODS}, "mxfp4": fuzz_texts.mxfp4}
+    **{method: partial(fuzz_texts.grouped, method) for method in METHODS}, "mxfp4": fuzz_texts.mxfp4,
+    **{method: partial(fuzz_texts.coded, method) for method in ("fp8", "bitsandbytes")}}
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forebay.kernels.cpu_support import native
 from forebay.kernels.cpu_support.matrices import as_matrix
+from forebay.kernels.formats.codebooks import CODEBOOKS
 from forebay.kernels.products.experts.reference import (
     ACTIVATIONS,
     Experts,
@@ -36,7 +37,8 @@ class MatrixArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("row", "bits", "group")),
-        *((name, ctypes.c_int32) for name in ("scale_dtype", "symmetric", "integer_nbytes", "bf16_panels")),
+        *((name, ctypes.c_int32) for name in ("scale_dtype", "symmetric", "codebook", "integer_nbytes")),
+        ("bf16_panels", ctypes.c_int32),
     )
 
 
@@ -61,7 +63,7 @@ def implementation(stored: Stored) -> str:
     """What multiplies with a matrix: the implementation of `linear` or `linear_q` that few rows take."""
     if not stored.bits:
         return "flat"
-    return linear_q.default_choice(stored.bits, 1, stored.group_size)
+    return linear_q.default_choice(stored.bits, 1, stored.group_size, stored.codebook)
 
 
 class Sizes(NamedTuple):
@@ -83,7 +85,7 @@ def scratch_nbytes(dtype: torch.dtype, out_dtype: torch.dtype, sizes: Sizes, for
              block * hidden * size, block * units * size, block * inner * size, block * hidden * 4)
     shapes = (units, hidden, stored.up), (hidden, inner, stored.down)
     if stored.packed:
-        rest = max(linear_q.scratch_nbytes(implementation(how), dtype, block, n, k, how.group_size)
+        rest = max(linear_q.scratch_nbytes(implementation(how), dtype, block, n, k, how.group_size, how.codebook)
                    for n, k, how in shapes)
     else:
         most = max(linear.scratch_nbytes("flat", dtype, rows, n, k, form.transposed)
@@ -137,10 +139,11 @@ def bind_experts(
 def _matrix(held: Tensor, row: int, stored: Stored, dtype: torch.dtype) -> MatrixArgs:
     """How the C++ code reads a matrix of each expert, whose rows of values as they are are so many elements apart."""
     if not stored.bits:
-        return MatrixArgs(row, 0, 0, 0, 0, 0, 0)
+        return MatrixArgs(row, 0, 0, 0, 0, 0, 0, 0)
     impl = implementation(stored)
     return MatrixArgs(held.shape[2], stored.bits, stored.group_size, native.DTYPES[stored.scale_dtype],
-                      stored.symmetric, INTEGER_NBYTES.get(impl, 0), impl == "bf16" and dtype != torch.float16)
+                      stored.symmetric, CODEBOOKS.index(stored.codebook),
+                      INTEGER_NBYTES.get(impl, 0), impl == "bf16" and dtype != torch.float16)
 
 
 def _by_torch(
@@ -162,7 +165,8 @@ def _by_torch(
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, entry: int, form: Form, stored: Stored) -> Tensor:
     if stored.bits:
         packing = stored.packing(x.shape[1])
-        weight = dequantize_reference(*packing.unpack(weight), stored.bits, stored.group_size, 1, x.shape[1])
+        weight = dequantize_reference(*packing.unpack(weight), stored.bits, stored.group_size, 1, x.shape[1],
+                                      codebook=stored.codebook)
     matrix = weight.float() if form.transposed else weight.float().t()
     y = x.float() @ matrix
     return y if bias is None else y + bias[entry].float()

@@ -12,7 +12,7 @@ using namespace forebay;
 extern "C" struct ExpertsMatrix {
   int64_t row;          // elements, or bytes of packed rows
   int64_t bits, group;  // 0 bits: weights as they are
-  int32_t scale_dtype, symmetric, integer_nbytes, bf16_panels;
+  int32_t scale_dtype, symmetric, codebook, integer_nbytes, bf16_panels;
 };
 
 extern "C" struct ExpertsArgs {
@@ -102,7 +102,7 @@ int product(const ExpertsArgs& a, const ExpertsMatrix& how, const void* x, const
     QuantizedLinearArgs q = {x, w, bias, nullptr, nullptr, out, m, n, k, k, how.row, 0, 0, n, how.group};
     q.bits = int32_t(how.bits), q.scale_dtype = how.scale_dtype, q.x_dtype = a.x_dtype, q.bias_dtype = a.x_dtype;
     q.out_dtype = out_dtype, q.integer_nbytes = how.integer_nbytes, q.symmetric = how.symmetric;
-    q.bf16_panels = how.bf16_panels;
+    q.bf16_panels = how.bf16_panels, q.codebook = how.codebook;
     return forebay_linear_q(&q, scratch, floats, threads);
   }
   LinearArgs p = {x, w, bias, nullptr, nullptr, out, m, n, k, k, how.row, 0, 0, n, a.x_dtype, a.x_dtype, a.x_dtype};

@@ -21,9 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.cpu_support.matrices import as_matrix
+from forebay.kernels.formats.codebooks import CODEBOOKS
 from forebay.kernels.gpu_support.arguments import check_device, check_tensor
 from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.cache_tiles import dot, round_to
+from forebay.kernels.gpu_support.codebooks import coded_scale, number_of
 from forebay.kernels.gpu_support.launches import KernelCall, bound_with_scratch, kernel_call
 from forebay.kernels.products.experts.gpu_scratch import scratch_offsets
 from forebay.kernels.products.experts.reference import Experts, Form, Storage, Stored, check_experts, fail, sizes
@@ -79,7 +81,7 @@ def sort_kernel(
 @triton.jit
 def values_at(
     w_ptr, n, at, inside, row, dtype: tl.constexpr, TRANSPOSED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, SYMMETRIC: tl.constexpr, SCALE: tl.constexpr,
+    GROUPS: tl.constexpr, SYMMETRIC: tl.constexpr, CODEBOOK: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """[BK, BN] of dtype: inputs `at` of output rows n of a matrix, whose rows are `row` elements, or bytes, apart."""
     if BITS == 0:
@@ -91,6 +93,11 @@ def values_at(
     if BITS == 4:
         code = (code >> (at % 2 * 4)[:, None]) & 15
     halves = (rows + GROUPS * GROUP * BITS // 8).to(tl.pointer_type(SCALE)) + (at // GROUP)[:, None]
+    if CODEBOOK > 0:
+        upper = tl.load(halves, mask=inside, other=0.0)
+        lower = upper if SYMMETRIC else tl.load(halves + GROUPS, mask=inside, other=0.0)
+        scale = coded_scale(upper, lower, SYMMETRIC)
+        return round_to(number_of(code, CODEBOOK) * scale, dtype)
     scale = tl.load(halves, mask=inside, other=0.0).to(tl.float32)
     value = code.to(tl.float32) * scale
     if SYMMETRIC:
@@ -101,7 +108,8 @@ def values_at(
 @triton.jit
 def product(
     x_at, live, share, w_ptr, n, used, row, k, BK: tl.constexpr, SCALED: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SYMMETRIC: tl.constexpr, SCALE: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SYMMETRIC: tl.constexpr,
+    CODEBOOK: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """[BM, BN] in fp32: rows at x_at [BM], times their `share` if SCALED, with output rows n of a matrix."""
     dtype: tl.constexpr = x_at.dtype.element_ty
@@ -112,7 +120,7 @@ def product(
         if SCALED:
             x = round_to(x.to(tl.float32) * round_to(share, dtype).to(tl.float32)[:, None], dtype)
         w = values_at(w_ptr, n, at, (at < k)[:, None] & used[None, :], row, dtype, TRANSPOSED, BITS, GROUP, GROUPS,
-                      SYMMETRIC, SCALE)  # fmt: skip
+                      SYMMETRIC, CODEBOOK, SCALE)  # fmt: skip
         sums = dot(x, w, sums)
     return sums
 
@@ -152,7 +160,7 @@ def up_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
     TRANSPOSED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    SYMMETRIC: tl.constexpr, SCALE: tl.constexpr,
+    SYMMETRIC: tl.constexpr, CODEBOOK: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of what `down` is given, entry, tile of its picks): out [P, F], in the order of `order`."""
     entry = tl.program_id(1)
@@ -173,13 +181,13 @@ def up_kernel(
     share = tl.load(share_ptr + pick, mask=live, other=0.0).to(tl.float32)
     x_at = x_ptr + (pick // picks).to(tl.int64) * xs
     y = product(x_at, live, share, w_ptr, gates, used, row, hidden, BK, SCALED, TRANSPOSED, BITS, GROUP, GROUPS,
-                SYMMETRIC, SCALE)  # fmt: skip
+                SYMMETRIC, CODEBOOK, SCALE)  # fmt: skip
     if HAS_BIAS:
         y += tl.load(bias_ptr + gates, mask=used, other=0.0).to(tl.float32)[None, :]
     y = round_to(y, dtype).to(tl.float32)
     if GATED:
         z = product(x_at, live, share, w_ptr, values, used, row, hidden, BK, SCALED, TRANSPOSED, BITS, GROUP,
-                    GROUPS, SYMMETRIC, SCALE)  # fmt: skip
+                    GROUPS, SYMMETRIC, CODEBOOK, SCALE)  # fmt: skip
         if HAS_BIAS:
             z += tl.load(bias_ptr + values, mask=used, other=0.0).to(tl.float32)[None, :]
         y = gated(y, round_to(z, dtype).to(tl.float32), alpha, limit, ACTIVATION, LIMITED, dtype)
@@ -194,7 +202,7 @@ def down_kernel(
     x_ptr, order_ptr, ends_ptr, share_ptr, w_ptr, bias_ptr, out_ptr, hidden, inner, row, entry_stride, bias_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr,
     TRANSPOSED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    SYMMETRIC: tl.constexpr, SCALE: tl.constexpr,
+    SYMMETRIC: tl.constexpr, CODEBOOK: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, entry, tile of its picks): out fp32 [P, H] by pick, times its share unless SCALED."""
     entry = tl.program_id(1)
@@ -212,7 +220,7 @@ def down_kernel(
     share = tl.load(share_ptr + pick, mask=live, other=0.0).to(tl.float32)
     x_at = x_ptr + place.to(tl.int64) * inner
     y = product(x_at, live, share, w_ptr, n, used, row, inner, BK, False, TRANSPOSED, BITS, GROUP, GROUPS,
-                SYMMETRIC, SCALE)  # fmt: skip
+                SYMMETRIC, CODEBOOK, SCALE)  # fmt: skip
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=used, other=0.0).to(tl.float32)[None, :]
     if not SCALED:
@@ -249,6 +257,7 @@ def _stored_as(stored: Stored, k: int) -> dict[str, Any]:
     """The constants by which a matrix over k inputs is read."""
     group = stored.group_size or 1
     return {"BITS": stored.bits, "GROUP": group, "GROUPS": -(-k // group), "SYMMETRIC": stored.symmetric,
+            "CODEBOOK": CODEBOOKS.index(stored.codebook),
             "SCALE": tl.bfloat16 if stored.scale_dtype == torch.bfloat16 else tl.float16}
 
 
@@ -324,6 +333,7 @@ def audit_cases() -> list[AuditCase]:
                    {"HAS_ENTRIES": True, "B": SORTED}, 12 * picks + 4 * count)]
     for name, stored, form in (
         ("bf16", Stored(), Form()), ("w4g32", Stored(4, 32), Form()), ("w8g32s", Stored(8, 32, symmetric=True), Form()),
+        ("mxfp4", Stored(4, 32, torch.bfloat16, True, "e2m1"), Form()),
         ("gpt-oss", Stored(), Form("alpha_swiglu", interleaved=True, transposed=True, alpha=1.702, limit=7.0)),
     ):  # fmt: skip
         shared = {**tile(torch.bfloat16, 1), "TRANSPOSED": form.transposed, "SCALED": False,

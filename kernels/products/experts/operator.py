@@ -26,16 +26,17 @@ from forebay.kernels.products.experts.reference import Form, Storage, Stored, re
 def experts(
     x: Tensor, index: Tensor, weights: Tensor, table: Tensor, inner: int, biased: bool, activation: str, gated: bool,
     interleaved: bool, transposed: bool, scales_input: bool, alpha: float, limit: float, bits: int = 0,
-    group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False, down_bits: int = 0,
-    down_group_size: int = 0, down_scale_dtype: torch.dtype = torch.float16, down_symmetric: bool = False,
+    group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False, codebook: str = "",
+    down_bits: int = 0, down_group_size: int = 0, down_scale_dtype: torch.dtype = torch.float16,
+    down_symmetric: bool = False, down_codebook: str = "",
 ) -> Tensor:  # fmt: skip
     """x [..., H], index int64 [..., K], weights [..., K], table [E, N] (`entries`) -> contiguous [..., H] of x's dtype.
 
     ValueError names what is wrong.
     """
     form = Form(activation, gated, interleaved, transposed, scales_input, alpha, limit)
-    stored = Storage(Stored(bits, group_size, scale_dtype, symmetric),
-                     Stored(down_bits, down_group_size, down_scale_dtype, down_symmetric))
+    stored = Storage(Stored(bits, group_size, scale_dtype, symmetric, codebook),
+                     Stored(down_bits, down_group_size, down_scale_dtype, down_symmetric, down_codebook))
     parts = entry_parts(x.shape[-1], inner, form, stored, biased, x.dtype)
     out = x.new_empty(x.shape)
     given = (x.contiguous(), index.contiguous(), weights.contiguous(), experts_of(table.contiguous(), parts))
@@ -55,8 +56,9 @@ def _(x: Tensor, index: Tensor, weights: Tensor, table: Tensor, *how: Any) -> Te
 def _(
     x: Tensor, index: Tensor, weights: Tensor, table: Tensor, inner: int, biased: bool, activation: str, gated: bool,
     interleaved: bool, transposed: bool, scales_input: bool, alpha: float, limit: float, bits: int = 0,
-    group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False, down_bits: int = 0,
-    down_group_size: int = 0, down_scale_dtype: torch.dtype = torch.float16, down_symmetric: bool = False,
+    group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False, codebook: str = "",
+    down_bits: int = 0, down_group_size: int = 0, down_scale_dtype: torch.dtype = torch.float16,
+    down_symmetric: bool = False, down_codebook: str = "",
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape)
 
@@ -84,7 +86,7 @@ def arguments_of(args: tuple[Any, ...]) -> Arguments:
     """Positional arguments, sorted."""
     x, index, weights, table, inner, biased, *rest = args
     return Arguments(x, index, weights, table, inner, biased, Form(*rest[:7]),
-                     Storage(Stored(*rest[7:11]), Stored(*rest[11:])))
+                     Storage(Stored(*rest[7:12]), Stored(*rest[12:])))
 
 
 def _count(use: Use) -> int:

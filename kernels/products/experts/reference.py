@@ -44,10 +44,11 @@ class Stored(NamedTuple):
     group_size: int = 0
     scale_dtype: torch.dtype = torch.float16
     symmetric: bool = False
+    codebook: str = ""
 
     def packing(self, in_features: int) -> Packing:
         """What packed rows over so many input features mean."""
-        return Packing(self.bits, in_features, self.group_size, self.scale_dtype, self.symmetric)
+        return Packing(self.bits, in_features, self.group_size, self.scale_dtype, self.symmetric, self.codebook)
 
 
 class Storage(NamedTuple):
@@ -153,7 +154,8 @@ def _matrix(weight: Tensor, in_features: int, form: Form, stored: Stored) -> Ten
     """One expert's matrix [out_features, in_features] in float64."""
     if stored.bits:
         packing = stored.packing(in_features)
-        return dequantize_reference(*packing.unpack(weight), stored.bits, stored.group_size, 1, in_features).double()
+        return dequantize_reference(*packing.unpack(weight), stored.bits, stored.group_size, 1, in_features,
+                                    codebook=stored.codebook).double()
     return weight.double().mT if form.transposed else weight.double()
 
 

@@ -27,7 +27,9 @@ def choose(product: Product, device_name: str, activations: str = "bfloat16") ->
     default one; `activations` is the dtype of what meets packed weights."""
     weight, m, n, k = product
     kind, group_size = _kind(weight)
-    if (weight if kind == "linear" else activations) not in HALVES or (group_size and group_size not in GROUP_SIZES):
+    stored = packed_format(weight)
+    own = group_size in (0, *GROUP_SIZES) and (stored is None or not stored.codebook)
+    if (weight if kind == "linear" else activations) not in HALVES or not own:
         return selection.ATEN
     name = selection.choose(kind, m, n, k, selection.table_of(device_name))
     return selection.explicit(kind, name, m, n, k, decode_shares.processors())

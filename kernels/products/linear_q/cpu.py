@@ -12,6 +12,7 @@ from torch import Tensor
 from forebay.kernels.cpu_support import native
 from forebay.kernels.cpu_support.matrices import as_matrix
 from forebay.kernels.formats import packing
+from forebay.kernels.formats.codebooks import CODEBOOKS
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.products.linear.cpu import SCRATCH_NBYTES, median_s
 from forebay.kernels.products.linear.reference import ACTIVATIONS, PLAIN, After, finish_
@@ -27,13 +28,14 @@ class QuantizedLinearArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("m", "n", "k", "x_stride", "rows_stride")),
         *((name, ctypes.c_int64) for name in ("multiplier_stride", "residual_stride", "out_stride", "group")),
         *((name, ctypes.c_int32) for name in ("bits", "scale_dtype", "x_dtype", "bias_dtype", "out_dtype")),
-        *((name, ctypes.c_int32) for name in ("activation", "integer_nbytes", "bf16_panels", "symmetric")),
+        *((name, ctypes.c_int32) for name in ("activation", "integer_nbytes", "bf16_panels", "symmetric", "codebook")),
     )
 
 
 NAMES = ("int16", "bf16", "int8", "flat", "upcast")
 # fp32 numbers that the torch code holds for each element of a weight being unpacked, and of a result being finished.
 UNPACKED_FLOATS, RESULT_FLOATS = 6, 4
+CODED_ROWS = 4  # rows of x that meet codes of a codebook in registers
 FEW_ROWS = 6  # rows of x up to which bf16 is int16
 INTEGER_NBYTES = {"int16": 2, "bf16": 2, "int8": 1, "flat": 0}
 # What the library answers where it has the kernels for AVX-512 and VNNI, for bf16 instructions too; 1 for AVX2 or ARM.
@@ -59,19 +61,22 @@ def _check_out(x: Tensor, rows: Tensor, out: Tensor, after: After) -> tuple[Tens
     return as_matrix(out, "out", fail), After(after.activation, *made)
 
 
-def scratch_nbytes(impl: str, dtype: torch.dtype, m: int, n: int, k: int, group_size: int) -> int:
+def scratch_nbytes(
+    impl: str, dtype: torch.dtype, m: int, n: int, k: int, group_size: int, codebook: str = ""
+) -> int:
     """Upper bound, in bytes, of the scratch that a call holds for x [m, k] of dtype and n outputs."""
     if impl == "upcast":
         rows, columns = (min(of, step) for of, step in zip((m, n), _upcast_steps(m, k), strict=True))
         unpacked = 4 * UNPACKED_FLOATS * columns * packing.group_count(k, group_size) * group_size
         held = 4 * rows * k + unpacked + 4 * RESULT_FLOATS * rows * columns
         return min(SCRATCH_NBYTES, held) + 64 * max(1, k) + 8 * m
-    return 4 * _scratch_floats(impl, dtype, m, k, group_size)
+    return 4 * _scratch_floats(impl, dtype, m, k, group_size, codebook)
 
 
-def _scratch_floats(impl: str, dtype: torch.dtype, m: int, k: int, group_size: int) -> int:
+def _scratch_floats(impl: str, dtype: torch.dtype, m: int, k: int, group_size: int, codebook: str) -> int:
     if impl == "flat":
-        per_row, rest = 0 if dtype == torch.float32 else k, 0
+        arranged = CODED_ROWS * packing.group_count(k, group_size) * group_size if codebook else 0
+        per_row, rest = 0 if dtype == torch.float32 else k, arranged
     else:
         groups = packing.group_count(k, group_size)
         lines = -(-groups * group_size // 64) * INTEGER_NBYTES[impl]
@@ -105,7 +110,8 @@ def _upcast(
         for n0 in range(0, n, n_step):
             columns = slice(n0, min(n, n0 + n_step))
             if k:
-                y = x32 @ dequantize_reference(*stored.unpack(rows[columns]), bits, group_size, 1, k).t()
+                parts = stored.unpack(rows[columns])
+                y = x32 @ dequantize_reference(*parts, bits, group_size, 1, k, codebook=stored.codebook).t()
             else:
                 y = x32.new_zeros(x32.shape[0], columns.stop - n0)
             if bias is not None:
@@ -130,18 +136,19 @@ def bind_linear_q(
     element on element. The closure keeps the tensors alive. A call costs about 1 µs over the kernel.
     """
     check(x, rows, bias, stored, after)
-    bits, in_features, group_size, scale_dtype, symmetric = stored
+    bits, in_features, group_size, scale_dtype, symmetric, codebook = stored
     if x.device.type != "cpu":
         fail("x", f"must be on the CPU, got {x.device}")
     out2, after = _check_out(x, rows, out, after)
     x2 = as_matrix(x, "x", fail)
     if impl not in NAMES or (impl == "int8" and not takes_int8(bits, group_size)):
-        names = tuple(name for name in implementations(bits) if name != "int8" or takes_int8(bits, group_size))
+        names = tuple(name for name in implementations(bits, codebook)
+                      if name != "int8" or takes_int8(bits, group_size))
         fail("impl", f"must be one of {names} for groups of {group_size}, got {impl!r}")
     if impl == "upcast" or 0 in (*out2.shape, in_features):
         return functools.partial(_upcast, x2, rows, bias, out2, stored, after)
-    if impl not in implementations(bits):
-        names = implementations(bits)
+    if impl not in implementations(bits, codebook):
+        names = implementations(bits, codebook)
         fail("impl", f"{impl!r} needs a C++ compiler and, but for 'flat', AVX2 or ARM; use one of {names}")
     _, multiplier, residual = after
     given = (x2, rows, bias, multiplier, residual, out2)
@@ -150,9 +157,9 @@ def bind_linear_q(
         *(0 if t is None else t.stride(0) for t in (multiplier, residual)), out2.stride(0), group_size,
         bits, native.DTYPES[scale_dtype], native.DTYPES[x.dtype], native.DTYPES[(x if bias is None else bias).dtype],
         native.DTYPES[out.dtype], ACTIVATIONS.index(after.activation), INTEGER_NBYTES[impl],
-        impl == "bf16" and x.dtype != torch.float16, symmetric,
+        impl == "bf16" and x.dtype != torch.float16, symmetric, CODEBOOKS.index(codebook),
     )  # fmt: skip
-    floats = _scratch_floats(impl, x.dtype, x2.shape[0], in_features, group_size)
+    floats = _scratch_floats(impl, x.dtype, x2.shape[0], in_features, group_size, codebook)
     return native.NativeCall("linear_q", args, given, floats)
 
 
@@ -161,12 +168,13 @@ def takes_int8(bits: int, group_size: int) -> bool:
     return group_size != 16 and (bits == 4 or group_size & (group_size - 1) == 0)
 
 
-def implementations(bits: int) -> tuple[str, ...]:
-    """Names that work here for codes of `bits`; the first use compiles the C++ kernels."""
+def implementations(bits: int, codebook: str = "") -> tuple[str, ...]:
+    """Names that work here for codes of `bits`; the first use compiles the C++ kernels. Numbers of a codebook are
+    multiplied as floats."""
     library = native.load()
     if library is None:
         return ("upcast",)
-    integer = library.forebay_integer_dot()
+    integer = 0 if codebook else library.forebay_integer_dot()
     names = ("int16",) if integer else ()
     if integer >= VNNI or (integer and bits == 4):
         names = (*names, "int8")
@@ -175,7 +183,7 @@ def implementations(bits: int) -> tuple[str, ...]:
     return (*names, "flat", "upcast")
 
 
-def default_choice(bits: int, m: int, group_size: int) -> str:
+def default_choice(bits: int, m: int, group_size: int, codebook: str = "") -> str:
     """The implementation for m rows of x where no machine profile says better: never one that costs accuracy.
 
     int16 for few rows where there is AVX2, flat for many: on one core of Zen 3 int16 makes 60 to 70 GFLOP/s in groups
@@ -183,7 +191,7 @@ def default_choice(bits: int, m: int, group_size: int) -> str:
     int16 for any: on one core of Zen 4 150 to 190 GFLOP/s at 64 rows, flat 70. On ARM, where nothing was timed, as with
     AVX2. Without a compiler upcast.
     """
-    names = implementations(bits)
+    names = implementations(bits, codebook)
     library = native.load()
     many = m >= (MANY_ROWS if group_size < 64 else 2 * MANY_ROWS)
     slower = library is not None and library.forebay_integer_dot() < VNNI

@@ -249,7 +249,7 @@ def plan(m: int, n: int, stored: Packing, impl: str, multiprocessors: int) -> tu
 
 def check_rows(rows: Tensor, stored: Packing, x: Tensor) -> None:
     """ValueError unless rows are packed rows on x's device that 128-bit loads can take."""
-    _, k, group_size, scale_dtype, _ = stored
+    _, k, group_size, scale_dtype, *_ = stored
     if group_size not in GROUP_SIZES and row_sizes.product_refusal(k, group_size):
         fail(OP, "group_size", f"must be one of {GROUP_SIZES}, or a multiple of 32 for 'aten', got {group_size}")
     if scale_dtype not in SCALE_DTYPES:
@@ -292,7 +292,7 @@ def _bind(
     """(the launch as a call without arguments, what it fills)."""
     check_tensor(OP, "x", x, dtype=(torch.float16, torch.bfloat16, torch.float32))
     check_rows(rows, stored, x)
-    (bits, k, group_size, scale_dtype, symmetric), n = stored, rows.shape[0]
+    (bits, k, group_size, scale_dtype, symmetric, codebook), n = stored, rows.shape[0]
     operands = prepare(OP, x, n, k, bias, after, out, False, (x.dtype,))
     m = operands.x.shape[0]
     result = operands.out if out is None else out
@@ -301,9 +301,9 @@ def _bind(
     if result.numel() == 0:
         return (lambda: None), result
     if not impl:
-        ours = group_size in GROUP_SIZES
+        ours = group_size in GROUP_SIZES and not codebook
         impl = selection.choose(selection.KIND_OF_BITS[bits], m, n, max(1, k)) if ours else selection.ATEN
-    if impl == selection.ATEN or x.dtype == torch.float32:
+    if impl == selection.ATEN or x.dtype == torch.float32 or codebook:
         return bind_dequantized(x, rows, bias, stored, after, result), result
     if group_size not in GROUP_SIZES:
         fail(OP, "group_size", f"must be one of {GROUP_SIZES} for {impl!r}, got {group_size}")

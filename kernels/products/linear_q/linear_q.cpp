@@ -35,6 +35,20 @@ float bias_at(const QuantizedLinearArgs& a, int64_t n) {
   return load_one(static_cast<const f16*>(a.bias) + n);
 }
 
+// c[m, n] += m rows of x, arranged, times n rows that have a codebook.
+template <int M>
+void coded_product(const QuantizedLinearArgs& a, const GroupFormat& f, const float* x, int64_t xs, int64_t n0, int64_t n,
+                   float* c, int64_t cs) {
+  const uint8_t* rows = a.rows + n0 * a.rows_stride;
+  const int64_t scales = f.codes_nbytes(), lows = f.scales_nbytes();
+  auto scale_of = [&](const uint8_t* row, int64_t g) {
+    return coded_scale(row + scales, f.symmetric ? nullptr : row + scales + lows, f.scale_dtype, g);
+  };
+  const auto product = a.codebook == E4M3 ? look_up_product<M, true, decltype(scale_of)>
+                                          : look_up_product<M, false, decltype(scale_of)>;
+  product(x, xs, rows, a.rows_stride, n, a.group, f.count, a.codebook, scale_of, c, cs);
+}
+
 // c[m, n] += x[m, k] times rows [n0, n1) unpacked to fp32.
 void float_product(const QuantizedLinearArgs& a, const GroupFormat& f, const float* x, int64_t xs, int64_t m,
                    int64_t n0, int64_t n1, float* c, int64_t cs) {
@@ -53,11 +67,7 @@ void float_product(const QuantizedLinearArgs& a, const GroupFormat& f, const flo
 // Elements [k, k + n) of a packed row.
 void unpack(const uint8_t* row, const GroupFormat& f, int64_t k, int64_t n, float* to) {
   const int64_t within = k % f.group, first = within ? std::min(f.group - within, n) : 0;
-  if (within) {
-    const uint8_t* scales = row + f.codes_nbytes();
-    dequantize_group(row + k * f.bits / 8, f.bits, scale_at(scales, f.scale_dtype, k / f.group),
-                     low_at(scales, f, k / f.group), first, to);
-  }
+  if (within) dequantize_part(row, f, k / f.group, within, first, to);
   if (first < n) dequantize_row(row, f, k + first, n - first, to + first);
 }
 
@@ -94,6 +104,7 @@ struct Work {
   const bool* left;  // rows of the block that are not to be written, or null
   Route route;
   bool panels;  // many rows of x: weights are expanded once
+  bool arranged;  // few rows of x for weights with a codebook
 #if FB_INTEGER_DOT
   IntegerRows integers;
 #endif
@@ -174,7 +185,11 @@ void run_chunk(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64
     case Route::INTEGER: integer_rows_product(a, work, m, n0, n, c); break;
 #endif
     default:
-      if (work.panels) panel_product(a, work.f, work.x, work.xs, m, n0, n, c, cs);
+      if (work.arranged) {
+        const auto product = m == 1 ? coded_product<1> : m == 2 ? coded_product<2> : m == 3 ? coded_product<3>
+                                                                                            : coded_product<4>;
+        product(a, work.f, work.x, work.xs, n0, n, c, cs);
+      } else if (work.panels) panel_product(a, work.f, work.x, work.xs, m, n0, n, c, cs);
       else float_product(a, work.f, work.x, work.xs, m, n0, n1, c, cs);
   }
   for (int64_t i = 0, end; i < m; i = end + 1) {
@@ -196,10 +211,24 @@ void run_block(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64
   });
 }
 
+// Whether a block of so many rows of x is arranged for codes in registers.
+bool arranges(const QuantizedLinearArgs& a, int64_t rows) {
+  return a.codebook && rows <= FEW_CODED_ROWS && looks_up(a.codebook, a.group);
+}
+
 void run_float(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1, float* x, int threads) {
   work.route = Route::FLOAT;
   work.panels = m1 - m0 >= PANEL_ROWS;
-  if (a.x_dtype == F32) {
+  work.arranged = arranges(a, m1 - m0);
+  if (work.arranged) {
+    work.xs = round_up(a.k, a.group), work.x = x;
+    for (int64_t m = m0; m < m1; ++m, x += work.xs) {
+      const int64_t from = m * a.x_stride;
+      if (a.x_dtype == F32) arrange_row(static_cast<const float*>(a.x) + from, a.k, work.xs, a.codebook, x);
+      else if (a.x_dtype == BF16) arrange_row(static_cast<const bf16*>(a.x) + from, a.k, work.xs, a.codebook, x);
+      else arrange_row(static_cast<const f16*>(a.x) + from, a.k, work.xs, a.codebook, x);
+    }
+  } else if (a.x_dtype == F32) {
     work.x = static_cast<const float*>(a.x) + m0 * a.x_stride;
     work.xs = a.x_stride;
   } else {
@@ -285,13 +314,14 @@ int64_t scratch_floats_for(const QuantizedLinearArgs& a, int64_t rows) {
 #if FB_BF16_UNPACKED
   if (route_of(a) == Route::BF16) return rows * bf16_nbytes(a) / 4;
 #endif
+  if (arranges(a, rows)) return rows * round_up(a.k, a.group);
   if (!a.integer_nbytes) return a.x_dtype == F32 ? 0 : rows * a.k;
   return rows * (2 * row_groups(a) + row_nbytes(a) / 4) + a.k;
 }
 
 void run(const QuantizedLinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
   Work work = {};
-  work.f = {a.group, (a.k + a.group - 1) / a.group, a.bits, a.scale_dtype, a.symmetric};
+  work.f = {a.group, (a.k + a.group - 1) / a.group, a.bits, a.scale_dtype, a.symmetric, a.codebook};
   const Route route = route_of(a);
   const bool large = route == Route::VNNI || route == Route::BF16 || (route == Route::FLOAT && a.x_dtype == F32);
   int64_t block = std::min(large ? M_BLOCK_DIRECT : M_BLOCK, a.m);
@@ -330,7 +360,8 @@ extern "C" int forebay_linear_q(const QuantizedLinearArgs* a, float* scratch, in
   if (a->m == 0 || a->n == 0) return 0;
   const bool pairs = a->group == 16 && a->k % 32 == 0 && a->integer_nbytes != 1;
   if ((a->group % 32 && !pairs) || a->group > UNPACK_K || scratch_floats_for(*a, 1) > scratch_floats) return 1;
-  if (a->integer_nbytes && !forebay_integer_dot()) return 1;
+  if (a->integer_nbytes && (a->codebook || !forebay_integer_dot())) return 1;
+  if (a->codebook && a->bf16_panels) return 1;
   if (a->bf16_panels && (forebay_integer_dot() < 3 || a->x_dtype == F16)) return 1;
   if (a->integer_nbytes == 1 && a->bits == 8 && route_of(*a) == Route::INTEGER) return 1;
   run(*a, scratch, scratch_floats, threads);

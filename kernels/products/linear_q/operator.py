@@ -39,6 +39,7 @@ from forebay.kernels.products.linear_q.reference import check, reference
 def linear_q(
     x: Tensor, rows: Tensor, bias: Tensor | None, multiplier: Tensor | None, residual: Tensor | None, activation: str,
     bits: int, in_features: int, group_size: int, scale_dtype: torch.dtype, symmetric: bool = False,
+    codebook: str = "",
 ) -> Tensor:  # fmt: skip
     """act(x W^T + bias) * multiplier + residual: x [..., K], rows uint8 [N, R] -> contiguous [..., N] of x's dtype.
 
@@ -46,8 +47,8 @@ def linear_q(
     """
     after = After(activation, *(None if t is None else t.contiguous() for t in (multiplier, residual)))
     out = x.new_empty(*x.shape[:-1], rows.shape[0])
-    impl = default_choice(bits, x.numel() // max(1, in_features), group_size)
-    stored = Packing(bits, in_features, group_size, scale_dtype, symmetric)
+    impl = default_choice(bits, x.numel() // max(1, in_features), group_size, codebook)
+    stored = Packing(bits, in_features, group_size, scale_dtype, symmetric, codebook)
     bias = None if bias is None else bias.contiguous()
     bind_linear_q(impl, x.contiguous(), rows.contiguous(), bias, out, stored, after)()
     return out
@@ -57,6 +58,7 @@ def linear_q(
 def _(
     x: Tensor, rows: Tensor, bias: Tensor | None, multiplier: Tensor | None, residual: Tensor | None, activation: str,
     bits: int, in_features: int, group_size: int, scale_dtype: torch.dtype, symmetric: bool = False,
+    codebook: str = "",
 ) -> Tensor:  # fmt: skip
     return x.new_empty(*x.shape[:-1], rows.shape[0])
 
@@ -65,8 +67,9 @@ def _(
 def _(
     x: Tensor, rows: Tensor, bias: Tensor | None, multiplier: Tensor | None, residual: Tensor | None, activation: str,
     bits: int, in_features: int, group_size: int, scale_dtype: torch.dtype, symmetric: bool = False,
+    codebook: str = "",
 ) -> Tensor:  # fmt: skip
-    stored = Packing(bits, in_features, group_size, scale_dtype, symmetric)
+    stored = Packing(bits, in_features, group_size, scale_dtype, symmetric, codebook)
     after = After(activation, multiplier, residual)
     check(x, rows, bias, stored, after)
     from forebay.kernels.products.linear_q import gpu
@@ -108,7 +111,7 @@ def _bind_cuda(use: Use) -> Call:
 
 def _cpu_workspace(use: Use) -> int:
     _, m, n, k = _shape(use)
-    return cpu.scratch_nbytes(use.impl, dtype_of(use.args[0]), m, n, k, _stored(use).group_size)
+    return cpu.scratch_nbytes(use.impl, dtype_of(use.args[0]), m, n, k, _stored(use).group_size, _stored(use).codebook)
 
 
 def _on_cuda(use: Use) -> tuple[str, Product, int]:
@@ -118,18 +121,19 @@ def _on_cuda(use: Use) -> tuple[str, Product, int]:
 
 def _default_choice(product: Product) -> str:
     stored = weight_format(product.weight)
-    return default_choice(stored.bits, product.m, stored.group_size)
+    return default_choice(stored.bits, product.m, stored.group_size, stored.codebook)
 
 
 def _candidates(weight: str) -> tuple[str, ...]:
     """Those that keep the accuracy of floats."""
-    return tuple(name for name in cpu.implementations(weight_format(weight).bits) if name not in ROUNDED)
+    stored = weight_format(weight)
+    return tuple(name for name in cpu.implementations(stored.bits, stored.codebook) if name not in ROUNDED)
 
 
 def _rounding(shape: Product, activations: str) -> tuple[str, ...]:
     """Of few rows bf16 is int16; int8 takes some groups alone."""
     stored = weight_format(shape.weight)
-    if activations not in cpu.implementations(stored.bits) or activations not in ROUNDED:
+    if activations not in cpu.implementations(stored.bits, stored.codebook) or activations not in ROUNDED:
         return ()
     takes = shape.m > cpu.FEW_ROWS if activations == "bf16" else cpu.takes_int8(stored.bits, stored.group_size)
     return (activations,) if takes else ()

@@ -23,7 +23,8 @@ def reference(
     after: After = PLAIN,
 ) -> Tensor:
     """The definition in float64, on any device; returns [..., N]."""
-    weight = dequantize_reference(*stored.unpack(rows), stored.bits, stored.group_size, 1, stored.in_features)
+    weight = dequantize_reference(*stored.unpack(rows), stored.bits, stored.group_size, 1, stored.in_features,
+                                  codebook=stored.codebook)
     y = x.double() @ weight.double().mT
     return finish_(y if bias is None else y + bias.double(), after)
 
@@ -34,7 +35,7 @@ def fail(argument: str, problem: str) -> NoReturn:
 
 def check(x: Tensor, rows: Tensor, bias: Tensor | None, stored: Packing, after: After) -> None:
     """ValueError names the argument that is wrong; any device."""
-    bits, in_features, group_size, scale_dtype, _ = stored
+    bits, in_features, group_size, scale_dtype, *_ = stored
     if bits not in BITS:
         fail("bits", f"must be one of {BITS}, got {bits}")
     if refusal := product_refusal(in_features, group_size):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from forebay.kernels.formats.codebooks import CODEBOOKS
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.launches import KernelCall, bound, kernel_call
-from forebay.kernels.quantization.dequantize_rows.reference import check
+from forebay.kernels.quantization.dequantize_rows.reference import Unpacking, check
 from forebay.kernels.quantization.quantize.gpu import FLOATS, MAX_GROUP, TILE_ELEMENTS, WARPS, dequantize_kernel
 
 OP = "dequantize_rows"
@@ -21,7 +23,7 @@ OP = "dequantize_rows"
 
 def dequantize_call(rows: Tensor, stored: Packing, transposed: bool, out: Tensor) -> KernelCall:
     """The launch that fills out [N, K], or [K, N] if transposed, from rows uint8 [N, R] that have been checked."""
-    bits, size, group_size, _, symmetric = stored
+    bits, size, group_size, _, symmetric, codebook = stored
     packed, scale, low = stored.unpack(rows)
     parts = packed, scale, scale if low is None else low
     padded, groups = triton.next_power_of_2(group_size), triton.cdiv(size, group_size)
@@ -29,17 +31,15 @@ def dequantize_call(rows: Tensor, stored: Packing, transposed: bool, out: Tensor
     return kernel_call(
         dequantize_kernel, (triton.cdiv(count, tile), 1, 1), *parts, out, count, groups, size, 1,
         *(part.stride(0) for part in parts), out.stride(0), torch.finfo(out.dtype).max,
-        BITS=bits, GROUP=group_size, PADDED=padded, LAST=True, TRANSPOSED=transposed, SYMMETRIC=symmetric, R=tile,
-        num_warps=WARPS,
+        BITS=bits, GROUP=group_size, PADDED=padded, LAST=True, TRANSPOSED=transposed, SYMMETRIC=symmetric,
+        CODEBOOK=CODEBOOKS.index(codebook), R=tile, num_warps=WARPS,
     )  # fmt: skip
 
 
-def bind_dequantize_rows(
-    rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool, symmetric: bool = False, *, out: Tensor,
-) -> Callable[[], None]:
+def bind_dequantize_rows(rows: Tensor, *how: Any, out: Tensor) -> Callable[[], None]:
     """A call without arguments that fills out from the present contents of rows: rows [..., R] to [..., K] of dtype,
     or [N, R] to [K, N] if transposed. ValueError names what is wrong, before the launch."""
+    in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric, codebook = Unpacking(*how)
     check(rows, in_features, bits, group_size, transposed, symmetric)
     check_tensor(OP, "rows", rows, dtype=torch.uint8)
     if group_size > MAX_GROUP:
@@ -55,18 +55,19 @@ def bind_dequantize_rows(
         into = out if transposed else out.view(-1, in_features)
     except RuntimeError:
         fail(OP, "rows", f"and out must have leading dimensions of one stride, got {rows.stride()}, {out.stride()}")
-    stored = Packing(bits, in_features, group_size, scale_dtype, symmetric)
+    stored = Packing(bits, in_features, group_size, scale_dtype, symmetric, codebook)
     return bound(dequantize_call(matrix, stored, transposed, into))
 
 
 def dequantize_rows(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool, symmetric: bool = False,
+    transposed: bool, symmetric: bool = False, codebook: str = "",
 ) -> Tensor:
     """rows uint8 [..., R] -> [..., K] of dtype, or [N, R] -> [K, N] if transposed."""
     shape = (in_features, math.prod(rows.shape[:-1])) if transposed else (*rows.shape[:-1], in_features)
     out = rows.new_empty(shape, dtype=dtype)
-    bind_dequantize_rows(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric, out=out)()
+    how = in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric, codebook
+    bind_dequantize_rows(rows, *how, out=out)()
     return out
 
 
@@ -87,7 +88,7 @@ def audit_cases() -> list[AuditCase]:
                 fn=dequantize_kernel,
                 signature=pointers | dict.fromkeys(numbers, "i32") | {"limit": "fp32"},
                 constants={"BITS": bits, "GROUP": group, "PADDED": group, "LAST": True, "TRANSPOSED": transposed,
-                           "SYMMETRIC": symmetric, "R": tile},
+                           "SYMMETRIC": symmetric, "CODEBOOK": 0, "R": tile},
                 num_warps=WARPS,
                 divisible=tuple(name for name in (*pointers, *numbers) if name not in ("scale_ptr", "low_ptr")),
                 main_operands=1,

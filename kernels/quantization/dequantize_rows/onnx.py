@@ -3,17 +3,18 @@ table are one operator of onnxruntime's."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from forebay.kernels.onnx_meaning import MICROSOFT, OnnxGraph, OnnxValue, Parts
+from forebay.kernels.quantization.dequantize_rows.reference import Unpacking
 
 
-def dequantize_rows(
-    g: OnnxGraph, rows: OnnxValue, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype,
-    dtype: torch.dtype, transposed: bool, symmetric: bool = False,
-) -> str:
+def dequantize_rows(g: OnnxGraph, rows: OnnxValue, *how: Any) -> str:
     """What packed rows stand for, [..., K], or [K, N] if transposed."""
     assert rows.parts is not None
+    in_features, bits, _, _, dtype, transposed, *_ = Unpacking(*how)
     values = _looked_up(g, rows.parts, bits, in_features, dtype, len(rows.shape)) or dequantized(
         g, rows.parts, bits, in_features, dtype, len(rows.shape))
     return g.op("Transpose", values, perm=[1, 0]) if transposed else values

@@ -22,28 +22,29 @@ from forebay.kernels.quantization.quantize.cpu import NATIVE_MAX_GROUP
 @torch.library.custom_op("forebay::dequantize_rows", mutates_args=(), device_types="cpu")
 def dequantize_rows(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool, symmetric: bool = False,
+    transposed: bool, symmetric: bool = False, codebook: str = "",
 ) -> Tensor:
     """rows uint8 [..., R] -> [..., K] of dtype; with transposed, rows [N, R] -> [K, N]."""
     check(rows, in_features, bits, group_size, transposed, symmetric)
-    return reference(in_columns(rows), in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric)
+    rows = in_columns(rows)
+    return reference(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric, codebook)
 
 
 @dequantize_rows.register_kernel("cuda")
 def _(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool, symmetric: bool = False,
+    transposed: bool, symmetric: bool = False, codebook: str = "",
 ) -> Tensor:
     from forebay.kernels.quantization.dequantize_rows import gpu
 
     rows = in_columns(rows)
-    return gpu.dequantize_rows(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric)
+    return gpu.dequantize_rows(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric, codebook)
 
 
 @dequantize_rows.register_fake
 def _(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool, symmetric: bool = False,
+    transposed: bool, symmetric: bool = False, codebook: str = "",
 ) -> Tensor:
     shape = (in_features, rows.shape[0]) if transposed else (*rows.shape[:-1], in_features)
     return rows.new_empty(shape, dtype=dtype)

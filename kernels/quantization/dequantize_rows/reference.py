@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,13 +11,26 @@ from forebay.kernels.formats import packing, row_sizes
 from forebay.kernels.quantization.quantize.reference import dequantize_reference
 
 
+class Unpacking(NamedTuple):
+    """What an unpacking of rows is told besides them, in the operator's order."""
+
+    in_features: int
+    bits: int
+    group_size: int
+    scale_dtype: torch.dtype
+    dtype: torch.dtype
+    transposed: bool
+    symmetric: bool = False
+    codebook: str = ""
+
+
 def reference(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool, symmetric: bool = False,
+    transposed: bool, symmetric: bool = False, codebook: str = "",
 ) -> Tensor:
     """rows uint8 [..., N, R] -> [..., N, K] of dtype, or [K, N] if transposed; code * scale + low in fp32, rounded."""
     parts = packing.unpack_rows(rows, in_features, bits, group_size, scale_dtype, symmetric)
-    found = dequantize_reference(*parts, bits, group_size, -1, in_features, dtype)
+    found = dequantize_reference(*parts, bits, group_size, -1, in_features, dtype, codebook)
     return found.mT.contiguous() if transposed else found
 
 

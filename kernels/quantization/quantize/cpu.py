@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forebay.kernels.cpu_support import native
 from forebay.kernels.formats import packing, row_sizes
+from forebay.kernels.formats.codebooks import CODEBOOKS
 from forebay.kernels.quantization.quantize.reference import PIECE_ELEMENTS, check, quantize_matrix, refuse_unheld
 
 
@@ -19,7 +20,7 @@ class QuantizeArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "packed", "scale", "low", "unheld")),
         *((name, ctypes.c_int64) for name in ("rows", "k", "x_stride", "group")),
         *((name, ctypes.c_int64) for name in ("packed_stride", "scale_stride", "low_stride")),
-        *((name, ctypes.c_int32) for name in ("bits", "scale_dtype", "dtype")),
+        *((name, ctypes.c_int32) for name in ("bits", "scale_dtype", "dtype", "codebook")),
     )
 
 
@@ -27,14 +28,15 @@ NATIVE_MAX_GROUP = 1024
 
 
 def _native_args(
-    x: Tensor, parts: tuple[Tensor | None, ...], unheld: ctypes.c_int32, bits: int, group_size: int
+    x: Tensor, parts: tuple[Tensor | None, ...], unheld: ctypes.c_int32, bits: int, group_size: int,
+    codebook: str = "",
 ) -> QuantizeArgs:
     packed, scale, low = parts
     assert packed is not None and scale is not None
     return QuantizeArgs(
         *(None if t is None else t.data_ptr() for t in (x, *parts)), ctypes.addressof(unheld), *x.shape, x.stride(0),
         group_size, packed.stride(0), 2 * scale.stride(0), 0 if low is None else 2 * low.stride(0),
-        bits, native.DTYPES[scale.dtype], native.DTYPES[x.dtype],
+        bits, native.DTYPES[scale.dtype], native.DTYPES[x.dtype], CODEBOOKS.index(codebook),
     )  # fmt: skip
 
 
@@ -49,14 +51,14 @@ def native_quantize(x: Tensor, parts: tuple[Tensor, Tensor, Tensor], bits: int, 
 
 
 def native_dequantize(
-    parts: tuple[Tensor, Tensor, Tensor | None], out: Tensor, bits: int, group_size: int
+    parts: tuple[Tensor, Tensor, Tensor | None], out: Tensor, bits: int, group_size: int, codebook: str = ""
 ) -> native.NativeCall:
     """`dequantize` along the second dimension of matrices into out [rows, size], as a call of the C++ kernel.
 
     Columns must be contiguous and group_size at most NATIVE_MAX_GROUP; the caller checks.
     """
     unheld = ctypes.c_int32(0)
-    args = _native_args(out, parts, unheld, bits, group_size)
+    args = _native_args(out, parts, unheld, bits, group_size, codebook)
     return native.NativeCall("dequantize", args, (*parts, out, unheld))
 
 

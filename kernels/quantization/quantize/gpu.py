@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay.kernels.formats.codebooks import CODEBOOKS
 from forebay.kernels.formats.row_sizes import codes_nbytes
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.cache_tiles import INTERPRETED, round_to
+from forebay.kernels.gpu_support.codebooks import coded_scale, number_of
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -216,7 +218,7 @@ def dequantize_kernel(
     packed_ptr, scale_ptr, low_ptr, out_ptr, rows, groups, size, inner, packed_outer, scale_outer, low_outer, out_outer,
     limit,
     BITS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, LAST: tl.constexpr, TRANSPOSED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, R: tl.constexpr,
+    SYMMETRIC: tl.constexpr, CODEBOOK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Program: R groups into out [outer, size, inner], contiguous but for out_outer between outer indices, or with LAST
     and TRANSPOSED into out [size, outer], where out_outer is between places; finite values stay within limit."""
@@ -242,9 +244,14 @@ def dequantize_kernel(
     q = tl.load(packed_at, mask=there[:, None] & (byte < GROUP_NBYTES)[None, :], other=0)
     if BITS == 4:
         q = tl.reshape(tl.join(q & 15, q >> 4), (R, PADDED))
-    scale = tl.load(scale_ptr + scale_at, mask=there, other=0.0).to(tl.float32)
-    low = scale * -(1 << BITS - 1) if SYMMETRIC else tl.load(low_ptr + low_at, mask=there, other=0.0).to(tl.float32)
-    y = q.to(tl.float32) * scale[:, None] + low[:, None]
+    upper = tl.load(scale_ptr + scale_at, mask=there, other=0.0)
+    if CODEBOOK > 0:
+        lower = upper if SYMMETRIC else tl.load(low_ptr + low_at, mask=there, other=0.0)
+        y = number_of(q.to(tl.int32), CODEBOOK) * coded_scale(upper, lower, SYMMETRIC)[:, None]
+    else:
+        scale = upper.to(tl.float32)
+        low = scale * -(1 << BITS - 1) if SYMMETRIC else tl.load(low_ptr + low_at, mask=there, other=0.0).to(tl.float32)
+        y = q.to(tl.float32) * scale[:, None] + low[:, None]
     y = tl.where((y > limit) & (y < float("inf")), limit, y)
     y = tl.where((y < -limit) & (y > float("-inf")), -limit, y)
     used = there[:, None] & (at < GROUP)[None, :] & (place < size)
@@ -309,14 +316,8 @@ def quantize(
 
 
 def dequantize(
-    packed: Tensor,
-    scale: Tensor,
-    low: Tensor | None,
-    bits: int,
-    group_size: int,
-    dim: int,
-    size: int,
-    dtype: torch.dtype,
+    packed: Tensor, scale: Tensor, low: Tensor | None, bits: int, group_size: int, dim: int, size: int,
+    dtype: torch.dtype, codebook: str = "",
 ) -> Tensor:
     """q * scale + low in fp32, rounded to dtype, with `size` elements along dim; the three may be strided.
 
@@ -346,8 +347,8 @@ def dequantize(
     last, tile, rows, grid = _launch_shape(outer, groups, inner, padded)
     dequantize_kernel[grid](
         *parts, out, rows, groups, size, inner, *(t.stride(0) for t in parts), size * inner, torch.finfo(dtype).max,
-        BITS=bits, GROUP=group_size, PADDED=padded, LAST=last, TRANSPOSED=False, SYMMETRIC=low is None, R=tile,
-        num_warps=WARPS,
+        BITS=bits, GROUP=group_size, PADDED=padded, LAST=last, TRANSPOSED=False, SYMMETRIC=low is None,
+        CODEBOOK=CODEBOOKS.index(codebook), R=tile, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -366,7 +367,7 @@ def audit_cases() -> list[AuditCase]:
                 pointers = {"packed_ptr": "*u8"} | dict.fromkeys(("scale_ptr", "low_ptr"), "*fp16")
                 if op == "dequantize":
                     fn, warps, high = dequantize_kernel, WARPS, tile
-                    constants |= {"LAST": last, "TRANSPOSED": False, "SYMMETRIC": False}
+                    constants |= {"LAST": last, "TRANSPOSED": False, "SYMMETRIC": False, "CODEBOOK": 0}
                     pointers |= {"out_ptr": "*bf16"}
                     numbers = ("rows", "groups", "size", "inner", "packed_outer", "scale_outer", "low_outer",
                                "out_outer")

@@ -92,28 +92,30 @@ def dequantize(
     dim: int,
     size: int,
     dtype: torch.dtype,
+    codebook: str = "",
 ) -> Tensor:
     """What quantize gave, as x of dtype with `size` elements along dim: q * scale + low in fp32, then rounded once.
 
-    Without low it is -2^(bits - 1) * scale, as the rounding "symmetric" makes it.
+    Without low it is -2^(bits - 1) * scale, as the rounding "symmetric" makes it. With a codebook a value is
+    codebook[q] * scale (`packing`).
 
     The three may be strided, as `packing.unpack_rows` gives them. ValueError names what is wrong.
     """
-    check_packed(packed, scale, low, bits, group_size, dim, size, dtype)
+    check_packed(packed, scale, low, bits, group_size, dim, size, dtype, codebook)
     parts = (packed, scale, low)
     plain = packed.dim() == 2 and dim % 2 == 1 and is_plain(*(t for t in parts if t is not None))
     if not plain or group_size > NATIVE_MAX_GROUP or native.load() is None:
-        return dequantize_reference(packed, scale, low, bits, group_size, dim, size, dtype)
+        return dequantize_reference(packed, scale, low, bits, group_size, dim, size, dtype, codebook)
     x = torch.empty(packed.shape[0], size, dtype=dtype)
     if x.numel():
-        native_dequantize(parts, x, bits, group_size)()
+        native_dequantize(parts, x, bits, group_size, codebook)()
     return x
 
 
 @dequantize.register_fake
 def _(packed: Tensor, *others: Any) -> Tensor:
     check_packed(packed, *others)
-    *_, dim, size, dtype = others
+    dim, size, dtype = others[4:7]
     shape = list(packed.shape)
     shape[dim] = size
     return packed.new_empty(shape, dtype=dtype)

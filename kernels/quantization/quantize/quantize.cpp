@@ -15,7 +15,7 @@ extern "C" struct QuantizeArgs {
   int32_t* unheld;  // set to 1 where some group holds NaN or infinity, or a range that the scale's type cannot
   int64_t rows, k, x_stride, group;                  // x_stride in elements
   int64_t packed_stride, scale_stride, low_stride;   // in bytes
-  int32_t bits, scale_dtype, dtype;
+  int32_t bits, scale_dtype, dtype, codebook;
 };
 
 namespace {
@@ -49,9 +49,15 @@ template <class T> void dequantize_any(const QuantizeArgs& a, int64_t row) {
   const float limit = a.dtype == F16 ? 65504.0f : a.dtype == BF16 ? 3.38953139e38f : std::numeric_limits<float>::max();
   for (int64_t g = 0; g * a.group < a.k; ++g) {
     const int64_t n = std::min(a.group, a.k - g * a.group);
-    const float scale = scale_at(a.scale + row * a.scale_stride, a.scale_dtype, g);
-    const float low = a.low ? scale_at(a.low + row * a.low_stride, a.scale_dtype, g) : symmetric_low(a.bits) * scale;
-    dequantize_group(a.packed + row * a.packed_stride + g * a.group * a.bits / 8, a.bits, scale, low, n, held);
+    const uint8_t* codes = a.packed + row * a.packed_stride + g * a.group * a.bits / 8;
+    const uint8_t *scales = a.scale + row * a.scale_stride, *lows = a.low ? a.low + row * a.low_stride : nullptr;
+    if (a.codebook) {
+      look_up_group(codes, a.codebook, coded_scale(scales, lows, a.scale_dtype, g), n, held);
+    } else {
+      const float scale = scale_at(scales, a.scale_dtype, g);
+      const float low = lows ? scale_at(lows, a.scale_dtype, g) : symmetric_low(a.bits) * scale;
+      dequantize_group(codes, a.bits, scale, low, n, held);
+    }
     int64_t i = 0;
     for (; i + VL <= n; i += VL) {
       vf v = load(held + i);

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
 
 from forebay.kernels.cpu_support import native
 from forebay.kernels.formats import packing, row_sizes
+from forebay.kernels.formats.codebooks import (
+    CODEBOOKS,
+    codebook_values,
+    joined_scales,
+    largest,
+    nearest_codes,
+    split_scales,
+)
 
 ROUNDINGS = ("minmax", "mse", "symmetric")
 # Parts of the range clipped at either end, in every combination. The squared error of normal values falls by 17 %, of
@@ -120,13 +129,37 @@ def dequantize_reference(
     dim: int,
     size: int,
     dtype: torch.dtype = torch.float32,
+    codebook: str = "",
 ) -> Tensor:
     """dequantize by plain torch, on any device; shapes as in `dequantize`."""
     codes = packing.unpack_codes(packed.movedim(dim, -1), bits).unflatten(-1, (-1, group_size))
+    if codebook:
+        step = joined_scales(scale.movedim(dim, -1), None if low is None else low.movedim(dim, -1))
+        x = codebook_values(codebook).to(codes.device)[codes.int()] * step[..., None]
+        return _round_to(x.flatten(-2)[..., :size], dtype).movedim(-1, dim).contiguous()
     step = scale.movedim(dim, -1).float()
     base = step * -(1 << (bits - 1)) if low is None else low.movedim(dim, -1).float()
     x = codes.float() * step[..., None] + base[..., None]
     return _round_to(x.flatten(-2)[..., :size], dtype).movedim(-1, dim).contiguous()
+
+
+def coded_rows(x: Tensor, bits: int, group_size: int, symmetric: bool, codebook: str) -> Tensor:
+    """x [rows, size], finite, as packed rows with a codebook, whose largest number is the largest magnitude of a group.
+
+    Symmetric ones have powers of two for scales, as MXFP4 does: that of the largest magnitude over that of the largest
+    number, which values beyond become (OCP Microscaling Formats v1.0, 6.3).
+    """
+    size = x.shape[1]
+    count = row_sizes.group_count(size, group_size)
+    groups = torch.nn.functional.pad(x.float(), (0, count * group_size - size)).unflatten(1, (count, group_size))
+    most, top = groups.abs().amax(-1), largest(codebook)
+    if symmetric:
+        scale = torch.ldexp(torch.ones_like(most), (most.frexp()[1] - math.frexp(top)[1]).clamp(-126, 127))
+    else:
+        scale = most / top
+    codes = nearest_codes(groups / torch.where(scale > 0, scale, 1.0)[..., None], codebook).flatten(1)
+    upper, lower = split_scales(scale)
+    return packing.pack_rows(packing.pack_codes(codes, bits), upper, None if symmetric else lower)
 
 
 def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -150,7 +183,7 @@ def check(x: Tensor, bits: int, group_size: int, dim: int, scale_dtype: torch.dt
 
 def check_packed(
     packed: Tensor, scale: Tensor, low: Tensor | None, bits: int, group_size: int, dim: int, size: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype, codebook: str = "",
 ) -> None:
     """ValueError names the argument of dequantize that is wrong."""
     row_sizes.check_format("dequantize", bits, group_size)
@@ -168,6 +201,8 @@ def check_packed(
             raise ValueError(f"dequantize: {name} must be fp16 or bf16 {shape}, got {part.dtype} {tuple(part.shape)}")
     if dtype not in native.DTYPES:
         raise ValueError(f"dequantize: dtype must be fp32, bf16 or fp16, got {dtype}")
+    if codebook not in CODEBOOKS or (codebook and bits != (8 if codebook == "e4m3" else 4)):
+        raise ValueError(f"dequantize: codebook must be one of {CODEBOOKS} for {bits} bits, got {codebook!r}")
 
 
 def output_shapes(shape: tuple[int, ...], bits: int, group_size: int, dim: int) -> tuple[list[int], list[int]]:

@@ -18,8 +18,8 @@ def quantize_command(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write. An unfinished one is finished.")],
     weights: Annotated[str, typer.Option(
-        help="Format of the linear layers: w4g32, w4g64, w4g128, w8, w8g32, native, or keep (a GGUF "
-             "file's own). An s at the end, as in w4g32s, is symmetric.")],
+        help="Format of the linear layers: w4g32, w4g64, w4g128, w8, w8g32, fp8, mxfp4, nf4, native, or "
+             "keep (a GGUF file's own). An s at the end, as in w4g32s, is symmetric.")],
     override: Annotated[list[str] | None, typer.Option(
         metavar="PATTERN=FORMAT",
         help="Format of weights whose names match, e.g. '*.down_proj.*=w8'. May be repeated; the last "

@@ -46,6 +46,7 @@ class StoredRows:
     dtype: str
     transposed: bool
     symmetric: bool = False
+    codebook: str = ""
     down: StoredRows | None = None
 
 
@@ -169,7 +170,7 @@ def _row_format(name: str, rows: StoredRows | None) -> RowFormat | None:
     _check_sizes(f"graphs.weights: {name}, stored,", (rows.out_features, rows.row_nbytes))
     return RowFormat(rows.name, rows.bits, rows.group_size, dtype_named(rows.scale_dtype), rows.in_features,
                      rows.out_features, rows.row_nbytes, dtype_named(rows.dtype), rows.transposed, rows.symmetric,
-                     _row_format(name, rows.down))
+                     rows.codebook, _row_format(name, rows.down))
 
 
 def _state(spec: StateSpec) -> dict[str, object]:

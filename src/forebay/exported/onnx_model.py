@@ -100,6 +100,9 @@ def _parts(
     g: Graph, name: str, stored: RowFormat, contents: Callable[[], Iterator[torch.Tensor]]
 ) -> Parts:
     """Codes [N, g, bytes], scales and lows [N, g] of packed rows, as tensors of the file."""
+    if stored.codebook:
+        raise ExportError(f"{name} is stored as {stored.name}, which ONNX has no operator for; quantize the model to "
+                          "w4g32 or w8g32")
     groups = -(-stored.in_features // stored.group_size)
     nbytes = stored.group_size * stored.bits // 8
 

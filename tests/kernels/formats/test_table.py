@@ -21,6 +21,7 @@ from forebay.kernels.formats.table import (
 from forebay.kernels.operators import find
 from forebay.kernels.quantization.quantize.cpu import quantize_rows
 from forebay.kernels.quantization.quantize.operator import quantize
+from forebay.kernels.quantization.quantize.reference import coded_rows
 
 
 @pytest.mark.parametrize("size", (64, 128, 576, 4096))
@@ -30,7 +31,10 @@ def test_rows_of_weights_are_as_long_as_the_table_says(name: str, size: int) -> 
     if found is NATIVE:
         assert found.row_nbytes(size, 2) == 2 * size and found.ratio(size, 4) == 1.0
         return
-    rows = quantize_rows(torch.randn(3, size), found.bits, found.group_size, torch.float16)
+    if found.codebook:
+        rows = coded_rows(torch.randn(3, size), found.bits, found.group_size, found.symmetric, found.codebook)
+    else:
+        rows = quantize_rows(torch.randn(3, size), found.bits, found.group_size, torch.float16)
     assert rows.shape[1] == found.row_nbytes(size, 4) == found.ratio(size, 4) * 4 * size
 
 
@@ -77,7 +81,8 @@ def test_bits_of_an_element() -> None:
     bits = {name: 8 * f.row_nbytes(128, 2) / 128 for name, f in CACHE_FORMATS.items()}
     assert bits == {"native": 16.0, "kv8": 8.5, "kv4": 5.0}
     weights = {name: 8 * f.row_nbytes(4096, 2) / 4096 for name, f in WEIGHT_FORMATS.items()}
-    assert weights == {"native": 16.0, "w4g32": 5.0, "w4g64": 4.5, "w4g128": 4.25, "w8": 8.25}
+    assert weights == {"native": 16.0, "w4g32": 5.0, "w4g64": 4.5, "w4g128": 4.25, "w8": 8.25, "fp8": 8.25,
+                       "mxfp4": 4.5, "nvfp4": 6.0, "nf4": 4.5, "fp4": 4.5}
     assert ACT8.row_nbytes(4096, 2) == 4352
 
 

@@ -33,7 +33,7 @@ def random_blocks(name: str, rows: int, count: int, size: float = 0.01, seed: in
 
 def values_of(rows: torch.Tensor, kind: BlockKind, k: int) -> torch.Tensor:
     parts = packing.unpack_rows(rows, k, kind.bits, kind.group, kind.scale_dtype, kind.symmetric)
-    return dequantize(*parts, kind.bits, kind.group, -1, k, torch.float32)
+    return dequantize(*parts, kind.bits, kind.group, -1, k, torch.float32, kind.codebook)
 
 
 @pytest.mark.parametrize("name", BLOCK_KINDS)

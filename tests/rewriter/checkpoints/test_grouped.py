@@ -263,12 +263,13 @@ def test_groups_that_do_not_lie_together_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes'; awq, gptq, compressed-tensors, mxfp4 are read"),
+    ({"quant_method": "exl2"}, "quantized by 'exl2'; awq, gptq, compressed-tensors, mxfp4, fp8, bitsandbytes are read"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes in 8 bits"),
     ({"quant_method": None}, "quantized by None"), ({"bits": 3}, "gptq of 3 bits"),
     ({"group_size": 48}, "gptq in groups of 48"), ({"bits": "four"}, "lacks what that needs"),
     ({"quant_method": "awq", "version": "gemv"}, "awq in version 'gemv'"),
     ({"quant_method": "awq", "bits": 8}, "awq of 8 bits"),
-    ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "format 'float-quantized'"),
+    ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "format 'int-quantized'"),
     ({"quant_method": "compressed-tensors"}, "lacks what that needs: KeyError"),
 ])
 def test_others_are_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -64,7 +64,7 @@ def test_tokens_equal_transformers(tmp_path: Path, dequantize: bool) -> None:
     packed = {name for name, record in open_checkpoint(folder).tensors.items() if record.packed is not None}
     assert len(packed) == (0 if dequantize else 2 * model.config.num_hidden_layers)
     for name, record in open_checkpoint(folder).tensors.items():
-        assert record.packed is None or record.packed.format == "w8g32s", name
+        assert record.packed is None or record.packed.format == "mxfp4", name
     expected = model.float().generate(IDS, max_new_tokens=NEW, do_sample=False)
     wide = tmp_path / "float32"  # both compute in it: products of bf16 round otherwise here and there
     quantize_model(tmp_path / "model", wide, Wish("native" if dequantize else "keep", dtype=torch.float32))

@@ -1,0 +1,130 @@
+// Numbers that codes stand for by a codebook (codebooks.py): fp8, and sixteen numbers that codes of 4 bits are places of.
+#pragma once
+
+#include "ahead.h"
+#include "vector_math.h"
+
+namespace forebay {
+
+enum Codebook : int32_t { WHOLE, E4M3, E2M1, NF4, FP4 };
+
+alignas(64) static const float SIXTEEN[3][16] = {
+    {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6},
+    {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+     -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f},
+    {0.0f, 0.005208333333333333f, 0.6666666666666666f, 1.0f, 0.3333333333333333f, 0.5f, 0.16666666666666666f, 0.25f,
+     -0.0f, -0.005208333333333333f, -0.6666666666666666f, -1.0f, -0.3333333333333333f, -0.5f, -0.16666666666666666f,
+     -0.25f}};
+
+// fp8 has the exponents of fp16 but for the bias, so a code moved into its place is the number over 2^8.
+constexpr float E4M3_UNIT = 256.0f;
+FB_INLINE float e4m3_over_unit(uint8_t code) {
+  return to_float(f16{uint16_t((code & 0x7f) << 7 | (code & 0x80) << 8)});
+}
+FB_INLINE vf e4m3_over_unit(const uint8_t* codes) {
+#if defined(__AVX512F__)
+  const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  const __m256i low = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(0x3f80));
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(wide, 8), _mm256_set1_epi16(-0x8000));
+  return (vf)_mm512_cvtph_ps(_mm256_or_si256(low, sign));
+#elif defined(__AVX2__) && defined(__F16C__)
+  const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+  const __m128i low = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(0x3f80));
+  const __m128i sign = _mm_and_si128(_mm_slli_epi16(wide, 8), _mm_set1_epi16(-0x8000));
+  return (vf)_mm256_cvtph_ps(_mm_or_si128(low, sign));
+#else
+  vf v;
+  for (int i = 0; i < VL; ++i) v[i] = e4m3_over_unit(codes[i]);
+  return v;
+#endif
+}
+
+// The numbers of the low nibbles of VL bytes, and of the high ones.
+struct Pair { vf low, high; };
+FB_INLINE Pair sixteenths(const uint8_t* codes, const float* numbers) {
+#if defined(__AVX512F__)
+  const __m512 table = _mm512_load_ps(numbers);
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  return {(vf)_mm512_permutexvar_ps(wide, table), (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), table)};
+#elif defined(__AVX2__)
+  const __m256 first = _mm256_load_ps(numbers), second = _mm256_load_ps(numbers + 8);
+  const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+  auto look_up = [&](__m256i at) {  // bit 3 says which half
+    return (vf)_mm256_blendv_ps(_mm256_permutevar8x32_ps(first, at), _mm256_permutevar8x32_ps(second, at),
+                                _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+  };
+  return {look_up(wide), look_up(_mm256_srli_epi32(wide, 4))};
+#else
+  Pair p;
+  for (int i = 0; i < VL; ++i) p.low[i] = numbers[codes[i] & 15], p.high[i] = numbers[codes[i] >> 4];
+  return p;
+#endif
+}
+
+// Elements [0, n) of a group with a codebook: its number times scale, one rounding.
+FB_INLINE void look_up_group(const uint8_t* codes, int32_t codebook, float scale, int64_t n, float* to) {
+  int64_t i = 0;
+  if (codebook == E4M3) {
+    const float wide = scale * E4M3_UNIT;
+    for (; i + VL <= n; i += VL) store(to + i, e4m3_over_unit(codes + i) * wide);
+    for (; i < n; ++i) to[i] = e4m3_over_unit(codes[i]) * wide;
+    return;
+  }
+  const float* numbers = SIXTEEN[codebook - E2M1];
+  for (; i + 2 * VL <= n; i += 2 * VL) {
+    const Pair p = sixteenths(codes + i / 2, numbers);
+    alignas(64) float low[VL], high[VL];
+    store(low, p.low * scale), store(high, p.high * scale);
+    for (int j = 0; j < VL; ++j) to[i + 2 * j] = low[j], to[i + 2 * j + 1] = high[j];
+  }
+  for (; i < n; ++i) to[i] = numbers[(codes[i / 2] >> (4 * (i & 1))) & 15] * scale;
+}
+
+constexpr int64_t FEW_CODED_ROWS = 4;  // rows of x that meet codes in registers
+
+// Whether look_up_product takes rows in such groups.
+FB_INLINE bool looks_up(int32_t codebook, int64_t group) { return group % (codebook == E4M3 ? VL : 2 * VL) == 0; }
+
+// k values of a row of x as look_up_product wants them, whole groups: for codes of 4 bits VL even elements, then VL odd
+// ones.
+template <class T> FB_INLINE void arrange_row(const T* x, int64_t k, int64_t whole, int32_t codebook, float* to) {
+  const int64_t step = codebook == E4M3 ? 1 : VL;
+  for (int64_t i = 0; i < whole; ++i) {
+    const int64_t within = i % (2 * step), at = step == 1 ? i : i - within + (within & 1) * VL + within / 2;
+    to[at] = i < k ? load_one(x + i) : 0.0f;
+  }
+}
+
+// c[M, n] += x[M, k] times packed rows whose group g has scale_of(row, g), codes in registers.
+template <int M, bool EIGHT, class Scale>
+static void look_up_product(const float* x, int64_t xs, const uint8_t* rows, int64_t stride, int64_t n, int64_t group,
+                            int64_t groups, int32_t codebook, const Scale& scale_of, float* c, int64_t cs) {
+  const float* numbers = SIXTEEN[EIGHT ? 0 : codebook - E2M1];
+  const int64_t nbytes = EIGHT ? group : group / 2;
+  begin_reading(rows, n * stride);
+  for (int64_t j = 0; j < n; ++j) {
+    const uint8_t* row = rows + j * stride;
+    vf total[M] = {};
+    for (int64_t g = 0; g < groups; ++g) {
+      const uint8_t* codes = row + g * nbytes;
+      const float *at = x + g * group, scale = scale_of(row, g) * (EIGHT ? E4M3_UNIT : 1.0f);
+      call_ahead(codes, nbytes);
+      vf sum[M] = {};
+      for (int64_t i = 0; i < nbytes; i += VL) {
+        if (EIGHT) {
+          const vf w = e4m3_over_unit(codes + i);
+          FB_UNROLL for (int m = 0; m < M; ++m) sum[m] += w * load(at + m * xs + i);
+        } else {
+          const Pair w = sixteenths(codes + i, numbers);
+          FB_UNROLL for (int m = 0; m < M; ++m)
+            sum[m] += w.low * load(at + m * xs + 2 * i) + w.high * load(at + m * xs + 2 * i + VL);
+        }
+      }
+      FB_UNROLL for (int m = 0; m < M; ++m) total[m] += sum[m] * scale;
+    }
+    FB_UNROLL for (int m = 0; m < M; ++m) c[m * cs + j] += lane_sum(total[m]);
+  }
+}
+
+}  // namespace forebay

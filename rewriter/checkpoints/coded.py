@@ -1,0 +1,264 @@
+"""Safetensors checkpoints whose codes are places in a codebook (`kernels.formats.codebooks`), as rows of `packing`.
+
+    fp8             weight e4m3 [N, K]; weight_scale_inv (weight_scale) [], [N, 1] or one for each block of 128 x 128;
+                    the same as compressed-tensors' float-quantized
+    bitsandbytes    weight uint8: codes of nf4 or fp4, the first in the high nibble; weight.absmax for each 64 or so
+                    values, or its codes of 8 bits: weight.nested_quant_map[code] * weight.nested_absmax + nested_offset
+    nvfp4           weight_packed uint8 [N, K / 2], codes of e2m1; weight_scale e4m3 [N, K / 16], over
+                    weight_global_scale (compressed-tensors' nvfp4-pack-quantized)
+    mxfp4           weight_packed the same; weight_scale uint8 [N, K / 32], s for 2^(s - 127) (mxfp4-pack-quantized)
+
+Codes and scales are kept bit for bit. Scales of activations are left out: activations keep the model's dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from forebay.kernels.formats import codebooks, packing, row_sizes
+from forebay.kernels.formats.table import Format, weight_format, weight_name
+from forebay.kernels.quantization.quantize.reference import dequantize_reference
+from forebay.rewriter.checkpoints.checkpoint import read_tensor
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord, log_once
+from forebay.rewriter.checkpoints.source_tensor import ReadRows
+
+PIECE_NBYTES = 4 << 20
+GROUPS = (128, 64, 32)  # values that share a scale in rows, where one serves more
+NO_SCALE = 255
+ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale")
+ReadParts = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class CodedTensor:
+    """A matrix with a codebook, read a few rows at a time: `parts` gives packed codes and scales, as `stored` says."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, int]
+    stored: Format
+    parts: ReadParts
+
+    def format(self) -> str:
+        return self.stored.name
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def nearest(self) -> str:
+        return ""
+
+    def contents(self) -> Iterator[torch.Tensor]:
+        n, k = self.shape
+        step = max(1, PIECE_NBYTES // (4 * max(1, k)))
+        rows = self.rows(False)
+        return (rows(begin, min(n, begin + step)).to(self.dtype) for begin in range(0, n, step))
+
+    def rows(self, transposed: bool) -> ReadRows:
+        if transposed:
+            raise CheckpointError(f"{self.name} is a quantized matrix that the model has transposed, which is not read")
+        stored = self.stored
+
+        def values(lower: int, upper: int) -> torch.Tensor:
+            codes, scale, low = self._row_parts(lower, upper)
+            return dequantize_reference(codes, scale, low, stored.bits, stored.group_size, 1, self.shape[1],
+                                        codebook=stored.codebook)
+
+        return values
+
+    def repacked(self, scale_dtype: torch.dtype | None = None) -> ReadRows:
+        return lambda lower, upper: packing.pack_rows(*self._row_parts(lower, upper))
+
+    def _row_parts(self, lower: int, upper: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        codes, scale = self.parts(lower, upper)
+        if not bool(scale.isfinite().all()):
+            raise CheckpointError(f"{self.name} has a scale that is no finite number")
+        if self.stored.codebook == "e4m3" and bool(((codes & 0x7F) == 0x7F).any()):
+            raise CheckpointError(f"{self.name} holds NaN, which is no weight")
+        split = codebooks.split_scales(scale)
+        return codes, split[0], None if self.stored.symmetric else split[1]
+
+
+def coded_tensors(
+    tensors: Mapping[str, TensorRecord], method: str, block: tuple[int, int], dtype: torch.dtype, folder: Path
+) -> tuple[list[CodedTensor], set[str]]:
+    """The matrices of a checkpoint that have a codebook, and the names of what they consist of. CheckpointError for
+    parts that are missing or do not fit together.
+
+    Args:
+        tensors: All tensors by name.
+        method: `fp8`, `bitsandbytes`, `nvfp4` or `mxfp4`.
+        block: Rows and columns that share a scale where scales are a matrix of blocks.
+        dtype: What values are in the model.
+        folder: The checkpoint's.
+    """
+    found, parts = [], set[str]()
+    for name, record in tensors.items():
+        module, _, last = name.rpartition(".")
+        if last in ACTIVATIONS:
+            parts.add(name)
+            log_once(f"{folder}: scales of activations are left out: activations keep the model's dtype")
+        elif last == "weight_packed" and method in ("nvfp4", "mxfp4"):
+            own = _StoredMatrix(f"{module}.weight", dtype, folder, tensors, {"": record})
+            found.append(own.fours(method))
+            parts |= own.names
+        elif last == "weight" and method == "fp8" and record.dtype == torch.float8_e4m3fn:
+            own = _StoredMatrix(name, dtype, folder, tensors, {"": record})
+            found.append(own.fp8(block))
+            parts |= own.names
+        elif last == "weight" and method == "bitsandbytes" and f"{name}.absmax" in tensors:
+            own = _StoredMatrix(name, dtype, folder, tensors, {"": record})
+            found.append(own.bitsandbytes())
+            parts |= own.names
+    return found, parts
+
+
+@dataclass(frozen=True)
+class _StoredMatrix:
+    """What a matrix consists of."""
+
+    name: str
+    dtype: torch.dtype
+    folder: Path
+    tensors: Mapping[str, TensorRecord]
+    taken: dict[str, TensorRecord]
+
+    @property
+    def names(self) -> set[str]:
+        return {record.name for record in self.taken.values()}
+
+    def wrong(self, what: str) -> NoReturn:
+        raise CheckpointError(f"{self.folder}: {self.name} {what}")
+
+    def take(self, *names: str) -> TensorRecord:
+        """The first part of one of these names, behind the matrix's own."""
+        for name in names:
+            record = self.tensors.get(name)
+            if record is not None:
+                self.taken[name] = record
+                return record
+        return self.wrong(f"lacks {names[0].rpartition('.')[2]}")
+
+    def numbers(self, *names: str) -> torch.Tensor:
+        """The contents of a part in fp32, those of e8m0 as powers of two."""
+        record = self.take(*names)
+        found = read_tensor(record)
+        if record.opaque not in ("", "F8_E8M0"):
+            self.wrong(f"has {record.name} of {record.opaque}, which is not read")
+        return _powers(found, self.name).view(-1) if record.opaque else found.float()
+
+    def made(self, format: str, shape: tuple[int, int], parts: ReadParts) -> CodedTensor:
+        stored = weight_format(format)
+        refusal = row_sizes.product_refusal(shape[1], stored.group_size)
+        return self.wrong(f"is {list(shape)}: {refusal}") if refusal else CodedTensor(
+            self.name, self.dtype, shape, stored, parts)
+
+    def fp8(self, block: tuple[int, int]) -> CodedTensor:
+        record, module = self.taken[""], self.name.removesuffix("weight")
+        if len(record.shape) != 2 or 0 in record.shape:
+            self.wrong(f"is e4m3 of {list(record.shape)}, where a matrix is read")
+        n, k = record.shape
+        scale = self.numbers(f"{module}weight_scale_inv", f"{module}weight_scale")
+        grid = -(-n // block[0]), -(-k // block[1])
+        rows, columns = block
+        if scale.numel() == 1:
+            scale, rows, columns = scale.view(1, 1), n, k
+        elif scale.numel() == n and scale.shape[:1] == (n,):
+            scale, rows, columns = scale.view(n, 1), 1, k
+        elif scale.numel() == math.prod(grid):
+            scale = scale.view(grid)
+        else:
+            self.wrong(f"is [{n}, {k}], but has scales {list(scale.shape)} for blocks of {list(block)}")
+        group = next(g for g in GROUPS if columns == k or columns % g == 0)
+        groups = row_sizes.group_count(k, group)
+
+        def parts(lower: int, upper: int) -> tuple[torch.Tensor, torch.Tensor]:
+            count = upper - lower
+            codes = read_tensor(record.part(lower * k, count * k, torch.uint8, (count, k)))
+            of = torch.arange(groups) * group // columns
+            return (torch.nn.functional.pad(codes, (0, groups * group - k)),
+                    scale[torch.arange(lower, upper) // rows][:, of])
+
+        return self.made(weight_name(8, group, codebook="e4m3"), (n, k), parts)
+
+    def fours(self, method: str) -> CodedTensor:
+        record, module = self.taken[""], self.name.removesuffix("weight")
+        group = weight_format(method).group_size
+        scales = self.take(f"{module}weight_scale")
+        if record.dtype != torch.uint8 or len(record.shape) != 2 or 2 * record.shape[1] % group or (
+                scales.nbytes != record.shape[0] * record.shape[1] * 2 // group):
+            self.wrong(f"has codes of {record.dtype} {list(record.shape)} and scales {list(scales.shape)}, where uint8 "
+                       f"[N, K / 2] and a byte for each {group} values are read")
+        (n, width), each = record.shape, record.shape[1] * 2 // group
+        over = self.numbers(f"{module}weight_global_scale") if method == "nvfp4" else torch.ones(1)
+        if over.numel() != 1:
+            self.wrong(f"has weight_global_scale {list(over.shape)}, where one number is read")
+
+        def parts(lower: int, upper: int) -> tuple[torch.Tensor, torch.Tensor]:
+            count = upper - lower
+            codes = read_tensor(record.part(lower * width, count * width, torch.uint8, (count, width)))
+            held = read_tensor(scales.part(lower * each, count * each, torch.uint8, (count, each)))
+            if method == "mxfp4":
+                return codes, _powers(held, self.name)
+            return codes, held.view(torch.float8_e4m3fn).float() / over.view(())
+
+        return self.made(method, (n, 2 * width), parts)
+
+    def bitsandbytes(self) -> CodedTensor:
+        record, book = self.taken[""], ""
+        state: Mapping[str, Any] = {}
+        for kind in ("nf4", "fp4"):
+            if (key := f"{self.name}.quant_state.bitsandbytes__{kind}") in self.tensors:
+                book, state = kind, self._state(self.take(key))
+        try:
+            (n, k), size = map(int, state["shape"]), int(state["blocksize"])
+            nested, offset = int(state.get("nested_blocksize", 0)), float(state.get("nested_offset", 0.0))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            self.wrong(f"lacks what its quant_state says of bitsandbytes: {error!r}")
+        group = next((g for g in GROUPS if k > 0 and k % g == 0 and size > 0 and size % g == 0), 0)
+        if not group or n < 1 or record.dtype != torch.uint8 or record.nbytes != n * k // 2:
+            self.wrong(f"is [{n}, {k}] of {record.nbytes} bytes in blocks of {size}: rows of a multiple of 32 are read")
+        table = self.numbers(f"{self.name}.quant_map")
+        if not torch.equal(table, codebooks.codebook_values(book)):
+            self.wrong(f"has another quant_map than bitsandbytes' {book}")
+        most = self.numbers(f"{self.name}.absmax")
+        if f"{self.name}.nested_absmax" in self.tensors:
+            steps = self.numbers(f"{self.name}.nested_absmax")
+            numbers = self.numbers(f"{self.name}.nested_quant_map")
+            if nested < 1 or numbers.numel() != 256 or steps.numel() != -(-most.numel() // nested):
+                self.wrong("has nested scales that do not fit together")
+            most = numbers.view(-1)[most.long().view(-1)] * steps.view(-1).repeat_interleave(nested)[:most.numel()]
+            most = most + offset
+        if most.numel() != -(-n * k // size):
+            self.wrong(f"is [{n}, {k}], but has {most.numel()} scales for blocks of {size}")
+        most, groups = most.view(-1), k // group
+
+        def parts(lower: int, upper: int) -> tuple[torch.Tensor, torch.Tensor]:
+            count = upper - lower
+            codes = read_tensor(record.part(lower * k // 2, count * k // 2, torch.uint8, (count, k // 2)))
+            at = torch.arange(lower * groups, upper * groups) * group // size
+            return codes >> 4 | codes << 4, most[at].view(count, groups)
+
+        return self.made(weight_name(4, group, codebook=book), (n, k), parts)
+
+    def _state(self, record: TensorRecord) -> Mapping[str, Any]:
+        try:
+            found = json.loads(bytes(read_tensor(record).view(-1).tolist()))
+        except (ValueError, RecursionError, TypeError) as error:
+            self.wrong(f"has a quant_state that cannot be read: {error}")
+        return found if isinstance(found, dict) else self.wrong("has a quant_state that is no object")
+
+
+def _powers(exponents: torch.Tensor, name: str) -> torch.Tensor:
+    """2^(s - 127) of bytes s."""
+    if bool((exponents == NO_SCALE).any()):
+        raise CheckpointError(f"{name} has a scale of {NO_SCALE}, which is no number")
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)

@@ -1,0 +1,81 @@
+"""Rows with a codebook: every implementation on the CPU, and Triton's, compared with the definition."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+from forebay.kernels.formats import codebooks, packing
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.products.experts.cpu import bind_experts
+from forebay.kernels.products.experts.reference import Form, Storage, Stored
+from forebay.kernels.products.linear_q import cpu
+from forebay.kernels.products.linear_q.reference import reference
+from forebay.kernels.quantization.dequantize_rows.cpu import bind_dequantize_rows
+from forebay.kernels.quantization.dequantize_rows.reference import reference as dequantized
+from tests.kernels.products.experts.test_cpu import ROUNDING, case
+
+CASES = [Packing(8, 128, 128, torch.bfloat16, False, "e4m3"), Packing(8, 160, 32, torch.bfloat16, False, "e4m3"),
+         Packing(4, 576, 32, torch.bfloat16, True, "e2m1"), Packing(4, 160, 16, torch.bfloat16, False, "e2m1"),
+         Packing(4, 160, 64, torch.bfloat16, False, "nf4"), Packing(4, 320, 128, torch.bfloat16, False, "fp4")]
+
+
+def random_rows(stored: Packing, n: int) -> torch.Tensor:
+    groups = -(-stored.in_features // stored.group_size)
+    codes = torch.randint(0, 256, (n, groups * stored.group_size * stored.bits // 8), dtype=torch.uint8)
+    if stored.codebook == "e4m3":
+        codes[codes & 127 == 127] = 1
+    scale = (torch.rand(n, groups) * 0.5 + 0.01) / codebooks.largest(stored.codebook)
+    upper, lower = codebooks.split_scales(scale)
+    assert torch.equal(codebooks.joined_scales(upper, lower), scale)
+    return packing.pack_rows(codes, upper, None if stored.symmetric else lower)
+
+
+@pytest.mark.parametrize("stored", CASES, ids=lambda stored: f"{stored.format}-{stored.in_features}")
+def test_rows_are_multiplied_as_they_are_defined(stored: Packing) -> None:
+    rows, k = random_rows(stored, 37), stored.in_features
+    how = k, stored.bits, stored.group_size, stored.scale_dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        out = torch.empty(37, k, dtype=dtype)
+        then = dtype, False, stored.symmetric, stored.codebook
+        bind_dequantize_rows(rows, *how, *then, out=out)()
+        assert torch.equal(out, dequantized(rows, *how, *then))
+        for m in (1, 2, 3, 4, 5, 70):
+            x = torch.randn(m, k, dtype=dtype)
+            expected = reference(x, rows, None, stored)
+            for impl in cpu.implementations(stored.bits, stored.codebook):
+                y = torch.empty(m, 37, dtype=dtype)
+                cpu.bind_linear_q(impl, x, rows, None, y, stored)()
+                bound = (2e-6 if dtype == torch.float32 else 6e-3) * expected.abs().max()
+                assert (y.double() - expected).abs().max() <= bound, (m, dtype, impl)
+
+
+@pytest.mark.parametrize("stored", CASES, ids=lambda stored: f"{stored.format}-{stored.in_features}")
+def test_triton_gives_the_references_bits(stored: Packing) -> None:
+    gpu = pytest.importorskip("forebay.kernels.quantization.dequantize_rows.gpu")
+    rows, k = random_rows(stored, 7), stored.in_features
+    for dtype in ROUNDING:
+        for transposed in (False, True):
+            how = (k, stored.bits, stored.group_size, stored.scale_dtype, dtype, transposed, stored.symmetric,
+                   stored.codebook)
+            assert torch.equal(gpu.dequantize_rows(rows, *how), dequantized(rows, *how)), (dtype, transposed)
+
+
+@pytest.mark.parametrize("stored", CASES, ids=lambda stored: f"{stored.format}-{stored.in_features}")
+def test_experts_read_them(stored: Packing) -> None:
+    """By the C++ kernel, few tokens and more than meet codes in registers, and by Triton's."""
+    gpu = pytest.importorskip("forebay.kernels.products.experts.gpu")
+    how = Stored(stored.bits, stored.group_size, stored.scale_dtype, stored.symmetric, stored.codebook)
+    for dtype, tokens in itertools.product(ROUNDING, (2, 40)):
+        each = case(tokens, 2, 3, Form(), Storage(), dtype, 96, 160)
+        up, down = (torch.stack([random_rows(how.packing(k), n) for _ in range(3)]) for n, k in ((320, 96), (96, 160)))
+        each.experts, each.stored = each.experts._replace(up=up, down=down), Storage(how, how)
+        for bind in (bind_experts, gpu.bind_experts) if (dtype, tokens) == (torch.float32, 2) else (bind_experts,):
+            out = torch.full_like(each.x, torch.nan)
+            bind(each.x, each.index, each.weights, each.experts, each.form, each.stored, out)()
+            assert each.error(out) < ROUNDING[dtype], (tokens, bind)
