@@ -114,7 +114,8 @@ def served(model: Path, case: Path) -> int:
     """The real server over its socket, with clients that ask at once, half of them for a stream. Each must hear its
     whole answer or an error; who hears that the model failed asks again, of the same server."""
     def use(lm: LanguageModel) -> list[Any]:
-        words = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+        words = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)), all_special_ids=(),
+                                convert_tokens_to_ids=lambda tokens: [None for _ in tokens])
         server = ServerRun(Service(lm, words, (2,), 8, NEW, 9, ServingOptions("m", send_s=2.0)), 30)
         at, found, told = bound_socket("127.0.0.1", 0), {}, []
 
