@@ -20,7 +20,7 @@ from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload, plan_from_dict
 from forebay.rewriter.planning.options import Options
-from forebay.runtime.run import scheduler
+from forebay.runtime.run import token_sampler
 from forebay.runtime.run.drafts import PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
@@ -130,7 +130,7 @@ def test_sequences_in_places_check_drafts(
     families under FOREBAY_TEST_ALL=1. With a cache in 8 bits, into which sums in another order may round otherwise,
     what is drawn may part where a logit is near another."""
     chosen: list[torch.Tensor] = []
-    monkeypatch.setattr(scheduler, "choose", lambda logits, *how: (chosen.append(logits.clone()), choose(
+    monkeypatch.setattr(token_sampler, "choose", lambda logits, *how: (chosen.append(logits.clone()), choose(
         logits, *how))[1])
     options = Options(prompt_lookup_num_tokens=7, cache=cache, cache_tier="device", prefill_chunk=5,
                     admitted=admitted or None)
