@@ -134,7 +134,7 @@ def test_a_quantized_gguf_file_stays_packed(tmp_path, cache, architecture):
     packed = open_checkpoint(resolve_model(path, progress=lambda done, total: seen.append((done, total))))
     plain = open_checkpoint(resolve_model(path, dequantize=True))
     matrices = [r for r in packed.tensors.values() if len((r.packed or r).shape) == 2 and "wpe" not in r.name]
-    assert {r.packed.format for r in matrices} == {"w8g32s", "w4g32", "w4g32s", "w8g32"}
+    assert {r.packed.format for r in matrices} == {"w8g32s", "w4g32", "mxfp4", "w4g32s", "w8g32"}
     assert seen[-1][0] == seen[-1][1] == packed.nbytes
     assert packed.tensors.keys() == plain.tensors.keys()
     assert sum(r.nbytes for r in matrices) < 0.4 * sum(plain.tensors[r.name].nbytes for r in matrices)
