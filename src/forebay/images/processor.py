@@ -47,10 +47,11 @@ def load_processor(folder: Path) -> Any:
 
 
 def open_image(source: str) -> Any:
-    """The image, in RGB, of a file or of a data URL; BadPrompt, with the beginning of its name, for anything else."""
+    """The image, in RGB, of a file or of a data URL; BadPrompt, with its name or the URL's beginning, for anything
+    else."""
     from PIL import Image, ImageOps
 
-    shown = source if len(source) < 80 else f"{source[:40]}…"
+    shown = f"{source[:40]}…" if source.startswith("data:") and len(source) > 40 else source
     if source.lower().startswith(("http://", "https://")):
         raise BadPrompt(f"image {shown}: images are not fetched from the network; give a file or a data URL")
     try:
