@@ -165,3 +165,12 @@ def test_an_image_longer_than_a_window_is_refused() -> None:
     prompts._require_within(until, mask, None)
     with pytest.raises(ValueError, match="an image of 5 tokens is longer than the model's window of 4"):
         prompts._require_within(until, mask, 4)
+
+
+def test_arguments_without_pixels_are_left_to_others() -> None:
+    zeros = torch.zeros(1, 3, dtype=torch.int64)
+    options = {"mm_token_type_ids": zeros, "token_type_ids": zeros, "image_sizes": [[1, 1]], "pixel_values": None}
+    assert prompts.take_image_inputs(options) == {}
+    assert set(options) == {"token_type_ids", "image_sizes", "pixel_values"}
+    marked = {"mm_token_type_ids": zeros + 1}
+    assert prompts.take_image_inputs(marked) == {} and marked, "tokens of images without images"

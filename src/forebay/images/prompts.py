@@ -15,14 +15,20 @@ from forebay.step_model import StepModel
 
 PIXELS = "pixel_values"
 # What processors give beside pixels.
-BESIDE = ("image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "mm_token_type_ids",
-          "token_type_ids")
+BESIDE = ("image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "token_type_ids")
+TYPES = "mm_token_type_ids"
 
 
 def take_image_inputs(options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What a processor made of images, taken out of the arguments of a call; nothing where there are none."""
-    given = {name: options.pop(name, None) for name in (PIXELS, *BESIDE)}
-    return {} if given[PIXELS] is None else {name: value for name, value in given.items() if value is not None}
+    """What a processor made of images, taken out of the arguments of a call; nothing where there are none. Then types
+    of tokens that are all text go, and other arguments stay, for others to take or refuse."""
+    if options.get(PIXELS) is None:
+        types = options.get(TYPES)
+        if types is not None and not torch.as_tensor(types).any():
+            options.pop(TYPES)
+        return {}
+    given = {name: options.pop(name, None) for name in (PIXELS, TYPES, *BESIDE)}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def see_images(
