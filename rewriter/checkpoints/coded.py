@@ -26,12 +26,12 @@ from forebay.kernels.formats import codebooks, packing, row_sizes
 from forebay.kernels.formats.table import Format, weight_format, weight_name
 from forebay.kernels.quantization.quantize.reference import dequantize_reference
 from forebay.rewriter.checkpoints.checkpoint import read_tensor
+from forebay.rewriter.checkpoints.mxfp4 import e8m0_scales
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord, log_once
 from forebay.rewriter.checkpoints.source_tensor import ReadRows
 
 PIECE_NBYTES = 4 << 20
 GROUPS = (128, 64, 32)  # values that share a scale in rows, where one serves more
-NO_SCALE = 255
 ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale")
 ReadParts = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -139,7 +139,7 @@ class _StoredMatrix:
         raise CheckpointError(f"{self.folder}: {self.name} {what}")
 
     def take(self, *names: str) -> TensorRecord:
-        """The first part of one of these names, behind the matrix's own."""
+        """The first part of one of these names."""
         for name in names:
             record = self.tensors.get(name)
             if record is not None:
@@ -153,7 +153,7 @@ class _StoredMatrix:
         found = read_tensor(record)
         if record.opaque not in ("", "F8_E8M0"):
             self.wrong(f"has {record.name} of {record.opaque}, which is not read")
-        return _powers(found, self.name).view(-1) if record.opaque else found.float()
+        return e8m0_scales(found, self.name).view(-1) if record.opaque else found.float()
 
     def made(self, format: str, shape: tuple[int, int], parts: ReadParts) -> CodedTensor:
         stored = weight_format(format)
@@ -207,7 +207,7 @@ class _StoredMatrix:
             codes = read_tensor(record.part(lower * width, count * width, torch.uint8, (count, width)))
             held = read_tensor(scales.part(lower * each, count * each, torch.uint8, (count, each)))
             if method == "mxfp4":
-                return codes, _powers(held, self.name)
+                return codes, e8m0_scales(held, self.name)
             return codes, held.view(torch.float8_e4m3fn).float() / over.view(())
 
         return self.made(method, (n, 2 * width), parts)
@@ -255,10 +255,3 @@ class _StoredMatrix:
         except (ValueError, RecursionError, TypeError) as error:
             self.wrong(f"has a quant_state that cannot be read: {error}")
         return found if isinstance(found, dict) else self.wrong("has a quant_state that is no object")
-
-
-def _powers(exponents: torch.Tensor, name: str) -> torch.Tensor:
-    """2^(s - 127) of bytes s."""
-    if bool((exponents == NO_SCALE).any()):
-        raise CheckpointError(f"{name} has a scale of {NO_SCALE}, which is no number")
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)

@@ -103,7 +103,11 @@ class Mxfp4Tensor:
         width = groups * GROUP // 2
         codes = read_tensor(self.blocks.part(lower * width, count * width, torch.uint8, (count, width)))
         exponents = read_tensor(self.scales.part(lower * groups, count * groups, torch.uint8, (count, groups)))
-        if bool((exponents == NO_SCALE).any()):
-            raise CheckpointError(f"{self.scales.path}: {self.scales.name} holds {NO_SCALE}, which is no number")
-        scale = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
-        return codes, scale
+        return codes, e8m0_scales(exponents, f"{self.scales.path}: {self.scales.name}")
+
+
+def e8m0_scales(exponents: torch.Tensor, name: str) -> torch.Tensor:
+    """Return 2^(s - 127) of bytes s in fp32; CheckpointError, with the tensor's `name`, for one that is no number."""
+    if bool((exponents == NO_SCALE).any()):
+        raise CheckpointError(f"{name} has a scale of {NO_SCALE}, which is no number")
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
