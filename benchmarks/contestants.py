@@ -33,14 +33,14 @@ from forebay.runtime.disk.page_cache import drop_file
 
 UNLIMITED = 1 << 40
 PACES = {"pace": None, "prefill_pace": 256}  # of products of so many rows (None: of those of a step)
-READS_S = 0.8  # of plain reads at each pace, beside steps of a second or two; less beside whole answers
+READS_S = 0.8  # of plain reads at each pace, between steps of a second or two; less between whole answers
 RATES = ("bytes_per_s", *PACES)
 OFFLOADED = ("disk-map", "accelerate")
 IN_RAM = "transformers in RAM"
 LIBGOMP_SPINS = "300000"  # its default, with which llama.cpp is several times faster than without spinning
 # Processors that are simulated: what oneDNN and torch call their instructions.
 LESSER = {"haswell": ("AVX2", "avx2"), "skylake-avx512": ("AVX512_CORE", "avx512")}
-ROOM = 150 << 20  # beside a budget, in the kernel's limit
+ROOM = 150 << 20  # above a budget, in the kernel's limit
 GROUPS = Path("/sys/fs/cgroup")
 SWEPT_SIZES = (2, 4, 8, 16, 32, 64)  # of forced micro-batches
 Order = dict[str, Any]
@@ -50,7 +50,7 @@ Order = dict[str, Any]
 class Contestant:
     """An engine, what it opens (a name of `benchmarks.sources`), and the options that Forebay is planned with.
 
-    `ram` has no budget. `share` in percent: the budget is so much of the weights beside the smallest plan. Contestants
+    `ram` has no budget. `share` in percent: the budget is the smallest plan's, and so much of the weights. Contestants
     of one `process` are plans of one model.
     """
 
@@ -345,8 +345,10 @@ def answer(engine: str, held: list[Any], order: Order) -> Order:
 
 
 def enter_limit(nbytes: int) -> bool:
-    """From now on, what this process takes beside what it has, pages of files included, is at most `nbytes`: pages are
-    dropped, and where that is not enough the process is killed. False where groups cannot be made here."""
+    """From now on this process may take `nbytes` more than it has, pages of files included.
+
+    Pages are dropped, and where that is not enough the process is killed. False where groups cannot be made here.
+    """
     first = (GROUPS / "cgroup.controllers").exists()
     folder = (GROUPS if first else GROUPS / "memory") / f"forebay-{os.getpid()}"
     try:

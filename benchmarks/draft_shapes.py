@@ -1,8 +1,8 @@
 """Which shape of drafts would give how many tokens a pass: `python -m benchmarks.draft_shapes`.
 
 SmolLM2 continues texts greedily, in float32; a copy of it in 4 bits (w4g64), whose head and embeddings have 8, says
-what it thinks comes next behind each prefix of these answers. Where the model's own token stands among those of the
-copy is recorded. From that follows what a pass would give, walking the answers: with a chain of the most likely tokens,
+what it predicts after each prefix of these answers. The rank of the model's own token among those of the copy is
+recorded. From that follows what a pass would give, walking the answers: with a chain of the most likely tokens,
 and with the best tree of as many tokens (each node's chance is the product of the shares of its ranks; the likeliest
 nodes are taken, as by Sequoia's dynamic program where ranks are alike at every node). No time is measured.
 """

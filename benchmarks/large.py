@@ -1,7 +1,7 @@
-"""Models of 8 to 32 billion weights within 2 to 8 GB beside peers: `python -m benchmarks.large --json FILE` (Linux).
+"""Models of 8 to 32 billion weights within 2 to 8 GB, and peers: `python -m benchmarks.large --json FILE` (Linux).
 
 The cells are declared below: a random model, a budget, sequences, their prompts, new tokens, contestants. Every turn is
-a process of its own. It may take the budget and 150 MiB beside what it held before it opened the model, by a control
+a process of its own. It may take the budget and 150 MiB more than what it held before it opened the model, by a control
 group of the kernel's that counts its pages of files too (this needs root). A pass over the weights precedes the timed
 answer. Contestants take turns, with plain reads before each. A turn is written to FILE when it ends, and turns that
 FILE holds are not repeated, so a killed run goes on where it was. `--models` chooses; `--table` prints what FILE holds.

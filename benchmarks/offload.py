@@ -1,4 +1,4 @@
-"""Models beside peers and ceilings, larger than their budget or in RAM, in turns: `python -m benchmarks.offload CASE`.
+"""Models, peers and ceilings in turns, larger than their budget or in RAM: `python -m benchmarks.offload CASE`.
 
 A case is declared below: models (`benchmarks.sources`), cells (sequences x prompt + new tokens), budgets (bytes, or a
 share of the model's), contestants. Each contestant lives in a process of its own with equal threads, and they take
@@ -17,11 +17,11 @@ checkpoints  blocks that keep checkpoints for shares of the tokens, none and all
 prediction   predicted beside measured steps at five budgets: percent of the weights beside what the smallest plan takes
 sweep-blocks forced blocks beside the planner's, each beside its prediction
 sweep-slots  the same of staging slots, their size and the lead of reads, at one budget of `prediction`
-gguf         a GGUF file within shares of its bytes beside neurostream and llama.cpp, which maps a copy that nobody else
-             reads. Without root the kernel holds nobody to the budget, and the page cache serves who maps files
+gguf         a GGUF file within shares of its bytes; neurostream; llama.cpp, which maps a copy that nobody else reads.
+             Without root the kernel holds nobody to the budget, and the page cache serves who maps files
 ram          a GGUF file in RAM: Forebay computes in float32 ("packed") or bf16, activations as they are and rounded to
              8 bits; llama.cpp and OpenVINO GenAI by their own clocks, onnxruntime-genai on its own builder's model
-exported     models that `forebay export` wrote for ONNX beside the builder's, in float32 and 4 bits
+exported     models that `forebay export` wrote for ONNX, compared with the builder's, in float32 and 4 bits
 
 `peak` is anonymous memory above what the process had when it had planned (`objects`; for peers both are above their
 imports), `resident` the growth of the process, pages of files included. With `--processor haswell` (or skylake-avx512)
@@ -102,7 +102,7 @@ class OffloadCase:
     steps: int = 3  # of a sampled answer
     prefill: bool = False  # sample the prefill too
     capped: bool = False  # the kernel holds processes to the budget and 150 MiB
-    sweep: str = ""  # "blocks" or "slots" are forced beside what the planner chooses
+    sweep: str = ""  # "blocks" or "slots" are forced, in addition to the planner's choice
 
 
 CASES = {

@@ -1,4 +1,4 @@
-"""The engines that `benchmarks.offload` compares with, each behind one call: a turn's seconds of prompt and steps."""
+"""The engines that `benchmarks.offload` compares with, each with one call: a turn's seconds of prompt and steps."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Transformers:
             return {"steps_s": clock.times_s[1:], "cached_peak": clock.cached_peak}
 
     def generate(self, ids: torch.Tensor, new_tokens: int, clock: StepClock, cache: Any = None) -> None:
-        """A bare loop over the model's forward: what transformers' generate does beside it is not counted."""
+        """A bare loop over the model's forward: what transformers' generate does in addition is not counted."""
         for _ in range(new_tokens):
             clock.begin()
             result = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

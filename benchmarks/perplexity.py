@@ -1,4 +1,4 @@
-"""What quantization costs in perplexity, beside other quantizers: `python -m benchmarks.perplexity [CASE]`.
+"""What quantization costs in perplexity, compared with other quantizers: `python -m benchmarks.perplexity [CASE]`.
 
 formats  SmolLM2-135M from its Q4_1 GGUF, dequantized to float32, is the reference. Every row is the transformers model
          with each weight of its linear layers (not the head, not the embedding) replaced by what `forebay::quantize`
@@ -13,7 +13,7 @@ gguf     The model quantized anew by llama.cpp's own code to every GGUF type. Ty
          as files run by default and with activations="int8"; what transformers computes in float32 with the values
          that the `gguf` package reads; llama.cpp, which rounds activations to 8 bits.
 architectures  Tiny random models of every GGUF architecture in float32, each with the settings that decide its rotation
-         and attention: 64 random tokens by transformers on the converted folder beside llama.cpp's, which keeps K and V
+         and attention: 64 random tokens by transformers on the converted folder and by llama.cpp, which keeps K and V
          in fp16. They are to agree within 0.1 %.
 
 Windows of 512 tokens, each predicted from its own start; see `forebay.commands.evaluate.perplexity`.

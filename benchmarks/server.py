@@ -8,11 +8,11 @@ rates  `forebay serve demo` (SmolLM2-135M) is planned once with all the memory i
        predicted on this machine's profile: nothing of the run is fitted. Compared are P50 and P90 of the time to the
        first token (TTFT) and of the time per token after it (TPOT), and of the largest rate the requests that end a
        second between a fifth and four fifths of the run. A machine with neighbours changes its pace from minute to
-       minute: plain reads and products are timed before and behind each load, and a second prediction is of a machine
+       minute: plain reads and products are timed before and after each load, and a second prediction is of a machine
        of this pace; it is the one that counts.
 peers  Servers side by side, each with 8 clients that ask again as soon as they are answered. Completions of English
        text of 48 tokens, greedy, streamed, wholly in RAM, two threads. Answers are of at most 32 tokens, all (`equal`:
-       clients begin and end together, so that prompts are never computed beside answers) or 8 to 32 (`spread`).
+       clients begin and end together, so that prompts are never computed together with answers) or 8 to 32 (`spread`).
        `forebay` serves the GGUF file as it is and as float32; peers are llama.cpp's server on the same file (xllamacpp,
        in the Python that `--llama` names) and `transformers serve` on the same weights in float32, request by request
        and with its continuous batching (in the Python that `--transformers` names, which needs fastapi). The first

@@ -1,7 +1,7 @@
 """What a user waits for before the first token: `python -m benchmarks.startup [CASE]`.
 
 bundle   seconds from the start of a process to the first token, from a checkpoint and from a bundle of it, in turn, and
-         of the processor. What reads take is beside it, and `import torch` alone: all weights are resident under the
+         of the processor. What reads take is listed too, and `import torch` alone: all weights are resident under the
          budget, so each start reads them all.
 compile  seconds to capture, plan, lower and prove Llamas of equal width and other depth. No weights are involved: the
          model is its config, the files are named and never opened. Each round compiles every depth from nothing, in

@@ -23,12 +23,12 @@ from forebay.rewriter.ir.printable import printable, unfiltered
 MODEL = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+?))?(/(?P<file>[^@]+\.gguf))?")
 WEIGHTS = (".gguf", ".safetensors", *PICKLE_SUFFIXES)  # end the names of files
 COMMIT = re.compile("[0-9a-f]{40}")
-# What a model's folder needs beside weights, of the top of a repository.
+# What a model's folder needs in addition to weights, at the top of a repository.
 FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 
 
 class HubModel(NamedTuple):
-    """A model as a user names it: OWNER/NAME, OWNER/NAME@REVISION, or either with /FILE.gguf behind it."""
+    """A model as a user names it: OWNER/NAME, OWNER/NAME@REVISION, or either followed by /FILE.gguf."""
 
     repository: str
     revision: str

@@ -70,7 +70,7 @@ def demo_checkpoint(progress: Progress | None = None, *, dequantize: bool = True
 
 def locate_model(name_or_path: str | os.PathLike[str]) -> Path:
     """The file or folder that a user names: one that is there, `demo`'s file, or a model of the Hugging Face Hub
-    (OWNER/NAME, with @REVISION or /FILE.gguf behind it), from its local cache or fetched. CheckpointError for others.
+    (OWNER/NAME, which @REVISION or /FILE.gguf may follow), from its local cache or fetched. CheckpointError for others.
     """
     if name_or_path == "demo":
         return demo_gguf()

@@ -159,7 +159,7 @@ class CapturedModel:
     token_types: bool = False  # the model has a meaning for token_type_ids, which a step does not read
     rewritten: bool = False  # the passes on captured graphs have run
     embeds: int = 0  # width of the embeddings that a step takes too; 0: it takes ids alone
-    position_rows: int = 0  # dimensions of the rotary positions that it takes beside embeddings; 0: it counts tokens
+    position_rows: int = 0  # dimensions of the rotary positions that it takes with embeddings; 0: it counts tokens
     image_groups: bool = False  # whether tokens of an image see each other, as `until` of `StepInputs` says
     deepstack: int = 0  # features of an image's token, each as wide as embeddings, added after as many first layers
     rope_switch_length: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never

@@ -17,7 +17,7 @@ class Constraint(Protocol):
     """The tokens that may follow in one sequence, as of a grammar."""
 
     def allowed(self, drafted: Sequence[int]) -> list[torch.Tensor]:
-        """Whether each token may come next, bool [V], behind every prefix of `drafted` that is itself allowed."""
+        """Whether each token may come next, bool [V], after every prefix of `drafted` that is itself allowed."""
         ...
 
     def advance(self, token: int) -> None:
@@ -42,11 +42,11 @@ def processed(
     """Logits [N, V] float32 from which the next tokens of a sequence are chosen.
 
     Args:
-        logits: Of the model, [N, V], behind the last token and behind each of N - 1 drafted ones.
+        logits: Of the model, [N, V], after the last token and after each of N - 1 drafted ones.
         sampling: Its penalties and biases.
         prompt: Tokens of the prompt.
         new: Tokens of the answer so far.
-        constraint: What may follow `new`. Rows behind a drafted token that may not are left as they are, because such a
+        constraint: What may follow `new`. Rows after a drafted token that may not are left as they are, because such a
             token is refused.
         drafted: The drafted tokens.
     """

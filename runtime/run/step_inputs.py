@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-# What is known of a prompt's tokens beside ids, by the names of `StepInputs`: a tensor [P, ...] for each row.
+# What is known of a prompt's tokens in addition to ids, by the names of `StepInputs`: a tensor [P, ...] for each row.
 Features = Mapping[str, Sequence[torch.Tensor]]
 
 

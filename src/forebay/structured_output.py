@@ -31,7 +31,7 @@ class OutputGrammar:
 
     @staticmethod
     def of_schema(schema: Any) -> OutputGrammar:
-        """The grammar of JSON that a schema describes, without white space but a space behind commas and colons."""
+        """The grammar of JSON that a schema describes, without white space but a space after commas and colons."""
         if not isinstance(schema, dict):
             raise StructuredOutputError("a JSON schema must be an object")
         return OutputGrammar("json_schema", json.dumps({**schema, "x-guidance": COMPACT}))
@@ -91,7 +91,7 @@ class GrammarConstraint:
         self.matcher, self.vocab_size, self.eos = matcher, vocab_size, eos
 
     def allowed(self, drafted: Sequence[int]) -> list[torch.Tensor]:
-        """Whether each token may come next, bool [V], behind every prefix of `drafted` that is itself allowed."""
+        """Whether each token may come next, bool [V], after every prefix of `drafted` that is itself allowed."""
         masks, taken = [self._mask()], 0
         for token in drafted:
             if token in self.eos or not masks[-1][token] or self.matcher.try_consume_tokens([token]) != 1:

@@ -46,7 +46,7 @@ def workspace_nbytes(
     batch: int, heads: int, kv_heads: int, queries: int, length: int, head_dim: int, dtype: torch.dtype, softcap: float,
     by_torch: bool = False,
 ) -> int:
-    """Upper bound, in bytes, of what attention_out takes beside its arguments, for the kernel present here."""
+    """Upper bound, in bytes, of what attention_out takes in addition to its arguments, for the kernel present here."""
     if head_dim <= MAX_HEAD_DIM and native.load() is not None and not (by_torch and queries > 1):
         parts = parts_of(batch, heads, kv_heads, queries, length)
         stack = max(NATIVE_NBYTES, NATIVE_BF16_NBYTES) if dtype == torch.bfloat16 else NATIVE_NBYTES
@@ -89,10 +89,10 @@ def _begins(q: Tensor, k: Tensor, start: Tensor) -> list[int]:
 
 def _torch_piece(
     q: Tensor, k: Tensor, v: Tensor, begin: int, scale: float, window: int, softcap: float, out: Tensor,
-    beside: AttentionExtras,
+    extras: AttentionExtras,
 ) -> None:
     """Queries q [B, H, S, D] at positions begin .. begin + S - 1 of every sequence, into out [B, S, H, D]."""
-    queries, (sinks, until) = q.shape[2], beside
+    queries, (sinks, until) = q.shape[2], extras
     low = max(0, first_seen(begin, window))
     end = begin + queries if until is None else int(until.max())
     k, v = k[:, :, low:end], v[:, :, low:end]
@@ -116,10 +116,10 @@ def _torch_piece(
 
 def _torch_attention(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor,
-    beside: AttentionExtras = NOTHING,
+    extras: AttentionExtras = NOTHING,
 ) -> None:
     """By torch, sequences of equal start together: nothing beyond a sequence's end is read, be it NaN or not."""
-    begins, (sinks, until) = _begins(q, k, start), beside
+    begins, (sinks, until) = _begins(q, k, start), extras
     if until is not None and bool(((until <= torch.arange(q.shape[2]) + start[:, None])
                                    | (until > start[:, None] + q.shape[2])).any()):
         fail("until", "must be after a query's own position, and within those of the step")
@@ -143,23 +143,23 @@ def bind_attention(
     window: int,
     softcap: float,
     out: Tensor,
-    beside: AttentionExtras = NOTHING,
+    extras: AttentionExtras = NOTHING,
 ) -> Callable[[], None]:
     """A closure over CPU tensors that fills out [B, S, H, D] from their present contents, start's too.
 
     Strides and pointers are settled here, the closure keeps the tensors alive. ValueError for a wrong shape or dtype
     here, and for a start outside the cache at the call, before anything is written.
     """
-    check(q, k, v, start, *beside)
-    sinks = beside.sinks
-    until = None if q.shape[2] == 1 else beside.until  # one query sees itself, and nothing after it
+    check(q, k, v, start, *extras)
+    sinks = extras.sinks
+    until = None if q.shape[2] == 1 else extras.until  # one query sees itself, and nothing after it
     _check_out(q, out)
     if start.device.type != "cpu" or q.device.type != "cpu":
         fail("q" if q.device.type != "cpu" else "start", "must be on the CPU")
     library = native.load()
     plain = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (q, k, v, out))
     if library is None or not plain or until is not None or q.shape[3] > library.forebay_attention_max_head_dim():
-        return lambda: _torch_attention(q, k, v, start, scale, window, softcap, out, beside)
+        return lambda: _torch_attention(q, k, v, start, scale, window, softcap, out, extras)
     for name, tensor in (("start", start), ("sinks", sinks)):
         if tensor is not None and not tensor.is_contiguous():
             fail(name, "must be contiguous")
@@ -184,7 +184,7 @@ def attention_out(
     window: int,
     softcap: float,
     out: Tensor,
-    beside: AttentionExtras = NOTHING,
+    extras: AttentionExtras = NOTHING,
 ) -> None:
     """Fill out [B, S, H, D]; see the module's docstring and bind_attention."""
-    bind_attention(q, k, v, start, scale, window, softcap, out, beside)()
+    bind_attention(q, k, v, start, scale, window, softcap, out, extras)()

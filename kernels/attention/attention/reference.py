@@ -28,7 +28,7 @@ def reference(
     window: int = 0,
     softcap: float = 0.0,
     dtype: torch.dtype = torch.float64,
-    beside: AttentionExtras = NOTHING,
+    extras: AttentionExtras = NOTHING,
 ) -> Tensor:
     """Attention in dtype by the definition, on any device: q [B, H, S, D], k and v [B, Hkv, L, D] -> [B, S, H, D]."""
     group = q.shape[1] // k.shape[1]
@@ -38,9 +38,9 @@ def reference(
         scores = softcap * torch.tanh(scores / softcap)
     position = start[:, None, None, None] + torch.arange(q.shape[2], device=q.device)[:, None]
     t = torch.arange(k.shape[2], device=q.device)
-    end = position + 1 if beside.until is None else beside.until[:, None, :, None]
+    end = position + 1 if extras.until is None else extras.until[:, None, :, None]
     hidden = (t >= end) | (t < first_seen(position, window))
-    weights = softmax_with(scores.masked_fill(hidden, -math.inf), beside.sinks)
+    weights = softmax_with(scores.masked_fill(hidden, -math.inf), extras.sinks)
     # What is beyond a sequence's end may be anything, NaN too: it must not be multiplied, not even by zero.
     unwritten = (t >= start[:, None] + q.shape[2])[:, None, :, None]
     return (weights @ v.masked_fill(unwritten, 0.0)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Curves of latency against what it buys, as a picture with its data beside it."""
+"""Curves of latency against what it buys, as a picture and a file of its data."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ class AnswerFile:
         self.answered[name] = question
 
     def put_in_order(self, ids: Iterable[str | int]) -> None:
-        """Rewrite the file with its answers in the order of `ids`, those of others behind them; whole or not at all."""
+        """Rewrite the file with its answers in the order of `ids`, those of others last; whole or not at all."""
         if not self.resumable:
             return
         at, found = 0, list[tuple[int, int]]()  # places in the order and in the file

@@ -42,7 +42,7 @@ class BadLine:
 class PromptLine:
     """One line of the prompts file: `line` counts from 1; either `prompt` or `messages` is given. `max_new_tokens` is
     that of this answer alone; None: the job's. The answer repeats what is `carried`. A `batch` request is of OpenAI's
-    form, and `template` what the chat template is given beside its messages."""
+    form, and `template` what the chat template is given with its messages."""
 
     line: int
     id: str | int
@@ -217,7 +217,7 @@ def prompt_ids(request: PromptLine, tokenizer: Any, template: ChatTemplate, chat
 def chat_ids(
     messages: list[dict[str, Any]], tokenizer: Any, template: ChatTemplate, told: dict[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a chat, whose template is `told` this beside the messages; BadPrompt if there are none."""
+    """Token ids of a chat, whose template is `told` this with the messages; BadPrompt if there are none."""
     if not getattr(tokenizer, "chat_template", None):
         raise BadPrompt('the model\'s tokenizer has no chat template; use "prompt"')
     try:

@@ -73,7 +73,7 @@ def open_image(source: str) -> Any:
 def image_prompt(
     messages: Sequence[Mapping[str, Any]], images: Sequence[Any], processor: Any, template: ChatTemplate
 ) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """Token ids of a chat with images, which its messages have as `IMAGE` parts, and what `generate` takes beside them;
+    """Token ids of a chat with images, which its messages have as `IMAGE` parts, and what `generate` takes with them;
     BadPrompt where the template or the processor refuses it."""
     try:
         text = template.render([dict(message) for message in messages])

@@ -14,7 +14,7 @@ from forebay.rewriter.checkpoints.text_model import MULTIMODAL
 from forebay.step_model import StepModel
 
 PIXELS = "pixel_values"
-# What processors give beside pixels.
+# What processors give with pixels.
 BESIDE = ("image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "token_type_ids")
 TYPES = "mm_token_type_ids"
 

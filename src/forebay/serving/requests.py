@@ -57,7 +57,7 @@ class Inquiry:
         usage: Whether a stream's end tells numbers of tokens.
         choices: Answers to each prompt.
         top_logprobs: Most likely tokens that are told with each token's log probability; None: none of both.
-        template: What the chat template is told beside messages.
+        template: What the chat template is told with messages.
         tools: That the model may call, in OpenAI's form.
         called: The tools of which it must call one.
         grammar: What an answer must be.

@@ -13,7 +13,7 @@ MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])
 
 
 def parse_bare(text: str) -> Calls | None:
-    """Calls as an object of JSON with name and arguments, or as several, in a list or behind each other; None where
+    """Calls as an object of JSON with name and arguments, or as several, in a list or one after the other; None where
     there are none."""
     values = _json_values(text)
     calls = [_call(value) for value in values or () for value in (value if isinstance(value, list) else [value])]
@@ -42,7 +42,7 @@ def parse_mistral(text: str) -> Calls | None:
 
 
 def _json_values(text: str) -> list[Any] | None:
-    """Values of JSON behind each other, with semicolons or commas between them; None if there is anything else."""
+    """Values of JSON one after the other, with semicolons or commas between them; None if there is anything else."""
     values: list[Any] = []
     at, decoder = 0, json.JSONDecoder()
     try:

@@ -80,7 +80,7 @@ def test_sinks_take_their_share(path: str, dtype: torch.dtype) -> None:
         q, k, v, begin = make(start, queries, dtype=dtype)
         for low, (window, softcap) in ((0.0, (0, 0.0)), (4.0, (5, 1.5)), (-300.0, (0, 0.0)), (200.0, (64, 0.0))):
             sinks = (torch.randn(6) + low).to(dtype)
-            want = reference(q, k, v, begin, 0.3, window, softcap, beside=AttentionExtras(sinks))
+            want = reference(q, k, v, begin, 0.3, window, softcap, extras=AttentionExtras(sinks))
             found = attention(q, k, v, begin, 0.3, window, softcap, 0.0, 0.0, 0.0, sinks)
             assert (found.double() - want).abs().max() < TOLERANCE[dtype], (start, low)
             if low == 4:
@@ -98,7 +98,7 @@ def test_queries_of_a_group_see_each_other(path: str, dtype: torch.dtype) -> Non
         until = torch.maximum(own, (begin + min(6, queries))[:, None]) if queries < 100 else own // 8 * 8 + 8
         until = torch.minimum(until, own[:, -1:])
         for window, softcap in ((0, 0.0), (5, 1.5), (0, 1.5)):
-            want = reference(q, k, v, begin, 0.3, window, softcap, beside=AttentionExtras(until=until))
+            want = reference(q, k, v, begin, 0.3, window, softcap, extras=AttentionExtras(until=until))
             found = attention(q, k, v, begin, 0.3, window, softcap, 0.0, 0.0, 0.0, None, until)
             assert (found.double() - want).abs().max() < TOLERANCE[dtype], (start, window)
             causal = reference(q, k, v, begin, 0.3, window, softcap)

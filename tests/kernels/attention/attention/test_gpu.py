@@ -33,7 +33,7 @@ def test_sinks_take_their_share(dtype: torch.dtype, queries: int) -> None:
     for window, softcap in ((0, 0.0), (7, 3.0)):
         given = (q, k, v, starts, 0.25, window, softcap, 0.0, 0.0, 0.0, sinks)
         ATTENTION.bind["cuda"](Tensors(given, {}, (out,)))()
-        wanted = reference(q, k, v, starts, 0.25, window, softcap, beside=AttentionExtras(sinks))
+        wanted = reference(q, k, v, starts, 0.25, window, softcap, extras=AttentionExtras(sinks))
         assert relative_error(out, wanted) < LIMIT[dtype]
         assert out[:, :, 3].abs().max() < 1e-3 < out[:, :, 2].abs().max()
     with pytest.raises(ValueError, match="sinks must"):
@@ -48,5 +48,5 @@ def test_sinks_with_the_shares_of_a_long_sequence(softmax: SoftmaxRange) -> None
     k, v = torch.randn(2, 1, 1, length, 16).half().unbind()
     start, out = torch.tensor([length - 1]), torch.full((1, 4, 16), torch.nan, dtype=torch.float16)
     decode_attention_contiguous(q, k, v, start, Scoring(0.25), out, softmax, splits, sinks)
-    wanted = reference(q[:, :, None], k, v, start, 0.25, beside=AttentionExtras(sinks))[:, 0]
+    wanted = reference(q[:, :, None], k, v, start, 0.25, extras=AttentionExtras(sinks))[:, 0]
     assert relative_error(out, wanted) < LIMIT[torch.float16]
