@@ -18,13 +18,12 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch loads OpenMP: as forebay runs
 
 import argparse
+import contextlib
 import json
 import threading
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from mmap import mmap
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -37,10 +36,13 @@ from benchmarks.probes import processor
 from benchmarks.random_gguf import make_gguf
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.runtime.disk.page_cache import drop_file
+from forebay.runtime.disk.reader import open_reader
+from forebay.runtime.measure.copies import BUFFER_NBYTES
 from forebay.runtime.measure.kept import cached_machine, machine_cache_path
+from forebay.runtime.measure.machine import landing_memory, read_time_s
 
 GB = 1e9
-READ_NBYTES, STEP_NBYTES = 1 << 30, 4 << 20  # of plain reads
+READ_NBYTES = 1 << 30  # of plain reads
 Row = dict[str, Any]
 
 
@@ -103,7 +105,7 @@ def measure(cell: LargeCell, args: argparse.Namespace, result: Row) -> None:
         for file in files:
             drop_file(str(file))
         turn: Row = {"cell": cell.name, "name": name, "round": number, **asdict(cell),
-                     "read_bytes_per_s": plain_read_rate(max(files, key=os.path.getsize)),
+                     "read_bytes_per_s": plain_read_rate(max(files, key=os.path.getsize), len(result["turns"])),
                      "weights_nbytes": sum(map(os.path.getsize, files))}
         result["turns"].append(turn | take_turn(cell, CONTESTANTS[name], path, args))
         partial = args.json.with_suffix(".part")
@@ -121,21 +123,14 @@ def opened(cell: LargeCell, contestant: Contestant) -> Path:
     return resolve_model(path) if contestant.engine == "forebay" else path
 
 
-def plain_read_rate(path: Path) -> float:
-    """Bytes/s of reading the file's first bytes past the page cache, 4 MiB at a time, four at once."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    buffers = [mmap(-1, STEP_NBYTES) for _ in range(4)]
-    count = min(READ_NBYTES, path.stat().st_size) // STEP_NBYTES
-    for buffer in buffers:
-        buffer.write(bytes(STEP_NBYTES))  # its pages are there
-    with ThreadPoolExecutor(len(buffers)) as pool:
-        began = time.perf_counter()
-        for _ in pool.map(lambda k: [os.preadv(fd, [buffers[k]], i * STEP_NBYTES)
-                                     for i in range(k, count, len(buffers))], range(len(buffers))):
-            pass
-        took = time.perf_counter() - began
-    os.close(fd)
-    return count * STEP_NBYTES / took
+def plain_read_rate(path: Path, turn: int) -> float:
+    """Bytes/s of plain reads past the page cache by the engine that the profile chose, of another part of the file in
+    each turn."""
+    link = cached_machine(path.parent).link("disk", "device")
+    nbytes = min(READ_NBYTES, path.stat().st_size) // BUFFER_NBYTES * BUFFER_NBYTES
+    at = turn * nbytes % (path.stat().st_size - nbytes + 1) // BUFFER_NBYTES * BUFFER_NBYTES
+    with contextlib.closing(open_reader(link.method, link.depth, link.chunk_nbytes)) as reader:
+        return nbytes / read_time_s(reader, str(path), at, nbytes, landing_memory(BUFFER_NBYTES))
 
 
 def take_turn(cell: LargeCell, contestant: Contestant, path: Path, args: argparse.Namespace) -> Row:
@@ -158,7 +153,7 @@ def take_turn(cell: LargeCell, contestant: Contestant, path: Path, args: argpars
             answer = process.ask(order | {"do": "turn"}, limit_s=args.most)
         if "failed" not in answer:
             answer["group_peak"] = group_peak(watch.pid)
-            answer["step_read_nbytes"] = watch.step_nbytes(sum(answer["steps_s"]), cell.new - 1)
+            answer["step_read_nbytes"] = watch.step_nbytes(sum(answer["steps_s"]), len(answer["steps_s"]))
         return answer | {"opened_s": opened_s}
     finally:
         process.close()
@@ -212,10 +207,12 @@ def report(turns: list[Row]) -> None:
             print(f"| {cell} | {name} | {group[0]['failed']} | | | | |")
             continue
         speeds = sorted(turn["batch"] / step_s(turn) for turn in measured)
-        link = median(turn["step_read_nbytes"] / step_s(turn) / turn["read_bytes_per_s"] for turn in measured)
+        links = [turn["step_read_nbytes"] / step_s(turn) / turn["read_bytes_per_s"] for turn in measured
+                 if "read_bytes_per_s" in turn]
+        share = f"{median(links):.0%}" if links else ""
         print(f"| {cell} | {name} | {median(speeds):.3g} ({speeds[0]:.3g} to {speeds[-1]:.3g}) | "
               f"{median(turn['prefill_s'] for turn in measured):.1f} | "
-              f"{median(turn['step_read_nbytes'] for turn in measured) / GB:.2f} | {link:.0%} | "
+              f"{median(turn['step_read_nbytes'] for turn in measured) / GB:.2f} | {share} | "
               f"{max(turn['group_peak'] for turn in measured) / GB:.2f} |")
 
 

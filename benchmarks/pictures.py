@@ -16,6 +16,8 @@ RESULTS = ROOT / "benchmarks/results"
 # Okabe and Ito's palette, which color-blind readers can tell apart; Forebay is always blue, its 4-bit weights green.
 FOREBAY, FOREBAY_W4, PEERS, LIMIT = "#0072B2", "#009E73", ("#E69F00", "#999999", "#CC79A7"), "#000000"
 
+NAMES = {"llama3-8b": "Llama-3-8B", "qwen3-14b": "Qwen3-14B", "qwen3-32b": "Qwen3-32B"}
+
 
 def _load(name: str) -> Any:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
@@ -37,6 +39,26 @@ def _grouped_bars(axes: Any, groups: list[str], series: dict[str, tuple[str, lis
         bars = axes.bar(at, heights, width * 0.92, color=color, label=label)
         axes.bar_label(bars, [f"{height:.3g}" if height else "" for height in heights], fontsize=9)
     axes.set_xticks(range(len(groups)), groups)
+
+
+def draw_large() -> Figure:
+    """Decode throughput against the budget, for models of several GB and peers under the same kernel-held limit."""
+    speeds: dict[tuple[str, str], list[float]] = {}
+    sizes: dict[str, float] = {}
+    for turn in _load("large-zen4-2core-2026-11-29.json")["turns"]:
+        if (turn["batch"], turn["prompt"]) == (1, 64) and "steps_s" in turn:
+            group = f"{NAMES[turn['model']]}\n{turn['weights_nbytes'] / 1e9:.1f} GB in {turn['budget_gb']} GB"
+            speeds.setdefault((turn["name"], group), []).append(1 / statistics.mean(turn["steps_s"]))
+            sizes[group] = turn["weights_nbytes"]
+    groups = sorted(sizes, key=lambda group: sizes[group])
+    figure, axes = _axes(8.0)
+    _grouped_bars(axes, groups, {label: (color, [statistics.median(speeds.get((name, group), [0])) for group in groups])
+                                 for name, label, color in (("forebay", "Forebay", FOREBAY),
+                                                            ("llama.cpp", "llama.cpp, file mapped", PEERS[0]))})
+    axes.set_ylabel("decode, tokens/s")
+    axes.set_title("Random weights in Q4_0, memory capped by the kernel, two CPU cores and an NVMe disk", fontsize=10)
+    axes.legend(frameon=False, loc="upper right")
+    return figure
 
 
 def draw_budgets() -> Figure:
@@ -118,7 +140,7 @@ def draw_speculation() -> Figure:
     return figure
 
 
-PICTURES = {"budgets": draw_budgets, "equal-budget": draw_equal_budget, "predictions": draw_predictions,
+PICTURES = {"large": draw_large, "budgets": draw_budgets, "equal-budget": draw_equal_budget, "predictions": draw_predictions,
             "speculation": draw_speculation}
 
 

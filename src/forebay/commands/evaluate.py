@@ -278,5 +278,5 @@ def eval_command(
                   f"windows of {context}, {result['tokens_per_s']:.1f} tokens/s")
         if words is not None:
             print(f"next word   {result['next_word_accuracy']:.3f}: {result['words_right']} of {result['words']} right")
-        print(f"memory      budget {format_nbytes(sizes.device)}, planned peak "
-              f"{format_nbytes(result['planned_peak'])}, measured peak {format_nbytes(result['measured_peak'])}")
+        print(f"memory      the plan used {format_nbytes(result['planned_peak'])} of the budget of "
+              f"{format_nbytes(sizes.device)}; the process grew by {format_nbytes(result['measured_peak'])}")
