@@ -140,8 +140,8 @@ def draw_speculation() -> Figure:
     return figure
 
 
-PICTURES = {"large": draw_large, "budgets": draw_budgets, "equal-budget": draw_equal_budget, "predictions": draw_predictions,
-            "speculation": draw_speculation}
+PICTURES = {"large": draw_large, "budgets": draw_budgets, "equal-budget": draw_equal_budget,
+            "predictions": draw_predictions, "speculation": draw_speculation}
 
 
 def main() -> None:

@@ -348,8 +348,8 @@ def _measured_text(found: dict[str, Any]) -> str:
         f"{time['decode_s']})",
         *([f"drafts      {found['accepted_tokens']} of {found['drafted_tokens']} drafted tokens accepted; "
            f"{found['tokens'] / found['steps']:.2f} tokens per pass over the weights"] * (found["drafted_tokens"] > 0)),
-        f"memory      the plan used {size['planned_peak_nbytes']} of the budget of {size['budget_nbytes']}; the process, "
-        f"Python included, used {size['process_peak_nbytes']} of the {size['promised_nbytes']} expected",
+        f"memory      the plan used {size['planned_peak_nbytes']} of the budget of {size['budget_nbytes']}; the "
+        f"process, Python included, used {size['process_peak_nbytes']} of the {size['promised_nbytes']} expected",
         f"streamed    {size['streamed_nbytes_per_step']} per decode step as planned; {size['read_nbytes']} read from "
         "disk in all",
     ))
