@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from forebay.kernels.operator import ROUNDED, Product
 from forebay.kernels.operators import product_with
-from forebay.rewriter.machine.points import AttentionPoint, GemmPoint, intensity
+from forebay.rewriter.machine.points import AttentionPoint, GemmPoint
 from forebay.rewriter.machine.profile import Machine
 
 GOOD_R2 = 0.9  # on a quiet machine links and products fit at 0.95 and above, beside other work at 0.5 and below
@@ -19,8 +19,8 @@ LOADED = 0.3  # of the cores' time: where others take more, nothing that lasts l
 
 def believable(machine: Machine) -> Machine:
     """`machine` without what fits with an R² below GOOD_R2: products of so many rows by an implementation then go by
-    those of more and of fewer rows, attention by that of more and of fewer operations per byte. Where few good fits are
-    left for a kind of product, a roofline through its fastest points stands. A link that fits so poorly is as it was
+    those of more and of fewer rows. Where few good fits are left for a kind of product, or one of a dtype's attention is
+    poor, a roofline through its fastest points stands. A link that fits so poorly is as it was
     mostly seen already (`steady_link`). `guessed` says which, and why. Of a CPU also the rates for what has no points:
     as slow as the slowest kind of product over many rows, and of attention over a prompt."""
     reasons = [f"link {link.src} to {link.dst} by {link.method} (R2 {link.r2:.3f}): as it was mostly seen"
@@ -85,11 +85,18 @@ def _roofline(points: Sequence[GemmPoint]) -> list[GemmPoint]:
 
 
 def _good_attention(machine: Machine, reasons: list[str]) -> tuple[AttentionPoint, ...]:
-    poor = {(dtype, per_byte): fit.r2 for dtype, fits in machine.attention_fits().items()
-            for per_byte, fit in fits.items() if fit.r2 < GOOD_R2}
-    reasons += [f"attention of {dtype} at {per_byte:g} operations per byte (R2 {r2:.3f})"
-                for (dtype, per_byte), r2 in poor.items()]
-    return tuple(p for p in machine.attention if (p.dtype, intensity(p.flops, p.nbytes)) not in poor)
+    """The points of dtypes whose fits are all good; for others the roofline through their fastest points stands, as
+    slow points in a place of their own always fit a line."""
+    good = list(machine.attention)
+    for dtype, fits in machine.attention_fits().items():
+        per_byte, fit = min(fits.items(), key=lambda found: found[1].r2)
+        if fit.r2 < GOOD_R2:
+            own = [p for p in good if p.dtype == dtype]
+            byte_s, flop_s = min(p.time_s / p.nbytes for p in own), min(p.time_s / p.flops for p in own)
+            roofline = [replace(p, time_s=max(p.nbytes * byte_s, p.flops * flop_s)) for p in own]
+            good = [p for p in good if p.dtype != dtype] + roofline
+            reasons.append(f"attention of {dtype} (R2 {fit.r2:.3f} at {per_byte:g} operations per byte)")
+    return tuple(good)
 
 
 def _with_rates(machine: Machine) -> Machine:

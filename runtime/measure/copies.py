@@ -13,6 +13,7 @@ from forebay.runtime.measure.kernels import MIB
 from forebay.runtime.measure.steady import settled_s, steady_link
 
 BUFFER_NBYTES = 64 * MIB
+COPIES = 3  # in a turn
 
 
 def time_s(call: Callable[[], object], repeats: int, wait: Callable[[], object] = lambda: None) -> float:
@@ -47,7 +48,7 @@ def copy_link(ends: tuple[str, str, str], source: torch.Tensor, target: torch.Te
     """
 
     def copy_s(nbytes: int, turn: int) -> float:
-        return time_s(functools.partial(target[:nbytes].copy_, source[:nbytes], non_blocking=True), 1, wait)
+        return time_s(functools.partial(target[:nbytes].copy_, source[:nbytes], non_blocking=True), COPIES, wait)
 
     bandwidth, latency, r2 = steady_link((MIB, 4 * MIB, 16 * MIB, BUFFER_NBYTES), 3 if quick else 9, copy_s)
     return Link(*ends[:2], bandwidth, latency, ends[2], 1, 0, r2)

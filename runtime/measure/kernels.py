@@ -54,8 +54,20 @@ def burst_s(turn: Iterator[Call], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
+def call_s(turn: Iterator[Call], count: int) -> float:
+    """Seconds of one of the next `count` calls (`settled_s`), each timed alone: on a busy machine some of a burst are
+    interrupted for milliseconds, and would hide the others in a mean."""
+    times = []
+    for _ in range(count):
+        call = next(turn)
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return settled_s(times)
+
+
 def call_times_s(
-    timed: dict[tuple, Sequence[Call]], rounds: int, burst_s: Callable[[Iterator[Call], int], float] = burst_s,
+    timed: dict[tuple, Sequence[Call]], rounds: int, burst_s: Callable[[Iterator[Call], int], float] = call_s,
     limit_s: float = math.inf,
 ) -> dict[tuple, float]:
     """Seconds of one call of each entry (`settled_s`), over `rounds` rounds in which all take their turn.
@@ -99,7 +111,7 @@ def timed_products(
     rounds: int,
     products: Callable[[str, int, int], Iterator[TimedProduct]],
     say: Callable[[str, float], None],
-    burst_s: Callable[[Iterator[Call], int], float] = burst_s,
+    burst_s: Callable[[Iterator[Call], int], float] = call_s,
     limit_s: float = math.inf,
 ) -> tuple[GemmPoint, ...]:
     """Times of what `products` gives for each kind of weight and each (n, k); those of one kind take turns. With a

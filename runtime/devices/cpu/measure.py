@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from forebay.kernels.build.process_limits import available_nbytes
 from forebay.rewriter.machine.profile import Link, Tier
 from forebay.runtime.measure.copies import BUFFER_NBYTES, copy_link, time_s
-from forebay.runtime.measure.kernels import GEMM_SHAPES, MIB, cold_products, gemm_points
+from forebay.runtime.measure.kernels import GEMM_SHAPES, MIB, call_s, cold_products, gemm_points
 from forebay.runtime.measure.steady import settled_s
 
 __all__ = ["attention_bytes_per_s", "copy_bytes_per_s", "device_tier", "dispatch_s", "gemm_points", "links"]
 DISPATCHES = 301
+PIECE_NBYTES = 8 * MIB
 
 
 def links(read: Link, write: Link, quick: bool) -> list[Link]:
@@ -32,15 +35,24 @@ def links(read: Link, write: Link, quick: bool) -> list[Link]:
 
 def copy_bytes_per_s(rounds: int) -> float:
     """Bytes copied per second within RAM."""
-    source = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
+    source = torch.ones(BUFFER_NBYTES // PIECE_NBYTES, PIECE_NBYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return BUFFER_NBYTES / time_s(lambda: target.copy_(source), rounds)
+    calls = [partial(into.copy_, part) for into, part in zip(target, source, strict=True)]
+    return PIECE_NBYTES / _piece_s(calls, rounds)
 
 
 def read_bytes_per_s(rounds: int) -> float:
-    """How fast computation reads RAM: a sum over 256 MiB, well past every cache."""
-    values = torch.ones(64 * MIB, dtype=torch.float32)
-    return values.nbytes / time_s(values.sum, rounds)
+    """How fast computation reads RAM: sums over 256 MiB, well past every cache, in pieces."""
+    values = torch.ones(256 * MIB // PIECE_NBYTES, PIECE_NBYTES // 4)
+    return PIECE_NBYTES / _piece_s([part.sum for part in values], rounds)
+
+
+def _piece_s(calls: Sequence[Callable[[], object]], rounds: int) -> float:
+    """Seconds of one of `calls`, each on memory of its own, in so many rounds after a first: others interrupt few calls
+    that are this short."""
+    turn = itertools.cycle(calls)
+    call_s(turn, len(calls))
+    return call_s(turn, rounds * len(calls))
 
 
 def device_tier(rounds: int) -> Tier:
@@ -66,4 +78,4 @@ def attention_bytes_per_s(rounds: int) -> float:
     q = torch.ones(1, 16, 1, 64)  # [B, H, S, D]
     k, v = torch.ones(1, 8, 8192, 64), torch.ones(1, 8, 8192, 64)  # [B, Hkv, L, D]
     attend = torch.nn.functional.scaled_dot_product_attention
-    return (k.nbytes + v.nbytes) / time_s(lambda: attend(q, k, v, enable_gqa=True), rounds)
+    return (k.nbytes + v.nbytes) / time_s(lambda: attend(q, k, v, enable_gqa=True), 4 * rounds)

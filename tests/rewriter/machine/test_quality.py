@@ -96,12 +96,16 @@ def test_a_poor_fit_of_what_others_beat_is_left_out_and_not_told() -> None:
     assert "by flat at 1 rows" in reason
 
 
-def test_attention_that_fits_poorly_goes_by_others_or_its_rate() -> None:
-    whole = _attention("float32") + _attention("float32", per_byte=64)
-    found = believable(_measured(attention=whole + _attention("float32", 0.01, per_byte=8) + _attention("kv4", 0.01)))
-    assert {kind: list(fits) for kind, fits in found.attention_fits().items()} == {"float32": [1.0, 64.0]}
-    assert len(found.guessed) == 2 and "attention of float32 at 8 operations per byte" in found.guessed[0]
-    assert found.attention_time_s("float32", 1e6, 8e6) == pytest.approx(1e-6 + 8e-4, rel=0.02), "between the others"
+def test_attention_that_fits_poorly_is_a_roofline_through_its_fastest_points() -> None:
+    """Of what others slow down a hundredfold, a lone point among them, which always fits a line."""
+    lone = AttentionPoint("float32", 1 << 20, 32 << 20, 10.0)
+    whole = (*_attention("float32"), *_attention("float32", 100, per_byte=8), *_attention("float32", per_byte=64), lone)
+    found = believable(_measured(attention=whole + _attention("kv4", per_byte=2)))
+    (reason,) = found.guessed
+    assert "attention of float32" in reason and "at 8 operations per byte" in reason
+    for per_byte in (1, 8, 32, 64):
+        assert found.attention_time_s("float32", 1e6, per_byte * 1e6) == pytest.approx(per_byte * 1e-4, rel=0.05)
+    assert [p for p in found.attention if p.dtype == "kv4"] == list(_attention("kv4", per_byte=2)), "as it was measured"
 
 
 def test_what_has_no_points_costs_operations_too() -> None:
