@@ -133,7 +133,7 @@ def measure_budget(name: str, budget: str, options: argparse.Namespace, words: S
     full = saturation(times, words, options.requests)  # until it is measured
     rows: list[Row] = []
     own = ("--queue", "100000", "--prompt", str(PROMPTS[1]), "--new-tokens", str(ANSWERS[1]),
-           "--prompt-lookup-num-tokens", "none")
+           "--prompt-lookup-num-tokens", "none", "--prefix-cache", "0")
     machine = ("--machine", str(options.machine)) if options.machine else ()
     with serving(budget, *own, *machine) as (server, port, batch_slots):
         assert batch_slots == times.batch_slots, "the server runs another plan"

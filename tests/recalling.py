@@ -21,7 +21,7 @@ class Recalling:
     """A session whose logits depend on every token of a row, through a cache as the model's; what is written behind
     where a row's tokens end is rubbish that nothing may read."""
 
-    rope_switch_length, rewindable = 0, True
+    rope_switch_length, rewindable, prefixes = 0, True, None
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.grown = plan, 0

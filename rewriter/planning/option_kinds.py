@@ -106,6 +106,10 @@ def _is_pair(value: Any, kind: type | tuple[type, ...]) -> bool:
         isinstance(part, kind) and not isinstance(part, bool) for part in value)
 
 
+def _nbytes_or_none(name: str, value: Any) -> Any:
+    return 0 if value == "0" else parse_nbytes(value, name) if isinstance(value, str) else value
+
+
 def _number(text: str) -> Any:
     return int(text) if text.strip().removeprefix("-").isdecimal() else text
 
@@ -128,6 +132,8 @@ SIZE = OptionKind("a whole number of at least 1", "N", _wrong_size, _number)
 COUNT = OptionKind("a whole number of at least 0", "N", lambda value: _wrong_size(value, 0), _number)
 NBYTES = OptionKind("bytes, or a size such as 8MiB", "SIZE", _wrong_size,
               take=lambda name, value: parse_nbytes(value, name) if isinstance(value, str) else value)
+NBYTES_OR_NONE = OptionKind("bytes, or a size such as 256MiB; 0: none", "SIZE", lambda value: _wrong_size(value, 0),
+                            take=_nbytes_or_none)
 SHARE = OptionKind("a number above 0 and at most 1", "SHARE", _wrong_share, _share)
 SHARES = OptionKind("two numbers from 0 to 1", "SHARE,SHARE", _wrong_shares, lambda text: _numbers(text, float),
                     _as_tuple)

@@ -25,6 +25,7 @@ from forebay.rewriter.planning.option_kinds import (
     MACHINE,
     MODEL,
     NBYTES,
+    NBYTES_OR_NONE,
     PATH,
     PLAN,
     RANKS,
@@ -174,6 +175,9 @@ class Options:
     sparse_values: float = field(default=1.0, metadata=option(
         SHARE, "Share of a sequence's tokens whose values decode steps read", CACHE, answers=True,
         planned=lambda plan: plan.schedule.batching.sparsity.values))
+    prefix_cache: int | str | None = field(default=None, metadata=option(
+        NBYTES_OR_NONE, "Memory, besides the budget, for the KV cache of prompts that others may begin with", CACHE,
+        otherwise="0; jobs whose prompts begin alike 256MiB"))
     calibration: str | os.PathLike[str] | None = field(default=None, metadata=option(
         PATH, "File of `forebay calibrate`: attention scores, for a shared softmax maximum on a GPU, or routing of "
         "experts (`--experts`)", CACHE))

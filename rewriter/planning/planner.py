@@ -25,6 +25,8 @@ from forebay.rewriter.planning.tiles import most_tiles, room_beside_slots, tile_
 SLOTS = (1, 2, 3, 4, 6, 8)
 SLOT_NBYTES = (4 << 20, 8 << 20, 2 << 20, 1 << 20)  # of equals the first: 4 MiB are near an NVMe disk's best rate
 HUGE_TILES = 16  # of weights over 256 MiB, whose tiles of 8 MiB would be tens of thousands of copies a step
+REUSED_CHUNK = 64  # tokens, of which prompts that begin alike need not compute whole chunks again
+MAX_REUSE_RATIO = 1.05  # times the least predicted time, for such chunks to be shorter
 GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself moves in 1000 copies, by a token in 7000
 
 
@@ -41,7 +43,8 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
         raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the {format_nbytes(held)} ({held} "
                         "bytes) of cache that are to lie in host memory (plan.schedule.batching.cache.on_host); give "
                         "more")
-    best = _cheapest(needs, kinds, budget, workload, _candidates(needs, kinds, budget, workload, options))
+    best = _cheapest(needs, kinds, budget, workload, _candidates(needs, kinds, budget, workload, options),
+                     MAX_REUSE_RATIO if options.prefix_cache else 1.0)
     if best is None:
         refuse_forced(needs, budget, workload, options)
         smallest, parts = smallest_budget(needs, workload, options)
@@ -151,9 +154,11 @@ def _candidates(
 
 
 def _cheapest(
-    needs: ModelNeeds, kinds: WeightKinds, budget: Limits, workload: Workload, fits: Sequence[ChunkRoom]
+    needs: ModelNeeds, kinds: WeightKinds, budget: Limits, workload: Workload, fits: Sequence[ChunkRoom],
+    ratio: float = 1.0,
 ) -> ChunkRoom | None:
-    """The fit of least predicted time, of equals the first. Bounds come first, as if weights filled the room."""
+    """The fit of least predicted time, of equals the first; of chunks that take at most `ratio` times that, the
+    shortest from `REUSED_CHUNK` tokens on. Bounds come first, as if weights filled the room."""
     new_tokens = workload.effective_lengths(needs.batching)[1]
 
     @functools.cache
@@ -171,6 +176,10 @@ def _cheapest(
         steps[1] = steps.get(1, 0) + max(0, new_tokens - 1)
         return sum(count * streams.step_time_s(tokens) for tokens, count in steps.items())
 
+    def exact(fit: ChunkRoom, bound: float) -> float:
+        pools = fit.pool_slots > 0
+        return bound if not fit.slots else cost(fit, whole[pools] - kept(fit.room, pools))
+
     whole = {pools: sum(aligned(u.nbytes) for u in kinds.streaming(pools)) for pools in (False, True)}
     bounds = [(cost(fit, max(0, whole[fit.pool_slots > 0] - fit.room) if fit.slots else 0), i)
               for i, fit in enumerate(fits)]
@@ -178,11 +187,12 @@ def _cheapest(
     for bound, i in sorted(bounds):
         if bound >= least:
             break
-        fit = fits[i]
-        found = bound if not fit.slots else cost(fit, whole[fit.pool_slots > 0] - kept(fit.room, fit.pool_slots > 0))
-        if found < least:
-            best, least = fit, found
-    return best
+        if (found := exact(fits[i], bound)) < least:
+            best, least = fits[i], found
+    near = [(fits[i].chunk, found, i) for bound, i in bounds if ratio > 1 and best is not None and (
+        REUSED_CHUNK <= fits[i].chunk < best.chunk) and bound <= ratio * least and (
+            found := exact(fits[i], bound)) <= ratio * least]
+    return fits[min(near)[2]] if near else best
 
 
 def _upper(needs: ModelNeeds, chunk: int) -> tuple[int, bool]:

@@ -10,6 +10,7 @@ import torch
 
 from forebay.kernels.operator import Call
 from forebay.rewriter.ir.program import Item, Launch, TensorRef
+from forebay.runtime.disk.spill_file import SpillFile
 
 
 class RuntimeFault(RuntimeError):
@@ -23,14 +24,16 @@ class Device(Protocol):
     from one thread, within `issuing`; a call may return before its work is done. What the caller did before is done
     when the work issued within begins, and that work is done when what the caller does afterwards begins. `open_files`
     takes the spill files of a program (nbytes by name) before any of its items is bound, unless they are there already,
-    and `hold` what its launches keep outside the arenas (nbytes by name). `joined` gives launches with nothing between
-    them as the device issues them best: fewer calls, in the same order. `finish` returns when all work is done, and
-    raises what any of it raised.
+    `spill_file` gives one of them, and `hold` what its launches keep outside the arenas (nbytes by name). `joined`
+    gives launches with nothing between them as the device issues them best: fewer calls, in the same order. `finish`
+    returns when all work is done, and raises what any of it raised.
     """
 
     def allocate(self, arenas: Mapping[str, int]) -> None: ...
 
     def open_files(self, files: Mapping[str, int]) -> None: ...
+
+    def spill_file(self, name: str) -> SpillFile: ...
 
     def hold(self, held: Mapping[str, int]) -> None: ...
 

@@ -26,6 +26,7 @@ from forebay.runtime.devices.outward import NamedRows
 from forebay.runtime.devices.streams import CopyLedger, Worker, first_fault
 from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.disk.spill import SpillSpace
+from forebay.runtime.disk.spill_file import SpillFile
 from forebay.runtime.run.trace import Trace
 
 
@@ -53,6 +54,10 @@ class StreamedDevice:
     def open_files(self, files: Mapping[str, int]) -> None:
         """Take spill files."""
         self._spill.open(files)
+
+    def spill_file(self, name: str) -> SpillFile:
+        """A spill file that was taken."""
+        return self._spill[name]
 
     @property
     def _spill(self) -> SpillSpace:

@@ -69,10 +69,16 @@ class CacheBlocks:
         self.whole = batching.cache.cpu_attention
         self.windows = {b.name: window_of_loads(b.name) for b in plan.buffers if b.name.startswith(LOADS)}
 
-    def stand_at(self, tokens: int) -> None:
-        """Take sequences to have so many tokens, whatever stands in their blocks."""
+    def stand_at(self, tokens: int, slot: int | None = None) -> None:
+        """Take all sequences, or that in a slot, to have so many tokens, whatever stands in their blocks."""
         for kind in self.kinds:
-            kind.tail[:] = tokens // kind.tokens
+            kind.tail[slice(None) if slot is None else slot] = tokens // kind.tokens
+
+    def rows(self, first: int, end: int) -> list[int]:
+        """The rows, where its cache lives, of a sequence's blocks within tokens [first, end)."""
+        return [row for kind in self.kinds
+                for number, row in zip(kind.numbers.tolist(), kind.kept.tolist(), strict=True)
+                if row >= 0 and first <= number * kind.tokens and (number + 1) * kind.tokens <= end]
 
     def step(
         self, start: torch.Tensor, tokens: int, batch_slots: torch.Tensor | None = None

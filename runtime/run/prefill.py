@@ -82,9 +82,10 @@ def require_whole_chunks(plan: Plan) -> None:
 
 def chunks(
     spans: Sequence[tuple[int, int]], ids: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor,
-    call: torch.Tensor, batch_slots: torch.Tensor | None = None, features: Features | None = None,
+    call: torch.Tensor, batch_slots: torch.Tensor | None = None, features: Features | None = None, kept: int = 0,
 ) -> Iterator[PrefillChunk]:
-    """Yield the steps over `spans` of ids [B, T], of which row i has `lengths[i]`, after `start` [B] cached tokens.
+    """Yield the steps over `spans` of ids [B, T], of which row i has `lengths[i]`, after `start` [B] cached tokens, but
+    for those that end with the `kept` first ids or before.
 
     Args:
         call: [B] tokens of the call that each row belongs to (`StepInputs.length`).
@@ -96,6 +97,8 @@ def chunks(
     for at, size in spans:
         ends = tuple(row for row, length in enumerate(lengths.tolist()) if done < length <= at + size)
         done = at + size
+        if done <= kept:
+            continue
         cut = _features_of(features or {}, len(ids), at, size)
         if "until" in cut:  # tokens of text see all up to themselves, and no step what is after it
             counted = counted_positions(start + at, size)[:, :, 0] + 1
@@ -125,9 +128,10 @@ def image_groups(features: Features | None) -> set[tuple[int, int]]:
 
 def prompt_chunks(
     plan: Plan, prompts: Mapping[int, torch.Tensor], length: int | None = None,
-    features: Features | None = None, rewindable: bool = True,
+    features: Features | None = None, rewindable: bool = True, kept: int = 0,
 ) -> Iterator[PrefillChunk]:
-    """Yield the steps that compute `prompts`, int64 [P] each, by the batch slots that they stand in.
+    """Yield the steps that compute `prompts`, int64 [P] each, by the batch slots that they stand in; the first `kept`
+    tokens of each are there.
 
     Rows of a step are the slots; of a plan that admits sequences while others decode, they are the prompts in turn, at
     most `BatchSchedule.admitted`, and those left over repeat the first. `length` is that of one call of all; without it
@@ -143,7 +147,7 @@ def prompt_chunks(
                         rewindable, image_groups(features))
     batch_slots = torch.tensor(slots) if admitted else None
     return chunks(spans, ids, torch.zeros_like(call), torch.where(real, call, 0),
-                  call if length is None else torch.full_like(call, length), batch_slots, features)
+                  call if length is None else torch.full_like(call, length), batch_slots, features, kept)
 
 
 def prefill(

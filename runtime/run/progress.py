@@ -16,6 +16,7 @@ class WorkDone:
         ended: Requests that ended.
         stopped: Those of them that ended before they had their most tokens.
         left: Tokens that the others may still take.
+        cached: Tokens of prompts that were known before they were computed.
         offered: Drafted tokens that were checked.
         accepted: Those of them that were accepted.
         refused: Those that were refused where all before them were accepted.
@@ -29,6 +30,7 @@ class WorkDone:
     ended: int = 0
     stopped: int = 0
     left: int = 0
+    cached: int = 0
     offered: int = 0
     accepted: int = 0
     refused: int = 0

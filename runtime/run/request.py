@@ -23,6 +23,7 @@ class Request:
         constraint: Makes what constrains its tokens, when it is first needed.
         top_logprobs: Most likely tokens whose log probabilities `on_logprobs` is told, with that of the token.
         on_logprobs: Is told of each token just before the token itself is.
+        on_cached: Is told how many tokens of the prompt need not be computed, when it gets a slot.
     """
 
     ids: torch.Tensor
@@ -32,6 +33,7 @@ class Request:
     constraint: Callable[[], Constraint] | None = None
     top_logprobs: int = 0
     on_logprobs: Callable[[TokenLogprobs], None] | None = None
+    on_cached: Callable[[int], None] = lambda tokens: None
 
 
 @dataclass(frozen=True)

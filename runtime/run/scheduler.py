@@ -35,16 +35,20 @@ def answer_all(
     """Continue every request until a token of `eos` or its most tokens; tell `on_end` of each that ends, and `on_step`
     of every step.
 
-    Prompts of like length are admitted together, the longest first. Steps that check drafts, if the plan has any, check
-    those of `drafter`, whose rows are the slots, else what is looked up; they must not be drawn, so that each request's
-    draws are its own. RuntimeFault, before anything runs, for a request that no slot has room for. If `on_end` or
-    `on_step` raises, the session is to be closed.
+    Prompts of like length are admitted together, the longest first; where the session keeps prefixes, with each those
+    that begin alike. Steps that check drafts, if the plan has any, check those of `drafter`, whose rows are the slots,
+    else what is looked up; they must not be drawn, so that each request's draws are its own. RuntimeFault, before
+    anything runs, for a request that no slot has room for. If `on_end` or `on_step` raises, the session is to be
+    closed.
     """
     scheduler = Scheduler(session, sampling, eos, on_end, drafter=drafter or PromptLookup())
-    scheduler.enqueue(dict(enumerate(requests)))
+    known = [] if session.prefixes is None else session.prefixes.expect([each.ids for each in requests])
+    scheduler.enqueue(dict(enumerate(requests)), shared=known)
     while scheduler.busy:
         scheduler.step()
         on_step(scheduler.work)
+    if session.prefixes is not None:
+        session.prefixes.expect(None)
     return scheduler.work
 
 
@@ -71,6 +75,17 @@ def answer_arriving(
             scheduler.step()
             on_step(scheduler.work)
     return scheduler.work
+
+
+def admission_order(lengths: Mapping[int, int], shared: Sequence[Sequence[bytes]] = ()) -> list[int]:
+    """Numbers of requests of these `lengths`, the next one last: the longest, and with it those that begin alike.
+    `shared` names what each has in common with others, from its beginning on."""
+    path = dict(zip(lengths, shared, strict=True)) if shared else dict.fromkeys(lengths, ())
+    longest = dict[bytes, int]()
+    for i, keys in path.items():
+        for key in keys[:1]:
+            longest[key] = max(longest.get(key, 0), lengths[i])
+    return sorted(lengths, key=lambda i: (longest[path[i][0]] if path[i] else lengths[i], path[i], lengths[i], -i))
 
 
 class Scheduler:
@@ -119,9 +134,12 @@ class Scheduler:
         """Whether there is anything to compute."""
         return bool(self.waiting or self.admitted or self.running)
 
-    def enqueue(self, requests: Mapping[int, Request], as_they_come: bool = False) -> None:
-        """Let requests wait for slots: the longest first, or after those that wait already. RuntimeFault for one that
-        no slot has room for; then none of them waits."""
+    def enqueue(
+        self, requests: Mapping[int, Request], as_they_come: bool = False, shared: Sequence[Sequence[bytes]] = ()
+    ) -> None:
+        """Let requests wait for slots: the longest first, or after those that wait already. Those that have something
+        in `shared` (`PrefixReuse.expect`) come one after the other. RuntimeFault for one that no slot has room for;
+        then none of them waits."""
         for i, each in requests.items():
             if not fits(self.session.plan, each.ids.numel(), each.new_tokens, self.session.rope_switch_length):
                 w = self.session.plan.workload
@@ -134,7 +152,7 @@ class Scheduler:
         if as_they_come:
             self.waiting = [*reversed(list(requests)), *self.waiting]
         else:
-            self.waiting = sorted(requests, key=lambda i: (requests[i].ids.numel(), -i))
+            self.waiting = admission_order({i: each.ids.numel() for i, each in requests.items()}, shared)
 
     def step(self) -> None:
         """One step: a chunk of prompts, or the next tokens of those that decode."""
@@ -161,7 +179,16 @@ class Scheduler:
         if self.call is not None and self.choice is not None and most > 1:
             self.choice.begin(prompts, most)
         length, keeps = None if self.call is None else max(map(self._call_length, numbers)), self.session.rewindable
-        self.done, self.chunks = 0, prompt_chunks(self.session.plan, prompts, length, rewindable=keeps)
+        self.done = self._enter_known(prompts)
+        self.chunks = prompt_chunks(self.session.plan, prompts, length, rewindable=keeps, kept=self.done)
+
+    def _enter_known(self, prompts: Mapping[int, torch.Tensor]) -> int:
+        """Give slots what is known of their prompts before these are computed; how many tokens of each."""
+        kept = 0 if self.session.prefixes is None else self.session.prefixes.enter(prompts)
+        for number in self.admitted.values():
+            self.work.cached += kept
+            self.requests[number].on_cached(kept)
+        return kept
 
     def _slots_for(self, numbers: Sequence[int]) -> list[int]:
         """Free slots for requests, such that micro-batches hold about as many tokens; those of a call whose draws go by
@@ -192,6 +219,8 @@ class Scheduler:
         """Compute a chunk of the prompts that were admitted; after the last one they have their first tokens."""
         chunk = next(chunks)
         logits = self.session.step(chunk.inputs)
+        if self.session.prefixes is not None:
+            self.session.prefixes.keep(chunk.at, chunk.inputs.tokens)
         self.work.prefills += 1
         self.done = chunk.at + chunk.inputs.tokens
         rows = dict(enumerate(self.admitted.values())) if self.admission.sequences else self.admitted

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import torch
 
@@ -38,6 +39,16 @@ def resident_copies(plan: Plan, files: Mapping[str, FileSlice]) -> list[Copy]:
     return copies
 
 
+class KnownPrefixes(Protocol):
+    """Prefixes of prompts that need not be computed again; `PrefixReuse` says what its methods do."""
+
+    def expect(self, prompts: Iterable[torch.Tensor] | None) -> list[tuple[bytes, ...]]: ...
+
+    def enter(self, prompts: Mapping[int, torch.Tensor]) -> int: ...
+
+    def keep(self, at: int, tokens: int) -> None: ...
+
+
 class Session:
     """Holds the arenas of a plan until `close`.
 
@@ -50,7 +61,13 @@ class Session:
             again (0: never).
         shared: A step that drafts in the plan's memory.
         rewindable: Whether states may take a token again; others take each token once.
+
+    Attributes:
+        prefixes: What is known of prompts before they are computed, if anything (`reuse_prefixes`).
+        blocks: Where the sequences of a staged cache stand.
     """
+
+    prefixes: KnownPrefixes | None = None
 
     def __init__(
         self,
@@ -73,7 +90,7 @@ class Session:
         self._program, self._growth, self.shared = program, growth, shared
         self._grow: BoundProgram | None = None
         self._drafting: BoundProgram | None = None
-        self._blocks = CacheBlocks(plan) if plan.schedule.batching.cache.staged else None
+        self.blocks = CacheBlocks(plan) if plan.schedule.batching.cache.staged else None
         self._bound: dict[int, BoundProgram] = {}
         self._started = False
         self._ran: BoundProgram | None = None  # last
@@ -128,8 +145,8 @@ class Session:
         bound.write(inputs.by_name())
         if "positions" in bound.inputs or "until" in bound.inputs:
             bound.write(inputs.counted())
-        if self._blocks is not None:
-            bound.write(self._blocks.step(inputs.start, inputs.tokens, inputs.batch_slots))
+        if self.blocks is not None:
+            bound.write(self.blocks.step(inputs.start, inputs.tokens, inputs.batch_slots))
         if not self._started:
             bound.start()
             self._started = True
@@ -167,7 +184,7 @@ class Session:
         """Wait for copies under way and give the memory back; a session that is dropped does so by itself. What those
         copies meet no longer matters: no step waits for them."""
         self._bound.clear()
-        self._grow = self._ran = self._drafting = None
+        self._grow = self._ran = self._drafting = self.prefixes = None
         self._end()
 
 

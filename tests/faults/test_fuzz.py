@@ -7,6 +7,7 @@ each format instead of 80; FOREBAY_TEST_SEED draws others.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -29,6 +30,7 @@ from forebay.commands.prompts import JobError, read_requests
 from forebay.commands.terminal import message_of
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
+from forebay.prefix_identity import PrefixIdentity
 from forebay.rewriter.checkpoints import identity
 from forebay.rewriter.checkpoints.config import read_config, read_eos, read_generation_config
 from forebay.rewriter.checkpoints.gguf_repack import open_gguf
@@ -40,6 +42,8 @@ from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Budget, Workload, load_plan
 from forebay.rewriter.machine.profile import Machine, load_machine
 from forebay.rewriter.planning.options import Options
+from forebay.runtime.run.prefix_cache import PrefixBlock
+from forebay.session_file import SavedSession, read_session, write_session
 from tests.faults import fuzz_texts
 from tests.faults.spoil import Format, mutated_json
 from tests.rewriter.ir.test_plan import PLAN
@@ -94,6 +98,23 @@ class _Header(Format):
         (length,) = struct.unpack("<Q", self.good[:8])
         header = json.dumps(mutated_json(json.loads(self.good[8 : 8 + length]), rng)).encode()
         return struct.pack("<Q", len(header)) + header + self.good[8 + length :]
+
+
+class _SessionHeader(Format):
+    """What a session says of itself, with the checksum set right."""
+
+    def spoil(self, rng: random.Random) -> bytes:
+        line, data = self.good.split(b"\n", 1)
+        header = json.dumps(mutated_json(json.loads(line.split(b" ", 1)[1]), rng)).encode()
+        return hashlib.sha256(header).hexdigest().encode() + b" " + header + b"\n" + data
+
+
+def _session(folder: Path) -> Format:
+    tree = [(b"a", PrefixBlock(b"", torch.zeros(300, dtype=torch.uint8))),
+            (b"b", PrefixBlock(b"a", torch.ones(300, dtype=torch.uint8)))]
+    identity = PrefixIdentity("model", "files", "release", "weights", "cache", "steps")
+    write_session(folder / "session", SavedSession(identity, (8, 4), [{"role": "user", "content": "a"}], tree))
+    return Format(folder / "session", lambda: read_session(folder / "session", identity))
 
 
 def _index(folder: Path) -> Format:
@@ -236,6 +257,7 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
                                                                   lambda: open_checkpoint(folder)),
     "index": _index, "gguf": _gguf, "manifest": _manifest, "plan": _plan,
     "replayed plan": _replayed, "machine": _machine, "answers": _answers,
+    "session": _session, "session header": lambda folder: _SessionHeader((made := _session(folder)).path, made.read),
     "settings": _settings, "prompts": _prompts, "config": _config, "generation config": _generation, "budget": _budget,
     "tokenizer": fuzz_texts.tokenizer, "tokenizer settings": fuzz_texts.tokenizer_settings,
     "chat template": fuzz_texts.chat_template, "texts": fuzz_texts.texts, "config alone": fuzz_texts.config_alone,

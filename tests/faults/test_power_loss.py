@@ -17,10 +17,13 @@ from selection import ALL
 
 from forebay.commands.jobs import AnswerFile, Ask, run_job
 from forebay.commands.prompts import Prompt, PromptLine
+from forebay.prefix_identity import PrefixIdentity
 from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.packed import MANIFEST, file_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_json, write_quantized
 from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.runtime.run.prefix_cache import PrefixBlock
+from forebay.session_file import SavedSession, read_session, write_session
 from tests.e2e.test_jobs import Counter
 from tests.faults.power import Recorder, crashes
 
@@ -96,6 +99,29 @@ def test_settings_are_the_old_or_the_new(tmp_path: Path) -> None:
         assert not promised or found, f"event {count}, seed {SEED}: the settings are gone"
         if found:
             assert json.loads(found)["text"][:3] in ({"old", "new"} if promised != ["old", "new"] else {"new"})
+
+
+def _session(text: str) -> SavedSession:
+    rows = torch.full((9000,), len(text), dtype=torch.uint8)
+    return SavedSession(PrefixIdentity(*"mfrwcs"), (8, 4), text * 2000, [(b"key", PrefixBlock(b"", rows))])
+
+
+def test_a_session_is_the_old_one_or_the_new(tmp_path: Path) -> None:
+    folder, after, old, new = tmp_path / "chat", tmp_path / "after", _session("old"), _session("newer")
+    folder.mkdir()
+    recorder = Recorder(folder)
+    with recorder.recording():
+        for saved, name in ((old, "old"), (new, "new")):
+            write_session(folder / "session", saved)
+            recorder.mark(name)
+    for count, files in crashes(recorder.log, EACH * 10, random.Random(SEED)):
+        promised = [e.name for e in recorder.log[:count] if e.kind == "mark"]
+        _laid_out(after, files)
+        if not promised and not (after / "session").exists():
+            continue
+        found = read_session(after / "session", old.identity)
+        assert found.said in ((old.said, new.said) if promised != ["old", "new"] else (new.said,))
+        assert found.tree[0][1].rows.tolist() == [3 if found.said == old.said else 5] * 9000
 
 
 def _quantized(out: Path) -> None:

@@ -18,6 +18,7 @@ from forebay.commands.options import (
     model_folder,
     named_budget,
     prepare_draft,
+    require_writable,
     with_options,
 )
 from forebay.commands.terminal import clean_errors, console, print_answer, say
@@ -38,13 +39,16 @@ NEW_TOKENS = 256  # of an answer, where nobody says
 
 
 @with_options(leave=("batch", "prompt", "typical", "batch_slots", "plan", "mesh"),
-              defaults={"new_tokens": NEW_TOKENS, "prompt_lookup_num_tokens": "auto"})
+              defaults={"new_tokens": NEW_TOKENS, "prompt_lookup_num_tokens": "auto", "prefix_cache": "256MiB"})
 def chat(
     model: ModelArgument,
     options: Options,
     budget: BudgetOption = None,
     system: Annotated[str | None, typer.Option(
         help="System message before the conversation.",
+        rich_help_panel="Input")] = None,
+    session: Annotated[Path | None, typer.Option(
+        help="File that keeps the conversation, and the KV cache of its prompts, from one run to the next.",
         rich_help_panel="Input")] = None,
     temperature: Annotated[float, typer.Option(
         help="Temperature of sampling; 0 takes the most likely tokens.",
@@ -67,21 +71,19 @@ def chat(
             sampling = Sampling(temperature != 0, temperature or 1.0, 0, top_p)
         except ValueError as error:
             raise JobError(str(error)) from error
-        messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        require_writable(session, "--session")
         folder = model_folder(model, options.dequantize)
         tokenizer = load_tokenizer(folder)
         if not getattr(tokenizer, "chat_template", None):
             raise JobError(f"the tokenizer of {model} has no chat template; try forebay run {model} \"a prompt\"")
         with (ChatTemplate(tokenizer) as template,
               _planned(folder, budget, replace(options, prompt=FIRST_PROMPT)) as lm):
+            messages = conversation(lm, session, system)
             images: list[Any] = []
             told = 0  # of the images those that messages have
-            for turn, line in enumerate(_lines()):
+            for turn, line in enumerate(_lines(), sum(each["role"] == "user" for each in messages)):
                 if line.startswith("/image "):
-                    try:
-                        images += _opened([line.removeprefix("/image ").strip()])
-                    except JobError as error:
-                        say(str(error))
+                    images += _image(line, session)
                     continue
                 new, told = len(images) - told, len(images)
                 messages.append({"role": "user", "content": with_images(line, new) if new else line})
@@ -92,6 +94,39 @@ def chat(
                     ids, given = prompt_ids(PromptLine(turn, turn, messages=messages), tokenizer, template), {}
                 text = _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed + turn, given)
                 messages.append({"role": "assistant", "content": text})
+                if session is not None:
+                    lm.save_session(session, messages)
+
+
+def _image(line: str, session: Path | None) -> list[Any]:
+    """The image that a line names; none, and it says why, where that cannot be."""
+    from forebay.commands.prompts import JobError
+
+    if session is not None:
+        say("a session keeps text alone: leave --session out")
+        return []
+    try:
+        return _opened([line.removeprefix("/image ").strip()])
+    except JobError as error:
+        say(str(error))
+        return []
+
+
+def conversation(lm: LanguageModel, session: Path | None, system: str | None) -> list[dict[str, Any]]:
+    """The messages of a session's file, if there is one; else of a new conversation."""
+    from forebay.commands.prompts import JobError
+
+    begun = [] if system is None else [{"role": "system", "content": system}]
+    if session is None or not session.exists():
+        return begun
+    said = lm.load_session(session)
+    if not isinstance(said, list) or not all(
+            isinstance(each, dict) and {*each} == {"role", "content"} for each in said):
+        raise JobError(f"{session} holds no conversation; name another file")
+    if begun and said[:1] != begun:
+        raise JobError(f"--system: the conversation in {session} has another system message; leave it out")
+    say(f"{session}: going on after {len(said)} messages")
+    return said
 
 
 def answer_one(
@@ -152,7 +187,7 @@ def _planned(folder: Path, budget: str | None, options: Options) -> LanguageMode
     options = replace(options, machine=machine_profile(options, folder))
     saved = stored_plan(folder) if budget is None and is_bundle(folder) and options.draft is None else None
     if saved is not None and _serves(saved, options):
-        return open_bundle(folder, machine=cast("Machine", options.machine))
+        return open_bundle(folder, machine=cast("Machine", options.machine), prefix_cache=options.prefix_cache)
     sizes = named_budget(budget) if saved is None else Budget(saved.budget.device, saved.budget.host)
     prepare_draft(options.draft, folder, sizes.device)
     with console().status("capturing and planning"):

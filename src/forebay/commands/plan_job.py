@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +18,33 @@ if TYPE_CHECKING:
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Plan
     from forebay.rewriter.planning.options import Options
+
+
+MIN_COMMON = 64  # tokens that prompts begin with alike, for the rest of them to be looked at
+MIN_SAVED = 0.1  # of all tokens of prompts, that need not be computed, for memory to be taken
+PREFIX_CACHE = "256MiB"
+
+
+def common_tokens(prompts: Iterable[Sequence[int]]) -> int:
+    """Tokens of prompts that need not be computed, as others begin with them."""
+    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for ids in map(tuple, prompts):
+        groups.setdefault(ids[:MIN_COMMON], []).append(ids)
+    return sum((len(group) - 1) * _alike(min(group), max(group))
+               for key, group in groups.items() if len(key) == MIN_COMMON)
+
+
+def _alike(ids: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
+
+
+def with_reuse(options: Options, prompts: Sequence[Prompt]) -> Options:
+    """Options that keep what the prompts of a job have in common, where that is much and they do not say."""
+    saved = common_tokens(prompt.ids for prompt in prompts) if options.prefix_cache is None else 0
+    if saved < MIN_SAVED * sum(len(prompt.ids) for prompt in prompts) or not saved or options.mesh is not None:
+        return options
+    return replace(options, prefix_cache=PREFIX_CACHE)
 
 
 def fit_job(
@@ -44,9 +73,11 @@ def fit_job(
         kept = up_to(most)
         prompts, typical = [len(p.ids) for p in kept], round(fmean(_new_tokens(p, new_tokens) for p in kept))
         beside, how = most - max(prompts), partial(plan_slots, slots=batch_slots)
+        known = common_tokens(p.ids for p in kept) if options.prefix_cache else 0
+        computed = max(1, round(fmean(prompts) - known / len(prompts)))
 
         def made_for(answer: int) -> LanguageModel:
-            work = Workload(len(kept), max(prompts), answer, round(fmean(prompts)), min(typical, answer))
+            work = Workload(len(kept), max(prompts), answer, computed, min(typical, answer))
             return build_model(opened, sizes, work, options, how)
 
         with console().status("planning the job"):

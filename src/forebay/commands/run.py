@@ -116,7 +116,7 @@ def run(
         from forebay.calibration import calibrated
         from forebay.commands import jobs
         from forebay.commands.chat import answer_one
-        from forebay.commands.plan_job import fit_job, prompt_room, unfit
+        from forebay.commands.plan_job import fit_job, prompt_room, unfit, with_reuse
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids, takes_chats
         from forebay.commands.schema_file import read_schema
         from forebay.open_model import open_model
@@ -194,7 +194,7 @@ def run(
             if known:
                 say(f"{output}: {len(known)} of {len(requests)} prompts are answered already")
             if left:
-                options = replace(options, machine=machine_profile(options, folder), plan=saved)
+                options = with_reuse(replace(options, machine=machine_profile(options, folder), plan=saved), left)
                 answers.check_batch(batch if saved is None else saved.workload.batch)
                 prepare_draft(options.draft, folder, sizes.device)
                 lm, fitting = fit_job((captured, checkpoint, files), encoded, sizes, options, answers.batch)
@@ -280,7 +280,8 @@ def _answer(
     tokens = sum(len(p.ids) for p in encoded)
     calls = sum(calls_of(part.steps.pipeline, part.plan) for part in (lm, lm.helper) if part)
     calls += 0 if lm.shared_draft is None else len(lm.shared_draft.program.step)
-    beside = beside_nbytes(calls, total, tokens, lm.captured.vocab_size if ask.sampling.do_sample else 0,
+    kept = 0 if lm.prefixes is None else lm.prefixes.most_nbytes
+    beside = kept + beside_nbytes(calls, total, tokens, lm.captured.vocab_size if ask.sampling.do_sample else 0,
                            traced=trace is not None)
     found = _measured(plans_in_budget(lm), done, spent, elapsed_s, memory, disk_read_nbytes() - read_before,
                       beside)

@@ -16,6 +16,7 @@ from forebay.commands.options import (
     model_folder,
     named_budget,
     prepare_draft,
+    require_writable,
     with_options,
 )
 from forebay.commands.terminal import FAILED, clean_errors, console, reason_of, say
@@ -24,9 +25,12 @@ from forebay.rewriter.planning.options import Options
 if TYPE_CHECKING:
     from forebay.language_model import LanguageModel
 
+PREFIX_CACHE = "256MiB"  # of prompts that need not be computed again
+
 
 @with_options(leave=("batch", "typical", "plan", "mesh"), said={"batch_slots": "the planner's choice"},
-              defaults={"prompt": 512, "new_tokens": 256, "prompt_lookup_num_tokens": "auto"})
+              defaults={"prompt": 512, "new_tokens": 256, "prompt_lookup_num_tokens": "auto",
+                        "prefix_cache": PREFIX_CACHE})
 def serve(
     model: ModelArgument,
     options: Options,
@@ -64,6 +68,9 @@ def serve(
     strict: Annotated[bool, typer.Option("--strict",
         help="Refuse requests with fields that are not served, which are otherwise passed over.",
         rich_help_panel="Network")] = False,
+    cache_dir: Annotated[Path | None, typer.Option(
+        help="Folder that keeps the KV cache of prompts (--prefix-cache) while the server is stopped.",
+        rich_help_panel="KV cache")] = None,
     debug: DebugOption = False,
 ) -> None:
     """Serve MODEL to OpenAI clients within a budget, until Ctrl-C or SIGTERM.
@@ -105,7 +112,7 @@ def serve(
             run = ServerRun(Service(
                 lm, tokenizer, stop_ids(folder, tokenizer), prompt,
                 min(new_tokens, limit - prompt) if limit else new_tokens, queue, told,
-                choice.turns), grace)
+                choice.turns, _session_file(cache_dir, options)), grace)
             _drop_cached(lm)
             if api_key is None and not alone:
                 say(f"whoever reaches {host} may use this server; --api-key asks for a key")
@@ -128,6 +135,18 @@ def serve(
             say(f"error: the model failed: {reason_of(failure)}")
             raise typer.Exit(FAILED)
         say("stopped")
+
+
+def _session_file(folder: Path | None, options: Options) -> Path | None:
+    """The file of prompts in a folder, which is made where it is missing."""
+    from forebay.commands.prompts import JobError
+
+    if folder is not None and not options.prefix_cache:
+        raise JobError("--cache-dir keeps what --prefix-cache holds: give it more than 0, or leave --cache-dir out")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        require_writable(folder / "prompts.session", "--cache-dir")
+    return None if folder is None else folder / "prompts.session"
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> Exception:

@@ -103,10 +103,11 @@ def message_of(error: Exception) -> str | None:
     from forebay.runtime.devices.device import RuntimeFault
     from forebay.runtime.disk.chunk_queue import ReaderBrokenError
     from forebay.runtime.disk.spill_file import SpillError
+    from forebay.session_file import SessionError
 
     known = (PlanError, CheckpointError, ExportError, CaptureError, SwitchError, JobError, StoppedAfter, GraphError,
              PassChangedResult, ProgramError, LoweringError, ShardError, RuntimeFault, ReaderBrokenError, SpillError,
-             OSError)
+             SessionError, OSError)
     return one_line(str(error)) if isinstance(error, known) else None
 
 

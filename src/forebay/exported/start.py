@@ -16,18 +16,19 @@ from forebay.rewriter.planning.options import Options
 LOG = logging.getLogger("forebay")
 
 
-def open_bundle(folder: str | os.PathLike[str], *, disk: str | None = None, machine: Machine | None = None
-                ) -> LanguageModel:
+def open_bundle(folder: str | os.PathLike[str], *, disk: str | None = None, machine: Machine | None = None,
+                prefix_cache: int | str | None = None) -> LanguageModel:
     """The model of a bundle within the budget, and for the workload, that it was exported for; `wrap` takes a bundle
     too, for any others. Its plan is replayed where it was made for `machine` (by default the profile that is kept of
-    this one), and made anew elsewhere. `disk`: a folder for spill files.
+    this one), and made anew elsewhere. `disk`: a folder for spill files. `prefix_cache` is an
+    option of `wrap`.
 
     Raises CheckpointError for files that are not those that were exported, PlanError for a budget that cannot work.
     """
     opened = read_bundle(Path(folder).expanduser())
     plan = stored_plan(Path(folder).expanduser())
     budget = Budget(plan.budget.device, plan.budget.host, disk)
-    options = Options(cache=plan.cache_format)
+    options = Options(cache=plan.cache_format, prefix_cache=prefix_cache)
     try:
         lm = LanguageModel(*opened, budget, plan.workload, options, machine, plan)
         if lm.plan.machine == plan.machine:

@@ -72,7 +72,8 @@ class Answering:
 
     @property
     def usage(self) -> Usage:
-        return Usage(sum(len(prompt.ids) for prompt in self.prompts), sum(choice.tokens for choice in self.choices))
+        return Usage(sum(len(prompt.ids) for prompt in self.prompts), sum(choice.tokens for choice in self.choices),
+                     sum(first.cached for first in self.pending[:: self.inquiry.choices]))
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta | None]]:
         """What is new, with the index of its answer; None at its end. Refusal where the model fails."""

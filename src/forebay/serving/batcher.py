@@ -67,11 +67,16 @@ class Pending:
     first_s: float = 0.0
     ended_s: float = 0.0
     left: bool = False  # nobody hears it any more
+    cached: int = 0  # tokens of the prompt that were known before
 
     def request(self) -> Request:
         return Request(torch.tensor(self.ids), self.new_tokens,
                      lambda: torch.Generator().manual_seed(self.seed & (1 << 63) - 1), self.sampling, self.constraint,
-                     self.top_logprobs or 0, None if self.top_logprobs is None else self.logprobs.append)
+                     self.top_logprobs or 0, None if self.top_logprobs is None else self.logprobs.append,
+                     self._note_cached)
+
+    def _note_cached(self, tokens: int) -> None:
+        self.cached = tokens
 
     def heard(self, finish: str | None = None) -> Heard:
         """What was not told yet."""
@@ -234,7 +239,7 @@ class Batcher:
         made = len(pending.answer.ids)
         if made > 1:
             self.metrics.token_s.note((pending.ended_s - pending.first_s) / (made - 1))
-        self.metrics.ended(how, len(pending.ids) if pending.entered_s else 0, made)
+        self.metrics.ended(how, len(pending.ids) if pending.entered_s else 0, made, pending.cached)
         self.recent.append(pending)
         if heard is not None:
             pending.hear(heard)

@@ -58,10 +58,11 @@ class AnswerChoice:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request's prompts and of all its answers."""
+    """Tokens of a request's prompts, of which `cached` were known before, and of all its answers."""
 
     prompt: int
     completion: int
+    cached: int = 0
 
 
 class Reply(Protocol):

@@ -50,10 +50,11 @@ class Metrics:
         with self._lock:
             self._responses[path, status] += 1
 
-    def ended(self, how: str, prompt_tokens: int, new_tokens: int) -> None:
+    def ended(self, how: str, prompt_tokens: int, new_tokens: int, cached_tokens: int = 0) -> None:
         with self._lock:
             self._ends[how] += 1
             self._tokens["prompt"] += prompt_tokens
+            self._tokens["cached"] += cached_tokens
             self._tokens["generated"] += new_tokens
 
     def steps(self, prefills: int, decodes: int, time_s: float) -> None:
@@ -76,7 +77,8 @@ class Metrics:
                     f'path="{path}",status="{status}"': n for (path, status), n in self._responses.items()}),
                 "requests_ended_total": ("Requests by how they ended.",
                                          {f'how="{how}"': n for how, n in self._ends.items()}),
-                "tokens_total": ("Tokens of prompts that entered, and tokens made.",
+                "tokens_total": ("Tokens of prompts that entered, those of them that were known before, and tokens "
+                                 "made.",
                                  {f'kind="{kind}"': n for kind, n in self._tokens.items()}),
                 "steps_total": ("Steps of the model; those that compute prompts and decode as well are prefills.",
                                 {f'kind="{kind}"': n for kind, n in self._steps.items()}),

@@ -123,7 +123,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def usage_of(usage: Usage) -> dict[str, int]:
+def usage_of(usage: Usage) -> dict[str, Any]:
     """Numbers of tokens, as OpenAI's API has them."""
     return {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion,
-            "total_tokens": usage.prompt + usage.completion}
+            "total_tokens": usage.prompt + usage.completion, "prompt_tokens_details": {"cached_tokens": usage.cached}}

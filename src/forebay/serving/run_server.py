@@ -10,11 +10,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from forebay.commands.chat_template import ChatTemplate
+from forebay.commands.terminal import reason_of, say
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
 from forebay.serving.app import ServingOptions, make_app
@@ -22,6 +24,7 @@ from forebay.serving.batcher import Batcher
 from forebay.serving.connection import ConnectionLimits, connection_type
 from forebay.serving.metrics import Metrics
 from forebay.serving.text_codec import TextCodec
+from forebay.session_file import SessionError
 
 BACKLOG = 128  # connections that wait to be accepted
 OTHER_FILES = 128  # that the process may open besides its connections
@@ -31,7 +34,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 @dataclass(frozen=True)
 class Service:
     """What a server serves: a planned model, its tokenizer and the tokens that end answers, in slots of `prompt` and
-    `new_tokens`, which take `turns`; at most `queue` requests wait."""
+    `new_tokens`, which take `turns`; at most `queue` requests wait. `session` is a file that keeps the KV cache of
+    prompts while it is stopped."""
 
     lm: LanguageModel
     tokenizer: Any
@@ -41,6 +45,7 @@ class Service:
     queue: int
     options: ServingOptions
     turns: StepTurns = DEFAULT_TURNS
+    session: Path | None = None
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -98,6 +103,7 @@ class ServerRun:
                 http=connection_type(_connection_limits(self.service.options)), server_header=False,
                 proxy_headers=False, timeout_graceful_shutdown=max(1, int(self._grace_s)))
             self._uvicorn = _Uvicorn(config, on_start, self.batcher.drain)
+            self._load_session()
             try:
                 with _signals(self.stop):
                     self.batcher.start()
@@ -107,8 +113,25 @@ class ServerRun:
                 at.close()
                 self.batcher.drain()
                 self.batcher.join()
+                self._save_session()
                 self.service.lm.close()
         return self.batcher.broken
+
+    def _load_session(self) -> None:
+        """Take over the prompts of the server before; of a file that does not suit, say so."""
+        session = self.service.session
+        if session is not None and session.exists():
+            try:
+                self.service.lm.load_session(session, reserve=False)
+            except (SessionError, OSError) as error:
+                say(f"{reason_of(error)}; it is replaced when the server stops")
+
+    def _save_session(self) -> None:
+        if self.service.session is not None and self.batcher.broken is None:
+            try:
+                self.service.lm.save_session(self.service.session)
+            except OSError as error:
+                say(reason_of(error))
 
     def stop(self) -> None:
         """End `run` as a signal does; from any thread."""

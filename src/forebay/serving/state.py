@@ -49,5 +49,7 @@ def gauges(batcher: Batcher) -> dict[str, tuple[str, Mapping[str, float]]]:
         "batch_slots": ("Slots of the plan.", {"": batcher.lm.plan.workload.batch}),
         "budget_bytes": ("The device's budget.", {"": found["budget_nbytes"]}),
         "planned_bytes": ("Memory of the plan by tier.", {f'tier="{t}"': n for t, n in found["arenas"].items()}),
+        "prefix_cache_bytes": ("Prompts that need not be computed again.", {
+            "": 0 if (prefixes := batcher.lm.prefixes) is None else prefixes.nbytes}),
         "process_anonymous_bytes": ("Anonymous memory of the process.", {"": found["process_nbytes"]}),
     }

@@ -27,7 +27,7 @@ TIMES = StepTimes(4, 1, 32, 48, (16, 8), {1: (0.5, 0.5), 8: (1.0, 1.0), 16: (1.7
 class ClockedSession:
     """Computes nothing; a step takes its time on the clock."""
 
-    rope_switch_length, rewindable = 0, True
+    rope_switch_length, rewindable, prefixes = 0, True, None
 
     def __init__(self, times: StepTimes) -> None:
         batching = BatchSchedule(admission=Admission(times.admitted))

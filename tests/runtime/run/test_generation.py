@@ -30,6 +30,7 @@ class Recalling:
     chunks: list[int] = field(default_factory=list)
     rope_switch_length: int = 0
     rewindable: bool = True
+    prefixes = None
     crosses_rope_switch = Session.crosses_rope_switch
     call = 0  # what the cache was computed for
 

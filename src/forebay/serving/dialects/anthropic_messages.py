@@ -102,7 +102,7 @@ class MessageReply:
         yield from self._close()
 
     def end(self, usage: Usage) -> Iterator[bytes]:
-        yield self._event("message_delta", delta=_stop(self._choice), usage={"output_tokens": usage.completion})
+        yield self._event("message_delta", delta=_stop(self._choice), usage=_usage(usage))
         yield self._event("message_stop")
 
     def failed(self, refusal: Refusal) -> Iterator[bytes]:
@@ -116,8 +116,7 @@ class MessageReply:
             blocks.append({"type": "text", "text": choice.content})
         blocks += [{"type": "tool_use", "id": f"toolu_{call.id}", "name": call.name, "input": _object(call.arguments)}
                    for call in choice.calls]
-        return {**self.heading, "content": blocks, **_stop(choice),
-                "usage": {"input_tokens": usage.prompt, "output_tokens": usage.completion}}
+        return {**self.heading, "content": blocks, **_stop(choice), "usage": _usage(usage)}
 
     def _begin(self, kind: str, empty: dict[str, Any]) -> Iterator[bytes]:
         if self._open != kind:
@@ -136,6 +135,12 @@ class MessageReply:
 
     def _event(self, name: str, **fields: Any) -> bytes:
         return event({"type": name, **fields}, name)
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    """Numbers of tokens, as Anthropic's API has them: those of a prompt that were known before count by themselves."""
+    cached = {"cache_read_input_tokens": usage.cached} if usage.cached else {}
+    return {"input_tokens": usage.prompt - usage.cached, **cached, "output_tokens": usage.completion}
 
 
 def _stop(choice: AnswerChoice) -> dict[str, Any]:

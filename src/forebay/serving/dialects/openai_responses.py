@@ -115,7 +115,8 @@ class ResponseReply:
         cut = choice.finish == "length"
         return {**self.heading, "status": "incomplete" if cut else "completed", "output": items,
                 "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "usage": {
-                    "input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                    "input_tokens": usage.prompt, "input_tokens_details": {
+                        "cached_tokens": usage.cached, "cache_write_tokens": 0},
                     "output_tokens": usage.completion, "output_tokens_details": {"reasoning_tokens": 0},
                     "total_tokens": usage.prompt + usage.completion}}
 

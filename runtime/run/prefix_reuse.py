@@ -1,0 +1,74 @@
+"""Prompts that begin as earlier ones did: what a session computed of those enters a slot in place of being computed.
+
+Only what whole prefill chunks computed is kept, from multiples of a chunk on. A prompt that enters after such chunks
+runs the steps that are left, with the tokens and the sizes that they have without reuse, so that results are equal bit
+for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from forebay.rewriter.ir.state import LayerStates
+from forebay.runtime.run.cache_slots import CacheSlots
+from forebay.runtime.run.prefix_cache import PrefixCache, block_keys
+from forebay.runtime.run.session import Session
+
+
+def reuse_prefixes(session: Session, states: LayerStates, cache: PrefixCache, identity: bytes) -> None:
+    """Let a session keep prefixes of prompts in `cache` and find them there, unless what it computes of a prompt
+    depends on the length of the prompt's call. `identity` is a digest of all else that it depends on."""
+    chunk = session.plan.schedule.prefill_chunk
+    if not session.rope_switch_length and "length" not in session.bound(chunk).inputs:  # which opens spill files, too
+        slots = CacheSlots(session.plan, session.device, session.blocks, states)
+        session.prefixes = PrefixReuse(slots, chunk, cache, identity)
+
+
+class PrefixReuse:
+    """The prefixes that one session keeps in `cache`, and finds there.
+
+    Attributes:
+        tokens: Of a block.
+    """
+
+    def __init__(self, slots: CacheSlots, chunk: int, cache: PrefixCache, identity: bytes) -> None:
+        self.slots, self.chunk, self.cache, self.root = slots, chunk, cache, identity
+        self.tokens = math.lcm(chunk, slots.unit)
+        self._keys: dict[int, list[bytes]] = {}  # by slot, of the prompts that are computed
+        self._shared: Counter[bytes] | None = None  # prompts of a job by block
+
+    def expect(self, prompts: Iterable[torch.Tensor] | None) -> list[tuple[bytes, ...]]:
+        """Keep only what two of these prompts have in common, as no others come (None: any may come). Returns of each
+        the keys of the blocks that others begin with, too."""
+        keys = [block_keys(self.root, ids, self.tokens) for ids in prompts or ()]
+        shared = Counter(key for of_one in keys for key in of_one)
+        self._shared = None if prompts is None else shared
+        return [tuple(key for key in of_one if shared[key] > 1) for of_one in keys]
+
+    def enter(self, prompts: Mapping[int, torch.Tensor]) -> int:
+        """Give the slots of `prompts` what is known of each, up to as many tokens as is known of all; how many. The
+        last token of a prompt is always computed."""
+        self._keys = {slot: block_keys(self.root, ids, self.tokens) for slot, ids in prompts.items()}
+        known = {slot: self.cache.known(keys[: (prompts[slot].numel() - 1) // self.tokens])
+                 for slot, keys in self._keys.items()}
+        count = min(map(len, known.values()))
+        for slot, blocks in known.items():
+            for i, block in enumerate(blocks[:count]):
+                self.slots.write(slot, i * self.tokens, (i + 1) * self.tokens, block.rows)
+        return count * self.tokens
+
+    def keep(self, at: int, tokens: int) -> None:
+        """Keep what a step over `tokens` tokens from `at` on has just computed of the prompts that entered, where it
+        ends a block."""
+        end = at + tokens
+        if tokens != self.chunk or at % tokens or end % self.tokens:
+            return
+        for slot, keys in self._keys.items():
+            upto = keys[: end // self.tokens]
+            wanted = len(upto) * self.tokens == end and (self._shared is None or self._shared[upto[-1]] > 1)
+            if wanted and upto[-1] not in self.cache.blocks and self.cache.has_room(upto[:-1]):
+                self.cache.add(upto, self.slots.read(slot, end - self.tokens, end), self.root)

@@ -1,0 +1,228 @@
+"""Prompts that begin as earlier ones did are answered as if nothing of them were known, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as T
+from families import gemma2, llama
+from packaging.version import Version
+from selection import at_length
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import forebay
+from forebay.rewriter.machine.profile import Machine
+from forebay.runtime.run.prefix_cache import PrefixCache, block_keys
+from forebay.runtime.run.progress import WorkDone
+from forebay.runtime.run.request import Request
+from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scheduler import answer_all, answer_arriving
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
+              pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
+CHUNK, PROMPT, NEW, VOCAB = 4, 30, 4, 128
+COMMON: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=VOCAB, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64)
+STATES: dict[str, dict[str, Any]] = {
+    "lfm2": dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False), "mamba": dict(state_size=8),
+    "qwen3_5_text": dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+                         linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"]),
+    "deepseek_v3": dict(moe_intermediate_size=32, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2,
+                        n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1, q_lora_rank=32,
+                        kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, head_dim=8, v_head_dim=12)}
+TIERS: dict[str, dict[str, Any]] = {
+    "device": {}, "host": {"cache_tier": "host", "cache_tokens": 2}, "disk": {"cache_tier": "disk", "cache_tokens": 4},
+    "attended": {"cache_tier": "host", "cache_tokens": 4, "cpu_attention": True},
+    "shared": {"cache_tier": "disk", "cache_tokens": 4, "cache_shares": (0.5, 0.5)},
+    "checkpoints": {"cache_tier": "disk", "cache_tokens": 4, "checkpoints": (1, 2)}}
+SLOTS: dict[str, dict[str, Any]] = {
+    "alone": {"batch": 1}, "one enters": {"batch_slots": 3}, "two enter": {"batch_slots": 16, "micro_batches": 2}}
+Told = list[tuple[int, float, Any]]
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """A random model of a family."""
+    known: dict[str, Path] = {}
+
+    def saved(family: str) -> Path:
+        if family not in known:
+            known[family] = tmp_path_factory.mktemp(family)
+            torch.manual_seed(0)
+            made = {"llama": lambda: llama(2, vocab_size=VOCAB), "gemma2": lambda: gemma2(2, vocab_size=VOCAB)}
+            config = made[family]() if family in made else AutoConfig.for_model(family, **{**COMMON, **STATES[family]})
+            AutoModelForCausalLM.from_config(config).save_pretrained(known[family])
+        return known[family]
+
+    return saved
+
+
+def opened(folder: Path, **options: Any) -> Any:
+    return forebay.wrap(folder, {"device": 1 << 24, "host": 1 << 24, "disk": str(folder)}, prompt=PROMPT,
+                        new_tokens=NEW, machine=Machine.default(), **{"prefill_chunk": CHUNK, **options})
+
+
+def prompts_of(seed: int, count: int = 8) -> list[torch.Tensor]:
+    """Prompts that begin as others do, up to any token, and one twice."""
+    chance, made = random.Random(seed), [torch.randint(3, VOCAB, (PROMPT - 3,))]
+    for _ in range(count - 2):
+        begun = chance.choice(made)
+        kept, length = chance.randint(0, len(begun)), chance.randint(1, PROMPT)
+        made.append(torch.cat((begun[:kept], torch.randint(3, VOCAB, (PROMPT,))))[:length])
+    return [*made, made[0]]
+
+
+def answers(lm: Any, prompts: Sequence[torch.Tensor], at_once: int = 1) -> tuple[list[Told], list[int], WorkDone]:
+    """The log probabilities of each prompt's answer, the tokens of it that were known, and what was done; as they
+    arrive, so many at a time."""
+    told: list[Told] = [[] for _ in prompts]
+    known, left = [0] * len(prompts), list(range(len(prompts)))
+
+    def arriving(free: int, idle: bool) -> dict[int, Request] | None:
+        if not idle:
+            return {}
+        came = left[:at_once]
+        del left[:at_once]
+        return {i: Request(prompts[i], NEW, top_logprobs=2, on_cached=lambda n, i=i: known.__setitem__(i, n),
+                           on_logprobs=lambda each, i=i: told[i].append((each.token, each.logprob, each.top)))
+                for i in came} if came else None
+
+    work = answer_arriving(lm.session, arriving, on_next=lambda *_: True, on_end=lambda *_: None)
+    return told, known, work
+
+
+def check(folder: Path, seed: int, at_once: int = 1, **options: Any) -> None:
+    """Answers equal those without reuse, and begin after as many tokens as were computed before."""
+    torch.manual_seed(seed)
+    prompts = prompts_of(seed)
+    with opened(folder, **options) as lm:
+        without, known, work = answers(lm, prompts, at_once)
+        assert not any(known)
+    with opened(folder, prefix_cache="64MiB", **options) as lm:
+        found, known, reused = answers(lm, prompts, at_once)
+        tokens = lm.session.prefixes.tokens
+        again = answers(lm, prompts, at_once)
+    assert found == without == again[0]
+    common = [max((shared(prompts[i], prompts[j], tokens) for j in range(i)), default=0) for i in range(len(prompts))]
+    if at_once == 1:
+        assert known == common and known[-1] > 0
+        assert reused.prefills == work.prefills - sum(known) // CHUNK
+        assert again[1] == [(len(ids) - 1) // tokens * tokens for ids in prompts]
+    assert reused.cached == sum(known) and all(a <= b for a, b in zip(known, common, strict=True))
+
+
+def shared(ids: torch.Tensor, other: torch.Tensor, tokens: int) -> int:
+    """Tokens in whole blocks that both prompts begin with, but for the last of the first."""
+    most = min(len(ids) - 1, len(other)) // tokens * tokens
+    return next((n for n in range(most, 0, -tokens) if torch.equal(ids[:n], other[:n])), 0)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("cache", ["native", "kv8", "kv4"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_answers_are_those_without_reuse(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, tier: str, cache: str, slots: str
+) -> None:
+    if tier == "checkpoints" and cache != "native":
+        pytest.skip("checkpoints stand in place of K and V in the model's format")
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    check(folders("llama"), 3, 2 if slots == "two enter" else 1, **TIERS[tier], **SLOTS[slots], cache=cache)
+
+
+@pytest.mark.parametrize(("family", "slots"), [
+    at_length("gemma2", "one enters"), ("lfm2", "one enters"), at_length("mamba", "alone"),
+    at_length("qwen3_5_text", "alone"), at_length("qwen3_5_text", "two enter"), ("deepseek_v3", "alone")])
+def test_states_of_every_kind_enter(folders: Folders, monkeypatch: pytest.MonkeyPatch, family: str, slots: str) -> None:
+    if family in STATES and Version(T.__version__) < Version("5.23"):
+        pytest.skip("mixers are written in another way")
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    check(folders(family), 4, 2 if slots == "two enter" else 1, **SLOTS[slots])
+
+
+def test_steps_that_follow_the_length_of_a_call_reuse_nothing(folders: Folders, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    AutoModelForCausalLM.from_config(llama(2, vocab_size=VOCAB, max_position_embeddings=16, rope_parameters=rope)
+                                     ).save_pretrained(tmp_path)
+    with opened(tmp_path, prefix_cache="1MiB", batch=1) as lm:
+        assert lm.session.prefixes is None and answers(lm, prompts_of(1))[2].cached == 0
+
+
+@pytest.mark.parametrize("blocks", range(9))
+def test_blocks_may_be_dropped_at_any_time(folders: Folders, blocks: int) -> None:
+    """Of a cache that holds a few blocks: sequences enter and leave while others run."""
+    torch.manual_seed(blocks)
+    prompts, chance = prompts_of(blocks, 12), random.Random(blocks)
+    found: dict[int, list[int]] = {}
+
+    def ran(lm: Any) -> dict[int, list[int]]:
+        left, ended = list(range(len(prompts))), dict[int, list[int]]()
+
+        def arriving(free: int, idle: bool) -> dict[int, Request] | None:
+            came = left[: min(free, chance.choice((0, 1, 2)) if not idle else 1)]
+            del left[: len(came)]
+            return {i: Request(prompts[i], 1 + i % NEW) for i in came} if came or left else None
+
+        answer_arriving(lm.session, arriving, on_next=lambda *_: True, on_end=ended.__setitem__)
+        return ended
+
+    with opened(folders("llama"), batch_slots=3) as lm:
+        found = ran(lm)
+    with opened(folders("llama"), batch_slots=3, prefix_cache=1 << 24) as lm:
+        answers(lm, prompts[:1])
+        each = next(iter(lm.prefixes.blocks.values())).rows.numel()
+    with opened(folders("llama"), batch_slots=3, prefix_cache=blocks * each + 1) as lm:
+        assert ran(lm) == found
+        assert len(lm.prefixes.blocks) <= blocks and lm.prefixes.nbytes == each * len(lm.prefixes.blocks)
+
+
+def test_a_job_keeps_what_its_prompts_share(folders: Folders) -> None:
+    """Blocks that one prompt alone has are not kept, and a shared beginning is computed once."""
+    torch.manual_seed(0)
+    system = torch.randint(3, VOCAB, (16,))
+    prompts = [torch.cat((system, torch.randint(3, VOCAB, (9,)))) for _ in range(6)]
+    prompts.insert(3, torch.randint(3, VOCAB, (25,)))
+    ended: dict[int, list[int]] = {}
+    with opened(folders("llama"), batch_slots=3) as lm:
+        plain = answer_all(lm.session, [Request(ids, NEW) for ids in prompts], Sampling(), on_end=ended.__setitem__)
+    expected, ended = ended, {}
+    with opened(folders("llama"), batch_slots=3, prefix_cache="1MiB") as lm:
+        work = answer_all(lm.session, [Request(ids, NEW) for ids in prompts], Sampling(), on_end=ended.__setitem__)
+        assert len(lm.prefixes.blocks) == 4
+    assert ended == expected and work.cached == 5 * 16 and work.prefills == plain.prefills - 5 * 4
+
+
+def test_what_is_used_last_is_dropped_last_and_a_beginning_after_what_follows_it() -> None:
+    cache, root = PrefixCache(5), b"model"
+    ids = {name: torch.tensor(list(map(ord, name))) for name in ("abcd", "abce", "xy")}
+    keys = {name: block_keys(root, each, 1) for name, each in ids.items()}
+    assert keys["abcd"][:3] == keys["abce"][:3] and keys["abcd"][3] != keys["abce"][3]
+
+    def keep(name: str) -> None:
+        for i in range(1, len(name) + 1):
+            cache.add(keys[name][:i], torch.zeros(1, dtype=torch.uint8), root)
+
+    keep("abcd")
+    keep("abce")
+    assert cache.nbytes == 5 and len(cache.known(keys["abcd"])) == len(cache.known(keys["abce"])) == 4
+    keep("xy")  # drops d, then e
+    assert [len(cache.known(keys[name])) for name in ("abcd", "abce", "xy")] == [3, 3, 2] and cache.nbytes == 5
+    cache.add(keys["abcd"], torch.zeros(6, dtype=torch.uint8), root)  # larger than all
+    assert cache.nbytes <= 5 and len(cache.known(keys["abcd"])) == 3
+    assert block_keys(b"other", ids["xy"], 1) != keys["xy"] and block_keys(root, ids["xy"], 3) == []
+
+
+def test_a_chain_longer_than_the_cache_keeps_its_beginning() -> None:
+    cache, root = PrefixCache(3), b""
+    keys = block_keys(root, torch.arange(6), 1)
+    for i in range(1, 7):
+        cache.add(keys[:i], torch.zeros(1, dtype=torch.uint8), root)
+    assert len(cache.known(keys)) == 3 == cache.nbytes
