@@ -10,9 +10,9 @@ _LAST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
-def _words(digits: str, contractions: str = f"{_CASES}|", letters: str = r"\p{L}", other: str = r"\p{L}") -> str:
+def _words(digits: str, letters: str = r"\p{L}", other: str = r"\p{L}") -> str:
     """Llama 3's pattern, and those that differ from it in few places."""
-    return (rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?{letters}+|{digits}| ?[^\s{other}\p{{N}}]+[\r\n]*{_LAST}")
+    return (rf"{_CASES}|[^\r\n\p{{L}}\p{{N}}]?{letters}+|{digits}| ?[^\s{other}\p{{N}}]+[\r\n]*{_LAST}")
 
 
 def _cased(digits: str, contractions: str = "") -> str:

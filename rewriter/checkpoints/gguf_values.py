@@ -44,11 +44,11 @@ def read_number(header: GgufHeader, key: str, default: float | None = None) -> f
     return value
 
 
-def read_layers(header: GgufHeader, key: str, default: object = None) -> list[int]:
+def read_layers(header: GgufHeader, key: str) -> list[int]:
     """The value of a key in each layer of the model, where it may differ."""
     count, value = layer_count(header), header.get(key)
     if not isinstance(value, tuple):
-        return [int(read_value(header, key, default))] * count
+        return [int(read_value(header, key))] * count
     if len(value) < count:
         raise CheckpointError(f"{header.path}: {header.architecture}.{key} has {len(value)} entries for {count} "
                               "layers; convert the model again")

@@ -46,12 +46,10 @@ def beside_readers(machine: Machine, ranks: int) -> Machine:
     return replace(machine, links=links, mesh=replace(machine.mesh, reads_slowed=1.0))
 
 
-def simulate_ranks(
-    programs: Sequence[Program], machine: Machine, *, steps: int = STEPS, times: Estimator | None = None
-) -> tuple[RankLine, ...]:
+def simulate_ranks(programs: Sequence[Program], machine: Machine, *, steps: int = STEPS) -> tuple[RankLine, ...]:
     """The last of so many steps of each rank, all of one machine like `machine`, whose memory and disk they share while
     they compute and read at the same time."""
-    times = times or MachineEstimator(machine)
+    times = MachineEstimator(machine)
     between = [choice_time_s(program, times) for program in programs]
     beside = [BusyBeside() for _ in programs]
     for _ in range(ROUNDS):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.draft_shapes import best_tree, passes, shapes
 from benchmarks.speculative import report, table
 
 
@@ -34,13 +33,3 @@ def test_a_line_per_contestant_beside_plain(capsys: pytest.CaptureFixture[str]) 
     assert "tokens_per_pass" not in peer
     report(lines)
     assert len({len(line) for line in capsys.readouterr().out.splitlines()}) == 1, "columns stand under their titles"
-
-
-def test_a_tree_branches_where_that_is_likelier_than_going_on() -> None:
-    assert best_tree([0.9, 0.05], 4, 4) == {(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)}
-    assert best_tree([0.5, 0.3], 3, 4) == {(0,), (1,), (0, 0)}
-    assert best_tree([0.9, 0.05], 4, 2) == {(0,), (0, 0), (1,), (0, 1)}
-    assert passes([0, 0, 1, 0, 0], {(0,), (0, 0)}) == 2, "three tokens, the last by the model itself, and two"
-    assert passes([0, 0, 1, 0, 0], {(0,), (0, 0), (0, 0, 1)}) == 2 and passes([0, 1, 0, 1], {(0,), (0, 1)}) == 2
-    found = shapes([[0] * 96 + [1] * 4])
-    assert found["shares"] == [0.96, 0.04, 0, 0] and found["shapes"][0]["tree"] == found["shapes"][0]["chain"] > 3

@@ -36,12 +36,12 @@ def fail(argument: str, problem: str) -> None:
     raise ValueError(f"{OP}: {argument} {problem}")
 
 
-def check_format(op: str, bits: int, group: int, prefix: str = "") -> None:
-    """ValueError, opened by op, unless rows of this format exist; prefix begins the names of the two arguments."""
+def check_format(op: str, bits: int, group: int) -> None:
+    """ValueError, opened by op, unless rows of this format exist."""
     if bits not in row_sizes.BITS:
-        raise ValueError(f"{op}: {prefix}bits must be one of {row_sizes.BITS}, got {bits}")
+        raise ValueError(f"{op}: bits must be one of {row_sizes.BITS}, got {bits}")
     if group not in GROUPS:
-        raise ValueError(f"{op}: {prefix}group must be one of {GROUPS}, got {group}")
+        raise ValueError(f"{op}: group must be one of {GROUPS}, got {group}")
 
 
 def check(cache: Tensor, x: Tensor, rows: Tensor, bits: int, group: int) -> None:
