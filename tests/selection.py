@@ -97,6 +97,11 @@ def longest_first(items: list[pytest.Item]) -> None:
     items.sort(key=key)
 
 
+def examples(count: int) -> int:
+    """Random cases of a property: all in `make test-all`, a third of them in `make test`."""
+    return count if ALL else max(20, count // 3)
+
+
 def at_length(*case: Any) -> Any:
     """A case for `parametrize` that runs in `make test-all` only."""
     return pytest.param(*case, marks=pytest.mark.all)

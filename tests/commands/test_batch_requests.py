@@ -36,7 +36,8 @@ def run(folder: Path, at: Path, lines: list[Any], *options: str) -> tuple[int, s
     """Exit code and what is said of a job, and by id the lines of its output."""
     (at / "in.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     said = CliRunner().invoke(app, ["run", str(folder), "--prompts", str(at / "in.jsonl"), "--output",
-                                    str(at / "out.jsonl"), "--budget", "9MB", "--new-tokens", "12", *options])
+                                    str(at / "out.jsonl"), "--budget", "9MB", "--new-tokens", "12", "--batch", "4",
+                                    *options])
     found = [json.loads(each) for each in (at / "out.jsonl").read_text().splitlines()] if (
         at / "out.jsonl").exists() else []
     assert len({each["id"] for each in found}) == len(found)

@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from selection import at_length
+from serving.served import save_model
 from typer.testing import CliRunner, Result
 
 import forebay
+from forebay.commands import chat as chat_command
 from forebay.commands.app import app
 
 RUNNER = CliRunner()
@@ -34,6 +37,13 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     found = call("run", "demo", "--prompts", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl"),
                  "--budget", "200MB", "--new-tokens", "10", "--json")
     return json.loads((folder / "out.jsonl").read_text())["text"], json.loads(found.stdout)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model, for what a large one shows no better."""
+    save_model(folder := tmp_path_factory.mktemp("small"), 2)
+    return str(folder)
 
 
 def test_one_prompt_is_answered_as_the_job_answers_it(answered: tuple[str, dict]) -> None:
@@ -68,11 +78,12 @@ def test_a_process_is_as_large_as_plan_said(tmp_path: Path) -> None:
     assert 0.8 * measured < expected < 1.35 * measured
 
 
-def test_a_conversation_goes_on_from_what_was_said() -> None:
-    options = ("chat", "demo", "--budget", "200MB", "--new-tokens", "6", "--temperature", "0")
-    both = call(*options, said="My name is Ada.\n\nWhat is my name?\n")
-    first = call(*options, said="My name is Ada.\n").stdout.strip()
-    alone = call(*options, said="What is my name?\n").stdout.strip()
+def test_a_conversation_goes_on_from_what_was_said(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_command, "FIRST_PROMPT", 16)  # the model has 128 positions
+    options = ("chat", small, "--budget", "4MB", "--new-tokens", "6", "--temperature", "0")
+    both = call(*options, said="w1 w2 w3\n\nw4 w5\n")
+    first = call(*options, said="w1 w2 w3\n").stdout.strip()
+    alone = call(*options, said="w4 w5\n").stdout.strip()
     assert both.stdout.startswith(first) and len(both.stderr.splitlines()) == 2
     assert both.stdout.removeprefix(first).strip() != alone, "the second answer did not see the first turn"
 
@@ -88,7 +99,7 @@ def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], message:
     assert message in found.stderr and "Traceback" not in found.stderr
 
 
-@pytest.mark.parametrize("package", ["typer", "rich"])
+@pytest.mark.parametrize("package", ["typer", at_length("rich")])
 def test_without_the_extra_it_says_what_to_install(tmp_path: Path, package: str) -> None:
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name={package!r})")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -119,8 +130,8 @@ def logger() -> Iterator[logging.Logger]:
     logger.setLevel(kept[1])
 
 
-def test_the_logger_is_quiet_until_asked(logger: logging.Logger) -> None:
-    run = ("run", "demo", "Hi", "--budget", "200MB", "--new-tokens", "2")
+def test_the_logger_is_quiet_until_asked(logger: logging.Logger, small: str) -> None:
+    run = ("run", small, "w1", "--budget", "4MB", "--new-tokens", "2")
     quiet = call(*run).stderr
     assert not logger.handlers and logger.level == logging.NOTSET
     heard = call("-vv", *run).stderr
@@ -129,8 +140,8 @@ def test_the_logger_is_quiet_until_asked(logger: logging.Logger) -> None:
         assert part in heard
 
 
-def test_a_picture_of_a_step(tmp_path: Path) -> None:
-    call("plan", "demo", "--budget", "150MB", "--picture", str(tmp_path / "step.png"))
+def test_a_picture_of_a_step(tmp_path: Path, small: str) -> None:
+    call("plan", small, "--budget", "900kB", "--picture", str(tmp_path / "step.png"))
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    wrong = call("plan", "demo", "--budget", "150MB", "--picture", str(tmp_path / "step.xyz"), exit_code=2)
+    wrong = call("plan", small, "--budget", "900kB", "--picture", str(tmp_path / "step.xyz"), exit_code=2)
     assert "cannot write the picture" in wrong.stderr

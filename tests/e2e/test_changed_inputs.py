@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from selection import at_length
+from selection import ALL, at_length
 from transformers import LlamaForCausalLM
 
 from forebay.calibrate import calibrate
@@ -81,8 +81,9 @@ def test_answers_of_two_models_are_not_mixed(folder: Path, half: tuple[Path, Pat
     refused = _forebay(*_run_arguments(model, output))
     assert refused.exit_code == 2 and part in refused.stderr and refused.stderr.count("\n") == 1, refused.output
     assert output.read_bytes() == before
-    forced = _forebay(*_run_arguments(model, output), "--force")
-    assert forced.exit_code == 0 and len(_answers(output)) == COUNT, forced.output
+    if change is _one_byte or ALL:
+        forced = _forebay(*_run_arguments(model, output), "--force")
+        assert forced.exit_code == 0 and len(_answers(output)) == COUNT, forced.output
 
 
 def test_answers_of_two_calibrations_are_not_mixed(
@@ -115,7 +116,7 @@ def test_an_unchanged_model_goes_on(folder: Path, half: tuple[Path, Path], refer
 
 
 @pytest.mark.parametrize(("after", "how"), [
-    (0, "replaced"), at_length(1, "in place"), (1, "replaced"), (4, "in place")])
+    (0, "replaced"), at_length(1, "in place"), at_length(1, "replaced"), (4, "in place")])
 def test_nothing_computed_from_changed_weights_is_written(
     folder: Path, reference: dict[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, how: str
 ) -> None:

@@ -116,6 +116,7 @@ def test_of_random_modules(layers: list[tuple[str, int]], dtype: torch.dtype, ro
     assert_named_is_smallest(lambda: Kinds(layers, dtype), torch.linspace(-1, 1, rows * 24).view(rows, 24).to(dtype))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["product", "sum", "joined"])
 @pytest.mark.parametrize("width", [100, 136])  # weights that stay for their size, and such as stream
 def test_of_an_operator_that_needs_two_large_weights(kind: str, width: int) -> None:

@@ -13,7 +13,7 @@ import torch
 import transformers as T
 from e2e.prompter import Answers, Prompter
 from on_ranks import Nursery
-from selection import at_length
+from selection import ALL, at_length
 
 import forebay
 from forebay.rewriter.ir.plan import PlanError
@@ -31,9 +31,11 @@ KINDS = {"llama": families.llama, "opt": lambda: families.opt(4), "gpt2": famili
 Asking = tuple[str, str, dict[str, Any]]  # what model, on what mesh, and how it is wrapped
 DISK = {"cache_tier": "disk", "micro_batches": 3}
 TWO: list[Asking] = [
-    ("llama", "2", {}), ("uneven", "2", DISK), ("opt", "2", {"batch_slots": 2}), ("gpt2", "tensor=2,chunks=4/2", {}),
-    ("gpt_neox", "tensor=2,attention=batch", {}), ("bigcode", "tensor=2,layout=xyz", {}), ("opt", "stages=2", {}),
-    ("deep llama", "stages=2", DISK), ("gpt_neox", "stages=2", {"micro_batches": 3, "order": "row"})]
+    ("uneven", "2", DISK), ("opt", "2", {"batch_slots": 2}), ("gpt2", "tensor=2,chunks=4/2", {}),
+    ("gpt_neox", "tensor=2,attention=batch", {}), ("bigcode", "tensor=2,layout=xyz", {}),
+    ("deep llama", "stages=2", DISK)]
+TWO += [("llama", "2", {}), ("opt", "stages=2", {}),
+        ("gpt_neox", "stages=2", {"micro_batches": 3, "order": "row"})] if ALL else []
 FOUR: list[Asking] = [
     ("gpt2", "tensor=2x2,layout=2d,attention=batch", {}), ("llama", "tensor=2x2,layout=x", {}),
     ("bigcode", "stages=2,tensor=2", {}), ("deep llama", "stages=4", DISK), ("opt", "tensor=2x2,layout=2d", DISK)]

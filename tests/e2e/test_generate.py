@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from e2e.agreement import assert_same_tokens
+from selection import at_length
 
 import forebay.language_model as model_module
 import forebay.rewriter.pipeline.plan_task as plan_task
@@ -122,7 +123,8 @@ def test_steps_of_every_size_hand_each_other_the_same_copies(
 
 
 @pytest.mark.parametrize("switch", [
-    {"FOREBAY_POISON": "1"}, {"FOREBAY_SYNC": "1"}, {"FOREBAY_NO_REUSE": "1"}, {"FOREBAY_SKIP": "hoist_prefetch"},
+    at_length({"FOREBAY_POISON": "1"}), at_length({"FOREBAY_SYNC": "1"}), {"FOREBAY_NO_REUSE": "1"},
+    at_length({"FOREBAY_SKIP": "hoist_prefetch"}),
     {"FOREBAY_SKIP": "hoist_prefetch,fuse_residual", "FOREBAY_POISON": "1", "FOREBAY_SYNC": "1"},
     {"FOREBAY_BISECT": "1"}, {"FOREBAY_VERIFY": "0"},
 ])
@@ -171,7 +173,8 @@ def test_host_memory_takes_what_the_device_cannot(llama_checkpoint: Any, reader_
         check(lm, llama_checkpoint)
 
 
-@pytest.mark.parametrize(("slots", "host"), [(1, 0), (2, 600_000), (3, 0), (1, 600_000)])
+@pytest.mark.parametrize(("slots", "host"), [
+    at_length(1, 0), (2, 600_000), (3, 0), at_length(1, 600_000)])
 def test_the_program_of_a_gpu_computes_the_same_here(
     llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, slots: int, host: int
 ) -> None:

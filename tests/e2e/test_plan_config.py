@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from selection import at_length
 
 from forebay.commands.explore_config import explore_config, explore_text
 from forebay.commands.plan_config import (
+    ConfigPlan,
     PlanRequest,
     draw_frontier,
     frontier_data,
@@ -49,6 +51,11 @@ def request(folder: Path, **asked: Any) -> PlanRequest:
     return replace(PlanRequest(str(folder), str(folder / "machine.json"), 24, 6, batch=2), **asked)
 
 
+@functools.cache
+def searched(folder: Path) -> ConfigPlan:
+    return plan_config(request(folder, batch=0, capacity=(("device", WEIGHTS),)))
+
+
 @pytest.mark.parametrize("options", [at_length(Options()), Options(slots=3, cache="kv8")])
 def test_the_plan_is_the_one_that_the_model_runs_with(folder: Path, options: Options) -> None:
     """But for whose weights they are."""
@@ -67,8 +74,7 @@ def test_the_plan_is_the_one_that_the_model_runs_with(folder: Path, options: Opt
 
 
 def test_sequences_are_searched_and_the_frontier_drawn(folder: Path, tmp_path: Path) -> None:
-    asked = request(folder, batch=0, capacity=(("device", WEIGHTS),))
-    found = plan_config(asked)
+    asked, found = request(folder, batch=0, capacity=(("device", WEIGHTS),)), searched(folder)
     assert found.plan.workload.batch > 1 and len(found.frontier) > 1
     assert [p[0] for p in found.frontier] == sorted(p[0] for p in found.frontier)
     assert [p[1] for p in found.frontier] == sorted(p[1] for p in found.frontier)
@@ -84,7 +90,7 @@ def test_sequences_are_searched_and_the_frontier_drawn(folder: Path, tmp_path: P
 
 
 def test_objectives(folder: Path) -> None:
-    wide = plan_config(request(folder, batch=0, capacity=(("device", WEIGHTS),)))
+    wide = searched(folder)
     quick = plan_config(request(folder, batch=0, objective="latency", capacity=(("device", WEIGHTS),)))
     assert quick.plan.workload.batch == 1 < wide.plan.workload.batch
     fastest = quick.frontier[0]

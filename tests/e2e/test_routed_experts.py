@@ -62,6 +62,7 @@ def pools(plan: Plan) -> list[int]:
     return [w.pool_slots for w in plan.weights if w.name.endswith("experts.table")]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("slots", [1, 4, 7])  # of 8; in rounds of one expert, and all that a step names in one round
 @pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe", at_length("glm4_moe"), at_length("mixtral")])
 def test_same_tokens_as_transformers(saved: Saved, family: str, slots: int) -> None:

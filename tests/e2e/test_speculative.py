@@ -12,7 +12,7 @@ import torch
 import transformers
 from families import FAMILIES
 from opened import open_rewritten
-from selection import ALL
+from selection import ALL, at_length
 
 from forebay.api import wrap
 from forebay.kernels.logits.sampling.operator import SAMPLING
@@ -29,7 +29,7 @@ from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling, choose
 from forebay.runtime.run.scheduler import answer_all
 
-NEW = 40
+NEW = 40 if ALL else 24
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7, 8, 9] * 4, [11, 12, 13], [3, 4, 5, 6, 3, 4, 5], [9])]
 
 
@@ -54,15 +54,15 @@ def language_model(folder: Path, options: Options) -> LanguageModel:
 
 GAP_SHARE = 1e-3  # of logits that are mostly below 1: those of one token were seen to differ by 1e-4
 KINDS = [(weights, cache) for weights in ("native", "w4") for cache in ("native", "kv8")]
-SOME = {"opt": [("w4", "native")], "gpt2": [("native", "kv8")], "gemma2": [("native", "native"), ("w4", "kv8")]}
+SOME = {"llama": [KINDS[0], KINDS[3]], "opt": [("w4", "native")], "gpt2": [("native", "kv8")],
+        "gemma2": [("native", "native"), ("w4", "kv8")]}
 
 
 @pytest.mark.parametrize(("folders", "weights", "cache"), [
-    (family, *kind) for family in (FAMILIES if ALL else ("llama", *SOME))
-    for kind in (KINDS if ALL else SOME.get(family, KINDS))],
+    (family, *kind) for family in (FAMILIES if ALL else SOME) for kind in (KINDS if ALL else SOME[family])],
     indirect=["folders"])
 def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: str) -> None:
-    """All families with all kinds under FOREBAY_TEST_ALL=1, the first of them always."""
+    """All families with all kinds under FOREBAY_TEST_ALL=1, each kind with some always."""
     options = Options(prompt_lookup_num_tokens=7, cache=cache, cache_tier="device", prefill_chunk=5)
     with language_model(folders[weights], options) as lm:
         assert lm.plan.schedule.speculative_steps == (8, 4, 2) and lm.plan.prediction.streamed_nbytes > 0
@@ -121,7 +121,7 @@ def parts_near(found: list[int], alone: list[int], logits: list[torch.Tensor], s
 @pytest.mark.parametrize(("folders", "weights", "cache"), [
     (family, *kind) for family in (FAMILIES if ALL else ("llama",)) for kind in (KINDS if ALL else KINDS[3:])],
     indirect=["folders"])
-@pytest.mark.parametrize(("admitted", "drafts"), [(0, False), (0, True), (2, False), (2, True)])
+@pytest.mark.parametrize(("admitted", "drafts"), [at_length(0, False), (0, True), (2, False), at_length(2, True)])
 def test_sequences_in_places_check_drafts(
     folders: dict[str, Path], weights: str, cache: str, admitted: int, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import gpt2, gpt_neox, llama
 from safetensors.torch import load_file, save_file
+from selection import ALL, at_length
 from tiny_gguf import write_model
 
 from forebay.api import wrap
@@ -71,11 +72,12 @@ def test_a_head_is_what_the_file_holds(tmp_path: Path, claimed: bool, stored: st
     torch.testing.assert_close(logits(folder), expected, rtol=1e-4, atol=1e-5)
     out = quantize_model(folder, tmp_path / "q", Wish("native")).folder
     torch.testing.assert_close(logits(out), expected, rtol=1e-4, atol=1e-5)
-    packed = quantize_model(folder, tmp_path / "q8", Wish("w8g32", head=True)).folder
-    assert (logits(packed) - expected).norm() < 0.05 * expected.norm()
+    if claimed or ALL:
+        packed = quantize_model(folder, tmp_path / "q8", Wish("w8g32", head=True)).folder
+        assert (logits(packed) - expected).norm() < 0.05 * expected.norm()
     both = {HEAD, EMBEDDING} <= set(open_checkpoint(out).tensors)
     assert both == (stored == "apart" or (stored == "twice" and not claimed))
-    if stored == "apart":
+    if stored == "apart" and (claimed or ALL):
         assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
         export(folder, tmp_path / "bundle", budget="8MB", prompt=8, new_tokens=2)
         torch.testing.assert_close(logits(tmp_path / "bundle"), expected, rtol=1e-4, atol=1e-5)
@@ -108,7 +110,7 @@ def test_what_nobody_reads_is_said_once(tmp_path: Path, caplog: pytest.LogCaptur
     assert "extra.scale" not in out.tensors and logits(out.folder).isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.complex64, torch.float8_e4m3fnuz])
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.complex64, at_length(torch.float8_e4m3fnuz)])
 def test_exotic_dtypes_that_nobody_needs_do_not_refuse_a_file(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = saved(tmp_path / "model", llama(1), {}, (), **{"extra.scale": torch.ones(4).to(dtype)})
     assert open_checkpoint(folder).tensors["extra.scale"].opaque

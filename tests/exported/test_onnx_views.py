@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from forebay.exported.onnx_graph import Graph, value_info
 from forebay.exported.onnx_views import shape_of
@@ -21,7 +22,7 @@ steps = st.lists(st.one_of(
     st.sampled_from([[0, 0, -1], [0, 0, 12]]).map(lambda shape: ("Flat", shape))), max_size=5)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(steps)
 def test_chains_of_views(chain: list[tuple[str, list[int]]]) -> None:
     x = np.arange(72, dtype=np.float32).reshape(2, 3, 12)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from selection import at_length
 from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 
 from forebay.api import wrap
@@ -178,7 +179,8 @@ def test_an_assistant_model_saves_steps(streamed: LanguageModel, llama_checkpoin
     assert len(steps) < 8
 
 
-@pytest.mark.parametrize("options", [dict(), dict(do_sample=True, temperature=0.8), dict(repetition_penalty=1.3)])
+@pytest.mark.parametrize("options", [dict(), dict(do_sample=True, temperature=0.8),
+                                     at_length(dict(repetition_penalty=1.3))])
 def test_a_wrapped_assistant_drafts(streamed: LanguageModel, llama_checkpoint: Any, options: dict) -> None:
     """With a cache of its own, for a wrapped model and for one of transformers'. Its weights are the model's, so most
     of what it drafts is right; some is not, and is taken back."""
@@ -306,6 +308,7 @@ def test_padding_on_either_side(streamed: LanguageModel, llama_checkpoint: Any, 
     assert torch.equal(streamed.next_logits(left, mask), streamed.next_logits(right, ones))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, dict(num_beams=2), dict(repetition_penalty=1.4), dict(eos_token_id=5)])
 @pytest.mark.parametrize("told", [False, True])
 def test_padding_within_and_padding_that_its_token_tells(

@@ -45,6 +45,7 @@ def both(lm: LanguageModel, checkpoint: Any, embeds: torch.Tensor, **options: An
     return found[0], found[1]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [dict(), dict(num_beams=2), dict(do_sample=True, num_return_sequences=2),
                                      dict(repetition_penalty=1.5), dict(use_cache=False),
                                      dict(max_length=14, max_new_tokens=None)])

@@ -8,11 +8,12 @@ import sys
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from forebay.kernels.dense_like import dense_like
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.lists(st.integers(0, 3), max_size=4), st.randoms(use_true_random=False),
        st.sampled_from(["dense", "sliced", "expanded"]))
 def test_it_is_as_empty_like(shape: list[int], random: object, kind: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from forebay.kernels.build import compile
 from forebay.passes.allocators import (
@@ -97,7 +98,7 @@ def live_pairs_overlap(buffers: list[Buffer], offsets: list[int]) -> bool:
     return False
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(lists_of_buffers(24, 12, 40), st.sampled_from([1, 2, 16, 64]))
 def test_live_buffers_never_overlap(buffers: list[Buffer], alignment: int) -> None:
     found = allocate(buffers, alignment=alignment, time_limit_s=0.2)
@@ -108,7 +109,7 @@ def test_live_buffers_never_overlap(buffers: list[Buffer], alignment: int) -> No
     assert found.height % alignment == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(sorted(GREEDY)), lists_of_buffers(40, 20, 30, least=1))
 def test_each_greedy_allocator_is_sound(name: str, buffers: list[Buffer]) -> None:
     offsets = GREEDY[name](buffers)
@@ -118,7 +119,7 @@ def test_each_greedy_allocator_is_sound(name: str, buffers: list[Buffer]) -> Non
 
 
 @pytest.mark.parametrize("run", [search_in_python, pytest.param(search, marks=WITH_COMPILER)])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(buffers=full_problems())
 def test_search_decides_like_exhaustion(run: Callable[..., list[int] | Verdict], buffers: list[Buffer]) -> None:
     capacity = lower_bound(buffers)
@@ -131,7 +132,7 @@ def test_search_decides_like_exhaustion(run: Callable[..., list[int] | Verdict],
 
 
 @pytest.mark.parametrize("run", [search_in_python, pytest.param(search, marks=WITH_COMPILER)])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(buffers=lists_of_buffers(6, 5, 4, least=1).filter(bool), slack=st.integers(-2, 2))
 def test_search_decides_like_exhaustion_with_slack(
     run: Callable[..., list[int] | Verdict], buffers: list[Buffer], slack: int
@@ -142,7 +143,7 @@ def test_search_decides_like_exhaustion_with_slack(
     assert found is not Verdict.UNDECIDED
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(full_problems())
 def test_allocate_reaches_the_optimum_of_small_problems(buffers: list[Buffer]) -> None:
     found = allocate(buffers, time_limit_s=20.0)
@@ -150,7 +151,7 @@ def test_allocate_reaches_the_optimum_of_small_problems(buffers: list[Buffer]) -
     assert found.height == found.lower_bound == least_height(buffers)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(lists_of_buffers(12, 8, 5, least=1).filter(bool))
 def test_sections_keep_who_meets_whom(buffers: list[Buffer]) -> None:
     sections = compress(buffers)
@@ -161,7 +162,7 @@ def test_sections_keep_who_meets_whom(buffers: list[Buffer]) -> None:
             assert in_time == in_sections
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(lists_of_buffers(12, 8, 9))
 def test_lower_bound_is_the_fullest_moment(buffers: list[Buffer]) -> None:
     moments = range(20)
@@ -169,7 +170,7 @@ def test_lower_bound_is_the_fullest_moment(buffers: list[Buffer]) -> None:
     assert lower_bound(buffers) == fullest
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(lists_of_buffers(8, 6, 9), st.lists(st.integers(0, 30), min_size=8, max_size=8))
 def test_check_agrees_with_looking_at_all_pairs(buffers: list[Buffer], places: list[int]) -> None:
     offsets = places[: len(buffers)]
@@ -354,7 +355,7 @@ def test_first_fit_around_what_is_placed(compiled: bool, monkeypatch: pytest.Mon
 
 
 @WITH_COMPILER
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(name=st.sampled_from(sorted(GREEDY)), buffers=lists_of_buffers(40, 20, 30, least=1))
 def test_compiled_first_fit_places_like_the_one_in_python(name: str, buffers: list[Buffer]) -> None:
     before = greedy.COMPILED_FROM

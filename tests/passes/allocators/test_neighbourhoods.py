@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from forebay.kernels.build import compile
 from forebay.passes.allocators import Allocation, Buffer, allocate, check, lower_bound
@@ -45,7 +46,7 @@ def height_of(buffers: list[Buffer], offsets: list[int] | None) -> int:
 
 
 @WITH_COMPILER
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(spans=st.lists(SPANS, max_size=40), seed=st.integers(0, 1 << 60))
 def test_neighbourhoods_never_end_above_where_they_began(spans: list[tuple[int, int, int]], seed: int) -> None:
     buffers = [Buffer(str(i), lower, lower + life, size) for i, (lower, life, size) in enumerate(spans)]

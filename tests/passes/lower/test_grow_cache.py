@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from forebay.passes.lower.grow_cache import grow_cache
 from forebay.rewriter.ir.cache_layout import CacheRows
@@ -53,7 +54,7 @@ def run(program: Program, arena: torch.Tensor) -> None:
             arena[item.span.offset : item.span.offset + item.span.nbytes] = 255  # whoever still needs it finds garbage
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(rows=st.integers(1, 5), layers=st.integers(1, 4), width=st.integers(1, 4), short=st.integers(1, 20),
        more=st.integers(0, 25), up=st.integers(0, 6), dtype=st.sampled_from(["float32", "bfloat16"]))
 def test_every_token_arrives(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 from tiny import Tiny, allocated, aten, chain, flat_graph, placements, plan_for, run_program, tiny
 from torch import fx
 
@@ -284,7 +285,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["add", "mul", "tanh", "turn", "half"
                            st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(steps=STEPS, kept=st.integers(0, 99))
 def test_random_graphs_compute_the_same_in_their_planned_memory(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int, int]], kept: int

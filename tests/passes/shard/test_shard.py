@@ -137,6 +137,7 @@ def test_two_dimensions_have_every_element_of_a_matrix_once(family: str) -> None
                 assert set(seen[name].unique().tolist()) <= ({1.0, 2.0} if shared else {1.0}), name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", families.FAMILIES)
 @pytest.mark.parametrize("share", [RankShare((4,), 0, attention="batch"), RankShare((2, 2), 0, 1, "2d", "batch")])
 def test_attention_over_the_batch_has_every_row_once_and_all_heads(family: str, share: RankShare) -> None:

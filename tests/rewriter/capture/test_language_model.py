@@ -63,6 +63,7 @@ class Runner:
             return step(*bound.values())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("flat", "batch", "chunk"), [(False, 1, 16), (False, 3, 5), (True, 1, 5), (True, 3, 16)],
                          ids=["blocks", "blocks, chunked", "flat, chunked", "flat"])
 @pytest.mark.parametrize("family", FAMILIES)

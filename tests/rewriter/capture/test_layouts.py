@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 from torch.utils._pytree import tree_map_only
 
 from forebay.rewriter.capture import layouts
@@ -55,37 +56,37 @@ def agrees(target: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     return True
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.sampled_from(PAIRS), tensors(), st.one_of(tensors(), numbers))
 def test_pairs(target: Any, left: torch.Tensor, right: Any) -> None:
     agrees(target, (left, right), {})
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.sampled_from(ALONE), tensors())
 def test_single_operands(target: Any, operand: torch.Tensor) -> None:
     agrees(target, (operand,), {})
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(tensors(3), max_size=3), st.integers(-4, 3))
 def test_concatenation(parts: list[torch.Tensor], dim: int) -> None:
     agrees(aten.cat.default, (parts, dim), {})
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(tensors(3), st.integers(-4, 3), st.lists(SIZES, max_size=3), st.sampled_from([torch.int64, torch.int32]))
 def test_gather(source: torch.Tensor, dim: int, shape: list[int], dtype: torch.dtype) -> None:
     agrees(aten.gather.default, (source, dim, torch.zeros(shape, dtype=dtype)), {})
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(tensors(2), tensors(3))
 def test_embedding(weight: torch.Tensor, ids: torch.Tensor) -> None:
     agrees(aten.embedding.default, (weight, torch.zeros_like(ids)), {})
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.sampled_from([aten.arange.default, aten.arange.start, aten.arange.start_step]), numbers, numbers, numbers,
        st.sampled_from([{}, {"dtype": torch.float32}, {"dtype": torch.int32}]))
 def test_counting(target: Any, start: Any, end: Any, step: Any, options: dict[str, Any]) -> None:

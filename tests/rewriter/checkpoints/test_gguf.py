@@ -1,13 +1,12 @@
 import os
 import signal
 import struct
-import subprocess
-import sys
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from forked import run_code
 from safetensors.torch import load_file
 from tiny_gguf import CONFIGS, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -100,7 +99,7 @@ def test_a_killed_conversion_is_not_taken_for_a_finished_one(tmp_path):
         "import os, signal, sys; from forebay.rewriter.checkpoints.gguf import convert_gguf\n"
         f"convert_gguf(sys.argv[1], sys.argv[2], progress=lambda *_: os.kill(os.getpid(), {int(signal.SIGKILL)}))"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "m.gguf", tmp_path / "out"], capture_output=True)
+    done = run_code(code, str(tmp_path / "m.gguf"), str(tmp_path / "out"))
     assert done.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
     convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
     open_checkpoint(tmp_path / "out")

@@ -16,7 +16,7 @@ from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 from quantized_folders import SHAPE, change_settings, change_tensors, less_one, make, pack, quantized, settings
 from safetensors.torch import load_file, save_file
-from selection import at_length
+from selection import at_length, examples
 from small_experts import small
 
 from forebay.api import wrap
@@ -42,8 +42,9 @@ CASES = [("gptq", 4, 64, True), ("gptq", 4, 128, False), ("gptq", 8, 32, True), 
          ("compressed-tensors", 4, 32, False), ("compressed-tensors", 8, -1, True)]
 
 
-@pytest.mark.parametrize(("method", "bits", "group", "symmetric"), CASES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("method", "bits", "group", "symmetric", "dtype"), [
+    case if case[-1] is torch.float16 or not case[3] else at_length(*case)
+    for case in ((*each, dtype) for each in CASES for dtype in (torch.float16, torch.bfloat16))])
 def test_rows_hold_the_codes(tmp_path: Path, method: str, bits: int, group: int, symmetric: bool,
                              dtype: torch.dtype) -> None:
     """To the bit, where they are symmetric; else to the rounding of a low."""
@@ -86,6 +87,7 @@ def assert_symmetric_values(folder: Path, values: dict[str, torch.Tensor]) -> No
         assert torch.equal(made, value.to(made.dtype)), name
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("said", [{"checkpoint_format": "gptq"}, {}, {"checkpoint_format": "gptq_v2"},
                                   {"format": "gptq_v2"}, {"sym": None}])
 @pytest.mark.parametrize("shifted", [True, False])
@@ -112,7 +114,7 @@ def test_zero_points_that_are_not_symmetric_as_said_are_refused(tmp_path: Path, 
         resolve_model(tmp_path / "model")
 
 
-@settings_of(max_examples=60, deadline=None)
+@settings_of(max_examples=examples(60), deadline=None)
 @given(st.data(), st.sampled_from([2, 3, 4, 8]), st.booleans())
 def test_zero_points_from_0_on_are_read_or_refused(data: st.DataObject, bits: int, second: bool) -> None:
     """Of either format, whatever borrows the subtraction from a word made; 16 or 256 is never read."""
@@ -307,6 +309,7 @@ def test_bits_that_are_no_number_are_refused_by_name(tmp_path: Path, method: str
         read_scheme(said, tmp_path)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
 @pytest.mark.parametrize("unread", ["model.layers.0.mlp.act.scales", "model.layers.1.self_attn.q_proj.bias",
                                     "model.layers.2.mlp.up_proj.weight", "a quantized matrix"])

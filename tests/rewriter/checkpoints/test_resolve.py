@@ -1,7 +1,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_code
 from safetensors.torch import save_file
 from tiny_gguf import write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -173,7 +173,7 @@ def test_a_killed_conversion_is_finished(tmp_path, monkeypatch):
     write_model(path, "llama")
     code = ("import os, signal, sys; from forebay.rewriter.checkpoints.resolve import resolve_model\n"
             "resolve_model(sys.argv[1], progress=lambda done, total: done > total / 2 and os.kill(os.getpid(), 9))")
-    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -signal.SIGKILL
+    assert run_code(code, str(path)).returncode == -signal.SIGKILL
     (folder,) = (entry for entry in (tmp_path / "cache" / "models").iterdir() if entry.is_dir())
     assert not (folder / "forebay.json").exists()
     assert resolve_model(path) == folder and open_checkpoint(folder, verify=True).tensors

@@ -9,6 +9,7 @@ from dataclasses import replace
 import families
 import pytest
 import torch
+from selection import ALL
 from torch import fx
 
 from forebay.read_mesh import read_mesh
@@ -48,6 +49,11 @@ def exchanged(captured: CapturedModel, share: RankShare, tokens: int, work: Work
     flat = inline_blocks(concretise(part.step, step_inputs(part, work, tokens)))
     return [(node.meta.get("layer", -1), str(node.target).split(".")[1], ranks_of(str(node.args[-1])),
              math.prod(given_to(node).shape)) for node in flat.graph.nodes if is_collective(node)]
+
+
+def some_of(ranks: int) -> tuple[int, ...]:
+    """Ranks that are looked at: the first and the last, which differ along every axis."""
+    return tuple(range(ranks)) if ALL else (0, ranks - 1)
 
 
 def counted(family: str, layout: ChipLayout, shape: tuple[int, ...], tokens: int, work: Workload = WORK
@@ -95,7 +101,7 @@ def test_layers_exchange_what_the_model_of_one_dimension_counts(family: str, tok
 def test_layers_exchange_what_the_model_of_two_dimensions_counts(family: str, tokens: int) -> None:
     """Beside it, each norm's one or two numbers a token: of its squares, or of its mean and variance."""
     rows, wide = WORK.batch * tokens, 2
-    for rank in range(4):
+    for rank in some_of(4):
         found = [each for each in exchanged(model(family), RankShare((2, 2), rank, 1, "2d"), tokens) if each[0] == 0]
         norms = [(op, elements) for _, op, _, elements in found if elements <= 2 * rows]
         assert norms == [("all_reduce", rows)] * 2 if family in ("llama", "phi3") else (
@@ -116,7 +122,7 @@ def test_chunks_of_sums_are_exchanged_as_often_as_the_model_counts(family: str, 
     chunks = 4 if tokens > 1 else 2
     for shape, layout in (((2,), "1d"), ((4,), "1d"), ((2, 2), "2d")):
         way = ChipLayout("1d" if layout == "1d" else "2d", () if layout == "1d" else (1,), (), "heads", True, chunks)
-        for rank in range(math.prod(shape)):
+        for rank in some_of(math.prod(shape)):
             share = RankShare(shape, rank, 1, "1d" if layout == "1d" else "2d", chunks=(4, 2))
             found = [each for each in exchanged(model(family), share, tokens) if each[0] == 0]
             assert [op for _, op, *_ in found].count("all_reduce") >= chunks * (1 if family == "gpt_neox" else 2)
@@ -134,7 +140,7 @@ def test_chunks_of_inputs_are_gathered_as_often_as_the_model_counts(family: str,
     those behind are at once. Beside it the norms'."""
     gathers, work = (4 if tokens > 1 else 2), WORK if attention == "heads" else EIGHT
     way = ChipLayout("2d", (1,), (), attention, attention == "heads", chunks, gathers)  # type: ignore[arg-type]
-    for rank in range(4):
+    for rank in some_of(4):
         share = RankShare((2, 2), rank, 1, "2d", attention, chunks=(chunks, chunks), gather_chunks=(4, 2))  # type: ignore[arg-type]
         found = [each for each in exchanged(model(family), share, tokens, work) if each[0] == 0]
         large = [each for each in found if each[-1] > 2 * work.batch * tokens]
@@ -153,7 +159,7 @@ def test_attention_over_the_batch_exchanges_what_the_model_counts(family: str, t
     and back behind it. Nobody computes heads of keys and values that others compute."""
     for shape, layout in (((2,), "1d"), ((4,), "1d"), ((2, 2), "2d")):
         way = ChipLayout("1d" if layout == "1d" else "2d", () if layout == "1d" else (1,), (), "batch")
-        for rank in range(math.prod(shape)):
+        for rank in some_of(math.prod(shape)):
             share = RankShare(shape, rank, 1, "1d" if layout == "1d" else "2d", "batch")
             found = [each for each in exchanged(model(family), share, tokens, EIGHT) if each[0] == 0]
             assert [op for _, op, *_ in found].count("all_to_all_single") == 2
@@ -175,7 +181,7 @@ def test_gathered_weights_are_those_that_the_model_counts(family: str, shape: tu
     way = ChipLayout(layout, (len(shape) - 1,), share.gathered, "batch")  # type: ignore[arg-type]
     specs = [model(family).weights[name] for name in set(model(family).layer_weights[0].values())]
     matrices, vectors = (sum(math.prod(spec.shape) for spec in specs if len(spec.shape) == dims) for dims in (2, 1))
-    for rank in (0, chips - 1):
+    for rank in some_of(chips):
         mine = replace(share, rank=rank)
         found = [each for each in exchanged(model(family), mine, 7, EIGHT) if each[0] == 0]
         gathers = [(len(ranks), n) for _, op, ranks, n in found if op == "all_gather_into_tensor" and n > 192]
@@ -204,11 +210,11 @@ def test_sequences_that_ranks_cannot_share_evenly_or_whose_caches_move_are_refus
 def test_stages_exchange_a_hidden_state_at_each_border_and_the_logits() -> None:
     captured = families.captured("opt")
     hidden, vocabulary = 64, captured.vocab_size
-    for rank in range(4):
+    for rank in some_of(4):
         handed = [each for each in exchanged(captured, RankShare((2,), rank, 2), 7) if each[1] == "broadcast_"]
         assert [(*at, len(ranks), n) for *at, ranks, n in handed] == [
             (-1, "broadcast_", 2, 3 * 7 * hidden), (-1, "broadcast_", 2, 3 * vocabulary)]
-    for rank in range(8):  # in two dimensions each its part of it
+    for rank in some_of(8):  # in two dimensions each its part of it
         handed = [each for each in exchanged(captured, RankShare((2, 2), rank, 2, "2d"), 7) if each[1] == "broadcast_"]
         assert [each[2:] for each in handed] == [((rank % 4, rank % 4 + 4), 3 * 7 * hidden // 2),
                                                  ((rank % 4, rank % 4 + 4), 3 * vocabulary)]

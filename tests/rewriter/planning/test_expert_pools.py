@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Prediction, Workload
 from forebay.rewriter.ir.schedule.routed_fetch import POOL, ROUTING, RoutedFetch, named_experts
@@ -40,7 +41,7 @@ def time_s(plan: Plan) -> float:
     return plan.prediction.prefill_time_s + plan.prediction.decode_time_s * (plan.workload.new_tokens - 1)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(mixtures(), workloads, st.integers(0, 600_000), st.integers(0, 600_000))
 def test_more_memory_never_predicts_slower(needs: ModelNeeds, workload: Workload, extra: int, more: int) -> None:
     smallest, _ = smallest_budget(needs, workload, Options())

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from families import rewritten
-from selection import ALL
+from selection import ALL, without
 from small_experts import small_config
 
 import forebay.rewriter.pipeline.run_passes as run_passes
@@ -50,6 +50,9 @@ BLOCKS = {"row": BatchSchedule(MicroBatches(2, "row")),
           "speculative": BatchSchedule(speculation=Speculation((6, 3))),
           "speculative in slots": BatchSchedule(MicroBatches(2), admission=Admission(1),
                                                  speculation=Speculation((6, 3)))}
+# Kinds of plans that make test leaves out, each of whose fields another kind has too: shares of a cache on disk, and
+# drafts of sequences that are admitted.
+LEFT = ("cache on disk", "admitted", "speculative")
 LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 
 
@@ -186,7 +189,8 @@ def leaves(kind: Any, path: str) -> Iterator[str]:
         yield path
 
 
-@pytest.mark.parametrize("kind", ["lending", "resident", "by way of the host", "experts by name", *BLOCKS])
+@pytest.mark.parametrize("kind", without(["lending", "resident", "by way of the host", "experts by name", *BLOCKS],
+                                         LEFT))
 def test_every_field_is_obeyed_or_refused_by_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, plan = planned(kind)
     monkeypatch.setattr(run_passes, "ALWAYS_CHECK", False)  # graphs of changed plans differ in addresses and tiles

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.meeting import meeting_of
@@ -98,7 +99,7 @@ def assert_sound(plan: Plan, needs: ModelNeeds, budget: Budget) -> None:
     assert plan_from_dict(json.loads(plan.to_json())) == plan
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(needs(), workloads, st.integers(0, 2_000_000), st.sampled_from([0, 0, 5000, 10**7]))
 def test_layout_is_sound_and_in_budget(needs: ModelNeeds, workload: Workload, extra: int, host: int) -> None:
     smallest, _ = smallest_budget(needs, workload, Options())
@@ -116,7 +117,7 @@ def test_layout_is_sound_and_in_budget(needs: ModelNeeds, workload: Workload, ex
                        for w, u in zip(plan.weights, needs.uses, strict=True)), "room for all, and some stayed on disk"
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(needs(), workloads)
 def test_smallest_budget_is_exact_and_named(needs: ModelNeeds, workload: Workload) -> None:
     smallest, parts = smallest_budget(needs, workload, Options())
@@ -162,7 +163,7 @@ rates = st.builds(lambda disk, flops, slowed, slows, share: Rates(
     st.floats(1e6, 1e10), st.floats(1e2, 1e7), st.floats(1, 2), st.floats(1, 2), st.floats(0, 1))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(needs(), rates, workloads, st.integers(0, 300_000), st.integers(0, 300_000))
 def test_more_budget_never_predicts_slower(
     needs: ModelNeeds, rates: Rates, workload: Workload, extra: int, more: int
@@ -174,7 +175,7 @@ def test_more_budget_never_predicts_slower(
     assert predicted_s(larger, needs) <= predicted_s(less, needs) * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(2, 400), st.sampled_from([96, 512, 6000])), min_size=60, max_size=200),
        st.floats(0.1, 0.6), rates)
 def test_streamed_bytes_are_near_the_bound_of_a_budget_fully_used(
@@ -196,7 +197,7 @@ def test_streamed_bytes_are_near_the_bound_of_a_budget_fully_used(
         assert chosen <= 1.05 * bound + 2 * PAGE_NBYTES
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(needs(), workloads, st.integers(1, 40))
 def test_what_a_prefill_borrows_never_costs(needs: ModelNeeds, workload: Workload, chunk: int) -> None:
     """The arena is its lower part and the larger of prompt cache + prefill and whole cache + decode; a budget that
@@ -252,7 +253,7 @@ def test_more_budget_never_streams_more_of_equal_layers(options: Options) -> Non
     assert len(set(costs)) > 10
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(needs(), workloads, st.integers(0, 400_000),
        st.builds(Options, slots=st.none() | st.integers(1, 6), slot_nbytes=st.none() | st.integers(50_000, 200_000),
                  lead=st.none() | st.integers(1, 6), prefill_chunk=st.none() | st.integers(1, 50)))

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.predict.activation_ratio import LayerTimes, Line, balance_cache, fill_host, fit_line, layer_times
@@ -17,7 +18,7 @@ R4090 = MachineEstimator(PRESETS["rtx4090"])
 positive = st.floats(1e-8, 1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.floats(0, 0.2), st.floats(0, 0.2), positive, st.floats(0.1, 0.9), positive, st.integers(0, 10**6),
        st.integers(0, 10**5))
 def test_no_other_split_is_faster(

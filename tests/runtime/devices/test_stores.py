@@ -89,6 +89,7 @@ def check(kind: Carried, target: ThreadDevice, steps: int) -> None:
         assert data == bytes(value.numpy().tobytes()), f"c{n}"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("options", [{}, {"poison": True}, {"sync": True}], ids=str)
 def test_the_cache_is_carried_from_step_to_step(tmp_path: Path, kind: Carried, options: dict[str, bool]) -> None:
@@ -232,6 +233,7 @@ def slowed(folder: Path, seed: int, poison: bool = False) -> ThreadDevice:
     return target
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_copies_that_are_late_and_overtake_each_other_change_nothing(tmp_path: Path, kind: Carried, seed: int) -> None:
@@ -388,6 +390,7 @@ def test_rows_that_are_not_there_are_refused(
 FAULTS = [(errno.EIO, "Input/output error"), (errno.ENOSPC, "No space left on device"), (0, "the disk took 0 of")]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("hop", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)

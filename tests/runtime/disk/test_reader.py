@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES
 from forebay.runtime.disk import chunks as disk_chunks
@@ -301,7 +302,7 @@ def test_unknown_choices_are_refused() -> None:
         open_reader("direct", chunk_nbytes=100)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     offset=st.integers(0, 50_000),
     nbytes=st.integers(0, 300_000),
@@ -346,7 +347,7 @@ def test_split_covers_a_read_exactly(
     assert landed == b"\1" * nbytes, "every wanted byte lands once"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     offset=st.integers(0, 10_000),
     row_nbytes=st.integers(1, 100_000),
@@ -372,7 +373,7 @@ def test_split_rows_covers_every_row(offset: int, row_nbytes: int, rows: list[in
         assert [a for a, _ in parts] == [0, *(b for _, b in parts[:-1])] and parts[-1][1] == row_nbytes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 5), st.data())
 def test_pieces_resume_where_a_partial_read_ended(head: int, tail: int, middle: int, draw) -> None:
     chunk = disk_chunks.Chunk(0, head + middle + tail, 0, head, tail, 1000, ())

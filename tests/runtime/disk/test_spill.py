@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from forebay.rewriter.ir.alignment import whole_pages
 from forebay.runtime.disk import reader as disk
@@ -188,7 +189,7 @@ def test_a_write_is_of_whole_pages_of_its_file(file: SpillFile, write: Write) ->
     writer.close()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5 * PAGE), st.integers(0, 40 * PAGE)), min_size=1, max_size=6),
        st.sampled_from([PAGE, 8 * PAGE, 64 * PAGE]), st.sampled_from([PAGE, 3 * PAGE, 64 * PAGE]), st.booleans(),
        st.integers(0, 2))

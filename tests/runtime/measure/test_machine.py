@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from selection import at_length
 
 from forebay.kernels.formats.table import TIMED_WEIGHTS
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
@@ -85,7 +86,7 @@ def test_near_ties_go_to_the_engine_that_leaves_the_cores_alone() -> None:
     assert choose_trial([slow, fast]) == fast
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.6])
+@pytest.mark.parametrize("share", [at_length(0.0), at_length(0.25), 0.6])
 def test_what_is_measured_is_judged(
     measured, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

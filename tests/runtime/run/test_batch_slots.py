@@ -114,10 +114,10 @@ def answers(
 
 @pytest.mark.parametrize(("name", "more"), [
     at_length("llama", {"admitted": 2}), ("llama", {"admitted": 6}),
-    at_length("llama", {"admitted": 1, "prefill_chunk": 14}), ("llama", {"admitted": 4, "micro_batches": 3}),
-    ("opt", {"admitted": 3}), at_length("gpt2", {"admitted": 2}), at_length("gemma2", {"admitted": 2}),
+    at_length("llama", {"admitted": 1, "prefill_chunk": 14}), at_length("llama", {"admitted": 4, "micro_batches": 3}),
+    at_length("opt", {"admitted": 3}), at_length("gpt2", {"admitted": 2}), at_length("gemma2", {"admitted": 2}),
     ("gemma2", {"admitted": 3, "micro_batches": 2, "order": "row"}),
-    ("llama", {"admitted": 2, "micro_batches": 2} | DISK),
+    at_length("llama", {"admitted": 2, "micro_batches": 2} | DISK),
     at_length("llama", {"admitted": 5, "micro_batches": 3} | DISK),
     ("gemma2", {"admitted": 2, "micro_batches": 3, "order": "row"} | DISK),
     ("opt", {"admitted": 3, "micro_batches": 1, "cache_slots": 1} | DISK), ("gpt2", {"micro_batches": 2}),
@@ -134,6 +134,7 @@ def test_answers_are_those_of_each_prompt_alone(
         assert answers(lm, case.asked(), eos=case.eos)[0] == case.expected(case.eos)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("more", [{}, DISK | {"cache_tokens": 64}])
 @pytest.mark.parametrize("cache", ["kv8", "kv4"])
 def test_packed_rows_in_places(cases: Callable[[str], Case], cache: str, more: dict[str, Any]) -> None:
@@ -207,6 +208,7 @@ def test_copies_that_overtake_each_other(
         assert answers(lm, case.asked(), eos=case.eos)[0] == case.expected(case.eos)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("more", [{}, *STAGED])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_without_any_one_wait_a_step_is_refused(

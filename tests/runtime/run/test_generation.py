@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from forebay.rewriter.ir.plan import BufferPlacement, Limits, Plan, Schedule, Workload
 from forebay.runtime.devices.device import RuntimeFault
@@ -98,7 +99,7 @@ def run(target: Any, prompts: list[list[int]], new: int, **stop: Any) -> list[li
     return generate_tokens(target, tensors, Sampling(), Stop(new, **stop)).tolist()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.data())
 def test_any_prompts_in_any_chunks_see_exactly_their_own_tokens(data: st.DataObject) -> None:
     planned = data.draw(st.integers(1, 40))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recalling import VOCAB, Guessing, Recalling, scores, session
 from scipy.stats import chi2
-from selection import ALL
+from selection import ALL, examples
 
 from forebay.rewriter.ir.plan import Plan, Prediction
 from forebay.runtime.run import draft_choice
@@ -40,7 +40,7 @@ def always_ahead() -> Iterator[None]:
         yield
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(data: st.DataObject) -> None:
     planned, new, batch = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 14)), data.draw(st.integers(1, 4))
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(data: st.DataObj
     assert target.grown == (tally.decodes > 0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_sequences_in_places_get_the_tokens_of_each_alone(data: st.DataObject) -> None:
     """More of them than slots, of unequal lengths and wishes, some of which are heard no more in the middle of a pass;

@@ -89,6 +89,7 @@ def test_a_row_is_computed_again_alone() -> None:
     assert torch.equal(decode(cache, q, RANGE[torch.float16])[:, :2], calm[:, :2])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("scores", [SAFE, RANGE[torch.bfloat16]], ids=["synchronised", "unified"])
@@ -169,6 +170,7 @@ def test_one_sequence_fills_the_chip_as_far_as_its_shares_pay() -> None:
     assert decode_shares.split_count(64, 2048, 64, part, 512, 132) == 8, "eight sequences"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scores", [SAFE, RANGE[torch.float16]], ids=["synchronised", "unified"])
 @pytest.mark.parametrize("splits", [13, 20], ids=["by the last share", "by a kernel"])
 def test_shares_are_merged_and_counters_left_as_they_were_found(scores: SoftmaxRange, splits: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 from torch import Tensor
 
 from forebay.kernels.build import compile
@@ -104,13 +105,13 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return x
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(tensors(), BITS, st.sampled_from((2, 32, 64, 128)), st.integers(0, 1), st.sampled_from(SCALE_DTYPES))
 def test_round_trip_error_is_half_a_step(x: Tensor, bits: int, group: int, dim: int, scale_dtype: torch.dtype) -> None:
     assert_half_step(x, bits, group, dim, scale_dtype)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(tensors(), BITS, st.sampled_from((2, 32, 34)), st.integers(0, 1), st.sampled_from(SCALE_DTYPES))
 @needs_compiler
 def test_cpp_and_torch_give_the_same_bits(x: Tensor, bits: int, group: int, dim: int, scale_dtype: torch.dtype) -> None:
