@@ -21,6 +21,7 @@ from forebay.commands.options import (
     require_writable,
     with_options,
 )
+from forebay.commands.seen_speeds import note_speed
 from forebay.commands.terminal import clean_errors, console, print_answer, say
 from forebay.rewriter.planning.options import Options, check_choices
 
@@ -249,6 +250,7 @@ def _stream(
     say(f"{count} tokens: {times[0] - began:.1f} s to load, {first - times[0]:.1f} s of prefill, {last - first:.1f} s "
         "of decode" + (f" ({(count - 1) / (last - first):.1f} tokens/s)" if count > 1 else "")
         + (f"; {lm.tally}" if lm.tally.steps else ""))
+    note_speed(lm.plan, count - 1, last - first)
     return text
 
 

@@ -20,6 +20,7 @@ from forebay.commands.options import (
     require_writable,
     with_options,
 )
+from forebay.commands.seen_speeds import seen_line
 from forebay.commands.terminal import clean_errors, console, say
 from forebay.rewriter.planning.options import Options
 
@@ -207,6 +208,8 @@ def _plan_model(
     if as_json:
         print(made.to_json())
         return
+    for line in filter(None, [seen_line(made)]):
+        print(line)
     show_plan(made, opened[0], profile)
     for line in image_lines(opened[1], opened[0], options, profile.kind.kernels):
         print(line)

@@ -24,6 +24,7 @@ from forebay.commands.options import (
     with_options,
 )
 from forebay.commands.ranks import among_ranks, as_first_rank, of_this_rank
+from forebay.commands.seen_speeds import note_speed
 from forebay.commands.terminal import clean_errors, console, say, stopping
 from forebay.rewriter.planning.options import Options
 
@@ -285,6 +286,7 @@ def _answer(
                            traced=trace is not None)
     found = _measured(plans_in_budget(lm), done, spent, elapsed_s, memory, disk_read_nbytes() - read_before,
                       beside)
+    note_speed(lm.plan, done.tokens - done.ended, spent.decode_s)  # an answer's first token is its prompt's
     if as_json:
         print(json.dumps(found, indent=1))
         return
