@@ -18,11 +18,13 @@ LOADED = 0.3  # of the cores' time: where others take more, nothing that lasts l
 
 
 def believable(machine: Machine) -> Machine:
-    """`machine` without what fits with an R² below GOOD_R2: products of so many rows by an implementation then go by
-    those of more and of fewer rows. Where few good fits are left for a kind of product, or one of a dtype's attention is
-    poor, a roofline through its fastest points stands. A link that fits so poorly is as it was
-    mostly seen already (`steady_link`). `guessed` says which, and why. Of a CPU also the rates for what has no points:
-    as slow as the slowest kind of product over many rows, and of attention over a prompt."""
+    """`machine` without what fits with an R² below GOOD_R2.
+
+    Products of so many rows by an implementation then go by those of more and of fewer rows. Where few good fits are
+    left for a kind of product, or one of a dtype's attention is poor, a roofline through its fastest points stands. A
+    link that fits so poorly is as it was mostly seen already (`steady_link`). `guessed` says which, and why. Of a CPU
+    also the rates for what has no points: as slow as the slowest kind of product over many rows, and of attention over
+    a prompt."""
     reasons = [f"link {link.src} to {link.dst} by {link.method} (R2 {link.r2:.3f}): as it was mostly seen"
                for link in machine.links if link.r2 < GOOD_R2]
     gemm, attention = _good_products(machine, reasons), _good_attention(machine, reasons)
