@@ -21,6 +21,9 @@ MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups
 MIXED = dict(layer_types=["linear_attention", "full_attention"])
 DELTA = MIXED | dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=16,
                      head_dim=32)
+SHARING = dict(
+    num_hidden_layers=4, head_dim=16, sliding_window=6, layer_types=["sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=2, hidden_size_per_layer_input=32, vocab_size_per_layer_input=VOCAB, tie_word_embeddings=True)
 SHARED = dict(shared_expert_intermediate_size=32)
 LATENT = EXPERTS | dict(
     num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=16,
@@ -44,6 +47,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         embedding_multiplier=1.5)),
     "falcon_mamba": ("mamba", dict(state_size=16, intermediate_size=128)),
     "gemma": ("gemma", dict(head_dim=16, tie_word_embeddings=True)),
+    "gemma3n_text": ("gemma3n", SHARING | dict(laurel_rank=32, activation_sparsity_pattern=[0.9, 0.0, 0.5, 0.0])),
+    "gemma4_text": ("gemma4", SHARING | dict(global_head_dim=32, use_double_wide_mlp=True)),
+    "gemma4_text experts": ("gemma4", EXPERTS | dict(
+        head_dim=16, global_head_dim=32, sliding_window=6, tie_word_embeddings=True, attention_k_eq_v=True,
+        layer_types=["sliding_attention", "full_attention"], num_global_key_value_heads=1, enable_moe_block=True,
+        top_k_experts=2, hidden_size_per_layer_input=0, num_kv_shared_layers=0)),
     "glm4": ("glm4", dict(head_dim=16)),
     "glm4_moe": ("glm4moe", EXPERTS | dict(head_dim=16, n_shared_experts=1, first_k_dense_replace=1, n_group=2,
                                            topk_group=1, use_qk_norm=True, routed_scaling_factor=1.5)),
@@ -98,6 +107,9 @@ KEYS = {
     "attention.clamp_kqv": "clip_qkv", "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
     "logit_scale": "logit_scale logits_scaling", "shortconv.l_cache": "conv_L_cache",
+    "attention.shared_kv_layers": "num_kv_shared_layers", "altup.active_idx": "altup_active_idx",
+    "altup.num_inputs": "altup_num_inputs", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
     "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
     "ssm.conv_kernel": "conv_kernel mamba_d_conv linear_conv_kernel_dim",
     "ssm.state_size": "state_size mamba_d_state ssm_state_size linear_key_head_dim",
@@ -176,6 +188,20 @@ def _own_settings(architecture: str, config: Any, told: Mapping[str, Any]) -> di
                   "expert_feed_forward_length": told["intermediate_size"]}
     if architecture == "gpt-oss":
         found["expert_feed_forward_length"] = told["intermediate_size"]
+    if architecture == "gemma3n":
+        found["activation_sparsity_scale"] = [
+            torch.distributions.Normal(0, 1).icdf(torch.tensor(s)).item() for s in told["activation_sparsity_pattern"]]
+    if architecture.startswith(("gemma3n", "gemma4")):
+        found["rope.freq_base_swa"] = told["rope_parameters"]["sliding_attention"]["rope_theta"]
+    if architecture == "gemma4":
+        each = [config.per_layer_config[layer] for layer in range(len(kinds))]
+        wide, narrow = (each[kinds.index(f"{kind}_attention")].head_dim for kind in ("full", "sliding"))
+        found |= {"attention.key_length": wide, "attention.value_length": wide, "rope.dimension_count": wide,
+                  "attention.key_length_swa": narrow, "attention.value_length_swa": narrow,
+                  "rope.dimension_count_swa": narrow, "expert_used_count": told["top_k_experts"],
+                  "attention.head_count_kv": [layer.num_key_value_heads for layer in each],
+                  "feed_forward_length": [96 * (1 + (config.use_double_wide_mlp and layer > 1))
+                                          for layer in range(len(kinds))]}
     return found
 
 
@@ -212,8 +238,25 @@ def stored_tensors(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]
     """The tensors of a file by name, each in the order in which llama.cpp reads it."""
     known = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names, config = gguf.get_tensor_name_map(known, model.config.num_hidden_layers), model.config
+    stacked: dict[str, list[Tensor]] = {}
+    for layer in range(config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0),
+                       config.num_hidden_layers):  # a checkpoint has what such layers have no use for
+        yield f"blk.{layer}.attn_k.weight", torch.ones(32, 64)
+    if architecture == "gemma4":
+        turning = torch.arange(16) < 4  # a quarter of 32 channels, which turn in pairs
+        yield "rope_freqs.weight", torch.where(turning, 1.0, 1e30)
     for name, values in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if ".altup_" in name:
+            kind = "altup_unembd_proj" if "unembed" in name else "altup_proj"
+            stacked.setdefault(kind, []).append(values)
+            if len(stacked[kind]) == 3:
+                yield f"{kind}.weight", torch.stack(stacked[kind])
+            continue
+        if name.endswith(("router.scale", "router.per_expert_scale")):
+            block = name.split(".")[2]
+            yield f"blk.{block}.{'ffn_down_exps' if 'expert' in name else 'ffn_gate_inp'}.scale", values
             continue
         for spelled, part in _parts(name, values, config):
             if architecture.startswith("nemotron_h") and "experts." not in spelled.replace("shared_experts.", ""):
@@ -231,6 +274,9 @@ def _parts(name: str, values: Tensor, config: Any) -> Iterator[tuple[str, Tensor
         if config.model_type in ("gpt_oss", "llama4_text") and ending == "weight":
             values = values.transpose(1, 2)
         pairs = {own: values}
+        if config.model_type == "gemma4_text":
+            yield f"{layer}.experts.{own}.weight", values
+            return
         if own == "gate_up_proj" and config.model_type == "gpt_oss":
             pairs = {"gate_proj": values[:, ::2], "up_proj": values[:, 1::2]}
         elif own == "gate_up_proj":
@@ -258,7 +304,9 @@ def _parts(name: str, values: Tensor, config: Any) -> Iterator[tuple[str, Tensor
         yield f"{start}k_b_proj.weight", keys.transpose(1, 2)
         yield f"{start}v_b_proj.weight", rest
     else:
-        for ending, other in (("mixer.dt_bias", "mixer.dt.bias" if config.model_type == "nemotron_h" else
+        for ending, other in (("correct_output_scale", "correct_output_scale.weight"),
+                              ("layer_scalar", "layer_scalar.weight"),
+                              ("mixer.dt_bias", "mixer.dt.bias" if config.model_type == "nemotron_h" else
                                "mixer.dt_proj.bias"), (".dt_bias", ".dt_proj.bias"), (".sinks", ".sinks.weight"),
                               ("_correction_bias", "_correction.bias"), ("expert_bias", "expert_bias.bias"),
                               ("moe.router.weight", "moe.router.layer.weight")):

@@ -313,7 +313,7 @@ def test_transformers_is_loaded_by_one_thread_at_a_time() -> None:
 READ_BY_THEMSELVES = {
     "forebay.rewriter.ir.files": "the one place",
     **dict.fromkeys(("forebay.rewriter.checkpoints.checkpoint", "forebay.rewriter.checkpoints.identity",
-                     "forebay.rewriter.checkpoints.gguf_tensors", "forebay.rewriter.checkpoints.gguf_config",
+                     "forebay.rewriter.checkpoints.gguf_tensors", "forebay.rewriter.checkpoints.gguf_values",
                      "forebay.exported.source",
                      "forebay.runtime.disk.open_file", "forebay.runtime.disk.page_cache"),
                     "weights, whose header was read there before"),

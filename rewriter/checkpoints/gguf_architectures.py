@@ -20,13 +20,19 @@ from forebay.rewriter.checkpoints.gguf_keys import (
     LEADING_DENSE,
     NEXTN,
     PATTERN,
+    PER_LAYER,
     RMS,
     ROPE,
+    SHARED_KV,
     SIZES,
+    SPARSITY,
     SSM,
     SSM_GROUPS,
     WINDOW,
     WINDOW_BASE,
+    WINDOW_DIMENSIONS,
+    WINDOW_VALUE_WIDTH,
+    WINDOW_WIDTH,
 )
 
 
@@ -79,6 +85,7 @@ GRANITE_DEFAULTS = {"attention.scale": 0.0, "embedding_scale": 0.0, "residual_sc
 DELTA = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
          SSM_GROUPS: "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads"}
 DELTA_READS = HEADS | ROPE | {"ssm.inner_size", "attention.recurrent_layers", "full_attention_interval", NEXTN}
+SHARING = {WINDOW: "sliding_window", SHARED_KV: "num_kv_shared_layers", PER_LAYER: "hidden_size_per_layer_input"}
 SECTIONS = frozenset({"rope.dimension_sections"})  # of images' positions; those of a text are equal in all of them
 LATENT = frozenset({KV_HEADS, "attention.q_lora_rank", "attention.kv_lora_rank", "attention.key_length_mla",
                     "attention.value_length_mla", "expert_gating_func", "expert_weights_norm", LEADING_DENSE, NEXTN,
@@ -113,6 +120,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         HEADS | ROPE | {PATTERN, WINDOW_BASE},
         {FINAL_CAP: 0.0, WINDOW: 0, PATTERN: 6, WINDOW_BASE: 10000.0}, head_field=True,
         attention_bias="attention_bias"),
+    "gemma3n": Architecture(
+        "gemma3n_text", RMS_SIZES | SHARING | {FINAL_CAP: "final_logit_softcapping",
+                                               "altup.active_idx": "altup_active_idx",
+                                               "altup.num_inputs": "altup_num_inputs"},
+        HEADS | ROPE | {PATTERN, WINDOW_BASE, SPARSITY}, {FINAL_CAP: 30.0, PATTERN: 5}, head_field=True),
+    "gemma4": Architecture(
+        "gemma4_text", {key: name for key, name in MIXED_SIZES.items() if key != "feed_forward_length"} | SHARING | {
+            FINAL_CAP: "final_logit_softcapping", "expert_count": "num_experts", "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size"},
+        HEADS | ROPE | {PATTERN, WINDOW_BASE, KV_HEADS, WINDOW_WIDTH, WINDOW_VALUE_WIDTH, WINDOW_DIMENSIONS,
+                        "feed_forward_length"},
+        {FINAL_CAP: 0.0, SHARED_KV: 0, PER_LAYER: 0, "expert_count": 0, "expert_used_count": 0,
+         "expert_feed_forward_length": 0}, head_field=True),
     "glm4": Architecture("glm4", RMS_SIZES, HEADS | ROPE | {NEXTN}, head_field=True, partial=True),
     "glm4moe": Architecture(
         "glm4_moe", RMS_SIZES | ROUTED_EXPERTS | {LEADING_DENSE: "first_k_dense_replace"},

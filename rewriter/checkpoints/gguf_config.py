@@ -16,7 +16,16 @@ from forebay.rewriter.checkpoints.config import meta_model
 from forebay.rewriter.checkpoints.gguf_architectures import ARCHITECTURES, MIXTRAL, Architecture
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader
 from forebay.rewriter.checkpoints.gguf_layers import layer_fields, read_windows
-from forebay.rewriter.checkpoints.gguf_values import layer_count, read_number, read_value, require
+from forebay.rewriter.checkpoints.gguf_values import (
+    ROPE_FREQS,
+    ROPE_LONG,
+    ROPE_SHORT,
+    layer_count,
+    read_factors,
+    read_number,
+    read_value,
+    require,
+)
 from forebay.rewriter.checkpoints.named_errors import panicking
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.one_thread import one_thread
@@ -24,8 +33,6 @@ from forebay.rewriter.one_thread import one_thread
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Tensors that are settings: by what rotary frequencies are divided. Llama 3's, and those of short and long contexts.
-ROPE_FREQS, ROPE_SHORT, ROPE_LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 # Llama 3.1 to 3.3: frequencies of wavelengths beyond so many positions are divided by a factor, by less down to a
 # quarter of that; the file says only what came of it.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -103,6 +110,8 @@ def _head_fields(header: GgufHeader, table: Architecture, found: dict[str, Any])
     if heads < 1:
         raise CheckpointError(f"{header.path}: {header.architecture}.attention.head_count is {heads}; at least 1 head "
                               "is needed")
+    if table.model_type == "gemma4_text":
+        return {}  # layers differ
     if table.model_type == "deepseek_v2":
         return {"rope_parameters": _rope(header, table, int(read_number(header, keys.DIMENSIONS)))}
     head_dim = _head_width(header, table, width, heads)
@@ -229,7 +238,7 @@ def _scaling(header: GgufHeader, theta: float, dims: int) -> dict[str, Any]:
     how = "linear" if how is None else how
     factor = float(read_value(header, keys.FACTOR, read_value(header, keys.OLD_FACTOR, 0.0))) or 1.0
     attention = read_number(header, keys.ATTENTION_FACTOR, 1.0)
-    freqs, short, long = (_factors(header, name, dims // 2) for name in (ROPE_FREQS, ROPE_SHORT, ROPE_LONG))
+    freqs, short, long = (read_factors(header, name, dims // 2) for name in (ROPE_FREQS, ROPE_SHORT, ROPE_LONG))
     if how == "none":
         factor = 1.0
     if how not in ("none", "linear", "longrope", "yarn") or (how == "longrope" and factor != 1) or not 0 < factor < 1e9:
@@ -272,19 +281,6 @@ def _long_rope(header: GgufHeader, short: np.ndarray, long: np.ndarray, attentio
 def _unknown(header: GgufHeader, what: str) -> CheckpointError:
     return CheckpointError(f"{header.path}: {what} scales rotary frequencies in a way that this release does not know; "
                            "use the model's safetensors checkpoint")
-
-
-def _factors(header: GgufHeader, name: str, pairs: int) -> np.ndarray | None:
-    """The numbers of a tensor of factors, one for each pair of rotated channels; None where the file has none."""
-    found = header.find(name)
-    if found is None:
-        return None
-    if found.kind.name != "F32":
-        raise CheckpointError(f"{found.path}: {name} has type {found.kind.name}, not F32; convert the model again")
-    if math.prod(found.shape) != pairs:
-        raise CheckpointError(f"{found.path}: {name} is {found.shape}, but {pairs} pairs of channels are rotated; "
-                              "convert the model again")
-    return np.fromfile(found.path, np.float32, math.prod(found.shape), offset=found.offset)
 
 
 def llama3_factors(factor: float, dims: int, theta: float) -> np.ndarray:

@@ -19,6 +19,10 @@ VOCABULARY = "vocab_size"
 KV_HEADS, LEADING_DENSE, NEXTN = "attention.head_count_kv", "leading_dense_block_count", "nextn_predict_layers"
 FINETUNED = "rope.scaling.finetuned"  # Granite's switch: whether anything is rotated
 SSM_GROUPS = "ssm.group_count"
+SHARED_KV, PER_LAYER, SPARSITY = "attention.shared_kv_layers", "embedding_length_per_layer_input", (
+    "activation_sparsity_scale")
+WINDOW_WIDTH, WINDOW_VALUE_WIDTH = "attention.key_length_swa", "attention.value_length_swa"
+WINDOW_DIMENSIONS = "rope.dimension_count_swa"
 YARN_FAST, YARN_SLOW = "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"
 
 # The config field of transformers that each key sets, in all architectures but GPT-2.
@@ -52,7 +56,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attention.output_scale": (0, 1),
     "attention.scale": (0,),
-    "attention.shared_kv_layers": (0,),
+    SHARED_KV: (0,),
     "attention.temperature_length": (0,),
     "attention.temperature_scale": (0,),
     "attn_logit_softcapping": (0,),
@@ -83,5 +87,5 @@ HARMLESS = frozenset({
 })
 # Sizes of heads and rotations in layers with a window: they must be those of the other layers.
 SAME_IN_WINDOWS = {
-    "attention.key_length_swa": WIDTH, "attention.value_length_swa": WIDTH, "rope.dimension_count_swa": DIMENSIONS,
+    WINDOW_WIDTH: WIDTH, WINDOW_VALUE_WIDTH: WIDTH, WINDOW_DIMENSIONS: DIMENSIONS,
 }

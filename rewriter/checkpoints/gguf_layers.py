@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import Any
+
+import numpy as np
 
 from forebay.rewriter.checkpoints import gguf_keys as keys
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader
 from forebay.rewriter.checkpoints.gguf_values import (
+    ROPE_FREQS,
     has_tensor,
     layer_count,
+    read_factors,
     read_layers,
     read_number,
     read_value,
@@ -209,6 +214,73 @@ def _delta(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
             "linear_value_head_dim": _inner_width(header, found["linear_num_value_heads"])}
 
 
+def _gemma3n(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """Its converter writes for each layer by how many deviations a gate must be above the mean to count."""
+    fields = _gemma_windows(header, found, found["rope_parameters"], 5) | {
+        "laurel_rank": _rows(header, "blk.0.laurel_l.weight"),
+        "vocab_size_per_layer_input": _rows(header, "per_layer_token_embd.weight")}
+    scales = header.get(keys.SPARSITY)
+    if isinstance(scales, tuple):
+        shares = [NormalDist().cdf(scale) for scale in scales]
+        fields["activation_sparsity_pattern"] = [round(share, 6) for share in shares[: layer_count(header)]]
+    return fields
+
+
+def _gemma_windows(header: GgufHeader, found: Mapping[str, Any], rope: Settings, period: int) -> Settings:
+    """The types of layers, of which those with a window rotate by a base of their own."""
+    local = {"rope_type": "default", "rope_theta": read_number(header, keys.WINDOW_BASE, 10000.0)}
+    return {"layer_types": read_windows(header, int(found["sliding_window"]), period),
+            "rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+
+
+def _rows(header: GgufHeader, name: str) -> int:
+    """The rows of a tensor that must be there."""
+    tensor = header.find(name)
+    if tensor is None:
+        raise CheckpointError(f"{header.path} is incomplete: no tensor {name}")
+    return tensor.shape[0]
+
+
+def _gemma4(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """Layers without a window have heads of another width, of which a part of the channels rotates: the others'
+    frequencies are divided by a huge number."""
+    wide = int(read_number(header, keys.WIDTH))
+    narrow = int(read_number(header, keys.WINDOW_WIDTH, wide))
+    for key, width in ((keys.VALUE_WIDTH, wide), (keys.DIMENSIONS, wide), (keys.WINDOW_VALUE_WIDTH, narrow),
+                       (keys.WINDOW_DIMENSIONS, narrow)):
+        require(header, key, (None, width))
+    factors = read_factors(header, ROPE_FREQS, wide // 2)
+    factors = np.ones(wide // 2) if factors is None else factors
+    turning = int((factors == 1).sum())
+    if not turning or (factors[:turning] != 1).any() or (factors[turning:] < 1e9).any():
+        raise CheckpointError(f"{header.path}: tensor {ROPE_FREQS} scales rotary frequencies in a way that this "
+                              "release does not know; use the model's safetensors checkpoint")
+    rope = {"rope_type": "proportional", "rope_theta": read_number(header, keys.BASE, 1e6),
+            "partial_rotary_factor": 2 * turning / wide}
+    fields = _gemma_windows(header, found, rope, 0)
+    slides = [kind == "sliding_attention" for kind in fields["layer_types"]]
+    heads, widths = read_layers(header, keys.KV_HEADS), read_layers(header, "feed_forward_length")
+    local, own = ([n for n, slides_too in zip(heads, slides, strict=True) if slides_too == each]
+                  for each in (True, False))
+    sharing = len(slides) - int(found["num_kv_shared_layers"])
+    full = [layer for layer, slide in enumerate(slides[:sharing]) if not slide]
+    same = bool(full) and not has_tensor(header, "attn_v.weight", full[0])
+    narrowest, kv_heads = widths[0], _one_of(header, keys.KV_HEADS, local or own)
+    if own and not same and _one_of(header, keys.KV_HEADS, own) != kv_heads:
+        _one_of(header, keys.KV_HEADS, heads)
+    doubled = any(width != narrowest for width in widths)
+    if doubled and widths != [narrowest] * sharing + [2 * narrowest] * (len(widths) - sharing):
+        _one_of(header, "feed_forward_length", widths)
+    routed = has_tensor(header, "ffn_gate_inp.weight")
+    return fields | {
+        "head_dim": narrow, "global_head_dim": wide, "num_key_value_heads": kv_heads, "attention_k_eq_v": same,
+        "num_global_key_value_heads": _one_of(header, keys.KV_HEADS, own) if own and same else None,
+        "intermediate_size": narrowest, "use_double_wide_mlp": doubled, "enable_moe_block": routed,
+        "final_logit_softcapping": float(found["final_logit_softcapping"]) or None,
+        **({"vocab_size_per_layer_input": _rows(header, "per_layer_token_embd.weight")}
+           if found["hidden_size_per_layer_input"] else {})}
+
+
 def _groups(header: GgufHeader) -> Settings:
     """Groups of experts, of which a router first picks some; without the key there is one."""
     count, experts = (int(read_value(header, key, 0)) for key in ("expert_group_count", "expert_count"))
@@ -272,6 +344,7 @@ def _seed_oss(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
 
 RULES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], Settings]] = {
     "cohere2": _windowed, "command-r": _cohere, "deepseek2": _deepseek, "exaone4": _exaone, "falcon-h1": _falcon_h1,
+    "gemma3n": _gemma3n, "gemma4": _gemma4,
     "glm4": _glm, "glm4moe": _glm_moe, "gpt-oss": _gpt_oss, "granite": _granite_dense, "granitehybrid": _granite_hybrid,
     "granitemoe": _granite, "jamba": _jamba, "lfm2": _lfm2, "lfm2moe": _lfm2_moe, "llama4": _llama4, "mamba": _mamba,
     "mamba2": _mamba2, "nemotron_h": _nemotron_h, "nemotron_h_moe": _nemotron_h, "olmo": _olmo, "olmo2": _olmo2,

@@ -9,8 +9,10 @@ from typing import Any
 SPELLINGS = (
     (".dt_bias", ".dt_proj.bias"), (".dt_bias", ".dt.bias"), (".sinks", ".sinks.weight"),
     ("e_score_correction_bias", "e_score_correction.bias"), (".expert_bias", ".expert_bias.bias"),
+    (".correct_output_scale", ".correct_output_scale.weight"), (".layer_scalar", ".layer_scalar.weight"),
     (".router.weight", ".router.layer.weight"), (".shared_mlp.output_linear.weight", ".mlp.down_proj.weight"),
 )
+SCALES = {".router.scale": "ffn_gate_inp.scale", ".router.per_expert_scale": "ffn_down_exps.scale"}  # in no table
 BACKBONE = ("nemotron_h", "nemotron_h_moe")  # whose published checkpoints call the model so
 
 
@@ -23,6 +25,9 @@ def parameter_names(parameters: Mapping[str, Any], architecture: str, layers: in
     mapped = get_tensor_name_map(arch, layers)
     found: dict[str, str] = {}
     for name in parameters:
+        own = next((tensor for ending, tensor in SCALES.items() if name.endswith(ending)), None)
+        if own is not None:
+            found[f"blk.{name.split('.layers.')[1].split('.')[0]}.{own}"] = name
         for spelling in _spellings(name, architecture):
             tensor = mapped.get_name(spelling, try_suffixes=(".weight", ".bias"))
             if tensor is not None and tensor in stored:

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from forebay.rewriter.capture.experts import experts_layout
-from forebay.rewriter.checkpoints.gguf_config import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader, GgufTensor, require_readable
 from forebay.rewriter.checkpoints.gguf_names import parameter_names
 from forebay.rewriter.checkpoints.gguf_orders import Change, is_transposed, undo_order
-from forebay.rewriter.checkpoints.gguf_values import layer_count
+from forebay.rewriter.checkpoints.gguf_values import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, layer_count
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.one_thread import one_thread
 
@@ -98,6 +97,8 @@ def _place_experts(header: GgufHeader, model: PreTrainedModel) -> Iterator[Place
             continue
         for own, parameter in module.named_parameters(recurse=False):
             kinds = ("down",) if own.startswith("down") else ("gate", "up") if layout.gated else ("up",)
+            if kinds == ("gate", "up") and header.find(f"blk.{layer[1]}.ffn_gate_up_exps.weight") is not None:
+                kinds = ("gate_up",)
             name, shape, ending = f"{module_name}.{own}", tuple(parameter.shape), (
                 "bias" if own.endswith("bias") else "weight")
             found = [header.find(f"blk.{layer[1]}.ffn_{kind}_exps.{ending}") for kind in kinds]
@@ -180,22 +181,46 @@ def _expansions(name: str, header: GgufHeader, layer: str, config: Any) -> Itera
         yield PlacedTensor(name, (outer, rank), _rows(values, head))
 
 
+def _place_stacked(header: GgufHeader, model: PreTrainedModel) -> Iterator[PlacedParts]:
+    """Gemma 3n's matrices that make its other predictions and put them together: one tensor has all of either."""
+    for name, parameter in model.named_parameters():
+        found = re.search(r"\.altup(_unembed)?_projections\.(\d+)\.weight$", name)
+        tensor = header.find(f"altup{'_unembd' if found[1] else ''}_proj.weight") if found else None
+        if found is None or tensor is None:
+            continue
+        require_readable(tensor)
+        shape, number = tuple(parameter.shape), int(found[2])
+        if tensor.shape[1:] != shape or number >= tensor.shape[0]:
+            raise CheckpointError(f"{tensor.path}: {tensor.name} is {tensor.shape}, of which {name} of this model "
+                                  "cannot be a part")
+        yield PlacedParts(name, shape, (PlacedTensor(name, shape, _rows(tensor, number)),))
+
+
+def _unread(header: GgufHeader, config: Any) -> tuple[str, ...]:
+    """How tensors begin that no layer reads: of those that draft for the model, and keys and values of layers that
+    attend over those of others."""
+    layers, sharing = layer_count(header), int(getattr(config, "num_kv_shared_layers", 0) or 0)
+    drafting = [f"blk.{n}." for n in range(layers, int(header.get("block_count")))]  # type: ignore[call-overload]
+    return (*drafting, *(f"blk.{n}.attn_{kind}" for n in range(layers - sharing, layers)
+                         for kind in ("k.", "v.", "k_norm.")))
+
+
 @one_thread
 def place_tensors(header: GgufHeader, model: PreTrainedModel) -> Mapping[str, PlacedParameter]:
     """The tensors of a GGUF model by the name of the parameter that each is; a tied one has its first name. Those that
-    make one parameter together are `PlacedParts`. Layers that draft tokens for the model are left out.
+    make one parameter together are `PlacedParts`. Layers that draft tokens for the model are left out, and what the
+    model has no use for.
 
     Raises:
         CheckpointError: a tensor that the model has no place for, one of another shape or of a type that cannot be
             read, or a parameter without a tensor.
     """
-    parts = (*_place_experts(header, model), *_place_parts(header, model))
+    parts = (*_place_experts(header, model), *_place_parts(header, model), *_place_stacked(header, model))
     placed: dict[str, PlacedParameter] = {each.name: each for each in parts}
     settings = () if header.architecture == "gpt2" else (ROPE_FREQS, ROPE_SHORT, ROPE_LONG)  # obeyed by the config
     taken = {piece.tensor.name for each in parts for piece in each.pieces}
-    drafting = tuple(f"blk.{n}." for n in range(layer_count(header), int(header.get("block_count"))))  # type: ignore[call-overload]
     wanted = [tensor for tensor in header.tensors if tensor.name not in settings and tensor.name not in taken
-              and not tensor.name.startswith(drafting)
+              and not tensor.name.startswith(_unread(header, model.config))
               and not (header.architecture == "gemma3" and tensor.name.startswith(FOR_IMAGES))]
     parameters, config = model.state_dict(keep_vars=True), model.config.to_dict()
     names = parameter_names(parameters, header.architecture, layer_count(header), {t.name for t in wanted})

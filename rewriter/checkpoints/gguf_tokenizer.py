@@ -31,7 +31,7 @@ def read_tokenizer(header: GgufHeader) -> Any:
     """The tokenizer, as transformers has it.
 
     Raises:
-        CheckpointError: its kind is neither byte-level BPE (gpt2) nor SentencePiece (llama).
+        CheckpointError: its kind is neither byte-level BPE (gpt2) nor SentencePiece (llama, gemma4).
     """
     from transformers import TokenizersBackend
 
@@ -39,16 +39,16 @@ def read_tokenizer(header: GgufHeader) -> Any:
     arrays = read_arrays(header.path, [f"tokenizer.ggml.{key}" for key in ("tokens", "scores", "token_type", "merges")])
     tokens, scores, kinds, merges = arrays
     kind = told.get("model")
-    if kind not in ("gpt2", "llama"):
-        raise CheckpointError(f"{header.path}: its tokenizer is of the kind {kind!r} (tokenizer.ggml.model); gpt2 and "
-                              "llama are read. Take the model's safetensors checkpoint")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise CheckpointError(f"{header.path}: its tokenizer is of the kind {kind!r} (tokenizer.ggml.model); gpt2, "
+                              "llama and gemma4 are read. Take the model's safetensors checkpoint")
     special = {name: None if at is None else tokens[at] for name, at in _special_ids(told, kind, len(tokens)).items()}
     if kind == "gpt2":
         backend = _byte_level(header, tokens, merges)
     else:
         backend = _sentencepiece(header, tokens, scores, merges, special["unk_token"])
     _add_whole_tokens(backend, tokens, kinds, kind == "llama" and header.architecture == "phi3")
-    adds_bos = told.get("add_bos_token", kind == "llama" or told.get("pre") in ADD_BOS)
+    adds_bos = told.get("add_bos_token", kind != "gpt2" or told.get("pre") in ADD_BOS)
     return TokenizersBackend(
         tokenizer_object=backend, add_bos_token=bool(adds_bos), add_eos_token=bool(told.get("add_eos_token")),
         chat_template=_templates(header), **special)
@@ -100,7 +100,7 @@ def _sentencepiece(
     header: GgufHeader, tokens: Sequence[str], scores: Sequence[float], merges: Sequence[str], unknown: str | None,
 ) -> Any:
     """BPE over characters, unknown ones of which are bytes; a file without merges has what they follow from."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers.tokenization_utils_base import generate_merges
 
     gemma = header.architecture.startswith("gemma")
@@ -112,6 +112,8 @@ def _sentencepiece(
     backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces = normalizers.Replace(" ", SPACE)
     prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", not gemma)
+    if header.metadata.get("tokenizer.ggml.model") == "gemma4":  # no merge reaches into a run of ends of lines
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex("[^\n]+|\n+"), behavior="isolated")
     if not prefix:
         backend.normalizer = spaces
     elif header.architecture == "phi3":  # its tokenizer prepends one even to a text that begins with a space

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader
 from forebay.rewriter.checkpoints.gguf_keys import NEXTN
 from forebay.rewriter.checkpoints.records import CheckpointError
+
+# Tensors that are settings: by what rotary frequencies are divided. Llama 3's, and those of short and long contexts.
+ROPE_FREQS, ROPE_SHORT, ROPE_LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 
 
 def require(header: GgufHeader, key: str, accepted: tuple[object, ...]) -> None:
@@ -67,3 +72,16 @@ def has_tensor(header: GgufHeader, name: str, layer: int | None = None) -> bool:
     """Whether that layer, or any, has a tensor of that name."""
     start = "blk." if layer is None else f"blk.{layer}."
     return any(tensor.name.startswith(start) and tensor.name.endswith(f".{name}") for tensor in header.tensors)
+
+
+def read_factors(header: GgufHeader, name: str, pairs: int) -> np.ndarray | None:
+    """The numbers of a tensor of factors, one for each pair of rotated channels; None where the file has none."""
+    found = header.find(name)
+    if found is None:
+        return None
+    if found.kind.name != "F32":
+        raise CheckpointError(f"{found.path}: {name} has type {found.kind.name}, not F32; convert the model again")
+    if math.prod(found.shape) != pairs:
+        raise CheckpointError(f"{found.path}: {name} is {found.shape}, but {pairs} pairs of channels are rotated; "
+                              "convert the model again")
+    return np.fromfile(found.path, np.float32, math.prod(found.shape), offset=found.offset)
