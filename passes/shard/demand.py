@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from forebay.kernels.operators import of_target
+from forebay.kernels.operators import LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV, of_target
 from forebay.passes.shard.split import (
     SPLITS,
     ShardError,
@@ -64,6 +66,44 @@ def caches_of(node: fx.Node) -> list[fx.Node]:
     return [] if known is None else known.given_caches(node.args)
 
 
+def keeps_state(node: fx.Node) -> bool:
+    """Whether an operator of ours keeps a state that is no cache."""
+    known = of_target(node.target)
+    return known is not None and bool(known.writes) and not known.caches
+
+
+class StateArguments(NamedTuple):
+    """Which argument of a recurrence is its state, which dimension of that has heads or channels, and which arguments
+    are vectors or matrices with a row for each."""
+
+    argument: int
+    dim: int
+    by_row: tuple[int, ...] = ()
+
+
+STATES = {SHORT_CONV.overload: StateArguments(3, 2, (1, 2)), LINEAR_RECURRENCE.overload: StateArguments(5, 1),
+          SELECTIVE_SCAN.overload: StateArguments(5, 1, (2,))}
+
+
+def features_of_heads(node: fx.Node) -> int:
+    """How many features behind a recurrence belong together: of the heads that share a head of keys; 1 for others."""
+    if node.target is not LINEAR_RECURRENCE.overload:
+        return 1
+    (*_, heads, columns), shared = shape_of(node), shape_of(node.args[0])[2]  # type: ignore[arg-type]
+    return int(columns * (heads // shared if shared > 1 else 1))
+
+
+def recurrent_operands(node: fx.Node, wanted: Split) -> list[tuple[fx.Node, Split]]:
+    """The operands of a recurrence that have its heads or channels, `wanted` of its result, and what is wanted of them.
+    A head of keys that all share is wanted whole."""
+    if node.target is not LINEAR_RECURRENCE.overload:
+        return [(operand, wanted) for operand in node.args[: 2 if node.target is SELECTIVE_SCAN.overload else 1]]  # type: ignore[misc]
+    q, k, v, decay, beta, *_ = node.args
+    shared = shape_of(q)[2]  # type: ignore[arg-type]
+    keys = [] if shared == 1 else [(each, wanted.over(wanted.size // shared, 2, node)) for each in (q, k)]
+    return [*keys, *((each, wanted) for each in (v, decay, beta) if each is not None)]  # type: ignore[list-item]
+
+
 def is_pointwise(node: fx.Node) -> bool:
     target = node.target
     return target in ALIKE or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags)
@@ -89,17 +129,19 @@ def heads_of(share: RankShare, axes: tuple[int, ...], heads: int, kv_heads: int)
 class Demand:
     """The parts of values of one graph that are `wanted`, as they are pulled."""
 
-    def __init__(self, share: RankShare) -> None:
-        self.share = share
+    def __init__(self, share: RankShare, recurrences: bool = False) -> None:
+        self.share, self.recurrences = share, recurrences
         self.wanted: dict[fx.Node, Split] = {}
 
     def of_layer(self, gm: fx.GraphModule, units: dict[fx.Node, int], entering: Sequence[fx.Node] = ()) -> None:
         """Pull what attention wants of a layer, and products whose inputs other products made: those sum over what
         ranks divide, in whole `units` of a weight's input features. For attention over the batch the products that are
-        `entering` give even parts, and what it gives is handed on in such parts."""
+        `entering` give even parts, and what it gives is handed on in such parts. With `recurrences` products behind
+        them want parts as well; else each rank computes all of a recurrence, and of the products around it."""
         axes = self.share.axes
         inner: set[fx.Node] = set()  # made by a product of the layer
         attended: set[fx.Node] = set()  # made by attention, and by no product since
+        recurrent: dict[fx.Node, int] = {}  # the same by a recurrence, and features of a unit
         for node in gm.graph.nodes:
             given, product = over_cache(node), product_of(node)
             for operand in given if self.share.attention == "heads" else ():
@@ -108,6 +150,10 @@ class Demand:
                     self.pull(operand, heads)
             if product is not None:
                 x, weight, *_ = product
+                if x in recurrent:
+                    if self.recurrences:
+                        self.pull(x, self._alike(x, math.lcm(recurrent[x], units.get(weight, 1))))
+                    continue
                 if x not in inner:
                     inner.add(node)
                 elif x not in attended:
@@ -121,6 +167,9 @@ class Demand:
             else:
                 attended |= {node} if attended & set(node.all_input_nodes) else set()
                 inner |= {node} if inner & set(node.all_input_nodes) else set()
+                behind = [recurrent[n] for n in node.all_input_nodes if n in recurrent]
+                if keeps_state(node) or behind:
+                    recurrent[node] = math.lcm(features_of_heads(node), *behind)
         self._leave_nothing_out()
         for made in entering:
             self.pull(made, self._even(made))
@@ -132,6 +181,14 @@ class Demand:
         if not held:
             raise ShardError(f"{node.name}: {size} features are too few for {self.share.size(axes)} ranks")
         return Split(dim, held, size, axes)
+
+    def _alike(self, node: fx.Node, unit: int) -> Split:
+        """The same, of as many features as other ranks have."""
+        found = self._even(node, unit)
+        if found.count * self.share.size(found.axes) != found.size:
+            raise ShardError(f"{node.name}: {found.size} features of a recurrence in units of {unit} do not fall into "
+                             f"equal parts for {self.share.size(found.axes)} ranks")
+        return found
 
     def _heads(self, node: fx.Node, axes: tuple[int, ...]) -> Split:
         """The heads of what an operator over a cache is given: of queries, or those of the cache."""
@@ -182,6 +239,16 @@ class Demand:
         elif node.target in JOINING and wanted.dim != joined_dim(node):
             for operand in node.all_input_nodes:
                 self.pull(operand, replace(wanted, dim=dim_of_joined(node, wanted.dim)))
+        elif node.target is aten.cat.default:
+            first = 0
+            for joined in node.args[0]:  # type: ignore[union-attr]
+                part = wanted.among(first, shape_of(joined)[wanted.dim])  # type: ignore[arg-type]
+                first += part.size
+                if part.count:
+                    self.pull(joined, part)  # type: ignore[arg-type]
+        elif node.target in STATES and wanted.dim == 2:
+            for operand, part in recurrent_operands(node, wanted):
+                self.pull(operand, part)
         elif by_rows(node, wanted.dim):
             self.pull(node.args[0], wanted)  # type: ignore[arg-type]
         elif not over_cache(node):

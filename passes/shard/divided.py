@@ -15,15 +15,17 @@ from forebay.passes.shard.collectives import positions
 from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.demand import (
     JOINING,
+    STATES,
     aligned_operands,
     dim_of_joined,
     is_pointwise,
+    joined_dim,
     slice_of,
     sliced_dim,
 )
 from forebay.passes.shard.looped import ONCE
 from forebay.passes.shard.rank_inputs import RankInputs, cut_of
-from forebay.passes.shard.split import SPLITS, VIEWS, ShardError, Split, sizes_of, split_dim
+from forebay.passes.shard.split import SPLITS, VIEWS, ShardError, Split, shape_of, sizes_of, split_dim
 from forebay.passes.shard.statistics import MEANS, NORMS, epsilon_of, normed, weighted, whole_mean
 from forebay.rewriter.ir.graph import copy_node
 from forebay.rewriter.ir.share import ranges
@@ -101,9 +103,15 @@ class Divided(RankInputs):
             new.args = ([*args[0][:-1], split.count],)
             new.meta["val"] = self._part(new.meta["val"], cut_of(split))
             return
-        if split is not None and (target in VIEWS or target is aten.expand.default):
+        if split is not None and target in STATES:
+            for i in STATES[target].by_row:  # type: ignore[index]
+                if isinstance(args[i], fx.Node) and self.split[node.args[i]] is None:  # type: ignore[index]
+                    args[i] = self._narrow(args[i], 0, split.held, node)
+        elif split is not None and (target in VIEWS or target is aten.expand.default):
             sizes = list(args[1])
-            if isinstance(sizes[split.dim], int) and sizes[split.dim] > 0:
+            if not isinstance(node.meta["val"].shape[split.dim], int):  # heads among sequences and tokens
+                sizes[split.dim] = -1
+            elif isinstance(sizes[split.dim], int) and sizes[split.dim] > 0:
                 sizes[split.dim] = split.count
             args[1] = sizes
         elif target in SPLITS and split is not None and split_dim(node) == split.dim:
@@ -150,8 +158,12 @@ class Divided(RankInputs):
         split, mine = self.split[node], self.split[operand]
         if mine is not None or split is None or not (is_pointwise(node) or node.target in JOINING):
             return self.env[operand]
+        if node.target is aten.cat.default and split.dim == joined_dim(node):
+            return self.env[operand]
         dim = dim_of_joined(node, split.dim) if node.target in JOINING else (
             dict(aligned_operands(node, split.dim)).get(operand))
+        if dim is not None and not isinstance(shape_of(operand)[dim], int):
+            raise ShardError(f"{node.name}: {operand.name} is whole where ranks have parts of sequences and tokens")
         return self.env[operand] if dim is None else self._narrow(self.env[operand], dim, split.held, node)
 
     def _handed(self, node: fx.Node, value: fx.Node) -> fx.Node:

@@ -9,9 +9,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from forebay.kernels.operators import LINEAR_RECURRENCE
 from forebay.passes.shard.demand import (
     HEADS_BEHIND,
     JOINING,
+    STATES,
     by_rows,
     is_pointwise,
     joined_dim,
@@ -24,7 +26,7 @@ from forebay.passes.shard.demand import (
 from forebay.passes.shard.split import SPLITS, ShardError, Split, moved, moves, shape_of, sizes_of, split_dim
 from forebay.passes.shard.statistics import MEANS, NORMS, over_last
 from forebay.rewriter.ir.graph import is_pipeline_send
-from forebay.rewriter.ir.share import RankShare, even_part
+from forebay.rewriter.ir.share import RankShare, even_part, ranges
 
 aten = torch.ops.aten
 HIDDEN = "hidden"  # the placeholder of what a layer is given by the one before
@@ -81,9 +83,20 @@ class RankSplits:
         split = None if source is None else self.split[source]
         if is_pointwise(node):
             return self._of_operands(node)
+        if node.target in STATES:
+            return self.split[node.args[2 if node.target is LINEAR_RECURRENCE.overload else 0]]  # type: ignore[index]
         if split is None and node.target not in JOINING:
             return None
         return self._told(self._passed_on(node, split))
+
+    def _joined(self, node: fx.Node, like: Split) -> Split:
+        """Of what is put together along the dimension that ranks divide, the part of each operand."""
+        held, first = list[tuple[int, int]](), 0
+        for operand in node.args[0]:  # type: ignore[union-attr]
+            split, size = self.split[operand], shape_of(operand)[like.dim]  # type: ignore[index, arg-type]
+            held += (Split(like.dim, ((0, size),), size, like.axes) if split is None else split).within(first, 0).held
+            first += size
+        return replace(like, held=ranges(held), size=first)
 
     @staticmethod
     def _told(split: Split | None) -> Split | None:
@@ -107,6 +120,8 @@ class RankSplits:
         if target in JOINING:
             found = {part for n in node.all_input_nodes if (part := self.split[n]) is not None}
             made = target is aten.stack.default
+            if not made and found and all(part.dim == joined_dim(node) for part in found):
+                return self._joined(node, found.pop())
             if len(found) > 1 or any(part.dim == joined_dim(node) for part in found if not made):
                 raise ShardError(f"{node.name} puts parts together that ranks divide in two ways")
             part = next(iter(found), None)

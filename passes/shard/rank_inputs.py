@@ -12,11 +12,7 @@ from torch.fx.node import map_aggregate
 
 from forebay.passes.shard.collectives import ByRank, Collectives, stretches_of
 from forebay.passes.shard.cuts import Cuts
-from forebay.passes.shard.demand import (
-    caches_of,
-    over_cache,
-    product_of,
-)
+from forebay.passes.shard.demand import STATES, caches_of, over_cache, product_of
 from forebay.passes.shard.looped import ONCE, InChunks, added_up, levels, piece_name, portion
 from forebay.passes.shard.placed import RankSplits
 from forebay.passes.shard.sequences import AllSequences, OwnSequences, SequenceParallelRegion
@@ -84,7 +80,10 @@ class RankInputs:
             for cache in caches_of(node):
                 for operand in over_cache(node) if node.meta["val"] is None else ():
                     placed = self.split[operand]
-                    self.cuts.heads[cache.name] = shape_of(cache)[1] if placed is None else placed.count
+                    self.cuts.heads[cache.name] = 1, shape_of(cache)[1] if placed is None else placed.count
+            if node.target in STATES and (placed := self.split[node]) is not None:
+                state = STATES[node.target]  # type: ignore[index]
+                self.cuts.heads[node.args[state.argument].name] = state.dim, placed.count  # type: ignore[union-attr]
         if self.stored is not None:
             self.read, self.cuts.weights = self.cuts.weights, dict(self.stored.weights)
 
@@ -190,7 +189,8 @@ class RankInputs:
             return
         new = self.env[node] = copy_node(self.graph, node, {})
         if node.name in self.cuts.heads:
-            new.meta["val"] = value.new_empty((value.shape[0], self.cuts.heads[node.name], *value.shape[2:]))
+            dim, left = self.cuts.heads[node.name]
+            new.meta["val"] = value.new_empty((*value.shape[:dim], left, *value.shape[dim + 1 :]))
         elif isinstance(mark, WeightInput):
             if f"{node.name}_rows" in self.cuts.rows:
                 self.head_rows = self._another(node, f"{node.name}_rows", mark, mark.name + ROWS)

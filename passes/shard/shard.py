@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from forebay.passes.shard.cuts import Cuts
-from forebay.passes.shard.demand import Demand, product_of
+from forebay.passes.shard.demand import Demand, keeps_state, product_of
 from forebay.passes.shard.divided import Divided
 from forebay.passes.shard.gathered import GatheredStep
 from forebay.passes.shard.looped import InChunks, piece_name
@@ -36,14 +36,22 @@ def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int], stored
         grouped = {n: units[weight_name(n)] for n in block.graph.find_nodes(op="placeholder")  # type: ignore[index]
                    if weight_name(n) in units}
         apart = SequenceParallelRegion(block if layer.sharers > 1 else None)
-        wants = {}
-        for each in layer.peers if layer.attention == "heads" else layer.all:
-            demand = Demand(each)
-            demand.of_layer(block, grouped, apart.entering)
-            wants[each.rank] = demand.wanted
-        found[name] = Divided(block, layer, wants, None, True, apart, None if stored is None else stored[name],
-                              InChunks(share.pieces, chunks[0]), InChunks(share.gather_pieces, chunks[1]),
-                              grouped).run()
+        plain = layer.attention == "heads" and not layer.wide and stored is None and any(map(
+            keeps_state, block.graph.nodes))
+        for recurrences in (True, False) if plain else (False,):
+            try:
+                wants = {}
+                for each in layer.all if recurrences or layer.attention != "heads" else layer.peers:
+                    demand = Demand(each, recurrences)
+                    demand.of_layer(block, grouped, apart.entering)
+                    wants[each.rank] = demand.wanted
+                found[name] = Divided(block, layer, wants, None, True, apart, None if stored is None else stored[name],
+                                      InChunks(share.pieces, chunks[0]), InChunks(share.gather_pieces, chunks[1]),
+                                      grouped).run()
+                break
+            except ShardError:  # each rank has all of the recurrences then
+                if not recurrences:
+                    raise
     head = _head(gm)
     wanted = {} if head is None else {head: _head_rows(head, share)}
     divided = GatheredStep(gm, share, wanted, head) if stored is not None else (

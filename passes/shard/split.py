@@ -182,20 +182,27 @@ def _regrouped_wide(node: fx.Node, split: Split, before: list[Any], after: list[
     if split.dim >= len(before) - right:
         return replace(split, dim=split.dim + len(after) - len(before))
     middle, made = before[left : len(before) - right], after[left : len(after) - right]
-    at = split.dim - left
+    at, symbols = split.dim - left, 0
     while middle and not isinstance(middle[0], int):  # of [B * S, N] and [B, S, H, D] the symbols are one group
         middle, at = middle[1:], at - 1
     while made and not isinstance(made[0], int):
-        made, left = made[1:], left + 1
-    return _one_group(node, split, at, middle, made, left)
+        made, left, symbols = made[1:], left + 1, symbols + 1
+    return _one_group(node, split, at, middle, made, left, symbols)
 
 
-def _one_group(node: fx.Node, split: Split, at: int, before: list[Any], after: list[Any], left: int) -> Split:
-    if at == 0 and all(isinstance(size, int) for size in (*before, *after)) and after:
-        if len(after) == 1:
-            return split.times(math.prod(before[1:]), left)
-        if len(before) == 1:
-            return split.over(math.prod(after[1:]), left, node)
+def _one_group(
+    node: fx.Node, split: Split, at: int, before: list[Any], after: list[Any], left: int, symbols: int
+) -> Split:
+    """The split of the outermost of sizes `before` that become `after`. Of [B, S, H, D] and [B * S * H, D] the heads
+    are in the last of the `symbols` before or after: that dimension is split then."""
+    if all(isinstance(size, int) for size in (*before, *after)):
+        had, has = math.prod(before), math.prod(after)
+        if at == -1 and after and has == split.size * had:
+            return split.times(had, left).over(math.prod(after[1:]), left, node)
+        if at == 0 and had == has:
+            return split.times(math.prod(before[1:]), left).over(math.prod(after[1:]), left, node)
+        if at == 0 and symbols and had % has == 0:
+            return split.times(math.prod(before[1:]), left).over(has, left - 1, node)
     raise ShardError(f"{node.name} puts a dimension that ranks divide among others ({before} to {after})")
 
 

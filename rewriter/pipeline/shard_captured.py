@@ -20,7 +20,15 @@ from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, weight_name
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.share import RankShare, WeightCut
-from forebay.rewriter.ir.state import LentKVState, kv_states, state_name
+from forebay.rewriter.ir.state import (
+    ConvolutionState,
+    KVState,
+    LentKVState,
+    RecurrentState,
+    StateSpec,
+    kv_states,
+    state_name,
+)
 from forebay.rewriter.pipeline.pass_list import PASSES
 from forebay.rewriter.pipeline.rewrite_captured import with_blocks
 from forebay.rewriter.pipeline.run_passes import Stage
@@ -57,13 +65,25 @@ def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches
     for name, (source, cut) in parts.items():
         weights[name] = cut_spec(captured.weights[source], cut, name)
     shapes = {node.name: node.meta["val"].shape for node in step.graph.find_nodes(op="placeholder")}
-    states = tuple((replace(kv, kv_heads=shapes[state_name(kv.tensors[0].name, i)][1], parts=share.sharers),)
-                   for i, kv in enumerate(kv_states(captured.states, "mesh")))
+    if share.sharers > 1 or any(
+            spec.grows and not isinstance(spec, KVState) for states in captured.states for spec in states):
+        kv_states(captured.states, "mesh")
+    states = tuple(tuple(_of_rank(spec, shapes[state_name(spec.tensors[0].name, i)][1:], share) for spec in states)
+                   for i, states in enumerate(captured.states))
     found = replace(captured, step=step, layer_weights=names, weights=weights, states=states, choices=None)
     if share.gathered or several != one:
         prefill, _ = _sharded(captured, share, switches, "sharded_prefill", cuts if share.gathered else None, several)
         found = replace(found, prefill=replace(found, step=prefill))
     return found, parts
+
+
+def _of_rank(spec: StateSpec, sizes: Sequence[int], share: RankShare) -> StateSpec:
+    """A layer's state of which a rank has such a part."""
+    if isinstance(spec, KVState):
+        return replace(spec, kv_heads=sizes[0], parts=share.sharers)
+    if isinstance(spec, ConvolutionState):
+        return replace(spec, channels=sizes[1])
+    return replace(spec, sizes=tuple(sizes)) if isinstance(spec, RecurrentState) else spec
 
 
 def _sharded(

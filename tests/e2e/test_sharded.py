@@ -34,10 +34,23 @@ def deep_bigcode() -> T.GPTBigCodeConfig:
     return families.bigcode(4)
 
 
+def recurrent(kind: str, **sizes: Any) -> T.PreTrainedConfig:
+    """A model whose layers keep states, of sizes that all families have."""
+    return T.AutoConfig.for_model(
+        kind, hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=256, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=sizes.pop("head_dim", 16), pad_token_id=0, max_position_embeddings=64, **sizes)
+
+
 DEEP = {"deep llama": lambda: families.llama(4), "deep opt": lambda: families.opt(4),
         "deep gpt_neox": lambda: families.gpt_neox(4), "deep bigcode": deep_bigcode}
 KINDS = {**families.FAMILIES, "bigcode": families.bigcode, "gptj": families.gptj, "cohere": families.cohere,
          "bloom": families.bloom, "uneven": wide_llama, **DEEP,
+         "lfm2": lambda: recurrent("lfm2", layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
+         "mamba2": lambda: recurrent("mamba2", state_size=16, num_heads=8, head_dim=16, n_groups=2),
+         "qwen3_next": lambda: recurrent(
+             "qwen3_next", linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+             linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"], num_experts=4,
+             num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32),
          "large": lambda: families.llama(2, hidden_size=256, head_dim=64, intermediate_size=512),
          "broad": lambda: families.llama(2, hidden_size=128, head_dim=32, intermediate_size=128)}
 
@@ -174,6 +187,8 @@ FOUR += [Case(kind, AHEAD, share=500_000) for kind in ("llama", "gpt_neox", "gpt
 FOUR += [Case("opt", {"mesh": f"{WIDE_OWN['mesh']},chunks=2/1,gather_chunks=2/1"}, share=500_000),
          Case("uneven", {"mesh": f"{WIDE['mesh']},gather_chunks=3/1"}, share=500_000),
          Case("opt", {"mesh": f"{WIDE['mesh']},gather_chunks=2"})]
+TWO += [Case("lfm2", share=500_000), Case("qwen3_next", STAGES, share=500_000)]
+FOUR += [Case("lfm2", {"mesh": "stages=2,tensor=2"}, share=500_000)]
 EIGHT = [Case("bigcode", {"mesh": "stages=2,tensor=2x2,layout=2d,attention=batch"})]
 MORE = [Case(kind, share=500_000) for kind in (
     "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if ALL else []
