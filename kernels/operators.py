@@ -27,6 +27,7 @@ from forebay.kernels.products.experts.operator import EXPERTS as EXPERTS
 from forebay.kernels.products.linear.operator import LINEAR
 from forebay.kernels.products.linear_q.operator import LINEAR_Q
 from forebay.kernels.quantization.dequantize_rows.operator import DEQUANTIZE_ROWS as DEQUANTIZE_ROWS
+from forebay.kernels.recurrences.keep_state.operator import KEEP_STATE as KEEP_STATE
 from forebay.kernels.recurrences.linear_recurrence.operator import LINEAR_RECURRENCE as LINEAR_RECURRENCE
 from forebay.kernels.recurrences.selective_scan.operator import SELECTIVE_SCAN as SELECTIVE_SCAN
 from forebay.kernels.recurrences.short_conv.operator import SHORT_CONV as SHORT_CONV

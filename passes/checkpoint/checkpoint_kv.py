@@ -29,11 +29,11 @@ from forebay.kernels.operators import ACTIVATION_APPEND_Q, DEQUANTIZE_ROWS, KV_A
 from forebay.passes.checkpoint.smallest_cut import Cut, smallest_cut, token_nbytes
 from forebay.rewriter.ir.cache_layout import CHECKPOINTED, RESTORED
 from forebay.rewriter.ir.graph import META, values_of
+from forebay.rewriter.ir.state import CHECKPOINT_TENSOR as X
 from forebay.rewriter.ir.state import CheckpointState, StateInput, state_name
 from forebay.rewriter.ir.symbolic_values import InputLayout, fill_graphs
 
 aten = torch.ops.aten
-X = "x"  # the tensor of a `CheckpointState`
 _LAYOUT = "layout"  # in the meta of a placeholder that this pass made
 
 

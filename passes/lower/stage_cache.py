@@ -1,5 +1,6 @@
 """A cache off the device: the blocks that exist come into a staging slot for a layer's turn, and those that got full go
 out again, to host memory or to a spill file. Of the caches those that live on the device are attended where they lie.
+States of layers without a cache come and go whole.
 
 How a slot is laid out, `cache_layout` says. The *tail*, the block of each sequence that is not full yet, stays on the
 device: it joins the others in the slot before new tokens are appended there, and is taken out again behind attention.
@@ -96,6 +97,10 @@ class CacheStaging:
                 b.arena, b.offset, "int64", (self.batching.micro_batches.count * size,), (1,), name)
             draft.resident[name] = span_of(draft.inputs[name])
 
+    def holds(self, mark: StateInput) -> bool:
+        """Whether a tensor of a layer's states is staged."""
+        return not self.layers or self.layers[mark.layer].holds(mark)
+
     def offset(self, mark: StateInput) -> int:
         """Where a tensor of a layer's states begins in what is staged."""
         if self.layers:
@@ -115,15 +120,17 @@ class CacheStaging:
         self.fetched += 1
         b, index = self.buffers[f"{CACHE_STAGING}{slot}"], len(self.draft.moves)
         span = Span(b.arena, b.offset, staged.nbytes, f"{b.name}:{index}")
-        tailed = self.batching.cache.has_tails(tier)
-        loads = self._told(loads_name(staged.window) if tailed else WHOLE_LOADS, micro_batch)
-        source = Rows(home, staged.block_nbytes, loads, skips=True, typical=self.typical[layer][0])
+        tailed = not staged.tensors and self.batching.cache.has_tails(tier)
+        source: Rows | Span = home
+        if not staged.tensors:
+            loads = self._told(loads_name(staged.window) if tailed else WHOLE_LOADS, micro_batch)
+            source = Rows(home, staged.block_nbytes, loads, skips=True, typical=self.typical[layer][0])
         self.draft.moves.append(Move(f"load cache of layer {layer}@{micro_batch}", source, slot, span, (0, 0),
-                                     CACHE_STAGING, layer, alike=self.alike))
-        index_ref = self._told(BEFORE, micro_batch)
+                                     CACHE_STAGING, layer, alike=self.alike and not staged.tensors))
         self.draft.items += [Fetch(index), Arrive(index)]
         if not tailed:
             return span.arena, span.offset, span.buffer
+        index_ref = self._told(BEFORE, micro_batch)
         table, tail = self._tables(span, layer, micro_batch)
         if self.batch_slots is not None:
             tails = self._tails(layer)
@@ -140,14 +147,16 @@ class CacheStaging:
             return
         staged, index = self.layers[layer], int(place[2].rpartition(":")[2])
         span = Span(place[0], place[1], staged.nbytes, place[2])
-        tails = self.batching.cache.has_tails(tier)
-        target = Rows(self._home(layer, micro_batch), staged.block_nbytes,
-                      self._told(STORES if tails else WHOLE_STORES, micro_batch), skips=True,
-                      typical=self.typical[layer][1])
+        tails = not staged.tensors and self.batching.cache.has_tails(tier)
+        target: Rows | Span = self._home(layer, micro_batch)
+        if not staged.tensors:
+            target = Rows(self._home(layer, micro_batch), staged.block_nbytes,
+                          self._told(STORES if tails else WHOLE_STORES, micro_batch), skips=True,
+                          typical=self.typical[layer][1])
         number = len(self.draft.stores)
         self.draft.stores.append(Outgoing(f"store cache of layer {layer}@{micro_batch}", span, target, keeps=True,
                                           slot=number % STORE_STAGING_COUNT, ring=CACHE_STORE_STAGING, layer=layer,
-                                          cache=True, alike=self.alike))
+                                          cache=True, alike=self.alike and not staged.tensors))
         if tails:
             self._take_tails(layer, micro_batch, span)
         self.draft.items += [Store(number), Evict(number), Free(index)]

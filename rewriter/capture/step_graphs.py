@@ -11,6 +11,7 @@ from torch import fx
 
 from forebay.rewriter.capture.concretise import concretise, inline_blocks, representative_layers
 from forebay.rewriter.capture.every_position import every_position, gives_every_position
+from forebay.rewriter.capture.save_states import save_states
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.cache_layout import CHECKPOINTED, RESTORED, checkpoint_tokens, staged_tensors
 from forebay.rewriter.ir.gathers import gathers_weight
@@ -18,7 +19,7 @@ from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
-from forebay.rewriter.ir.schedule.speculation import Speculation
+from forebay.rewriter.ir.schedule.speculation import REPLAY, Speculation
 from forebay.rewriter.ir.state import (
     LentKVState,
     kv_state,
@@ -45,8 +46,8 @@ class StepGraphs:
     `prefill(tokens)`, if the cache may grow, is `step(tokens)` with a cache of the workload's prompt alone. All graphs
     are those of one micro-batch of `block`, as a step over so many tokens sees it. Its speculative steps give logits of
     every token, all others of one; `speculate`, if the model's can, gives the step graphs of
-    which other steps do. `dtype` is that of hidden states, where weights are packed; `pageable` tells whether all
-    states of layers are.
+    which other steps do. `dtype` is that of hidden states, where weights are packed; `pageable` and `rewindable` tell
+    whether all states of layers are.
     """
 
     fingerprint: str
@@ -66,6 +67,7 @@ class StepGraphs:
     speculate: Callable[[tuple[int, ...]], StepGraphs] | None = None
     dtype: str = "bfloat16"
     pageable: bool = True
+    rewindable: bool = True
 
     def speculating(self, sizes: tuple[int, ...]) -> StepGraphs:
         """The step graphs with steps of these sizes, if any, that give logits of every token. PlanError where the model
@@ -95,16 +97,15 @@ def step_graphs(
         captured = _checkpointed(captured, batching.recomputation.format)
     sparse = _sparse(captured, batching.sparsity.values)
     weights = _weight_inputs(captured)
-    every = every_position(captured) if batching.speculation.steps else None
-    if batching.speculation.steps and every is None:
-        raise PlanError(ONE_TOKEN)
+    every = _checking(captured) if batching.speculation.steps else None
 
     def inputs_of(tokens: int, cached: int | None = None) -> dict[str, torch.Tensor]:
         each = replace(workload, batch=batching.sequences(workload.batch, tokens))
         if batching.admitted and batching.is_prefill(tokens) and batching.cache.tier == "device":
             # of the rows that are staged, whose last chunk may end behind its prompt where it cannot be moved back
             cached = workload.prompt if rewindable(captured.states) else None
-        return step_inputs(captured, each, tokens, cached, weights, batching)
+        of = every if every is not None and tokens in batching.speculation.steps else captured
+        return step_inputs(of, each, tokens, cached, weights, batching)
 
     def graph_of(tokens: int) -> fx.GraphModule:
         if tokens == 1:
@@ -135,23 +136,40 @@ def step_graphs(
                       cache_format=next((kv.format for kv in map(kv_state, captured.states) if kv), "native"),
                       batching=batching,
                       pageable=all(spec.pageable for states in captured.states for spec in states),
+                      rewindable=rewindable(captured.states),
                       activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
                       gathers=captured.prefill is not None,
                       speculate=speculate if gives_every_position(captured) else None,
                       checkpoint_tokens=lambda n, kept: checkpoint_tokens(_checkpointed(plain, kept).states, n))
 
 
+def _checking(captured: CapturedModel) -> CapturedModel:
+    """`captured` for steps that check drafts. PlanError where it can have none."""
+    every = every_position(captured)
+    if every is None:
+        raise PlanError(ONE_TOKEN)
+    return save_states(every)
+
+
 def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
     """PlanError for what the states of a layer cannot do."""
     if batching.cache.staged:
         require_states(captured.states, "pageable", "plan.schedule.batching.cache.tier")
+        for field, value in (("admission.sequences", batching.admitted), ("cache.cpu_attention",
+                                                                          batching.cache.cpu_attention)):
+            if value and not rewindable(captured.states):
+                raise PlanError(f"plan.schedule.batching.{field}: {value} goes with a cache on the tier "
+                                f"{batching.cache.tier} where layers keep K and V alone, and here some keep states "
+                                "that move whole; leave one of them out")
     if batching.admitted:
         require_states(captured.states, "reorderable", "plan.schedule.batching.admission.sequences")
         if any(isinstance(spec, LentKVState) for states in captured.states for spec in states):
             raise PlanError("plan.schedule.batching.admission.sequences: several layers read the keys and values of "
                             "one, and copies for sequences that are admitted are made layer by layer; leave it out")
-    if batching.speculation.steps:
-        require_states(captured.states, "rewindable", "plan.schedule.batching.speculation.steps")
+    sizes = batching.speculation.steps
+    if sizes and REPLAY not in sizes and not rewindable(captured.states):
+        raise PlanError(f"plan.schedule.batching.speculation.steps: states of this model cannot take a token back, and "
+                        f"{sizes} have none over {REPLAY} tokens, which replays them at the end of the context; add it")
     if batching.recomputation.checkpoints:
         kv_states(captured.states, "plan.schedule.batching.recomputation.checkpoints")
 
@@ -189,7 +207,7 @@ def step_inputs(
     own = own_sequences(captured, batch, batching)
     inputs = {"input_ids": _meta((batch, tokens)), "start": _meta((batch,)), "last": _meta((batch,))}
     named = {node.name for node in captured.step.graph.find_nodes(op="placeholder")}
-    inputs |= {name: _meta((batch,)) for name in ("length", "count") if name in named}
+    inputs |= {name: _meta((batch,)) for name in ("length", "count", "refused") if name in named}
     if captured.embeds:
         inputs["inputs_embeds"] = _meta((batch, tokens, captured.embeds), captured.dtype)
     if captured.position_rows:

@@ -1,7 +1,8 @@
 """The geometry of the KV cache: sizes, strides and offsets of its rows and blocks, staged or on the device.
 
 A slot holds one layer's cache of one micro-batch, token by token, K and V beside each other: [B, blocks, T, 2, Hkv, D],
-then blocks of checkpoints. Blocks move as rows of words.
+then blocks of checkpoints. Blocks move as rows of words. The states of a layer that has no cache move whole; those of a
+layer with a cache stay on the device, as do copies that are saved for drafts.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from forebay.kernels.operators import of_target
-from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
+from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned, whole_pages
 from forebay.rewriter.ir.graph import META, values_of
 from forebay.rewriter.ir.plan import BufferPlacement, Workload
 from forebay.rewriter.ir.program import Span, TensorRef, dtype_itemsize
@@ -24,9 +26,10 @@ from forebay.rewriter.ir.state import (
     KV_TENSORS,
     CheckpointState,
     KVState,
+    SavedState,
     StateInput,
     StateSpec,
-    kv_states,
+    kv_state,
     state_name,
 )
 
@@ -100,7 +103,8 @@ class StagedLayer:
     """One layer's cache in a micro-batch of `sequences`: `blocks` blocks of `block_nbytes` for each; V stands `beside`
     bytes behind K. Attention sees a `window` of it (0: all); beside it, it has its `operands`. With `checkpoints` a
     slot has so many blocks of them for each sequence, behind K and V of all, and where the cache lives are `kept`
-    blocks of either kind (else as many as in a slot)."""
+    blocks of either kind (else as many as in a slot). Of states that move whole, as one block of each sequence,
+    `tensors` tells where each begins."""
 
     sequences: int
     blocks: int
@@ -110,6 +114,7 @@ class StagedLayer:
     operands: OperandSizes = NO_OPERANDS
     checkpoints: int = 0
     kept: int = 0
+    tensors: tuple[tuple[str, int], ...] = ()
 
     @property
     def rows(self) -> int:
@@ -129,7 +134,7 @@ class StagedLayer:
     @property
     def tails(self) -> int:
         """Blocks of a micro-batch that are not full yet: one for each sequence, and one of checkpoints."""
-        return self.sequences * (2 if self.checkpoints else 1)
+        return 0 if self.tensors else self.sequences * (2 if self.checkpoints else 1)
 
     @property
     def tail_nbytes(self) -> int:
@@ -155,9 +160,15 @@ class StagedLayer:
         words = self.words * (self.tails // self.sequences if tails else self.blocks)
         return TensorRef(place.arena, place.offset, "int64", (count, words), (words, 1), buffer)
 
+    def holds(self, mark: StateInput) -> bool:
+        """Whether a tensor of the layer's states comes in a slot."""
+        return mark.tensor in dict(self.tensors) if self.tensors else mark.kind in (KVState.kind, CheckpointState.kind)
+
     def offset(self, mark: StateInput) -> int:
         """Where a tensor of the layer's states begins in a slot: K, then V within each token, checkpoints behind both.
         """
+        if self.tensors:
+            return dict(self.tensors)[mark.tensor]
         if mark.kind == KVState.kind:
             return KV_TENSORS.index(mark.tensor) * self.beside
         return self.sequences * self.blocks * self.block_nbytes
@@ -173,9 +184,12 @@ def staged_layers(
         most = staged_layers(larger(batching.speculation.steps[0]), batching)
         return {i: replace(layer, operands=layer.operands._replace(room_nbytes=most[i].operands.room_nbytes))
                 for i, layer in staged_layers(step, batching).items()}
-    found = {}
+    found: dict[int, StagedLayer] = {}
+    states: dict[int, dict[str, torch.Tensor]] = {}
     for node in step.graph.find_nodes(op="placeholder"):
         mark = node.meta.get(META)
+        if isinstance(mark, StateInput) and mark.kind not in (KVState.kind, CheckpointState.kind, SavedState.kind):
+            states.setdefault(mark.layer, {})[mark.tensor] = node.meta["val"]
         if isinstance(mark, StateInput) and mark.kind == KVState.kind and mark.layer not in found:
             value = node.meta["val"]
             batch, heads, tokens, width = value.shape
@@ -186,7 +200,16 @@ def staged_layers(
                                             heads * width * itemsize, mark.window, operands_of(_caller(step, node)),
                                             batching.checkpoint_blocks(context),
                                             batching.kept_blocks(context) if batching.recomputation.checkpoints else 0)
-    return found
+    found |= {layer: _whole_states(values) for layer, values in states.items() if layer not in found}
+    return dict(sorted(found.items()))
+
+
+def _whole_states(values: Mapping[str, torch.Tensor]) -> StagedLayer:
+    """States of a layer that move whole, one behind the other."""
+    ends = list(accumulate((aligned(value.nbytes) for value in values.values()), initial=0))
+    sequences = next(len(value) for value in values.values())
+    return StagedLayer(sequences, 1, whole_pages(-(-ends[-1] // sequences)), 0,
+                       tensors=tuple(zip(values, ends, strict=False)))
 
 
 def _caller(step: fx.GraphModule, cache: fx.Node) -> fx.GraphModule:
@@ -200,10 +223,14 @@ def _caller(step: fx.GraphModule, cache: fx.Node) -> fx.GraphModule:
 def staged_tensors(
     states: Sequence[StateSpec], batch: int, context: int, batching: BatchSchedule
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a layer's states in a staging slot, by name: K and V [B, Hkv, L, D] as views of
+    """The tensors of a layer's states, some of them in a staging slot, by name: K and V [B, Hkv, L, D] as views of
     [B, blocks, T, 2, Hkv, D], the bytes of a token padded so that T of them are whole pages; checkpoints
-    [B, 1, rows, width], those of a block in as many bytes as K and V have there."""
-    (kv,), kept = kv_states([states], "plan.schedule.batching.cache.tier"), _checkpoint(states)
+    [B, 1, rows, width], those of a block in as many bytes as K and V have there; others as they are."""
+    kv, kept = kv_state(states), _checkpoint(states)
+    others = {tensor.name: torch.empty(tensor.sized(batch, context), dtype=tensor.dtype, device="meta")
+              for spec in states if spec is not kv and spec is not kept for tensor in spec.tensors}
+    if kv is None:
+        return others
     block_tokens = batching.cache.block_tokens
     tokens = batching.cache_blocks(context) * block_tokens
     stride = _token_nbytes(states, block_tokens) // kv.dtype.itemsize
@@ -214,7 +241,7 @@ def staged_tensors(
         stride = block_nbytes(states, block_tokens) // batching.recomputation.block_tokens // kept.dtype.itemsize
         found |= {tensor.name: torch.empty_strided(tensor.sized(batch, rows), (rows * stride, rows * stride, stride, 1),
                                                    dtype=kept.dtype, device="meta") for tensor in kept.tensors}
-    return found
+    return found | others
 
 
 def _checkpoint(states: Sequence[StateSpec]) -> CheckpointState | None:
@@ -266,17 +293,22 @@ def cache_home_name(layer: int, tier: str) -> str:
 
 
 def input_sizes(layers: Mapping[int, StagedLayer], batching: BatchSchedule) -> dict[str, int]:
-    """Elements of a micro-batch's part of each input."""
-    first = next(iter(layers.values()))
+    """Elements of a micro-batch's part of each input; none where all layers' states move whole."""
+    blocks = [layer for layer in layers.values() if not layer.tensors]
+    if not blocks:
+        return {}
+    first = blocks[0]
     rows = first.rows
-    loads = dict.fromkeys((loads_name(layer.window) for layer in layers.values()), rows)
+    loads = dict.fromkeys((loads_name(layer.window) for layer in blocks), rows)
     whole = {WHOLE_LOADS: rows, WHOLE_STORES: rows} if batching.cache.cpu_attention else {}
     return {**loads, STORES: rows, BEFORE: first.tails, BEHIND: first.tails, **whole}
 
 
 def moved_shares(layer: StagedLayer, batching: BatchSchedule, work: Workload, tokens: int) -> tuple[float, float]:
     """The shares of the blocks in its slot that a step over `tokens` tokens is taken to load and store: what stands
-    before it on average. A block gets full every so many tokens."""
+    before it on average. A block gets full every so many tokens. States that move whole are loaded and stored."""
+    if layer.tensors:
+        return 1.0, 1.0
     capacity = layer.blocks * batching.cache.block_tokens
     there = work.before(tokens, batching)
     seen = min(there, abs(layer.window) + batching.cache.block_tokens / 2) if layer.window else there
@@ -300,11 +332,12 @@ def state_values(step: fx.GraphModule) -> dict[int, dict[str, torch.Tensor]]:
     return found
 
 
-def _cache_inputs(step: fx.GraphModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the cache buffers of a step graph: the name and value of each."""
+def _cache_inputs(step: fx.GraphModule, kv: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the cache buffers of a step graph, or those of K and V alone: the name and value of each."""
     for layer, values in state_values(step).items():
         for name, value in values.items():
-            yield state_name(name, layer), value
+            if not kv or name in KV_TENSORS:
+                yield state_name(name, layer), value
 
 
 def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
@@ -313,9 +346,9 @@ def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
             for name, value in _cache_inputs(step)}
 
 
-def cache_buffers(step: fx.GraphModule) -> dict[str, int]:
-    """Name and bytes of every cache buffer of a step graph."""
-    return {name: value.numel() * value.element_size() for name, value in _cache_inputs(step)}
+def cache_buffers(step: fx.GraphModule, kv: bool = False) -> dict[str, int]:
+    """Name and bytes of every cache buffer of a step graph, or of those of K and V alone."""
+    return {name: value.numel() * value.element_size() for name, value in _cache_inputs(step, kv)}
 
 
 def loads_name(window: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -64,8 +64,8 @@ class StateSpec:
         rewindable: Whether a step may compute tokens again, or tokens that nobody wants: it writes the same values, or
             values that are overwritten before they are read. Steps over any other kind are given `count` [B], the
             tokens of each sequence that are real, and update the state by those alone; where `start` is 0 they take it
-            as empty, whatever it holds.
-        pageable: Whether its rows may lie on slower tiers.
+            as empty, whatever it holds. Steps that check drafts save it (`SavedState`).
+        pageable: Whether it may lie on slower tiers: its rows in blocks, or, where it does not grow, all of it.
         reorderable: Whether the states of some sequences may be copied: beam search lets one take over that of another,
             and a prefill step of sequences that are admitted beside others computes copies of theirs.
         parts: Among how many ranks a step's sequences are divided; each has the states of its own.
@@ -83,6 +83,11 @@ class StateSpec:
     def tensors(self) -> tuple[StateTensor, ...]:
         """Its tensors, in the order in which a layer is given them."""
         raise NotImplementedError
+
+    @property
+    def grows(self) -> bool:
+        """Whether it has a row for each token."""
+        return any(tensor.grows for tensor in self.tensors)
 
     @property
     def token_nbytes(self) -> int:
@@ -115,7 +120,7 @@ def state_name(tensor: str, layer: int | None = None) -> str:
     return f"cache_{tensor}" if layer is None else f"cache_{tensor}_{layer}"
 
 
-KV_TENSORS = ("k", "v")
+KV_TENSORS, CHECKPOINT_TENSOR = ("k", "v"), "x"
 
 
 @register_state
@@ -201,7 +206,7 @@ class CheckpointState(StateSpec):
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
-        return (StateTensor("x", ("B", 1, "L", self.width), self.dtype),)
+        return (StateTensor(CHECKPOINT_TENSOR, ("B", 1, "L", self.width), self.dtype),)
 
 
 @register_state
@@ -211,7 +216,7 @@ class ConvolutionState(StateSpec):
 
     kind = "convolution"
     operators = (SHORT_CONV.name,)
-    reorderable = True
+    pageable = reorderable = True
 
     channels: int
     rows: int
@@ -230,7 +235,7 @@ class RecurrentState(StateSpec):
 
     kind = "recurrent"
     operators = (LINEAR_RECURRENCE.name,)
-    reorderable = True
+    pageable = reorderable = True
 
     sizes: tuple[int, ...]
     part: int = 0
@@ -247,6 +252,21 @@ class ScanState(RecurrentState):
 
     kind = "selective scan"
     operators = (SELECTIVE_SCAN.name,)
+
+
+@register_state
+@dataclass(frozen=True)
+class SavedState(StateSpec):
+    """A copy of the state `of`, made before a step that checks drafted tokens."""
+
+    kind = "saved"
+    PREFIX: ClassVar[str] = "saved_"
+
+    of: StateSpec
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        return tuple(replace(tensor, name=f"{self.PREFIX}{tensor.name}") for tensor in self.of.tensors)
 
 
 def rewindable(states: LayerStates) -> bool:

@@ -67,7 +67,9 @@ class Pipeline:
         self._programs: dict[int, Program] = {}
         decode = graphs.step(1)
         self._fresh: dict[object, fx.GraphModule] = {(1, False): decode}  # made and not yet used up by passes
-        count = graphs.batching.micro_batches.count
+        count, checks = graphs.batching.micro_batches.count, graphs.batching.speculation.steps
+        if checks and not graphs.rewindable:  # whose states such steps save
+            self._fresh[checks[0], False] = graphs.step(checks[0])
         self._cache_rows = {} if graphs.prefill is None else {
             name: replace(rows, rows=count * rows.rows) for name, rows in cache_rows(decode).items()}
         uses = weight_uses(decode, set(graphs.constants))
@@ -76,7 +78,7 @@ class Pipeline:
         self.needs = ModelNeeds(
             graphs.fingerprint, uses,
             {name: t.numel() * t.element_size() for name, t in graphs.constants.items()},
-            {name: count * nbytes for name, nbytes in cache_buffers(decode).items()},
+            {name: count * nbytes for graph in self._fresh.values() for name, nbytes in cache_buffers(graph).items()},
             self.need, graphs.weight_tier, graphs.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,

@@ -6,10 +6,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from forebay.rewriter.ir.cache_layout import StagedLayer
+from forebay.rewriter.ir.cache_layout import TAIL, StagedLayer
 from forebay.rewriter.ir.graph import Layout
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
+from forebay.rewriter.ir.state import CHECKPOINT_TENSOR, KV_TENSORS, state_name
 from forebay.rewriter.planning.features.feature import FeatureBuffer
 from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.planning.product_shapes import ProductUse
@@ -32,7 +33,6 @@ class WeightUse:
     layer: int = -1  # that reads it; -1: none
     more_rows: int = 0  # that a product multiplies by it beside those of the step's tokens, of checkpoints
     share: float = 1.0  # of it that one row multiplies by: of a table of experts those that are chosen
-    outputs: int = 0  # of a table of experts: numbers that each gives of a token
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,11 @@ class ModelNeeds:
         def moves(tokens: int) -> CacheMoves:
             return staged.moves(work, tokens)
 
-        found = replace(self, batching=batching, staged=staged, cache=staged.tails,
+        away = {state_name(tensor, i) for i, layer in layers.items()
+                for tensor in (dict(layer.tensors) or (*KV_TENSORS, CHECKPOINT_TENSOR))}
+        stay = {name: nbytes for name, nbytes in self.cache.items()
+                if name not in away and not name.startswith(TAIL)}
+        found = replace(self, batching=batching, staged=staged, cache={**staged.tails, **stay},
                         rates=replace(self.rates, moves=moves))
         return found.with_feature_moves()
 

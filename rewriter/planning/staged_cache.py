@@ -123,7 +123,7 @@ def staged_cache(layers: Mapping[int, StagedLayer], batching: BatchSchedule, hos
     for i, of_layer in tiers.items():
         for tier in dict.fromkeys(of_layer):
             homes.setdefault(tier, {})[cache_home_name(i, tier)] = of_layer.count(tier) * layers[i].home_nbytes
-        if staged := sum(map(cache.has_tails, of_layer)):
+        if staged := layers[i].tails and sum(map(cache.has_tails, of_layer)):
             tails[f"{TAIL}{i}"] = staged * layers[i].tail_nbytes
     largest = max(layer.nbytes // layer.sequences * max(layer.sequences, admitted) for layer in layers.values())
     slots = {f"{CACHE_STAGING}{i}": largest for i in range(cache.slots)}

@@ -14,6 +14,7 @@ from forebay.rewriter.ir.plan import BufferPlacement, Plan, WeightPlacement, Wor
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.ir.printable import printable
 from forebay.rewriter.ir.program import DISK, LOOKUP
+from forebay.rewriter.ir.state import rewindable
 from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.predict.simulate import CORES
 
@@ -140,8 +141,10 @@ def _kept(plan: Plan, captured: CapturedModel | None) -> str:
     cache = sum(x.nbytes for x in plan.buffers_of("decode") if x.kind == "cache")
     states = 0 if captured is None else plan.workload.batch * sum(
         spec.sequence_nbytes for layer in captured.states for spec in layer)
-    found = [f"{format_nbytes(states)} of states"] if states else []
-    found += [f"{format_nbytes(cache - states)} of cache"] if cache > states or not states else []
+    saved = captured is not None and plan.schedule.speculative_steps and not rewindable(captured.states)
+    found = [f"{format_nbytes(states)} of states" + (", twice for drafts" if saved else "")] if states else []
+    cache -= 2 * states if saved else states
+    found += [f"{format_nbytes(cache)} of cache"] if cache > 0 or not states else []
     return " and ".join(found)
 
 

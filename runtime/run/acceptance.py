@@ -146,17 +146,24 @@ class SpeculationBudget:
         return self.lost_s + cost_s <= self.step_s + free_s and (not tried or self.tried_s + cost_s <= free_s)
 
 
-def best_size(drafts: Mapping[int, Drafted], seen: Mapping[int, Acceptance], times_s: Mapping[int, float]) -> int:
+def best_size(
+    drafts: Mapping[int, Drafted], seen: Mapping[int, Acceptance], times_s: Mapping[int, float],
+    replay: Mapping[int, int] | None = None,
+) -> int:
     """Tokens per sequence of the step that is expected to give the most tokens per second, by the drafts of the
-    sequences that go on; `times_s` are of the steps that may run, of which one is over a single token. None that holds
-    more than the longest draft where a smaller one holds that, whatever their times."""
-    longest = 1 + max((len(draft.tokens) for draft in drafts.values()), default=0)
+    sequences that go on; `times_s` are of the steps that may run. Ahead of its draft a sequence has one token, and
+    those that it is to `replay`; a step that holds no more than some of these gives none. None that holds more than the
+    longest draft where a smaller one holds that, whatever their times."""
+    known = {row: 1 + (replay or {}).get(row, 0) for row in drafts}
+    longest = max((known[row] + len(draft.tokens) for row, draft in drafts.items()), default=1)
     enough = min((size for size in times_s if size >= longest), default=max(times_s))
 
     def rate(size: int) -> float:
-        return sum(seen[row].expected(draft, size - 1) for row, draft in drafts.items()) / times_s[size]
+        return sum(seen[row].expected(draft, size - known[row]) for row, draft in drafts.items()
+                   if size >= known[row]) / times_s[size]
 
-    return max(sorted(size for size in times_s if size <= enough), key=rate)
+    sizes = sorted(size for size in times_s if size <= enough)
+    return max(sizes, key=rate) if any(map(rate, sizes)) else sizes[-1]
 
 
 def best_rate(chance: float, times_s: Mapping[int, float], token_time_s: float = 0.0) -> float:

@@ -49,20 +49,25 @@ class DraftChoice:
             self.begun = True
 
     def choose(
-        self, held: Mapping[int, torch.Tensor], left: Mapping[int, int], room: int
+        self, held: Mapping[int, torch.Tensor], left: Mapping[int, int], room: int, replay: Mapping[int, int],
+        least: int = 1,
     ) -> tuple[int, dict[int, Drafted]]:
-        """Tokens per sequence of the next step, which may be over at most `room`, and each row's draft. `held` are its
-        tokens int64 [T] so far, `left` how many it may still get, at least 1."""
+        """Tokens per sequence of the next step, which may be over `least` to `room`, and each row's draft. `held` are
+        its tokens int64 [T] so far, `left` how many it may still get, at least 1; of them it is to `replay` so many
+        ahead of its last one."""
         times_s = {size: time_s for size, time_s in self.times_s.items() if size <= max(1, room)}
         self._meet(held)
-        drafts = self._drafts(held, {row: min(max(times_s), count) - 1 for row, count in left.items()}, times_s)
+        most = {row: max(0, min(max(times_s) - replay.get(row, 0), count) - 1) for row, count in left.items()}
+        drafts = self._drafts(held, most, times_s)
         # what was drawn is checked whatever it is: leaving out by its value what is unlikely would favour it
-        drawn = max((len(draft.tokens) for draft in drafts.values() if draft.chances is not None), default=0)
-        size = best_size(drafts, self.seen, {n: time_s for n, time_s in times_s.items() if n > drawn})
+        drawn = max((replay.get(row, 0) + len(draft.tokens) for row, draft in drafts.items()
+                     if draft.chances is not None), default=0)
+        able = {n: time_s for n, time_s in times_s.items() if n > drawn and n >= least}
+        size, smallest = best_size(drafts, self.seen, able, replay), min(able)
         made = any(draft.kind == MODEL and draft.tokens for draft in drafts.values())  # which `_worth` has weighed
-        if size > 1 and not made and not self.budget.allow(times_s[size] - times_s[1], False):
-            size = 1
-        self._begin_next(held, left, size, drafts)
+        if not made and not self.budget.allow(able[size] - able[smallest], False):
+            size = smallest
+        self._begin_next(held, left, size, drafts, replay)
         return size, drafts
 
     def note(self, row: int, draft: Drafted, offered: int, right: int) -> None:
@@ -127,12 +132,14 @@ class DraftChoice:
                 self.seen[row].note(draft, min(right + 1, len(draft.tokens), len(came)), right)
 
     def _begin_next(
-        self, held: Mapping[int, torch.Tensor], left: Mapping[int, int], size: int, drafts: Mapping[int, Drafted]
+        self, held: Mapping[int, torch.Tensor], left: Mapping[int, int], size: int, drafts: Mapping[int, Drafted],
+        replay: Mapping[int, int],
     ) -> None:
         """Have the next drafts made while the step over `size` tokens runs, of the rows of which it checks a model's
         draft, should it all stand, as long as it is expected to pay."""
         self.longer_s, (most, least) = 0.0, self.wanted
-        rows = [row for row, draft in drafts.items() if draft.kind == MODEL and 0 < len(draft.tokens) < size]
+        rows = [row for row, draft in drafts.items() if draft.kind == MODEL and (
+            0 < len(draft.tokens) < size - replay.get(row, 0))]
         more = {row: min(most, left[row] - len(drafts[row].tokens) - 2) for row in rows}
         drafter, tokens = self.ahead, max(more.values(), default=0)
         if drafter is None or size == 1 or tokens < 1:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from forebay.rewriter.ir.schedule.speculation import REPLAY
 from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.balance import balanced_slots
@@ -101,6 +102,8 @@ class Scheduler:
         running: By slot those that decode.
         requests: All of these by number; `new` has their tokens so far.
         free: The other slots.
+        replay: By slot, of states that cannot take a token back, accepted tokens that they lack ahead of the last one.
+        refused: The slots whose states go back to those before the last step, as it computed tokens that were refused.
     """
 
     def __init__(
@@ -120,6 +123,8 @@ class Scheduler:
         self.chunks: Iterator[PrefillChunk] | None = None
         self.done = 0  # tokens of each prompt that `chunks` has computed
         self.held = 0  # chunks since the last step that decoded
+        self.replay: dict[int, int] = {}
+        self.refused: set[int] = set()
         self.early: dict[int, torch.Tensor] = {}  # logits [V] by row after prompts that end before the last chunk
         self.first: dict[int, int] = {}  # tokens that such logits gave
         self.sampler = TokenSampler(sampling, self.requests, self.new, call)
@@ -248,7 +253,7 @@ class Scheduler:
         inputs, running = self._decode_inputs(), dict(sorted(self.running.items()))
         size, drafts = self._drafts(inputs.start)
         if size > 1:
-            inputs = replace(inputs, input_ids=self._with_drafts(inputs.input_ids, size, drafts))
+            inputs = self._with_drafts(inputs, size, drafts)
         logits = self.session.step(inputs)
         if size > 1:
             rows = logits.view(self.batch, size, -1)
@@ -268,7 +273,8 @@ class Scheduler:
         for slot in self.admitted:
             start[slot] = self.done
         for slot, number in self.running.items():
-            ids[slot], start[slot], real[slot] = self.new[number][-1], self._length(number) - 1, 1
+            known = 1 + self.replay.get(slot, 0)
+            ids[slot], start[slot], real[slot] = self.new[number][-known], self._length(number) - known, 1
         starts = torch.tensor(start)
         length = starts + 1
         if self.call is not None:
@@ -281,26 +287,39 @@ class Scheduler:
         """Tokens per sequence of the next step, and the draft of each slot, where slots hold as many as `start` [B]."""
         if self.choice is None:
             return 1, {}
+        least = REPLAY if any(self.replay.values()) else 1
         return self.choice.choose(
             {slot: self._tokens(number) for slot, number in self.running.items()},
             {slot: self.requests[number].new_tokens - len(self.new[number]) for slot, number in self.running.items()},
-            self.session.plan.workload.context - int(start.max()))
+            self.session.plan.workload.context - int(start.max()), self.replay, least)
 
-    def _with_drafts(self, ids: torch.Tensor, size: int, drafts: Mapping[int, Drafted]) -> torch.Tensor:
-        """Ids [B, size]: `ids` [B, 1], and what was drafted after them."""
-        wide = torch.nn.functional.pad(ids, (0, size - 1))
+    def _with_drafts(self, inputs: StepInputs, size: int, drafts: Mapping[int, Drafted]) -> StepInputs:
+        """The inputs of a step of `size` tokens: those that are replayed, the last one, and what was drafted after it.
+        """
+        wide, real = torch.nn.functional.pad(inputs.input_ids, (0, size - 1)), torch.zeros_like(inputs.start)
         for slot, draft in drafts.items():
-            tokens = draft.tokens[: size - 1]
-            wide[slot, 1 : 1 + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        return wide
+            known = self.new[self.running[slot]][-1 - self.replay.get(slot, 0) :]
+            tokens = [*known, *draft.tokens][:size]
+            wide[slot, : len(tokens)], real[slot] = torch.tensor(tokens, dtype=torch.int64), len(tokens)
+        refused = torch.tensor([slot in self.refused for slot in range(self.batch)], dtype=torch.int64)
+        return replace(inputs, input_ids=wide, count=real, refused=refused)
 
     def _accepted(self, slot: int, logits: torch.Tensor, draft: Drafted) -> list[int]:
-        """As many tokens as are right of a slot's draft, and one more, by logits [size, V]. What is refused is written
-        anew before it is seen."""
+        """As many tokens as are right of a slot's draft, and one more, by logits [size, V]; none where all of the step
+        are replayed ones. What is refused is written anew before it is seen, or the state goes back."""
         assert self.choice is not None
+        replayed = self.replay.pop(slot, 0)
+        self.refused.discard(slot)
+        if replayed >= len(logits):
+            self.replay[slot] = replayed - len(logits)
+            return []
+        logits = logits[replayed:]
         number, offered = self.running[slot], min(len(logits) - 1, len(draft.tokens))
         tokens = self.sampler.accepted(number, logits[: offered + 1], draft)
         right = len(tokens) - 1
+        if right < offered and not self.session.rewindable:
+            self.refused.add(slot)
+            self.replay[slot] = replayed + 1 + right
         self.choice.note(slot, draft, offered, right)
         self.work.offered, self.work.accepted = self.work.offered + offered, self.work.accepted + right
         self.work.refused += right < offered
@@ -336,6 +355,8 @@ class Scheduler:
         """A slot is free."""
         del self.running[slot]
         self.free.append(slot)
+        self.replay.pop(slot, None)
+        self.refused.discard(slot)
         if self.choice is not None:
             self.choice.forget(slot)
 

@@ -31,6 +31,7 @@ class StepInputs:
         deepstack: [B, S, N H], features that are added to hidden states after N first layers, where ids are -1.
         until: [B, S] int64, where the positions end that each token sees, of models whose images see themselves.
         count: [B] int64, tokens of the step that are real, for states that are not rewindable; all, if not given.
+        refused: [B] int64, whether tokens of the last step were refused, so that such states go back; no, if not given.
     """
 
     input_ids: torch.Tensor
@@ -43,6 +44,7 @@ class StepInputs:
     deepstack: torch.Tensor | None = None
     until: torch.Tensor | None = None
     count: torch.Tensor | None = None
+    refused: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -51,8 +53,8 @@ class StepInputs:
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """Return the inputs that are given."""
-        count = torch.full_like(self.start, self.tokens) if self.count is None else self.count
-        return {name: value for name, value in vars(self).items() if value is not None} | {"count": count}
+        usual = {"count": torch.full_like(self.start, self.tokens), "refused": torch.zeros_like(self.start)}
+        return usual | {name: value for name, value in vars(self).items() if value is not None}
 
     def counted(self) -> dict[str, torch.Tensor]:
         """Return what is known of tokens where nothing else is given: they are text."""

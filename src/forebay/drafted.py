@@ -48,8 +48,7 @@ class DraftedPlanner:
             refuse_other_tokenizer(checkpoint.folder, opened[1].folder, "draft")
         except ValueError as error:
             raise PlanError(str(error)) from error
-        for model in (captured, opened[0]):
-            require_states(model.states, "rewindable", "draft")
+        require_states(opened[0].states, "rewindable", "draft")
         self._copied = draft_format(draft) is not None
         self._own = ModelPlanner(captured, checkpoint, files, budget, machine)
         self._draft = ModelPlanner(*opened, budget, machine)

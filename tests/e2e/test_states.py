@@ -3,8 +3,9 @@ length; what states of such layers cannot do is refused by name."""
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,12 @@ from forebay.rewriter.capture.language_model import CaptureError, capture_model
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.turns import StepTurns
+from forebay.runtime.run import draft_choice
+from forebay.runtime.run.drafts import Drafted
+from forebay.runtime.run.generation import Stop, generate_tokens
+from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import Request
+from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import answer_arriving
 
 pytestmark = [pytest.mark.skipif(Version(T.__version__) < Version("5.23"), reason="mixers are written in another way"),
@@ -188,6 +194,78 @@ def test_sequences_arrive_while_others_decode(saved: Saved, family: str) -> None
     assert found == expected
 
 
+class HalfRight:
+    """Drafts what is known to follow, of which some tokens are wrong."""
+
+    token_time_s, prefill_s, chance = 0.0, 0.0, 0.5
+
+    def __init__(self, known: list[list[int]]) -> None:
+        self.known, self.draw = known, random.Random(3)
+
+    def draft(self, held: Mapping[int, Tensor], most: Mapping[int, int], least: float = 0.0) -> dict[int, Drafted]:
+        found = {}
+        for row, tokens in held.items():
+            whole = next(known for known in self.known if known[: len(tokens)] == tokens.tolist())
+            next_ones = whole[len(tokens) : len(tokens) + most[row]]
+            found[row] = Drafted(tuple(t if self.draw.random() < 0.6 else (t + 1) % 128 for t in next_ones))
+        return found
+
+    def note(self, draft: Drafted, offered: int, right: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("lfm2", {"batch": 3}), ("mamba2", {"batch_slots": 2}),
+    *(at_length(family, options) for family in ("qwen3_next", "mamba", "falcon_h1", "nemotron_h", "recurrent_gemma")
+      for options in ({"batch": 3}, {"batch": 3, "micro_batches": 3}, {"batch_slots": 2}))], ids=str)
+def test_drafts_change_no_token(saved: Saved, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+                                ) -> None:
+    """With steps of any sizes: states go back where a token was refused, and tokens are replayed in one pass or two."""
+    new, draw = 20, random.Random(5)
+    monkeypatch.setattr(draft_choice, "best_size", lambda drafts, seen, times_s, replay=None: draw.choice([*times_s]))
+    monkeypatch.setattr(draft_choice.SpeculationBudget, "allow", lambda *_: True)
+    folder, _, ids, _, want = saved(family)
+    prompts = [row[PROMPT - n :] for row, n in zip(ids, LENGTHS, strict=True)]
+    with forebay.wrap(folder, {"device": 4 << 20, "disk": folder}, prompt=PROMPT, new_tokens=new, prefill_chunk=5,
+                      prompt_lookup_num_tokens=5, **options) as lm:
+        assert lm.plan.schedule.speculative_steps == (6, 3, 2)
+        with lm.running(3, PROMPT, new, continuous="batch_slots" in options) as session:
+            plain = generate_tokens(session, prompts, Sampling(), Stop(new))
+            assert torch.equal(plain[:, :NEW], want)
+            known = [[*prompt.tolist(), *tokens] for prompt, tokens in zip(prompts, plain.tolist(), strict=True)]
+            for _ in range(2):
+                tally = WorkDone()
+                found = generate_tokens(session, prompts, Sampling(), Stop(new), None, None, HalfRight(known), tally)
+                assert torch.equal(found, plain)
+                assert tally.accepted > 3 and tally.refused > 3 and {2, 3, 6} <= tally.steps.keys()
+
+
+@pytest.mark.parametrize(("family", "tier"), [
+    ("lfm2", "disk"), ("mamba2", "host"), *(at_length(family, tier) for tier in ("disk", "host") for family in (
+        "qwen3_next", "mamba", "falcon_h1", "nemotron_h", "granitemoehybrid"))])
+def test_states_lie_on_slower_tiers(saved: Saved, family: str, tier: str) -> None:
+    """They come for a turn and go whole, beside blocks of other layers' caches, at any budget."""
+    folder, model, ids, mask, want = saved(family)
+    way = {"batch": 3, "micro_batches": 3, "cache_tier": tier, "prefill_chunk": 4}
+    host = {"host": 1 << 22} if tier == "host" else {}
+    with pytest.raises(PlanError, match="the smallest that can is") as refused:
+        forebay.wrap(folder, {"device": 1000, "disk": folder, **host}, **SHAPE, **way)
+    least = int(re.search(r"\((\d+) bytes", str(refused.value))[1])  # type: ignore[index]
+    for budget in (least, least + sum(p.nbytes for p in model.parameters()) // 2):
+        with forebay.wrap(folder, {"device": budget, "disk": folder, **host}, **SHAPE, **way) as lm:
+            for _ in range(2):
+                assert torch.equal(tokens(lm, ids, mask), want), budget
+            homes = {b.arena for b in lm.plan.buffers if b.kind == "cache" and b.name.startswith("cache_0_")}
+            assert homes == {"cache" if tier == "disk" else "host"} or family == "falcon_h1"
+
+
+def test_drafts_are_checked_over_states_on_the_disk(saved: Saved) -> None:
+    folder, _, ids, mask, want = saved("lfm2")
+    with forebay.wrap(folder, {"device": 1 << 21, "disk": folder}, batch=3, micro_batches=3, cache_tier="disk",
+                      prompt_lookup_num_tokens=3, **SHAPE) as lm:
+        assert torch.equal(tokens(lm, ids, mask), want)
+
+
 def test_states_are_told_apart_from_the_cache(saved: Saved) -> None:
     """They take as much however long the context is."""
     told = {}
@@ -229,13 +307,17 @@ def test_bf16_stays_near(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"prompt_lookup_num_tokens": 3},
-     "speculation.steps: layer 0 keeps a state of kind convolution, which is not rewindable"),
-    ({"cache_tier": "disk"}, "cache.tier: layer 0 keeps a state of kind convolution, which is not pageable"),
+    ({"cache_tier": "disk", "batch_slots": 8}, "admission.sequences: 1 goes with a cache on the tier disk where layers "
+     "keep K and V alone"),
+    ({"cache_tier": "host", "cpu_attention": True}, "cache.cpu_attention: True goes with a cache on the tier host"),
+    ({"draft": "itself"}, "draft: layer 0 keeps a state of kind convolution, which is not rewindable"),
     ({"checkpoints": True}, "checkpoints")], ids=str)  # fmt: skip
 def test_what_states_cannot_do_is_refused_by_name(saved: Saved, options: dict[str, Any], message: str) -> None:
+    folder = saved("lfm2")[0]
+    if "draft" in options:
+        options = {"draft": folder}
     with pytest.raises(PlanError, match=message):
-        forebay.wrap(saved("lfm2")[0], {"device": 1 << 30, "disk": saved("lfm2")[0]}, **SHAPE, **options)
+        forebay.wrap(folder, {"device": 1 << 30, "host": 1 << 20, "disk": folder}, **SHAPE, **options)
 
 
 @pytest.mark.parametrize("format", ["onnx", "pt2"])

@@ -220,13 +220,18 @@ def test_rows_change_places_and_are_not_taken_back(model: tuple[Path, Any]) -> N
             rows.crop(1)
 
 
-@pytest.mark.parametrize(("options", "feature"), [
-    ({"prompt_lookup_num_tokens": 3}, "speculation.steps"), ({"cache_tier": "host"}, "cache.tier")])
-def test_what_the_kind_cannot_do_is_refused_by_its_name(
-    model: tuple[Path, Any], options: dict[str, Any], feature: str
-) -> None:
-    with pytest.raises(PlanError, match=rf"{feature}: layer 0 keeps a state of kind running, which is not"):
-        wrap(model[0], {"device": 1 << 30, "host": 1 << 30}, **SHAPE, **options)
+def test_drafts_are_checked_over_it(model: tuple[Path, Any]) -> None:
+    folder, plain = model
+    prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
+    with wrap(folder, 1 << 30, prompt=8, new_tokens=9, prompt_lookup_num_tokens=3) as lm:
+        found = lm.generate(prompt, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert lm.tally.offered
+    assert torch.equal(found[0, 8:], greedy(plain, prompt, 9)[0].argmax(-1))
+
+
+def test_what_the_kind_cannot_do_is_refused_by_its_name(model: tuple[Path, Any]) -> None:
+    with pytest.raises(PlanError, match=r"cache\.tier: layer 0 keeps a state of kind running, which is not pageable"):
+        wrap(model[0], {"device": 1 << 30, "host": 1 << 30}, **SHAPE, cache_tier="host")
 
 
 def test_a_layer_calls_the_operators_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,9 @@ def cache_placements(batching: BatchSchedule, request: ScheduleRequest) -> Itera
     options = request.options
     if not request.staged:
         yield batching
-    elif options.cache_tier != "device" and (options.cache_tier or request.graphs.pageable):
-        tokens = options.cache_tokens or block_tokens(cache_buffers(request.graphs.step(1)), request.workload)
+    elif options.cache_tier != "device" and (options.cache_tier or (
+            request.graphs.pageable and (request.graphs.rewindable or not options.admitted))):
+        tokens = options.cache_tokens or block_tokens(cache_buffers(request.graphs.step(1), True), request.workload)
         yield replace(batching, cache=CachePlacement(options.cache_tier or "disk", tokens, options.cache_slots,
                                                      cpu_attention=bool(options.cpu_attention)))
 
@@ -44,7 +45,7 @@ def block_tokens(cache: Mapping[str, int], workload: Workload) -> int:
 
 def in_shares(
     batching: BatchSchedule, layers: int, options: Options, machine: Machine, host: bool,
-    fits: Callable[[BatchSchedule], bool], parts: tuple[int, int]
+    fits: Callable[[BatchSchedule], bool], parts: tuple[int, int], rewindable: bool = True
 ) -> list[BatchSchedule]:
     """List a schedule with shares of the caches of so many layers on faster tiers.
 
@@ -56,6 +57,7 @@ def in_shares(
         host: Whether host memory is allowed.
         fits: Whether a schedule has a plan.
         parts: Into how many parts the most that fit the device, and host memory, are divided.
+        rewindable: Whether all states are K and V; the host attends over those alone.
 
     Returns:
         Those that fit.
@@ -75,7 +77,7 @@ def in_shares(
         stay = most(lambda n: _in_whole_layers(batching, n, min(held, total - n)))
         ways = [_in_whole_layers(batching, d, min(h, total - d))
                 for d in parts_of(stay, parts[0]) for h in parts_of(held, parts[1])]
-    if options.cpu_attention is None and host_attends(machine):
+    if options.cpu_attention is None and rewindable and host_attends(machine):
         ways += [replace(way, cache=replace(way.cache, cpu_attention=True)) for way in ways
                  if way.cache.on_host or way.cache.tier == "host"]
     return [*filter(fits, dict.fromkeys(ways))]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
-from forebay.rewriter.ir.schedule.speculation import Speculation
+from forebay.rewriter.ir.schedule.speculation import REPLAY, Speculation
 from forebay.rewriter.planning.features.feature import ScheduleFeature, ScheduleRequest, Trial
 from forebay.rewriter.planning.options import Options
 
@@ -33,7 +33,7 @@ def try_speculation(best: Plan, trial: Trial) -> Plan:
     if trial.options.prompt_lookup_num_tokens != "auto" or trial.options.sparse_values < 1:
         return best
     sizes = () if trial.graphs.speculate is None else _sizes(best, trial.options)
-    while sizes:
+    while sizes and (trial.graphs.rewindable or REPLAY in sizes):
         batching = replace(best.schedule.batching, speculation=Speculation(sizes))
         if (drafting := trial.simulate(batching)) is None:
             sizes = sizes[1:]
@@ -65,7 +65,8 @@ def forced_sizes(graphs: StepGraphs, workload: Workload, options: Options) -> tu
         raise PlanError("prompt_lookup_num_tokens: no step checks drafts in models whose rotary follows the length "
                         "of the call; leave it out")
     chunk = min(options.prefill_chunk or 1, workload.prompt)
-    sizes = tuple(n for n in _asked_sizes(options) if 1 < n <= workload.new_tokens and n != chunk)
+    asked = {*_asked_sizes(options), *(() if graphs.rewindable else (REPLAY,))}
+    sizes = tuple(n for n in sorted(asked, reverse=True) if 1 < n <= workload.new_tokens and n != chunk)
     beside_prompt = tuple(n for n in sizes if n != workload.prompt)
     if not (beside_prompt or (sizes and not options.admitted)):
         raise PlanError(f"prompt_lookup_num_tokens: {_no_size(workload, options)}")

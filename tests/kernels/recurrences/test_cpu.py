@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.operator import Operator, Tensors
+from forebay.kernels.recurrences.keep_state.operator import KEEP_STATE
 from forebay.kernels.recurrences.linear_recurrence.operator import LINEAR_RECURRENCE
 from forebay.kernels.recurrences.selective_scan.operator import SELECTIVE_SCAN
 from forebay.kernels.recurrences.short_conv.operator import SHORT_CONV
@@ -122,6 +123,21 @@ def test_matches_its_definition_in_any_chunks(path: str, case: Case, chunks: tup
     assert torch.equal(state[3], case.state[3])
     for row, n in enumerate(lengths):
         assert not found[row, n:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_are_saved_or_go_back(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Sequence by sequence, of more elements than a program of the GPU's kernel moves."""
+    state, saved = (numbers(seed)(3, 7, 601).to(dtype) for seed in (1, 2))
+    before, kept = state.clone(), saved.clone()
+    KEEP_STATE.bind[device](Tensors((state, saved, torch.tensor([0, 1, 0])), {}, ()))()
+    want = torch.stack((before[0], kept[1], before[2]))
+    assert torch.equal(state, want) and torch.equal(saved, want)
+
+
+def test_a_saved_state_has_the_sizes_of_the_state() -> None:
+    with pytest.raises(ValueError, match="keep_state: saved must be"):
+        KEEP_STATE.bind["cpu"](Tensors((torch.zeros(3, 4), torch.zeros(3, 5), torch.zeros(3).long()), {}, ()))
 
 
 CHUNKED = {

@@ -13,6 +13,7 @@ import torch
 
 from forebay.kernels.operator import Tensors
 from tests.kernels.recurrences.test_cpu import BATCH, CASES, ROUNDING, Case, linear, relative, scan, short_conv
+from tests.kernels.recurrences.test_cpu import test_states_are_saved_or_go_back as of_the_cpu
 
 GPU_CASES = {
     **{name: CASES[name] for name in ("conv odd", "conv 1 tap", "conv bf16", "delta rule odd", "one number", "scan odd")
@@ -41,6 +42,11 @@ def test_matches_its_definition_in_two_chunks(name: str) -> None:
     found, limit = torch.cat(outs, 1), ROUNDING[case.state.dtype]
     assert relative(found, want) < limit and relative(state, kept) < limit
     assert torch.equal(state[3], case.state[3]) and not found[3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_are_saved_or_go_back(dtype: torch.dtype) -> None:
+    of_the_cpu(dtype, "cuda")
 
 
 @pytest.mark.parametrize("name", ["conv odd", "ssd", "scan"])

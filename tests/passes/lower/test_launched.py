@@ -45,7 +45,7 @@ def recurrent() -> Iterator[CapturedModel]:
 
 
 def launched(model: CapturedModel, options: Options | None = None, nbytes: int = 1 << 28) -> set[str]:
-    """Names of our operators in the Programs of a prompt's chunk and of a decode step."""
+    """Names of our operators in the Programs of a plan's steps."""
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(model.weights.values())}
 
     def graphs_of(work: Workload, batching: BatchSchedule) -> StepGraphs:
@@ -53,7 +53,7 @@ def launched(model: CapturedModel, options: Options | None = None, nbytes: int =
 
     pipeline, plan = plan_batch(PlanTask(graphs_of, Budget(nbytes, 1 << 24), Workload(2, 9, 4), options or Options(),
                                          Machine.default(), Switches()))
-    programs = [pipeline.program(plan, tokens) for tokens in (1, plan.schedule.prefill_chunk)]
+    programs = [pipeline.program(plan, tokens) for tokens in plan.schedule.step_sizes]
     items = [item for program in programs for item in (*program.prologue, *program.step)]
     return {item.op for item in items if isinstance(item, Launch) and find(item.op) is not None}
 
@@ -64,7 +64,8 @@ def test_every_operator_is_launched_by_some_program() -> None:
     found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(rows) | (
         launched(rewritten("opt"), Options(sparse_values=0.5))) | launched(rewrite_captured(experts(), Switches())) | (
             launched(rewrite_captured(experts(), Switches()), Options(expert_slots=2), 500_000))
-    found = found.union(*(launched(rewrite_captured(model, Switches())) for model in recurrent()))
+    found = found.union(*(launched(rewrite_captured(model, Switches()), Options(prompt_lookup_num_tokens=1))
+                          for model in recurrent()))
     ours = {operator.name for operator in OPERATORS}
     unused, both = ours - found - CALLED.keys(), found & CALLED.keys()
     assert found | CALLED.keys() == ours and not both, (unused, both)
