@@ -7,6 +7,9 @@ the experts picked by routers that need no read; plans expect those that `calibr
 answers. A prompt is one token, so each step is a decode step. Tokens are drawn, because greedy answers of random
 weights repeat themselves. The first answer finds empty pools and is not counted. With `--model qwen3-moe-skewed`
 routers prefer some experts.
+
+`python -m benchmarks.experts --peers --json FILE` compares whole engines instead, on one GGUF file in Q4_0 of 14 layers
+of that shape (5.0 GB), as `benchmarks.large` does: each turn is a process within the budget by the kernel's limit.
 """
 
 from __future__ import annotations
@@ -26,11 +29,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import forebay
+from benchmarks import large
 from benchmarks.models import MODELS, model_folder
 from benchmarks.probes import Probe, at_pace, moved_so_far, processor
 from forebay.calibrate_experts import calibrate_experts
 from forebay.rewriter.predict.simulate import simulate
 
+GGUF_GB = 5.0
+PEERS = "forebay,llama.cpp,neurostream"
 TOKENS = {"pools": 16, "whole": 3}  # of an answer
 CALIBRATED = 12  # answers
 OPTIONS: dict[str, dict[str, Any]] = {"pools": {}, "whole": {"expert_slots": 0}}
@@ -105,6 +111,18 @@ def calibrated_on_answers(folder: Path, nbytes: int) -> Path:
     return path
 
 
+def compare_engines(args: argparse.Namespace) -> None:
+    """The turns of every engine that is installed, within each share of a GGUF file."""
+    model = args.model.replace("qwen3-moe", "qwen3moe-5gb")
+    result: dict[str, Any] = {"processor": processor(), "threads": args.threads, "turns": []}
+    if args.json.exists():
+        result = json.loads(args.json.read_text())
+    for share in args.shares.split(","):
+        cell = large.LargeCell(model, "Q4_0", float(share) * GGUF_GB, PEERS, prompt=16, new=32, rounds=args.turns)
+        large.measure(cell, args, result)
+    large.report(result["turns"])
+
+
 def answer(lm: Any, first: int, tokens: int) -> torch.Tensor:
     torch.manual_seed(first)
     ids = torch.tensor([[first]])
@@ -118,7 +136,13 @@ def main() -> None:
     parser.add_argument("--shares", default="0.15,0.3,0.5")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--peers", action="store_true", help="compare engines on a GGUF file, by `benchmarks.large`")
+    parser.add_argument("--most", type=float, default=600.0, help="seconds of a turn of these")
+    parser.add_argument("--threads", type=int, default=2, help="of these")
     args = parser.parse_args()
+    if args.peers:
+        compare_engines(args)
+        return
     shape = MODELS[args.model]
     named = shape.layers * shape.picks * 3 * shape.hidden * shape.intermediate * 2
     print(f"{args.model}: a token names {named / 1e6:.0f} MB of experts; {processor()}")

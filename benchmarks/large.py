@@ -52,7 +52,7 @@ class LargeCell:
 
     model: str
     kind: str
-    budget_gb: int
+    budget_gb: float
     contestants: str = "forebay,llama.cpp"
     batch: int = 1
     prompt: int = 64

@@ -1,8 +1,9 @@
-"""GGUF files of Llama's or Qwen3's shape with random codes, and the tokenizer of SmolLM2: as large as wanted, made in
-seconds."""
+"""GGUF files of Llama's, Qwen3's or Qwen3-MoE's shape with random codes, and the tokenizer of SmolLM2: as large as
+wanted, made in seconds."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ SHAPES = {"1b": RandomShape(2048, 22, 32, 4, 5632, VOCAB), "3b": RandomShape(307
           "llama3-8b": RandomShape(4096, 32, 32, 8, 14336, 128256),
           "qwen3-14b": RandomShape(5120, 40, 40, 8, 17408, 151936),
           "qwen3-32b": RandomShape(5120, 64, 64, 8, 25600, 151936, head_dim=128),
+          "qwen3moe-5gb": RandomShape(2048, 14, 32, 4, 768, VOCAB, "qwen3moe", 128, 8, head_dim=128),
+          "qwen3moe-5gb-skewed": RandomShape(2048, 14, 32, 4, 768, VOCAB, "qwen3moe", 128, 8, 0.5, 128),
           "qwen3-1b": RandomShape(2048, 16, 16, 8, 6144, VOCAB), "qwen3-2b": RandomShape(2048, 30, 16, 8, 6144, VOCAB)}
 CONTEXT = 131072
 SPREAD = 0.02  # standard deviation of the weights
@@ -40,26 +43,33 @@ def make_gguf(size: str, kind: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     shape, random = SHAPES[size], np.random.default_rng(0)
     made = path.with_suffix(".part")
-    architecture = "qwen3" if size.startswith("qwen3") else "llama"
+    architecture = "qwen3moe" if shape.experts else "qwen3" if size.startswith("qwen3") else "llama"
     writer = gguf.GGUFWriter(made, architecture)
     writer.add_file_type(int(gguf.LlamaFileType[f"MOSTLY_{kind}" if kind != "Q4_K" else "MOSTLY_Q4_K_M"]))
     _write_settings(writer, shape)
     _copy_tokenizer(writer, shape.vocab)
     tensors = _tensors(shape, architecture)
     elements, nbytes, spread = KINDS[kind]
-    for name, rows, columns in tensors:
-        if columns:
-            size = columns // elements * nbytes
-            writer.add_tensor_info(name, (rows, size), np.dtype(np.uint8), rows * size, gguf.GGMLQuantizationType[kind])
+    for name, *sizes in tensors:
+        if len(sizes) > 1 and not is_router(name):
+            row = sizes[-1] // elements * nbytes
+            writer.add_tensor_info(name, (*sizes[:-1], row), np.dtype(np.uint8), math.prod(sizes[:-1]) * row,
+                                   gguf.GGMLQuantizationType[kind])
         else:
-            writer.add_tensor_info(name, (rows,), np.dtype(np.float32), 4 * rows)
+            writer.add_tensor_info(name, tuple(sizes), np.dtype(np.float32), 4 * math.prod(sizes))
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_ti_data_to_file):
         write()
     scales = np.array([SPREAD / spread] + [7.5 * SPREAD / spread] * (kind == "Q4_K"), np.float16).view(np.uint8)
-    for _, rows, columns in tensors:  # one at a time: a large model is never in memory
-        blocks = random.integers(0, 256, (rows, columns // elements, nbytes), np.uint8)
-        blocks[..., : len(scales)] = scales
-        writer.write_tensor_data(blocks.reshape(rows, -1) if columns else np.ones(rows, np.float32))
+    for name, *sizes in tensors:  # one at a time: a large model is never in memory
+        if len(sizes) == 1:
+            writer.write_tensor_data(np.ones(sizes, np.float32))
+        elif is_router(name):
+            length = SPREAD * np.arange(1, sizes[0] + 1)[:, None] ** -shape.skew
+            writer.write_tensor_data((random.standard_normal(sizes) * length).astype(np.float32))
+        else:
+            blocks = random.integers(0, 256, (math.prod(sizes[:-1]), sizes[-1] // elements, nbytes), np.uint8)
+            blocks[..., : len(scales)] = scales
+            writer.write_tensor_data(blocks.reshape(*sizes[:-1], -1))
     writer.close()
     made.rename(path)
     return path
@@ -75,6 +85,10 @@ def _write_settings(writer: Any, shape: RandomShape) -> None:
         ("vocab_size", shape.vocab),
     ):  # fmt: skip
         getattr(writer, f"add_{name}")(value)
+    if shape.experts:
+        for name, value in (("count", shape.experts), ("used_count", shape.picks),
+                            ("feed_forward_length", shape.intermediate)):
+            getattr(writer, f"add_expert_{name}")(value)
 
 
 def _copy_tokenizer(writer: Any, vocab: int) -> None:
@@ -92,20 +106,29 @@ def _copy_tokenizer(writer: Any, vocab: int) -> None:
                                  kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None)
 
 
-def _tensors(shape: RandomShape, architecture: str) -> list[tuple[str, int, int]]:
-    """(name, rows, columns) of every tensor; no columns for a vector."""
-    head = shape.head
-    found = [("token_embd.weight", shape.vocab, shape.hidden)]
+def is_router(name: str) -> bool:
+    """Whether a tensor chooses among experts; it is kept in float32."""
+    return "ffn_gate_inp." in name
+
+
+def _tensors(shape: RandomShape, architecture: str) -> list[tuple[Any, ...]]:
+    """(name, sizes) of every tensor."""
+    head, stacked = shape.head, (shape.experts,) if shape.experts else ()
+    ends = "_exps" if stacked else ""
+    found: list[tuple[Any, ...]] = [("token_embd.weight", shape.vocab, shape.hidden)]
     for i in range(shape.layers):
         own, shared = shape.heads * head, shape.kv_heads * head
-        found += [(f"blk.{i}.{name}.weight", rows, columns) for name, rows, columns in (
-            ("attn_norm", shape.hidden, 0), ("attn_q", own, shape.hidden), ("attn_k", shared, shape.hidden),
-            ("attn_v", shared, shape.hidden), ("attn_output", shape.hidden, own), ("ffn_norm", shape.hidden, 0),
-            ("ffn_gate", shape.intermediate, shape.hidden), ("ffn_up", shape.intermediate, shape.hidden),
-            ("ffn_down", shape.hidden, shape.intermediate))]
-        if architecture == "qwen3":
-            found += [(f"blk.{i}.attn_{name}_norm.weight", head, 0) for name in "qk"]
-    return [*found, ("output_norm.weight", shape.hidden, 0), ("output.weight", shape.vocab, shape.hidden)]
+        found += [(f"blk.{i}.{name}.weight", *sizes) for name, *sizes in (
+            ("attn_norm", shape.hidden), ("attn_q", own, shape.hidden), ("attn_k", shared, shape.hidden),
+            ("attn_v", shared, shape.hidden), ("attn_output", shape.hidden, own), ("ffn_norm", shape.hidden),
+            (f"ffn_gate{ends}", *stacked, shape.intermediate, shape.hidden),
+            (f"ffn_up{ends}", *stacked, shape.intermediate, shape.hidden),
+            (f"ffn_down{ends}", *stacked, shape.hidden, shape.intermediate))]
+        if stacked:
+            found.append((f"blk.{i}.ffn_gate_inp.weight", shape.experts, shape.hidden))
+        if architecture != "llama":
+            found += [(f"blk.{i}.attn_{name}_norm.weight", head) for name in "qk"]
+    return [*found, ("output_norm.weight", shape.hidden), ("output.weight", shape.vocab, shape.hidden)]
 
 
 def rewrite_gguf(source: Path | str, out: Path, written: Callable[[np.ndarray], tuple[np.ndarray, str]]

@@ -1,59 +1,74 @@
 """What is known of the slots that hold some experts of a table, and what a step is to fetch into them.
 
-One row of int64 numbers: of each slot the expert in it, counted from 1 (0: none); of each expert how often steps named
-it, those long ago counting less; then of each round of a step the expert to fetch into each slot (-1: it keeps what it
-holds), and where each expert begins among the slots (-1: it is not of this round). Zeros mean that all slots are empty.
+Two rows of int64 numbers. The state: of each slot the expert in it, counted from 1 (0: none); of each expert how often
+steps named it, those long ago counting less. Zeros mean that all slots are empty. And what a step is told: of each of
+its rounds the expert to fetch into each slot (-1: it keeps what it holds), and where each expert begins among the slots
+(-1: it is not of this round).
+
+Round 0 has the experts that are in slots, and fetches none. The others come in the rounds after it: in a few, where
+there is a slot for each expert that a step may name, and all are fetched at once. With fewer slots a round fetches half
+as many experts as there are slots, while the round before it is computed; with one slot, each after the other.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 ITEMSIZE = 8
+FETCHED = 3  # rounds in which experts come where there is a slot for each
 
 
 class SlotState(NamedTuple):
-    """The sizes of a state: slots, rounds of a step at most, experts of the table."""
+    """The sizes of a state: slots, experts of the table, and how many of these a step names at most."""
 
     slots: int
-    rounds: int
     experts: int
+    named: int
 
     @property
     def numbers(self) -> int:
-        """How many numbers it has."""
-        return self.want(self.rounds)
+        """How many numbers the state has."""
+        return self.slots + self.experts
+
+    @property
+    def at_once(self) -> bool:
+        """Whether there is a slot for each expert that a step names."""
+        return self.named <= self.slots
+
+    @property
+    def most(self) -> int:
+        """Experts that a round fetches where rounds share slots."""
+        return max(1, self.slots // 2)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that fetch experts."""
+        return min(FETCHED, self.named) if self.at_once else -(-self.named // self.most)
+
+    @property
+    def beside(self) -> int:
+        """Rounds before it that one may be fetched beside, while these are computed."""
+        return self.rounds if self.at_once else min(1, self.slots - 1)
+
+    @property
+    def told(self) -> int:
+        """How many numbers tell a step."""
+        return (1 + self.rounds) * self.numbers
 
     @property
     def nbytes(self) -> int:
-        return self.numbers * ITEMSIZE
+        """Bytes of both rows."""
+        return (self.numbers + self.told) * ITEMSIZE
 
     def want(self, number: int) -> int:
-        """Where a round's experts to fetch begin, one for each slot."""
-        return (number + 1) * (self.slots + self.experts)
+        """Where a round's experts to fetch begin, one for each slot, in what a step is told."""
+        return number * self.numbers
 
     def entries(self, number: int) -> int:
-        """Where a round's slots begin, one for each expert."""
+        """Where a round's places of experts begin there, one for each expert."""
         return self.want(number) + self.slots
 
 
-class PoolPart(NamedTuple):
-    """A part of a pool: so many slots from `slot` on, for so many experts from `first` on."""
-
-    first: int
-    experts: int
-    slot: int
-    slots: int
-
-
-def parts_of(experts: int, slots: int, parts: int) -> list[PoolPart]:
-    """The parts of a pool, as equal as they can be, in ascending order of experts."""
-    edges = [(experts * i // parts, slots * i // parts) for i in range(parts + 1)]
-    return [PoolPart(first, end - first, slot, last - slot)
-            for (first, slot), (end, last) in itertools.pairwise(edges)]
-
-
-def rounds_of(experts: int, picks: int, slots: int) -> int:
-    """Rounds of a step that makes so many picks among experts, of which each round holds as many as there are slots."""
-    return -(-min(experts, picks) // slots)
+def slot_state(slots: int, experts: int, picks: int) -> SlotState:
+    """The sizes for steps that make so many picks among experts."""
+    return SlotState(slots, experts, min(experts, picks))

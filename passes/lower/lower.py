@@ -16,6 +16,7 @@ from torch import fx
 from forebay.passes.lower.addresses import (
     GATHERED,
     POOL,
+    RESULTS,
     ROUTING,
     TILE,
     WEIGHT,
@@ -206,6 +207,9 @@ class _Lowering:
             elif isinstance(mark, StateInput):
                 b = self.buffers[state_name(mark.tensor, mark.layer)]
                 cache[symbol] = (b.arena, b.offset, b.name), b.nbytes // self.count
+        results = self.buffers.get(routed_fetch.RESULTS)
+        if results is not None:
+            symbols[RESULTS] = results.arena, results.offset, results.name
         return _Stamp(layer, symbols, names, cache, staged)
 
     # -- stamping
@@ -310,9 +314,10 @@ class _Lowering:
         index, out = settled(entry.index, symbols), settled(entry.out, symbols)
         table, pooled = self._away(name, 0, entry.rows * row_nbytes), entry.tokens > 0
         missed = self.plan.schedule.routed.missed(entry.rows, entry.picks, entry.tokens) if pooled else 0.0
-        typical = min(1.0, missed / entry.parts / index.shape[0]) if pooled else 1.0
+        typical = min(1.0, missed / entry.rounds / index.shape[0]) if pooled else 1.0
         source = Rows(table, row_nbytes, index, skips=pooled, typical=typical, keeps=pooled,
-                      apart=routed_fetch.expert_room(row_nbytes) if pooled else 0)
+                      apart=routed_fetch.expert_room(row_nbytes) if pooled else 0,
+                      spares=settled(entry.spares, symbols))
         span = Span(out.arena, out.offset, source.room_nbytes, out.buffer) if pooled else span_of(out)
         self.draft.items.append(Lookup(number, f"{'fetch' if pooled else 'gather'} {name}", instance.layer, source,
                                        span))

@@ -9,81 +9,84 @@ from typing import NamedTuple
 
 from torch import fx
 
-from forebay.kernels.formats.slot_state import ITEMSIZE, PoolPart, SlotState, parts_of, rounds_of
+from forebay.kernels.formats.slot_state import ITEMSIZE, slot_state
 from forebay.kernels.operators import ASSIGN_SLOTS, EXPERTS
-from forebay.passes.lower.addresses import POOL, ROUTING, WEIGHT, Addresses
+from forebay.passes.lower.addresses import POOL, RESULTS, ROUTING, WEIGHT, Addresses
 from forebay.rewriter.ir.program import COMPUTE, Launch, Span, TensorRef, span_of
 from forebay.rewriter.ir.schedule.routed_fetch import PLACE_NBYTES, expert_room
 
 
 class Round(NamedTuple):
-    """One of the rounds in which experts are brought and used.
+    """One of the rounds in which experts are used.
 
     Attributes:
-        want: Tells of each slot which expert is to come into it.
-        pool: The slots.
         launch: The product with the experts of this round.
+        want: Tells of each slot which expert is to come into it; None for experts that are there.
+        after: The round behind whose launch these are fetched, -1 for before all.
+        spares: Tell what else may be fetched, and where experts may be read, meanwhile: others than these.
     """
 
-    want: TensorRef
-    pool: TensorRef
     launch: Launch
+    want: TensorRef | None
+    after: int
+    spares: tuple[TensorRef, ...]
 
 
 class PooledExperts:
-    """A node `experts_from_pool` as launches, between which its experts are read: part by part, or, where the pool has
-    but one, in as many rounds as it takes."""
+    """A node `experts_from_pool` as launches, between which its experts are read, in rounds (`SlotState`)."""
 
     def __init__(self, node: fx.Node, addresses: Addresses) -> None:
-        x, index, weights, table, slots, parts, *form = node.args
+        x, index, weights, table, slots, hit_rate, *form = node.args
         assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
-        assert isinstance(slots, int) and isinstance(parts, int)
+        assert isinstance(slots, int) and isinstance(hit_rate, float)
         self.node, self.form, self.table, self.ref = node, form, table.meta["val"], addresses.ref
         self.operands = tuple(map(self.ref, (x, index, weights)))  # type: ignore[arg-type]
         self.tokens, self.picks = (math.prod(index.meta["val"].shape[:-1]), index.meta["val"].shape[-1])
         self.source, self.experts = addresses.symbols[table], self.table.shape[0]
-        self.nbytes = self.table.nbytes // self.experts
+        self.nbytes, self.hit_rate = self.table.nbytes // self.experts, hit_rate
         self.stride = expert_room(self.nbytes)
-        self.parts: list[tuple[PoolPart, SlotState, int]] = []  # with where what is known of it begins
-        at = self.experts  # behind their places
-        for part in parts_of(self.experts, slots, parts):
-            rounds = rounds_of(part.experts, self.tokens * self.picks, part.slots)
-            assert rounds == 1 or parts == 1, "plan.schedule.routed.parts"
-            self.parts.append((part, SlotState(part.slots, rounds, self.experts), at))
-            at += self.parts[-1][1].numbers
+        self.sizes = slot_state(slots, self.experts, self.tokens * self.picks)
+        self.told_at = self.experts + self.sizes.numbers  # places of experts come first, and then the state
 
-    def assign(self) -> Iterator[Launch]:
-        """What tells each round of a part its experts."""
+    def assign(self) -> Launch:
+        """What tells each round its experts."""
         index, places = self.operands[1], self._numbers(0, self.experts)
-        for part, sizes, at in self.parts:
-            state = self._numbers(at, sizes.numbers)
-            touched = span_of(index), span_of(places), span_of(state)
-            args = index, state, *sizes, part.first, part.experts, places, self.stride // PLACE_NBYTES
-            yield Launch(COMPUTE, ASSIGN_SLOTS.name, args, {}, (), touched, touched[2:], f"{self.node.name}_assign",
-                         self.node.meta.get("layer", -1))
+        kept = self._numbers(self.experts, self.sizes.numbers), self._numbers(self.told_at, self.sizes.told)
+        written = tuple(map(span_of, kept))
+        args = index, *kept, *self.sizes, places, self.stride // PLACE_NBYTES
+        return Launch(COMPUTE, ASSIGN_SLOTS.name, args, {}, (), (span_of(index), span_of(places), *written), written,
+                      f"{self.node.name}_assign", self.node.meta.get("layer", -1))
+
+    def pool(self) -> TensorRef:
+        """All places at which an expert may begin."""
+        symbol = self.source.replace(WEIGHT, POOL)
+        places = (self.sizes.slots * self.stride - self.nbytes) // PLACE_NBYTES + 1
+        return TensorRef(symbol, 0, str(self.table.dtype)[6:], (places, self.table.shape[1]),
+                         (PLACE_NBYTES // self.table.itemsize, 1), symbol)
 
     def rounds(self) -> Iterator[Round]:
         """What each round brings, and computes."""
-        out, before = self.ref(self.node), False
-        for part, sizes, at in self.parts:
-            pool = self._pool(part)
-            for number in range(sizes.rounds):
-                entries = self._numbers(at + sizes.entries(number), self.experts)
-                how = {"entries": entries, "count": self.experts, "accumulate": before,
-                       "rounds": sum(each.rounds for _, each, _ in self.parts)}
-                slots = Span(pool.arena, pool.offset, part.slots * self.stride, pool.buffer)
-                reads = (*map(span_of, (*self.operands, entries)), slots, *((span_of(out),) if before else ()))
-                yield Round(self._numbers(at + sizes.want(number), sizes.slots), pool, Launch(
-                    COMPUTE, EXPERTS.name, (*self.operands, pool, *self.form), how, (out,), reads, (span_of(out),),
-                    self.node.name, self.node.meta.get("layer", -1)))
-                before = True
+        sizes, out, pool, results = self.sizes, self.ref(self.node), self.pool(), self._results()
+        entries = [self._numbers(self.told_at + sizes.entries(i), self.experts) for i in range(sizes.rounds + 1)]
+        want = [self._numbers(self.told_at + sizes.want(i), sizes.slots) for i in range(sizes.rounds + 1)]
+        slots = Span(pool.arena, 0, sizes.slots * self.stride, pool.buffer)
+        for number in range(sizes.rounds + 1):
+            last = number == sizes.rounds
+            share = (1 - self.hit_rate) / sizes.rounds if number else self.hit_rate
+            how = {"entries": entries[number], "count": self.experts, "share": share, "results": results, "last": last}
+            made = out if last else results
+            written = (span_of(results), *((span_of(out),) if last else ()))
+            reads = (*map(span_of, (*self.operands, entries[number])), slots, span_of(results))
+            beside = range(max(0, number - sizes.beside), number)
+            yield Round(
+                Launch(COMPUTE, EXPERTS.name, (*self.operands, pool, *self.form), how, (made,), reads, written,
+                       self.node.name, self.node.meta.get("layer", -1)),
+                want[number] if number else None, number - 1 - sizes.beside,
+                tuple(ref for i in beside for ref in ((want[i], entries[i]) if i else (entries[i],))))
 
-    def _pool(self, part: PoolPart) -> TensorRef:
-        """All places at which an expert may begin."""
-        symbol = self.source.replace(WEIGHT, POOL)
-        places = (part.slots * self.stride - self.nbytes) // PLACE_NBYTES + 1
-        return TensorRef(symbol, part.slot * self.stride, str(self.table.dtype)[6:], (places, self.table.shape[1]),
-                         (PLACE_NBYTES // self.table.itemsize, 1), symbol)
+    def _results(self) -> TensorRef:
+        rows, columns = self.tokens * self.picks, self.operands[0].shape[-1]
+        return TensorRef(RESULTS, 0, "float32", (rows, columns), (columns, 1), RESULTS)
 
     def _numbers(self, first: int, count: int) -> TensorRef:
         symbol = self.source.replace(WEIGHT, ROUTING)

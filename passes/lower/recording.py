@@ -35,8 +35,8 @@ class Recorded:
 @dataclass(frozen=True, slots=True)
 class Gather:
     """A row lookup to be stamped: rows named by `index`, of the weight [rows, ...] of symbol `table`, to `out`. Of
-    experts, of which `out` keeps those that are not named, so many tokens make so many `picks` each; they are those of
-    `parts` such lookups."""
+    experts, of which `out` keeps those that are not named, so many tokens make so many `picks` each; so many `rounds`
+    have such lookups. `spares` as of `Rows`."""
 
     number: int
     table: str  # a symbol
@@ -45,7 +45,8 @@ class Gather:
     out: TensorRef
     tokens: int = 0
     picks: int = 0
-    parts: int = 1
+    rounds: int = 1
+    spares: tuple[TensorRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ def with_symbols(entry: Entry, symbols: Symbols) -> Entry:
     if isinstance(entry, Release):
         return Release(entry.stream, settled(entry.span, symbols))
     if isinstance(entry, Gather):
-        return replace(entry, index=settled(entry.index, symbols), out=settled(entry.out, symbols))
+        return replace(entry, index=settled(entry.index, symbols), out=settled(entry.out, symbols),
+                       spares=settled(entry.spares, symbols))
     return entry
 
 
@@ -203,17 +205,18 @@ class Recorder:
     def _experts_from_pool(self, node: fx.Node) -> None:
         self._arrive(*node.all_input_nodes)
         pooled = PooledExperts(node, self.addresses)
-        for launch in pooled.assign():
-            self._add(self.launches.counted(ASSIGN_SLOTS, launch))
-        rounds = list(pooled.rounds())
-        gathers = [Gather(self.found + i, pooled.source, pooled.experts, each.want, each.pool, pooled.tokens,
-                          pooled.picks, len(rounds)) for i, each in enumerate(rounds)]
+        self._add(self.launches.counted(ASSIGN_SLOTS, pooled.assign()))
+        rounds, pool = list(pooled.rounds()), pooled.pool()
+        for behind in range(-1, len(rounds)):
+            if behind >= 0:
+                if rounds[behind].want is not None:
+                    self.entries.append(Found(self.found + behind))
+                self._add(self.launches.counted(EXPERTS, rounds[behind].launch))
+            self.entries += [
+                Gather(self.found + i, pooled.source, pooled.experts, each.want, pool, pooled.tokens, pooled.picks,
+                       len(rounds) - 1, each.spares)
+                for i, each in enumerate(rounds) if each.want is not None and max(-1, each.after) == behind]
         self.found += len(rounds)
-        at_once = len(pooled.parts) > 1  # else a round comes into slots that the one before is computed from
-        self.entries += gathers if at_once else ()
-        for gather, each in zip(gathers, rounds, strict=True):
-            self.entries += [Found(gather.number)] if at_once else [gather, Found(gather.number)]
-            self._add(self.launches.counted(EXPERTS, each.launch))
 
     def _arrive(self, *nodes: fx.Node) -> None:
         marks = [mark for node in nodes if (mark := self.landing.pop(storage_of(node)[0], None)) is not None]

@@ -165,8 +165,10 @@ class Rows:
     Row i of the other end is row index[i] of the table (without `index`: row i); where `skips`, one with a negative
     number is left out. With `count` [1] only the first count[0] rows are moved. What is left out keeps what it held in
     a table; in a dense end it is undefined, unless the copy `keeps` it, which then must hold something. The proof takes
-    all of both ends to be touched. `typical` is the share that predictions count. Rows that begin so many bytes `apart`
-    (0: densely) do not lie one after the other, but each in its room where it lies in the pages of its file.
+    all of both ends to be touched, except by those who go by a tensor that the copy `spares`: what told it its rows
+    tells these other places (`check_items`). `typical` is the share that predictions count. Rows that begin so many
+    bytes `apart` (0: densely) do not lie one after the other, but each in its room where it lies in the pages of its
+    file.
     """
 
     table: FileSlice | Span
@@ -177,6 +179,7 @@ class Rows:
     typical: float = 1.0
     keeps: bool = False
     apart: int = 0
+    spares: tuple[TensorRef, ...] = ()
 
     @property
     def rows(self) -> int:

@@ -109,8 +109,8 @@ def advise(plan: Plan) -> list[str]:
 
 
 def _of_experts(plan: Plan, compute: float) -> list[str]:
-    """The same where decode steps read experts by name, which runs beside nothing: what more memory would give, by the
-    share of experts that pools would hold, and a faster disk."""
+    """The same where decode steps read experts by name, which runs beside few products: what more memory would give, by
+    the share of experts that pools would hold, and a faster disk."""
     step, busy = plan.prediction.decode_time_s, plan.prediction.busy_time_s
     read = busy.get(LOOKUP, 0.0) or busy.get(DISK, 0.0)  # the closed form tells no lookups from other reads
     routed = plan.schedule.routed

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from forebay.kernels.formats.slot_state import ITEMSIZE, SlotState, parts_of, rounds_of
+from forebay.kernels.formats.slot_state import ITEMSIZE, slot_state
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.schedule.routed_fetch import (
     POOL,
+    RESULTS,
     ROUTING,
     RoutedFetch,
     expert_room,
@@ -18,7 +19,7 @@ from forebay.rewriter.ir.schedule.routed_fetch import (
 )
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 
-PARTS = (4, 2)  # of a pool, the most that it has slots for
+RESULT_NBYTES = 4  # of a number that a pick gives
 GAIN = 0.8  # by name a step reads at most this share of a table: what it reads has less to run beside than tiles have
 
 
@@ -32,24 +33,17 @@ def picks_of(use: WeightUse) -> int:
     return round(use.share * use.rows)
 
 
-def pool_buffers(use: WeightUse, slots: int, tokens: int, parts: int = 1) -> Iterator[tuple[str, str, int]]:
-    """Names, kinds and bytes of the buffers of a table's pool, for steps over at most so many tokens in all: its slots,
-    and places of experts in them with what is known of its parts."""
-    yield use.name + POOL, "pool", slots * expert_room(use.nbytes // use.rows)
-    states = (SlotState(part.slots, rounds_of(part.experts, picks_of(use) * tokens, part.slots), use.rows)
-              for part in parts_of(use.rows, slots, parts))
-    yield use.name + ROUTING, "routing", use.rows * ITEMSIZE + sum(state.nbytes for state in states)
-
-
-def most_parts(use: WeightUse, slots: int, tokens: int) -> int:
-    """In how many parts a pool can be that has in each room for all that so many tokens name."""
-    return parts_for(use.rows, slots, picks_of(use) * tokens)
-
-
-def parts_for(experts: int, slots: int, named: int) -> int:
-    """The same for so many experts that are named."""
-    return next((parts for parts in PARTS if parts <= slots and all(
-        rounds_of(part.experts, named, part.slots) == 1 for part in parts_of(experts, slots, parts))), 1)
+def pool_buffers(slots_of: Iterable[tuple[WeightUse, int]], tokens: int) -> Iterator[tuple[str, str, int]]:
+    """Names, kinds and bytes of the buffers of the pools of tables, for steps over at most so many tokens in all: their
+    slots, places of experts in them with what is known of these, and what picks give."""
+    most = 0
+    for use, slots in slots_of:
+        picks = picks_of(use) * tokens
+        most = max(most, picks * use.outputs * RESULT_NBYTES)
+        yield use.name + POOL, "pool", slots * expert_room(use.nbytes // use.rows)
+        yield use.name + ROUTING, "routing", use.rows * ITEMSIZE + slot_state(slots, use.rows, picks).nbytes
+    if most:
+        yield RESULTS, "routing", -(-most // ITEMSIZE) * ITEMSIZE
 
 
 @dataclass(frozen=True)
@@ -78,15 +72,12 @@ class ExpertPools:
         hits = hits_within(self.measured, slots / max(u.rows for u in self.tables))
         steps = [size for size, tokens in self.tokens.items() if size == 1 or all(
             (1 - hits) * named_experts(u.rows, picks_of(u), tokens) <= GAIN * u.rows for u in self.tables)]
-        most = max(self.tokens[size] for size in steps)
-        return RoutedFetch(tuple(sorted(steps)), min(most_parts(u, slots, most) for u in self.tables), hits,
-                           self.measured)
+        return RoutedFetch(tuple(sorted(steps)), hits, self.measured)
 
     def nbytes(self, slots: int) -> int:
         """Bytes of the device that pools of so many slots take."""
-        routed = self.routed(slots)
-        tokens = max(self.tokens[size] for size in routed.steps)
-        return sum(aligned(nbytes) for u in self.tables for *_, nbytes in pool_buffers(u, slots, tokens, routed.parts))
+        tokens = max(self.tokens[size] for size in self.routed(slots).steps)
+        return sum(aligned(nbytes) for *_, nbytes in pool_buffers([(u, slots) for u in self.tables], tokens))
 
     def slots_within(self, room: int, least: int) -> int:
         """The most slots that fit, at least `least` of them; 0 where none do."""
@@ -111,16 +102,11 @@ def expert_buffers(plan: Plan, needs: ModelNeeds) -> Iterator[tuple[str, str, st
     uses, routed = {u.name: u for u in needs.uses}, plan.schedule.routed
     tokens = max((size * needs.batching.sequences(plan.workload.batch, size) for size in routed.steps), default=0)
     pools = [w for w in plan.weights if w.pool_slots]
-    parts = min((most_parts(uses[w.name], w.pool_slots, tokens) for w in pools), default=1)
-    if routed.parts != parts:
-        raise PlanError(f"plan.schedule.routed.parts: pools of their slots (plan.weights[].pool_slots) have {parts} "
-                        f"parts for steps over {routed.steps} tokens (plan.schedule.routed.steps), the plan says "
-                        f"{routed.parts}; plan again")
     for w in pools if routed.measured else ():
         hits = hits_within(routed.measured, w.pool_slots / max(uses[each.name].rows for each in pools))
         if abs(hits - routed.hit_rate) > 1e-6:
             raise PlanError(f"plan.schedule.routed.hit_rate: {routed.hit_rate} is not {hits}, which {w.pool_slots} "
                             "slots (plan.weights[].pool_slots) have by plan.schedule.routed.measured; plan again")
     found = [(name, kind, "device", nbytes, ALIGNMENT if kind == "routing" or nbytes % PAGE_NBYTES else PAGE_NBYTES)
-             for w in pools for name, kind, nbytes in pool_buffers(uses[w.name], w.pool_slots, tokens, parts)]
+             for name, kind, nbytes in pool_buffers([(uses[w.name], w.pool_slots) for w in pools], tokens)]
     yield from sorted(found, key=lambda buffer: -buffer[-1])  # whole pages first, where they leave no gap

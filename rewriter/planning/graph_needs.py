@@ -22,8 +22,8 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class _Reading:
     """How one graph consumes one of its placeholders: where in its order first, by lookups, by other operators, whether
-    all of the others accept row tiles, the most rows that one of them multiplies by it, and what share of it each row
-    meets."""
+    all of the others accept row tiles, the most rows that one of them multiplies by it, what share of it each row
+    meets, and how many numbers an expert gives."""
 
     first: int
     lookup: bool
@@ -31,6 +31,7 @@ class _Reading:
     tiles: bool
     rows: int = 0
     share: float = 1.0
+    outputs: int = 0
 
 
 def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
@@ -65,7 +66,8 @@ def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
                                        max((call.meta["layer"] for call in node.users if call.op == "call_module"),
                                            default=-1),
                                        max(0, max((r.rows for _, r in readings), default=0) - tokens),
-                                       max((r.share for _, r in readings), default=1.0))))
+                                       max((r.share for _, r in readings), default=1.0),
+                                       max((r.outputs for _, r in readings), default=0))))
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -137,6 +139,8 @@ def _reading(node: fx.Node, order: dict[fx.Node, int]) -> _Reading | None:
     first = min(order[u] for u in others or lookups)
     rows = max((u.meta["val"].numel() // max(1, u.meta["val"].shape[-1]) for u in others if tileable(u, node)),
                default=0)
-    chosen = [EXPERTS.argument(u.args, "index").meta["val"].shape[-1] for u in others if reads_table(u, node)]
+    tables = [u for u in others if reads_table(u, node)]
+    chosen = [EXPERTS.argument(u.args, "index").meta["val"].shape[-1] for u in tables]
     share = max(chosen) / node.meta["val"].shape[0] if chosen and len(chosen) == len(others) else 1.0
-    return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others), rows, share)
+    outputs = max((u.meta["val"].shape[-1] for u in tables), default=0)
+    return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others), rows, share, outputs)

@@ -33,6 +33,7 @@ class WeightUse:
     layer: int = -1  # that reads it; -1: none
     more_rows: int = 0  # that a product multiplies by it beside those of the step's tokens, of checkpoints
     share: float = 1.0  # of it that one row multiplies by: of a table of experts those that are chosen
+    outputs: int = 0  # of a table of experts: numbers that each gives of a token
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _likeness(item: Item) -> tuple:
     """Items of equal likeness take equal time."""
     if isinstance(item, Launch):
         shapes = tuple([(ref.dtype, ref.shape) for ref in item.args if type(ref) is TensorRef])
-        how = item.kwargs.get("form"), item.kwargs.get("count"), item.kwargs.get("rounds")
+        how = item.kwargs.get("form"), item.kwargs.get("count"), item.kwargs.get("share")
         return (item.stream, item.op, item.impl, shapes, how, sum([s.nbytes for s in item.reads]),
                 sum([s.nbytes for s in item.writes]))
     if isinstance(item, Copy):

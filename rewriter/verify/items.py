@@ -4,13 +4,15 @@ what it says it reads and writes. `verify` proves the order of those reads and w
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from itertools import chain
 from typing import Any
 
 import torch
 
+from forebay.kernels.formats.slot_state import ITEMSIZE, SlotState
+from forebay.kernels.operators import ASSIGN_SLOTS, find
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.operator_names import called, overload_of
 from forebay.rewriter.ir.program import (
@@ -47,12 +49,29 @@ class ItemFault(ValueError):
     """What is wrong with an item; the message names it."""
 
 
+def check_sizes(program: Program, budget: Mapping[str, int | None]) -> None:
+    """Raise ItemFault unless arenas with workspace, and spill files, fit the budget, and have names of their own."""
+    for arena, nbytes in program.arenas.items():
+        limit = budget.get(arena)
+        total = nbytes + program.workspace_nbytes(arena)
+        if limit is not None and total > limit:
+            raise ItemFault(f"{arena} needs {total} bytes (arena {nbytes} and workspace {total - nbytes}), the budget "
+                            f"is {limit}")
+    limit, total = budget.get("disk"), sum(program.files.values())
+    if limit is not None and total > limit:
+        raise ItemFault(f"the spill files need {total} bytes, the budget of the disk is {limit}")
+    both = sorted(program.files.keys() & program.arenas.keys())
+    if both:
+        raise ItemFault(f"{both[0]} is both an arena and a spill file; name one of them otherwise")
+
+
 def check_items(program: Program) -> None:
     """Raise ItemFault unless sizes are sizes, every copy brings as many bytes as its target has from elsewhere, whole
     pages where that is a file, every tensor that an operator gets is aligned and lies in a span of the same buffer that
     its launch reads and, if the operator writes it, writes, no result is written over part of what is read, nothing but
     copies touches a file, and copies and launches stand on streams that run them in order."""
     extents: Extents = {}
+    told = [item for item in program.step if type(item) is Launch and find(item.op) is ASSIGN_SLOTS]
     for arena, nbytes in program.arenas.items():
         if nbytes < 0:
             raise ItemFault(f"the arena {arena} has {nbytes} bytes")
@@ -68,6 +87,7 @@ def check_items(program: Program) -> None:
                 _check_memory((*item.reads, *item.writes), item.label, files)  # type: ignore[union-attr]
         elif kind is Copy:
             _check_copy(item, files, extents)  # type: ignore[arg-type]
+            _check_spared(item, told)  # type: ignore[arg-type]
 
 
 def _check_memory(spans: Iterable[Span], label: str, files: Collection[str]) -> None:
@@ -139,6 +159,26 @@ def _check_rows(rows: Rows, label: str, files: Collection[str], extents: Extents
     if rows.count is not None and math.prod(rows.count.shape) != 1:
         raise ItemFault(f"{label} takes its count from {rows.count.buffer} of shape {rows.count.shape}: it must be one "
                         "number")
+
+
+def _check_spared(copy: Copy, told: Iterable[Launch]) -> None:
+    """A copy leaves to others, while it is under way, no other places than those of which it was told so: by what was
+    `told` of the rounds before its own that it may be fetched beside (`SlotState`)."""
+    src = copy.src
+    if type(src) is not Rows or not src.spares:
+        return
+    assert src.index is not None, "rows are skipped by their numbers"
+    for launch in told:
+        row, sizes = launch.args[2], SlotState(*launch.args[3:6])
+        number, rest = divmod((src.index.offset - row.offset) // ITEMSIZE, sizes.numbers)
+        if row.buffer == src.index.buffer and not rest and 0 < number <= sizes.rounds:
+            before = range(max(0, number - sizes.beside), number)
+            places = {(at(i), count) for i in before for at, count in (
+                (sizes.want, sizes.slots), (sizes.entries, sizes.experts))}
+            if all(ref.buffer == row.buffer and ((ref.offset - row.offset) // ITEMSIZE, *ref.shape) in places
+                   for ref in src.spares):
+                return
+    raise ItemFault(f"{copy.label} leaves places to others that may be its own")
 
 
 def _check_launch(launch: Launch, extents: Extents) -> None:

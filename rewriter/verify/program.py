@@ -28,8 +28,18 @@ from forebay.rewriter.ir.program import (
     Wait,
     span_of,
 )
-from forebay.rewriter.verify.held import PreparedItem, Range, Segment, Touched, TouchedRun, buffer_of, owners_of
-from forebay.rewriter.verify.items import ItemFault, check_items, copy_spans, span_text, writes_in_part
+from forebay.rewriter.verify.held import (
+    PreparedItem,
+    Range,
+    Segment,
+    Touched,
+    TouchedRun,
+    apart,
+    buffer_of,
+    difference,
+    owners_of,
+)
+from forebay.rewriter.verify.items import ItemFault, check_items, check_sizes, copy_spans, span_text, writes_in_part
 
 OUTWARD = (DOWNLOAD, WRITE)
 
@@ -44,8 +54,8 @@ def verify_program(program: Program, budget: Mapping[str, int | None] | None = N
     files, every load is read (and every store, unless it updates what is kept), every release is single, every wait has
     its record, the steady state repeats (unless the program runs once), and arenas plus workspace and spill files fit
     the budget (bytes per arena, and of `disk`; None or absent: no limit)."""
-    _check_sizes(program, budget or {})
     try:
+        check_sizes(program, budget or {})
         check_items(program)
     except ItemFault as fault:
         raise ProgramError(f"{program.name}: {fault}") from None
@@ -68,21 +78,6 @@ def verify_program(program: Program, budget: Mapping[str, int | None] | None = N
 def _sharing(items: list[PreparedItem]) -> list[PreparedItem]:
     """Those that order others, or touch memory that not launches alone do."""
     return [entry for entry in items if entry[2].shared or entry[3].shared or type(entry[0]) in (Record, Wait)]
-
-
-def _check_sizes(program: Program, budget: Mapping[str, int | None]) -> None:
-    for arena, nbytes in program.arenas.items():
-        limit = budget.get(arena)
-        total = nbytes + program.workspace_nbytes(arena)
-        if limit is not None and total > limit:
-            raise ProgramError(f"{program.name}: {arena} needs {total} bytes (arena {nbytes} and workspace "
-                               f"{total - nbytes}), the budget is {limit}")
-    limit, total = budget.get("disk"), sum(program.files.values())
-    if limit is not None and total > limit:
-        raise ProgramError(f"{program.name}: the spill files need {total} bytes, the budget of the disk is {limit}")
-    both = sorted(program.files.keys() & program.arenas.keys())
-    if both:
-        raise ProgramError(f"{program.name}: {both[0]} is both an arena and a spill file; name one of them otherwise")
 
 
 class _ProofState:
@@ -217,7 +212,7 @@ class _ProofState:
         after = self.owners()
         if after != before:
             raise ProgramError(f"{self.name}: a step does not leave the memory as the next step expects it: "
-                               f"{_difference(before, after)}")
+                               f"{difference(before, after)}")
 
     def owners(self) -> dict[str, list[str | None]]:
         """Whose contents every range of every arena holds."""
@@ -257,7 +252,9 @@ class _ProofState:
                         self._refuse_private(item, reads, run, "reads")
                 for segments, buffer in reads.shared:
                     for segment in segments:
-                        if segment.owner != buffer or segment.write_at > clock[segment.write_stream]:
+                        if segment.owner != buffer or (
+                                (segment.beside or segment.write_at > clock[segment.write_stream])
+                                and not apart(item, self.items, segment.under_way(clock), False)):
                             self._refuse_read(segment, buffer, stream, item, reads)
                         segment.reads[stream] = at
                         segment.copied = False
@@ -273,8 +270,11 @@ class _ProofState:
                     copied = self._check_outward(item, writes)  # type: ignore[arg-type]
                 for segments, buffer in writes.shared:
                     for segment in segments:
-                        if ((segment.owner is not None and (segment.copied or segment.owner != buffer))
-                                or segment.write_at > clock[segment.write_stream]):
+                        beside = segment.beside or segment.write_at > clock[segment.write_stream]
+                        segment.beside = segment.under_way(clock) if beside else ()
+                        if segment.owner not in (None, buffer) or (
+                                not apart(item, self.items, segment.beside, True) if segment.beside else
+                                segment.owner is not None and segment.copied):
                             self._refuse_write(segment, buffer, stream, item, writes)
                         if segment.reads:
                             for other, read in segment.reads.items():
@@ -292,10 +292,7 @@ class _ProofState:
                 if recorded is None:
                     raise ProgramError(f"{self.name}: {item.stream} waits for event "
                                        f"{item.event}, which nothing recorded before")  # type: ignore[union-attr]
-                clock = clocks[stream]
-                for i, count in enumerate(recorded):
-                    if clock[i] < count:
-                        clock[i] = count
+                clocks[stream][:] = map(max, clocks[stream], recorded)
             else:
                 self._release(item, stream, reads)  # type: ignore[arg-type]
 
@@ -389,11 +386,3 @@ class _ProofState:
 
 def _label(item: Item | None) -> str:
     return item.label if isinstance(item, Launch | Copy) else ""
-
-
-def _difference(before: dict[str, list[str | None]], after: dict[str, list[str | None]]) -> str:
-    for arena, owners in before.items():
-        for a, b in zip(owners, after[arena], strict=True):
-            if a != b:
-                return f"{arena} held {a or 'nothing'}, now holds {b or 'nothing'}"
-    return "nothing differs"

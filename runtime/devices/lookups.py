@@ -59,11 +59,16 @@ def bind_fetches(
     assert isinstance(src, Rows) and src.index is not None and isinstance(src.table, FileSlice)
     index, nbytes = tensor(src.index), src.row_nbytes
     assert src.apart, "experts have slots"
-    part_of = cache(src.table.rows(nbytes))
+    part_of = src.table.rows(nbytes)
+
+    @cache
+    def place_of(row: int) -> tuple[FileSlice, int]:
+        entry = part_of(row)
+        return entry, expert_place(entry) * PLACE_NBYTES
 
     def placed(row: int, slot: int) -> tuple[FileSlice, int]:
-        entry = part_of(row)
-        return entry, address + slot * src.apart + expert_place(entry) * PLACE_NBYTES
+        entry, place = place_of(row)
+        return entry, address + slot * src.apart + place
 
     def fetch() -> None:
         named = sorted((row, i) for i, row in enumerate(index.tolist()) if row >= 0)

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.calibration import Calibration, LayerRouting
-from forebay.kernels.formats.slot_state import SlotState, parts_of
+from forebay.kernels.formats.slot_state import slot_state
 from forebay.kernels.operators import EXPERTS, find
 from forebay.kernels.products.expert_slots.cpu import bind_assign_slots
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import Item, Launch
-from forebay.rewriter.planning.expert_pools import parts_for
 from forebay.runtime.run.trace import Trace
 
 if TYPE_CHECKING:
@@ -50,8 +49,9 @@ class RoutingTrace(Trace):
             self.picks.setdefault(layer, []).append(picks)
 
     def timed(self, item: Item, call: Call) -> Call:
-        if not (isinstance(item, Launch) and find(item.op) is EXPERTS) or item.kwargs.get("accumulate"):
-            return call  # a layer's later launches have the same picks
+        if not (isinstance(item, Launch) and find(item.op) is EXPERTS) or (
+                item.kwargs.get("accumulate") or not item.kwargs.get("last", True)):
+            return call  # a layer's other launches have the same picks
         layer, index, count = item.layer, item.args[1], item.kwargs.get("count", item.args[3].shape[0])
 
         def run() -> None:
@@ -77,19 +77,15 @@ def pool_hits(picks: torch.Tensor, experts: int) -> tuple[float, ...]:
 
 def _missed(picks: torch.Tensor, experts: int, slots: int) -> int:
     """Experts that a pool of so many slots lacks, but for those that fill it at first."""
-    index, calls = torch.zeros_like(picks[0]), []
-    for part in parts_of(experts, slots, parts_for(experts, slots, picks.shape[1])):
-        sizes = SlotState(part.slots, -(-min(part.experts, picks.shape[1]) // part.slots), experts)
-        state = torch.zeros(sizes.numbers, dtype=torch.int64)
-        wanted = [state[sizes.want(number) :][: part.slots] for number in range(sizes.rounds)]
-        calls.append((bind_assign_slots(index, state, *sizes, part.first, part.experts), wanted))
-    missed = 0
+    sizes, index = slot_state(slots, experts, picks.shape[1]), torch.zeros_like(picks[0])
+    state, told = (torch.zeros(n, dtype=torch.int64) for n in (sizes.numbers, sizes.told))
+    assign = bind_assign_slots(index, state, told, *sizes)
+    want, missed = told.view(-1, sizes.numbers)[1:, :slots], 0
     for token, named in enumerate(picks):
         index.copy_(named)
-        for call, wanted in calls:
-            call()
-            if token >= len(picks) // COLD:
-                missed += sum(int((want >= 0).sum()) for want in wanted)
+        assign()
+        if token >= len(picks) // COLD:
+            missed += int((want >= 0).sum())
     return missed
 
 

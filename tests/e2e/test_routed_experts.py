@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import shutil
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,18 @@ from selection import at_length
 from small_experts import SMALL, Saved, saved_once, small
 
 import forebay
+from forebay.kernels.formats.slot_state import SlotState
 from forebay.kernels.operator import Call, Use
 from forebay.kernels.operators import ASSIGN_SLOTS
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import Plan, PlanError
-from forebay.rewriter.ir.program import Copy, FileSlice, Program, Rows, Span, Wait
+from forebay.rewriter.ir.program import Copy, FileSlice, Launch, Program, Rows, Span, Wait
 from forebay.rewriter.ir.schedule.routed_fetch import POOL
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices import lookups
+from forebay.runtime.devices.streams import CopyLedger
 
 pytestmark = pytest.mark.filterwarnings("ignore:OpenMP threads spin")
 EXPERTS = SMALL["num_experts"]
@@ -112,42 +116,43 @@ def test_micro_batches_stream_whole_tables(saved: Saved) -> None:
 
 
 class Pool:
-    """What lies in the slots of a table, as a cache of them: of those whose experts were used equally often, of late,
-    the first gives way, and what a later round needs stays if it can."""
+    """What lies in the slots of a table, as a cache of them, from which the experts give way that were used least, of
+    late. Steps name so many at most: where slots are fewer, what came some rounds ago may give way too."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, most: int) -> None:
         self.held: list[int | None] = [None] * slots
+        self.at_once, self.half = most <= slots, max(1, slots // 2)
         self.uses: dict[int | None, int] = {None: -1} | dict.fromkeys(range(EXPERTS), 0)
 
     def missed(self, named: set[int]) -> int:
         for expert in range(EXPERTS):
-            self.uses[expert] += (expert in named) * (1 << 20) - self.uses[expert] // 32
-        found, left = 0, sorted(named)
+            self.uses[expert] += (expert in named) * (1 << 20) - self.uses[expert] // 64
+        left, used = sorted(named.difference(self.held)), [i for i, e in enumerate(self.held) if e in named]  # type: ignore[arg-type]
+        found, came = len(left), list[int]()
         while left:
-            group, left = left[: len(self.held)], left[len(self.held) :]
-            there = [e for e in group if e in self.held]
-            for expert in group:
-                if expert in there:
-                    continue
-                free = [i for i, e in enumerate(self.held) if e not in group]
-                oldest = min(free, key=lambda i: (self.held[i] in left, self.uses[self.held[i]]))
-                self.held[oldest], found = expert, found + 1
+            busy = [*came, *(used if self.at_once or len(self.held) > 1 else ())]
+            free = [i for i in range(len(self.held)) if i not in busy]
+            if not self.at_once and (len(came) == self.half or not free):
+                used, came = came, []
+                continue
+            least = min(free, key=lambda i: self.uses[self.held[i]])
+            self.held[least] = left.pop(0)
+            came.append(least)
         return found
 
 
 @pytest.fixture
-def routing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, set[int]]]:
-    """What each step named of each part of a pool, as it runs: the address of what is known of it, its slots, and the
-    experts."""
-    found: list[tuple[int, int, set[int]]] = []
+def routing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, SlotState, set[int]]]:
+    """What each step named of each pool, as it runs: the address of what is known of it, its sizes, and the experts."""
+    found: list[tuple[int, SlotState, set[int]]] = []
     bind = ASSIGN_SLOTS.bind["cpu"]
 
     def bound(use: Use) -> Call:
-        index, state, slots, _, _, first, count, *_ = use.args
+        index, state, _, *sizes = use.args
         call = bind(use)
 
         def run() -> None:
-            found.append((state.data_ptr(), slots, {*range(first, first + count)} & {*index.flatten().tolist()}))
+            found.append((state.data_ptr(), SlotState(*sizes[:3]), {*index.flatten().tolist()}))
             call()
 
         return run
@@ -156,8 +161,8 @@ def routing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, set[int]]]:
     return found
 
 
-@pytest.mark.parametrize(("batch", "slots", "parts"), [(1, 2, 1), (1, 5, 2), (3, 2, 1), (3, 6, 1)])
-def test_reads_are_what_is_missing(saved: Saved, routing: list, batch: int, slots: int, parts: int) -> None:
+@pytest.mark.parametrize(("batch", "slots"), [(1, 2), (1, 5), (3, 1), (3, 2), (3, 5), (3, 6)])
+def test_reads_are_what_is_missing(saved: Saved, routing: list, batch: int, slots: int) -> None:
     """Bytes equal the arithmetic from the routing, exactly; beside them a step reads rows of the embedding."""
     folder, _ = saved("qwen3_moe")
     with wrapped(folder, slots, batch) as lm:
@@ -170,8 +175,8 @@ def test_reads_are_what_is_missing(saved: Saved, routing: list, batch: int, slot
                 read[label] = read.get(label, 0) + nbytes
         entry = next(w.nbytes for w in lm.plan.weights if w.name.endswith("table")) // EXPERTS
     known: dict[int, Pool] = {}
-    missed = [known.setdefault(at, Pool(own)).missed(named) for at, own, named in routing]
-    assert len(known) == 3 * parts and len(missed) == 3 * parts * 2 * (NEW - 1)
+    missed = [known.setdefault(at, Pool(sizes.slots, sizes.named)).missed(named) for at, sizes, named in routing]
+    assert len(known) == 3 and len(missed) == 3 * 2 * (NEW - 1)
     fetched = {label: nbytes for label, nbytes in read.items() if label.startswith("fetch ")}
     assert sum(fetched.values()) == sum(missed) * entry and len(fetched) == 3
     assert 0 < sum(missed) < sum(len(named) for *_, named in routing)  # some were there, others were not
@@ -224,9 +229,10 @@ def each_without_a_wait(program: Program) -> Iterator[Program]:
             yield replace(program, step=program.step[:i] + program.step[i + 1 :])
 
 
-@pytest.mark.parametrize(("batch", "slots", "rounds", "waits"), [(3, 6, 1, 6), (3, 2, 3, 18), (1, 6, 2, 9)])
+@pytest.mark.parametrize(("batch", "slots", "rounds", "waits"), [
+    (3, 6, 3, 12), (3, 4, 3, 18), (3, 2, 6, 36), (3, 1, 6, 36), (1, 6, 2, 9)])
 def test_no_wait_may_be_missing(saved: Saved, batch: int, slots: int, rounds: int, waits: int) -> None:
-    """In one round, in several that follow each other, and in two parts that are read at once."""
+    """In rounds that are all read at once, and in those that share slots."""
     folder, _ = saved("qwen3_moe")
     with wrapped(folder, slots, batch) as lm:
         program = lm.steps.program(1)
@@ -236,6 +242,56 @@ def test_no_wait_may_be_missing(saved: Saved, batch: int, slots: int, rounds: in
     for each in faulty:
         with pytest.raises(ProgramError):
             verify_program(each)
+
+
+@pytest.mark.parametrize("slots", [6, 4])
+def test_copies_leave_to_others_no_more_than_they_were_told(saved: Saved, slots: int) -> None:
+    folder, _ = saved("qwen3_moe")
+    with wrapped(folder, slots, 3) as lm:
+        program = lm.steps.program(1)
+    at = [i for i, item in enumerate(program.step) if isinstance(item, Copy) and isinstance(item.src, Rows)
+          and item.src.spares]
+    assert len(at) == 9
+    for i in at[:3]:
+        copy: Any = program.step[i]
+        spares = copy.src.spares
+        entries = [item.kwargs["entries"] for item in program.step if isinstance(item, Launch)
+                   and "entries" in item.kwargs and item.kwargs["entries"].buffer == copy.src.index.buffer]
+        others = [(*spares, each) for each in entries if each not in spares]
+        for each in ([spares[:n] + spares[n + 1 :] for n in range(len(spares))] + others):
+            faulty = replace(copy, src=replace(copy.src, spares=each))
+            with pytest.raises(ProgramError):
+                verify_program(replace(program, step=(*program.step[:i], faulty, *program.step[i + 1 :])))
+        faulty = replace(program, step=tuple(item for item in program.step if not (
+            isinstance(item, Launch) and item.label.endswith("_assign") and item.layer == copy.layer)))
+        with pytest.raises(ProgramError, match="that may be its own"):
+            verify_program(faulty)
+
+
+def test_experts_that_are_there_are_computed_before_others_come(
+    saved: Saved, routing: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each slot into which a copy is issued holds NaN from then on, and what comes is held back until somebody waits:
+    so who reads such a slot earlier, or another one too early, gives NaN."""
+    folder, model = saved("qwen3_moe")
+    held, wait = list[Any](), CopyLedger.wait
+
+    def submitted(reader: Any, src: FileSlice, address: int, room: Any, done: Any) -> None:
+        ctypes.memset(address, 0xFF, src.nbytes)
+        held.append(partial(submit, reader, src, address, room, done))
+
+    def waited(self: CopyLedger, mark: int) -> None:
+        while held:
+            held.pop(0)()
+        wait(self, mark)
+
+    submit = lookups.submit_slice
+    monkeypatch.setattr(lookups, "submit_slice", submitted)
+    monkeypatch.setattr(CopyLedger, "wait", waited)
+    for slots, batch in ((6, 3), (4, 3), (5, 1)):
+        with wrapped(folder, slots, batch) as lm:
+            assert torch.equal(tokens(lm, **prompts(batch)), tokens(model, **prompts(batch)))
+    assert any(named for _, _, named in routing)
 
 
 def test_what_is_kept_must_be_there(saved: Saved) -> None:

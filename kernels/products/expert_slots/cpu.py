@@ -14,9 +14,9 @@ from forebay.kernels.products.expert_slots.reference import check, reference
 class AssignSlotsArgs(ctypes.Structure):
     """Mirror of `AssignSlotsArgs` in assign_slots.cpp."""
 
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("index", "places", "state")),
-                *((name, ctypes.c_int64) for name in ("picks", "slots", "rounds", "experts", "first", "count")),
-                ("stride", ctypes.c_int64))
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("index", "places", "state", "told")),
+                *((name, ctypes.c_int64) for name in ("picks", "slots", "experts", "named")),
+                *((name, ctypes.c_int64) for name in ("rounds", "most", "at_once", "stride")))
 
 
 def scratch_floats(slots: int, experts: int) -> int:
@@ -25,17 +25,22 @@ def scratch_floats(slots: int, experts: int) -> int:
 
 
 def bind_assign_slots(
-    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None,
-    places: Tensor | None = None, stride: int = 1,
+    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, places: Tensor | None = None,
+    stride: int = 1,
 ) -> Callable[[], object]:
-    """A closure that brings `state` up to date with the contents of `index` at each call (`reference`).
+    """A closure that brings `state` up to date with the contents of `index`, and fills `told`, at each call
+    (`reference`).
 
     ValueError names the argument that is wrong.
     """
-    sizes = check(index, state, slots, rounds, experts, first, count, places, stride)
+    sizes = check(index, state, told, slots, experts, named, places, stride)
     if native.load() is None:
-        return lambda: state[: sizes.numbers].copy_(
-            reference(index, state[: sizes.numbers], *sizes, first, count, places, stride))
+
+        def run() -> None:
+            for kept, new in zip((state, told), reference(index, state, *sizes, places, stride), strict=True):
+                kept.copy_(new)
+
+        return run
     args = AssignSlotsArgs(index.data_ptr(), None if places is None else places.data_ptr(), state.data_ptr(),
-                           index.numel(), *sizes, first, experts if count is None else count, stride)
-    return native.NativeCall("assign_slots", args, (index, state, places), scratch_floats(slots, experts))
+                           told.data_ptr(), index.numel(), *sizes, sizes.rounds, sizes.most, sizes.at_once, stride)
+    return native.NativeCall("assign_slots", args, (index, state, told, places), scratch_floats(slots, experts))

@@ -1,7 +1,8 @@
 """`forebay::assign_slots`: which of the experts that a step has picked lie in slots, and which are to be fetched.
 
-It keeps what it knows in a tensor (`SlotState`), which lives as long as the slots do, and there tells the copies what
-to fetch, and `forebay::experts` where experts lie. Launches alone call it: the graphs of a model know no slots.
+It keeps what it knows in a tensor (`SlotState`), which lives as long as the slots do, and tells in another the copies
+what to fetch, and `forebay::experts` where experts lie: of each round by itself, in slots into which later copies that
+may be under way then bring nothing. Launches alone call it: the graphs of a model know no slots.
 """
 
 from __future__ import annotations
@@ -14,30 +15,30 @@ from forebay.kernels.products.expert_slots.cpu import bind_assign_slots, scratch
 from forebay.kernels.products.expert_slots.reference import reference
 
 
-@torch.library.custom_op("forebay::assign_slots", mutates_args=("state",), device_types="cpu")
+@torch.library.custom_op("forebay::assign_slots", mutates_args=("state", "told"), device_types="cpu")
 def assign_slots(
-    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None,
-    places: Tensor | None = None, stride: int = 1,
+    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, places: Tensor | None = None,
+    stride: int = 1,
 ) -> None:
-    """index int64 [...], state int64 [n] (`SlotState`), for `count` experts from `first` on, places int64 [experts].
-    ValueError names what is wrong."""
-    found = state.contiguous()
+    """index int64 [...], state and told int64 (`SlotState`), places int64 [experts]. ValueError names what is wrong."""
+    index, kept, found = index.contiguous(), state.contiguous(), told.contiguous()
     places = None if places is None else places.contiguous()
-    bind_assign_slots(index.contiguous(), found, slots, rounds, experts, first, count, places, stride)()
-    if found is not state:
-        state.copy_(found)
+    bind_assign_slots(index, kept, found, slots, experts, named, places, stride)()
+    for given, made in ((state, kept), (told, found)):
+        if made is not given:
+            given.copy_(made)
 
 
 @assign_slots.register_fake
 def _(
-    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None,
-    places: Tensor | None = None, stride: int = 1,
+    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, places: Tensor | None = None,
+    stride: int = 1,
 ) -> None:
     return None
 
 
 def _cost(use: Use) -> Cost:
-    return Cost(0, nbytes_of(*use.args[:2]), nbytes_of(use.args[1]))
+    return Cost(0, nbytes_of(*use.args[:2]), nbytes_of(*use.args[1:3]))
 
 
 ASSIGN_SLOTS = Operator(
@@ -45,6 +46,6 @@ ASSIGN_SLOTS = Operator(
     reference,
     _cost,
     bind={"cpu": lambda use: bind_assign_slots(*use.args)},
-    workspace={"cpu": lambda use: 4 * scratch_floats(use.args[2], use.args[4])},
-    layouts={"index": "dense", "state": "dense", "places": "dense"},
+    workspace={"cpu": lambda use: 4 * scratch_floats(use.args[3], use.args[4])},
+    layouts={"index": "dense", "state": "dense", "told": "dense", "places": "dense"},
 )

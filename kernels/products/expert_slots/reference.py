@@ -10,7 +10,7 @@ from torch import Tensor
 from forebay.kernels.formats.slot_state import SlotState
 
 ONCE = 1 << 20  # the count of one use
-DECAY_SHIFT = 5  # each step forgets the count shifted right by so many bits
+DECAY_SHIFT = 6  # each step forgets the count shifted right by so many bits
 
 
 def fail(argument: str, problem: str) -> NoReturn:
@@ -18,61 +18,59 @@ def fail(argument: str, problem: str) -> NoReturn:
 
 
 def check(
-    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None,
-    places: Tensor | None = None, stride: int = 1,
+    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, places: Tensor | None = None,
+    stride: int = 1,
 ) -> SlotState:
     """The sizes of a state; ValueError names the argument that is wrong."""
-    for name, value in (("slots", slots), ("rounds", rounds), ("experts", experts), ("stride", stride)):
+    for name, value in (("slots", slots), ("experts", experts), ("named", named), ("stride", stride)):
         if value < 1:
             fail(name, f"must be at least 1, got {value}")
-    sizes = SlotState(slots, rounds, experts)
-    for name, tensor in (("index", index), ("state", state), ("places", places)):
+    sizes = SlotState(slots, experts, named)
+    for name, tensor in (("index", index), ("state", state), ("told", told), ("places", places)):
         if tensor is not None and (tensor.dtype != torch.int64 or not tensor.is_contiguous()):
             fail(name, f"must be contiguous int64, got {tensor.dtype} with strides {tensor.stride()}")
-    if state.numel() < sizes.numbers:
-        fail("state", f"must have {sizes.numbers} numbers, got {state.numel()}")
+    for name, tensor, numbers in (("state", state, sizes.numbers), ("told", told, sizes.told)):
+        if tensor.numel() != numbers:
+            fail(name, f"must have {numbers} numbers, got {tensor.numel()}")
     if places is not None and places.shape != (experts,):
         fail("places", f"must be [{experts}], got {list(places.shape)}")
-    count = experts if count is None else count
-    if first < 0 or count < 1 or first + count > experts:
-        fail("first", f"and count must name some of {experts} experts, got {first} and {count}")
-    if min(index.numel(), count) > slots * rounds:
-        fail("rounds", f"must hold all that {index.numel()} picks may name, got {rounds} of {slots} slots")
+    if min(index.numel(), experts) > named:
+        fail("named", f"must be all that {index.numel()} picks may name, got {named}")
     return sizes
 
 
 def reference(
-    index: Tensor, state: Tensor, slots: int, rounds: int, experts: int, first: int = 0, count: int | None = None,
-    places: Tensor | None = None, stride: int = 1,
-) -> Tensor:
-    """The state [n] that follows `state` once a step has picked the experts of `index`, of which the slots are for
-    `count`, all unless told, from `first` on. Slots are `stride` apart, and an expert begins in its slot at its place.
+    index: Tensor, state: Tensor, slots: int, experts: int, named: int, places: Tensor | None = None, stride: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """The state that follows `state`, and what a step is told that has picked the experts of `index` (`SlotState`).
+    Slots are `stride` apart, and an expert begins in its slot at its place.
 
-    Rounds have the experts that are named in ascending order, as many each as there are slots. One that is in a slot
-    stays there; others come in ascending order, each to a slot that no expert of its round has, of these to one that no
-    later round needs, of these to the one whose expert was used least, of these to the first. A use counts half after
-    some 22 steps: experts that are popular stay though others were used since, and those that no longer are do not.
+    Experts that are in slots are of round 0. The others come in ascending order, each to a slot that is not in use (by
+    an earlier round where there is one for each, else by the round before), of these to the one whose expert was used
+    least, of these to the first. A use counts half after some 44 steps: experts that are popular stay though others
+    were used since, and those that no longer are do not.
     """
-    sizes, found = SlotState(slots, rounds, experts), state.tolist()
-    owner, uses = found[:slots], [count - (count >> DECAY_SHIFT) for count in found[slots:][:experts]]
-    end = experts if count is None else first + count
-    named = sorted({expert for expert in index.flatten().tolist() if first <= expert < end})
-    for expert in named:
+    sizes, found = SlotState(slots, experts, named), state.tolist()
+    owner, uses = found[:slots], [count - (count >> DECAY_SHIFT) for count in found[slots:]]
+    picked = sorted({expert for expert in index.flatten().tolist() if 0 <= expert < experts})
+    for expert in picked:
         uses[expert] += ONCE
-    slot_of = {expert - 1: slot for slot, expert in enumerate(owner) if expert > 0}
-    found[sizes.want(0) : sizes.want(rounds)] = [-1] * (sizes.want(rounds) - sizes.want(0))
-    for number in range(rounds):
-        want, entries = sizes.want(number), sizes.entries(number)
-        group, later = named[number * slots :][:slots], set(named[(number + 1) * slots :])
-        held = {slot_of[expert] for expert in group if expert in slot_of}
-        for expert in group:
-            if expert not in slot_of:
-                free = [s for s in range(slots) if s not in held]
-                slot = min(free, key=lambda s: (owner[s] - 1 in later, uses[owner[s] - 1] if owner[s] else -1))
-                slot_of.pop(owner[slot] - 1, None)
-                owner[slot], slot_of[expert] = expert + 1, slot
-                found[want + slot] = expert
-                held.add(slot)
-            found[entries + expert] = slot_of[expert] * stride + (0 if places is None else int(places[expert]))
-    found[: slots + experts] = owner + uses
-    return torch.tensor(found, dtype=torch.int64, device=state.device)
+    told, begins = [-1] * sizes.told, [0] * experts if places is None else places.tolist()
+    used = [[slot for slot, expert in enumerate(owner) if expert - 1 in picked]]  # by round
+    for slot in used[0]:
+        told[sizes.entries(0) + owner[slot] - 1] = slot * stride + begins[owner[slot] - 1]
+    missing = [expert for expert in picked if expert + 1 not in owner]
+    came = 0
+    for number in range(1, sizes.rounds + 1):
+        until = len(missing) * number // sizes.rounds if sizes.at_once else min(len(missing), came + sizes.most)
+        used.append([])
+        while came < until:
+            busy = {slot for each in used[max(0, number - sizes.beside) :] for slot in each}
+            free = [slot for slot in range(slots) if slot not in busy]
+            if not free:
+                break
+            slot, expert = min(free, key=lambda s: uses[owner[s] - 1] if owner[s] else -1), missing[came]
+            owner[slot], told[sizes.want(number) + slot], came = expert + 1, expert, came + 1
+            told[sizes.entries(number) + expert] = slot * stride + begins[expert]
+            used[-1].append(slot)
+    return torch.tensor(owner + uses), torch.tensor(told)

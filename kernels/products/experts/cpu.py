@@ -47,14 +47,14 @@ class ExpertsArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "index", "weights", "up", "up_bias", "down", "down_bias")),
-        *((name, ctypes.c_void_p) for name in ("entries", "out")),
+        *((name, ctypes.c_void_p) for name in ("entries", "out", "results")),
         *((name, ctypes.c_int64) for name in ("tokens", "picks", "experts", "entry_count", "first", "hidden")),
         *((name, ctypes.c_int64) for name in ("units", "inner", "x_stride", "out_stride")),
         *((name, ctypes.c_int64) for name in ("up_entry", "up_bias_entry", "down_entry", "down_bias_entry")),
         ("block", ctypes.c_int64),
         *((name, MatrixArgs) for name in ("up_how", "down_how")),
         *((name, ctypes.c_int32) for name in ("x_dtype", "weights_dtype", "out_dtype", "activation", "gated")),
-        *((name, ctypes.c_int32) for name in ("interleaved", "transposed", "scales_input", "accumulate")),
+        *((name, ctypes.c_int32) for name in ("interleaved", "transposed", "scales_input", "accumulate", "last")),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
     )
 
@@ -95,8 +95,8 @@ def scratch_nbytes(dtype: torch.dtype, out_dtype: torch.dtype, sizes: Sizes, for
 
 
 def bind_experts(
-    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Storage, out: Tensor,
-    accumulate: bool = False,
+    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Storage, out: Tensor | None,
+    accumulate: bool = False, results: Tensor | None = None,
 ) -> Callable[[], object]:
     """A closure that computes out [..., H] from the tensors' contents at each call (`reference`).
 
@@ -107,32 +107,37 @@ def bind_experts(
         experts: Biases of x's dtype, and matrices of it or packed rows; those of an expert are contiguous.
         form: How an expert computes.
         stored: How matrices are stored.
-        out: Of x's dtype or fp32; sums are fp32, in ascending order of experts.
+        out: Of x's dtype or fp32; sums are fp32, in ascending order of experts. None where `results` are kept alone.
         accumulate: Add to what out holds.
+        results: fp32 [tokens * K, H], for experts some at a time in any order: keep what each pick gives there, before
+            its weight. With `out` these are the last, and all of it is added up.
 
     Raises:
         ValueError: An argument is wrong; the message names it.
     """
     hidden, units, inner = sizes(x, experts, form, stored)
-    check_experts(x, index, weights, experts, stored, out)
-    x2, out2 = as_matrix(x, "x", fail), as_matrix(out, "out", fail)
+    check_experts(x, index, weights, experts, stored, x if out is None else out, results)
+    x2, out2 = as_matrix(x, "x", fail), None if out is None else as_matrix(out, "out", fail)
     picks = index.reshape(-1, index.shape[-1])
     if native.load() is None:
-        return lambda: _by_torch(x2, picks, weights.reshape(picks.shape), experts, form, stored, out2, accumulate)
+        shares = weights.reshape(picks.shape)
+        return lambda: _by_torch(x2, picks, shares, experts, form, stored, out2, accumulate, results)
     count = experts.up.shape[0] + experts.first if experts.entries is None else experts.entries.shape[0]
-    row = (units, hidden) if form.transposed else (hidden, inner)
-    given = (x2, picks, weights, experts.up, experts.up_bias, experts.down, experts.down_bias, experts.entries, out2)
+    row, made = (units, hidden) if form.transposed else (hidden, inner), torch.float32 if out is None else out.dtype
+    given = (x2, picks, weights, experts.up, experts.up_bias, experts.down, experts.down_bias, experts.entries, out2,
+             results)
     args = ExpertsArgs(
         *(None if t is None else t.data_ptr() for t in given), *picks.shape, count, experts.up.shape[0],
-        experts.first, hidden, units, inner, x2.stride(0), out2.stride(0),
+        experts.first, hidden, units, inner, x2.stride(0), 0 if out2 is None else out2.stride(0),
         *(0 if t is None else t.stride(0) * t.element_size() for t in experts[:4]),
         min(max(1, x2.shape[0]), BLOCK),
         _matrix(experts.up, row[0], stored.up, x.dtype), _matrix(experts.down, row[1], stored.down, x.dtype),
-        *(native.DTYPES[t.dtype] for t in (x, weights, out)), ACTIVATIONS.index(form.activation), form.gated,
-        form.interleaved, form.transposed, form.scales_input, accumulate, form.alpha, form.limit,
+        *(native.DTYPES[dtype] for dtype in (x.dtype, weights.dtype, made)), ACTIVATIONS.index(form.activation),
+        form.gated, form.interleaved, form.transposed, form.scales_input, accumulate, out is not None, form.alpha,
+        form.limit,
     )  # fmt: skip
     tokens, chosen = picks.shape
-    nbytes = scratch_nbytes(x.dtype, out.dtype, Sizes(tokens, chosen, count, hidden, units, inner), form, stored)
+    nbytes = scratch_nbytes(x.dtype, made, Sizes(tokens, chosen, count, hidden, units, inner), form, stored)
     return native.NativeCall("experts", args, given, -(-nbytes // 4))
 
 
@@ -147,18 +152,29 @@ def _matrix(held: Tensor, row: int, stored: Stored, dtype: torch.dtype) -> Matri
 
 
 def _by_torch(
-    x: Tensor, picks: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Storage, out: Tensor,
-    accumulate: bool,
+    x: Tensor, picks: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Storage, out: Tensor | None,
+    accumulate: bool, results: Tensor | None,
 ) -> None:
     """The same by torch, expert by expert."""
     native.rest()
-    sums = out.float() if accumulate else torch.zeros(out.shape)
+    sums = torch.zeros(x.shape) if out is None or not accumulate else out.float()
     for entry, token, pick in picked(picks, experts):
         share, rows = weights[token, pick, None], x[token]
         given = rows * share.to(x.dtype) if form.scales_input else rows
         y = activated(_linear(given, experts.up[entry], experts.up_bias, entry, form, stored.up).to(x.dtype), form)
         y = _linear(y, experts.down[entry], experts.down_bias, entry, form, stored.down)
-        sums.index_add_(0, token, y if form.scales_input else y * share.float())
+        if results is None:
+            sums.index_add_(0, token, y if form.scales_input else y * share.float())
+        else:
+            results[token * picks.shape[1] + pick] = y
+    if out is None:
+        return
+    count = len(experts.up) + experts.first if experts.entries is None else len(experts.entries)
+    for expert in picks.unique().tolist() if results is not None else ():
+        if 0 <= expert < count:
+            token, pick = torch.where(picks == expert)
+            y, share = results[token * picks.shape[1] + pick], weights[token, pick, None]  # type: ignore[index]
+            sums.index_add_(0, token, y if form.scales_input else y * share.float())
     out.copy_(sums)
 
 

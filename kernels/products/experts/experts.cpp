@@ -1,6 +1,7 @@
 // Each token's products with the few experts that its router chose: out[t] += w[t, k] * down_e(act(up_e(x[t]))), e being
 // index[t, k]. Rows of x are gathered by expert, in blocks; each block meets its expert's matrices by the kernels of
-// single products. Experts are taken by their number, so that sums do not depend on where their weights lie.
+// single products. Experts are taken by their number, so that sums do not depend on where their weights lie; launches over
+// some of them in any order keep `results`, which the last of them adds up.
 #include <algorithm>
 
 #include "product_args.h"
@@ -25,6 +26,7 @@ extern "C" struct ExpertsArgs {
   const char* down_bias;   // [entries, hidden], may be null
   const int64_t* entries;  // [experts]: which entry an expert has, below 0 for none; null: its number less `first`
   void* out;               // [tokens, hidden]
+  float* results;          // [tokens * picks, hidden]: where what each pick gives is kept, not added up; may be null
   int64_t tokens, picks, experts, entry_count, first, hidden, units, inner;
   int64_t x_stride, out_stride;
   int64_t up_entry, up_bias_entry, down_entry, down_bias_entry;  // bytes from one expert's to the next one's
@@ -32,6 +34,7 @@ extern "C" struct ExpertsArgs {
   ExpertsMatrix up_how, down_how;
   int32_t x_dtype, weights_dtype, out_dtype;  // of x, biases and weights that are not packed; of the picks'; of out
   int32_t activation, gated, interleaved, transposed, scales_input, accumulate;
+  int32_t last;  // all picks have their results then, which are added up
   float alpha, limit;
 };
 
@@ -163,6 +166,26 @@ void sort_picks(const ExpertsArgs& a, Scratch& s) {
   s.ends[a.experts] = total;
 }
 
+// Add what a pick gives to the sums of its token.
+void add_result(const ExpertsArgs& a, int64_t pick, const float* y, float* to) {
+  const vf by = vf{} + (a.scales_input ? 1.0f : value_at(a.weights, a.weights_dtype, pick));
+  int64_t j = 0;
+  for (; j + VL <= a.hidden; j += VL) store(to + j, load(to + j) + by * load(y + j));
+  for (; j < a.hidden; ++j) to[j] += by[0] * y[j];
+}
+
+// Add the results of a token's picks in ascending order of their experts.
+void add_results(const ExpertsArgs& a, int64_t token, float* to) {
+  const int64_t* index = a.index + token * a.picks;
+  for (int64_t before = -1, next; ; before = index[next]) {
+    next = -1;
+    for (int64_t k = 0; k < a.picks; ++k)
+      if (index[k] > before && index[k] < a.experts && (next < 0 || index[k] < index[next])) next = k;
+    if (next < 0) return;
+    add_result(a, token * a.picks + next, a.results + (token * a.picks + next) * a.hidden, to);
+  }
+}
+
 template <class T>
 int run_block(const ExpertsArgs& a, Scratch& s, const Pick* picks, int64_t m, int64_t entry, float* sums,
               int64_t sums_stride, int64_t floats, int threads) {
@@ -185,13 +208,10 @@ int run_block(const ExpertsArgs& a, Scratch& s, const Pick* picks, int64_t m, in
                     a.inner, s.rest, floats, threads);
   if (refused) return refused;
   parallel_for(m, threads, m * a.hidden / 8, [&](int64_t i) {  // a token chooses an expert once
-    const Pick p = picks[i];
-    const vf by = vf{} + (a.scales_input ? 1.0f : value_at(a.weights, a.weights_dtype, p.token * a.picks + p.pick));
-    float* to = sums + p.token * sums_stride;
+    const int64_t pick = picks[i].token * a.picks + picks[i].pick;
     const float* y = s.made + i * a.hidden;
-    int64_t j = 0;
-    for (; j + VL <= a.hidden; j += VL) store(to + j, load(to + j) + by * load(y + j));
-    for (; j < a.hidden; ++j) to[j] += by[0] * y[j];
+    if (a.results) std::memcpy(a.results + pick * a.hidden, y, size_t(a.hidden) * sizeof(float));
+    else add_result(a, pick, y, sums + picks[i].token * sums_stride);
   });
   return 0;
 }
@@ -205,7 +225,7 @@ template <class T> int run(const ExpertsArgs& a, float* scratch, int64_t scratch
   float* sums = direct ? static_cast<float*>(a.out) : s.sums;
   const int64_t stride = direct ? a.out_stride : a.hidden;
   T* out = static_cast<T*>(a.out);  // where it is not fp32, it is of the type of x
-  for (int64_t t = 0; t < a.tokens; ++t) {
+  for (int64_t t = 0; t < a.tokens && (!a.results || a.last); ++t) {
     if (!a.accumulate) std::fill(sums + t * stride, sums + t * stride + a.hidden, 0.0f);
     else if (!direct) for (int64_t j = 0; j < a.hidden; ++j) sums[t * stride + j] = load_one(out + t * a.out_stride + j);
   }
@@ -216,6 +236,11 @@ template <class T> int run(const ExpertsArgs& a, float* scratch, int64_t scratch
       if (const int refused = run_block<T>(a, s, s.order + i, m, entry, sums, stride, floats, threads)) return refused;
     }
   }
+  if (a.results && !a.last) return 0;
+  if (a.results)
+    parallel_for(a.tokens, threads, a.tokens * a.picks * a.hidden / 8, [&](int64_t t) {
+      add_results(a, t, sums + t * stride);
+    });
   if (!direct)
     parallel_for(a.tokens, threads, a.tokens * a.hidden / 8, [&](int64_t t) {
       for (int64_t j = 0; j < a.hidden; ++j) store_one(out + t * a.out_stride + j, sums[t * a.hidden + j]);

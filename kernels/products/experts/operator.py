@@ -65,8 +65,9 @@ def _(
 
 class Arguments(NamedTuple):
     """A use's arguments. A launch over a part of the experts names by keyword the `first` of them, or gives their
-    `entries`, in one of so many `rounds`; how many there are, `count`; and whether results are added to what its output
-    holds, `accumulate`."""
+    `entries`, which are expected to be a `share` of those picked; how many there are, `count`; and whether results are
+    added to what its output holds, `accumulate`, or what each pick gives is kept in `results`, which the launch that
+    has the `last` of them adds up."""
 
     x: Any
     index: Any
@@ -98,7 +99,11 @@ def _bound(use: Use) -> tuple[Any, ...]:
     """Arguments of `bind_experts`."""
     given = arguments_of(use.args)
     held = experts_of(given.table, given.parts(), use.kwargs.get("first", 0), use.kwargs.get("entries"))
-    return (given.x, given.index, given.weights, held, given.form, given.stored, use.out[0],
+    out, results = use.out[0], use.kwargs.get("results")
+    if results is not None:
+        return (given.x, given.index, given.weights, held, given.form, given.stored,
+                out if use.kwargs["last"] else None, False, results)
+    return (given.x, given.index, given.weights, held, given.form, given.stored, out,
             use.kwargs.get("accumulate", False))
 
 
@@ -123,20 +128,16 @@ def _gpu_workspace(use: Use) -> int:
 
 
 def _cost(use: Use) -> Cost:
-    """Of a part of the experts its share of picks, and as many of them read as these may be of; of entries that may be
-    any experts, the share of one of the `rounds` over which picks are spread."""
+    """Of a part of the experts its share of picks, and as many of them read as these may be of."""
     given = arguments_of(use.args)
     units, entries = 2 * given.inner if given.form.gated else given.inner, given.table.shape[0]
     picks, count = math.prod(given.index.shape), max(1, _count(use))
-    most = entries  # experts that are read
-    if "entries" in use.kwargs:  # the table is of places at which experts may begin, each expert in one round
-        rounds = use.kwargs.get("rounds", 1)
-        picks, most = -(-picks // rounds), -(-count // rounds)
-    else:
-        picks = picks * entries // count
-    read = nbytes_of(given.table) // max(1, entries) * min(picks, most)
-    return Cost(2 * picks * (units + given.inner) * given.x.shape[-1],
-                read + nbytes_of(given.x, given.index, given.weights), nbytes_of(*use.out))
+    most, picked = float(entries), float(picks * entries // count)  # experts that are read at most, and picks of them
+    if "entries" in use.kwargs:  # the table is of places at which experts may begin
+        most, picked = (use.kwargs.get("share", 1.0) * n for n in (count, picks))
+    read = nbytes_of(given.table) // max(1, entries) * min(picked, most)
+    return Cost(round(2 * picked * (units + given.inner) * given.x.shape[-1]),
+                round(read) + nbytes_of(given.x, given.index, given.weights), nbytes_of(*use.out))
 
 
 EXPERTS = Operator(

@@ -122,7 +122,8 @@ def sizes(x: Tensor, experts: Experts, form: Form, stored: Storage) -> tuple[int
 
 
 def check_experts(
-    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, stored: Storage, out: Tensor
+    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, stored: Storage, out: Tensor,
+    results: Tensor | None = None,
 ) -> None:
     """ValueError names the argument whose dtype or layout kernels do not take."""
     named = {"x": x, "weights": weights, "out": out, "up_bias": experts.up_bias, "down_bias": experts.down_bias}
@@ -133,6 +134,10 @@ def check_experts(
         fail("out", f"must be {tuple(x.shape)} of {x.dtype} or fp32, got {tuple(out.shape)} {out.dtype}")
     if index.dtype != torch.int64 or index.shape[:-1].numel() != x.shape[:-1].numel() or index.dim() < 2:
         fail("index", f"must be int64 [..., K] for x {tuple(x.shape)}, got {index.dtype} {tuple(index.shape)}")
+    if results is not None and (results.dtype != torch.float32 or not results.is_contiguous()
+                                or results.shape != (index.numel(), x.shape[-1])):
+        fail("results", f"must be contiguous fp32 {(index.numel(), x.shape[-1])}, got {results.dtype} "
+                        f"{tuple(results.shape)}")
     if weights.shape != index.shape:
         fail("weights", f"must have index's shape {tuple(index.shape)}, got {tuple(weights.shape)}")
     for name, tensor in (("index", index), ("weights", weights), ("entries", experts.entries)):

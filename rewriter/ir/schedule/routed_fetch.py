@@ -10,6 +10,7 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 
 POOL, ROUTING = ".pool", ".routing"  # end the names of a table's buffers: experts in slots, and which these are
+RESULTS = "experts.results"  # the buffer, of all layers, of what each pick of a step gave
 
 PLACE_NBYTES = 8  # where an expert begins in its slot is counted in so many bytes
 PLACED_NBYTES = 4 * PAGE_NBYTES  # of less, a page of room would be a large share
@@ -30,13 +31,11 @@ def expert_place(entry: FileSlice) -> int:
 @dataclass(frozen=True)
 class RoutedFetch:
     """Steps over so many tokens per sequence, the `steps`, read experts by name into the pools of their tables, which
-    keep what they hold from step to step; all others stream tables whole. Of several `parts` of a pool, each has room
-    for all that a step names of its experts, and is read while experts of the one before are computed. Predictions take
-    a share `hit_rate` of the experts that a step names to be in their pool: by what was `measured` (`hits_within`), or,
-    without that, as if routers preferred nobody."""
+    keep what they hold from step to step; all others stream tables whole. Predictions take a share `hit_rate` of the
+    experts that a step names to be in their pool: by what was `measured` (`hits_within`), or, without that, as if
+    routers preferred nobody."""
 
     steps: tuple[int, ...] = ()
-    parts: int = 1
     hit_rate: float = 0.0
     measured: tuple[float, ...] = ()
 
@@ -50,8 +49,6 @@ class RoutedFetch:
         if list(self.steps) != sorted({*self.steps} & {*step_sizes}) or bool(self.steps) != bool(tiers):
             return (f"schedule.routed.steps: {list(self.steps)} must be among the steps over {sorted(step_sizes)} "
                     "tokens, the smallest first; some where there are pools (plan.weights[].pool_slots), else none")
-        if self.parts < 1:
-            return f"schedule.routed.parts: {self.parts} is below 1"
         if not 0 <= self.hit_rate <= 1 or (self.hit_rate and not tiers):
             return f"schedule.routed.hit_rate: {self.hit_rate} must be a share, and 0 without pools"
         if list(self.measured) != sorted(self.measured) or any(not 0 <= hits <= 1 for hits in self.measured):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from selection import examples
 
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Prediction, Workload
-from forebay.rewriter.ir.schedule.routed_fetch import POOL, ROUTING, RoutedFetch, named_experts
+from forebay.rewriter.ir.schedule.routed_fetch import POOL, RESULTS, ROUTING, RoutedFetch, named_experts
 from forebay.rewriter.planning.advice import advise
 from forebay.rewriter.planning.expert_pools import pool_buffers
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed, WeightUse
@@ -29,7 +29,8 @@ def mixtures(draw: st.DrawFn) -> ModelNeeds:
     uses = []
     for i in range(layers):
         uses.append(WeightUse(f"d{i}", 64 * 200 * draw(st.integers(1, 9)), 200, True, False, True, layer=i))
-        uses.append(WeightUse(f"e{i}", experts * entry, experts, True, False, True, layer=i, share=picks / experts))
+        uses.append(WeightUse(f"e{i}", experts * entry, experts, True, False, True, layer=i, share=picks / experts,
+                              outputs=draw(st.integers(1, 99))))
     return ModelNeeds("f", uses, {}, {"cache": 640}, lambda tokens: PhaseNeed(64 * tokens, 10 * tokens),
                       rates=draw(rates))
 
@@ -52,7 +53,7 @@ def test_more_memory_never_predicts_slower(needs: ModelNeeds, workload: Workload
         pools = {w.name: w.pool_slots for w in plan.weights if w.pool_slots}
         assert set(pools) in (set(), {u.name for u in needs.uses if u.share < 1}) and len({*pools.values()}) <= 1
         assert {b.name for b in plan.buffers if b.kind in ("pool", "routing")} == {
-            name + end for name in pools for end in (POOL, ROUTING)}
+            name + end for name in pools for end in (POOL, ROUTING)} | ({RESULTS} if pools else set())
         whole = make_plan(needs, Budget(nbytes), workload, Options(expert_slots=0), MACHINE)
         assert time_s(plan) <= time_s(whole) * (1 + 1e-9) and not any(w.pool_slots for w in whole.weights)
         plans.append(plan)
@@ -62,7 +63,7 @@ def test_more_memory_never_predicts_slower(needs: ModelNeeds, workload: Workload
 def mixture(**changed: object) -> ModelNeeds:
     """One layer: 8 experts of 64 KiB, of which a token picks 2, behind 64 KiB that all tokens read."""
     uses = [WeightUse("d", 1 << 16, 64, True, False, True, layer=0),
-            WeightUse("e", 1 << 19, 8, True, False, True, layer=0, share=0.25)]
+            WeightUse("e", 1 << 19, 8, True, False, True, layer=0, share=0.25, outputs=10)]
     return replace(ModelNeeds("f", uses, {}, {}, lambda tokens: PhaseNeed(64, 64)), **changed)
 
 
@@ -70,7 +71,7 @@ def test_predicted_bytes_and_hits_are_those_of_a_router_that_prefers_nobody() ->
     needs, work = mixture(), Workload(3, 16, 100)
     smallest, _ = smallest_budget(needs, work, Options(expert_slots=4))
     plan = make_plan(needs, Budget(smallest + (1 << 17)), work, Options(expert_slots=4), MACHINE)
-    assert plan.schedule.routed == RoutedFetch((1,), 1, 0.5) and plan.weight("e").pool_slots == 4
+    assert plan.schedule.routed == RoutedFetch((1,), 0.5) and plan.weight("e").pool_slots == 4
     assert named_experts(8, 2, 3) == 8 * (1 - 0.75**3)
     assert plan.weight("d").tier == "device"
     assert plan.prediction.streamed_nbytes == round(named_experts(8, 2, 3) * 0.5 * (1 << 16))
@@ -79,8 +80,8 @@ def test_predicted_bytes_and_hits_are_those_of_a_router_that_prefers_nobody() ->
 def test_a_step_in_rounds_has_room_for_what_each_is_told() -> None:
     _, table = mixture().uses
     room = (1 << 16) + 4096  # an expert may begin anywhere in a page
-    assert [nbytes for *_, nbytes in pool_buffers(table, 4, 1)] == [4 * room, 8 * (8 + 2 * (4 + 8))]
-    assert [nbytes for *_, nbytes in pool_buffers(table, 3, 4)] == [3 * room, 8 * (8 + 4 * (3 + 8))]
+    assert [nbytes for *_, nbytes in pool_buffers([(table, 4)], 1)] == [4 * room, 8 * (8 + 4 * (4 + 8)), 2 * 40]
+    assert [nbytes for *_, nbytes in pool_buffers([(table, 3)], 4)] == [3 * room, 8 * (8 + 10 * (3 + 8)), 8 * 40]
 
 
 def test_pools_of_a_number_that_was_asked_for() -> None:

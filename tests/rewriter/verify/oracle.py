@@ -23,6 +23,7 @@ from forebay.rewriter.ir.program import (
     Release,
     Rows,
     Span,
+    TensorRef,
     Wait,
     place_of,
     span_of,
@@ -91,6 +92,7 @@ class Cells:
         self.kept = {span.buffer for span in program.resident.values()}
         self.step = 0
         self.labels: list[str] = []  # by item: what it is, and in which step
+        self.items: list[Item] = []
         self.flow: set[tuple[str, frozenset[str]]] = set()
         self.updates: set[str] = set()  # labels of items that write over contents of the same name
 
@@ -181,6 +183,7 @@ def _do(item: Item, order: Order, cells: Cells) -> None:
     number = order.issue(item)
     label = item.label if isinstance(item, Launch | Copy) else type(item).__name__
     cells.labels.append(f"{label} of step {cells.step}")
+    cells.items.append(item)
     if isinstance(item, Release):
         for cell in cells.of(item.span):
             if cell.owner != item.span.buffer or cell.unread:
@@ -200,7 +203,8 @@ def _do(item: Item, order: Order, cells: Cells) -> None:
             found |= {f"{span.buffer} by {cells.labels[writer]}" for writer in cell.writers[-1:]}
             if cell.owner != span.buffer:
                 raise Refused("read, but it holds something else")
-            if any(not over >> writer & 1 for writer in cell.writers[-1:]):
+            if any(not over >> writer & 1 and not _places(item) & _spared(cells.items[writer])
+                   for writer in cell.writers):
                 raise Refused("read, perhaps before it is written")
             cell.readers.append(number)
             cell.unread = False
@@ -212,18 +216,34 @@ def _do(item: Item, order: Order, cells: Cells) -> None:
             raise Refused("written in part, but the rest holds something else")
         # what is brought must be read; what is taken out may update what is kept
         brought = isinstance(item, Copy) and not (item.stream in (DOWNLOAD, WRITE) and span.buffer in cells.kept)
-        _write(span, number, over, cells, brought, item.stream in UNORDERED)
+        _write(span, number, over, cells, brought, item.stream in UNORDERED, item)
     for span in margins:
         _write(span, number, over, cells, False, item.stream in UNORDERED)
     cells.flow.add((cells.labels[number], frozenset(found)))
 
 
-def _write(span: Span, number: int, over: int, cells: Cells, brought: bool, unordered: bool) -> None:
+def _places(item: Item) -> set[TensorRef]:
+    """What says at which places of a table an item alone is, if anything does."""
+    named = item.kwargs.get("entries") if isinstance(item, Launch) else item.src.index if (
+        isinstance(item, Copy) and isinstance(item.src, Rows)) else None
+    return set() if named is None else {named}
+
+
+def _spared(item: Item | None) -> set[TensorRef]:
+    """What names places at which a copy brings nothing."""
+    return set(item.src.spares) if isinstance(item, Copy) and isinstance(item.src, Rows) else set()
+
+
+def _write(
+    span: Span, number: int, over: int, cells: Cells, brought: bool, unordered: bool, item: Item | None = None
+) -> None:
     for cell in cells.of(span):
-        if cell.owner is not None and (cell.unread or cell.owner != span.buffer):
+        elsewhere = {other for other in cell.writers if other != number and not over >> other & 1
+                     and _spared(item) & _places(cells.items[other])}
+        if cell.owner is not None and (cell.owner != span.buffer or (cell.unread and not elsewhere)):
             raise Refused("written over what still lives, or was never read")
         for other in (*cell.readers, *cell.writers):
-            if not over >> other & 1 and (other != number or unordered):
+            if not over >> other & 1 and (other != number or unordered) and other not in elsewhere:
                 raise Refused("written while another may still be at it")
         cell.owner, cell.unread = span.buffer, brought
         cell.writers.append(number)

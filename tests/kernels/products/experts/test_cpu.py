@@ -127,6 +127,21 @@ def test_bits_do_not_depend_on_where_experts_lie(compiled: bool) -> None:
     assert not torch.equal(each.run(experts=swapped), want)
 
 
+def test_bits_do_not_depend_on_the_order_in_which_experts_come(compiled: bool) -> None:
+    """Some experts at a time, in any order, with results kept until the last of them: as if all were there at once."""
+    for dtype, scales_input in itertools.product(ROUNDING, (False, True)):
+        each = case(9, 4, 7, Form("silu", scales_input=scales_input), dtype=dtype)
+        each.index[0, 1], each.index[2] = -1, torch.tensor([7, -1, 1 << 40, 3])  # of which all but one are no experts
+        want = each.run()
+        for order in ([3, 0, 6, 1, 5, 2, 4], [6, 5, 4, 3, 2, 1, 0]):
+            results, out = torch.full((36, 96), torch.nan), torch.full_like(each.x, torch.nan)
+            for some in (order[:3], [], order[3:5], order[5:]):
+                entries = torch.tensor([e if e in some else -1 for e in range(7)])
+                bind_experts(each.x, each.index, each.weights, each.experts._replace(entries=entries), each.form,
+                             each.stored, out if some == order[5:] else None, False, results)()
+            assert torch.equal(out, want), (dtype, order)
+
+
 def test_picks_without_an_entry_are_left_out(compiled: bool) -> None:
     each = case(6, 3, 8)
     there = torch.tensor([-1, 0, -1, 1, 2, -1, -1, 3])
@@ -188,16 +203,16 @@ def test_a_table_strided_input_and_leading_dimensions(stored: Storage, form: For
     assert each.error(sums.view(12, 96)) < 2e-4
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_a_pool_counts_its_experts_not_the_places_where_they_may_begin(rounds: int) -> None:
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_pool_counts_its_experts_not_the_places_where_they_may_begin(share: float) -> None:
     each = case(12, 2, 6, FORMS[0], Storage())
     table = table_of(each)
     args = (each.x, each.index, each.weights, table, 64, True, *FORMS[0], *Storage().up, *Storage().down)
     whole = EXPERTS.cost(Tensors(args, {"count": 6}, (each.x,)))
     places = torch.empty(1).expand(1000, table.shape[1])
-    how = {"entries": torch.zeros(6, dtype=torch.int64), "count": 6, "rounds": rounds}
+    how = {"entries": torch.zeros(6, dtype=torch.int64), "count": 6, "share": share}
     pooled = EXPERTS.cost(Tensors((*args[:3], places, *args[4:]), how, (each.x,)))
-    assert whole.read_nbytes - pooled.read_nbytes == table.nbytes * (rounds - 1) // rounds
+    assert whole.read_nbytes - pooled.read_nbytes == table.nbytes * (1 - share)
 
 
 @pytest.mark.parametrize(("name", "change"), [
