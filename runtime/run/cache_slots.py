@@ -80,7 +80,7 @@ class CacheSlots:
                  for spec in layer for tensor in spec.tensors}
         tokens = work.prompt if plan.prefill_overlays_kv_cache else work.context
         for b in plan.buffers_of("prefill"):
-            if b.kind != "cache" or not b.nbytes:
+            if b.kind != "cache" or not b.nbytes or b.name not in grows:  # copies that drafts may fall back to
                 continue
             growing, sizes = grows[b.name]
             rows, length = (int(sizes[1]), tokens) if growing else (1, 1)

@@ -10,20 +10,27 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 import torch
 
-from forebay.rewriter.ir.state import LayerStates
+from forebay.rewriter.ir.state import KVState, LayerStates
 from forebay.runtime.run.cache_slots import CacheSlots
 from forebay.runtime.run.prefix_cache import PrefixCache, block_keys
 from forebay.runtime.run.session import Session
+from forebay.runtime.run.step_inputs import StepInputs
+
+BY_TOKENS = {"input_ids", "start", "last", "count", "batch_slots", "positions", "until"}  # what follows from tokens
 
 
 def reuse_prefixes(session: Session, states: LayerStates, cache: PrefixCache, identity: bytes) -> None:
-    """Let a session keep prefixes of prompts in `cache` and find them there, unless what it computes of a prompt
-    depends on the length of the prompt's call. `identity` is a digest of all else that it depends on."""
+    """Let a session keep prefixes of prompts in `cache` and find them there, unless its steps are given more of a
+    prompt than its tokens, such as the length of its call, or stage states other than K and V. `identity` is a digest
+    of all else that they depend on."""
     chunk = session.plan.schedule.prefill_chunk
-    if not session.rope_switch_length and "length" not in session.bound(chunk).inputs:  # which opens spill files, too
+    given = {each.name for each in fields(StepInputs)} & session.bound(chunk).inputs.keys()  # which opens spill files
+    staged = session.blocks is not None and any(spec.kind != KVState.kind for layer in states for spec in layer)
+    if not session.rope_switch_length and given <= BY_TOKENS and not staged:
         slots = CacheSlots(session.plan, session.device, session.blocks, states)
         session.prefixes = PrefixReuse(slots, chunk, cache, identity)
 

@@ -147,6 +147,31 @@ def test_states_of_every_kind_enter(folders: Folders, monkeypatch: pytest.Monkey
     check(folders(family), 4, 2 if slots == "two enter" else 1, **SLOTS[slots])
 
 
+def test_states_on_slower_tiers_are_computed_anew(folders: Folders) -> None:
+    if Version(T.__version__) < Version("5.23"):
+        pytest.skip("mixers are written in another way")
+    prompts = [torch.arange(3, 20), torch.arange(3, 24)]
+    with opened(folders("lfm2"), batch=1) as lm:
+        expected = answers(lm, prompts)[0]
+    with opened(folders("lfm2"), batch=1, prefix_cache="1MiB", cache_tier="host", cache_tokens=2) as lm:
+        found, known, _ = answers(lm, prompts)
+    assert known == [0, 0] and [[token for token, *_ in told] for told in found] == [
+        [token for token, *_ in told] for told in expected]
+
+
+def test_chunks_are_shorter_where_that_takes_hardly_longer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(llama(2, vocab_size=VOCAB, max_position_embeddings=1024)).save_pretrained(tmp_path)
+    plain, kept = (forebay.wrap(tmp_path, 1 << 25, prompt=512, new_tokens=64, machine=Machine.default(),
+                                prefix_cache=nbytes).plan for nbytes in (0, 1 << 20))
+    assert 64 <= kept.schedule.prefill_chunk < plain.schedule.prefill_chunk
+
+    def answer_s(plan: Any) -> float:
+        return float(plan.prediction.prefill_time_s + 63 * plan.prediction.decode_time_s)
+
+    assert answer_s(kept) < 1.1 * answer_s(plain)
+
+
 def test_steps_that_follow_the_length_of_a_call_reuse_nothing(folders: Folders, tmp_path: Path) -> None:
     torch.manual_seed(0)
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
@@ -156,7 +181,7 @@ def test_steps_that_follow_the_length_of_a_call_reuse_nothing(folders: Folders, 
         assert lm.session.prefixes is None and answers(lm, prompts_of(1))[2].cached == 0
 
 
-@pytest.mark.parametrize("blocks", range(9))
+@pytest.mark.parametrize("blocks", [0, at_length(1), 2, *map(at_length, (3, 4)), 5, *map(at_length, (6, 7, 8))])
 def test_blocks_may_be_dropped_at_any_time(folders: Folders, blocks: int) -> None:
     """Of a cache that holds a few blocks: sequences enter and leave while others run."""
     torch.manual_seed(blocks)
