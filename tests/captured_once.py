@@ -58,11 +58,13 @@ def share_graphs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(open_model, "read_graphs", _known_read)
 
 
-def _known(model: Any, gives: Any = "last", embeds: bool = False) -> CapturedModel:
+def _known(model: Any, gives: Any = "last", embeds: bool = False, adapter_columns: int = 0) -> CapturedModel:
     described = json.loads(model.config.to_json_string(use_diff=False))
     from_folder = bool(described.pop("_name_or_path", ""))  # which one is all the same
-    key = type(model), json.dumps(described, sort_keys=True), from_folder, model.dtype, gives, embeds
-    return _TRACED.once(key, lambda: _trace(model, gives, embeds))
+    parameters = str([(name, *each.shape) for name, each in model.named_parameters()])  # with those of adapters
+    key = (type(model), json.dumps(described, sort_keys=True), from_folder, model.dtype, gives, embeds, parameters,
+           adapter_columns)
+    return _TRACED.once(key, lambda: _trace(model, gives, embeds, adapter_columns))
 
 
 def _known_read(key: str) -> tuple[CapturedModel, dict[str, FileSlice]] | None:
@@ -85,6 +87,6 @@ def _known_rewritten(captured: CapturedModel, switches: Switches, cache_format: 
     # by the graphs themselves, which the value keeps, and all else that a model in memory or a folder may change
     graphs = (id(captured.step), *(id(graph) for graph in captured.blocks().values()))
     specs = str([vars(spec) for spec in captured.weights.values()])
-    key = graphs, specs, captured.token_types, str(switches), cache_format, activations, passes
+    key = graphs, specs, str(captured.adapters), captured.token_types, str(switches), cache_format, activations, passes
     kept = _REWRITTEN.once(key, lambda: (captured, _rewrite(captured, switches, cache_format, activations)))
     return kept[1]

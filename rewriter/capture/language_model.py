@@ -15,6 +15,7 @@ from torch import nn
 
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.checkpoints.records import AddedTensors
 from forebay.rewriter.checkpoints.text_model import causal_class, text_config
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.byte_sizes import format_nbytes
@@ -32,6 +33,7 @@ MOST_TABLES_NBYTES = 256 << 20  # of masks and positions that a model computes w
 def capture_model(
     config_or_model: PreTrainedConfig | nn.Module, *, dtype: torch.dtype | None = None, gives: Gives = "last",
     architecture: type[PreTrainedModel] | None = None, runs: bool = True, embeds: bool = False,
+    added: AddedTensors | None = None,
 ) -> CapturedModel:
     """Capture a causal language model from its transformers config, or from a model in memory.
 
@@ -39,12 +41,13 @@ def capture_model(
     `dtype` overrides the config's (or the model's), `architecture` the class that transformers has for the config. The
     step graph gives logits [B, V] at the token `last`; logits [B, S, V] of "all"; or "scores", float32 [B, S, 2]: the
     natural logarithm of the probability that each token gives to the one after it, and 1 where none was likelier, else
-    0; `last` [B] is then the token that follows the chunk. With `embeds` it takes embeddings of tokens too. Sizes
-    B, S and L stay symbolic and may be 1. Raises `CaptureError` for a model whose attention cannot be replaced, or
-    whose layers are not a plain chain; and, unless it is to be looked at alone (not `runs`), for one whose layers
-    choose among experts.
+    0; `last` [B] is then the token that follows the chunk. With `embeds` it takes embeddings of tokens too. With
+    `added` tensors adapters are part of it. Sizes B, S and L stay symbolic and may be 1. Raises `CaptureError` for a
+    model whose attention cannot be replaced, or whose layers are not a plain chain; and, unless it is to be looked at
+    alone (not `runs`), for one whose layers choose among experts.
     """
     from forebay.rewriter.capture.experts import adopt_experts, with_tables
+    from forebay.rewriter.capture.lora import adopt_lora, with_adapters
     from forebay.rewriter.capture.recurrences import adopt_recurrences
     from forebay.rewriter.capture.trace import trace_model
 
@@ -66,7 +69,10 @@ def capture_model(
             tables = adopt_experts(model)
             if runs:
                 _refuse_experts(model, tables)
-            return replace(with_tables(trace_model(model, gives, embeds), tables),
+            added = added or AddedTensors()
+            shared = adopt_lora(model, added)
+            captured = with_adapters(trace_model(model, gives, embeds, added.width), added, shared)
+            return replace(with_tables(captured, tables),
                            token_types="token_type_ids" in inspect.signature(cls.forward).parameters)
         except CaptureError as error:
             raise CaptureError(f"{title}: {error}") from error

@@ -74,6 +74,7 @@ class _TracedBlock:
     states: tuple[StateSpec, ...]
     state_vals: tuple[torch.Tensor, ...]  # traced values of their tensors
     counted: bool  # it reads `count`
+    adapted: bool  # it reads `adapters`
 
 
 def _read(program: ExportedProgram, prefix: str) -> _Traced:
@@ -193,14 +194,15 @@ def _make_block(kind: Kind) -> _TracedBlock:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     first = len(traced.inputs) - len(tensors)
-    hidden, *others, start, count = traced.inputs[:first]
+    hidden, *others, start, count, adapters = traced.inputs[:first]
     kept = traced.inputs[first:]
     env[hidden] = _placeholder(graph, "hidden", hidden.meta["val"])
     names = _other_names(kind.call)
     used = tuple(i for i, node in enumerate(others) if node.users)
     for i in used:
         env[others[i]] = _placeholder(graph, names[i], others[i].meta["val"])
-    named = [(start, "start"), *([(count, "count")] if count.users else ())]
+    named = [(start, "start"), *(
+        (node, name) for node, name in ((count, "count"), (adapters, "adapters")) if node.users)]
     for node, name in (*named, *zip(kept, (state_name(tensor.name) for tensor in tensors), strict=True)):
         env[node] = _placeholder(graph, name, node.meta["val"])
     weights = {node: name for node, name in traced.weights.items() if node.users}
@@ -216,7 +218,7 @@ def _make_block(kind: Kind) -> _TracedBlock:
     states = tuple(replace(spec, window=windows[0]) if isinstance(spec, KVState) else spec for spec in kind.states)
     vals = {name: node.meta["val"] for node, name in weights.items()}
     return _TracedBlock(_LazyGraphModule({}, graph), used, vals, tuple(constants.values()), states,
-                        tuple(node.meta["val"] for node in kept), bool(count.users))
+                        tuple(node.meta["val"] for node in kept), bool(count.users), bool(adapters.users))
 
 
 def _check_ops(graph: fx.Graph, states: tuple[StateSpec, ...]) -> None:
@@ -279,7 +281,7 @@ def join(
     graph = fx.Graph()
     env = {node: _placeholder(graph, node.name, node.meta["val"]) for node in outer.inputs}
     start = env[outer.inputs[1]]
-    count = [env[node] for node in outer.inputs if node.name == "count"]
+    count, adapters = ([env[node] for node in outer.inputs if node.name == name] for name in ("count", "adapters"))
     states: list[list[fx.Node]] = []
     for i, block in enumerate(blocks):
         states.append(_state_inputs(graph, i, block, states))
@@ -298,7 +300,7 @@ def join(
         i = call.layer
         others = [env[markers[run].args[1][position]] for run, position in call.sources]  # type: ignore[union-attr,index]
         given = [hidden, *(others[j] for j in blocks[i].others), start, *count * blocks[i].counted,
-                 *states[i]]
+                 *adapters * blocks[i].adapted, *states[i]]
         given += [inputs[name] for name in (*layer_weights[i].values(), *layer_constants[i])]
         node = graph.create_node("call_module", kind_of_layer[i], name=f"layer_{i}")
         node.args = tuple(given)  # given above, they would be searched

@@ -208,6 +208,8 @@ def step_inputs(
     inputs = {"input_ids": _meta((batch, tokens)), "start": _meta((batch,)), "last": _meta((batch,))}
     named = {node.name for node in captured.step.graph.find_nodes(op="placeholder")}
     inputs |= {name: _meta((batch,)) for name in ("length", "count", "refused") if name in named}
+    if "adapters" in named:
+        inputs["adapters"] = _meta((batch, max(end for _, end in captured.adapters.values())), captured.dtype)
     if captured.embeds:
         inputs["inputs_embeds"] = _meta((batch, tokens, captured.embeds), captured.dtype)
     if captured.position_rows:

@@ -31,6 +31,7 @@ from forebay.rewriter.capture.layers import (
     find_layers,
     layer_signature,
 )
+from forebay.rewriter.capture.lora import chosen_columns
 from forebay.rewriter.capture.merge import Kind, join
 from forebay.rewriter.capture.patterns import mark_patterns
 from forebay.rewriter.capture.released import failures_released, release_symbols, sources_released
@@ -82,6 +83,7 @@ class _Step(nn.Module):
         self, input_ids: torch.Tensor, start: torch.Tensor, last: torch.Tensor, length: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None, positions: torch.Tensor | None = None,
         deepstack: torch.Tensor | None = None, until: torch.Tensor | None = None, count: torch.Tensor | None = None,
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.calls.clear()
         counted = start[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -98,7 +100,7 @@ class _Step(nn.Module):
                 given["deepstack_visual_embeds"] = deepstack.split(inputs_embeds.shape[2], 2)
             input_ids = input_ids.clamp(min=0)
         try:
-            with layer_inputs(start, start if count is None else count), calls_of(length):
+            with layer_inputs(start, start if count is None else count), calls_of(length), chosen_columns(adapters):
                 out = self.model(
                     input_ids=input_ids,
                     **given,
@@ -139,7 +141,7 @@ class _Layer(nn.Module):
 
     def forward(
         self, hidden: torch.Tensor, others: list[torch.Tensor], start: torch.Tensor, count: torch.Tensor,
-        states: list[torch.Tensor],
+        adapters: torch.Tensor, states: list[torch.Tensor],
     ) -> torch.Tensor:
         given = iter(states)
         lengths = [value.shape[shape.index("L")] for value, shape in zip(states, self.shapes, strict=True)
@@ -152,18 +154,19 @@ class _Layer(nn.Module):
             return cache if isinstance(leaf, TracedCache) else leaf
 
         args, kwargs = pytree.tree_unflatten([fill(leaf) for leaf in self.call.leaves], self.call.spec)
-        with layer_inputs(start, count, lambda spec: tuple(next(given) for _ in spec.tensors)):
+        with (layer_inputs(start, count, lambda spec: tuple(next(given) for _ in spec.tensors)),
+              chosen_columns(adapters)):
             out = self.layer(*args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
 
-def trace_model(model: Any, wanted: Gives, embeds: bool = False) -> CapturedModel:
+def trace_model(model: Any, wanted: Gives, embeds: bool = False, adapter_columns: int = 0) -> CapturedModel:
     """Trace `model`, which is on the meta device and has our attention, into a `CapturedModel`."""
     with compile_lock:  # Dynamo may trace in another thread, and patches what this does
-        return _traced(model, wanted, embeds)
+        return _traced(model, wanted, embeds, adapter_columns)
 
 
-def _traced(model: Any, wanted: Gives, embeds: bool) -> CapturedModel:
+def _traced(model: Any, wanted: Gives, embeds: bool, adapter_columns: int) -> CapturedModel:
     found = find_layers(model)
     if found is None:
         raise CaptureError("it has no repeated layers")
@@ -171,7 +174,7 @@ def _traced(model: Any, wanted: Gives, embeds: bool) -> CapturedModel:
     mark_patterns(model.config, list(layers), family_of(model).layer_types)
     follows = follow_length(model)
     with failures_released(), sources_released():
-        tracer = _Tracer(model, path, list(layers), wanted, follows.length, embeds)
+        tracer = _Tracer(model, path, list(layers), wanted, follows.length, embeds, adapter_columns)
         try:
             kinds, kind_of_layer = tracer.trace_layers(("layer_idx",))
         except LayerIndexUsed:  # then layers that differ in nothing but their index are different kinds
@@ -204,9 +207,9 @@ class _Tracer:
 
     def __init__(
         self, model: Any, path: str, layers: list[nn.Module], wanted: Gives, follows_length: bool = False,
-        embeds: bool = False,
+        embeds: bool = False, adapter_columns: int = 0,
     ) -> None:
-        self.layers = layers
+        self.layers, self.dtype, self.adapter_columns = layers, model.dtype, adapter_columns
         self.names, self.exact = _canonical_names(model), family_of(model).holds_positions(model.config)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self.memo: dict[torch.Tensor, torch.Tensor] = {}
@@ -240,11 +243,14 @@ class _Tracer:
                 given["until"] = torch.zeros(_B, _S, dtype=torch.int64)
             if self.deepstack:
                 given["deepstack"] = torch.zeros(_B, _S, self.deepstack * self.width, dtype=model.dtype)
+            if adapter_columns:
+                given["adapters"] = self._example_columns()
             self.step(**given)
             if any(not spec.rewindable for probe in self.probes.values() for spec in probe.states):
                 given["count"] = torch.zeros(_B, dtype=torch.int64)
         self.exporting = True
-        shapes = {name: {0: _BATCH, 1: _SEQ} if value.dim() > 1 else {0: _BATCH} for name, value in given.items()}
+        shapes = {name: {0: _BATCH, 1: _SEQ} if value.dim() > 1 and name != "adapters" else {0: _BATCH}
+                  for name, value in given.items()}
         self.program = export(self.step, (), given, dynamic_shapes=shapes, strict=False)
         self.sizes = _dynamic_sizes(self.program)
         if [call.layer for call in self.calls.calls] != list(range(len(layers))):
@@ -269,7 +275,7 @@ class _Tracer:
             return _example_state(spec)
 
         self._make_fake(self.layers[index])
-        with layer_inputs(starts(), starts(), give):
+        with layer_inputs(starts(), starts(), give), chosen_columns(self._example_columns()):
             out = self.layers[index](*args, **kwargs)
         names = [tensor.name for spec in states for tensor in spec.tensors]
         if len(set(names)) < len(names):
@@ -301,9 +307,11 @@ class _Tracer:
             others = [self._example(t) for t in call.others]
             start, count = (torch.zeros(_B, dtype=torch.int64) for _ in range(2))
             kept = [value for spec in states for value in _example_state(spec)]
+            adapters = self._example_columns()
         shapes = (
             self._dims(self.calls.hidden[call.run]),
             [self._dims(t) for t in call.others],
+            {0: _BATCH},
             {0: _BATCH},
             {0: _BATCH},
             [{i: {"B": _BATCH, "L": _LEN}[n] for i, n in enumerate(tensor.shape) if isinstance(n, str)}
@@ -312,12 +320,15 @@ class _Tracer:
         try:
             for module in indices if hide_index else ():
                 module.layer_idx = LayerIndex()  # type: ignore[assignment]
-            program = export(_Layer(layer, call, states), (hidden, others, start, count, kept), dynamic_shapes=shapes,
-                             strict=False)
+            program = export(_Layer(layer, call, states), (hidden, others, start, count, adapters, kept),
+                             dynamic_shapes=shapes, strict=False)
         finally:
             for module, index in indices.items():
                 module.layer_idx = index
         return Kind(program, call, states)
+
+    def _example_columns(self) -> torch.Tensor:
+        return torch.zeros(_B, self.adapter_columns or 1, dtype=self.dtype)
 
     def _example(self, traced: torch.Tensor) -> torch.Tensor:
         hints = {_BATCH: _B, _SEQ: _S}

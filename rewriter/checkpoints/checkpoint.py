@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_state, sample_tensors
-from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord, log_once
+from forebay.rewriter.checkpoints.records import AddedTensors, CheckpointError, TensorRecord, log_once
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
 from forebay.rewriter.ir.files import naming, open_input, read_input
 
@@ -46,7 +46,7 @@ OPAQUE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ":
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-ADAPTER = "adapter_model.safetensors"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of PEFT
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_HEADER_NBYTES = 100_000_000  # the reference implementation's own limit
 
@@ -60,7 +60,8 @@ class Checkpoint:
 
     `ties` maps each further name of a tensor to the name it is stored under; both are keys of `tensors`. `states` holds
     what each file was when it was opened. `backing` keeps an unnamed file alive: the records of a spilled module are
-    valid as long as their Checkpoint is referenced.
+    valid as long as their Checkpoint is referenced. `added` has the tensors of adapters, beside those of
+    their base.
     """
 
     folder: Path
@@ -69,6 +70,7 @@ class Checkpoint:
     ties: Mapping[str, str] = field(default_factory=dict)
     backing: object = field(default=None, repr=False, compare=False)
     states: Mapping[str, FileState] = field(default_factory=dict, repr=False, compare=False)
+    added: AddedTensors = field(default_factory=AddedTensors)
 
     @property
     def nbytes(self) -> int:
@@ -315,5 +317,5 @@ def _explain_missing(folder: Path) -> str:
 
 
 def _explain_adapter(folder: Path) -> str:
-    return (f"{folder} holds an adapter ({ADAPTER}), not a model; merge it into its base and name the new folder: "
-            "AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(new_folder)")
+    return (f"{folder} holds an adapter ({ADAPTER}) and no weights of its base: name the base as the model, and this "
+            "folder as its adapter")

@@ -13,7 +13,7 @@ codes' range; else it is rounded to fp16, by 2^-11 of it: 1/128 of s at most for
     (pack-quantized)    weight_zero_point int32 [N / p, g] along N, where not symmetric; weight_shape [2]
 
     mxfp4               `mxfp4.py`
-    fp8, bitsandbytes   `coded.py`, and compressed-tensors' floats
+    fp8, bitsandbytes   `coded.py`, and compressed-tensors' floats; bitsandbytes in 8 bits and bitnet `integers.py`
 
 Layouts: AutoGPTQ's QuantLinear, AutoAWQ's WQLinear_GEMM, compressed_tensors' pack_to_int32. Order of activations
 (groups of inputs that do not lie together) is refused: rows have groups of neighbours.
@@ -34,14 +34,18 @@ from forebay.kernels.formats import packing
 from forebay.rewriter.checkpoints import known_settings
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.coded import CodedTensor, coded_tensors
+from forebay.rewriter.checkpoints.integers import integer_tensors
 from forebay.rewriter.checkpoints.known_settings import unknown_compressed, unknown_setting
 from forebay.rewriter.checkpoints.mxfp4 import Mxfp4Tensor, mxfp4_tensors
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.scheme import (
+    BITNET,
     FLOATS,
+    INT8,
     Scheme,
     compressed_floats,
     not_read,
+    read_bitnet,
     read_bitsandbytes,
     read_fp8,
     refused,
@@ -50,7 +54,7 @@ from forebay.rewriter.checkpoints.word_codes import GroupLayout, awq_columns, gp
 from forebay.rewriter.ir.files import read_input, write_text
 
 GPTQ_FILE = "quantize_config.json"  # of AutoGPTQ, from before config.json had its settings
-METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4", "fp8", "bitsandbytes")
+METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4", "fp8", "bitsandbytes", "bitnet")
 WIDEST = 128  # values of a group where one scale serves a longer run
 PIECE_NBYTES = 4 << 20
 # codes uint8 [N, K], scales [N, g], zero points int32 [N, g]
@@ -85,7 +89,7 @@ def read_scheme(settings: Mapping[str, Any], folder: Path) -> Scheme:
     """The scheme of a checkpoint; CheckpointError, naming method and detail, for one that rows cannot hold."""
     method = settings.get("quant_method")
     readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "mxfp4": _mxfp4,
-               "fp8": read_fp8, "bitsandbytes": read_bitsandbytes}
+               "fp8": read_fp8, "bitsandbytes": read_bitsandbytes, "bitnet": read_bitnet}
     if not isinstance(method, str) or method not in readers:
         raise refused(folder, f"{method!r}; {', '.join(METHODS)} are read")
     try:
@@ -189,6 +193,8 @@ def grouped_tensors(
     if scheme.method == "mxfp4":
         return mxfp4_tensors(checkpoint.tensors, _values_dtype(checkpoint), checkpoint.folder)
     dtype = _values_dtype(checkpoint)
+    if scheme.coded in (INT8, BITNET):
+        return integer_tensors(checkpoint.tensors, scheme.coded, scheme.divides, dtype, checkpoint.folder)
     if scheme.coded:
         return coded_tensors(checkpoint.tensors, scheme.coded, scheme.block, dtype, checkpoint.folder)
     main = PARTS[scheme.method][0]
@@ -209,7 +215,7 @@ PARTS = {
 }
 
 
-_FACTORS = ("scale", "scales", "scale_inv", "absmax", "quant_map")  # end the names of what is no weight
+_FACTORS = ("scale", "scales", "scale_inv", "absmax", "quant_map", "SCB")  # end the names of what is no weight
 
 
 def _values_dtype(checkpoint: Checkpoint) -> torch.dtype:

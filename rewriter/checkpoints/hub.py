@@ -13,7 +13,7 @@ from contextlib import redirect_stderr
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from forebay.rewriter.checkpoints.checkpoint import INDEX, PICKLE_SUFFIXES, SINGLE
+from forebay.rewriter.checkpoints.checkpoint import ADAPTER, ADAPTER_CONFIG, INDEX, PICKLE_SUFFIXES, SINGLE
 from forebay.rewriter.checkpoints.config import TEMPLATES
 from forebay.rewriter.checkpoints.gguf_header import PART
 from forebay.rewriter.checkpoints.records import CheckpointError
@@ -85,8 +85,9 @@ def _snapshot(cache: Path, model: HubModel) -> Path | None:
 
 def _lacking(snapshot: Path, model: HubModel) -> str:
     """The first file of a model that a snapshot lacks; "" where it is whole."""
-    needed = _parts(model.file) if model.file else ["config.json"]
-    if not model.file and not (snapshot / SINGLE).exists():
+    adapter = (snapshot / ADAPTER_CONFIG).exists() and not (snapshot / "config.json").exists()
+    needed = _parts(model.file) if model.file else [ADAPTER] if adapter else ["config.json"]
+    if not model.file and not adapter and not (snapshot / SINGLE).exists():
         needed.append(INDEX)
         try:
             named = json.loads(read_input(snapshot / INDEX))["weight_map"].values()
@@ -139,6 +140,8 @@ def _chosen(model: HubModel, files: Sequence[str]) -> list[str]:
     if absent or (ggufs and not weights):
         what = f"has no {absent[0]}" if absent else "has GGUF files, of which one is named, as in OWNER/NAME/FILE.gguf"
         raise CheckpointError(f"{model.repository} {what}. It has {', '.join(ggufs) or 'no GGUF file'}")
+    if not weights and ADAPTER in files:
+        weights = [ADAPTER]
     if not weights:
         raise CheckpointError(f"{model} has no {SINGLE} and no shards of it; only safetensors and GGUF files are read")
     if SINGLE in weights:

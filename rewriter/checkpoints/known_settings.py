@@ -64,8 +64,11 @@ FP8: Known = {
 BITSANDBYTES: Known = _any("""
     _load_in_4bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant
     llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold load_in_4bit
-    quant_method
+    _load_in_8bit load_in_8bit quant_method
 """)
+BITNET: Known = {
+    **_any("linear_class modules_to_not_convert quant_method rms_norm_eps"), "quantization_mode": ("offline",),
+}
 # What a pattern of `dynamic` may set for the modules that it matches.
 OVERRIDE: Known = {**_RECORDS, **_any("bits desc_act group_size sym"), "data_type": ("int",)}
 COMPRESSED: Known = {

@@ -68,6 +68,10 @@ def weight_records(
         by_name.setdefault(rename(name), []).append(record)
     found = {}
     for spec in captured.weights.values():
+        if (added := checkpoint.added.tensors.get(spec.name)) is not None:
+            require_fits(added, spec.shape, spec.dtype, spec.name)
+            found[spec.name] = added
+            continue
         if spec.table is not None and spec.name not in by_name:  # a bundle has tables whole
             found[spec.name] = table_record(spec, by_name, prefix, checkpoint.folder)
             continue

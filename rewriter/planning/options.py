@@ -18,6 +18,7 @@ from forebay.kernels.formats.table import cache_choices
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
 from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.planning.option_kinds import (
+    ADAPTERS,
     CACHE_FORMAT,
     CHECKPOINT_FORMAT,
     COUNT,
@@ -197,6 +198,9 @@ class Options:
         MODEL, "Model that drafts within the budget: a smaller one, or a format for a copy in fewer bits "
         "(w4; auto: w8 or w4)", SPECULATION))
 
+    adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = field(default=None, metadata=option(
+        ADAPTERS, "LoRA adapter on top of the model, a folder as PEFT saves it; or several by name, of which each "
+        "request has one", SOURCE, otherwise="none"))
     dequantize: bool = field(default=False, metadata=option(
         FLAG, "Quantized weights of a GGUF file expanded to float32", SOURCE))
     machine: Machine | str | os.PathLike[str] | None = field(default=None, metadata=option(

@@ -30,6 +30,19 @@ class Stop:
     pad: int = 0
 
 
+@dataclass(frozen=True)
+class EachAnswer:
+    """What more is asked for each answer.
+
+    Attributes:
+        constrain: Makes what constrains it.
+        adapters: The name of each one's adapter; "": the base alone.
+    """
+
+    constrain: Callable[[], Constraint] | None = None
+    adapters: Sequence[str] = ()
+
+
 def next_logits(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Logits [len(prompts), V] of the token after each prompt; RuntimeFault as for `generate_tokens`."""
     refuse_crossing(session.plan, prompts, 1)
@@ -46,18 +59,18 @@ def speculates(plan: Plan, sampling: Sampling, count: int, generator: Generators
 def generate_as_planned(
     session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop, generator: Generators = None,
     on_token: OnColumn | None = None, tally: WorkDone | None = None, drafter: Drafter | None = None,
-    constrain: Callable[[], Constraint] | None = None,
+    each: EachAnswer = EachAnswer(),
 ) -> torch.Tensor:
     """`generate_tokens`, whose drafts, where the plan's steps check any, are those of `drafter` or looked up."""
     drafts = speculates(session.plan, sampling, len(prompts), generator)
     return generate_tokens(session, prompts, sampling, stop, generator, on_token,
-                           (drafter or PromptLookup()) if drafts else None, tally, constrain)
+                           (drafter or PromptLookup()) if drafts else None, tally, each)
 
 
 def generate_tokens(
     session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop, generator: Generators = None,
     on_token: OnColumn | None = None, drafter: Drafter | None = None, tally: WorkDone | None = None,
-    constrain: Callable[[], Constraint] | None = None,
+    each: EachAnswer = EachAnswer(),
 ) -> torch.Tensor:
     """New tokens [len(prompts), N] int64 for prompts of unequal length (each int64 [P], P >= 1), N <= max_new_tokens.
 
@@ -71,7 +84,7 @@ def generate_tokens(
         drafter: Its drafts are checked by the plan's speculative steps: the tokens are the same where they are not
             drawn, else the same distribution.
         tally: What was done is added to it.
-        constrain: Makes what constrains each answer.
+        each: What more is asked for each answer.
 
     Raises:
         RuntimeFault: The cache has no room for the sequences; nothing has run.
@@ -92,8 +105,9 @@ def generate_tokens(
     answers = _Answers(len(prompts), stop.pad, on_token)
     scheduler = Scheduler(session, sampling, stop.eos, answers.end, answers.add, drafter=drafter, call=call,
                           work=tally)
-    scheduler.enqueue({number: Request(ids, stop.max_new_tokens, maker, constraint=constrain)
-                       for number, (ids, maker) in enumerate(zip(prompts, makers, strict=True))})
+    names = each.adapters or [""] * len(prompts)
+    scheduler.enqueue({number: Request(ids, stop.max_new_tokens, maker, constraint=each.constrain, adapter=name)
+                       for number, (ids, maker, name) in enumerate(zip(prompts, makers, names, strict=True))})
     while scheduler.busy:
         scheduler.step()
         answers.show()

@@ -24,6 +24,7 @@ class Request:
         top_logprobs: Most likely tokens whose log probabilities `on_logprobs` is told, with that of the token.
         on_logprobs: Is told of each token just before the token itself is.
         on_cached: Is told how many tokens of the prompt need not be computed, when it gets a slot.
+        adapter: The name of its adapter; "": the base alone.
     """
 
     ids: torch.Tensor
@@ -34,6 +35,7 @@ class Request:
     top_logprobs: int = 0
     on_logprobs: Callable[[TokenLogprobs], None] | None = None
     on_cached: Callable[[int], None] = lambda tokens: None
+    adapter: str = ""
 
 
 @dataclass(frozen=True)

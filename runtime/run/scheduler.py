@@ -145,6 +145,8 @@ class Scheduler:
         """Let requests wait for slots: the longest first, or after those that wait already. Those that have something
         in `shared` (`PrefixReuse.expect`) come one after the other. RuntimeFault for one that no slot has room for;
         then none of them waits."""
+        if names := [each.adapter for each in requests.values() if each.adapter]:
+            self.session.adapter_columns(names)  # which refuses unknown ones
         for i, each in requests.items():
             if not fits(self.session.plan, each.ids.numel(), each.new_tokens, self.session.rope_switch_length):
                 w = self.session.plan.workload
@@ -223,12 +225,12 @@ class Scheduler:
     def _compute_chunk(self, chunks: Iterator[PrefillChunk]) -> None:
         """Compute a chunk of the prompts that were admitted; after the last one they have their first tokens."""
         chunk = next(chunks)
-        logits = self.session.step(chunk.inputs)
+        rows = dict(enumerate(self.admitted.values())) if self.admission.sequences else self.admitted
+        logits = self.session.step(self._with_adapters(chunk.inputs, rows))
         if self.session.prefixes is not None:
             self.session.prefixes.keep(chunk.at, chunk.inputs.tokens)
         self.work.prefills += 1
         self.done = chunk.at + chunk.inputs.tokens
-        rows = dict(enumerate(self.admitted.values())) if self.admission.sequences else self.admitted
         ends = list(chunk.ends)
         if self.sampler.columns:  # of which all rows are drawn at once
             self.early |= {row: logits[row].clone() for row in ends if not chunk.final}
@@ -245,6 +247,16 @@ class Scheduler:
         self._append(admitted, {slot: [self.first.pop(number)] for slot, number in admitted.items()})
         if self.running and not self.admission.sequences:
             self.session.grow()
+
+    def _with_adapters(self, inputs: StepInputs, rows: Mapping[int, int]) -> StepInputs:
+        """`inputs` with the adapters of the requests in some rows. Rows left over of a step that admits sequences
+        repeat the first."""
+        names = [self.requests[rows[row]].adapter if row in rows else "" for row in range(len(inputs.start))]
+        if not any(names):
+            return inputs
+        repeated = inputs.batch_slots is not None
+        return replace(inputs, adapters=self.session.adapter_columns(
+            [names[0] if repeated and row not in rows else name for row, name in enumerate(names)]))
 
     # -- decode
 
@@ -279,7 +291,8 @@ class Scheduler:
         length = starts + 1
         if self.call is not None:
             length.fill_(self.call.prompt + max(len(self.new[number]) for number in self.running.values()))
-        return StepInputs(torch.tensor(ids)[:, None], starts, starts * 0, length, count=torch.tensor(real))
+        return self._with_adapters(StepInputs(torch.tensor(ids)[:, None], starts, starts * 0, length,
+                                              count=torch.tensor(real)), self.running)
 
     # -- speculation
 

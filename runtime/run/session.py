@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -61,6 +61,7 @@ class Session:
             again (0: never).
         shared: A step that drafts in the plan's memory.
         rewindable: Whether states may take a token again; others take each token once.
+        adapters: Columns of the adapters that requests name.
 
     Attributes:
         prefixes: What is known of prompts before they are computed, if anything (`reuse_prefixes`).
@@ -82,12 +83,13 @@ class Session:
         rope_switch_length: int = 0,
         shared: SharedDraft | None = None,
         rewindable: bool = True,
+        adapters: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         if plan.prefill_overlays_kv_cache and growth is None:
             raise RuntimeFault("this plan's cache grows after the prefill; give the session the program that does it")
         self.plan, self.device, self.trace = plan, device, trace
         self.every_position, self.rope_switch_length, self.rewindable = every_position, rope_switch_length, rewindable
-        self._program, self._growth, self.shared = program, growth, shared
+        self._program, self._growth, self.shared, self._adapters = program, growth, shared, adapters or {}
         self._grow: BoundProgram | None = None
         self._drafting: BoundProgram | None = None
         self.blocks = CacheBlocks(plan) if plan.schedule.batching.cache.staged else None
@@ -145,6 +147,8 @@ class Session:
         bound.write(inputs.by_name())
         if "positions" in bound.inputs or "until" in bound.inputs:
             bound.write(inputs.counted())
+        if self._adapters and inputs.adapters is None:
+            bound.write({"adapters": self.adapter_columns([""] * len(inputs.start))})
         if self.blocks is not None:
             bound.write(self.blocks.step(inputs.start, inputs.tokens, inputs.batch_slots))
         if not self._started:
@@ -152,6 +156,16 @@ class Session:
             self._started = True
         self._run(bound)
         return bound.outputs["out0"]
+
+    def adapter_columns(self, names: Sequence[str]) -> torch.Tensor:
+        """`StepInputs.adapters` of rows that have these adapters. RuntimeFault for a name that is none."""
+        columns = torch.zeros(len(names), max((end for _, end in self._adapters.values()), default=0))
+        for row, name in enumerate(names):
+            if name and name not in self._adapters:
+                raise RuntimeFault(f"no adapter {name!r}; there are {', '.join(self._adapters) or 'none'}")
+            first, end = self._adapters.get(name, (0, 0))
+            columns[row, first:end] = 1
+        return columns
 
     def draft(self, inputs: StepInputs) -> torch.Tensor:
         """Run the step that drafts over one token of each sequence, inputs and result as of `step`. What it writes to

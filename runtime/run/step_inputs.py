@@ -32,6 +32,7 @@ class StepInputs:
         until: [B, S] int64, where the positions end that each token sees, of models whose images see themselves.
         count: [B] int64, tokens of the step that are real, for states that are not rewindable; all, if not given.
         refused: [B] int64, whether tokens of the last step were refused, so that such states go back; no, if not given.
+        adapters: [B, width], 1 in the columns of each row's adapter; the base alone, if not given.
     """
 
     input_ids: torch.Tensor
@@ -45,6 +46,7 @@ class StepInputs:
     until: torch.Tensor | None = None
     count: torch.Tensor | None = None
     refused: torch.Tensor | None = None
+    adapters: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:

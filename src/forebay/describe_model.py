@@ -23,13 +23,14 @@ from forebay.rewriter.checkpoints.gguf_header import GgufTensor, gguf_parts
 from forebay.rewriter.checkpoints.gguf_repack import open_gguf
 from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
 from forebay.rewriter.checkpoints.grouped import GroupedTensor, quantization_settings
+from forebay.rewriter.checkpoints.lora import is_adapter
 from forebay.rewriter.checkpoints.match_weights import weight_names
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import is_quantized, open_quantized
 from forebay.rewriter.checkpoints.quantize import KEEP, Wish, choose_formats, find_matrices
 from forebay.rewriter.checkpoints.quantize_source import open_folder_source
 from forebay.rewriter.checkpoints.records import TensorRecord
-from forebay.rewriter.checkpoints.resolve import locate_model
+from forebay.rewriter.checkpoints.resolve import locate_model, resolve_model
 from forebay.rewriter.checkpoints.source_tensor import SourceTensor
 from forebay.rewriter.checkpoints.stored_tensors import spellings
 from forebay.rewriter.checkpoints.text_model import text_config
@@ -117,6 +118,8 @@ def describe_model(model: str) -> ModelDescription:
         CheckpointError: There is no such model. One that is refused is described as far as its files can be read.
     """
     path = locate_model(model)
+    if path.is_dir() and is_adapter(path):
+        path = resolve_model(path)
     found = ModelDescription(model, str(path))
     try:
         _describe_gguf(path, found) if path.suffix == ".gguf" else _describe_folder(path, found)

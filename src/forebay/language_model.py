@@ -114,7 +114,7 @@ class LanguageModel(TakesTurns, ScoringCalls, SessionCalls, TraceCalls, NnModule
         self._variants: dict[tuple[Gives, bool], LanguageModel] = {}  # the same model with steps of other kinds
         self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
         self._capture = capture or partial(capture_folder, checkpoint.folder)
-        if options.prefix_cache and options.mesh is None:
+        if options.prefix_cache and options.mesh is None and not captured.adapters:  # kept by tokens alone
             self.prefixes = PrefixCache(int(options.prefix_cache))
         self.planner = planner_of(captured, checkpoint, files, budget, self.machine)
         check_choices(workload, options, plan)
@@ -194,7 +194,7 @@ class LanguageModel(TakesTurns, ScoringCalls, SessionCalls, TraceCalls, NnModule
                 agreed, partial(self.steps.pipeline.program, plan),  # without `self`: no cycle keeps the memory
                 resident_copies(plan, self.files), captured.constants, device, self.trace,
                 self.steps.pipeline.growth(plan), captured.gives == "all", captured.rope_switch_length,
-                self.shared_draft, rewindable(captured.states))
+                self.shared_draft, rewindable(captured.states), captured.adapters)
             if self.prefixes is not None:
                 reuse_prefixes(self._session, captured.states, self.prefixes, self.prefix_identity.digest())
             LOG.info("loaded %d bytes of weights in %.1f s", plan.nbytes_on("device"), time.monotonic() - began)

@@ -23,10 +23,10 @@ class ForebayLM(HFLM):
     def __init__(
         self, pretrained: str, budget: str | int, batch_size: int | str = 1, max_length: int | None = None,
         cache: str = "native", device: str | None = None, max_batch_size: int | None = None, dequantize: bool = False,
-        **options: Any,
+        adapter: str | None = None, **options: Any,
     ) -> None:
         rows = 8 if str(batch_size).startswith("auto") else int(batch_size)
-        folder = resolve_model(pretrained, dequantize=dequantize)
+        folder = resolve_model(pretrained, dequantize=dequantize, adapter=adapter)
         self.streamed = wrap(folder, budget, batch=rows, cache=cache)
         limit = self.streamed.captured.max_positions
         longest = min(max_length or 2048, limit - 1) if limit else max_length or 2048

@@ -14,6 +14,7 @@ import torch
 from forebay.exported.bundle import is_bundle, read_bundle
 from forebay.kept_graphs import graphs_key, keep_graphs, read_graphs
 from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.checkpoints.adapted import weights_folder
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.match_weights import (
     check_unread,
@@ -27,7 +28,7 @@ from forebay.rewriter.checkpoints.match_weights import (
 )
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
-from forebay.rewriter.checkpoints.resolve import resolve_model
+from forebay.rewriter.checkpoints.resolve import Adapters, resolve_model
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
@@ -44,14 +45,14 @@ _guessed = False  # whether it has been told
 
 def open_model(
     model: str | os.PathLike[str], *, gives: Gives = "last", verify: bool = False, dequantize: bool = False,
-    embeds: bool = False, keep: bool = False,
+    embeds: bool = False, keep: bool = False, adapter: Adapters | None = None,
 ) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
     """Capture a model from its folder (or "demo", a GGUF file, or a name on the Hub) and find its weights, without
     reading any; a bundle's graphs are read. `gives` and `embeds` say what its steps give and take (`capture_model`);
     with `verify` every weight is read once all the same, and compared with its checksum (`open_checkpoint`); with
-    `dequantize` a GGUF file's weights are float32 (`resolve_model`). With `keep` the graphs are rewritten, with a
-    native cache, and the cache folder keeps them: the next call captures nothing."""
-    folder = resolve_model(model, dequantize=dequantize)
+    `dequantize` a GGUF file's weights are float32, and an `adapter` is added (`resolve_model`). With `keep` the graphs
+    are rewritten, with a native cache, and the cache folder keeps them: the next call captures nothing."""
+    folder = resolve_model(model, dequantize=dequantize, adapter=adapter)
     if is_bundle(folder):
         if embeds:
             raise ValueError(f"{folder} is a bundle, whose steps take ids alone: give ids, or open the folder it was "
@@ -72,7 +73,8 @@ def open_graphs(
         return kept[0], checkpoint, kept[1]
     with hearing() as said:
         config = read_model_config(folder, checkpoint)
-        captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint, config), gives=gives, embeds=embeds)
+        captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint, config), gives=gives, embeds=embeds,
+                                 added=checkpoint.added)
         records = weight_records(captured, checkpoint, *weight_names(config))
         check_unread(config, checkpoint, records.values())
     captured, files = with_stored_formats(captured, records), file_slices(records)
@@ -90,7 +92,7 @@ def capture_folder(folder: Path, gives: Gives, embeds: bool = False) -> Captured
 def known_machine(folder: Path) -> Machine:
     """The profile that is kept of this machine, or a cautious guess, which a warning tells of once."""
     global _guessed
-    kept = kept_machine(folder)
+    kept = kept_machine(weights_folder(folder))
     if kept is None and not _guessed:
         _guessed = True
         LOG.warning("this machine was never measured, so plans go by a cautious guess of its speed; `forebay machine` "

@@ -34,6 +34,7 @@ from forebay.rewriter.predict.model_shapes import ModelError, load_config, shape
 from tests.faults.spoil import Format
 from tests.rewriter.checkpoints.test_coded import four_bits, fp8
 from tests.rewriter.checkpoints.test_grouped import CASES
+from tests.rewriter.checkpoints.test_integers import int8, ternary
 
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}{% if not loop.last %}\n{% endif %}"
             "{% endfor %}{% if add_generation_prompt %}<|assistant|>{{ bos_token }}{% endif %}")
@@ -137,10 +138,13 @@ def mxfp4(folder: Path) -> Format:
 def coded(method: str, folder: Path) -> Format:
     """The file of a matrix whose codes are places in a codebook."""
     torch.manual_seed(0)
-    parts = fp8(8, 128, (128, 128), "weight_scale_inv")[0] if method == "fp8" else four_bits(8, 128, "nf4", True)[0]
+    made = {"fp8": lambda: fp8(8, 128, (128, 128), "weight_scale_inv"), "int8": lambda: int8(8, 128),
+            "bitsandbytes": lambda: four_bits(8, 128, "nf4", True), "bitnet": lambda: ternary(8, 128, True)}
+    parts = made[method]()[0]
     held = {f"layer.{name}": part.clone() for name, part in parts.items()}
     save_file(held | {"norm": torch.zeros(4, dtype=torch.bfloat16)}, folder / "model.safetensors")
-    scheme = read_scheme({"quant_method": method}, folder)
+    said = {"quant_method": "bitsandbytes", "load_in_8bit": True} if method == "int8" else {"quant_method": method}
+    scheme = read_scheme(said, folder)
 
     def read() -> None:
         for tensor in grouped_tensors(open_checkpoint(folder), scheme)[0]:

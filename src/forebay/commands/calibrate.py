@@ -12,7 +12,7 @@ from forebay.commands.terminal import clean_errors, say
 from forebay.rewriter.planning.options import Options
 
 
-@with_options(only=("dequantize",))
+@with_options(only=("adapter", "dequantize"))
 def calibrate_command(
     model: ModelArgument,
     prompts: Annotated[Path, typer.Option(
@@ -55,7 +55,7 @@ def calibrate_command(
             raise JobError(f"--dtype must be fp16 or bf16, found {dtype!r}")
         requests, bad = read_requests(prompts)
         _check_writable(output)
-        folder = model_folder(model, options.dequantize)
+        folder = model_folder(model, options)
         config = read_config(folder).get_text_config()
         if limit := getattr(config, "max_position_embeddings", 0):
             tokens = min(tokens, limit - 1)  # a plan keeps one position for a new token

@@ -73,7 +73,7 @@ def chat(
         except ValueError as error:
             raise JobError(str(error)) from error
         require_writable(session, "--session")
-        folder = model_folder(model, options.dequantize)
+        folder = model_folder(model, options)
         tokenizer = load_tokenizer(folder)
         if not getattr(tokenizer, "chat_template", None):
             raise JobError(f"the tokenizer of {model} has no chat template; try forebay run {model} \"a prompt\"")
@@ -144,7 +144,7 @@ def answer_one(
 
     if not prompt.strip():
         raise JobError("the prompt is empty")
-    folder = model_folder(model, options.dequantize)
+    folder = model_folder(model, options)
     if options.new_tokens is None:
         most = stored_plan(folder).workload.new_tokens if is_bundle(folder) else NEW_TOKENS
         options = replace(options, new_tokens=most)

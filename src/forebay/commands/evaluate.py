@@ -73,7 +73,8 @@ def open_scorer(
     from forebay.rewriter.checkpoints.resolve import resolve_model
     from forebay.rewriter.ir.plan import Workload
 
-    folder, options = resolve_model(model), options or Options()
+    options = options or Options()
+    folder = resolve_model(model, adapter=options.adapter)
     scoring, checkpoint, files = open_model(folder, gives="scores")
     limit = scoring.max_positions
     if limit and context >= limit:
@@ -244,7 +245,7 @@ def eval_command(
         given = _read_text(text) if text else ""
         if words is not None:
             _read_texts(words)  # before a model is opened: mistakes show at once
-        folder = model_folder(model, options.dequantize)
+        folder = model_folder(model, options)
         # Before the budget counts, as all input is: a tokenizer takes tens of MB, and none is needed afterwards.
         told = tokenize(folder, given) if text is not None else None
         passages = read_passages(folder, words) if words is not None else []

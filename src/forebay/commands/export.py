@@ -39,7 +39,7 @@ def export_command(
         from forebay.exported.export import export
         from forebay.rewriter.ir.byte_sizes import format_nbytes
 
-        folder = model_folder(model)
+        folder = model_folder(model, options)
         if format == "bundle":
             options = replace(options, machine=machine_profile(options, folder))
         with progress_bar() as bar:

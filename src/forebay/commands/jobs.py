@@ -10,7 +10,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -321,12 +321,13 @@ def run_job(
     codec: TextCodec | None = None,
     stop: Callable[[], bool] = lambda: False,
     progress: OnStep = lambda work: None,
+    adapters: Container[str] = (),
 ) -> WorkDone:
     """Answer the prompts that are not answered yet, each answer written the moment its sequence ends.
 
     `progress` is called after every step. When `stop` turns true the step under way is completed and Interrupted
     raised. No answer is written unless the model's files are still those that it was opened with. Lines of OpenAI's
-    batch form and grammars need a `codec`.
+    batch form and grammars need a `codec`. Of `adapters` a line may name one.
     """
     left = pending(prompts, output.answered)
     if not left:
@@ -336,16 +337,18 @@ def run_job(
     ends: list[Callable[[list[int]], None]] = []  # what is done with the tokens of each
     for prompt in left:
         new_tokens = prompt.request.max_new_tokens or ask.max_new_tokens
+        adapter = prompt.request.adapter if prompt.request.adapter in adapters else ""
         if prompt.request.batch is not None and codec is not None:
             answer = BatchAnswer(str(prompt.request.id), prompt.request.batch, prompt.ids, new_tokens, ask.sampling,
                                  codec, frozenset(ask.eos))
-            asked += answer.requests(partial(_draws, ask.seed, prompt.request.id))
+            asked += [replace(each, adapter=adapter) for each in answer.requests(
+                partial(_draws, ask.seed, prompt.request.id))]
             ends += [partial(_end_batch, output, ask.model, answer, number) for number in range(
                 answer.inquiry.choices)]
             continue
         constrain = None if ask.grammar is None or codec is None else partial(codec.structured.constraint, ask.grammar)
         asked.append(Request(torch.tensor(prompt.ids), new_tokens, partial(_draws, ask.seed, prompt.request.id),
-                             constraint=constrain))
+                             constraint=constrain, adapter=adapter))
         ends.append(partial(_write_answer, prompt, output, ask, decode))
 
     def on_end(number: int, ids: list[int]) -> None:

@@ -85,8 +85,10 @@ def machine_command(
 
 def machine_profile(options: Options | None, folder: Path) -> Machine:
     """The profile that is named, or this machine's own, measured quickly when there is none."""
+    from forebay.rewriter.checkpoints.adapted import weights_folder
+
     named = cast("Machine | None", options and options.machine)
-    return named or _measured(folder, quick=True, anew=False)
+    return named or _measured(weights_folder(folder), quick=True, anew=False)
 
 
 def _measured(folder: Path, *, quick: bool, anew: bool) -> Machine:

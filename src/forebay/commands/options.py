@@ -18,6 +18,7 @@ from forebay.rewriter.planning.options import OPTIONS, OptionRecord, make_option
 if TYPE_CHECKING:
     from forebay.rewriter.ir.plan import Budget
     from forebay.rewriter.machine.profile import Machine
+    from forebay.rewriter.planning.options import Options
 
 MODEL_HELP = "Folder with a safetensors checkpoint, .gguf file, bundle, name on the Hugging Face Hub, or 'demo'."
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
@@ -93,12 +94,13 @@ def with_options(
     return lambda function: PlanningCommand(function, keep, defaults or {}, said or {})
 
 
-def model_folder(model: str, dequantize: bool = False) -> Path:
-    """The model's folder, converted from GGUF with a progress bar where that is needed."""
+def model_folder(model: str, options: Options | None = None) -> Path:
+    """The model's folder, with its adapter, converted from GGUF with a progress bar where that is needed."""
     from forebay.rewriter.checkpoints.resolve import resolve_model
 
     with _converting() as progress:
-        return resolve_model(model, dequantize=dequantize, progress=progress)
+        return resolve_model(model, progress=progress) if options is None else resolve_model(
+            model, dequantize=options.dequantize, adapter=options.adapter, progress=progress)
 
 
 def prepare_draft(draft: str | os.PathLike[str] | None, folder: Path, device: int) -> None:

@@ -113,7 +113,7 @@ def plan(
             raise PlanError("--rank is for the plans of a --mesh")
         asked = options.forced()
         if config is not None:
-            _refuse({f"--{name}": name in asked for name in ("calibration", "draft", "dequantize", "mesh")},
+            _refuse({f"--{name}": name in asked for name in ("adapter", "calibration", "draft", "dequantize", "mesh")},
                     "is for the weights of a MODEL")
             request = _request(config, options, budget, objective=objective, latency_s=latency,
                                tokens_per_s=tokens_per_s, weights=weights)
@@ -188,7 +188,7 @@ def _plan_model(
     picture, pareto = pictures
     require_writable(picture, "--picture")
     require_writable(pareto, "--pareto")
-    folder = model_folder(model, options.dequantize)
+    folder = model_folder(model, options)
     profile = machine_profile(options, folder)
     with console().status("capturing the model"):
         planner = ModelPlanner(*(opened := open_model(folder)), sizes, profile)
@@ -239,7 +239,7 @@ def _plan_mesh(
     if rank >= ranks:
         raise PlanError(f"--rank {rank}: the mesh {mesh} has ranks 0 to {ranks - 1}")
     check_choices(workload, options)
-    folder = model_folder(model, options.dequantize)
+    folder = model_folder(model, options)
     profile = machine_profile(options, folder)
     with console().status("capturing the model"):
         opened = open_model(folder)
@@ -259,7 +259,7 @@ def _plan_drafted(model: str, sizes: Budget, options: Options) -> None:
     """Show how a model and what may draft for it share the budget, or why nothing drafts."""
     from forebay.api import wrap
 
-    folder = model_folder(model, options.dequantize)
+    folder = model_folder(model, options)
     options = replace(options, machine=machine_profile(options, folder))
     prepare_draft(options.draft, folder, sizes.device)
     with console().status("capturing and planning"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class JobError(PrintableError, ValueError):
     """A job that cannot start or go on; the message says what to do. Answers already written stay."""
 
 
-QUESTION = ("prompt", "messages", "max_new_tokens")  # of a line: what its answer depends on, and repeats
+QUESTION = ("prompt", "messages", "max_new_tokens", "adapter")  # of a line: what its answer depends on, and repeats
 ANSWER = ("id", *QUESTION, "text", "tokens", "prompt_tokens", "finish")  # what an answer has of its own
 
 
@@ -49,6 +49,7 @@ class PromptLine:
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     max_new_tokens: int | None = None
+    adapter: Any = None
     carried: dict[str, Any] = field(default_factory=dict)
     unit: str = "line"
     batch: BatchRequest | None = None
@@ -143,7 +144,7 @@ def _request(number: int, columns: dict[str, Any] | str, system: str | None) -> 
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
         prompt = None
-    return PromptLine(number, name, prompt, messages, most, others)
+    return PromptLine(number, name, prompt, messages, most, columns.get("adapter"), others)
 
 
 def _batch_request(number: int, columns: dict[str, Any]) -> PromptLine:
@@ -153,8 +154,8 @@ def _batch_request(number: int, columns: dict[str, Any]) -> PromptLine:
     template = {**asked.template, **({"tools": list(asked.tools)} if asked.tools else {})}
     messages = None if asked.messages is None else list(asked.messages)
     prompt = next((each for each in asked.prompts if isinstance(each, str)), None)
-    return PromptLine(number, columns["custom_id"], prompt, messages, asked.new_tokens, batch=request,
-                      template=template)
+    return PromptLine(number, columns["custom_id"], prompt, messages, asked.new_tokens, request.body.get("model"),
+                      batch=request, template=template)
 
 
 def _check_text(columns: Any) -> None:
@@ -185,6 +186,15 @@ def encode(
             else:
                 prompts.append(Prompt(request, tuple(ids)))
     return prompts, bad
+
+
+def refuse_adapters(prompts: Sequence[Prompt], adapters: Container[str]) -> tuple[list[Prompt], list[BadLine]]:
+    """The prompts whose adapters are known, and the others with the reason. The model of a line of OpenAI's batch form
+    may be any."""
+    bad = [each.request.refused(f"no adapter {each.request.adapter!r}") for each in prompts
+           if each.request.adapter and each.request.batch is None and each.request.adapter not in adapters]
+    lines = {each.line for each in bad}
+    return [each for each in prompts if each.request.line not in lines], bad
 
 
 def takes_chats(tokenizer: Any, chat: bool | None) -> bool:

@@ -118,7 +118,15 @@ def run(
         from forebay.commands import jobs
         from forebay.commands.chat import answer_one
         from forebay.commands.plan_job import fit_job, prompt_room, unfit, with_reuse
-        from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids, takes_chats
+        from forebay.commands.prompts import (
+            JobError,
+            encode,
+            load_tokenizer,
+            read_requests,
+            refuse_adapters,
+            stop_ids,
+            takes_chats,
+        )
         from forebay.commands.schema_file import read_schema
         from forebay.open_model import open_model
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
@@ -166,7 +174,7 @@ def run(
         requests, bad = read_requests(prompts, column, system)
         if not requests and not bad:
             say(f"{prompts} holds no prompts: nothing to answer")
-        folder = model_folder(model, options.dequantize)
+        folder = model_folder(model, options)
         with console().status("capturing the model"):
             captured, checkpoint, files = open_model(folder, verify=verify, keep=options.of_one_model)
             tokenizer = load_tokenizer(folder)
@@ -179,6 +187,9 @@ def run(
         chat = takes_chats(tokenizer, True if system is not None else chat)
         encoded, more = encode(requests, tokenizer, chat=chat, vocab_size=captured.vocab_size, most_tokens=most)
         bad += more
+        if captured.adapters:
+            encoded, more = refuse_adapters(encoded, captured.adapters)
+            bad += more
         grammar = None if json_schema is None else read_schema(json_schema)
         ask = jobs.Ask(new_tokens, eos, sampling, seed, Path(model).expanduser().resolve().name, grammar)
         kept = options if saved is None else options.as_planned(saved)
@@ -265,7 +276,7 @@ def _answer(
 
         try:
             jobs.run_job(lm, encoded, answers, ask, codec.decode, codec=codec, stop=lambda: bool(stopped),
-                         progress=progress)
+                         progress=progress, adapters=lm.captured.adapters)
         except (jobs.Interrupted, KeyboardInterrupt):
             left = len(jobs.pending(encoded, answers.answered))
             say(f"interrupted: {len(encoded) - left} of {len(encoded)} answers are in {answers.path}; "

@@ -97,7 +97,7 @@ def serve(
         except OSError as error:
             raise _cannot_listen(host, port, error) from error
         with socket:
-            folder = model_folder(model, options.dequantize)
+            folder = model_folder(model, options)
             tokenizer = load_tokenizer(folder)
             prepare_draft(options.draft, folder, sizes.device)
             with console().status("capturing and planning"):

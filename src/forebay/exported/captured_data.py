@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -99,6 +99,7 @@ class StoredModel:
     states: tuple[tuple[dict[str, object], ...], ...]  # `StateSpec`s: the kind, and the fields
     step: object
     blocks: dict[str, object]
+    adapters: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def captured_to_data(captured: CapturedModel, constants: Mapping[str, str]) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def captured_to_data(captured: CapturedModel, constants: Mapping[str, str]) -> d
         captured.model_type, captured.token_types, tuple(_weight(spec) for spec in captured.weights.values()),
         dict(constants), captured.layers, captured.layer_weights,
         tuple(tuple(_state(spec) for spec in states) for states in captured.states),
-        graph_to_data(captured.step, "the model outside its layers"), blocks))
+        graph_to_data(captured.step, "the model outside its layers"), blocks, dict(captured.adapters)))
 
 
 def _weight(spec: WeightSpec) -> StoredWeight:
@@ -147,7 +148,7 @@ def captured_from_data(data: object, tensors: Mapping[str, torch.Tensor]) -> Cap
                          for i, states in enumerate(read.states)),
             vocab_size=read.vocab_size, max_positions=read.max_positions, rope_switch_length=read.rope_switch_length,
             dtype=dtype_named(read.dtype), model_type=read.model_type, gives=read.gives, token_types=read.token_types,
-            rewritten=True)
+            rewritten=True, adapters=read.adapters)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"graphs: {type(error).__name__}: {error}") from error
     _check_names(captured)
@@ -215,7 +216,7 @@ def _check_names(captured: CapturedModel) -> None:
     if odd:
         raise ValueError(f"graphs.weights: {odd[0]!r} is not a weight that graphs.step reads and graphs.weights has")
     free = {name for name, m in marks if m is None}
-    if not free <= {"input_ids", "start", "last", "length", "count"}:
+    if not free <= {"input_ids", "start", "last", "length", "count", *(["adapters"] if captured.adapters else [])}:
         raise ValueError(f"graphs.step: unknown input {sorted(free)[0]!r}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -21,6 +22,7 @@ from forebay.option_keywords import options_of
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.packed import open_quantized, remember_verified
 from forebay.rewriter.checkpoints.packed_writer import write_json
+from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, PlanError
 from forebay.rewriter.ir.state import kv_states
@@ -71,6 +73,8 @@ def export(
         PlanError: the budget cannot work.
     """
     options = options_of(given, options)
+    if options.adapter is not None and not isinstance(model, torch.nn.Module):
+        model, options = resolve_model(model, adapter=options.adapter), replace(options, adapter=None)
     _check_choices(format, dialect, options)
     made = Path(out).expanduser()
     if format != "bundle":

@@ -16,6 +16,7 @@ from forebay.exported.errors import ExportError
 from forebay.open_model import open_model
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints import packed
+from forebay.rewriter.checkpoints.adapted import ADAPTED
 from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.expert_tables import table_of
 from forebay.rewriter.checkpoints.match_weights import read_model_config, weight_names, weight_records
@@ -68,7 +69,8 @@ def open_source(model: str | os.PathLike[str] | torch.nn.Module, gives: Gives = 
 
 def _copy_files(folder: Path, out: Path) -> None:
     copy_model_files(folder, out)
-    (out / packed.MANIFEST).unlink(missing_ok=True)  # of the source's weights
+    for name in (packed.MANIFEST, ADAPTED):  # of the source's weights
+        (out / name).unlink(missing_ok=True)
 
 
 def _file_item(name: str, record: TensorRecord) -> PendingTensor:

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from forebay.call_turns import ModelCall
 from forebay.drafting import drafting
-from forebay.huggingface.constrained import constraining, take_grammar
+from forebay.huggingface.constrained import LOOP, constraining, take_adapters, take_grammar
 from forebay.huggingface.drawing import DrawEach, drawing_from
 from forebay.huggingface.inputs import Prompts, check_positions, merge_mapping, read_embeds, read_prompts, take_prompts
 from forebay.huggingface.listener import Listener
@@ -25,7 +25,7 @@ from forebay.huggingface.served import SERVED
 from forebay.images.prompts import see_images, take_image_inputs
 from forebay.rewriter.capture.cache_name import CACHE_NAME
 from forebay.rewriter.ir.graph import Gives
-from forebay.runtime.run.generation import Stop, generate_as_planned
+from forebay.runtime.run.generation import EachAnswer, Stop, generate_as_planned
 from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.rows import SequenceRows, require_movable_rows
 from forebay.runtime.run.sampling import Generators, Sampling
@@ -84,8 +84,7 @@ class StreamedCausalLM(GenerationMixin):
         """What transformers' `generate` returns for these arguments."""
         inputs, grammar = merge_mapping(inputs, options), take_grammar(options)
         tokenizer = None if grammar is None else options.pop("tokenizer", None)
-        held = take_cache(options)
-        images = take_image_inputs(options)
+        adapters, held, images = take_adapters(options), take_cache(options), take_image_inputs(options)
         prompts = self._take_prompts(inputs, generation_config, options, held)
         if images:
             prompts = see_images(self.lm, self.call, prompts, images, held is not None and held.seen > 0)
@@ -103,6 +102,8 @@ class StreamedCausalLM(GenerationMixin):
         helper = self._drafter_of(rest)
         plain = (helper is not None or not rest) and prompts.embeds is None and self._plain(config)
         constrain = None if grammar is None else constraining(self.lm, grammar, tokenizer, ends, plain)
+        if adapters and (not plain or len(adapters) != len(prompts.ids)):
+            raise ValueError(f"generate: adapter_names, one for each prompt, go with {LOOP}")
         if not plain:
             return self._answer_through_mixin(prompts, config, new_tokens, generation_config, generator, on_token,
                                               options)
@@ -115,7 +116,7 @@ class StreamedCausalLM(GenerationMixin):
             self.lm.tally = WorkDone()
             with drafting(helper or self.lm.helper, session, rows, new_tokens, sampling, generator) as drafter:
                 new = generate_as_planned(session, rows, sampling, stop, generator, on_token, self.lm.tally, drafter,
-                                          constrain)
+                                          EachAnswer(constrain, adapters))
         return torch.cat((prompts.ids, new), 1)
 
     def _take_prompts(

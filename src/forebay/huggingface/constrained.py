@@ -28,6 +28,12 @@ def take_grammar(options: dict[str, Any]) -> OutputGrammar | None:
     return None
 
 
+def take_adapters(options: dict[str, Any]) -> list[str]:
+    """Take `adapter_names` out of a call's options: one for each prompt, "__base__" for none, as PEFT has them."""
+    names = options.pop("adapter_names", None) or []
+    return ["" if name == "__base__" else name for name in names]
+
+
 def constraining(
     lm: StepModel, grammar: OutputGrammar, tokenizer: Any, eos: Collection[int], plain: bool
 ) -> Callable[[], Constraint]:

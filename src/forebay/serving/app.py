@@ -28,7 +28,7 @@ from forebay.serving.metrics import TYPE, Metrics
 from forebay.serving.openai_replies import ChatReply, CompletionReply
 from forebay.serving.refusal import Refusal
 from forebay.serving.request_fields import RequestFields, header_text, read_object
-from forebay.serving.requests import PLAIN, Inquiry, read_inquiry, read_template, tokens_of
+from forebay.serving.requests import PLAIN, Inquiry, no_such_model, read_inquiry, read_template, tokens_of
 from forebay.serving.state import gauges, state
 from forebay.serving.text_codec import TextCodec
 
@@ -161,19 +161,20 @@ class _Endpoints:
     ) -> None:
         self.batcher, self.text, self.options = batcher, text, options
         self.metrics, self.created = metrics, int(time.time())
+        self.adapters = tuple(batcher.lm.captured.adapters)
         self._page = Path(__file__).with_name("page.html").read_bytes()
 
     async def complete(self, request: HttpRequest) -> Response:
         chat, options = request.url.path == "/v1/chat/completions", self.options
         inquiry = read_inquiry(await self._body(request), options.name, chat=chat, sampling=options.sampling,
-                               strict=options.strict)
+                               strict=options.strict, adapters=self.adapters)
         form = ChatReply if chat else CompletionReply
-        return await self._answer(request, inquiry, form(options.name, inquiry.usage, inquiry.top_logprobs,
-                                                         self.text.decode))
+        return await self._answer(request, inquiry, form(inquiry.adapter or options.name, inquiry.usage,
+                                                         inquiry.top_logprobs, self.text.decode))
 
     async def message(self, request: HttpRequest) -> Response:
-        body = read_object(await self._body(request))
-        return await self._answer(request, self._chat(chat_of_messages(body)), MessageReply(self.options.name))
+        inquiry = self._chat(chat_of_messages(read_object(await self._body(request))))
+        return await self._answer(request, inquiry, MessageReply(inquiry.adapter or self.options.name))
 
     async def count_tokens(self, request: HttpRequest) -> Response:
         inquiry = self._chat(chat_of_messages(read_object(await self._body(request))))
@@ -182,11 +183,12 @@ class _Endpoints:
 
     async def respond(self, request: HttpRequest) -> Response:
         body = read_object(await self._body(request))
-        return await self._answer(request, self._chat(chat_of_response(body)), ResponseReply(self.options.name, body))
+        inquiry = self._chat(chat_of_response(body))
+        return await self._answer(request, inquiry, ResponseReply(inquiry.adapter or self.options.name, body))
 
     def _chat(self, body: dict[str, Any]) -> Inquiry:
         return read_inquiry(body, self.options.name, chat=True, sampling=self.options.sampling,
-                            strict=self.options.strict)
+                            strict=self.options.strict, adapters=self.adapters)
 
     async def _answer(self, request: HttpRequest, inquiry: Inquiry, reply: Reply) -> Response:
         work = self.batcher
@@ -238,17 +240,18 @@ class _Endpoints:
         return b"".join(parts)
 
     async def models(self, request: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [
+            self._model(name) for name in (self.options.name, *self.adapters)]})
 
     async def model(self, request: HttpRequest) -> Response:
-        if request.path_params["name"] != self.options.name:
-            raise Refusal(404, f"there is no such model here; this server has {self.options.name!r}", "model",
-                          "model_not_found")
-        return JSONResponse(self._model())
+        name = request.path_params["name"]
+        if name not in (self.options.name, *self.adapters):
+            raise no_such_model(self.options.name, self.adapters)
+        return JSONResponse(self._model(name))
 
-    def _model(self) -> dict[str, Any]:
-        """The model's entry, with its context as vLLM and llama.cpp name it."""
-        return {"id": self.options.name, "object": "model", "created": self.created, "owned_by": "forebay",
+    def _model(self, name: str) -> dict[str, Any]:
+        """A model's entry, with its context as vLLM and llama.cpp name it."""
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "forebay",
                 "max_model_len": self._context, "context_length": self._context,
                 "meta": {"n_ctx_train": self._context, "n_vocab": self.text.vocab_size}}
 

@@ -61,6 +61,7 @@ class Pending:
     hear: Callable[[Heard], None]  # called from the batcher's thread; must not wait
     constraint: Callable[[], Constraint] | None = None
     top_logprobs: int | None = None
+    adapter: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that were not told yet
     arrived_s: float = field(default_factory=time.monotonic)
     entered_s: float = 0.0
@@ -73,7 +74,7 @@ class Pending:
         return Request(torch.tensor(self.ids), self.new_tokens,
                      lambda: torch.Generator().manual_seed(self.seed & (1 << 63) - 1), self.sampling, self.constraint,
                      self.top_logprobs or 0, None if self.top_logprobs is None else self.logprobs.append,
-                     self._note_cached)
+                     self._note_cached, self.adapter)
 
     def _note_cached(self, tokens: int) -> None:
         self.cached = tokens

@@ -4,7 +4,7 @@ add to it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,7 @@ class Inquiry:
         called: The tools of which it must call one.
         grammar: What an answer must be.
         warnings: What was passed over.
+        adapter: The name of its adapter; "": the base alone.
     """
 
     prompts: tuple[str | tuple[int, ...], ...]
@@ -79,6 +80,7 @@ class Inquiry:
     called: tuple[dict[str, Any], ...] = ()
     grammar: OutputGrammar | None = None
     warnings: tuple[str, ...] = ()
+    adapter: str = ""
 
     @property
     def is_chat(self) -> bool:
@@ -97,7 +99,8 @@ def default_sampling(config: GenerationConfig) -> Sampling:
 
 
 def read_inquiry(
-    body: bytes | dict[str, Any], name: str, *, chat: bool, sampling: Sampling = PLAIN, strict: bool = False
+    body: bytes | dict[str, Any], name: str, *, chat: bool, sampling: Sampling = PLAIN, strict: bool = False,
+    adapters: Collection[str] = (),
 ) -> Inquiry:
     """Return the inquiry in a body, for the model of that name.
 
@@ -107,6 +110,7 @@ def read_inquiry(
         chat: Whether it holds messages.
         sampling: For what the body does not say.
         strict: Whether fields that are not served are refused, not passed over.
+        adapters: Names of adapters, each of which is a model to clients.
 
     Raises:
         Refusal: 400 or 404, where it is none that is served.
@@ -117,7 +121,7 @@ def read_inquiry(
         value = fields.get(field_name)
         if value is not None and not any(type(value) in _kinds(v) and value == v for v in values):
             fields.pass_over(field_name, f"is not served but as {json.dumps(values[0])}")
-    check_model(fields, name)
+    adapter = adapter_of(fields, name, adapters)
     options = fields.mapping("stream_options")
     if not all(isinstance(v, bool) for v in options.values()):
         raise Refusal(400, 'stream_options must be {"include_usage": true} or be left out', "stream_options")
@@ -133,13 +137,23 @@ def read_inquiry(
         read_stops(fields, "stop"), fields.flag("stream"), options.get("include_usage", False),
         fields.integer("n", 1, MOST_CHOICES) or 1, _top_logprobs(fields, chat),
         read_template(fields) if chat else {}, tools, called, call_grammar(called) if called else grammar,
-        tuple(fields.warnings))
+        tuple(fields.warnings), adapter)
 
 
-def check_model(fields: RequestFields, name: str) -> None:
-    """Refusal (404) unless a body names this model, or none."""
-    if fields.get("model") not in (None, "", name):
-        raise Refusal(404, f"there is no such model here; this server has {name!r}", "model", "model_not_found")
+def adapter_of(fields: RequestFields, name: str, adapters: Collection[str]) -> str:
+    """The adapter that a body names as its model; "" for this model, or none. Refusal (404) for other names."""
+    model = fields.get("model")
+    if model in (None, "", name):
+        return ""
+    if not isinstance(model, str) or model not in adapters:
+        raise no_such_model(name, adapters)
+    return model
+
+
+def no_such_model(name: str, adapters: Collection[str]) -> Refusal:
+    """Return the refusal (404) of a model's name."""
+    return Refusal(404, f"there is no such model here; this server has {', '.join(map(repr, (name, *adapters)))}",
+                   "model", "model_not_found")
 
 
 def read_sampling(fields: RequestFields, sampling: Sampling) -> Sampling:

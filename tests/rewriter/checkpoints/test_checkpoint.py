@@ -194,7 +194,7 @@ def test_what_is_not_safetensors_is_refused_with_advice(tmp_path):
 @pytest.mark.parametrize(("names", "message"), [
     (["model-00001-of-00002.safetensors"], r"which says what its shards hold; fetch it again"),
     (["consolidated.safetensors", "params.json"], r"Mistral's own format.*It has: consolidated\.safetensors$"),
-    (["adapter_model.safetensors", "adapter_config.json"], "holds an adapter .*merge it into its base"),
+    (["adapter_model.safetensors", "adapter_config.json"], "holds an adapter .*name the base as the model"),
     (["._model.safetensors", "._a.gguf"], "holds no checkpoint"),
 ])
 def test_weights_of_other_names_lead_in_no_circle(tmp_path, names, message):

@@ -1,0 +1,112 @@
+"""Checkpoints of bitsandbytes in 8 bits and of BitNet: written here element by element, as their tools lay them out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import forebay
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.packed import read_dequantized
+from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.checkpoints.resolve import resolve_model
+
+IDS = torch.tensor([[5, 9, 2, 77, 31]])
+NEW = 6
+SHAPE = dict(vocab_size=128, hidden_size=192, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False)
+INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "_load_in_8bit": True, "llm_int8_threshold": 6.0}
+BITNET = {"quant_method": "bitnet", "linear_class": "bitlinear", "quantization_mode": "offline"}
+Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+def int8(n: int, k: int) -> Parts:
+    codes, most = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n) * 0.3 + 0.01
+    most[0] = 0
+    parts = {"weight": codes, "SCB": most, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, codes.double() * most.double()[:, None] / 127
+
+
+def ternary(n: int, k: int, divides: bool) -> Parts:
+    signs = torch.randint(-1, 2, (n, k))
+    packed = torch.zeros(n // 4, k, dtype=torch.uint8)
+    for row in range(n):
+        packed[row % (n // 4)] |= (signs[row] + 1).to(torch.uint8) << 2 * (row // (n // 4))
+    scale = torch.tensor([17.25 if divides else 0.0371])
+    return {"weight": packed, "weight_scale": scale}, signs.double() * (1 / scale if divides else scale).double()
+
+
+CASES: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "int8": (INT8, int8, "w8"), "bitlinear": (BITNET, lambda n, k: ternary(n, k, True), "w4"),
+    "autobitlinear": (BITNET | {"linear_class": "autobitlinear"}, lambda n, k: ternary(n, k, False), "w4")}
+
+
+def write(folder: Path, case: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model in a folder as the tool saves it, the same in memory with the tool's values, and these by name."""
+    torch.manual_seed(1)
+    settings, made, _ = CASES[case]
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
+    model.save_pretrained(folder)
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        if "_proj" in name:
+            parts, value = made(*weight.shape)
+            del tensors[name]
+            tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+            values[name] = value.float()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
+    model.load_state_dict(values, strict=False)
+    return model, values
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_the_tools_and_the_model_runs_packed(tmp_path: Path, case: str) -> None:
+    model, values = write(tmp_path / "model", case)
+    folder = resolve_model(tmp_path / "model")
+    stored = open_checkpoint(folder).tensors
+    for name, value in values.items():
+        packed = stored[name].packed
+        assert packed is not None and packed.format.startswith(CASES[case][2]) and packed.rows.symmetric
+        # scales are rounded once to fp16; what follows is exact
+        torch.testing.assert_close(read_dequantized(stored[name]), value, rtol=2.0**-11, atol=0)
+    with torch.no_grad():
+        expected = model(IDS).logits
+        tokens = model.generate(IDS, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None)
+    with forebay.wrap(tmp_path / "model", 1 << 20, prompt=8, new_tokens=NEW) as lm:
+        assert (lm(IDS).logits - expected).abs().max() < 2e-3 * expected.abs().max()
+        assert torch.equal(lm.generate(IDS, max_new_tokens=NEW, eos_token_id=None), tokens)
+
+
+@pytest.mark.parametrize(("case", "change", "message"), [
+    ("int8", lambda t, q: t.update({f"{q}.weight_format": torch.tensor(2, dtype=torch.uint8)}), "lies in tiles"),
+    ("int8", lambda t, q: t.pop(f"{q}.SCB"), "without a scale, where int8 has int8"),
+    ("int8", lambda t, q: t.update({f"{q}.SCB": torch.ones(3)}), "3 scales are not 128"),
+    ("int8", lambda t, q: t.update({f"{q}.SCB": torch.full((128,), torch.nan)}), "numbers above 0"),
+    ("bitlinear", lambda t, q: t.update({f"{q}.weight_scale": torch.zeros(1)}), "numbers above 0"),
+    ("bitlinear", lambda t, q: t.update({f"{q}.weight": torch.zeros(128, 192)}), "where bitnet has uint8"),
+])
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path, case: str, change: Any, message: str) -> None:
+    write(tmp_path / "model", case)
+    file = tmp_path / "model/model.safetensors"
+    tensors = load_file(file)
+    change(tensors, "model.layers.0.self_attn.q_proj")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        resolve_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("settings", [
+    {"quant_method": name} for name in ("exl2", "exl3", "hqq", "torchao", "quanto", "aqlm", "vptq", "spqr", "eetq")] + [
+    BITNET | {"quantization_mode": "online"}, BITNET | {"use_rms_norm": True}, INT8 | {"llm_int8_new": 1}])
+def test_other_methods_are_refused_by_name(tmp_path: Path, settings: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    with pytest.raises(CheckpointError, match=rf"quantized by '?{settings['quant_method']}.*forebay quantize"):
+        resolve_model(tmp_path)
