@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING
 
 from forebay.kernels.build.cache_folder import cache_folder, locked
-from forebay.rewriter.ir.files import write_text
+from forebay.rewriter.ir.files import read_input_text, write_text
 
 if TYPE_CHECKING:
     from forebay.rewriter.ir.plan import Plan
@@ -45,7 +45,7 @@ def _key(plan: Plan) -> str:
 def _kept() -> dict[str, dict]:
     """Figures by plan, in the order in which they were kept; none where the file is missing or not ours."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads((cache_folder() / FILE).read_text(encoding="utf-8"))
+        found = json.loads(read_input_text(cache_folder() / FILE))
         if isinstance(found, dict):
             return {key: seen for key, seen in found.items() if isinstance(seen, dict)
                     and isinstance(seen.get("tokens_per_s"), float) and {"tokens", "date"} <= set(seen)}
