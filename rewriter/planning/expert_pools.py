@@ -86,10 +86,6 @@ class ExpertPools:
             slots -= 1
         return slots if slots >= least else 0
 
-    def named_nbytes(self, size: int) -> float:
-        """Bytes of the experts that a step is expected to name."""
-        return sum(u.nbytes / u.rows * named_experts(u.rows, picks_of(u), self.tokens[size]) for u in self.tables)
-
     def read_nbytes(self, slots: int, size: int) -> float:
         """Bytes that a step is expected to read of experts by name."""
         routed = self.routed(slots)

@@ -109,16 +109,11 @@ class StepStreams:
         return self.kinds.pools.read_nbytes(self.fit.pool_slots, tokens) if self._by_name(tokens) else 0.0
 
     def step_time_s(self, tokens: int) -> float:
-        """Seconds of a step. While a layer's experts are read by name, those are computed that are in memory; a step's
-        computing is taken to be divided as the bytes that it multiplies by."""
+        """Seconds of a step; at most, as if nothing were computed while experts are read by name, layer by layer."""
         nbytes, copies, held = self.moved(tokens)
-        step_s, pools = self.rates.step_time_s(tokens, nbytes, copies, self.fit.slots, held), self.kinds.pools
-        if not self._by_name(tokens):
-            return step_s
-        named, missing = pools.named_nbytes(tokens), self.named_nbytes(tokens)
-        there_s = self.rates.compute_s(tokens) * (named - missing) / max(1.0, named + sum(
-            u.nbytes for u in self.kinds.dense))
-        return step_s + max(0.0, missing / self.rates.bytes_per_s + len(pools.tables) * self.rates.latency_s - there_s)
+        reads = len(self.kinds.pools.tables) if self._by_name(tokens) else 0
+        return (self.rates.step_time_s(tokens, nbytes, copies, self.fit.slots, held)
+                + self.named_nbytes(tokens) / self.rates.bytes_per_s + reads * self.rates.latency_s)
 
     def _by_name(self, tokens: int) -> bool:
         return self.fit.pool_slots > 0 and tokens in self.kinds.pools.routed(self.fit.pool_slots).steps
