@@ -19,14 +19,22 @@ SMALL: dict[str, Any] = dict(
     tie_word_embeddings=False, use_cache=True, intermediate_size_mlp=64)  # fmt: skip
 
 
-def small_config(family: str) -> PreTrainedConfig:
-    """A family's config in small sizes."""
+def small_config(family: str, **sizes: Any) -> PreTrainedConfig:
+    """A family's config in small sizes, but for those that are given."""
     from transformers import CONFIG_MAPPING
 
     kind: Any = CONFIG_MAPPING[family]
+    if family == "dbrx":
+        return kind(vocab_size=128, d_model=64, n_heads=4, n_layers=3, max_seq_len=64, pad_token_id=0, bos_token_id=1,  # type: ignore[no-any-return]
+                    eos_token_id=2, attn_config=dict(kv_n_heads=2, clip_qkv=4.0, rope_theta=1e4),
+                    ffn_config=dict(ffn_hidden_size=32, moe_num_experts=8, moe_top_k=2))
+    if family == "jetmoe":
+        return kind(vocab_size=128, hidden_size=64, num_hidden_layers=3, num_key_value_heads=2, kv_channels=16,  # type: ignore[no-any-return]
+                    intermediate_size=32, max_position_embeddings=64, num_local_experts=8, num_experts_per_tok=2,
+                    pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
     known = set(getattr(kind, "__dataclass_fields__", ())) | set(vars(kind())) | set(
         getattr(kind, "attribute_map", {}).values())
-    return kind(**{name: value for name, value in SMALL.items() if name in known})  # type: ignore[no-any-return]
+    return kind(**{name: value for name, value in SMALL.items() if name in known} | sizes)  # type: ignore[no-any-return]
 
 
 def small(family: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -29,6 +29,12 @@ DELTA = dict(layer_types=["linear_attention", "full_attention"] * 2, linear_num_
 SMALL_GEMMA = dict(head_dim=16, sliding_window=6, layer_types=["sliding_attention", "full_attention"] * 2,
                    hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB, laurel_rank=8,
                    activation_sparsity_pattern=[0.0] * 4)
+INDEXED = dict(index_topk=128, index_head_dim=16, index_n_heads=2)  # attends to all of so many tokens
+KIMI = LATENT | EXPERTS | dict(q_lora_rank=None, num_expert_group=1, linear_head_dim=16, linear_num_heads=4,
+                               head_dim=16, first_k_dense_replace=1,
+                               layer_types=["linear_attention", "full_attention"] * 2)
+BY_TYPE = dict(sliding_window=6, head_dim=16, layer_types=["sliding_attention", "full_attention"] * 2,
+               mlp_layer_types=["dense", "sparse"] * 2)
 ROTARY = dict(rope_theta=10000.0)
 FOLLOW_LENGTH = ("dynamic", "longrope")  # the frequencies of a batch are those of its longest row
 
@@ -141,6 +147,72 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "MiniMax": ("minimax", dict(GROUPED | EXPERTS, head_dim=16, block_size=8,
                                 layer_types=["linear_attention", "full_attention"] * 2)),
     "RecurrentGemma": ("recurrent_gemma", dict(GROUPED, lru_width=64, attention_window_size=16)),
+    "A.X-K2": ("axk2", LATENT | EXPERTS | INDEXED | dict(n_group=None, topk_group=None)),
+    "AFMoE": ("afmoe", dict(GROUPED | EXPERTS, head_dim=16, sliding_window=6, num_dense_layers=1,
+                            global_attn_every_n_layers=2)),
+    "Aria": ("aria_text", dict(GROUPED, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)),
+    "Bailing (Ling 2.5)": ("bailing_hybrid", KIMI),
+    "Beam": ("beam", dict(GROUPED | EXPERTS | BY_TYPE, n_group=1, topk_group=1)),
+    "Cohere 2 MoE": ("cohere2_moe", dict(GROUPED | EXPERTS, head_dim=16, sliding_window=6)),
+    "DBRX": ("dbrx", dict(d_model=64, n_heads=4, n_layers=4, max_seq_len=128,
+                          attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0),
+                          ffn_config=dict(ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2))),
+    "DeepSeek-V3.2": ("deepseek_v32", LATENT | EXPERTS | INDEXED | dict(first_k_dense_replace=1)),
+    "DeepSeek-V4": ("deepseek_v4", dict(
+        EXPERTS, head_dim=32, num_key_value_heads=1, q_lora_rank=32, n_routed_experts=4, o_groups=2, o_lora_rank=16,
+        index_topk=64, index_head_dim=16, index_n_heads=2, sliding_window=8)),
+    "Doge, experts": ("doge", dict(GROUPED, is_moe=True, num_experts=16, num_experts_per_tok=2)),
+    "dots.llm1": ("dots1", dict(GROUPED | EXPERTS, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1,
+                                head_dim=16)),
+    "dots 3 Note": ("dots3_note_text", LATENT | EXPERTS | INDEXED | dict(
+        head_dim=8, shared_experts_intermediate_size=32, swa_num_attention_heads=4, swa_num_key_value_heads=4,
+        swa_q_lora_rank=32, swa_kv_lora_rank=16, swa_head_dim=24, swa_qk_nope_head_dim=16, swa_v_head_dim=16,
+        sliding_window=6)),
+    "ERNIE 4.5 MoE": ("ernie4_5_moe", dict(GROUPED, moe_num_experts=4, moe_k=2, moe_intermediate_size=32, head_dim=16)),
+    "EXAONE MoE": ("exaone_moe", dict(GROUPED | EXPERTS, sliding_window=6, head_dim=16)),
+    "FlexOlmo": ("flex_olmo", GROUPED | EXPERTS),
+    "Flint": ("flint", dict(GROUPED | EXPERTS, sliding_window=6, head_dim=16, shared_expert_intermediate_size=32)),
+    "GLM-4-MoE": ("glm4_moe", dict(GROUPED | EXPERTS, n_routed_experts=4, head_dim=16)),
+    "GLM-MoE-DSA": ("glm_moe_dsa", LATENT | EXPERTS | INDEXED | dict(
+        first_k_dense_replace=1, indexer_types=["full", "shared"] * 2)),
+    "GraniteMoE, sliding": ("granitemoe_swa", dict(GROUPED | EXPERTS, sliding_window=6)),
+    "GraniteMoE, shared": ("granitemoeshared", dict(GROUPED | EXPERTS, shared_intermediate_size=32)),
+    "HunYuan MoE": ("hunyuan_v1_moe", dict(GROUPED, num_experts=4, moe_topk=2, head_dim=16)),
+    "Hy 3": ("hy_v3", dict(GROUPED | EXPERTS, head_dim=16)),
+    "Hy 4": ("hy_v4", LATENT | EXPERTS | INDEXED),
+    "Inkling": ("inkling_text", dict(
+        GROUPED | EXPERTS, n_routed_experts=4, head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2,
+        swa_head_dim=16, sliding_window_size=6, d_rel=4, rel_extent=16)),
+    "Inkling 2": ("inkling2_text", dict(
+        GROUPED | EXPERTS, n_routed_experts=4, head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2,
+        swa_head_dim=16, sliding_window_size=6, d_rel=4, rel_extent=16, unpadded_vocab_size=VOCAB)),
+    "JetMoE": ("jetmoe", dict(num_key_value_heads=2, kv_channels=8, num_local_experts=4, num_experts_per_tok=2)),
+    "Kimi Linear": ("kimi_linear", KIMI),
+    "Kolibri 1": ("kolibri1", dict(GROUPED | EXPERTS, head_dim=16, sliding_window=6,
+                                   shared_expert_intermediate_size=32)),
+    "Laguna": ("laguna", dict(GROUPED | EXPERTS | BY_TYPE, shared_expert_intermediate_size=32)),
+    "LongCat-Flash": ("longcat_flash", LATENT | dict(
+        num_key_value_heads=4, ffn_hidden_size=96, moe_topk=3, zero_expert_num=2, expert_ffn_hidden_size=32,
+        head_dim=8)),
+    "Mellum": ("mellum", dict(GROUPED | EXPERTS | BY_TYPE)),
+    "MiMo-V2-Flash": ("mimo_v2_flash", dict(GROUPED | EXPERTS | BY_TYPE, n_routed_experts=4, v_head_dim=8)),
+    "MiniMax-M2": ("minimax_m2", dict(GROUPED | EXPERTS, head_dim=16)),
+    "MiniMax-M3": ("minimax_m3_vl_text", dict(
+        GROUPED | EXPERTS, head_dim=16, rotary_dim=8, dense_intermediate_size=96, shared_intermediate_size=32,
+        index_n_heads=2, index_head_dim=16, index_block_size=8,
+        layer_types=["full_attention", "minimax_m3_sparse"] * 2)),
+    "Nemotron-H, experts": ("nemotron_h", dict(
+        GROUPED | EXPERTS, layers_block_type=["mamba", "moe", "attention", "moe"], mamba_num_heads=8,
+        mamba_head_dim=16, ssm_state_size=8, n_groups=2, n_routed_experts=4, head_dim=16,
+        moe_shared_expert_intermediate_size=32)),
+    "OLMo-Hybrid": ("olmo_hybrid", GROUPED | DELTA),
+    "Qwen4-Exp": ("qwen4_exp_text", dict(
+        GROUPED | EXPERTS | DELTA, head_dim=16, shared_expert_intermediate_size=32, hc_count=2, hc_lowrank=8,
+        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=64, indexer_compress_ratio=4,
+        layer_types=["linear_attention", "indexed_attention"] * 2)),
+    "Solar Open": ("solar_open", dict(GROUPED | EXPERTS, n_routed_experts=4, head_dim=16)),
+    "Zaya": ("zaya", dict(GROUPED, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=32, head_dim=16,
+                          router_hidden_size=16)),
     "OpenAI GPT": ("openai-gpt", GPT),
     "BERT": ("bert", {}),
 }

@@ -26,7 +26,7 @@ from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, Gemm, is_collective, values_of
 from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.printable import PrintableError
-from forebay.rewriter.ir.products import Linear, is_product, linear_arguments
+from forebay.rewriter.ir.products import Linear, experts_among, is_product, linear_arguments
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, Launch, TensorRef, dtype_itemsize, row_major_strides, span_of
 
 aten = torch.ops.aten
@@ -124,7 +124,7 @@ class Launches:
     def _experts_tile(self, node: fx.Node) -> Launch:
         out, x, index, weights, tile, lower, count, *form = node.args
         operands, target = tuple(map(self.ref, (x, index, weights, tile))), self.ref(out)
-        how = {"first": lower, "count": count, "accumulate": lower != 0}
+        how = {"first": lower, "count": count, "accumulate": lower != 0, **experts_among(tile.args[0])}  # type: ignore[union-attr]
         reads = (*map(span_of, operands), *((span_of(target),) if lower else ()))
         return self.counted(EXPERTS, Launch(
             COMPUTE, EXPERTS.name, (*operands, *form), how, (target,), reads, (span_of(target),), node.name,
@@ -142,8 +142,9 @@ class Launches:
         mutated = [operator.argument(args, name) for name in operator.writes]
         reads = tuple(span_of(r) for r in _refs(args))
         writes = tuple(span_of(r) for r in (*out, *_refs(mutated)))
+        more = experts_among(operator.argument(node.args, "table")) if operator is EXPERTS else {}
         return self.counted(operator, Launch(
-            COMPUTE, operator.name, args, dict(self._map(node.kwargs)), out, reads, writes, node.name,
+            COMPUTE, operator.name, args, {**self._map(node.kwargs), **more}, out, reads, writes, node.name,
             node.meta.get("layer", -1)))
 
     def _collective(self, node: fx.Node, target: torch._ops.OpOverload) -> Launch:

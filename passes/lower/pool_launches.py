@@ -12,6 +12,7 @@ from torch import fx
 from forebay.kernels.formats.slot_state import ITEMSIZE, slot_state
 from forebay.kernels.operators import ASSIGN_SLOTS, EXPERTS
 from forebay.passes.lower.addresses import POOL, RESULTS, ROUTING, WEIGHT, Addresses
+from forebay.rewriter.ir.products import experts_among
 from forebay.rewriter.ir.program import COMPUTE, Launch, Span, TensorRef, span_of
 from forebay.rewriter.ir.schedule.routed_fetch import PLACE_NBYTES, expert_room
 
@@ -43,6 +44,8 @@ class PooledExperts:
         self.operands = tuple(map(self.ref, (x, index, weights)))  # type: ignore[arg-type]
         self.tokens, self.picks = (math.prod(index.meta["val"].shape[:-1]), index.meta["val"].shape[-1])
         self.source, self.experts = addresses.symbols[table], self.table.shape[0]
+        self.among = experts_among(table)
+        self.own_picks = self.picks * self.experts / self.among.get("among", self.experts)  # of this rank's experts
         self.nbytes, self.hit_rate = self.table.nbytes // self.experts, hit_rate
         self.stride = expert_room(self.nbytes)
         self.sizes = slot_state(slots, self.experts, self.tokens * self.picks)
@@ -73,7 +76,8 @@ class PooledExperts:
         for number in range(sizes.rounds + 1):
             last = number == sizes.rounds
             share = (1 - self.hit_rate) / sizes.rounds if number else self.hit_rate
-            how = {"entries": entries[number], "count": self.experts, "share": share, "results": results, "last": last}
+            how = {"entries": entries[number], "count": self.experts, "share": share, "results": results, "last": last,
+                   **self.among}
             made = out if last else results
             written = (span_of(results), *((span_of(out),) if last else ()))
             reads = (*map(span_of, (*self.operands, entries[number])), slots, span_of(results))

@@ -44,7 +44,7 @@ class Gather:
     index: TensorRef
     out: TensorRef
     tokens: int = 0
-    picks: int = 0
+    picks: float = 0.0
     rounds: int = 1
     spares: tuple[TensorRef, ...] = ()
 
@@ -213,7 +213,7 @@ class Recorder:
                     self.entries.append(Found(self.found + behind))
                 self._add(self.launches.counted(EXPERTS, rounds[behind].launch))
             self.entries += [
-                Gather(self.found + i, pooled.source, pooled.experts, each.want, pool, pooled.tokens, pooled.picks,
+                Gather(self.found + i, pooled.source, pooled.experts, each.want, pool, pooled.tokens, pooled.own_picks,
                        len(rounds) - 1, each.spares)
                 for i, each in enumerate(rounds) if each.want is not None and max(-1, each.after) == behind]
         self.found += len(rounds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -10,7 +11,7 @@ from torch import fx
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.row_sizes import product_refusal
 from forebay.kernels.operators import DEQUANTIZE_ROWS, EXPERTS
-from forebay.rewriter.ir.graph import META, RowFormat, WeightInput, weight_name
+from forebay.rewriter.ir.graph import META, RowFormat, weight_name
 from forebay.rewriter.ir.products import Linear, fold, is_plain_bias, linear_arguments
 
 aten = torch.ops.aten
@@ -31,7 +32,7 @@ def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> No
         readers = [user for user in node.users if user.op != "call_module"]
         original = node.meta["val"]
         rows = torch.empty((stored.out_features, stored.row_nbytes), dtype=torch.uint8, device="meta")
-        node.meta = {**node.meta, "val": rows, META: WeightInput(name, stored.name)}
+        node.meta = {**node.meta, "val": rows, META: replace(node.meta[META], format=stored.name)}
         if stored.down is not None:
             for user in readers:
                 _read_packed_experts(user, stored, stored.down)
@@ -50,7 +51,8 @@ def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> No
 def _read_packed_experts(user: fx.Node, up: RowFormat, down: RowFormat) -> None:
     """Let experts read a table of packed entries, whose rows are outputs whichever way the model has its matrices."""
     form = list(user.args[: EXPERTS.arguments.index("bits")])
-    form[EXPERTS.arguments.index("transposed")] = False
+    for name in ("transposed", "down_transposed"):
+        form[EXPERTS.arguments.index(name)] = False
     how = ((each.bits, each.group_size, each.scale_dtype, each.symmetric, each.codebook) for each in (up, down))
     user.args = (*form, *(value for each in how for value in each))
 

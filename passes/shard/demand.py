@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from forebay.kernels.operators import LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV, of_target
+from forebay.kernels.operators import EXPERTS, LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV, of_target
 from forebay.passes.shard.split import (
     SPLITS,
     ShardError,
@@ -46,6 +46,12 @@ def product_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] |
     else:
         return None
     return found if weight_name(found[1]) is not None else None
+
+
+def table_of(node: fx.Node) -> fx.Node | None:
+    """The table of experts, a weight, that a node reads; None for other nodes."""
+    table = EXPERTS.argument(node.args, "table") if node.target is EXPERTS.overload else None
+    return table if isinstance(table, fx.Node) and weight_name(table) is not None else None
 
 
 def unknown(node: fx.Node) -> ShardError:
@@ -142,19 +148,22 @@ class Demand:
         inner: set[fx.Node] = set()  # made by a product of the layer
         attended: set[fx.Node] = set()  # made by attention, and by no product since
         recurrent: dict[fx.Node, int] = {}  # the same by a recurrence, and features of a unit
-        for node in gm.graph.nodes:
-            given, product = over_cache(node), product_of(node)
-            for operand in given if self.share.attention == "heads" else ():
+        for node in gm.graph.nodes if self.share.attention == "heads" else ():
+            for operand in over_cache(node):
                 heads = self._heads(node, axes)
                 if heads.count < heads.size:
                     self.pull(operand, heads)
+        for node in gm.graph.nodes:
+            given, product = over_cache(node), product_of(node)
+            if table_of(node) is not None:
+                continue  # ranks add up what their experts give
             if product is not None:
                 x, weight, *_ = product
                 if x in recurrent:
                     if self.recurrences:
                         self.pull(x, self._alike(x, math.lcm(recurrent[x], units.get(weight, 1))))
                     continue
-                if x not in inner:
+                if x not in inner or (node in self.wanted and x not in attended):  # some heads, of a narrower value
                     inner.add(node)
                 elif x not in attended:
                     self.pull(x, self._even(x, units.get(weight, 1)))
@@ -251,8 +260,20 @@ class Demand:
                 self.pull(operand, part)
         elif by_rows(node, wanted.dim):
             self.pull(node.args[0], wanted)  # type: ignore[arg-type]
+        elif node.target is aten.bmm.default and wanted.dim == 0:
+            for operand in node.all_input_nodes:
+                self._pull_matrices(operand, wanted)
         elif not over_cache(node):
             raise unknown(node)
+
+    def _pull_matrices(self, node: fx.Node, wanted: Split) -> None:
+        """Pull some matrices of a batch; where they are a weight's, a rank has those rows of it alone."""
+        while moves(node) and isinstance(node.args[0], fx.Node):
+            node, wanted = node.args[0], moved_back(node, wanted)
+        if weight_name(node) is None:
+            self.pull(node, wanted)
+        else:
+            self.wanted[node] = together(self.wanted.get(node), wanted, node)
 
     def _pull_piece(self, node: fx.Node, parts: fx.Node, wanted: Split) -> None:
         source = parts.args[0]

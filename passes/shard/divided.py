@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from forebay.kernels.operators import EXPERTS
 from forebay.passes.shard.collectives import positions
 from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.demand import (
@@ -22,13 +23,14 @@ from forebay.passes.shard.demand import (
     joined_dim,
     slice_of,
     sliced_dim,
+    table_of,
 )
 from forebay.passes.shard.looped import ONCE
 from forebay.passes.shard.rank_inputs import RankInputs, cut_of
 from forebay.passes.shard.split import SPLITS, VIEWS, ShardError, Split, shape_of, sizes_of, split_dim
 from forebay.passes.shard.statistics import MEANS, NORMS, epsilon_of, normed, weighted, whole_mean
 from forebay.rewriter.ir.graph import copy_node
-from forebay.rewriter.ir.share import ranges
+from forebay.rewriter.ir.share import Ranges, ranges
 
 aten = torch.ops.aten
 ROWS = ".rows"  # ends the name of a weight that is rows of another, which is read whole as well
@@ -82,6 +84,9 @@ class Divided(RankInputs):
         if product is not None:
             self._product(node, *product)
             return
+        if (table := table_of(node)) in self.tables:
+            self._experts(node, self.tables[table])  # type: ignore[index]
+            return
         source = node.args[0] if node.args else None
         parted = self.split[source] if isinstance(source, fx.Node) else None
         if parted is not None and self.own.is_hidden(parted) and node.target in (*NORMS, *MEANS):
@@ -133,6 +138,14 @@ class Divided(RankInputs):
                     self._emit(other)
                 self.sequences.entered(beside, [[wants[n].held for n in beside] for wants in self.wanted.values()])
         self.env[node] = self.sequences.computed(node)
+
+    def _experts(self, node: fx.Node, held: Ranges) -> None:
+        """What a rank's experts give, added up over the ranks. Picks of others' experts have no entry in its table."""
+        index: Any = EXPERTS.argument(node.args, "index")
+        own = self.call(aten.sub.Tensor, (self.env[index], held[0][0]), node) if held[0][0] else self.env[index]
+        args = map_aggregate(node.args, lambda n: own if n is index else self.env.get(n, n))  # type: ignore[arg-type, call-overload]
+        made = self.call(EXPERTS.overload, args, node, name=node.name)  # type: ignore[arg-type]
+        self.env[node] = self.exchange.summed(made, self.share.deep, node)
 
     def _sliced(self, node: fx.Node, args: list, split: Split | None) -> list:
         if split is None or split.dim != sliced_dim(node):

@@ -21,6 +21,7 @@ from forebay.passes.shard.demand import (
     product_of,
     slice_of,
     sliced_dim,
+    table_of,
     unknown,
 )
 from forebay.passes.shard.split import SPLITS, ShardError, Split, moved, moves, shape_of, sizes_of, split_dim
@@ -60,6 +61,8 @@ class RankSplits:
         """How a rank has a value; None where it has all of it."""
         if node.op == "call_module" or (self.in_layer and node.op == "placeholder" and node.name == HIDDEN):
             return self.hidden(node)
+        if node.op == "placeholder":
+            return self._told(self.wanted.get(node))
         if node.op != "call_function":
             return None
         if node in self.apart:
@@ -79,6 +82,11 @@ class RankSplits:
         if attended:
             split = self.split[attended[0]]
             return None if split is None or node.meta["val"] is None else replace(split, dim=HEADS_BEHIND)
+        if table_of(node) is not None:
+            if any(self.split[operand] is not None for operand in node.all_input_nodes):
+                raise ShardError(f"{node.name}: experts are given whole hidden states, which the layout 2d divides; "
+                                 "leave layout out")
+            return None
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         split = None if source is None else self.split[source]
         if is_pointwise(node):
@@ -144,6 +152,8 @@ class RankSplits:
             return split if target in NORMS else None
         if moves(node):
             return moved(node, split)
+        if target is aten.bmm.default and split.dim == 0 and split == self.split[node.args[1]]:  # type: ignore[index]
+            return split
         if by_rows(node, split.dim):
             return split
         if target is aten.sym_size.int and node.args[1] % len(shape_of(node.args[0])) != split.dim:  # type: ignore[operator, arg-type]

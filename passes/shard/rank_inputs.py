@@ -12,13 +12,13 @@ from torch.fx.node import map_aggregate
 
 from forebay.passes.shard.collectives import ByRank, Collectives, stretches_of
 from forebay.passes.shard.cuts import Cuts
-from forebay.passes.shard.demand import STATES, caches_of, over_cache, product_of
+from forebay.passes.shard.demand import STATES, caches_of, over_cache, product_of, table_of
 from forebay.passes.shard.looped import ONCE, InChunks, added_up, levels, piece_name, portion
 from forebay.passes.shard.placed import RankSplits
 from forebay.passes.shard.sequences import AllSequences, OwnSequences, SequenceParallelRegion
 from forebay.passes.shard.split import ShardError, Split, shape_of
 from forebay.rewriter.ir.graph import META, WeightInput, copy_node, weight_name
-from forebay.rewriter.ir.share import Ranges, RankShare, WeightCut, count, ranges
+from forebay.rewriter.ir.share import Ranges, RankShare, WeightCut, count, even_part, ranges
 from forebay.rewriter.ir.symbolic_values import symbolic_value
 
 aten = torch.ops.aten
@@ -50,6 +50,7 @@ class RankInputs:
         self.normed: dict[Any, fx.Node] = {}  # norms of one value, which differ in what follows, exchange once
         self.cuts, self.loop, self.gathers, self.units = Cuts(), loop, gathers, units or {}
         self.pieces: dict[fx.Node, list[fx.Node]] = {}
+        self.tables: dict[fx.Node, Ranges] = {}  # of experts, and those that a rank has
         # exchanges, and whose inputs they bring; and these, of products that sum over features
         self.arriving: dict[ProductPiece, tuple[fx.Node, list[ProductPiece], ByRank]] = {}
         self.entered: dict[ProductPiece, fx.Node] = {}
@@ -77,6 +78,14 @@ class RankInputs:
             if rows is not None and bias is not None and weight_name(bias) is not None:
                 self._cut(bias, ((0, rows),), {0: sides[0]})
         for node in self.gm.graph.nodes:
+            name = weight_name(node)
+            if name is not None and (part := self.split[node]) is not None:
+                self.cuts.weights[name], self.cuts.along[name] = cut_of(part), {part.dim: part.axes}
+            elif (table := table_of(node)) is not None and self.share.size(self.share.deep) > 1:
+                name = weight_name(table)
+                assert name is not None
+                self.tables[table] = self._experts_held(table)
+                self.cuts.weights[name], self.cuts.along[name] = ((0, self.tables[table]),), {0: self.share.deep}
             for cache in caches_of(node):
                 for operand in over_cache(node) if node.meta["val"] is None else ():
                     placed = self.split[operand]
@@ -86,6 +95,13 @@ class RankInputs:
                 self.cuts.heads[node.args[state.argument].name] = state.dim, placed.count  # type: ignore[union-attr]
         if self.stored is not None:
             self.read, self.cuts.weights = self.cuts.weights, dict(self.stored.weights)
+
+    def _experts_held(self, table: fx.Node) -> Ranges:
+        """The experts of a table that a rank has: neighbours, as many on each."""
+        ranks, experts = self.share.size(self.share.deep), shape_of(table)[0]
+        if experts < ranks:
+            raise ShardError(f"{weight_name(table)}: {experts} experts are too few for {ranks} ranks; take fewer ranks")
+        return even_part(experts, ranks, self.share.index(self.share.deep))
 
     def _sums(self, node: fx.Node) -> bool:
         """Whether a product sums over features of which ranks have parts, and all of them are to have the sums."""
@@ -195,6 +211,8 @@ class RankInputs:
             if f"{node.name}_rows" in self.cuts.rows:
                 self.head_rows = self._another(node, f"{node.name}_rows", mark, mark.name + ROWS)
             new.meta["val"] = self._part(value, self.cuts.weights.get(mark.name, ()))
+            if node in self.tables:
+                new.meta[META] = replace(mark, among=shape_of(node)[0])
         else:
             new.meta["val"] = self._part(self.all_sequences.of(value), cut_of(self.split[node]))
 

@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from forebay.kernels.operators import ATTENTION, KV_APPEND
-from forebay.rewriter.capture.latent import Latent
+from forebay.rewriter.capture.latent import AllTokens, Latent
 from forebay.rewriter.capture.layer_states import layer_state, starts
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.capture.patterns import Temperature, window_of
@@ -32,12 +32,14 @@ def _attention(
     query: torch.Tensor,  # [B, H, S, D]
     key: torch.Tensor,  # [B, Hkv, L, D]
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | AllTokens | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    if isinstance(attention_mask, AllTokens):
+        attention_mask = None
     until = attention_mask if attention_mask is not None and attention_mask.dtype == torch.int64 else None
     if attention_mask is not None and until is None:
         raise CaptureError(f"{type(module).__name__} adds a mask of its own to the attention scores")
@@ -60,8 +62,16 @@ def _attention(
         query = latent.absorb_keys(query)
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
     given = () if sinks is None and until is None else (0.0, 0.0, 0.0, sinks, until)
+    query = _widened(query, key.shape[-1])
     out = ATTENTION.overload(query, key, value, starts(), float(scale), window, float(softcap or 0.0), *given)
-    return out if latent is None else latent.values(out), None
+    if latent is not None:
+        return latent.values(out), None
+    width = getattr(module, "v_head_dim", out.shape[-1])  # of values, which may be narrower than what is cached
+    return out if width >= out.shape[-1] else out[..., :width], None
+
+
+def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
+    return rows if rows.shape[-1] == width else nn.functional.pad(rows, (0, width - rows.shape[-1]))
 
 
 class _CacheLayer(CacheLayerMixin):
@@ -106,9 +116,8 @@ class TracedCache(Cache):
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: object, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        width, other = key_states.shape[-1], value_states.shape[-1]
-        if width != other:
-            raise CaptureError(f"it caches rows of unequal width, {width} and {other}, which is not implemented")
+        width = max(key_states.shape[-1], value_states.shape[-1])  # zeros behind the narrower ones change no result
+        key_states, value_states = (_widened(each, width) for each in (key_states, value_states))
         if key_states.shape != value_states.shape or key_states.dtype != value_states.dtype:
             raise CaptureError(f"a layer has keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} of "
                                "unequal shape")

@@ -128,7 +128,7 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     from transformers import initialization
 
     from forebay.rewriter.capture.attention import NAME, register_attention
-    from forebay.rewriter.capture.latent import adopt_latents
+    from forebay.rewriter.capture.latent import adopt_indexers, adopt_latents
     from forebay.rewriter.capture.own_attention import adopt_family  # with the records of all families
 
     register_attention()
@@ -139,6 +139,7 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     model.config._attn_implementation = NAME
     adopt_family(model)
     adopt_latents(model)
+    adopt_indexers(model)
     for module in model.modules():
         vars(module)["training"] = False  # as eval() does, a tenth of its time: setting attributes of modules is dear
     fill_constants(model)
@@ -152,17 +153,23 @@ def _refuse_mixers(cls: type[PreTrainedModel], adopted: int) -> None:
     if adopted or cls.__name__ in FAMILIES:
         return
     if cls._is_stateful:
-        raise CaptureError("its layers keep a recurrent state in a way of their own, which is not implemented")
+        raise CaptureError("its layers keep a state by code of their own, which calls none of the convolutions, "
+                           "recurrences and scans that have an operator here")
     if not cls._supports_attention_backend:
         raise CaptureError("its attention does not go through transformers' attention interface, so it cannot be "
                            "replaced by one that reads a streamed KV cache")
 
 
 def _refuse_experts(model: nn.Module, tables: Collection[str]) -> None:
-    for name, module in model.named_modules():
-        if name.endswith(".experts") and f"{name}.table" not in tables and any(True for _ in module.parameters()):
-            raise CaptureError("its layers choose among experts by token in a way of their own, which is not "
-                               "implemented")
+    from forebay.rewriter.capture.family import family_of
+
+    ours, modules = family_of(model).replaced, dict(model.named_modules())
+    for name, module in modules.items():
+        owner = type(modules[name.rpartition(".")[0]]).__name__
+        if name.endswith(".experts") and owner not in ours and f"{name}.table" not in tables and any(
+                True for _ in module.parameters()):
+            raise CaptureError("its layers choose among experts by token in code of their own, which goes through no "
+                               "experts interface")
 
 
 def _check_same_parameters(given: nn.Module, built: PreTrainedModel) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from forebay.kernels.operators import KV_APPEND
-from forebay.rewriter.capture.layer_states import layer_state, starts
+from forebay.rewriter.capture.layer_states import layer_state, starts, states_before
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.ir.state import LatentState
 
@@ -56,24 +56,58 @@ class LatentRows:
         self, latent: torch.Tensor, rotated: torch.Tensor, layer_idx: object, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         new = torch.cat((latent, rotated), -1)
-        (rows,) = layer_state(LatentState(new.shape[-1], new.dtype))
+        (rows,) = layer_state(LatentState(new.shape[-1], new.dtype, states_before(LatentState.kind)))
         KV_APPEND.overload(rows, rows, new, new, starts())  # keys and values are the same bytes
         return rows, rows
 
 
-def adopt_latents(model: nn.Module) -> None:
-    """Let modules of latent attention keep rows and read them as they are (`attention.py` then asks `latent`). Modules
-    that choose which tokens they attend to by an indexer are left alone."""
+class NoIndexer(nn.Module):
+    """In the place of an indexer."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Pick none: attention then asks nobody which tokens it sees."""
+
+
+class AllTokens:
+    """In the place of the mask that an indexer is to narrow: every earlier token is attended to."""
+
+    def __getitem__(self, index: object) -> AllTokens:
+        return self
+
+
+def adopt_latents(model: Any) -> None:
+    """Let modules of latent attention keep rows and read them as they are (`attention.py` then asks `latent`)."""
     for module in model.modules():
-        if hasattr(module, "expand_kv") and not hasattr(module, "indexer"):
+        if hasattr(module, "expand_kv"):
             vars(module).update(latent=Latent(module), forward=_with_rows(module),
                                 expand_kv=lambda latent, rotated: (latent, rotated))
 
 
+def adopt_indexers(model: Any) -> None:
+    """Let modules attend to all tokens where an indexer would pick some (DeepSeek-V3.2: arXiv 2512.02556, section 2.1).
+
+    Of a context of at most as many tokens as it picks, it picks all: contexts here are no longer.
+    """
+    config = model.config
+    for module in model.modules():
+        if not hasattr(module, "indexer"):
+            continue
+        if isinstance(module.indexer, nn.Module):
+            picked = getattr(config, "index_topk", 0) or (
+                getattr(config, "index_topk_blocks", 0) * getattr(config, "index_block_size", 0))
+            if not picked:
+                raise CaptureError(f"{type(module.indexer).__name__} picks the tokens that a layer attends to, and its "
+                                   "config does not say how many")
+            config.max_position_embeddings = min(config.max_position_embeddings, picked)
+            vars(module.indexer)["forward"] = NoIndexer().forward
+        elif hasattr(module, "expand_kv"):  # it shares what another layer's has picked
+            module.indexer = NoIndexer()
+
+
 def _with_rows(module: Any) -> Callable[..., Any]:
-    own = module.forward
+    own, more = module.forward, {"attention_mask": AllTokens()} if hasattr(module, "indexer") else {}
 
     def forward(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        return own(*args, past_key_values=LatentRows(), **kwargs)
+        return own(*args, past_key_values=LatentRows(), **kwargs | more)
 
     return forward

@@ -15,6 +15,7 @@ from torch import nn
 
 from forebay.kernels.operators import ATTENTION
 from forebay.rewriter.capture.cache_name import find_cache
+from forebay.rewriter.capture.experts import jetmoe_experts, pick_gates
 from forebay.rewriter.capture.family import FAMILIES as FAMILIES
 from forebay.rewriter.capture.family import Family, register_family, require_release
 from forebay.rewriter.capture.family import adopt_family as adopt_family
@@ -183,6 +184,34 @@ def _diffllama(module: Any) -> Callable[..., Any]:
     return forward
 
 
+def _jetmoe(module: Any) -> Callable[..., Any]:
+    """Mixture of attention heads (arXiv 2404.07413, section 3.2): experts give queries, and products of what those
+    find. All experts compute; those that a token picks count."""
+    from transformers.models.jetmoe.modeling_jetmoe import apply_rotary_pos_emb
+
+    own, heads, picks = module.experts, module.num_key_value_heads, module.top_k
+
+    def forward(
+        hidden_states: torch.Tensor, position_embeddings: Any, **others: Any
+    ) -> tuple[torch.Tensor, None, None]:
+        up, down = own.input_linear.weight, own.output_linear.weight  # [E, N, H] and [E, H, N]
+        index, gates = (each.view(*hidden_states.shape[:2], picks, 1)
+                        for each in pick_gates(own.router, hidden_states.flatten(0, 1)))
+        index = index.expand(-1, -1, -1, up.shape[1])
+        every = nn.functional.linear(hidden_states, up.flatten(0, 1)).unflatten(-1, up.shape[:2])
+        # heads of keys and values are shared by queries of all picks, which so stand next to each other
+        q = every.gather(2, index).unflatten(-1, (heads, -1)).permute(0, 3, 2, 1, 4).flatten(1, 2)
+        k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in module.kv_proj(hidden_states).chunk(2, -1))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        k, v = find_cache(others).update(k, v, None)
+        found = attend(q, k, v, module.scaling).unflatten(2, (heads, picks)).transpose(2, 3).flatten(3)
+        spread = torch.zeros_like(every).scatter(2, index, found * gates)
+        made = torch.bmm(spread.flatten(0, 1).transpose(0, 1), down.transpose(1, 2)).sum(0)
+        return made.view(hidden_states.shape) + own.bias, None, None
+
+    return forward
+
+
 def _shared_kv(module: Any) -> Callable[..., Any]:
     """Of Gemma 3n's and Gemma 4's last layers, which attend over keys and values of an earlier one of their type."""
     config, kind = module.config, module.layer_type
@@ -248,6 +277,7 @@ for _family in (
     Family("BloomForCausalLM", {"BloomAttention": ("forward", _bloom)}, prepare=_without_bias,
            holds_positions=lambda config: True),
     Family("DiffLlamaForCausalLM", {"DiffLlamaAttention": ("forward", _diffllama)}),
+    Family("JetMoeForCausalLM", {"JetMoeAttention": ("forward", _jetmoe), "JetMoeMoE": ("forward", jetmoe_experts)}),
     Family("Gemma3nForCausalLM", {"Gemma3nTextAttention": ("forward", _shared_kv)}, prepare=_with_hidden_size),
     Family("Gemma4ForCausalLM", {"Gemma4TextAttention": ("forward", _shared_kv),
                                  "Gemma4TextModel": ("_maybe_slice_kv_shared_inputs", _every_token)}),

@@ -22,8 +22,10 @@ class LayerType(NamedTuple):
 # by the name in `config.layer_types`
 LAYER_TYPES = {
     "full_attention": LayerType("all"), "sliding_attention": LayerType("window", "sliding_window"),
+    "hybrid_sliding": LayerType("window", "sliding_window"),
     "chunked_attention": LayerType("chunk", "attention_chunk_size"),
-    **dict.fromkeys(("linear_attention", "conv", "hybrid", "mlp", "moe"), LayerType("all"))}
+    **dict.fromkeys(("linear_attention", "conv", "hybrid", "mlp", "moe", "indexed_attention",
+                    "minimax_m3_sparse"), LayerType("all"))}
 
 
 class Pattern(NamedTuple):

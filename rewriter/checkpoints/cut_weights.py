@@ -26,7 +26,8 @@ def _stored(spec: WeightSpec, cut: WeightCut) -> RowFormat:
     out, into = _sides(spec, cut)
     rows, columns = (known.out_features if out is None else count(out), known.in_features if into is None else
                      count(into))
-    return replace(known, out_features=rows, in_features=columns, row_nbytes=known.packing(columns).row_nbytes)
+    row = known.row_nbytes if into is None else known.packing(columns).row_nbytes
+    return replace(known, out_features=rows, in_features=columns, row_nbytes=row)
 
 
 def _sides(spec: WeightSpec, cut: WeightCut) -> tuple[Ranges | None, Ranges | None]:
@@ -51,8 +52,12 @@ def cut_file(spec: WeightSpec, cut: WeightCut, file: FileSlice) -> FileSlice:
         pieces = ((0, row),) if into is None else _packed_pieces(stored, into, spec.name)
     held = out or ((0, rows),)
     own = sum(nbytes for _, nbytes in pieces)
-    if pieces == ((0, row),) and len(held) == 1:
-        return FileSlice(file.path, file.offset + held[0][0] * row, (held[0][1] - held[0][0]) * row)
+    if pieces == ((0, row),) and (file.bands or len(held) == 1):
+        found = [file.part(first * row, (end - first) * row) for first, end in held]
+        return replace(found[0], nbytes=count(held) * row, bands=tuple(band for each in found for band in each.bands))
+    if file.bands:
+        raise ValueError(f"{spec.name} is stored in several tensors, of which a rank would have columns; take another "
+                         "number of ranks")
     bands = tuple(Band(first * row, end - first, row, pieces) for first, end in held)
     return FileSlice(file.path, file.offset, count(held) * own, bands)
 

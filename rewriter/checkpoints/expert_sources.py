@@ -1,4 +1,4 @@
-"""The matrices of a layer's experts as they are quantized: one tensor of tensors that have a part of it each."""
+"""Parameters as they are quantized whose parts a checkpoint has in several tensors: above all a layer's experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from forebay.kernels.formats.table import weight_format
 from forebay.rewriter.capture.experts import experts_layout
-from forebay.rewriter.checkpoints.expert_tables import ExpertPiece
+from forebay.rewriter.checkpoints.expert_tables import WeightPiece
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.source_tensor import ReadRows, SourceTensor
 from forebay.rewriter.checkpoints.stored_tensors import spellings
@@ -19,7 +19,7 @@ from forebay.rewriter.checkpoints.stored_tensors import spellings
 
 @dataclass(frozen=True)
 class StackedTensor:
-    """Tensors that lie one after the other in a parameter [experts, rows, columns], in that order."""
+    """Tensors that lie one after the other in a parameter, [experts, rows, columns] or [rows, ...], in that order."""
 
     name: str
     shape: tuple[int, ...]
@@ -76,18 +76,18 @@ class StackedTensor:
         return read
 
 
-def stack_experts(
+def join_pieces(
     model: Any, tensors: Sequence[SourceTensor], prefix: str, rename: Callable[[str], str], where: Any
 ) -> list[SourceTensor]:
-    """The tensors of a checkpoint, those that hold parts of single experts put together by parameter.
+    """The tensors of a checkpoint, those that hold parts of a parameter put together.
 
     Raises:
-        CheckpointError: An expert's tensor is missing, there twice or of another shape.
+        CheckpointError: A tensor is missing, there twice or of another shape.
     """
     found: dict[str, dict[tuple[int, int], SourceTensor]] = {}
     rest: list[SourceTensor] = []
     for tensor in tensors:
-        piece = ExpertPiece.of(rename(tensor.name))
+        piece = WeightPiece.of(rename(tensor.name))
         if piece is None:
             rest.append(tensor)
             continue
@@ -95,27 +95,28 @@ def stack_experts(
         if (piece.expert, piece.number) in known:
             raise CheckpointError(f"{where}: {tensor.name} is stored twice; take the wrong one out of the checkpoint")
         known[piece.expert, piece.number] = tensor
-    shapes = {f"{name}.{own}": tuple(parameter.shape) for name, module in model.named_modules()
-              if experts_layout(module) for own, parameter in module.named_parameters(recurse=False)}
+    stacks = {f"{name}.{own}" for name, module in model.named_modules() if experts_layout(module)
+              for own, _ in module.named_parameters(recurse=False)}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for parameter, pieces in found.items():
         name = next((n for n in spellings(parameter, prefix) if n in shapes), None)
         if name is None:
             rest += pieces.values()
         else:
-            rest.append(_stacked(name, shapes[name], pieces, where))
+            rest.append(_stacked(name, shapes[name], name in stacks, pieces, where))
     return rest
 
 
 def _stacked(
-    name: str, shape: tuple[int, ...], pieces: dict[tuple[int, int], SourceTensor], where: Any
+    name: str, shape: tuple[int, ...], of_experts: bool, pieces: dict[tuple[int, int], SourceTensor], where: Any
 ) -> StackedTensor:
-    count, rows, columns = shape
+    count, rows, *columns = shape if of_experts else (1, *shape)
     ordered = tuple(pieces[at] for at in sorted(pieces))
     for expert in range(count):
         own = [tensor.shape for (of, _), tensor in pieces.items() if of == expert]
-        if sum(each[0] for each in own) != rows or any(each[1:] != (columns,) for each in own):
+        if sum(each[0] for each in own) != rows or any([*each[1:]] != columns for each in own):
             raise CheckpointError(f"{where}: expert {expert} of {name} has {', '.join(map(str, own)) or 'no tensor'}, "
-                                  f"where the model has {[rows, columns]}")
+                                  f"where the model has {[rows, *columns]}")
     if max(pieces)[0] >= count:
         raise CheckpointError(f"{where}: {ordered[-1].name} is of expert {max(pieces)[0]}; the model has {count}")
     odd = next((tensor for tensor in ordered if tensor.dtype != ordered[0].dtype), None)

@@ -1,4 +1,4 @@
-"""Tables of experts put together from a checkpoint's tensors, where they lie: none is copied or read.
+"""Weights put together from a checkpoint's tensors, where they lie: none is copied or read. Most are tables of experts.
 
 Most checkpoints have three matrices an expert, some the matrices of all experts of a layer in one tensor. transformers'
 conversion mapping tells which of them are which part of the model's own parameters.
@@ -21,9 +21,9 @@ from forebay.rewriter.ir.graph import WeightSpec
 from forebay.rewriter.ir.program import Band
 
 
-class ExpertPiece(NamedTuple):
-    """What a tensor of one expert is a part of: the model's parameter, and of its rows for that expert the piece with
-    this number."""
+class WeightPiece(NamedTuple):
+    """What a tensor is a part of: the model's parameter, and of its rows for one expert the piece with this number. A
+    parameter without experts counts as that of expert 0."""
 
     parameter: str
     expert: int
@@ -35,23 +35,24 @@ class ExpertPiece(NamedTuple):
         return f"{self.parameter}[{self.expert}][{self.number}]"
 
     @staticmethod
-    def of(name: str) -> ExpertPiece | None:
+    def of(name: str) -> WeightPiece | None:
         """The piece of that name; None for names of whole parameters."""
         found = re.fullmatch(r"(.+)\[(\d+)\]\[(\d+)\]", name)
-        return None if found is None else ExpertPiece(found[1], int(found[2]), int(found[3]))
+        return None if found is None else WeightPiece(found[1], int(found[2]), int(found[3]))
 
 
-def expert_names(converters: Sequence[Any]) -> Callable[[str], str]:
-    """The renaming of tensors that hold a part of one expert (`ExpertPiece.name`); others keep their names.
+def piece_names(converters: Sequence[Any]) -> Callable[[str], str]:
+    """The renaming of tensors that hold a part of a parameter (`WeightPiece.name`); others keep their names.
 
     `converters` are transformers' `WeightConverter`s. Those count that stack one tensor an expert, and put two such
-    stacks together row by row.
+    stacks together row by row; and those that put single tensors together.
     """
     known: list[tuple[re.Pattern[str], str, int]] = []
     for each in converters:
         steps = [(type(step).__name__, getattr(step, "dim", 0)) for step in each.operations]
-        if len(each.target_patterns) == 1 and steps in ([("MergeModulelist", 0)],
-                                                        [("MergeModulelist", 0), ("Concatenate", 1)]):
+        joined = steps == [("Concatenate", 0)] and not any("*" in pattern for pattern in each.source_patterns)
+        if len(each.target_patterns) == 1 and (joined or steps in (
+                [("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])):
             for number, pattern in enumerate(each.source_patterns):
                 plain = re.escape(pattern.replace("\\", "")).replace(r"\*", r"(\d+)")
                 known.append((re.compile(f"{plain}$"), each.target_patterns[0].replace("\\", ""), number))
@@ -60,7 +61,8 @@ def expert_names(converters: Sequence[Any]) -> Callable[[str], str]:
         for pattern, target, number in known:
             found = pattern.search(name)
             if found is not None:
-                return ExpertPiece(name[: found.start()] + target, int(found[1]), number).name
+                expert = int(found[1]) if found.lastindex else 0
+                return WeightPiece(name[: found.start()] + target, expert, number).name
         return name
 
     return rename
@@ -73,7 +75,7 @@ def table_record(
 
     Args:
         spec: The table as the model has it.
-        stored: The checkpoint's tensors by the model's names, those of `expert_names` among them.
+        stored: The checkpoint's tensors by the model's names, those of `piece_names` among them.
         prefix: The base model's, which names may lack or have on top.
         folder: The checkpoint's, for messages.
 
@@ -96,6 +98,20 @@ def table_record(
                         made_of=tuple(dict.fromkeys(made_of)))
 
 
+def joined_record(
+    spec: WeightSpec, stored: Mapping[str, Sequence[TensorRecord]], prefix: str, folder: Path
+) -> TensorRecord | None:
+    """Where a weight lies that the checkpoint has in several tensors, the rows of one after the other's; None where it
+    has no such tensor. The rest is as for `table_record`."""
+    if not any(WeightPiece(name, 0, 0).name in stored for name in spellings(spec.name, prefix)):
+        return None
+    part = Part(spec.name, 0, spec.shape, spec.dtype)
+    found = _homes(part, spec.name, 1, stored, prefix, folder)(0)
+    return TensorRecord(
+        spec.name, found[0][0].path, 0, part.nbytes, spec.dtype, spec.shape, made_of=tuple(each for each, *_ in found),
+        bands=tuple(Band(offset, 1, nbytes, ((0, nbytes),), each.path) for each, offset, nbytes in found))
+
+
 def _packed_entries(spec: WeightSpec, made_of: Iterable[TensorRecord], nbytes: int) -> Packed | None:
     """What entries of so many bytes mean that are made of packed rows; None where they hold values as they are."""
     found = [record.packed for record in made_of if record.packed is not None]
@@ -108,7 +124,9 @@ def _packed_entries(spec: WeightSpec, made_of: Iterable[TensorRecord], nbytes: i
 def table_of(spec: WeightSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A table put together from a model's parameters in memory, by the names of its `sources`."""
     assert spec.table is not None
-    return torch.cat([tensors[name].detach().flatten(1) for name in spec.table.sources], 1)
+    table = spec.table
+    return torch.cat([tensors[name].detach().reshape(-1, *part.shape)[: table.count].flatten(1)
+                      for part, name in zip(table.parts, table.sources, strict=True)], 1)
 
 
 def _homes(
@@ -117,8 +135,11 @@ def _homes(
     """What gives the bytes of a part, by expert: records, offsets in their files, and sizes."""
     names = spellings(source, prefix)
 
+    def called(expert: int) -> str:
+        return source if count == 1 else f"expert {expert} of {source}"
+
     def found(expert: int, number: int) -> list[TensorRecord]:
-        keys = [ExpertPiece(name, expert, number).name for name in names]
+        keys = [WeightPiece(name, expert, number).name for name in names]
         return [record for key in keys for record in stored.get(key, ())]
 
     def pieces(expert: int) -> list[tuple[TensorRecord, int, int]]:
@@ -127,7 +148,7 @@ def _homes(
         while rows < part.shape[0]:
             same = found(expert, len(homes))
             if not same:
-                raise CheckpointError(f"{folder} holds only a part of expert {expert} of {source}")
+                raise CheckpointError(f"{folder} holds only a part of {called(expert)}")
             record = same[0]
             if not record.shape or record.shape[1:] != part.shape[1:] or not record.nbytes:
                 raise CheckpointError(f"{record.path}: {record.name} has shape {list(record.shape)}, which is no part "
@@ -135,12 +156,15 @@ def _homes(
             rows += record.shape[0]
             homes.append((_checked(same, record.shape, part, source), record.offset, record.nbytes))
         if rows != part.shape[0]:
-            raise CheckpointError(f"{folder}: expert {expert} of {source} has {rows} rows, not {part.shape[0]}")
+            raise CheckpointError(f"{folder}: {called(expert)} has {rows} rows, not {part.shape[0]}")
         return homes
 
     stacked = [record for name in names for record in stored.get(name, ())]
     if stacked:
-        whole = _checked(stacked, (count, *part.shape), part, source)
+        first = stacked[0].packed or stacked[0]
+        flat = len(first.shape) == len(part.shape)  # all experts' rows one after the other
+        shape = (count * part.shape[0], *part.shape[1:]) if flat else (count, *part.shape)
+        whole = _checked(stacked, shape, part, source)
         nbytes = whole.nbytes // count
         return lambda expert: [(whole, whole.offset + expert * nbytes, nbytes)]
     if not found(0, 0):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import meta_model, read_config
-from forebay.rewriter.checkpoints.expert_tables import expert_names, table_record
+from forebay.rewriter.checkpoints.expert_tables import joined_record, piece_names, table_record
 from forebay.rewriter.checkpoints.records import CheckpointError, Packed, TensorRecord, log_once
 from forebay.rewriter.checkpoints.stored_tensors import require_fits, require_same, same_contents, spellings
 from forebay.rewriter.checkpoints.text_model import MULTIMODAL, OTHERS, causal_class, text_config, text_names
@@ -77,6 +77,9 @@ def weight_records(
             continue
         names = [n for tied in (spec.name, *spec.ties) for n in spellings(tied, prefix)]
         stored = [record for n in dict.fromkeys(names) for record in by_name.get(n, ())]
+        if not stored and (joined := joined_record(spec, by_name, prefix, checkpoint.folder)) is not None:
+            found[spec.name] = joined
+            continue
         if not stored:
             raise CheckpointError(f"{checkpoint.folder} holds no tensor for {spec.name} "
                                   f"(it has {len(checkpoint.tensors)} tensors): it is a checkpoint of another model")
@@ -197,10 +200,10 @@ def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
         return kind.base_model_prefix, str
     found = get_checkpoint_conversion_mapping(kind.__name__) or get_checkpoint_conversion_mapping(config.model_type)
     renames = [step for step in found or () if isinstance(step, WeightRenaming)]
-    of_experts = expert_names([step for step in found or () if isinstance(step, WeightConverter)])
+    of_pieces = piece_names([step for step in found or () if isinstance(step, WeightConverter)])
     if not found:
         return kind.base_model_prefix, str
-    return kind.base_model_prefix, lambda name: of_experts(rename_source_key(name, renames, [])[0] if renames else name)
+    return kind.base_model_prefix, lambda name: of_pieces(rename_source_key(name, renames, [])[0] if renames else name)
 
 
 def weight_names(config: Any) -> tuple[str, Callable[[str], str]]:

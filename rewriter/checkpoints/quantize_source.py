@@ -16,7 +16,7 @@ from forebay.rewriter.checkpoints.adapted import made_of
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.coded import CodedTensor
 from forebay.rewriter.checkpoints.config import meta_model
-from forebay.rewriter.checkpoints.expert_sources import StackedTensor, stack_experts
+from forebay.rewriter.checkpoints.expert_sources import StackedTensor, join_pieces
 from forebay.rewriter.checkpoints.grouped import (
     GroupedTensor,
     grouped_tensors,
@@ -72,7 +72,7 @@ def open_folder_source(path: Path) -> QuantizeSource:
     quantized = [t.name for t in tensors if isinstance(t, GroupedTensor | CodedTensor)]
     config = read_model_config(path, checkpoint, quantized)
     model, naming = _described_model(path, text_config(config) or config), weight_names(config)
-    tensors = stack_experts(model, tensors, *naming, path)
+    tensors = join_pieces(model, tensors, *naming, path)
     names = _match(model, [tensor.name for tensor in tensors], *naming)
 
     def prepare(folder: Path) -> None:

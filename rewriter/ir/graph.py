@@ -24,10 +24,11 @@ META = "forebay"  # the one key of ours in node.meta, and in the meta of a whole
 @dataclass(frozen=True)
 class WeightInput:
     """On a placeholder: this input is the weight `name` (in a block graph: the name relative to its layer), stored in
-    `format`."""
+    `format`. `among`: of a table of which this rank has some experts, all that routers pick from."""
 
     name: str
     format: str = "native"
+    among: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import fx
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.operators import EXPERTS, LINEAR, LINEAR_Q
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import PRODUCT_DTYPES
+from forebay.rewriter.ir.graph import META, PRODUCT_DTYPES, WeightInput
 
 aten = torch.ops.aten
 
@@ -135,6 +135,12 @@ def product_shape(node: fx.Node) -> Shape | None:
 def reads_table(user: fx.Node, weight: fx.Node) -> bool:
     """Whether `weight` is the table of experts that `user` reads, an entry a row."""
     return user.target is EXPERTS.overload and EXPERTS.argument(user.args, "table") is weight
+
+
+def experts_among(table: Any) -> dict[str, int]:
+    """What a launch is told where routers pick from more experts than a table has, as other ranks have the rest."""
+    mark = table.meta.get(META)
+    return {"among": mark.among} if isinstance(mark, WeightInput) and mark.among else {}
 
 
 def tileable(user: fx.Node, weight: fx.Node) -> bool:

@@ -178,7 +178,7 @@ class BorrowedKVState(StateSpec):
 @dataclass(frozen=True)
 class LatentState(StateSpec):
     """One row of `width` elements for each token, [B, 1, L, width], which latent attention takes for the key and the
-    value of every head."""
+    value of every head; `part` tells one of a layer from others."""
 
     kind = "latent"
     operators = (ATTENTION.name, KV_APPEND.name)
@@ -186,10 +186,11 @@ class LatentState(StateSpec):
 
     width: int
     dtype: torch.dtype
+    part: int = 0
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
-        return (StateTensor("latent", ("B", 1, "L", self.width), self.dtype),)
+        return (StateTensor(f"latent{self.part or ''}", ("B", 1, "L", self.width), self.dtype),)
 
 
 @register_state

@@ -51,11 +51,17 @@ class PartitionProblem:
         for name in ("batch", "prompt", "new_tokens"):
             if getattr(self, name) < 1:
                 raise ModelError(f"{name}: {getattr(self, name)}; at least 1 is needed")
-        if not all(BlockWidths.of(kind).dense for kind in self.model.layers):
-            raise ModelError(f"{self.model.name}: its feed-forward is neither plain nor has one gate (experts, for "
-                             "example); only those are partitioned")
+        blocks = [BlockWidths.of(kind) for kind in self.model.layers]
+        if not all(block.dense or block.mixture for block in blocks):
+            raise ModelError(f"{self.model.name}: its feed-forward is neither plain, nor has one gate, nor is a "
+                             "mixture of experts; only those are partitioned")
         if self.capacity_nbytes <= 0:
             raise ModelError(f"memory: {self.capacity_nbytes:g} bytes a chip; more than 0 is needed")
+
+    def layouts(self, work: PhaseWork) -> Iterator[ChipLayout]:
+        """The layouts of a phase."""
+        mixture = any(BlockWidths.of(kind).mixture for kind in self.model.layers)
+        return (way for way in layouts(self.mesh, work) if way.feedforward == "1d" or not mixture)
 
     @property
     def phases(self) -> tuple[PhaseWork, PhaseWork]:
@@ -114,7 +120,7 @@ def options_of(problem: PartitionProblem) -> list[Option]:
     full = problem.prompt + problem.new_tokens
     for work in problem.phases:
         steps = 1 if work.name == PREFILL else problem.new_tokens
-        for layout in layouts(problem.mesh, work):
+        for layout in problem.layouts(work):
             for way, i, kind, cost in _in_best_chunks(problem, layout, work):
                 seen = min(work.context, kind.window) if kind.window else work.context
                 kept = min(full, kind.window) if kind.window else full

@@ -122,6 +122,11 @@ class BlockWidths:
                            max(0, layer.elements(ATTENTION) + layer.elements(MLP) - counted), layer.active_share(MLP))
 
     @property
+    def mixture(self) -> bool:
+        """Whether the feed-forward is one of experts, which ranks divide among them in 1D layouts alone."""
+        return self.active < 1
+
+    @property
     def dense(self) -> bool:
         """Whether the feed-forward is plain or has a gate, without experts."""
         return self.active == 1 and self.inner > 0 and self.up in (self.inner, 2 * self.inner)
@@ -216,10 +221,11 @@ def product_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, rows: fl
             beside_s = sum(collective_s(item, mesh) for item in (moved[:1] if looped else _added_up(moved)))
             chunks = (layout.gather_chunks if looped else layout.chunks) if beside_s else 1
             n_local, k_local, many = math.ceil(n / parts[0]), math.ceil(k / parts[1]), share * rows
+            read = 1 - (1 - share) ** rows  # of experts those that some token picks
             again = n_local * (chunks - 1) / chunks if looped else 0  # what pieces before it have added up
             n_local, k_local = ((n_local, math.ceil(k_local / chunks)) if looped else
                                 (math.ceil(n_local / chunks), k_local))
-            nbytes = n_local * k_local * sizes.weight + many * (n_local + k_local + again) * sizes.activation
+            nbytes = read * n_local * k_local * sizes.weight + many * (n_local + k_local + again) * sizes.activation
             product_s = times.product_s(sizes.dtype, many, n_local, k_local, nbytes=nbytes)
             time_s += chunks * product_s
             hidden_s += (chunks - 1) * (1 - mesh.overlap_penalty) * min(product_s, beside_s)

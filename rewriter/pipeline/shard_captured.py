@@ -23,6 +23,7 @@ from forebay.rewriter.ir.share import RankShare, WeightCut
 from forebay.rewriter.ir.state import (
     ConvolutionState,
     KVState,
+    LatentState,
     LentKVState,
     RecurrentState,
     StateSpec,
@@ -65,8 +66,8 @@ def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches
     for name, (source, cut) in parts.items():
         weights[name] = cut_spec(captured.weights[source], cut, name)
     shapes = {node.name: node.meta["val"].shape for node in step.graph.find_nodes(op="placeholder")}
-    if share.sharers > 1 or any(
-            spec.grows and not isinstance(spec, KVState) for states in captured.states for spec in states):
+    if share.sharers > 1 or any(spec.grows and not isinstance(spec, KVState | LatentState)
+                                for states in captured.states for spec in states):
         kv_states(captured.states, "mesh")
     states = tuple(tuple(_of_rank(spec, shapes[state_name(spec.tensors[0].name, i)][1:], share) for spec in states)
                    for i, states in enumerate(captured.states))

@@ -29,8 +29,13 @@ def is_table(use: WeightUse) -> bool:
 
 
 def picks_of(use: WeightUse) -> int:
-    """Experts that a token picks."""
-    return round(use.share * use.rows)
+    """The most experts of a table that a token picks."""
+    return use.picks or round(use.share * use.rows)
+
+
+def named_of(use: WeightUse, tokens: int) -> float:
+    """Different experts of a table that so many tokens are expected to pick."""
+    return named_experts(use.rows, use.share * use.rows, tokens)
 
 
 def pool_buffers(slots_of: Iterable[tuple[WeightUse, int]], tokens: int) -> Iterator[tuple[str, str, int]]:
@@ -71,7 +76,7 @@ class ExpertPools:
             return RoutedFetch()
         hits = hits_within(self.measured, slots / max(u.rows for u in self.tables))
         steps = [size for size, tokens in self.tokens.items() if size == 1 or all(
-            (1 - hits) * named_experts(u.rows, picks_of(u), tokens) <= GAIN * u.rows for u in self.tables)]
+            (1 - hits) * named_of(u, tokens) <= GAIN * u.rows for u in self.tables)]
         return RoutedFetch(tuple(sorted(steps)), hits, self.measured)
 
     def nbytes(self, slots: int) -> int:
@@ -89,7 +94,7 @@ class ExpertPools:
     def read_nbytes(self, slots: int, size: int) -> float:
         """Bytes that a step is expected to read of experts by name."""
         routed = self.routed(slots)
-        return sum(u.nbytes / u.rows * routed.missed(u.rows, picks_of(u), self.tokens[size]) for u in self.tables)
+        return sum(u.nbytes / u.rows * routed.missed(u.rows, u.share * u.rows, self.tokens[size]) for u in self.tables)
 
 
 def pools_of(products: Sequence[WeightUse], tokens: Mapping[int, int], measured: tuple[float, ...]) -> ExpertPools:

@@ -12,7 +12,7 @@ from torch import fx
 
 from forebay.kernels.operators import EXPERTS
 from forebay.rewriter.ir.graph import META, storage_of, weight_name
-from forebay.rewriter.ir.products import reads_table, tileable
+from forebay.rewriter.ir.products import experts_among, reads_table, tileable
 from forebay.rewriter.planning.model_needs import WeightUse
 from forebay.rewriter.predict.closed_form import StepProduct
 
@@ -22,15 +22,16 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class _Reading:
     """How one graph consumes one of its placeholders: where in its order first, by lookups, by other operators, whether
-    all of the others accept row tiles, the most rows that one of them multiplies by it, what share of it each row
-    meets, and how many numbers an expert gives."""
+    all of the others accept row tiles, the most rows that one of them multiplies by it, and of a table of experts
+    how many each row picks, from how many, and how many numbers an expert gives."""
 
     first: int
     lookup: bool
     product: bool
     tiles: bool
     rows: int = 0
-    share: float = 1.0
+    picks: int = 0
+    among: int = 0
     outputs: int = 0
 
 
@@ -66,8 +67,7 @@ def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
                                        max((call.meta["layer"] for call in node.users if call.op == "call_module"),
                                            default=-1),
                                        max(0, max((r.rows for _, r in readings), default=0) - tokens),
-                                       max((r.share for _, r in readings), default=1.0),
-                                       max((r.outputs for _, r in readings), default=0))))
+                                       *_picked([r for _, r in readings]))))
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -141,6 +141,16 @@ def _reading(node: fx.Node, order: dict[fx.Node, int]) -> _Reading | None:
                default=0)
     tables = [u for u in others if reads_table(u, node)]
     chosen = [EXPERTS.argument(u.args, "index").meta["val"].shape[-1] for u in tables]
-    share = max(chosen) / node.meta["val"].shape[0] if chosen and len(chosen) == len(others) else 1.0
+    picks = max(chosen) if chosen and len(chosen) == len(others) else 0
+    among = experts_among(node).get("among", node.meta["val"].shape[0]) if picks else 0
     outputs = max((u.meta["val"].shape[-1] for u in tables), default=0)
-    return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others), rows, share, outputs)
+    return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others), rows, picks, among,
+                    outputs)
+
+
+def _picked(readings: Sequence[_Reading]) -> tuple[float, int, int]:
+    """What share of a weight each row meets, how many numbers an expert of it gives, and how many a row may pick."""
+    outputs = max((r.outputs for r in readings), default=0)
+    if not all(r.picks for r in readings):
+        return 1.0, outputs, 0
+    return max((r.picks / r.among for r in readings), default=1.0), outputs, max((r.picks for r in readings), default=0)

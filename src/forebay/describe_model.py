@@ -18,7 +18,7 @@ from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.checkpoints.expert_sources import StackedTensor
-from forebay.rewriter.checkpoints.expert_tables import ExpertPiece
+from forebay.rewriter.checkpoints.expert_tables import WeightPiece
 from forebay.rewriter.checkpoints.gguf_header import GgufTensor, gguf_parts
 from forebay.rewriter.checkpoints.gguf_repack import open_gguf
 from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
@@ -194,7 +194,7 @@ def _stored(checkpoint: Checkpoint, model: Any, config: Any, method: str) -> Ite
 
     def parameter(name: str) -> str:
         renamed = rename(name)
-        piece = ExpertPiece.of(renamed)
+        piece = WeightPiece.of(renamed)
         return next((each for each in spellings(piece.parameter if piece else renamed, prefix) if each in known), "")
 
     for name, record in checkpoint.tensors.items():

@@ -29,10 +29,17 @@ SMALL: dict[str, Any] = dict(
     tie_word_embeddings=False)  # fmt: skip
 
 
+MORE: dict[str, dict[str, Any]] = {  # sizes beside SMALL
+    "longcat_flash": dict(num_hidden_layers=4, ffn_hidden_size=96, expert_ffn_hidden_size=32, moe_topk=3,
+                          zero_expert_num=3, head_dim=ROPE),
+    "deepseek_v32": dict(index_topk=PROMPT + NEW, index_head_dim=16, index_n_heads=2),
+    "glm_moe_dsa": dict(index_topk=PROMPT + NEW, index_head_dim=16, index_n_heads=2, indexer_types=["full", "shared"])}
+
+
 def small(family: str, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import CONFIG_MAPPING
 
-    return random_model(CONFIG_MAPPING[family](**SMALL), dtype)
+    return random_model(CONFIG_MAPPING[family](**SMALL | MORE.get(family, {})), dtype)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +68,8 @@ def smallest(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", at_length("deepseek_v2"), "minicpm3", at_length("youtu"),
-                                    at_length("glm4_moe_lite"), at_length("axk1")])
+                                    at_length("glm4_moe_lite"), at_length("axk1"), "longcat_flash", "deepseek_v32",
+                                    at_length("glm_moe_dsa")])
 def test_same_tokens_as_transformers_at_any_budget(saved: Saved, family: str) -> None:
     folder, model = saved(family)
     want, least = tokens(model), smallest(folder)
@@ -71,8 +79,15 @@ def test_same_tokens_as_transformers_at_any_budget(saved: Saved, family: str) ->
         assert torch.equal(tokens(lm), want), budget
         assert (lm.plan.prediction.streamed_nbytes > 0) == (budget < nbytes)
         rows = {b.name: b.nbytes for b in lm.plan.buffers if b.name.startswith("cache_")}
-        assert rows == {f"cache_latent_{i}": 3 * (PROMPT + NEW) * (RANK + ROPE) * 4 for i in range(2)}
+        kept = ("latent", "latent1") if family == "longcat_flash" else ("latent",)  # attention twice a layer
+        assert rows == {f"cache_{name}_{i}": 3 * (PROMPT + NEW) * (RANK + ROPE) * 4 for name in kept for i in range(2)}
         lm.close()
+
+
+def test_a_context_is_at_most_what_an_indexer_picks(saved: Saved) -> None:
+    folder, _ = saved("deepseek_v32")
+    with pytest.raises(PlanError, match=f"{PROMPT + NEW} positions"):
+        forebay.wrap(folder, "1MiB", prompt=PROMPT + NEW)
 
 
 def test_a_row_for_each_token_is_all_that_is_kept() -> None:

@@ -34,6 +34,22 @@ def deep_bigcode() -> T.GPTBigCodeConfig:
     return families.bigcode(4)
 
 
+def qwen3_moe() -> T.Qwen3MoeConfig:
+    """Experts that ranks cannot share evenly."""
+    return T.Qwen3MoeConfig(**MIXTURE | dict(num_experts=5, head_dim=16, num_key_value_heads=2))
+
+
+def deepseek_v3() -> T.DeepseekV3Config:
+    """Latent attention, and shared experts beside those that ranks divide."""
+    return T.DeepseekV3Config(**MIXTURE | dict(
+        n_routed_experts=8, n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=32,
+        kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=4))
+
+
+MIXTURE: dict[str, Any] = dict(
+    vocab_size=families.VOCAB, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=4, num_experts_per_tok=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2)
 def recurrent(kind: str, **sizes: Any) -> T.PreTrainedConfig:
     """A model whose layers keep states, of sizes that all families have."""
     return T.AutoConfig.for_model(
@@ -44,7 +60,7 @@ def recurrent(kind: str, **sizes: Any) -> T.PreTrainedConfig:
 DEEP = {"deep llama": lambda: families.llama(4), "deep opt": lambda: families.opt(4),
         "deep gpt_neox": lambda: families.gpt_neox(4), "deep bigcode": deep_bigcode}
 KINDS = {**families.FAMILIES, "bigcode": families.bigcode, "gptj": families.gptj, "cohere": families.cohere,
-         "bloom": families.bloom, "uneven": wide_llama, **DEEP,
+         "bloom": families.bloom, "uneven": wide_llama, **DEEP, "qwen3_moe": qwen3_moe, "deepseek_v3": deepseek_v3,
          "lfm2": lambda: recurrent("lfm2", layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
          "mamba2": lambda: recurrent("mamba2", state_size=16, num_heads=8, head_dim=16, n_groups=2),
          "qwen3_next": lambda: recurrent(
@@ -151,7 +167,8 @@ def _expected(case: Case) -> list[list[int]]:
 
 STAGES = {"mesh": {"stages": 2}}
 TWO = [Case("llama"), Case("opt"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("gpt2"), Case("phi3"),
-       Case("gptj"), Case("cohere"), Case("bloom"),
+       Case("gptj"), Case("cohere"), Case("bloom"), Case("qwen3_moe"), Case("deepseek_v3"),
+       Case("qwen3_moe", {"expert_slots": 2}, share=350_000), Case("qwen3_moe", {"mesh": {"stages": 2}}),
        Case("llama", {"cache_tier": "disk", "micro_batches": 3}), Case("opt", {"batch_slots": 2}),
        Case("gemma2", share=500_000)]
 FOUR = [Case("llama"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("opt", {"micro_batches": 3})]
@@ -231,7 +248,8 @@ def test_tokens_are_those_of_transformers(folder: Path, nursery: Nursery, ranks:
 
 
 def test_packed_weights_and_draws_are_those_of_one_device(folder: Path, nursery: Nursery) -> None:
-    two = [Case("opt+w4g32", STAGES), Case("llama+w8g32"), Case("llama", {"cache": "kv8"}), Case("opt+w4g32", LOOPED)]
+    two = [Case("opt+w4g32", STAGES), Case("llama+w8g32"), Case("llama", {"cache": "kv8"}), Case("opt+w4g32", LOOPED),
+           Case("qwen3_moe+w4g32")]
     four = [Case("gpt_neox+w8g16", {"mesh": f"{WIDE['mesh']},chunks=2/1"}), Case("opt", {"cache": "kv8"} | WIDE),
             Case("broad+w4g16", {"mesh": f"{WIDE['mesh']},gather_chunks=2"}),
             Case("gpt2+w8g16", XYZ, share=900_000)]

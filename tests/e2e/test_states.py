@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers as T
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from selection import at_length
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -41,6 +42,10 @@ EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_in
 MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=2, mamba_d_conv=4, mamba_expand=2)
 DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
              layer_types=["linear_attention", "full_attention", "linear_attention"])
+KIMI = EXPERTS | dict(
+    n_routed_experts=4, n_group=1, topk_group=1, num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=16,
+    qk_rope_head_dim=8, v_head_dim=16, first_k_dense_replace=1, linear_head_dim=16, linear_num_heads=4,
+    layer_types=["linear_attention", "full_attention", "linear_attention"])
 # name -> (model type, sizes beside COMMON)
 FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": dict(layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
@@ -64,10 +69,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
                    mamba_headdim=16, mamba_d_state=16, mamba_ngroups=2),
     "recurrent_gemma": dict(lru_width=64, attention_window_size=16),
     "olmo_hybrid": DELTA,
+    "kimi_linear": KIMI,
+    "bailing_hybrid": KIMI,
     "minimax": EXPERTS | dict(layer_types=["linear_attention", "full_attention", "linear_attention"], block_size=4),
 }  # fmt: skip
-PARTED = ("olmo_hybrid",)  # whose checkpoints have a convolution in three tensors
-DEFAULT = ("lfm2", "qwen3_next", "mamba")
+DEFAULT = ("lfm2", "qwen3_next", "mamba", "olmo_hybrid")  # whose convolution is stored in three tensors
 PROMPT, NEW = 11, 5
 LENGTHS = (11, 6, 1)
 SHAPE = {"prompt": PROMPT, "new_tokens": NEW}
@@ -127,8 +133,7 @@ def smallest(folder: Path, **options: Any) -> int:
     return int(re.search(r"\((\d+) bytes", str(refused.value))[1])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("family", [name if name in DEFAULT else at_length(name) for name in FAMILIES
-                                    if name not in PARTED])
+@pytest.mark.parametrize("family", [name if name in DEFAULT else at_length(name) for name in FAMILIES])
 def test_tokens_are_those_of_a_full_forward(saved: Saved, family: str) -> None:
     folder, model, ids, mask, want = saved(family)
     least, nbytes = smallest(folder, batch=3, prefill_chunk=4), sum(p.nbytes for p in model.parameters())
@@ -140,14 +145,18 @@ def test_tokens_are_those_of_a_full_forward(saved: Saved, family: str) -> None:
         lm.close()
 
 
-@pytest.mark.parametrize("family", [at_length(name) for name in PARTED])
-def test_models_in_memory(tmp_path: Path, saved: Saved, family: str) -> None:
-    """Of families whose checkpoints are refused, as they have no tensor of the name that the model has."""
-    folder, model, ids, mask, want = saved(family)
-    with pytest.raises(CheckpointError, match=r"holds no tensor for .*conv1d\.weight"):
-        forebay.wrap(folder, 1 << 30, batch=3, **SHAPE)
-    with forebay.wrap(model, {"device": 1 << 30, "disk": tmp_path}, batch=3, prefill_chunk=4, **SHAPE) as lm:
-        assert torch.equal(tokens(lm, ids, mask), want)
+@pytest.mark.parametrize(("what", "message"), [
+    ("missing", r"holds only a part of model\.layers\.0\..*conv1d\.weight"), ("shape", "which is no part of")])
+def test_parts_of_a_convolution_are_all_there(saved: Saved, tmp_path: Path, what: str, message: str) -> None:
+    _, model, *_ = saved("olmo_hybrid")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.linear_attn.v_conv1d.weight"
+    part = weights.pop(name)
+    weights |= {} if what == "missing" else {name: part[:, :, 1:].contiguous()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        forebay.wrap(tmp_path, 1 << 30, **SHAPE)
 
 
 @pytest.mark.parametrize("chunk", [1, at_length(2), at_length(3), at_length(8), None])
@@ -327,7 +336,7 @@ def test_others_cannot_keep_states(saved: Saved, tmp_path: Path, format: Any) ->
 
 
 @pytest.mark.parametrize(("kind", "sizes", "said"), [
-    ("rwkv", {}, "keep a recurrent state in a way of their own, which is not implemented"),
+    ("rwkv", {}, "keep a state by code of their own, which calls none of the convolutions"),
     ("mamba", {"hidden_act": "gelu"}, "its short convolution ends in gelu, where silu is all that is implemented")])
 def test_mixers_of_other_kinds_are_refused(kind: str, sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(CaptureError, match=said):

@@ -38,7 +38,7 @@ class MatrixArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("row", "bits", "group")),
         *((name, ctypes.c_int32) for name in ("scale_dtype", "symmetric", "codebook", "integer_nbytes")),
-        ("bf16_panels", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("bf16_panels", "transposed")),
     )
 
 
@@ -54,7 +54,7 @@ class ExpertsArgs(ctypes.Structure):
         ("block", ctypes.c_int64),
         *((name, MatrixArgs) for name in ("up_how", "down_how")),
         *((name, ctypes.c_int32) for name in ("x_dtype", "weights_dtype", "out_dtype", "activation", "gated")),
-        *((name, ctypes.c_int32) for name in ("interleaved", "transposed", "scales_input", "accumulate", "last")),
+        *((name, ctypes.c_int32) for name in ("interleaved", "scales_input", "accumulate", "last")),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
     )
 
@@ -83,13 +83,13 @@ def scratch_nbytes(dtype: torch.dtype, out_dtype: torch.dtype, sizes: Sizes, for
     block, size = min(max(1, tokens), BLOCK), dtype.itemsize
     parts = (0 if out_dtype == torch.float32 else tokens * hidden * 4, (experts + 1) * 4, tokens * picks * 8,
              block * hidden * size, block * units * size, block * inner * size, block * hidden * 4)
-    shapes = (units, hidden, stored.up), (hidden, inner, stored.down)
+    shapes = (units, hidden, stored.up, form.transposed), (hidden, inner, stored.down, form.down_transposed)
     if stored.packed:
         rest = max(linear_q.scratch_nbytes(implementation(how), dtype, block, n, k, how.group_size, how.codebook)
-                   for n, k, how in shapes)
+                   for n, k, how, _ in shapes)
     else:
-        most = max(linear.scratch_nbytes("flat", dtype, rows, n, k, form.transposed)
-                   for n, k, _ in shapes for rows in (block, min(block, 48)))
+        most = max(linear.scratch_nbytes("flat", dtype, rows, n, k, transposed)
+                   for n, k, _, transposed in shapes for rows in (block, min(block, 48)))
         rest = max(most, 4 * (max(hidden, inner) + 64))
     return sum(-(-part // 64) * 64 for part in parts) + rest + 64
 
@@ -123,7 +123,8 @@ def bind_experts(
         shares = weights.reshape(picks.shape)
         return lambda: _by_torch(x2, picks, shares, experts, form, stored, out2, accumulate, results)
     count = experts.up.shape[0] + experts.first if experts.entries is None else experts.entries.shape[0]
-    row, made = (units, hidden) if form.transposed else (hidden, inner), torch.float32 if out is None else out.dtype
+    row = units if form.transposed else hidden, hidden if form.down_transposed else inner
+    made = torch.float32 if out is None else out.dtype
     given = (x2, picks, weights, experts.up, experts.up_bias, experts.down, experts.down_bias, experts.entries, out2,
              results)
     args = ExpertsArgs(
@@ -131,24 +132,24 @@ def bind_experts(
         experts.first, hidden, units, inner, x2.stride(0), 0 if out2 is None else out2.stride(0),
         *(0 if t is None else t.stride(0) * t.element_size() for t in experts[:4]),
         min(max(1, x2.shape[0]), BLOCK),
-        _matrix(experts.up, row[0], stored.up, x.dtype), _matrix(experts.down, row[1], stored.down, x.dtype),
+        _matrix(experts.up, row[0], form.transposed, stored.up, x.dtype),
+        _matrix(experts.down, row[1], form.down_transposed, stored.down, x.dtype),
         *(native.DTYPES[dtype] for dtype in (x.dtype, weights.dtype, made)), ACTIVATIONS.index(form.activation),
-        form.gated, form.interleaved, form.transposed, form.scales_input, accumulate, out is not None, form.alpha,
-        form.limit,
+        form.gated, form.interleaved, form.scales_input, accumulate, out is not None, form.alpha, form.limit,
     )  # fmt: skip
     tokens, chosen = picks.shape
     nbytes = scratch_nbytes(x.dtype, made, Sizes(tokens, chosen, count, hidden, units, inner), form, stored)
     return native.NativeCall("experts", args, given, -(-nbytes // 4))
 
 
-def _matrix(held: Tensor, row: int, stored: Stored, dtype: torch.dtype) -> MatrixArgs:
+def _matrix(held: Tensor, row: int, transposed: bool, stored: Stored, dtype: torch.dtype) -> MatrixArgs:
     """How the C++ code reads a matrix of each expert, whose rows of values as they are are so many elements apart."""
     if not stored.bits:
-        return MatrixArgs(row, 0, 0, 0, 0, 0, 0, 0)
+        return MatrixArgs(row, 0, 0, 0, 0, 0, 0, 0, transposed)
     impl = implementation(stored)
     return MatrixArgs(held.shape[2], stored.bits, stored.group_size, native.DTYPES[stored.scale_dtype],
                       stored.symmetric, CODEBOOKS.index(stored.codebook),
-                      INTEGER_NBYTES.get(impl, 0), impl == "bf16" and dtype != torch.float16)
+                      INTEGER_NBYTES.get(impl, 0), impl == "bf16" and dtype != torch.float16, False)
 
 
 def _by_torch(
@@ -161,8 +162,9 @@ def _by_torch(
     for entry, token, pick in picked(picks, experts):
         share, rows = weights[token, pick, None], x[token]
         given = rows * share.to(x.dtype) if form.scales_input else rows
-        y = activated(_linear(given, experts.up[entry], experts.up_bias, entry, form, stored.up).to(x.dtype), form)
-        y = _linear(y, experts.down[entry], experts.down_bias, entry, form, stored.down)
+        y = _linear(given, experts.up[entry], experts.up_bias, entry, form.transposed, stored.up)
+        y = activated(y.to(x.dtype), form)
+        y = _linear(y, experts.down[entry], experts.down_bias, entry, form.down_transposed, stored.down)
         if results is None:
             sums.index_add_(0, token, y if form.scales_input else y * share.float())
         else:
@@ -178,11 +180,11 @@ def _by_torch(
     out.copy_(sums)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, entry: int, form: Form, stored: Stored) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, entry: int, transposed: bool, stored: Stored) -> Tensor:
     if stored.bits:
         packing = stored.packing(x.shape[1])
         weight = dequantize_reference(*packing.unpack(weight), stored.bits, stored.group_size, 1, x.shape[1],
                                       codebook=stored.codebook)
-    matrix = weight.float() if form.transposed else weight.float().t()
+    matrix = weight.float() if transposed else weight.float().t()
     y = x.float() @ matrix
     return y if bias is None else y + bias[entry].float()

@@ -21,9 +21,10 @@ def entry_parts(
     units = 2 * inner if form.gated else inner
     found: list[Part] = []
     at = 0
-    for name, n, k, how in (("up", units, hidden, stored.up), ("down", hidden, inner, stored.down)):
+    for name, n, k, how, transposed in (("up", units, hidden, stored.up, form.transposed),
+                                        ("down", hidden, inner, stored.down, form.down_transposed)):
         row, kind = (how.packing(k).row_nbytes, torch.uint8) if how.bits else (k, dtype)
-        shape = (row, n) if form.transposed else (n, row)
+        shape = (row, n) if transposed else (n, row)
         for each in (Part(name, at, shape, kind), *((Part(f"{name}_bias", 0, (n,), dtype),) if biased else ())):
             found.append(each._replace(offset=at))
             at += each.nbytes

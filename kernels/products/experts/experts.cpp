@@ -14,6 +14,7 @@ extern "C" struct ExpertsMatrix {
   int64_t row;          // elements, or bytes of packed rows
   int64_t bits, group;  // 0 bits: weights as they are
   int32_t scale_dtype, symmetric, codebook, integer_nbytes, bf16_panels;
+  int32_t transposed;   // [in_features, out_features], of weights as they are
 };
 
 extern "C" struct ExpertsArgs {
@@ -22,7 +23,7 @@ extern "C" struct ExpertsArgs {
   const void* weights;     // [tokens, picks]
   const uint8_t* up;       // [entries, units, hidden], or [entries, hidden, units] where transposed
   const char* up_bias;     // [entries, units], may be null
-  const uint8_t* down;     // [entries, hidden, inner], or [entries, inner, hidden]
+  const uint8_t* down;     // [entries, hidden, inner], or [entries, inner, hidden] where it is
   const char* down_bias;   // [entries, hidden], may be null
   const int64_t* entries;  // [experts]: which entry an expert has, below 0 for none; null: its number less `first`
   void* out;               // [tokens, hidden]
@@ -33,7 +34,7 @@ extern "C" struct ExpertsArgs {
   int64_t block;                                       // rows of x that scratch has room for
   ExpertsMatrix up_how, down_how;
   int32_t x_dtype, weights_dtype, out_dtype;  // of x, biases and weights that are not packed; of the picks'; of out
-  int32_t activation, gated, interleaved, transposed, scales_input, accumulate;
+  int32_t activation, gated, interleaved, scales_input, accumulate;
   int32_t last;  // all picks have their results then, which are added up
   float alpha, limit;
 };
@@ -109,7 +110,7 @@ int product(const ExpertsArgs& a, const ExpertsMatrix& how, const void* x, const
     return forebay_linear_q(&q, scratch, floats, threads);
   }
   LinearArgs p = {x, w, bias, nullptr, nullptr, out, m, n, k, k, how.row, 0, 0, n, a.x_dtype, a.x_dtype, a.x_dtype};
-  p.out_dtype = out_dtype, p.conv1d = a.transposed;
+  p.out_dtype = out_dtype, p.conv1d = how.transposed;
   return forebay_linear(&p, scratch, floats, threads);
 }
 

@@ -273,7 +273,7 @@ def _launches(
         itertools.pairwise(at), (torch.int32, torch.int32, x.dtype, torch.float32), strict=True))
     named, known = (index, 0) if experts.entries is None else (experts.entries, len(experts.entries))
     whose: dict[str, Any] = {"HAS_ENTRIES": experts.entries is not None}
-    how = tile(x.dtype, tokens) | {"TRANSPOSED": form.transposed, "SCALED": form.scales_input, "num_warps": 4}
+    how = tile(x.dtype, tokens) | {"SCALED": form.scales_input, "num_warps": 4}
     blocks = triton.cdiv(tokens, how["BM"])  # no token picks an expert twice
     bias = experts.up_bias, experts.down_bias
     strides = [0 if b is None else b.stride(0) for b in bias]
@@ -284,12 +284,12 @@ def _launches(
                     x, order, ends, weights, experts.up, x if bias[0] is None else bias[0], given, picks, hidden, inner,
                     x.stride(0), experts.up.stride(1), experts.up.stride(0), strides[0], form.alpha, form.limit,
                     HAS_BIAS=bias[0] is not None, ACTIVATION=form.activation, GATED=form.gated,
-                    INTERLEAVED=form.gated and form.interleaved, LIMITED=form.limit > 0, **how,
-                    **_stored_as(stored.up, hidden)),
+                    INTERLEAVED=form.gated and form.interleaved, LIMITED=form.limit > 0,
+                    TRANSPOSED=form.transposed, **how, **_stored_as(stored.up, hidden)),
         kernel_call(down_kernel, (triton.cdiv(hidden, COLUMNS), count, blocks),
                     given, order, ends, weights, experts.down, x if bias[1] is None else bias[1], parts, hidden, inner,
-                    experts.down.stride(1), experts.down.stride(0), strides[1], HAS_BIAS=bias[1] is not None, **how,
-                    **_stored_as(stored.down, inner)),
+                    experts.down.stride(1), experts.down.stride(0), strides[1], HAS_BIAS=bias[1] is not None,
+                    TRANSPOSED=form.down_transposed, **how, **_stored_as(stored.down, inner)),
         kernel_call(sum_kernel, (tokens, triton.cdiv(hidden, SUMMED)),
                     parts, index, named, out, picks, hidden, out.stride(0), known, experts.first, count, **whose,
                     ACCUMULATE=accumulate, B=SUMMED, num_warps=4),
@@ -334,7 +334,7 @@ def audit_cases() -> list[AuditCase]:
     for name, stored, form in (
         ("bf16", Stored(), Form()), ("w4g32", Stored(4, 32), Form()), ("w8g32s", Stored(8, 32, symmetric=True), Form()),
         ("mxfp4", Stored(4, 32, torch.bfloat16, True, "e2m1"), Form()),
-        ("gpt-oss", Stored(), Form("alpha_swiglu", interleaved=True, transposed=True, alpha=1.702, limit=7.0)),
+        ("gpt-oss", Stored(), Form("alpha_swiglu", True, True, True, True, alpha=1.702, limit=7.0)),
     ):  # fmt: skip
         shared = {**tile(torch.bfloat16, 1), "TRANSPOSED": form.transposed, "SCALED": False,
                   "HAS_BIAS": form.interleaved}

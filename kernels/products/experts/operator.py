@@ -25,16 +25,16 @@ from forebay.kernels.products.experts.reference import Form, Storage, Stored, re
 @torch.library.custom_op("forebay::experts", mutates_args=(), device_types="cpu")
 def experts(
     x: Tensor, index: Tensor, weights: Tensor, table: Tensor, inner: int, biased: bool, activation: str, gated: bool,
-    interleaved: bool, transposed: bool, scales_input: bool, alpha: float, limit: float, bits: int = 0,
-    group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False, codebook: str = "",
-    down_bits: int = 0, down_group_size: int = 0, down_scale_dtype: torch.dtype = torch.float16,
+    interleaved: bool, transposed: bool, down_transposed: bool, scales_input: bool, alpha: float, limit: float,
+    bits: int = 0, group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False,
+    codebook: str = "", down_bits: int = 0, down_group_size: int = 0, down_scale_dtype: torch.dtype = torch.float16,
     down_symmetric: bool = False, down_codebook: str = "",
 ) -> Tensor:  # fmt: skip
     """x [..., H], index int64 [..., K], weights [..., K], table [E, N] (`entries`) -> contiguous [..., H] of x's dtype.
 
     ValueError names what is wrong.
     """
-    form = Form(activation, gated, interleaved, transposed, scales_input, alpha, limit)
+    form = Form(activation, gated, interleaved, transposed, down_transposed, scales_input, alpha, limit)
     stored = Storage(Stored(bits, group_size, scale_dtype, symmetric, codebook),
                      Stored(down_bits, down_group_size, down_scale_dtype, down_symmetric, down_codebook))
     parts = entry_parts(x.shape[-1], inner, form, stored, biased, x.dtype)
@@ -55,9 +55,9 @@ def _(x: Tensor, index: Tensor, weights: Tensor, table: Tensor, *how: Any) -> Te
 @experts.register_fake
 def _(
     x: Tensor, index: Tensor, weights: Tensor, table: Tensor, inner: int, biased: bool, activation: str, gated: bool,
-    interleaved: bool, transposed: bool, scales_input: bool, alpha: float, limit: float, bits: int = 0,
-    group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False, codebook: str = "",
-    down_bits: int = 0, down_group_size: int = 0, down_scale_dtype: torch.dtype = torch.float16,
+    interleaved: bool, transposed: bool, down_transposed: bool, scales_input: bool, alpha: float, limit: float,
+    bits: int = 0, group_size: int = 0, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False,
+    codebook: str = "", down_bits: int = 0, down_group_size: int = 0, down_scale_dtype: torch.dtype = torch.float16,
     down_symmetric: bool = False, down_codebook: str = "",
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape)
@@ -65,9 +65,9 @@ def _(
 
 class Arguments(NamedTuple):
     """A use's arguments. A launch over a part of the experts names by keyword the `first` of them, or gives their
-    `entries`, which are expected to be a `share` of those picked; how many there are, `count`; and whether results are
-    added to what its output holds, `accumulate`, or what each pick gives is kept in `results`, which the launch that
-    has the `last` of them adds up."""
+    `entries`, which are expected to be a `share` of those picked; how many there are, `count`, and `among` how many
+    picks are where other ranks have other experts; and whether results are added to what its output holds,
+    `accumulate`, or what each pick gives is kept in `results`, which the launch that has the `last` of them adds up."""
 
     x: Any
     index: Any
@@ -86,8 +86,8 @@ class Arguments(NamedTuple):
 def arguments_of(args: tuple[Any, ...]) -> Arguments:
     """Positional arguments, sorted."""
     x, index, weights, table, inner, biased, *rest = args
-    return Arguments(x, index, weights, table, inner, biased, Form(*rest[:7]),
-                     Storage(Stored(*rest[7:12]), Stored(*rest[12:])))
+    return Arguments(x, index, weights, table, inner, biased, Form(*rest[:8]),
+                     Storage(Stored(*rest[8:13]), Stored(*rest[13:])))
 
 
 def _count(use: Use) -> int:
@@ -132,6 +132,7 @@ def _cost(use: Use) -> Cost:
     given = arguments_of(use.args)
     units, entries = 2 * given.inner if given.form.gated else given.inner, given.table.shape[0]
     picks, count = math.prod(given.index.shape), max(1, _count(use))
+    picks = -(-picks * count // use.kwargs.get("among", count))
     most, picked = float(entries), float(picks * entries // count)  # experts that are read at most, and picks of them
     if "entries" in use.kwargs:  # the table is of places at which experts may begin
         most, picked = (use.kwargs.get("share", 1.0) * n for n in (count, picks))

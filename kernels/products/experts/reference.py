@@ -22,7 +22,8 @@ class Form(NamedTuple):
         activation: One of ACTIVATIONS, of what `up` gives.
         gated: `up` gives gate and value, and act(gate) * value is what `down` is given.
         interleaved: Gate and value alternate, instead of all of the gate coming first.
-        transposed: Matrices are [in_features, out_features].
+        transposed: `up` is [in_features, out_features].
+        down_transposed: `down` is.
         scales_input: A pick's weight multiplies what `up` is given, instead of what `down` gives (Llama 4).
         alpha: Of alpha_swiglu, which is (value + 1) * gate * sigmoid(alpha * gate) (gpt-oss).
         limit: Where gated, the most that the gate, and the magnitude of the value, may be; 0 for none.
@@ -32,6 +33,7 @@ class Form(NamedTuple):
     gated: bool = True
     interleaved: bool = False
     transposed: bool = False
+    down_transposed: bool = False
     scales_input: bool = False
     alpha: float = 0.0
     limit: float = 0.0
@@ -68,7 +70,7 @@ class Experts(NamedTuple):
     Attributes:
         up: [n, U, H], or [n, H, U] where transposed; packed rows uint8 [n, U, R]. U is 2 F where gated, else F.
         up_bias: [n, U] or None.
-        down: [n, H, F], or [n, F, H] where transposed; packed rows uint8 [n, H, R'].
+        down: [n, H, F], or [n, F, H] where `down_transposed`; packed rows uint8 [n, H, R'].
         down_bias: [n, H] or None.
         first: Entry i is expert first + i, unless `entries` tell.
         entries: int64 [experts], the entry of each expert, below 0 for one that is not there; or None.
@@ -100,7 +102,7 @@ def sizes(x: Tensor, experts: Experts, form: Form, stored: Storage) -> tuple[int
         fail("activation", f"must be one of {ACTIVATIONS}, got {form.activation!r}")
     if len(experts.up.shape) != 3 or len(experts.down.shape) != 3:
         fail("up", f"and down must have three dimensions, got {tuple(experts.up.shape)}, {tuple(experts.down.shape)}")
-    if form.transposed and stored.packed:
+    if (form.transposed or form.down_transposed) and stored.packed:
         fail("transposed", "is for matrices that are not packed")
     if (stored.up.bits > 0) != (stored.down.bits > 0):
         fail("down", "must be packed where up is, and only there")
@@ -108,11 +110,12 @@ def sizes(x: Tensor, experts: Experts, form: Form, stored: Storage) -> tuple[int
     inner = units // 2 if form.gated else units
     if form.gated and units % 2:
         fail("up", f"must give as many gates as values, got {units} outputs")
-    wanted = {"up": (units, hidden, stored.up), "down": (hidden, inner, stored.down)}
-    for name, (n, k, how) in wanted.items():
+    wanted = {"up": (units, hidden, stored.up, form.transposed),
+              "down": (hidden, inner, stored.down, form.down_transposed)}
+    for name, (n, k, how, transposed) in wanted.items():
         matrix = getattr(experts, name)
         count = (how.packing(k).row_nbytes,) if how.bits else (k,)
-        shape = (*count, n) if form.transposed else (n, *count)
+        shape = (*count, n) if transposed else (n, *count)
         if tuple(matrix.shape[1:]) != shape or matrix.shape[0] != experts.up.shape[0]:
             fail(name, f"must be [n, {shape[0]}, {shape[1]}], got {tuple(matrix.shape)}")
         bias = getattr(experts, f"{name}_bias")
@@ -155,13 +158,13 @@ def check_experts(
             fail(name, f"must be {dtype}, got {tensor.dtype}")
 
 
-def _matrix(weight: Tensor, in_features: int, form: Form, stored: Stored) -> Tensor:
+def _matrix(weight: Tensor, in_features: int, transposed: bool, stored: Stored) -> Tensor:
     """One expert's matrix [out_features, in_features] in float64."""
     if stored.bits:
         packing = stored.packing(in_features)
         return dequantize_reference(*packing.unpack(weight), stored.bits, stored.group_size, 1, in_features,
                                     codebook=stored.codebook).double()
-    return weight.double().mT if form.transposed else weight.double()
+    return weight.double().mT if transposed else weight.double()
 
 
 def activated(y: Tensor, form: Form) -> Tensor:
@@ -206,9 +209,10 @@ def reference(
     out = torch.zeros_like(rows)
     for entry, token, pick in picked(picks, experts):
         share, given = shares[token, pick, None], rows[token]
-        y = (given * share if form.scales_input else given) @ _matrix(experts.up[entry], hidden, form, stored.up).mT
+        given = given * share if form.scales_input else given
+        y = given @ _matrix(experts.up[entry], hidden, form.transposed, stored.up).mT
         y = activated(y if experts.up_bias is None else y + experts.up_bias[entry].double(), form)
-        y = y @ _matrix(experts.down[entry], inner, form, stored.down).mT
+        y = y @ _matrix(experts.down[entry], inner, form.down_transposed, stored.down).mT
         y = y if experts.down_bias is None else y + experts.down_bias[entry].double()
         out.index_add_(0, token, y if form.scales_input else y * share)
     return out.view(x.shape)

@@ -39,7 +39,7 @@ class RoutedFetch:
     hit_rate: float = 0.0
     measured: tuple[float, ...] = ()
 
-    def missed(self, experts: int, picks: int, tokens: int) -> float:
+    def missed(self, experts: int, picks: float, tokens: int) -> float:
         """Experts that a step over so many tokens in all is expected to read of a table."""
         return (1 - self.hit_rate) * named_experts(experts, picks, tokens)
 
@@ -71,6 +71,6 @@ def hits_within(measured: Sequence[float], share: float) -> float:
     return below + rest * (above - below)
 
 
-def named_experts(experts: int, picks: int, tokens: int) -> float:
+def named_experts(experts: int, picks: float, tokens: int) -> float:
     """Different experts that so many tokens pick, each `picks` of them, where the router prefers nobody."""
     return float(experts * (1 - (1 - picks / experts) ** tokens))

@@ -53,7 +53,7 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
     yield "linear_q", ours.linear_q.default, (x, rows_of(16, 64), bias, residual, residual, "silu", *stored)
     picked = torch.tensor([[0, 2], [1, 2], [2, 0]]).expand(2, 3, 2).contiguous(), torch.rand(2, 3, 2)
     yield "experts", ours.experts.default, (
-        x, *picked, torch.randn(3, 3 * 64 * 16), 16, False, "silu", True, False, False, False, 0.0, 0.0)
+        x, *picked, torch.randn(3, 3 * 64 * 16), 16, False, "silu", True, False, False, False, False, 0.0, 0.0)
     yield "assign_slots", ours.assign_slots.default, (
         picked[0], torch.zeros(6, dtype=torch.int64), torch.zeros(24, dtype=torch.int64), 3, 3, 3,
         torch.tensor([4, 0, 2]), 9)

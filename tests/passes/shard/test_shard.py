@@ -9,14 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_experts import small_config
 from torch import fx
 
 from forebay.passes.shard.collectives import stretches_of
 from forebay.passes.shard.demand import heads_of
 from forebay.passes.shard.shard import shard
 from forebay.passes.shard.split import ShardError
+from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints.cut_weights import cut_file
-from forebay.rewriter.ir.graph import CapturedModel, is_collective
+from forebay.rewriter.ir.graph import META, CapturedModel, is_collective
 from forebay.rewriter.ir.share import Ranges, RankShare, WeightCut, count, even_part, ranges, ranks_of
 from forebay.rewriter.pipeline.rewrite_captured import with_blocks
 from forebay.rewriter.pipeline.shard_captured import rank_files, shard_captured
@@ -81,6 +83,47 @@ def test_heads_are_shared_out_once(kv_heads: int, each: int, ranks: int) -> None
         assert mine and {h // each for h in mine} == {h for a, b in kv.held for h in range(a, b)}
         assert len(mine) % kv.count == 0  # equal groups, as attention counts heads
     assert sorted(held) == list(range(kv_heads * each))
+
+
+def test_each_expert_is_on_one_rank_and_what_all_give_is_added_up() -> None:
+    whole = capture_model(small_config("qwen3_moe"))
+    seen = []
+    for rank in range(3):  # of 8 experts
+        model, parts = shard_captured(whole, RankShare((3,), rank), Switches())
+        check_captured(model.step, "shard")
+        tables = {name for name, (source, _) in parts.items() if whole.weights[source].table}
+        assert len(tables) == 3
+        (((dim, ((first, end),)),),) = {parts[name][1] for name in tables}
+        assert dim == 0 and {model.weights[name].shape[0] for name in tables} == {end - first}
+        seen += range(first, end)
+        for block in model.blocks().values():
+            assert collectives(block) == ["all_reduce"] * 2
+            (table,) = [n for n in block.graph.find_nodes(op="placeholder") if "table" in n.name]
+            assert table.meta[META].among == 8
+    assert seen == list(range(8))
+
+
+def test_experts_are_not_divided_in_two_dimensions_and_there_are_enough() -> None:
+    whole = capture_model(small_config("qwen3_moe"))
+    with pytest.raises(ShardError, match="experts are given whole hidden states"):
+        shard_captured(whole, RankShare((1, 2), 0, 1, "2d"), Switches())
+    few = capture_model(small_config("qwen3_moe", num_experts=2, num_local_experts=2))
+    with pytest.raises(ShardError, match="2 experts are too few for 3 ranks"):
+        shard_captured(few, RankShare((3,), 0), Switches())
+
+
+def test_latent_attention_has_its_heads_divided_and_its_rows_whole() -> None:
+    whole = capture_model(small_config("deepseek_v3", head_dim=8, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16,
+                                       qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=4))
+    for rank in range(2):
+        model, parts = shard_captured(whole, RankShare((2,), rank), Switches())
+        check_captured(model.step, "shard")
+        assert model.states == whole.states
+        name = "model.layers.0.self_attn.kv_b_proj.weight"
+        size = whole.weights[name].shape[0] // 2
+        assert parts[name] == (name, ((0, ((rank * size, (rank + 1) * size),)),))
+        for block in model.blocks().values():
+            assert set(collectives(block)) == {"all_reduce"}
 
 
 def test_one_rank_has_all_and_more_than_there_are_heads_is_refused() -> None:

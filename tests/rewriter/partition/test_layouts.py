@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from forebay.rewriter.machine.presets import PRESETS
-from forebay.rewriter.partition.choose import PartitionProblem
+from forebay.rewriter.partition.choose import PartitionProblem, choose
 from forebay.rewriter.partition.collectives import ChipMesh, mesh_of, one_way
 from forebay.rewriter.partition.layouts import (
     BlockWidths,
@@ -104,11 +104,29 @@ def test_one_chip_exchanges_nothing() -> None:
     assert layer_cost(PALM, ways[0], mesh, DECODE, TIMES).communication_s == 0.0
 
 
-def test_experts_are_refused_by_the_planner() -> None:
+def test_experts_are_divided_among_chips_in_one_dimension() -> None:
+    """A token meets one of eight: a step over few tokens reads those that they pick, one over many reads all."""
     layer = LayerShape(1, (), (TensorShape("e", 8 * 64 * 32, 32), TensorShape("d", 8 * 32 * 64, 64)), 1, 2 * 64 * 64,
                        32, 4, 4, 8, 0, 64)
-    assert BlockWidths.of(layer).active == 2 / 16
-    with pytest.raises(ModelError, match="experts"):
+    assert BlockWidths.of(layer).active == 2 / 16 and BlockWidths.of(layer).mixture
+    problem = PartitionProblem(ModelShape("m", "bfloat16", (layer,), (), 32), mesh_of(TPU, (2, 2)), TIMES, 1e9, 4, 8, 8)
+    assert {way.feedforward for work in problem.phases for way in problem.layouts(work)} == {"1d"}
+    assert {way.feedforward for chosen in choose(problem).layouts.values() for way in chosen} == {"1d"}
+    way = ChipLayout("1d", (), (), "heads")
+
+    def read(layer: LayerShape, rows: int) -> float:
+        return product_cost(layer, way, problem.mesh, rows, TIMES).memory_s
+
+    dense = replace(layer, mlp_flops=16 * layer.mlp_flops // 2)
+    assert BlockWidths.of(dense).active == 1.0
+    assert read(layer, 1) < 0.3 * read(dense, 1) and read(layer, 4) > 1.5 * read(layer, 1)
+    weights = product_cost(layer, way, problem.mesh, 1, TIMES).weights_nbytes
+    assert weights == product_cost(dense, way, problem.mesh, 1, TIMES).weights_nbytes
+
+
+def test_what_is_neither_dense_nor_a_mixture_is_refused() -> None:
+    layer = LayerShape(1, (), (TensorShape("e", 64 * 32, 32),), 1, 2 * 64 * 32, 32, 4, 4, 8, 0, 64)
+    with pytest.raises(ModelError, match="neither plain"):
         PartitionProblem(ModelShape("m", "bfloat16", (layer,), (), 32), mesh_of(TPU, (2,)), TIMES, 1e9, 1, 8, 8)
 
 

@@ -107,14 +107,16 @@ def test_heads_that_several_devices_need_lie_on_each() -> None:
 
 
 def test_experts_are_priced_by_what_a_token_takes_part_in() -> None:
-    """A layer of 8 experts of which a token meets 2: a quarter of their operations, all of their bytes."""
+    """A layer of 8 experts of which a token meets 2: a quarter of their operations, and the bytes of those that some
+    token meets."""
     def layer(experts: int) -> LayerShape:
         mlp = (TensorShape("in", 8 * 8192 * 4096, 4096), TensorShape("out", 8 * 4096 * 4096 * 2, 8192))
         return replace(PRESET_MODELS["llama-3-8b"].layers[0], mlp=mlp, mlp_flops=experts * 2 * 2 * 8192 * 4096)
 
     some, every = (shape_times(replace(PRESET_MODELS["llama-3-8b"], layers=(layer(e),)), H100, 1) for e in (2, 8))
     assert some.prefill_s(8, 1024, 1024) < 0.5 * every.prefill_s(8, 1024, 1024)
-    assert some.decode_s(1, 16) == pytest.approx(every.decode_s(1, 16), rel=0.01)
+    assert some.decode_s(1, 16) < 0.5 * every.decode_s(1, 16)
+    assert some.decode_s(32, 16) == pytest.approx(every.decode_s(32, 16), rel=0.02)
 
 
 def test_the_cache_is_what_weights_leave() -> None:

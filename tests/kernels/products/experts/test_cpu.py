@@ -31,8 +31,9 @@ from forebay.kernels.quantization.quantize.cpu import quantize_rows
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
 FORMS = [
     *(Form(activation, gated) for activation in ACTIVATIONS[:-1] for gated in (True, False)),
-    Form("silu", interleaved=True), Form("silu", transposed=True), Form("silu", scales_input=True),
-    Form("silu", limit=0.5), Form("alpha_swiglu", interleaved=True, transposed=True, alpha=1.702, limit=0.7),
+    Form("silu", interleaved=True), Form("silu", transposed=True), Form("silu", down_transposed=True),
+    Form("silu", scales_input=True), Form("silu", limit=0.5),
+    Form("alpha_swiglu", True, True, True, True, alpha=1.702, limit=0.7),
 ]  # fmt: skip
 STORED = [Storage(), Storage(Stored(4, 32), Stored(4, 32)), Storage(Stored(8, 32, torch.bfloat16), Stored(4, 32)),
           Storage(Stored(4, 64), Stored(8, 16))]
@@ -74,8 +75,8 @@ def case(
     if stored.packed:
         up, down = (torch.stack([quantize_rows(m.float(), *how[:3]) for m in each])
                     for each, how in zip((up, down), stored, strict=True))
-    elif form.transposed:
-        up, down = up.mT.contiguous(), down.mT.contiguous()
+    up, down = (each.mT.contiguous() if turned else each for each, turned in (
+        (up, form.transposed), (down, form.down_transposed)))
     index = torch.stack([torch.randperm(count, generator=generator)[:picks] for _ in range(tokens)])
     weights = torch.rand(tokens, picks, generator=generator).to(dtype)
     experts = Experts(up, normal(count, units, by=0.3), down, normal(count, hidden, by=0.3))
@@ -224,7 +225,8 @@ def test_a_pool_counts_its_experts_not_the_places_where_they_may_begin(share: fl
     ("index", lambda c: setattr(c, "index", c.index.int())),
     ("index", lambda c: setattr(c, "index", c.index[1:])),
     ("weights", lambda c: setattr(c, "weights", c.weights[:, 1:])),
-    ("transposed", lambda c: (setattr(c, "form", Form(transposed=True)), setattr(c, "stored", STORED[1]))),
+    *(("transposed", lambda c, form=form: (setattr(c, "form", form), setattr(c, "stored", STORED[1])))
+      for form in (Form(transposed=True), Form(down_transposed=True))),
     ("down", lambda c: setattr(c, "stored", Storage(Stored(4, 32)))),
 ])  # fmt: skip
 def test_refusals_name_the_argument(name: str, change: object) -> None:
