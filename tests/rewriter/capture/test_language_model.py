@@ -295,8 +295,8 @@ def test_tracing_work_does_not_grow_with_depth(monkeypatch):
 
 def test_layers_of_a_type_that_is_not_implemented_are_refused_by_name():
     config = FAMILIES["llama"](3)
-    config.layer_types = ["full_attention", "indexed_attention", "full_attention"]
-    with pytest.raises(CaptureError, match="layer 1 is of type 'indexed_attention'; full_attention, sliding_attention"):
+    config.layer_types = ["full_attention", "other_attention", "full_attention"]
+    with pytest.raises(CaptureError, match="layer 1 is of type 'other_attention'; full_attention, sliding_attention"):
         capture_model(config)
 
 
@@ -338,13 +338,11 @@ def test_a_layer_that_counts_cached_tokens_is_refused(monkeypatch):
 
 
 def test_other_architectures_are_refused_by_what_they_are():
-    """Experts have no dtype to complain of."""
     for config, reason in (
-        (transformers.DbrxConfig(
-            vocab_size=VOCAB, d_model=64, n_heads=4, n_layers=2, max_seq_len=64,
-            ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-            attn_config={"kv_n_heads": 2, "rope_theta": 1e4}), "choose among experts"),
-        (transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2), "a recurrent state in a way"),
+        (transformers.DogeConfig(
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4),
+         "a mask of its own"),
+        (transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2), "keep a state by code of"),
     ):
         with pytest.raises(CaptureError, match=reason) as caught:
             capture_model(config)
