@@ -1,4 +1,4 @@
-"""A decode step of recurrent layers (short_conv, linear_recurrence, selective_scan) and of experts."""
+"""A decode step of recurrent layers (short_conv, linear_recurrence, selective_scan, keep_state) and of experts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal
+from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error
 from forebay.kernels.products.experts import reference as expert
+from forebay.kernels.recurrences.keep_state import reference as keep
 from forebay.kernels.recurrences.linear_recurrence import reference as linear
 from forebay.kernels.recurrences.selective_scan import reference as scan
 from forebay.kernels.recurrences.short_conv import reference as conv
@@ -69,6 +70,24 @@ def scan_work(place: Place) -> Work:
                 (x, dt.abs(), a, b, c), torch.empty_like(x))
 
 
+def keep_work(place: Place) -> Work:
+    """A layer's states of Mamba-2 2.7B, of which every second goes back."""
+    from forebay.kernels.recurrences.keep_state.gpu import bind_keep_state
+
+    batch, numbers = place.size(16, 2), place.size(80 * 64 * 128, 33)
+    first = normal(place, batch, numbers, dtype=F32)
+    refused = torch.arange(batch, device=place.device) % 2
+    pairs = [(first.clone(), -first) for _ in range(place.copies(2 * first.nbytes))]
+    want = keep.reference(first, -first, refused)
+    calls = [bind_keep_state(*pair, refused) for pair in pairs]
+
+    def verify() -> float:
+        calls[0]()
+        return max(relative_error(each, want) for each in pairs[0])
+
+    return Work(f"{batch}x{numbers}", calls, verify, 0.0, 2 * first.nbytes, aims=AIM)
+
+
 def experts_work(place: Place, tokens: int) -> Work:
     """As Qwen3-30B-A3B has them: 8 of 128 for each token."""
     from forebay.kernels.products.experts.gpu import bind_experts
@@ -92,4 +111,5 @@ def experts_work(place: Place, tokens: int) -> Work:
 def cases(tiny: bool) -> list[Case]:
     """Steps of Qwen3-Next (linear_recurrence), Mamba-2.8B (selective_scan) and Qwen3-30B-A3B (experts)."""
     return [Case("short_conv", conv_work), Case("linear_recurrence", linear_work), Case("selective_scan", scan_work),
+            Case("keep_state", keep_work),
             *(Case("experts", functools.partial(experts_work, tokens=tokens)) for tokens in (1, 64))]
