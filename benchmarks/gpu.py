@@ -42,7 +42,7 @@ CASE_S = 75.0  # a case that says nothing for so long is killed
 SHORT_S, START_S = 10e-6, 2.5e-6
 # Time for the checks and measurements of each module of gpu_cases, at most; what does not fit is left out and named.
 BUDGET_S = {"norms": 15.0, "positions": 20.0, "sampling": 30.0, "quantization": 20.0, "attention": 60.0,
-            "recurrences": 20.0, "linear": 150.0}
+            "recurrences": 20.0, "experts": 20.0, "linear": 150.0}
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 

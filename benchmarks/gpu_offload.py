@@ -35,7 +35,7 @@ from benchmarks.gpu_cases.large_steps import (
     measure_speculative,
     measure_throughput,
 )
-from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, weights_nbytes
+from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_times, weights_nbytes
 from benchmarks.isolated import IsolatedWorker, check_gpu, serve
 
 STARTED = time.monotonic()
@@ -47,6 +47,7 @@ SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "
          "intermediate_size": 704, "vocab_size": 2048}  # fmt: skip
 FORMATS = SMALL | {"num_hidden_layers": 16}  # whose weights in 4 bits are larger than what products take beside them
 WINDOWED = SMALL | {"sliding_window": 16}  # a Mistral
+MIXTURE = SMALL | {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 704, "head_dim": 32}  # a Qwen3
 WAYS: tuple[dict[str, Any], ...] = (  # in which caches and steps differ
     {"cache_tier": "host"}, {"cache_tier": "disk"}, {"cache_tier": "host", "cpu_attention": True},
     {"cache_tier": "disk", "micro_batches": 3, "order": "row"}, {"cache_tier": "host", "checkpoints": (1, 2)},
@@ -78,7 +79,8 @@ def jobs() -> list[Row]:
         {"part": "blocks", "shape": "llama", "attention": attention})]  # fmt: skip
     speculative = [{"part": "speculative", "way": way} for way in range(len(SPECULATIVE))]
     shared = [{"part": "shared", "weights": weights} for weights in ("w8", "w4")]
-    return (tokens + ways + shared + formats + speed[:3] + peers + opt + speed[3:] + speculative + blocks
+    routed = [{"part": "routed", "source": source, "slots": slots} for source in ("host", "disk") for slots in (3, 8)]
+    return (tokens + routed + ways + shared + formats + speed[:3] + peers + opt + speed[3:] + speculative + blocks
             + resident.jobs())  # fmt: skip
 
 
@@ -118,6 +120,38 @@ def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
     if job["share"] < 1 and not row["streamed_nbytes"]:
         return row | {"failed": "nothing streamed"}
     return row if row["same"] else row | {"failed": "other tokens than transformers'"}
+
+
+def check_routed(scratch: Path, machine: Any, job: Row) -> Row:
+    """Greedy tokens where decode steps fetch the experts that the router names, from host memory or from disk, against
+    transformers on the GPU; twice, as pools keep what they hold. With the bytes of a step as they were counted, of
+    three sequences, and its time."""
+    from forebay.api import wrap
+    from forebay.rewriter.ir.program import RETURN
+    from forebay.runtime.devices.cuda.memory import least_workspace_nbytes
+
+    folder = saved_model(scratch, MIXTURE, torch.float32)
+    ids, expected = reference_tokens(folder)
+    nbytes = weights_nbytes(folder)
+    device = nbytes * job["slots"] // MIXTURE["num_experts"] + (24 << 20) + (
+        least_workspace_nbytes() if torch.cuda.is_available() else 0)
+    budget = {"device": device, "host": nbytes // 2 if job["source"] == "disk" else nbytes + (24 << 20)}
+    before = begin_peak()
+    with wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, expert_slots=job["slots"]) as lm:
+        tiers = {w.tier for w in lm.plan.weights if w.pool_slots}
+        same = all(torch.equal(lm.generate(ids, max_new_tokens=24, eos_token_id=None), expected) for _ in range(2))
+        times: list[float] = []
+        lm.generate(ids, max_new_tokens=24, eos_token_id=None, on_token=lambda _: times.append(time.perf_counter()))
+        lm.start_trace()
+        lm.generate(ids, max_new_tokens=24, eos_token_id=None)
+        fetched = sum(n for (lane, _, _), _, _, n in lm.trace._kept() if lane == RETURN) / 23  # decode steps
+        row: Row = {"streamed_nbytes": lm.plan.prediction.streamed_nbytes, "same": same, "tiers": sorted(tiers),
+                    "fetched_nbytes": fetched, "step_s": step_times(times)[0],
+                    "predicted_step_s": lm.plan.prediction.decode_time_s}
+    row |= peak_within(budget["device"], before)
+    if job["source"] not in tiers:
+        return row | {"failed": f"pools of tables on {sorted(tiers)}"}
+    return row if same else row | {"failed": "other tokens than transformers'"}
 
 
 def check_ways(scratch: Path, machine: Any, job: Row) -> Row:
@@ -212,8 +246,9 @@ def half_resident(folder: Path, machine: Any, cache: str) -> int:
 
 
 PARTS: dict[str, Callable[[Path, Any, Row], Row]] = {
-    "tokens": check_tokens, "ways": check_ways, "shared": check_shared, "formats": check_formats,
-    "throughput": measure_throughput, "peer": measure_peer, "flexgen": measure_flexgen, "blocks": measure_blocks,
+    "tokens": check_tokens, "routed": check_routed, "ways": check_ways, "shared": check_shared,
+    "formats": check_formats, "throughput": measure_throughput, "peer": measure_peer, "flexgen": measure_flexgen,
+    "blocks": measure_blocks,
     "speculative": measure_speculative, "resident": resident.measure_resident,
 }
 
@@ -241,7 +276,10 @@ def line(job: Row, row: Row) -> str:
     if "failed" in row or "skipped" in row:
         return f"{head}: {row.get('skipped') or 'FAILED: ' + row['failed']}"
     if "same" in row:
-        return f"{head}: transformers' tokens; {row['streamed_nbytes'] >> 10} KiB streamed a step"
+        fetched = "" if "fetched_nbytes" not in row else (
+            f", {row['fetched_nbytes'] / 1024:.0f} KiB fetched, {1e3 * row['step_s']:.2f} ms, predicted "
+            f"{1e3 * row['predicted_step_s']:.2f} ms")
+        return f"{head}: transformers' tokens; {row['streamed_nbytes'] >> 10} KiB streamed a step{fetched}"
     if "error" in row:
         return f"{head}: logits differ by {row['error']:.1e}; {row['streamed_nbytes'] >> 10} KiB streamed a step"
     if "bound_s" in row:

@@ -23,9 +23,10 @@ Row = dict[str, Any]
 
 
 def saved_model(scratch: Path, shape: dict[str, int], dtype: torch.dtype, weights: str = "native") -> Path:
-    """A random-weight Llama (or OPT, or Mistral) of this shape as a safetensors checkpoint, made once; quantized, where
-    weights say so."""
-    kind_of = "opt" if "ffn_dim" in shape else "mistral" if "sliding_window" in shape else "llama"
+    """A random-weight Llama (or OPT, Mistral or Qwen3 mixture of experts) of this shape as a safetensors checkpoint,
+    made once; quantized, where weights say so."""
+    kinds = {"ffn_dim": "opt", "sliding_window": "mistral", "num_experts": "qwen3_moe"}
+    kind_of = next((kind for field, kind in kinds.items() if field in shape), "llama")
     name = f"{kind_of}-{shape['hidden_size']}-{shape['num_hidden_layers']}-{str(dtype)[6:]}"
     folder = scratch / name
     if not (folder / "config.json").exists():
@@ -33,7 +34,8 @@ def saved_model(scratch: Path, shape: dict[str, int], dtype: torch.dtype, weight
 
         torch.manual_seed(0)
         kind: Any = {"opt": (of.OPTConfig, of.OPTForCausalLM), "llama": (of.LlamaConfig, of.LlamaForCausalLM),
-                     "mistral": (of.MistralConfig, of.MistralForCausalLM)}[kind_of]
+                     "mistral": (of.MistralConfig, of.MistralForCausalLM),
+                     "qwen3_moe": (of.Qwen3MoeConfig, of.Qwen3MoeForCausalLM)}[kind_of]
         config = kind[0](**shape, tie_word_embeddings=False, max_position_embeddings=2048)
         config.dtype = dtype
         before = torch.get_default_dtype()

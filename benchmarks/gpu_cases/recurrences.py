@@ -1,8 +1,7 @@
-"""A decode step of recurrent layers (short_conv, linear_recurrence, selective_scan, keep_state) and of experts."""
+"""A decode step of recurrent layers: short_conv, linear_recurrence, selective_scan, keep_state."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error
-from forebay.kernels.products.experts import reference as expert
 from forebay.kernels.recurrences.keep_state import reference as keep
 from forebay.kernels.recurrences.linear_recurrence import reference as linear
 from forebay.kernels.recurrences.selective_scan import reference as scan
@@ -88,28 +86,7 @@ def keep_work(place: Place) -> Work:
     return Work(f"{batch}x{numbers}", calls, verify, 0.0, 2 * first.nbytes, aims=AIM)
 
 
-def experts_work(place: Place, tokens: int) -> Work:
-    """As Qwen3-30B-A3B has them: 8 of 128 for each token."""
-    from forebay.kernels.products.experts.gpu import bind_experts
-
-    tokens, hidden, inner = place.size(tokens, 3), place.size(2048, 32), place.size(768, 16)
-    count, picks = place.size(128, 4), place.size(8, 2)
-    x = normal(place, tokens, hidden, scale=hidden**-0.5)
-    up = normal(place, count, 2 * inner, hidden, scale=hidden**-0.5)
-    down = normal(place, count, hidden, inner, scale=inner**-0.5)
-    drawn = torch.rand(tokens, count, generator=torch.Generator().manual_seed(tokens))
-    order = drawn.argsort(1)[:, :picks].contiguous()
-    index, shares = order.to(place.device), normal(place, tokens, picks).abs()
-    held, out = expert.Experts(up, None, down, None), torch.empty_like(x)
-    read = len(set(order.flatten().tolist())) * 3 * inner * hidden * 2
-    call = bind_experts(x, index, shares, held, expert.Form(), expert.Storage(), out)
-    verify = checked(call, out, lambda: expert.reference(x, index, shares, held))
-    return Work(f"{tokens} tokens, {picks} of {count} x 3x{inner}x{hidden}", [call], verify, LIMITS[x.dtype], read,
-                flops=6 * tokens * picks * inner * hidden, aims=AIM if tokens < 8 else ())
-
-
 def cases(tiny: bool) -> list[Case]:
-    """Steps of Qwen3-Next (linear_recurrence), Mamba-2.8B (selective_scan) and Qwen3-30B-A3B (experts)."""
+    """Steps of Qwen3-Next (linear_recurrence), Mamba-2.8B (selective_scan) and Mamba-2 2.7B (keep_state)."""
     return [Case("short_conv", conv_work), Case("linear_recurrence", linear_work), Case("selective_scan", scan_work),
-            Case("keep_state", keep_work),
-            *(Case("experts", functools.partial(experts_work, tokens=tokens)) for tokens in (1, 64))]
+            Case("keep_state", keep_work)]

@@ -8,6 +8,9 @@ its rounds the expert to fetch into each slot (-1: it keeps what it holds), and 
 Round 0 has the experts that are in slots, and fetches none. The others come in the rounds after it: in a few, where
 there is a slot for each expert that a step may name, and all are fetched at once. With fewer slots a round fetches half
 as many experts as there are slots, while the round before it is computed; with one slot, each after the other.
+
+A GPU fetches in order, so that no fetch ends before one that began earlier. There all experts come in one round, while
+round 0 is computed. With fewer slots a round fetches into all of them, after the round before it was computed.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ FETCHED = 3  # rounds in which experts come where there is a slot for each
 
 
 class SlotState(NamedTuple):
-    """The sizes of a state: slots, experts of the table, and how many of these a step names at most."""
+    """The sizes of a state: slots, experts of the table, and how many of these a step names at most; and whether the
+    fetches run in order."""
 
     slots: int
     experts: int
     named: int
+    in_order: bool = False
 
     @property
     def numbers(self) -> int:
@@ -38,17 +43,21 @@ class SlotState(NamedTuple):
     @property
     def most(self) -> int:
         """Experts that a round fetches where rounds share slots."""
-        return max(1, self.slots // 2)
+        return self.slots if self.in_order else max(1, self.slots // 2)
 
     @property
     def rounds(self) -> int:
         """Rounds that fetch experts."""
-        return min(FETCHED, self.named) if self.at_once else -(-self.named // self.most)
+        if self.at_once:
+            return 1 if self.in_order else min(FETCHED, self.named)
+        return -(-self.named // self.most)
 
     @property
     def beside(self) -> int:
         """Rounds before it that one may be fetched beside, while these are computed."""
-        return self.rounds if self.at_once else min(1, self.slots - 1)
+        if self.at_once:
+            return self.rounds
+        return 0 if self.in_order else min(1, self.slots - 1)
 
     @property
     def told(self) -> int:
@@ -69,6 +78,6 @@ class SlotState(NamedTuple):
         return self.want(number) + self.slots
 
 
-def slot_state(slots: int, experts: int, picks: int) -> SlotState:
+def slot_state(slots: int, experts: int, picks: int, in_order: bool = False) -> SlotState:
     """The sizes for steps that make so many picks among experts."""
-    return SlotState(slots, experts, min(experts, picks))
+    return SlotState(slots, experts, min(experts, picks), in_order)

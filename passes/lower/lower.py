@@ -316,7 +316,7 @@ class _Lowering:
         missed = self.plan.schedule.routed.missed(entry.rows, entry.picks, entry.tokens) if pooled else 0.0
         typical = min(1.0, missed / entry.rounds / index.shape[0]) if pooled else 1.0
         source = Rows(table, row_nbytes, index, skips=pooled, typical=typical, keeps=pooled,
-                      apart=routed_fetch.expert_room(row_nbytes) if pooled else 0,
+                      apart=routed_fetch.expert_room(row_nbytes) if pooled and not self.plan.schedule.host_hop else 0,
                       spares=settled(entry.spares, symbols))
         span = Span(out.arena, out.offset, source.room_nbytes, out.buffer) if pooled else span_of(out)
         self.draft.items.append(Lookup(number, f"{'fetch' if pooled else 'gather'} {name}", instance.layer, source,

@@ -47,6 +47,7 @@ from forebay.rewriter.ir.program import (
     place_of,
     tier_of,
 )
+from forebay.rewriter.ir.schedule.routed_fetch import LANDING
 
 WEIGHTS = "slot"  # the ring of those, which alone are carried over from step to step
 # Streams that touch what outlives a step on the slower tiers.
@@ -318,6 +319,9 @@ class _Placing:
             self._add(Release(COMPUTE, source))
 
     def _lookup(self, found: Lookup) -> None:
+        if found.source.keeps and self.plan.schedule.host_hop:
+            self._fetch_named(found)
+            return
         ready, landed = self._event("ready", found.index), self._event("found", found.index)
         if not (self.items and type(self.items[-1]) is Record and self.items[-1].stream == LOOKUP) or (
                 self.plan.schedule.host_hop):  # else the one before it waited for as much
@@ -340,6 +344,24 @@ class _Placing:
         self._add(Release(UPLOAD, landing))
         self._add(Record(UPLOAD, landed))
         self.freed["host_rows"] = landed
+
+    def _fetch_named(self, found: Lookup) -> None:
+        """Bring experts into a pool from host memory, where those of a file land first; weights ahead are on UPLOAD.
+        Launches before have waited for the experts that came before these."""
+        source, label, landing, arrived = found.source, found.label, None, self._event("ready", found.index)
+        self._add(Record(COMPUTE, arrived))
+        if isinstance(source.table, FileSlice):
+            self._wait(LOOKUP, arrived)
+            memory, arrived = self.slots[LANDING], self._event("rows", found.index)
+            landing = Span(memory.arena, memory.offset, source.nbytes, f"{LANDING}:{found.index}")
+            self._add(Copy(LOOKUP, replace(source, keeps=False, spares=()), landing, label, found.layer))
+            self._add(Record(LOOKUP, arrived))
+            source, label = replace(source, table=landing, alike=True), label.replace("fetch", "upload")
+        self._wait(RETURN, arrived)
+        self._add(Copy(RETURN, source, found.span, label, found.layer))
+        if landing is not None:
+            self._add(Release(RETURN, landing))
+        self._add(Record(RETURN, self._event("found", found.index)))
 
 
 def _place_offload(draft: Draft) -> list[Span]:

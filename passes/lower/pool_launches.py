@@ -14,7 +14,7 @@ from forebay.kernels.operators import ASSIGN_SLOTS, EXPERTS
 from forebay.passes.lower.addresses import POOL, RESULTS, ROUTING, WEIGHT, Addresses
 from forebay.rewriter.ir.products import experts_among
 from forebay.rewriter.ir.program import COMPUTE, Launch, Span, TensorRef, span_of
-from forebay.rewriter.ir.schedule.routed_fetch import PLACE_NBYTES, expert_room
+from forebay.rewriter.ir.schedule.routed_fetch import PLACE_NBYTES, pool_room
 
 
 class Round(NamedTuple):
@@ -37,9 +37,9 @@ class PooledExperts:
     """A node `experts_from_pool` as launches, between which its experts are read, in rounds (`SlotState`)."""
 
     def __init__(self, node: fx.Node, addresses: Addresses) -> None:
-        x, index, weights, table, slots, hit_rate, *form = node.args
+        x, index, weights, table, slots, hit_rate, hop, *form = node.args
         assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
-        assert isinstance(slots, int) and isinstance(hit_rate, float)
+        assert isinstance(slots, int) and isinstance(hit_rate, float) and isinstance(hop, bool)
         self.node, self.form, self.table, self.ref = node, form, table.meta["val"], addresses.ref
         self.operands = tuple(map(self.ref, (x, index, weights)))  # type: ignore[arg-type]
         self.tokens, self.picks = (math.prod(index.meta["val"].shape[:-1]), index.meta["val"].shape[-1])
@@ -47,25 +47,28 @@ class PooledExperts:
         self.among = experts_among(table)
         self.own_picks = self.picks * self.experts / self.among.get("among", self.experts)  # of this rank's experts
         self.nbytes, self.hit_rate = self.table.nbytes // self.experts, hit_rate
-        self.stride = expert_room(self.nbytes)
-        self.sizes = slot_state(slots, self.experts, self.tokens * self.picks)
-        self.told_at = self.experts + self.sizes.numbers  # places of experts come first, and then the state
+        self.stride = pool_room(self.nbytes, hop)
+        self.unit = self.nbytes if hop else PLACE_NBYTES  # in which is counted where an expert begins
+        self.sizes = slot_state(slots, self.experts, self.tokens * self.picks, hop)
+        self.placed = 0 if hop else self.experts  # places of experts come first, and then the state
+        self.told_at = self.placed + self.sizes.numbers
 
     def assign(self) -> Launch:
         """What tells each round its experts."""
-        index, places = self.operands[1], self._numbers(0, self.experts)
-        kept = self._numbers(self.experts, self.sizes.numbers), self._numbers(self.told_at, self.sizes.told)
+        index, places = self.operands[1], self._numbers(0, self.placed) if self.placed else None
+        kept = self._numbers(self.placed, self.sizes.numbers), self._numbers(self.told_at, self.sizes.told)
         written = tuple(map(span_of, kept))
-        args = index, *kept, *self.sizes, places, self.stride // PLACE_NBYTES
-        return Launch(COMPUTE, ASSIGN_SLOTS.name, args, {}, (), (span_of(index), span_of(places), *written), written,
+        read = tuple(span_of(ref) for ref in (index, places) if ref is not None)
+        args = index, *kept, *self.sizes, places, self.stride // self.unit
+        return Launch(COMPUTE, ASSIGN_SLOTS.name, args, {}, (), (*read, *written), written,
                       f"{self.node.name}_assign", self.node.meta.get("layer", -1))
 
     def pool(self) -> TensorRef:
         """All places at which an expert may begin."""
         symbol = self.source.replace(WEIGHT, POOL)
-        places = (self.sizes.slots * self.stride - self.nbytes) // PLACE_NBYTES + 1
+        places = (self.sizes.slots * self.stride - self.nbytes) // self.unit + 1
         return TensorRef(symbol, 0, str(self.table.dtype)[6:], (places, self.table.shape[1]),
-                         (PLACE_NBYTES // self.table.itemsize, 1), symbol)
+                         (self.unit // self.table.itemsize, 1), symbol)
 
     def rounds(self) -> Iterator[Round]:
         """What each round brings, and computes."""

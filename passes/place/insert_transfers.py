@@ -9,7 +9,7 @@ from torch import fx
 
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, STREAMED, Transfer, weight_name
-from forebay.rewriter.ir.plan import Plan, WeightPlacement
+from forebay.rewriter.ir.plan import Plan, Schedule, WeightPlacement
 from forebay.rewriter.ir.products import linear_arguments, reads_table, tileable
 
 aten = torch.ops.aten
@@ -40,8 +40,7 @@ def insert_transfers(gm: fx.GraphModule, plan: Plan) -> None:
             if placement.gather and _is_lookup(user, node):
                 replaced[user] = _replace_lookup(graph, user, node)
             elif placement.pool_slots and reads_table(user, node):
-                replaced[user] = _replace_experts(graph, user, placement.pool_slots,
-                                                  float(plan.schedule.routed.hit_rate))
+                replaced[user] = _replace_experts(graph, user, placement.pool_slots, plan.schedule)
             elif placement.tile_rows and placement.tile_rows < node.meta["val"].shape[0] and tileable(user, node):
                 replaced[user] = _tile_product(graph, user, node, placement)
             else:
@@ -89,10 +88,10 @@ def _replace_lookup(graph: fx.Graph, user: fx.Node, weight: fx.Node) -> fx.Node:
     return rows
 
 
-def _replace_experts(graph: fx.Graph, user: fx.Node, slots: int, hit_rate: float) -> fx.Node:
-    operands, form = user.args[:4], user.args[4:]
+def _replace_experts(graph: fx.Graph, user: fx.Node, slots: int, schedule: Schedule) -> fx.Node:
+    how = slots, float(schedule.routed.hit_rate), schedule.host_hop
     with graph.inserting_before(user):
-        out = _call(graph, user, ops.experts_from_pool, (*operands, slots, hit_rate, *form), user.meta["val"],
+        out = _call(graph, user, ops.experts_from_pool, (*user.args[:4], *how, *user.args[4:]), user.meta["val"],
                     user.name + STREAMED)
     user.replace_all_uses_with(out)
     graph.erase_node(user)

@@ -254,8 +254,7 @@ class Plan:
         return tuple(b for b in self.buffers if b.phase in ("all", phase) or (b.kind == "cache" and b.phase == cache))
 
     def during(self, tokens: int) -> Plan:
-        """The plan as a step over `tokens` tokens per sequence sees it: with buffers and block of its phase, and pools.
-        """
+        """The plan as a step over `tokens` tokens per sequence sees it: with its buffers, block and pools."""
         schedule, weights = replace(self.schedule, batching=self.schedule.batching.of_step(tokens)), self.weights
         if tokens not in schedule.routed.steps:
             weights = tuple(replace(w, pool_slots=0) if w.pool_slots else w for w in weights)
@@ -384,7 +383,8 @@ def validate(plan: Plan) -> None:
         if w.nbytes < 0 or w.tile_rows < 0 or w.pool_slots < 0:
             raise PlanError(f"{at}: negative size")
     _validate_cache(plan)
-    if fault := s.routed.fault(s.step_sizes, [w.tier for w in plan.weights if w.pool_slots], s.batching.micro_batches):
+    if fault := s.routed.fault(s.step_sizes, [w.tier for w in plan.weights if w.pool_slots], s.host_hop,
+                              s.batching.micro_batches):
         raise PlanError(f"plan.{fault}")
     for i, b in enumerate(plan.buffers):
         if b.offset < 0 or b.nbytes < 0:

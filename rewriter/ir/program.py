@@ -168,7 +168,7 @@ class Rows:
     all of both ends to be touched, except by those who go by a tensor that the copy `spares`: what told it its rows
     tells these other places (`check_items`). `typical` is the share that predictions count. Rows that begin so many
     bytes `apart` (0: densely) do not lie one after the other, but each in its room where it lies in the pages of its
-    file.
+    file. `alike`: the table has row i of the other end as its own row i; `index` says only which are left out.
     """
 
     table: FileSlice | Span
@@ -180,6 +180,7 @@ class Rows:
     keeps: bool = False
     apart: int = 0
     spares: tuple[TensorRef, ...] = ()
+    alike: bool = False
 
     @property
     def rows(self) -> int:

@@ -110,9 +110,11 @@ def advise(plan: Plan) -> list[str]:
 
 def _of_experts(plan: Plan, compute: float) -> list[str]:
     """The same where decode steps read experts by name, which runs beside few products: what more memory would give, by
-    the share of experts that pools would hold, and a faster disk."""
+    the share of experts that pools would hold, and a faster disk, or link to a GPU."""
     step, busy = plan.prediction.decode_time_s, plan.prediction.busy_time_s
-    read = busy.get(LOOKUP, 0.0) or busy.get(DISK, 0.0)  # the closed form tells no lookups from other reads
+    lanes = {lane: busy.get(own, 0.0) or busy.get(other, 0.0)  # the closed form tells these from no other copies
+             for lane, own, other in (("disk", LOOKUP, DISK), ("link", RETURN, UPLOAD))}
+    read, lane = sum(lanes.values()), max(lanes, key=lanes.__getitem__)
     routed = plan.schedule.routed
     pools = sum(b.nbytes for b in plan.buffers if b.kind == "pool")
     tables = sum(w.nbytes for w in plan.weights if w.pool_slots)
@@ -122,8 +124,8 @@ def _of_experts(plan: Plan, compute: float) -> list[str]:
     found = [(step / max(1e-9, step - read * less), f"a device budget of {twice}, for pools of twice as many experts "
               f"({100 * then:.0f} % hits),"),
              (step / max(1e-9, step - read), f"a device budget of {all_}, in which all experts stay,"),
-             (step / (step - read / 2), "a disk twice as fast")]
-    first = (f"{'disk' if read > compute else 'compute'}-bound: reads of experts take {100 * read / step:.0f} % of the "
+             (step / (step - lanes[lane] / 2), f"a {lane} twice as fast")]
+    first = (f"{lane if read > compute else 'compute'}-bound: reads of experts take {100 * read / step:.0f} % of the "
              f"step, computation {100 * compute / step:.0f} %")
     return [first] + [f"{what} would give {times:.1f}x" for times, what in sorted(found, reverse=True)
                       if times >= MIN_GAIN]

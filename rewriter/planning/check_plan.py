@@ -11,7 +11,7 @@ from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import ARENAS, MOVING, Budget, BufferPlacement, Plan, PlanError, Prediction, Workload
 from forebay.rewriter.ir.products import Shape
-from forebay.rewriter.ir.schedule.routed_fetch import POOL, expert_room
+from forebay.rewriter.ir.schedule.routed_fetch import POOL, pool_room
 from forebay.rewriter.planning.arena_layout import slot_stride
 from forebay.rewriter.planning.expert_pools import expert_buffers, is_table
 from forebay.rewriter.planning.features.table import FEATURES
@@ -151,7 +151,8 @@ def _check_weights(plan: Plan, needs: ModelNeeds) -> None:
             raise PlanError(f"{at}.pool_slots: {w.name} has {use.rows} rows, and is {'' if is_table(use) else 'no '}"
                             "table of experts; only a table has a pool, of fewer of them")
         pools = [b.nbytes for b in plan.buffers if b.name == w.name + POOL]
-        if pools != ([w.pool_slots * expert_room(w.nbytes // use.rows)] if w.pool_slots else []):
+        room = pool_room(w.nbytes // max(1, use.rows), needs.host_hop)
+        if pools != ([w.pool_slots * room] if w.pool_slots else []):
             raise PlanError(f"{at}.pool_slots: {w.pool_slots} slots are not the nbytes of what plan.buffers has of the "
                             f"name {w.name + POOL}, {pools}; plan again")
         if w.tier != "device" and use.product:

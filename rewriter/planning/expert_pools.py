@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forebay.kernels.formats.slot_state import ITEMSIZE, slot_state
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.schedule.routed_fetch import (
+    LANDING,
     POOL,
     RESULTS,
     ROUTING,
     RoutedFetch,
-    expert_room,
     hits_within,
     named_experts,
+    pool_room,
 )
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 
@@ -38,15 +39,18 @@ def named_of(use: WeightUse, tokens: int) -> float:
     return named_experts(use.rows, use.share * use.rows, tokens)
 
 
-def pool_buffers(slots_of: Iterable[tuple[WeightUse, int]], tokens: int) -> Iterator[tuple[str, str, int]]:
+def pool_buffers(
+    slots_of: Iterable[tuple[WeightUse, int]], tokens: int, hop: bool = False
+) -> Iterator[tuple[str, str, int]]:
     """Names, kinds and bytes of the buffers of the pools of tables, for steps over at most so many tokens in all: their
-    slots, places of experts in them with what is known of these, and what picks give."""
+    slots, what is known of these, behind places of experts in them unless there is a `hop`, and what picks give."""
     most = 0
     for use, slots in slots_of:
         picks = picks_of(use) * tokens
         most = max(most, picks * use.outputs * RESULT_NBYTES)
-        yield use.name + POOL, "pool", slots * expert_room(use.nbytes // use.rows)
-        yield use.name + ROUTING, "routing", use.rows * ITEMSIZE + slot_state(slots, use.rows, picks).nbytes
+        yield use.name + POOL, "pool", slots * pool_room(use.nbytes // use.rows, hop)
+        places = 0 if hop else use.rows * ITEMSIZE
+        yield use.name + ROUTING, "routing", places + slot_state(slots, use.rows, picks, hop).nbytes
     if most:
         yield RESULTS, "routing", -(-most // ITEMSIZE) * ITEMSIZE
 
@@ -54,11 +58,45 @@ def pool_buffers(slots_of: Iterable[tuple[WeightUse, int]], tokens: int) -> Iter
 @dataclass(frozen=True)
 class ExpertPools:
     """The tables that may have pools, all of as many slots, and the tokens in all of each step that may read experts by
-    name, by its tokens per sequence; of decode steps first. Hits as they were `measured` (`hits_within`)."""
+    name, by its tokens per sequence; of decode steps first. Hits as they were `measured` (`hits_within`). With `hop`
+    experts come from host memory, where tables lie, or by way of it."""
 
     tables: tuple[WeightUse, ...]
     tokens: Mapping[int, int]
     measured: tuple[float, ...] = ()
+    hop: bool = False
+
+    def beside(self, whole: int) -> ExpertPools:
+        """The pools where so many of the tables, spread evenly, lie on the device as they are."""
+        count = len(self.tables)
+        return replace(self, tables=tuple(
+            u for i, u in enumerate(self.tables) if (i + 1) * whole // count == i * whole // count)) if whole else self
+
+    @property
+    def tables_nbytes(self) -> int:
+        """Bytes of the tables, each as it lies in memory."""
+        return sum(aligned(u.nbytes) for u in self.tables)
+
+    def held_nbytes(self, room: int, slots: int) -> int:
+        """Bytes of the tables that so much host memory holds: the first of them, beside where others land."""
+        held, room = 0, room if self.tables_nbytes <= room else room - self.landing_nbytes(slots)
+        for u in self.tables if self.hop else ():
+            held += aligned(u.nbytes) if held + aligned(u.nbytes) <= room else 0
+        return held
+
+    def whole_counts(self, room: int, host_room: int) -> list[int]:
+        """How many tables may lie on the device as they are. On a GPU so many that host memory holds the others, as
+        pools hold what a router prefers; by hits that were measured, or where some stay on disk, also none, or as many
+        as so much room leaves pools the slots for a step."""
+        if not self.hop:
+            return [0]
+        count, slots = len(self.tables), self.least_slots()[-1]
+        table, pool = self.tables_nbytes // count, self.nbytes(slots) // count
+        least = max(0, count - host_room // max(1, table))
+        most = max(0, min(count - 1, (room - count * pool) // max(1, table - pool)))
+        if least <= most and not self.measured:
+            return [least]
+        return list(dict.fromkeys((0, least, most, max(0, most - 1))))
 
     @property
     def most_slots(self) -> int:
@@ -82,7 +120,11 @@ class ExpertPools:
     def nbytes(self, slots: int) -> int:
         """Bytes of the device that pools of so many slots take."""
         tokens = max(self.tokens[size] for size in self.routed(slots).steps)
-        return sum(aligned(nbytes) for *_, nbytes in pool_buffers([(u, slots) for u in self.tables], tokens))
+        return sum(aligned(n) for *_, n in pool_buffers([(u, slots) for u in self.tables], tokens, self.hop))
+
+    def landing_nbytes(self, slots: int) -> int:
+        """Bytes of host memory in which experts of a file land on their way to a pool."""
+        return slots * max((u.nbytes // u.rows for u in self.tables), default=0) if self.hop else 0
 
     def slots_within(self, room: int, least: int) -> int:
         """The most slots that fit, at least `least` of them; 0 where none do."""
@@ -97,9 +139,11 @@ class ExpertPools:
         return sum(u.nbytes / u.rows * routed.missed(u.rows, u.share * u.rows, self.tokens[size]) for u in self.tables)
 
 
-def pools_of(products: Sequence[WeightUse], tokens: Mapping[int, int], measured: tuple[float, ...]) -> ExpertPools:
+def pools_of(
+    products: Sequence[WeightUse], tokens: Mapping[int, int], measured: tuple[float, ...], hop: bool
+) -> ExpertPools:
     """The pools that tables among products may have."""
-    return ExpertPools(tuple(filter(is_table, products)), tokens, measured)
+    return ExpertPools(tuple(filter(is_table, products)), tokens, measured, hop)
 
 
 def expert_buffers(plan: Plan, needs: ModelNeeds) -> Iterator[tuple[str, str, str, int, int]]:
@@ -107,11 +151,15 @@ def expert_buffers(plan: Plan, needs: ModelNeeds) -> Iterator[tuple[str, str, st
     uses, routed = {u.name: u for u in needs.uses}, plan.schedule.routed
     tokens = max((size * needs.batching.sequences(plan.workload.batch, size) for size in routed.steps), default=0)
     pools = [w for w in plan.weights if w.pool_slots]
+    hop = plan.schedule.host_hop
     for w in pools if routed.measured else ():
         hits = hits_within(routed.measured, w.pool_slots / max(uses[each.name].rows for each in pools))
         if abs(hits - routed.hit_rate) > 1e-6:
             raise PlanError(f"plan.schedule.routed.hit_rate: {routed.hit_rate} is not {hits}, which {w.pool_slots} "
                             "slots (plan.weights[].pool_slots) have by plan.schedule.routed.measured; plan again")
     found = [(name, kind, "device", nbytes, ALIGNMENT if kind == "routing" or nbytes % PAGE_NBYTES else PAGE_NBYTES)
-             for name, kind, nbytes in pool_buffers([(uses[w.name], w.pool_slots) for w in pools], tokens)]
+             for name, kind, nbytes in pool_buffers([(uses[w.name], w.pool_slots) for w in pools], tokens, hop)]
     yield from sorted(found, key=lambda buffer: -buffer[-1])  # whole pages first, where they leave no gap
+    landing = max((w.pool_slots * (w.nbytes // uses[w.name].rows) for w in pools if w.tier == "disk"), default=0)
+    if hop and landing:
+        yield LANDING, "io", "host", landing, PAGE_NBYTES

@@ -74,8 +74,10 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> 
     kinds = kinds_of(needs, workload, options.expert_hits)
     least = replace(options, prefill_chunk=options.prefill_chunk or _shortest(needs, workload.prompt))
 
+    host = 1 << 60 if options.expert_slots and needs.host_hop else None  # on a GPU pools are filled from there
+
     def fits(nbytes: int) -> list[ChunkRoom]:
-        return _candidates(needs, kinds, Budget(nbytes, None), workload, least)
+        return _candidates(needs, kinds, Budget(nbytes, host), workload, least)
 
     if not _chunks(needs, workload, least):
         raise PlanError(f"prefill_chunk: steps over {needs.speculative} tokens check drafts; name another chunk")
@@ -149,7 +151,7 @@ def _candidates(
                 left = room_beside_slots(halving_order(kinds.products), left, slots, slot)
             if left >= 0:
                 found.append(ChunkRoom(chunk, left, slots, slot))
-                found += with_pools(found[-1], kinds, options) if slots else ()
+                found += with_pools(found[-1], kinds, options, _host_room(needs, budget, found[-1])) if slots else ()
     return [fit for fit in found if fit.pool_slots or not options.expert_slots or not fit.slots]
 
 
@@ -171,8 +173,11 @@ def _cheapest(
 
     def cost(fit: ChunkRoom, nbytes: int) -> float:
         steps = dict(prefill_steps(fit.chunk))
-        held = min(max(0, nbytes - kinds.tied_nbytes), _host_room(needs, budget, fit))
-        streams = StepStreams(needs.rates, kinds, needs.batching.micro_batches.fetches, nbytes, held, fit)
+        room, tables = _host_room(needs, budget, fit), 0
+        if fit.pool_slots:
+            tables, room = _host_tables(kinds, fit, room)
+        held = min(max(0, nbytes - kinds.tied_nbytes), room)
+        streams = StepStreams(needs.rates, kinds, needs.batching.micro_batches.fetches, nbytes, held, fit, tables)
         steps[1] = steps.get(1, 0) + max(0, new_tokens - 1)
         return sum(count * streams.step_time_s(tokens) for tokens, count in steps.items())
 
@@ -216,6 +221,7 @@ def _resident(kinds: WeightKinds, fit: ChunkRoom) -> set[str]:
     """Names of the weights that stay on the device."""
     chosen = {u.name for u in kinds.pinned}
     if fit.slots:
+        chosen |= {u.name for u in kinds.pools.tables} - {u.name for u in kinds.pools.beside(fit.whole).tables}
         return chosen | {u.name for u in spread_resident(kinds.streaming(fit.pool_slots > 0), fit.room)}
     chosen |= {u.name for u in kinds.products}
     room = fit.room - kinds.products_nbytes
@@ -244,6 +250,17 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: ChunkRoom) -> int:
     return max(0, budget.host - needs.host_nbytes - needs.feature_nbytes(fit.chunk, "host") - hop_nbytes)
 
 
+def _host_tables(kinds: WeightKinds, fit: ChunkRoom, room: int) -> tuple[int, int]:
+    """Of so many bytes of host memory those for tables that have pools, and those for other weights: what is left where
+    no experts land on their way from disk."""
+    pools = kinds.pools.beside(fit.whole)
+    if not fit.pool_slots or not pools.hop:
+        return 0, room
+    held = pools.held_nbytes(room, fit.pool_slots)
+    landing = 0 if held == pools.tables_nbytes else pools.landing_nbytes(fit.pool_slots)
+    return held, max(0, room - held - landing)
+
+
 def _planned(
     needs: ModelNeeds, kinds: WeightKinds, budget: Budget, workload: Workload, options: Options, machine: str,
     fit: ChunkRoom,
@@ -251,14 +268,15 @@ def _planned(
     """The plan that spends the budget as `fit` says."""
     resident = _resident(kinds, fit)
     weights = [_place(u, u.name in resident, fit, needs.weight_tier) for u in needs.uses]
-    weights = _fill_host(weights, _host_room(needs, budget, fit))
+    tables, rest = _host_tables(kinds, fit, _host_room(needs, budget, fit))
+    weights = _fill_host(_fill_host(weights, tables, True), rest)
     rows = {u.name: u.rows for u in needs.uses if u.product}
     piece = max((w.nbytes // rows[w.name] * (w.tile_rows or rows[w.name])
                  for w in weights if w.tier != "device" and w.name in rows), default=0)
     chunks = chunk_sizes(fit.chunk, needs.speculative)
     lead = min(options.lead or fit.slots, fit.slots)
     schedule = Schedule(fit.slots, piece, lead, chunks, needs.host_hop, needs.batching,
-                        kinds.pools.routed(fit.pool_slots))
+                        kinds.pools.beside(fit.whole).routed(fit.pool_slots))
     plan = Plan(needs.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
                 cache_format=needs.cache_format, score_ranges=options.score_ranges)
     upper, overlays = _upper(needs, fit.chunk)
@@ -274,13 +292,14 @@ def _predicted(needs: ModelNeeds, kinds: WeightKinds, plan: Plan, fit: ChunkRoom
     s, streamed = plan.schedule, [w for w, u in zip(plan.weights, needs.uses, strict=True)
                                   if w.tier != "device" and not w.pool_slots and u.product]
     streams = StepStreams(needs.rates, kinds, needs.batching.micro_batches.fetches, sum(w.nbytes for w in streamed),
-                       sum(w.nbytes for w in streamed if w.tier == "host"), fit)
+                       sum(w.nbytes for w in streamed if w.tier == "host"), fit,
+                       sum(aligned(w.nbytes) for w in plan.weights if w.pool_slots and w.tier == "host"))
     rates = needs.rates
     chunks = _prefill_steps(needs, plan.workload, s.prefill_chunks)
     step_s = {tokens: streams.step_time_s(tokens) + rates.device_attend_s(tokens) for tokens in (1, *chunks)}
     busy = rates.busy_s(1, *streams.moved(1))
-    named = streams.named_nbytes(1)
-    busy[DISK] += named / rates.bytes_per_s
+    for stream, seconds in streams.named_s(1).items():
+        busy[stream] += seconds
     if needs.weight_tier == "host":
         busy[UPLOAD] = busy.pop(DISK)
     beside = {"device": needs.workspace(s.prefill_chunk),
@@ -288,7 +307,7 @@ def _predicted(needs: ModelNeeds, kinds: WeightKinds, plan: Plan, fit: ChunkRoom
     peak = {tier: size + beside.get(tier, 0) for tier, size in plan.arenas.items()}
     prefill_s = sum(count * step_s[tokens] for tokens, count in chunks.items())
     return Prediction(prefill_s, step_s[1], {stream: t for stream, t in busy.items() if t},
-                      streams.moved(1)[0] + round(named), peak,
+                      streams.moved(1)[0] + round(streams.named_nbytes(1)), peak,
                       max(busy, key=lambda stream: busy[stream]))
 
 
@@ -352,11 +371,12 @@ def _place(u: WeightUse, resident: bool, fit: ChunkRoom, tier: str) -> WeightPla
                            pool_slots=fit.pool_slots if is_table(u) else 0)
 
 
-def _fill_host(weights: list[WeightPlacement], room: int) -> list[WeightPlacement]:
-    """Move weights from disk to host memory while it lasts, last those of which few rows are read at a time."""
+def _fill_host(weights: list[WeightPlacement], room: int, pools: bool = False) -> list[WeightPlacement]:
+    """Move weights with `pools`, or without, from disk to host memory while it lasts, last those of which few rows are
+    read at a time."""
     away = set()
     for w in sorted(weights, key=lambda w: w.gather):
-        if w.tier == "disk" and not w.pool_slots and aligned(w.nbytes) <= room:
+        if w.tier == "disk" and (w.pool_slots > 0) == pools and aligned(w.nbytes) <= room:
             room -= aligned(w.nbytes)
             away.add(w.name)
     return [replace(w, tier="host") if w.name in away else w for w in weights]

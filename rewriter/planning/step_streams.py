@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
 from forebay.rewriter.ir.plan import Workload
+from forebay.rewriter.ir.program import DISK, UPLOAD
 from forebay.rewriter.planning.expert_pools import ExpertPools, pools_of
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 from forebay.rewriter.planning.options import Options
@@ -45,9 +47,10 @@ def kinds_of(needs: ModelNeeds, workload: Workload, expert_hits: tuple[float, ..
     products = tuple(u for u in needs.uses if not _pinned(u) and u.product)
     tables = tuple(u for u in needs.uses if not _pinned(u) and not u.product)
     streamed, batching = {u.name for u in products}, needs.batching
-    by_name = needs.weight_tier == "disk" and not needs.host_hop and batching.micro_batches.count == 1
+    by_name = needs.weight_tier == "disk" and batching.micro_batches.count == 1
     pools = pools_of(products if by_name else (), {
-        size: size * batching.sequences(workload.batch, size) for size in (1, *needs.speculative)}, expert_hits)
+        size: size * batching.sequences(workload.batch, size) for size in (1, *needs.speculative)}, expert_hits,
+        needs.host_hop)
     dense = tuple(u for u in products if u not in pools.tables)
     return WeightKinds(pinned, products, dense, tables, sum(aligned(u.nbytes) for u in pinned),
                   sum(aligned(u.nbytes) for u in products),
@@ -63,31 +66,38 @@ def _pinned(u: WeightUse) -> bool:
 @dataclass(frozen=True)
 class ChunkRoom:
     """What one prefill chunk leaves: `room` bytes for resident weights beside staging slots and pools of so many slots;
-    without staging slots nothing streams."""
+    without staging slots nothing streams. Of the tables of experts `whole` lie on the device beside pools."""
 
     chunk: int
     room: int
     slots: int
     slot_nbytes: int
     pool_slots: int = 0
+    whole: int = 0
 
 
-def with_pools(fit: ChunkRoom, kinds: WeightKinds, options: Options) -> Iterator[ChunkRoom]:
+def with_pools(fit: ChunkRoom, kinds: WeightKinds, options: Options, host_room: int) -> Iterator[ChunkRoom]:
     """Ways to spend the room on pools: on what the other weights leave, at least on as many slots as are worth a look.
-    """
-    pools, dense = kinds.pools, sum(aligned(u.nbytes) for u in kinds.dense)
-    if not pools.tables or options.expert_slots == 0:
+    On a GPU also on whole tables, where host memory has `host_room` for others."""
+    dense = sum(aligned(u.nbytes) for u in kinds.dense)
+    if not kinds.pools.tables or options.expert_slots == 0:
         return
-    most, counts = pools.slots_within(max(0, fit.room - dense), 1), pools.least_slots()
-    for slots in dict.fromkeys([options.expert_slots] if options.expert_slots else (max(n, most) for n in counts)):
-        if slots <= pools.most_slots and (left := fit.room - pools.nbytes(slots)) >= 0:
-            yield replace(fit, room=left, pool_slots=slots)
+    for whole in kinds.pools.whole_counts(fit.room - dense, host_room):
+        pools = kinds.pools.beside(whole)
+        room, lands = fit.room - kinds.pools.tables_nbytes + pools.tables_nbytes, pools.tables_nbytes > host_room
+        if room < 0 or not pools.tables:
+            continue
+        most, counts = pools.slots_within(max(0, room - dense), 1), pools.least_slots()
+        for slots in dict.fromkeys([options.expert_slots] if options.expert_slots else (max(n, most) for n in counts)):
+            if (slots <= pools.most_slots and (left := room - pools.nbytes(slots)) >= 0
+                    and (not lands or pools.landing_nbytes(slots) <= host_room)):
+                yield replace(fit, room=left, pool_slots=slots, whole=whole)
 
 
 @dataclass(frozen=True)
 class StepStreams:
     """What steps stream: in each `fetches` times `nbytes`, `held` of them from host memory; beside that the tables of
-    experts, which have pools in `fit`, whole or by name."""
+    experts, which have pools in `fit`, whole or by name, `tables_held` bytes of them from host memory."""
 
     rates: Rates
     kinds: WeightKinds
@@ -95,25 +105,41 @@ class StepStreams:
     nbytes: int
     held: int
     fit: ChunkRoom
+    tables_held: int = 0
+
+    @cached_property
+    def pools(self) -> ExpertPools:
+        """The pools that there are."""
+        return self.kinds.pools.beside(self.fit.whole)
 
     def moved(self, tokens: int) -> tuple[int, float, int]:
         """Bytes that a step streams through staging slots, in so many copies, and those of them from host memory."""
-        kinds, nbytes = self.kinds, self.fetches * self.nbytes
+        kinds, nbytes, held = self.kinds, self.fetches * self.nbytes, self.fetches * self.held
         if self.fit.pool_slots and not self._by_name(tokens):
-            nbytes += sum(aligned(u.nbytes) for u in kinds.pools.tables)
+            nbytes += self.pools.tables_nbytes
+            held += self.tables_held
         copies = nbytes / kinds.products_nbytes * kinds.tiles(self.fit.slot_nbytes) if nbytes else 0.0
-        return nbytes, copies, self.fetches * self.held
+        return nbytes, copies, held
 
     def named_nbytes(self, tokens: int) -> float:
         """Bytes that it is expected to read of experts by name."""
-        return self.kinds.pools.read_nbytes(self.fit.pool_slots, tokens) if self._by_name(tokens) else 0.0
+        return self.pools.read_nbytes(self.fit.pool_slots, tokens) if self._by_name(tokens) else 0.0
+
+    def named_s(self, tokens: int) -> dict[str, float]:
+        """Seconds of reading these from disk, and of bringing them to a GPU; latencies are beside that."""
+        nbytes, hop = self.named_nbytes(tokens), self.pools.hop
+        share = self.tables_held / self.pools.tables_nbytes if nbytes else 0.0
+        return {DISK: (1 - share) * nbytes / self.rates.bytes_per_s,
+                UPLOAD: nbytes / self.rates.upload_bytes_per_s if hop else 0.0}
 
     def step_time_s(self, tokens: int) -> float:
         """Seconds of a step; at most, as if nothing were computed while experts are read by name, layer by layer."""
         nbytes, copies, held = self.moved(tokens)
-        reads = len(self.kinds.pools.tables) if self._by_name(tokens) else 0
+        reads = len(self.pools.tables) if self._by_name(tokens) else 0
+        share = self.tables_held / self.pools.tables_nbytes if reads else 0.0
+        latency_s = (1 - share) * self.rates.latency_s + self.pools.hop * self.rates.upload_latency_s
         return (self.rates.step_time_s(tokens, nbytes, copies, self.fit.slots, held)
-                + self.named_nbytes(tokens) / self.rates.bytes_per_s + reads * self.rates.latency_s)
+                + sum(self.named_s(tokens).values()) + reads * latency_s)
 
     def _by_name(self, tokens: int) -> bool:
-        return self.fit.pool_slots > 0 and tokens in self.kinds.pools.routed(self.fit.pool_slots).steps
+        return self.fit.pool_slots > 0 and tokens in self.pools.routed(self.fit.pool_slots).steps

@@ -63,13 +63,13 @@ CACHE_STREAMS = {("disk", "device"): LOAD, ("host", "device"): RETURN, ("device"
 class Rates:
     """What streaming and computing cost on a machine; the default is a cautious guess that computes in no time.
 
-    bytes_per_s and latency_s are of the link that weights stream over; upload_bytes_per_s is that of what lies in host
-    memory, and with `hop` of what passes through it; launch_s is what one copy more costs the thread that computes;
-    slowed and slows are what computing and streaming do to each other at once, and `core_share` is what a second of
-    the disk takes of the cores' time. compute_s gives the seconds of all products of
-    a step over so many tokens per sequence, and of issuing its launches, attend_s those of its attention, which
-    schedules have alike, `moves` what of its caches moves, at the seconds per byte of `cache_byte_s`; over what the
-    host attends, it takes `host_attend_s` for so many bytes.
+    bytes_per_s and latency_s are of the link that weights stream over; upload_bytes_per_s and upload_latency_s are
+    those of what lies in host memory, and with `hop` of what passes through it; launch_s is what one copy more costs
+    the thread that computes; slowed and slows are what computing and streaming do to each other at once, and
+    `core_share` is what a second of the disk takes of the cores' time. compute_s gives the seconds of all products of a
+    step over so many tokens per sequence, and of issuing its launches, attend_s those of its attention, which schedules
+    have alike, `moves` what of its caches moves, at the seconds per byte of `cache_byte_s`; over what the host attends,
+    it takes `host_attend_s` for so many bytes.
     """
 
     bytes_per_s: float = 1.5e9
@@ -79,6 +79,7 @@ class Rates:
     slows: float = 1.0
     compute_s: Callable[[int], float] = lambda tokens: 0.0
     upload_bytes_per_s: float = math.inf
+    upload_latency_s: float = 0.0
     hop: bool = False
     attend_s: Callable[[int], float] = lambda tokens: 0.0
     moves: Callable[[int], CacheMoves] = lambda tokens: STILL
@@ -168,9 +169,9 @@ def rates_of(
             count * work_time_s(over_tokens(launch, tokens), times, seen) for count, launch in cache)
 
     link = (tier, "device" if tier == "host" else times.near_disk)
-    upload = math.inf
+    upload, upload_latency_s = math.inf, 0.0
     with contextlib.suppress(KeyError):  # a machine without that link has nothing in host memory
-        upload = 1 / times.byte_s("host", "device")
+        upload, upload_latency_s = 1 / times.byte_s("host", "device"), times.latency_s("host", "device")
     between = {}
     for ends in CACHE_STREAMS:
         with contextlib.suppress(KeyError):
@@ -178,6 +179,6 @@ def rates_of(
     parts = batching.micro_batches
     launches_s = times.dispatch_s * (parts.count if parts.takes_turns else 1)  # over each piece
     return Rates(1 / times.byte_s(*link), times.latency_s(*link), times.copy_issue_s + launches_s,
-                 times.slowed(0.5), times.slows(0.5), compute_s, upload, link[1] == "host", attend_s,
+                 times.slowed(0.5), times.slows(0.5), compute_s, upload, upload_latency_s, link[1] == "host", attend_s,
                  cache_byte_s=between, host_attend_s=lambda nbytes: host_attend_s(nbytes, times),
                  core_share=times.reads_core_share)

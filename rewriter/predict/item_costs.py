@@ -55,7 +55,7 @@ def copy_time_s(item: Copy, times: Estimator) -> float:
     (`copy_latency_s`) is hidden while others are in flight. Rows of a table in host memory are brought together there,
     at the rate at which it reads K and V."""
     src, tiers = item.src, (tier_of(item.src), tier_of(item.dst))
-    if isinstance(src, Rows) and not src.keeps and isinstance(src.table, FileSlice):
+    if isinstance(src, Rows) and not src.skips and isinstance(src.table, FileSlice):
         requests, nbytes = lookup_reads(src.nbytes // src.row_nbytes, src.row_nbytes, src.table.nbytes)
         return (times.latency_s(*tiers) + max(0.0, requests - 1) * times.row_request_s
                 + nbytes * times.byte_s(*tiers))
@@ -90,7 +90,7 @@ def lookup_reads(rows: int, row_nbytes: int, table_nbytes: int) -> tuple[float, 
 
 def copy_latency_s(item: Copy, times: Estimator) -> float:
     """Seconds that a copy takes longer when nothing was in flight before it; a lookup's stand in its time."""
-    if isinstance(item.src, Rows) and not item.src.keeps and isinstance(item.src.table, FileSlice):
+    if isinstance(item.src, Rows) and not item.src.skips and isinstance(item.src.table, FileSlice):
         return 0.0
     tiers = tier_of(item.src), tier_of(item.dst)
     return 0.0 if tiers == ("host", "host") else times.latency_s(*tiers)

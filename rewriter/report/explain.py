@@ -13,7 +13,7 @@ from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan, WeightPlacement, Workload
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.ir.printable import printable
-from forebay.rewriter.ir.program import DISK, LOOKUP
+from forebay.rewriter.ir.program import DISK, LOOKUP, RETURN, UPLOAD
 from forebay.rewriter.ir.state import rewindable
 from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.predict.simulate import CORES
@@ -155,13 +155,14 @@ def _experts(plan: Plan) -> str:
     share = pools / max(1, sum(w.nbytes for w in tables))
     how = "measured" if routed.measured else "assumed"
     why = "on the prompts of the calibration" if routed.measured else "as if the router preferred nobody"
-    disk_s = p.busy_time_s.get(LOOKUP, 0.0) + p.busy_time_s.get(DISK, 0.0)
     lines = [f"{tables[0].pool_slots} of each of {len(tables)} layers stay in pools of {format_nbytes(pools)} "
              f"({100 * share:.0f} %)", "decode steps read those that the router names and that are not there",
              f"{how}: {100 * routed.hit_rate:.0f} % are there, {why}"]
-    if disk_s:
-        lines.append(f"the disk takes {1000 * disk_s:.3g} ms for the {format_nbytes(p.streamed_nbytes)} of a step: at "
-                     f"most {plan.workload.batch / disk_s:.3g} tokens/s")
+    on_disk = any(w.tier == "disk" for w in tables)
+    for lane, streams in (("disk", (LOOKUP, DISK) if on_disk else ()), ("link", (RETURN, UPLOAD))):
+        if busy_s := sum(p.busy_time_s.get(stream, 0.0) for stream in streams):
+            lines.append(f"the {lane} takes {1000 * busy_s:.3g} ms of a step, which reads "
+                         f"{format_nbytes(p.streamed_nbytes)}: at most {plan.workload.batch / busy_s:.3g} tokens/s")
     return f"\n{'':<10}".join(lines)
 
 

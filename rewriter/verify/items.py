@@ -149,6 +149,8 @@ def _check_rows(rows: Rows, label: str, files: Collection[str], extents: Extents
         raise ItemFault(f"{label}: a table of {rows.table.nbytes} bytes has no rows of {rows.row_nbytes} bytes")
     if rows.keeps and not rows.skips:
         raise ItemFault(f"{label} keeps what it leaves out, and leaves nothing out by its number")
+    if rows.alike and rows.nbytes != rows.table.nbytes:
+        raise ItemFault(f"{label}: a table of {rows.table.nbytes} bytes is not like the {rows.nbytes} of its other end")
     if rows.skips and rows.index is None:
         raise ItemFault(f"{label}: rows are skipped by their numbers, and it has none")
     for ref in rows.index_tensors:
@@ -169,7 +171,7 @@ def _check_spared(copy: Copy, told: Iterable[Launch]) -> None:
         return
     assert src.index is not None, "rows are skipped by their numbers"
     for launch in told:
-        row, sizes = launch.args[2], SlotState(*launch.args[3:6])
+        row, sizes = launch.args[2], SlotState(*launch.args[3:7])
         number, rest = divmod((src.index.offset - row.offset) // ITEMSIZE, sizes.numbers)
         if row.buffer == src.index.buffer and not rest and 0 < number <= sizes.rounds:
             before = range(max(0, number - sizes.beside), number)

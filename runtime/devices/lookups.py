@@ -26,6 +26,11 @@ def is_lookup(item: Copy) -> bool:
     return item.stream == LOOKUP and isinstance(src, Rows) and src.index is not None
 
 
+def brings_experts(item: Copy) -> bool:
+    """Whether a copy reads experts that a router names from a file."""
+    return is_lookup(item) and isinstance(item.src, Rows) and item.src.skips
+
+
 def look_up(
     item: Copy, tensor: Callable[[TensorRef], torch.Tensor], memory: Callable[[Span], torch.Tensor],
     reader: DiskReader, address: int, begin: Callable[[Copy, int], OnDone],
@@ -58,17 +63,16 @@ def bind_fetches(
     src = item.src
     assert isinstance(src, Rows) and src.index is not None and isinstance(src.table, FileSlice)
     index, nbytes = tensor(src.index), src.row_nbytes
-    assert src.apart, "experts have slots"
     part_of = src.table.rows(nbytes)
 
     @cache
     def place_of(row: int) -> tuple[FileSlice, int]:
         entry = part_of(row)
-        return entry, expert_place(entry) * PLACE_NBYTES
+        return entry, expert_place(entry) * PLACE_NBYTES if src.apart else 0
 
     def placed(row: int, slot: int) -> tuple[FileSlice, int]:
         entry, place = place_of(row)
-        return entry, address + slot * src.apart + place
+        return entry, address + slot * (src.apart or nbytes) + place
 
     def fetch() -> None:
         named = sorted((row, i) for i, row in enumerate(index.tolist()) if row >= 0)

@@ -119,6 +119,8 @@ def _runs(rows: Rows, inward: bool, named: np.ndarray, count: int, label: str) -
     if not 0 <= count <= len(named):
         raise RuntimeFault(f"{label}: {count} rows are to be moved, of {len(named)} at most")
     named = named[:count]
+    if rows.alike:
+        named = np.where(named < 0, named, np.arange(count))
     there = (named >= 0) & (named < rows.rows)
     lacking = ~there & (named >= 0) if rows.skips else ~there
     if lacking.any():

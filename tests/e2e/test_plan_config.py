@@ -23,6 +23,7 @@ from forebay.commands.plan_config import (
     step_copies,
 )
 from forebay.rewriter.ir.plan import PlanError, plan_from_dict
+from forebay.rewriter.ir.program import RETURN, UPLOAD
 from forebay.rewriter.machine.presets import PresetError
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.planning.objective import BudgetError
@@ -195,3 +196,22 @@ def test_quantizing_is_never_slower() -> None:
 def test_a_policy_that_fits_nowhere_names_the_tier(capacity: tuple, says: str) -> None:
     with pytest.raises(BudgetError, match=says):
         explore_config(PlanRequest("opt-30b", "t4", batch=1, capacity=capacity))
+
+
+# Tokens/s that a link of 25 GB/s allows where a share of the experts is in memory, from bytes of a token in 4.5 bits:
+# 1.34 GB of gpt-oss-20b, 2.01 of gpt-oss-120b, 1.02 of Qwen3-30B-A3B, 0.85 of Qwen3-Next.
+@pytest.mark.parametrize(("model", "share", "bound"), [
+    ("gpt-oss-20b", 0.5, 37), *(at_length(*case) for case in (
+        ("gpt-oss-20b", 0.25, 25), ("gpt-oss-120b", 0.25, 17), ("gpt-oss-120b", 0.5, 25), ("qwen3-30b-a3b", 0.25, 33),
+        ("qwen3-30b-a3b", 0.5, 49), ("qwen3-next-80b-a3b", 0.25, 39)))])
+def test_experts_over_a_link_are_bound_by_their_bytes(model: str, share: float, bound: float) -> None:
+    captured = plan_config(PlanRequest(model, "h200", 64, 16, batch=1, weights="w4g64"), Options()).captured
+    tables = {name: spec for name, spec in captured.weights.items() if name.endswith("experts.table")}
+    slots = round(share * next(iter(tables.values())).shape[0])
+    room = int(share * sum(spec.nbytes for spec in tables.values())) + (6 << 30)
+    asked = PlanRequest(model, "rtx4090", 64, 16, batch=1, weights="w4g64", capacity=(("device", room),))
+    plan = plan_config(asked, Options(expert_slots=slots)).plan
+    assert {w.tier for w in plan.weights if w.pool_slots} == {"host"}
+    busy = plan.prediction.busy_time_s
+    assert 1 / (busy.get(RETURN, 0.0) or busy[UPLOAD]) == pytest.approx(bound, rel=0.06)
+    assert 0.5 * bound < 1 / plan.prediction.decode_time_s < bound

@@ -152,7 +152,7 @@ def routing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, SlotState, set[i
         call = bind(use)
 
         def run() -> None:
-            found.append((state.data_ptr(), SlotState(*sizes[:3]), {*index.flatten().tolist()}))
+            found.append((state.data_ptr(), SlotState(*sizes[:4]), {*index.flatten().tolist()}))
             call()
 
         return run

@@ -10,8 +10,9 @@ extern "C" struct AssignSlotsArgs {
   const int64_t* places;  // [experts]: where each begins in a slot; may be null
   int64_t* state;         // owner [slots], uses [experts]
   int64_t* told;          // of each round want [slots], entries [experts]
-  int64_t picks, slots, experts, named;     // `named` at most
-  int64_t rounds, most, at_once, stride;    // behind round 0; experts of one; slots are `stride` apart
+  int64_t picks, slots, experts, named;   // `named` at most
+  int64_t rounds, most, beside, at_once;  // behind round 0; experts of one; rounds that it is fetched beside
+  int64_t stride;                         // from slot to slot
 };
 
 // Scratch: of each expert its slot, and whether it is named; those that are; of each slot the last round that has it.
@@ -46,7 +47,7 @@ extern "C" int forebay_assign_slots(const AssignSlotsArgs* a, float* scratch, in
     for (; next < end; ++next) {
       int64_t best = -1, least = 0;
       for (int64_t s = 0; s < a->slots; ++s) {
-        if (a->at_once ? round_of[s] >= 0 : round_of[s] >= (a->slots > 1 ? r - 1 : r)) continue;
+        if (round_of[s] >= std::max<int64_t>(0, r - a->beside)) continue;
         const int64_t used = owner[s] > 0 ? uses[owner[s] - 1] : -1;
         if (best < 0 || used < least) best = s, least = used;
       }

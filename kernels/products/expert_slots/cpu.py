@@ -16,7 +16,7 @@ class AssignSlotsArgs(ctypes.Structure):
 
     _fields_ = (*((name, ctypes.c_void_p) for name in ("index", "places", "state", "told")),
                 *((name, ctypes.c_int64) for name in ("picks", "slots", "experts", "named")),
-                *((name, ctypes.c_int64) for name in ("rounds", "most", "at_once", "stride")))
+                *((name, ctypes.c_int64) for name in ("rounds", "most", "beside", "at_once", "stride")))
 
 
 def scratch_floats(slots: int, experts: int) -> int:
@@ -25,15 +25,15 @@ def scratch_floats(slots: int, experts: int) -> int:
 
 
 def bind_assign_slots(
-    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, places: Tensor | None = None,
-    stride: int = 1,
+    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, in_order: bool = False,
+    places: Tensor | None = None, stride: int = 1,
 ) -> Callable[[], object]:
     """A closure that brings `state` up to date with the contents of `index`, and fills `told`, at each call
     (`reference`).
 
     ValueError names the argument that is wrong.
     """
-    sizes = check(index, state, told, slots, experts, named, places, stride)
+    sizes = check(index, state, told, slots, experts, named, in_order, places, stride)
     if native.load() is None:
 
         def run() -> None:
@@ -42,5 +42,6 @@ def bind_assign_slots(
 
         return run
     args = AssignSlotsArgs(index.data_ptr(), None if places is None else places.data_ptr(), state.data_ptr(),
-                           told.data_ptr(), index.numel(), *sizes, sizes.rounds, sizes.most, sizes.at_once, stride)
+                           told.data_ptr(), index.numel(), slots, experts, named, sizes.rounds, sizes.most,
+                           sizes.beside, sizes.at_once, stride)
     return native.NativeCall("assign_slots", args, (index, state, told, places), scratch_floats(slots, experts))

@@ -10,20 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forebay.kernels.operator import Cost, Operator, Use, nbytes_of
+from forebay.kernels.operator import Call, Cost, Operator, Use, nbytes_of
 from forebay.kernels.products.expert_slots.cpu import bind_assign_slots, scratch_floats
 from forebay.kernels.products.expert_slots.reference import reference
 
 
 @torch.library.custom_op("forebay::assign_slots", mutates_args=("state", "told"), device_types="cpu")
 def assign_slots(
-    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, places: Tensor | None = None,
-    stride: int = 1,
+    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, in_order: bool = False,
+    places: Tensor | None = None, stride: int = 1,
 ) -> None:
     """index int64 [...], state and told int64 (`SlotState`), places int64 [experts]. ValueError names what is wrong."""
     index, kept, found = index.contiguous(), state.contiguous(), told.contiguous()
     places = None if places is None else places.contiguous()
-    bind_assign_slots(index, kept, found, slots, experts, named, places, stride)()
+    bind_assign_slots(index, kept, found, slots, experts, named, in_order, places, stride)()
     for given, made in ((state, kept), (told, found)):
         if made is not given:
             given.copy_(made)
@@ -31,8 +31,8 @@ def assign_slots(
 
 @assign_slots.register_fake
 def _(
-    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, places: Tensor | None = None,
-    stride: int = 1,
+    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, in_order: bool = False,
+    places: Tensor | None = None, stride: int = 1,
 ) -> None:
     return None
 
@@ -41,11 +41,17 @@ def _cost(use: Use) -> Cost:
     return Cost(0, nbytes_of(*use.args[:2]), nbytes_of(*use.args[1:3]))
 
 
+def _bind_cuda(use: Use) -> Call:
+    from forebay.kernels.products.expert_slots.gpu import bind_assign_slots as bind
+
+    return bind(*use.args)
+
+
 ASSIGN_SLOTS = Operator(
     torch.ops.forebay.assign_slots.default,
     reference,
     _cost,
-    bind={"cpu": lambda use: bind_assign_slots(*use.args)},
+    bind={"cpu": lambda use: bind_assign_slots(*use.args), "cuda": _bind_cuda},
     workspace={"cpu": lambda use: 4 * scratch_floats(use.args[3], use.args[4])},
     layouts={"index": "dense", "state": "dense", "told": "dense", "places": "dense"},
 )

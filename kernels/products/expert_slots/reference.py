@@ -18,14 +18,14 @@ def fail(argument: str, problem: str) -> NoReturn:
 
 
 def check(
-    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, places: Tensor | None = None,
-    stride: int = 1,
+    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, in_order: bool = False,
+    places: Tensor | None = None, stride: int = 1,
 ) -> SlotState:
     """The sizes of a state; ValueError names the argument that is wrong."""
     for name, value in (("slots", slots), ("experts", experts), ("named", named), ("stride", stride)):
         if value < 1:
             fail(name, f"must be at least 1, got {value}")
-    sizes = SlotState(slots, experts, named)
+    sizes = SlotState(slots, experts, named, in_order)
     for name, tensor in (("index", index), ("state", state), ("told", told), ("places", places)):
         if tensor is not None and (tensor.dtype != torch.int64 or not tensor.is_contiguous()):
             fail(name, f"must be contiguous int64, got {tensor.dtype} with strides {tensor.stride()}")
@@ -40,17 +40,18 @@ def check(
 
 
 def reference(
-    index: Tensor, state: Tensor, slots: int, experts: int, named: int, places: Tensor | None = None, stride: int = 1,
+    index: Tensor, state: Tensor, slots: int, experts: int, named: int, in_order: bool = False,
+    places: Tensor | None = None, stride: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """The state that follows `state`, and what a step is told that has picked the experts of `index` (`SlotState`).
     Slots are `stride` apart, and an expert begins in its slot at its place.
 
     Experts that are in slots are of round 0. The others come in ascending order, each to a slot that is not in use (by
-    an earlier round where there is one for each, else by the round before), of these to the one whose expert was used
-    least, of these to the first. A use counts half after some 44 steps: experts that are popular stay though others
-    were used since, and those that no longer are do not.
+    its own round, or by one that it is fetched beside), of these to the one whose expert was used least, of these to
+    the first. A use counts half after some 44 steps: experts that are popular stay though others were used since, and
+    those that no longer are do not.
     """
-    sizes, found = SlotState(slots, experts, named), state.tolist()
+    sizes, found = SlotState(slots, experts, named, in_order), state.tolist()
     owner, uses = found[:slots], [count - (count >> DECAY_SHIFT) for count in found[slots:]]
     picked = sorted({expert for expert in index.flatten().tolist() if 0 <= expert < experts})
     for expert in picked:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -261,9 +261,18 @@ def _stored_as(stored: Stored, k: int) -> dict[str, Any]:
             "SCALE": tl.bfloat16 if stored.scale_dtype == torch.bfloat16 else tl.float16}
 
 
+class _PickSums(NamedTuple):
+    """Where the sum of a token's picks goes, if anywhere, and whether it is added there; and where what each pick gives
+    is kept for other launches, if anywhere."""
+
+    out: Tensor | None
+    accumulate: bool
+    results: Tensor | None
+
+
 def _launches(
-    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Storage, out: Tensor,
-    accumulate: bool, scratch: Tensor,
+    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Storage, sums: _PickSums,
+    scratch: Tensor,
 ) -> Sequence[KernelCall]:
     hidden, _, inner = sizes(x, experts, form, stored)
     tokens, picks = index.shape
@@ -271,12 +280,21 @@ def _launches(
     at = scratch_offsets(index.numel(), count, hidden, inner, x.element_size())
     order, ends, given, parts = (scratch[begin:end].view(dtype) for (begin, end), dtype in zip(
         itertools.pairwise(at), (torch.int32, torch.int32, x.dtype, torch.float32), strict=True))
+    out, results = sums.out, sums.results
+    parts = parts if results is None else results
     named, known = (index, 0) if experts.entries is None else (experts.entries, len(experts.entries))
     whose: dict[str, Any] = {"HAS_ENTRIES": experts.entries is not None}
     how = tile(x.dtype, tokens) | {"SCALED": form.scales_input, "num_warps": 4}
     blocks = triton.cdiv(tokens, how["BM"])  # no token picks an expert twice
     bias = experts.up_bias, experts.down_bias
     strides = [0 if b is None else b.stride(0) for b in bias]
+    summed, first, entries, by = named, experts.first, count, dict(whose)
+    if results is not None:  # of all experts, whichever launches had them
+        summed, first, entries, by = index, 0, known, {"HAS_ENTRIES": False}
+    total = () if out is None else (
+        kernel_call(sum_kernel, (tokens, triton.cdiv(hidden, SUMMED)),
+                    parts, index, summed, out, picks, hidden, out.stride(0), known, first, entries, **by,
+                    ACCUMULATE=sums.accumulate, B=SUMMED, num_warps=4),)  # fmt: skip
     return (
         kernel_call(sort_kernel, (triton.cdiv(index.numel(), SORTED) + triton.cdiv(count, SORTED),),
                     index, named, order, ends, index.numel(), known, experts.first, count, **whose, B=SORTED),
@@ -290,30 +308,31 @@ def _launches(
                     given, order, ends, weights, experts.down, x if bias[1] is None else bias[1], parts, hidden, inner,
                     experts.down.stride(1), experts.down.stride(0), strides[1], HAS_BIAS=bias[1] is not None,
                     TRANSPOSED=form.down_transposed, **how, **_stored_as(stored.down, inner)),
-        kernel_call(sum_kernel, (tokens, triton.cdiv(hidden, SUMMED)),
-                    parts, index, named, out, picks, hidden, out.stride(0), known, experts.first, count, **whose,
-                    ACCUMULATE=accumulate, B=SUMMED, num_warps=4),
+        *total,
     )  # fmt: skip
 
 
 def bind_experts(
-    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Storage, out: Tensor,
-    accumulate: bool = False,
+    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, form: Form, stored: Storage, out: Tensor | None,
+    accumulate: bool = False, results: Tensor | None = None,
 ) -> Callable[[], None]:
     """The CPU's `bind_experts` on a GPU."""
     hidden, _, inner = sizes(x, experts, form, stored)
-    check_experts(x, index, weights, experts, stored, out)
+    check_experts(x, index, weights, experts, stored, x if out is None else out, results)
     for name, tensor in {"index": index, "weights": weights, "entries": experts.entries, **experts._asdict()}.items():
         if isinstance(tensor, Tensor):
             check_device(OP, name, tensor, x.device)
     check_tensor(OP, "x", x)
-    check_tensor(OP, "out", out, device=x.device)
+    for name, tensor in (("out", out), ("results", results)):
+        if tensor is not None:
+            check_tensor(OP, name, tensor, device=x.device)
     if x.numel() == 0:
         return lambda: None
-    x2, out2, picks = as_matrix(x, "x", fail), as_matrix(out, "out", fail), index.view(-1, index.shape[-1])
+    sums = _PickSums(None if out is None else as_matrix(out, "out", fail), accumulate, results)
+    x2, picks = as_matrix(x, "x", fail), index.view(-1, index.shape[-1])
     nbytes = scratch_offsets(picks.numel(), experts.up.shape[0], hidden, inner, x.element_size()).end
     return bound_with_scratch(x.device, nbytes, 0, lambda scratch, _: _launches(
-        x2, picks, weights.view(picks.shape), experts, form, stored, out2, accumulate, scratch))
+        x2, picks, weights.view(picks.shape), experts, form, stored, sums, scratch))
 
 
 def _case(

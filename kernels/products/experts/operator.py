@@ -123,7 +123,8 @@ def _cpu_workspace(use: Use) -> int:
 
 def _gpu_workspace(use: Use) -> int:
     given = arguments_of(use.args)
-    return scratch_offsets(math.prod(given.index.shape), given.table.shape[0], given.x.shape[-1], given.inner,
+    entries = max(given.table.shape[0], _count(use))  # whatever holds them: what a plan counts does not know
+    return scratch_offsets(math.prod(given.index.shape), entries, given.x.shape[-1], given.inner,
                            dtype_of(given.x).itemsize).end
 
 

@@ -11,6 +11,7 @@ from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 
 POOL, ROUTING = ".pool", ".routing"  # end the names of a table's buffers: experts in slots, and which these are
 RESULTS = "experts.results"  # the buffer, of all layers, of what each pick of a step gave
+LANDING = "host_experts"  # where experts of files lie on their way to a GPU's pool
 
 PLACE_NBYTES = 8  # where an expert begins in its slot is counted in so many bytes
 PLACED_NBYTES = 4 * PAGE_NBYTES  # of less, a page of room would be a large share
@@ -19,6 +20,11 @@ PLACED_NBYTES = 4 * PAGE_NBYTES  # of less, a page of room would be a large shar
 def expert_room(nbytes: int) -> int:
     """Bytes of a slot for an expert of so many, which may begin anywhere in a page where it is not small."""
     return slot_stride(nbytes) if nbytes >= PLACED_NBYTES else -(-nbytes // PLACE_NBYTES) * PLACE_NBYTES
+
+
+def pool_room(nbytes: int, hop: bool) -> int:
+    """Bytes of a slot of a pool for an expert of so many; with `hop` nothing is read from a file into it."""
+    return nbytes if hop else expert_room(nbytes)
 
 
 def expert_place(entry: FileSlice) -> int:
@@ -43,9 +49,9 @@ class RoutedFetch:
         """Experts that a step over so many tokens in all is expected to read of a table."""
         return (1 - self.hit_rate) * named_experts(experts, picks, tokens)
 
-    def fault(self, step_sizes: Sequence[int], tiers: Sequence[str], micro_batches: MicroBatches) -> str:
+    def fault(self, step_sizes: Sequence[int], tiers: Sequence[str], hop: bool, micro_batches: MicroBatches) -> str:
         """What contradicts the steps that there are, or where the tables lie that have pools, as the field and why; ""
-        for nothing."""
+        for nothing. `hop`: the device cannot read the disk."""
         if list(self.steps) != sorted({*self.steps} & {*step_sizes}) or bool(self.steps) != bool(tiers):
             return (f"schedule.routed.steps: {list(self.steps)} must be among the steps over {sorted(step_sizes)} "
                     "tokens, the smallest first; some where there are pools (plan.weights[].pool_slots), else none")
@@ -53,8 +59,8 @@ class RoutedFetch:
             return f"schedule.routed.hit_rate: {self.hit_rate} must be a share, and 0 without pools"
         if list(self.measured) != sorted(self.measured) or any(not 0 <= hits <= 1 for hits in self.measured):
             return f"schedule.routed.measured: {list(self.measured)} must be shares, in ascending order"
-        if {*tiers} - {"disk"}:
-            return "weights[].pool_slots: only tables on the tier disk have pools"
+        if {*tiers} - ({"host", "disk"} if hop else {"disk"}):
+            return f"weights[].pool_slots: only tables on {'host or disk' if hop else 'the tier disk'} have pools"
         if tiers and micro_batches.count > 1:
             return (f"schedule.batching.micro_batches.count: {micro_batches.count} must be 1 where experts are read by "
                     "name for a whole batch (plan.weights[].pool_slots)")

@@ -37,7 +37,7 @@ from forebay.rewriter.ir.program import (
 )
 from forebay.runtime.comm.faults import rank_fault
 from forebay.runtime.devices.device import Call
-from forebay.runtime.devices.lookups import bind_fetches, is_lookup, look_up
+from forebay.runtime.devices.lookups import bind_fetches, brings_experts, is_lookup, look_up
 from forebay.runtime.devices.opening import Opening
 from forebay.runtime.devices.outward import copy_runs, faults_named, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.streamed import StreamedDevice
@@ -119,7 +119,7 @@ class ThreadDevice(StreamedDevice):
     def _bind_rows(self, item: Copy, address: int) -> Call:
         """Rows that are named when the copy is issued."""
         reader = self.readers[item.stream]
-        if isinstance(item.src, Rows) and item.src.keeps:  # long reads, of which the first are to land first
+        if brings_experts(item):  # long reads, of which the first are to land first
             return bind_fetches(item, self.tensor, self.readers[DISK], address, self._begin)
         if is_lookup(item):
             return lambda: look_up(item, self.tensor, self._bytes, reader, address, self._begin)

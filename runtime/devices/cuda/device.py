@@ -27,6 +27,7 @@ from forebay.rewriter.ir.program import (
     Launch,
     Record,
     Release,
+    Rows,
     Span,
     TensorRef,
     Wait,
@@ -36,7 +37,7 @@ from forebay.runtime.devices.cuda.graphs import graphed
 from forebay.runtime.devices.cuda.pinned import pinned_arena
 from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.landing import load_through
-from forebay.runtime.devices.lookups import is_lookup, look_up
+from forebay.runtime.devices.lookups import bind_fetches, brings_experts, is_lookup, look_up
 from forebay.runtime.devices.opening import Opening
 from forebay.runtime.devices.outward import FindRuns, copy_runs, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.streamed import StreamedDevice
@@ -202,6 +203,9 @@ class CudaDevice(StreamedDevice):
 
             return lambda: disk.submit(read)
 
+        if brings_experts(item):
+            fetch = bind_fetches(item, self.tensor, self.readers[DISK], address, self._begin)
+            return lambda: disk.submit(fetch)
         find = self.named.moved(item)
 
         def gather() -> None:
@@ -228,6 +232,8 @@ class CudaDevice(StreamedDevice):
         place, target = place_of(item.src), place_of(item.dst)
         assert isinstance(place, Span) and isinstance(target, Span)
         source, end, worker = self._bytes(place), self._bytes(target), self.workers[item.stream]
+        if isinstance(item.src, Rows) and item.src.keeps:
+            return self._bind_fetch(item, item.src, source, end)
         find, stream = self.named.moved(item), self.streams[item.stream]
 
         def issue() -> None:
@@ -253,6 +259,35 @@ class CudaDevice(StreamedDevice):
             if self.trace is not None:
                 stream.synchronize()
                 self.trace.noting_copy(item)(start, runs_nbytes(moved))
+
+    def _bind_fetch(self, item: Copy, rows: Rows, source: torch.Tensor, target: torch.Tensor) -> Call:
+        """Experts that a tensor of the device names, brought by a kernel that reads host memory: the host never asks
+        which they are, but for a trace."""
+        from forebay.kernels.products.expert_slots.gpu import bind_fetch_rows
+
+        assert rows.index is not None
+        index, stream = self.tensor(rows.index), self.streams[item.stream]
+        fetch = bind_fetch_rows(source, index, target, rows.row_nbytes, rows.alike)
+
+        def issue() -> None:
+            if self._at_once(item.stream):
+                torch.cuda.set_stream(stream)
+                try:
+                    fetch()
+                finally:
+                    torch.cuda.set_stream(self.compute)
+                return
+            self.workers[item.stream].submit(traced)
+
+        def traced() -> None:
+            with torch.cuda.stream(stream):
+                start = time.perf_counter()
+                fetch()
+                if self.trace is not None:
+                    stream.synchronize()
+                    self.trace.noting_copy(item)(start, int((index >= 0).sum()) * rows.row_nbytes)
+
+        return issue
 
     def _load(self, src: FileSlice, dst: Span) -> None:
         assert self.landing is not None

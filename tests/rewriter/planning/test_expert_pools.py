@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 from selection import examples
 
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Prediction, Workload
-from forebay.rewriter.ir.schedule.routed_fetch import POOL, RESULTS, ROUTING, RoutedFetch, named_experts
+from forebay.rewriter.ir.program import DISK, UPLOAD
+from forebay.rewriter.ir.schedule.routed_fetch import LANDING, POOL, RESULTS, ROUTING, RoutedFetch, named_experts
 from forebay.rewriter.planning.advice import advise
 from forebay.rewriter.planning.expert_pools import pool_buffers
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed, WeightUse
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan, refuse_forced, smallest_budget
+from forebay.rewriter.predict.closed_form import Rates
 from tests.rewriter.planning.test_planner import assert_sound, rates
 
 MACHINE = "m"
+GPU_RATES = Rates(1e8, 1e-3, upload_bytes_per_s=1e9, upload_latency_s=1e-5, hop=True)
 
 
 @st.composite
@@ -90,9 +93,32 @@ def test_pools_of_a_number_that_was_asked_for() -> None:
     assert make_plan(needs, Budget(least), work, Options(expert_slots=6), MACHINE).weight("e").pool_slots == 6
     with pytest.raises(PlanError, match="expert_slots=6 cannot work within"):
         make_plan(needs, Budget(least - 1), work, Options(expert_slots=6), MACHINE)
-    for other in (mixture(weight_tier="host"), mixture(host_hop=True)):  # there tables stream whole
-        plan = make_plan(other, Budget(least, 1 << 22), work, Options(), MACHINE)
-        assert plan.weight("e").pool_slots == 0 and not plan.schedule.routed.steps
+    plan = make_plan(mixture(weight_tier="host"), Budget(least, 1 << 22), work, Options(), MACHINE)
+    assert plan.weight("e").pool_slots == 0 and not plan.schedule.routed.steps  # there tables stream whole
+
+
+@pytest.mark.parametrize(("host", "tier", "whole"), [
+    (1 << 21, "host", 0), (1200 << 10, "host", 1), (400 << 10, "disk", 1)])
+def test_on_a_gpu_pools_are_filled_from_host_memory_while_it_lasts(host: int, tier: str, whole: int) -> None:
+    """Of three tables of 512 KiB all lie there; two, as the device has room for the third; none, so experts land."""
+    uses = [u for i in range(3) for u in (WeightUse(f"d{i}", 1 << 14, 64, True, False, True, layer=i), WeightUse(
+        f"e{i}", 1 << 19, 8, True, False, True, layer=i, share=0.25))]
+    needs, work = mixture(uses=uses, host_hop=True, rates=GPU_RATES), Workload(1, 4, 40)
+    budget = Budget(900 << 10, host)
+    plan = make_plan(needs, budget, work, Options(slots=1, slot_nbytes=1 << 16), MACHINE)
+    assert_sound(plan, needs, budget)
+    tables = [w for w in plan.weights if w.name.startswith("e")]
+    assert sum(w.tier == "device" for w in tables) == whole
+    assert {w.tier for w in tables if w.pool_slots} == {tier} and sum(w.pool_slots > 0 for w in tables) == 3 - whole
+    landing = [b.nbytes for b in plan.buffers if b.name == LANDING]
+    slots = max(w.pool_slots for w in tables)
+    assert landing == ([slots << 16] if tier == "disk" else [])
+    missed, at_rest = (3 - whole) * 2 * (1 - slots / 8) * (1 << 16), plan.prediction
+    assert at_rest.streamed_nbytes == round(missed)
+    assert at_rest.busy_time_s[UPLOAD] == pytest.approx(missed / 1e9)
+    assert at_rest.busy_time_s.get(DISK, 0.0) == pytest.approx(missed / 1e8 if tier == "disk" else 0.0)
+    assert at_rest.decode_time_s == pytest.approx(sum(at_rest.busy_time_s.values()) + (3 - whole) * (
+        1e-5 + (1e-3 if tier == "disk" else 0.0)))
 
 
 def test_advice_counts_what_larger_pools_would_read() -> None:

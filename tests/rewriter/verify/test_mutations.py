@@ -53,9 +53,11 @@ from forebay.rewriter.ir.program import (
     Wait,
     place_of,
 )
+from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.verify.items import ItemFault, check_items
 from forebay.rewriter.verify.program import ProgramError, verify_program
+from forebay.runtime.devices.cuda.memory import least_workspace_nbytes
 from tests.rewriter.verify import oracle
 
 COUNT = 400 if ALL else 12
@@ -92,8 +94,10 @@ def programs_of(schedule: str, opened: tuple, folder: Path) -> list[Program]:
     if schedule == "experts by name":
         small("qwen3_moe").save_pretrained(folder)
         budget = {"device": 900_000, "host": 0, "disk": folder}
-        experts = wrap(folder, budget, batch=3, prompt=7, new_tokens=6, expert_slots=2)  # three rounds
-        return [experts.steps.program(1)]
+        gpu = replace(Machine.default(), device_kind="NVIDIA H200")
+        on_gpu = {"device": 650_000 + least_workspace_nbytes(), "host": 400_000, "disk": folder}  # some on disk
+        return [wrap(folder, given, batch=3, prompt=7, new_tokens=6, expert_slots=2,  # three rounds
+                     machine=machine).steps.program(1) for given, machine in ((budget, None), (on_gpu, gpu))]
     if schedule.startswith("carried"):
         return [Carried(tier="host" if "host" in schedule else "disk", hop="hop" in schedule).program()]
     nbytes = sum(w.nbytes for w in opened[0].weights.values())

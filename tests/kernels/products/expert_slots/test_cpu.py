@@ -24,7 +24,8 @@ def cases(count: int) -> list[tuple[SlotState, int, int, random.Random]]:
         draw = random.Random(seed)
         experts, tokens = draw.choice((4, 9, 32)), draw.choice((1, 2, 7))
         picks = draw.randint(1, min(4, experts))
-        found.append((slot_state(draw.randint(1, experts), experts, tokens * picks), tokens, picks, draw))
+        sizes = slot_state(draw.randint(1, experts), experts, tokens * picks, seed // 2 % 2 > 0)
+        found.append((sizes, tokens, picks, draw))
     return found
 
 
@@ -83,8 +84,9 @@ def test_each_round_finds_its_experts(compiled: bool, monkeypatch: pytest.Monkey
                 assert all(memory[entries[expert]] == expert for expert in mine)
                 found += mine
             assert sorted(found) == sorted(set(index.flatten().tolist()))
-            seen.add((sizes.at_once, min(2, sizes.slots), min(2, sum(map(bool, used[1:])))))
-    assert seen >= {(True, 2, 2), (False, 2, 2), (False, 1, 2)}
+            seen.add((sizes.at_once, sizes.in_order, min(2, sizes.slots), min(2, sum(map(bool, used[1:])))))
+    some = {(False, in_order, slots, 2) for in_order in (False, True) for slots in (1, 2)}
+    assert seen >= {(True, False, 2, 2), (True, True, 2, 1), *some}
 
 
 def fetched(steps: list[list[int]], slots: int, experts: int) -> int:
