@@ -204,15 +204,15 @@ class Forebay:
 
         session, w = self.lm.session, self.lm.plan.workload
         generator = torch.Generator().manual_seed(1)
-        if session._blocks is not None:
-            session._blocks.stand_at(at)
+        if session.blocks is not None:
+            session.blocks.stand_at(at)
         times = []
         for i in range(count + 1):
             ids = torch.randint(5, order["vocab"], (w.batch, tokens), generator=generator)
             inputs = StepInputs(ids, torch.full((w.batch,), at + (i if tokens == 1 else 0)),
                                 torch.full((w.batch,), tokens - 1))
-            if i and tokens > 1 and session._blocks is not None:
-                session._blocks.stand_at(at)
+            if i and tokens > 1 and session.blocks is not None:
+                session.blocks.stand_at(at)
             start = time.perf_counter()
             choose(session.step(inputs), Sampling(False, 1.0, 0, 1.0), None)
             times.append(time.perf_counter() - start)
