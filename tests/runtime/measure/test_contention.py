@@ -44,7 +44,13 @@ def test_what_products_lack_is_what_reads_took_of_the_cores(
     beside_s: float, rates: tuple[float, float], share: float, monkeypatch: Any
 ) -> None:
     times, seen = itertools.cycle((1.0, beside_s)), itertools.cycle(rates)
+    monkeypatch.setattr(contention, "share_now", lambda: 0.0)
     monkeypatch.setattr(contention, "_repeat_s", lambda turn, time_s: next(times))
     monkeypatch.setattr(contention.time, "sleep", lambda _: None)
     flow: Any = SimpleNamespace(start=lambda: None, stop=lambda: next(seen))
     assert contention._core_share(flow, iter(()), 3) == pytest.approx(share)
+
+
+def test_nothing_is_said_of_cores_that_others_use(monkeypatch: Any) -> None:
+    monkeypatch.setattr(contention, "share_now", lambda: contention.LOADED + 0.01)
+    assert contention._core_share(SimpleNamespace(), iter(()), 3) is None  # type: ignore[arg-type]
