@@ -14,6 +14,7 @@ from forebay.rewriter.capture.latent import AllTokens, Latent
 from forebay.rewriter.capture.layer_states import layer_state, starts
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.capture.patterns import Temperature, window_of
+from forebay.rewriter.checkpoints.text_model import FULL, GROUPS, SLIDING
 from forebay.rewriter.ir.state import KVState
 
 NAME = "forebay"  # value of config._attn_implementation
@@ -41,6 +42,8 @@ def _attention(
     if isinstance(attention_mask, AllTokens):
         attention_mask = None
     until = attention_mask if attention_mask is not None and attention_mask.dtype == torch.int64 else None
+    if until is not None and until.dim() == 4:
+        until = until[:, 0, 0]
     if attention_mask is not None and until is None:
         raise CaptureError(f"{type(module).__name__} adds a mask of its own to the attention scores")
     if kwargs.get("is_causal") is False:
@@ -68,6 +71,13 @@ def _attention(
         return latent.values(out), None
     width = getattr(module, "v_head_dim", out.shape[-1])  # of values, which may be narrower than what is cached
     return out if width >= out.shape[-1] else out[..., :width], None
+
+
+def masks_of_images(config: Any, until: torch.Tensor) -> Any:
+    """Return `until` [B, S] by kind of layer, as masks, which attention takes for what they are by their dtype."""
+    if not getattr(config, "layer_types", None):
+        return until[:, None, None]  # as a mask that nobody changes
+    return dict.fromkeys((FULL, SLIDING)) | dict.fromkeys(getattr(config, GROUPS), until)
 
 
 def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:

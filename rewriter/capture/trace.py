@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from forebay.kernels.operator import HOST_MEMORY
-from forebay.rewriter.capture.attention import TracedCache
+from forebay.rewriter.capture.attention import TracedCache, masks_of_images
 from forebay.rewriter.capture.cache_name import cache_argument
 from forebay.rewriter.capture.family import family_of, outer_inputs
 from forebay.rewriter.capture.layer_states import layer_inputs, starts
@@ -36,7 +36,7 @@ from forebay.rewriter.capture.merge import Kind, join
 from forebay.rewriter.capture.patterns import mark_patterns
 from forebay.rewriter.capture.released import failures_released, release_symbols, sources_released
 from forebay.rewriter.capture.rotary import calls_of, follow_length
-from forebay.rewriter.checkpoints.text_model import DEEPSTACK, GROUPS
+from forebay.rewriter.checkpoints.text_model import DEEPSTACK, GROUPS, PLACEHOLDER
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.state import KVState, StateSpec
 
@@ -90,15 +90,15 @@ class _Step(nn.Module):
         given: dict[str, Any] = outer_inputs(self.model, counted)
         if positions is not None:
             given["position_ids"] = positions.permute(2, 0, 1)
-        if until is not None:  # which attention takes for what it is, by its dtype
-            given["attention_mask"] = dict.fromkeys(("full_attention", "sliding_attention"), until)
+        if until is not None:
+            given["attention_mask"] = masks_of_images(self.model.config, until)
         token = _last.set(last)
         if inputs_embeds is not None:
             _given.set([(input_ids, inputs_embeds)])
             if deepstack is not None:
                 given["visual_pos_masks"] = input_ids < 0
                 given["deepstack_visual_embeds"] = deepstack.split(inputs_embeds.shape[2], 2)
-            input_ids = input_ids.clamp(min=0)
+            input_ids = torch.where(input_ids < 0, getattr(self.model.config, PLACEHOLDER, 0), input_ids)
         try:
             with layer_inputs(start, start if count is None else count), calls_of(length), chosen_columns(adapters):
                 out = self.model(
@@ -185,18 +185,20 @@ def _traced(model: Any, wanted: Gives, embeds: bool, adapter_columns: int) -> Ca
     vocab_size = model.get_output_embeddings().weight.shape[0] if wanted == "scores" else joined.vocab_size
     limit = 0 if follows.unlimited else joined.max_positions
     if embeds:
-        _check_ids_only_looked_up(joined, follows.rope_switch_length)
+        _check_ids_only_looked_up(joined, follows.rope_switch_length, getattr(model.config, PLACEHOLDER, None))
     return replace(joined, vocab_size=vocab_size, gives=wanted, max_positions=limit,
                    rope_switch_length=follows.rope_switch_length, embeds=tracer.width,
                    position_rows=tracer.position_rows, deepstack=tracer.deepstack,
                    image_groups=tracer.image_groups)
 
 
-def _check_ids_only_looked_up(captured: CapturedModel, rope_switch_length: int) -> None:
-    """CaptureError where given embeddings would not be all that a step needs to know of a token."""
+def _check_ids_only_looked_up(captured: CapturedModel, rope_switch_length: int, placeholder: int | None) -> None:
+    """CaptureError where given embeddings, with the id `placeholder` for other tables, would not be all that a step
+    needs to know of a token."""
     ids = next(node for node in captured.step.graph.nodes if node.name == "input_ids")
-    known = [node for node in ids.users if node.target is torch.ops.aten.clamp.default]
-    if len(known) != 1 or len(known[0].users) != 1:
+    known = [node for node in ids.users if node.target is torch.ops.aten.where.ScalarOther or (
+        node.target is torch.ops.aten.where.ScalarSelf)]
+    if len(known) != 1 or (len(known[0].users) != 1 and placeholder is None):
         raise CaptureError("it reads ids of tokens as well as their embeddings, so embeddings alone cannot be given")
     if rope_switch_length:
         raise CaptureError("its cache is computed anew once it is long, for which ids are needed, not embeddings")
@@ -221,7 +223,7 @@ class _Tracer:
         # and what else is known of tokens of images
         self.position_rows = 3 if embeds and "mrope_section" in (
             getattr(model.config, "rope_parameters", None) or {}) else 0
-        self.image_groups = embeds and getattr(model.config, GROUPS, False)
+        self.image_groups = embeds and bool(getattr(model.config, GROUPS, ()))
         self.deepstack: int = getattr(model.config, DEEPSTACK, 0) if embeds and "_deepstack_process" in vars(
             model.base_model) else 0
         parent, _, attribute = path.rpartition(".")

@@ -19,7 +19,9 @@ BASE, HEAD = "model", "lm_head."  # of every causal model below
 OTHERS = "beside the language model: "  # before names of towers and projectors, which text has no use for
 LANGUAGE, TEXT, CAUSAL = "model.language_model", "model.text_model", "language_model.model"
 DEEPSTACK = "deepstack_layers"  # of a text config: layers after which features of images are added
-GROUPS = "image_groups"  # of a text config: whether tokens of an image see each other
+GROUPS = "image_groups"  # of a text config: kinds of layers in which tokens of an image see each other
+PLACEHOLDER = "image_placeholder"  # of a text config: the id that tables by ids are asked for at tokens of images
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -30,24 +32,38 @@ class Multimodal:
         text: Where the language model lies in the whole one.
         images: Whether images are taken: the features that the model's `get_image_features` gives are all that a step
             must know of them.
-        groups: Whether tokens of an image see each other.
+        groups: Kinds of layers in which tokens of an image see each other.
+        asked: Value of the text config's `use_bidirectional_attention` without which they do not, if any.
+        whole: Whether all tokens of a prompt with images see each other.
+        projector: Module that `get_image_features` leaves to the model, if any.
     """
 
     text: str
     images: bool = False
-    groups: bool = False
+    groups: tuple[str, ...] = ()
+    asked: str = ""
+    whole: bool = False
+    projector: str = ""
+
+    def group_layers(self, config: PreTrainedConfig) -> tuple[str, ...]:
+        """Return the `groups` of a model of this config."""
+        setting = getattr(config.get_text_config(), "use_bidirectional_attention", None)
+        return self.groups if self.asked in ("", setting) else ()
 
 
 # By model type. Without images each of these is the causal model of its own config; the positions of Qwen2-VL and its
-# relatives have three dimensions, which are equal then. PaliGemma sees a text in both directions.
+# relatives have three dimensions, which are equal then. PaliGemma sees a prompt of text alone as a causal model.
 MULTIMODAL = {
-    **dict.fromkeys(("aya_vision", "cohere2_vision", "internvl", "lfm2_vl", "llava", "mistral3", "qwen2_5_vl",
-                     "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "vipllava"),
+    **dict.fromkeys(("aya_vision", "cohere2_vision", "internvl", "lfm2_vl", "llava", "llava_next", "llava_onevision",
+                     "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+                     "vipllava"),
                     Multimodal(LANGUAGE, images=True)),
-    "gemma3": Multimodal(LANGUAGE, images=True, groups=True),
-    **dict.fromkeys(("gemma3n", "gemma4", "llava_next", "llava_onevision"), Multimodal(LANGUAGE)),
+    "gemma3": Multimodal(LANGUAGE, images=True, groups=(FULL, SLIDING)),
+    "gemma3n": Multimodal(LANGUAGE),
+    "gemma4": Multimodal(LANGUAGE, images=True, groups=(SLIDING,), asked="vision"),
+    "paligemma": Multimodal(LANGUAGE, images=True, groups=(FULL, SLIDING), whole=True),
     **dict.fromkeys(("idefics3", "smolvlm"), Multimodal(TEXT, images=True)),
-    "llama4": Multimodal(CAUSAL)}
+    "llama4": Multimodal(CAUSAL, images=True, projector="multi_modal_projector")}
 
 
 @one_thread
@@ -58,8 +74,13 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
     text = copy.deepcopy(config.get_text_config(decoder=True))
     # The whole model ties its head by its own setting, which some configs repeat for the language model.
     ties = (getattr(each, "tie_word_embeddings", None) for each in (config, text))
-    if MULTIMODAL[config.model_type].groups:
-        setattr(text, GROUPS, True)
+    known = MULTIMODAL[config.model_type]
+    if groups := known.group_layers(config):
+        setattr(text, GROUPS, groups)
+    if known.whole:  # what sees what is then given with each prompt
+        text.use_bidirectional_attention = None
+    if getattr(text, "hidden_size_per_layer_input", None):
+        setattr(text, PLACEHOLDER, text.pad_token_id or 0)
     if features := getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None):
         setattr(text, DEEPSTACK, len(features))
     text.tie_word_embeddings = bool(next((tie for tie in ties if tie is not None), False))

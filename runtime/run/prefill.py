@@ -120,6 +120,15 @@ def _features_of(features: Features, batch: int, at: int, size: int) -> dict[str
     return cut
 
 
+def _by_row(features: Features | None, prompts: Sequence[int], slots: Sequence[int]) -> Features | None:
+    """The features of rows that stand for these slots, of which some have one of the prompts in slots `prompts`."""
+    if features is None:
+        return None
+    number = {slot: i for i, slot in enumerate(prompts)}
+    return {name: [values[number[slot]] if slot in number else values[0][:0] for slot in slots]
+            for name, values in features.items()}
+
+
 def image_groups(features: Features | None) -> set[tuple[int, int]]:
     """The first token and the end of each run of tokens that see each other."""
     return {(rows.index(end), end) for row in (features or {}).get("until", ()) if (rows := row.tolist())
@@ -135,7 +144,7 @@ def prompt_chunks(
 
     Rows of a step are the slots; of a plan that admits sequences while others decode, they are the prompts in turn, at
     most `BatchSchedule.admitted`, and those left over repeat the first. `length` is that of one call of all; without it
-    each prompt is a call by itself.
+    each prompt is a call by itself. `features` are of the prompts in their order.
     """
     admitted = plan.schedule.batching.admitted
     slots = [*prompts, *[next(iter(prompts))] * (admitted - len(prompts))] if admitted else range(plan.workload.batch)
@@ -143,6 +152,7 @@ def prompt_chunks(
     call = torch.tensor([row.numel() for row in rows])
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     real = torch.tensor([row < len(prompts) if admitted else slot in prompts for row, slot in enumerate(slots)])
+    features = _by_row(features, list(prompts), slots)
     spans = chunk_spans(plan.schedule.prefill_chunks, ids.shape[1], None if rewindable else plan.workload.context,
                         rewindable, image_groups(features))
     batch_slots = torch.tensor(slots) if admitted else None

@@ -9,6 +9,7 @@ import torch
 
 from forebay.runtime.run.logits_processing import Constraint, TokenLogprobs
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.step_inputs import PromptFeatures
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Request:
         on_logprobs: Is told of each token just before the token itself is.
         on_cached: Is told how many tokens of the prompt need not be computed, when it gets a slot.
         adapter: The name of its adapter; "": the base alone.
+        features: Computes what stands for some of its tokens, when it gets a slot.
     """
 
     ids: torch.Tensor
@@ -36,6 +38,7 @@ class Request:
     on_logprobs: Callable[[TokenLogprobs], None] | None = None
     on_cached: Callable[[int], None] = lambda tokens: None
     adapter: str = ""
+    features: Callable[[], PromptFeatures] | None = None
 
 
 @dataclass(frozen=True)

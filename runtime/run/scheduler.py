@@ -20,7 +20,7 @@ from forebay.runtime.run.request import OneCall, Request
 from forebay.runtime.run.room import fits
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
-from forebay.runtime.run.step_inputs import StepInputs
+from forebay.runtime.run.step_inputs import StepInputs, counted_positions, joined_features
 from forebay.runtime.run.token_sampler import TokenSampler
 
 OnEnd = Callable[[int, list[int]], None]  # number of a request, and its new tokens
@@ -104,6 +104,7 @@ class Scheduler:
         free: The other slots.
         replay: By slot, of states that cannot take a token back, accepted tokens that they lack ahead of the last one.
         refused: The slots whose states go back to those before the last step, as it computed tokens that were refused.
+        shifts: By number how far rotary positions after images of a prompt are beyond the count of its tokens.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Scheduler:
         self.held = 0  # chunks since the last step that decoded
         self.replay: dict[int, int] = {}
         self.refused: set[int] = set()
+        self.shifts: dict[int, int] = {}
         self.early: dict[int, torch.Tensor] = {}  # logits [V] by row after prompts that end before the last chunk
         self.first: dict[int, int] = {}  # tokens that such logits gave
         self.sampler = TokenSampler(sampling, self.requests, self.new, call)
@@ -187,7 +189,13 @@ class Scheduler:
             self.choice.begin(prompts, most)
         length, keeps = None if self.call is None else max(map(self._call_length, numbers)), self.session.rewindable
         self.done = self._enter_known(prompts)
-        self.chunks = prompt_chunks(self.session.plan, prompts, length, rewindable=keeps, kept=self.done)
+        given = {number: make() for number in numbers if (make := self.requests[number].features) is not None}
+        self.shifts |= {number: each.position_shift for number, each in given.items()}
+        features = joined_features([len(each) for each in prompts.values()], [
+            given.get(number) for number in self.admitted.values()])
+        prompts = {slot: prompts[slot].masked_fill(given[number].placed, -1) if number in given else prompts[slot]
+                   for slot, number in self.admitted.items()}
+        self.chunks = prompt_chunks(self.session.plan, prompts, length, features, keeps, self.done)
 
     def _enter_known(self, prompts: Mapping[int, torch.Tensor]) -> int:
         """Give slots what is known of their prompts before these are computed; how many tokens of each."""
@@ -266,7 +274,7 @@ class Scheduler:
         size, drafts = self._drafts(inputs.start)
         if size > 1:
             inputs = self._with_drafts(inputs, size, drafts)
-        logits = self.session.step(inputs)
+        logits = self.session.step(self._with_positions(inputs))
         if size > 1:
             rows = logits.view(self.batch, size, -1)
             tokens = {slot: self._accepted(slot, rows[slot], drafts[slot]) for slot in running}
@@ -293,6 +301,14 @@ class Scheduler:
             length.fill_(self.call.prompt + max(len(self.new[number]) for number in self.running.values()))
         return self._with_adapters(StepInputs(torch.tensor(ids)[:, None], starts, starts * 0, length,
                                               count=torch.tensor(real)), self.running)
+
+    def _with_positions(self, inputs: StepInputs) -> StepInputs:
+        """`inputs` with rotary positions that go on after images."""
+        shift = torch.zeros_like(inputs.start)
+        for slot, number in self.running.items():
+            shift[slot] = self.shifts.get(number, 0)
+        return replace(inputs, positions=counted_positions(inputs.start + shift, inputs.tokens)) if any(shift) else (
+            inputs)
 
     # -- speculation
 
@@ -359,6 +375,7 @@ class Scheduler:
         for number in ended:
             self.work.ended += 1
             self.sampler.forget(number)
+            self.shifts.pop(number, None)
             del self.requests[number]
             self.on_end(number, self.new.pop(number))
         if self.session.rope_switch_length:

@@ -17,6 +17,38 @@ def counted_positions(start: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class PromptFeatures:
+    """What is computed in place of some tokens of a prompt, as those of images.
+
+    Attributes:
+        placed: [P] bool, which tokens these are.
+        values: [P, ...] of all tokens, by the names of `StepInputs`.
+    """
+
+    placed: torch.Tensor
+    values: Mapping[str, torch.Tensor]
+
+    @property
+    def position_shift(self) -> int:
+        """How far rotary positions after the prompt are beyond the count of its tokens."""
+        rows = self.values.get("positions")
+        return 0 if rows is None else int(rows.max()) + 1 - len(rows)
+
+
+def joined_features(lengths: Sequence[int], given: Sequence[PromptFeatures | None]) -> Features | None:
+    """Return the features of prompts of these lengths, of which some are text alone; None where all are."""
+    first = next((each for each in given if each is not None), None)
+    if first is None:
+        return None
+
+    def of_text(name: str, like: torch.Tensor, length: int) -> torch.Tensor:
+        return counted_positions(torch.zeros(1, dtype=torch.int64), length)[0] if name == "positions" else like[:0]
+
+    return {name: [of_text(name, like, length) if each is None else each.values[name]
+                   for length, each in zip(lengths, given, strict=True)] for name, like in first.values.items()}
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """The inputs of a step over S tokens in each of B rows; a Program reads those that it has, by these names.
 

@@ -16,7 +16,7 @@ import torch
 from forebay.call_turns import CallTurns, ModelCall, TakesTurns
 from forebay.drafting import drafting_per_slot
 from forebay.huggingface.nn_module_compat import NnModuleCompat
-from forebay.images.open_tower import open_tower
+from forebay.images.open_tower import image_chunk, image_options, open_tower
 from forebay.model_planner import ModelPlanner, PlannedSteps, PlannerOf
 from forebay.open_model import capture_folder, known_machine
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
@@ -209,9 +209,8 @@ class LanguageModel(TakesTurns, ScoringCalls, SessionCalls, TraceCalls, NnModule
         with self._turns.lock:
             if kind not in self._variants:
                 captured, options = self._capture(gives=gives, embeds=embeds), self.options.output_agnostic()
-                if captured.image_groups:  # a step must hold an image, and what comes before it
-                    least = 2 * self.config.mm_tokens_per_image
-                    options = replace(options, prefill_chunk=max(options.prefill_chunk or 0, least))
+                if captured.image_groups:
+                    options = image_options(options, captured, image_chunk(self.config, self.plan.workload.prompt))
                 other = LanguageModel(captured, self.checkpoint, self.files, self.budget, self.plan.workload, options,
                                       self.machine, capture=self._capture)
                 other._turns, other._origin = self._turns, weakref.ref(self)
@@ -314,6 +313,8 @@ class LanguageModel(TakesTurns, ScoringCalls, SessionCalls, TraceCalls, NnModule
                      new_tokens, have.batch, have.prompt, have.new_tokens)
             batch = have.batch if continuous and self.options.admitted else max(1, batch)
             options = self.options if continuous else replace(self.options, admitted=None)
+            if self.captured.image_groups:
+                options = image_options(options, self.captured, image_chunk(self.config, prompt))
             work, choose = have.of(batch, prompt, new_tokens), plan_answers if continuous else plan_batch
             try:
                 self._adopt(self.planner.planned(work, options, choose))

@@ -3,59 +3,19 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import transformers as T
-from multimodal import CONFIGS, save
-from tokenizers import Tokenizer, models, pre_tokenizers
+from pictured import Image, answer, llava, picture
 from typer.testing import CliRunner
 
 from forebay.commands.app import app
 from forebay.commands.prompts import BadPrompt
 from forebay.images.processor import open_image
 
-Image = pytest.importorskip("PIL.Image")
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
-TEMPLATE = """{% for m in messages %}{{ m.role }} : {% if m.content is string %}{{ m.content }}{% else %}\
-{% for p in m.content %}{% if p.type == 'image' %}<image> {% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %} \
-{% endfor %}assistant :"""
-
-
-def llava(folder: Path) -> tuple[Any, Any]:
-    """A folder of a model with its processor, which are returned."""
-    plain = CONFIGS["llava"]
-    whole = save("llava", folder, plain | {"text_config": plain["text_config"] | {"max_position_embeddings": 600}})
-    whole.generation_config.eos_token_id = whole.generation_config.pad_token_id = 2
-    whole.generation_config.save_pretrained(folder)
-    words = ["<pad>", "<unk>", "</s>", "user", "assistant", ":", *(f"w{i}" for i in range(6, 150)), "<image>"]
-    vocab = {word: i for i, word in enumerate(words)}
-    made = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = T.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", unk_token="<unk>",
-                                          eos_token="</s>", additional_special_tokens=["<image>"])
-    size = {"height": 28, "width": 28}
-    processor = T.LlavaProcessor(
-        T.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size), tokenizer, patch_size=14,
-        vision_feature_select_strategy="default", chat_template=TEMPLATE, image_token="<image>",
-        num_additional_image_tokens=1)
-    processor.save_pretrained(folder)
-    return whole, T.AutoProcessor.from_pretrained(folder)
-
-
-def picture(path: Path, color: tuple[int, int, int]) -> Path:
-    Image.linear_gradient("L").resize((40, 30)).convert("RGB").point(lambda v: v * sum(color) // 255 % 256).save(path)
-    return path
-
-
-def answer(whole: Any, processor: Any, text: str, *images: Path) -> str:
-    given = processor(text=[text], images=[Image.open(each).convert("RGB") for each in images], return_tensors="pt")
-    out = whole.generate(**given, max_new_tokens=5, do_sample=False)[0, given["input_ids"].shape[1]:]
-    return processor.tokenizer.decode(out, skip_special_tokens=True)
-
-
 def test_commands_answer_as_transformers_does(tmp_path: Path) -> None:
     whole, processor = llava(tmp_path)
     one, other = picture(tmp_path / "one.png", (200, 10, 30)), picture(tmp_path / "other.png", (7, 90, 250))
@@ -76,6 +36,47 @@ def test_commands_answer_as_transformers_does(tmp_path: Path) -> None:
     assert "none.png cannot be read: No such file or directory" in found.stderr
     refused = CliRunner().invoke(app, ["run", str(tmp_path), "--prompts", "a", "--output", "b", "--image", str(one)])
     assert refused.exit_code == 2 and "--image is for one PROMPT" in refused.stderr
+
+
+def test_jobs_answer_lines_with_images(tmp_path: Path) -> None:
+    """Lines of several forms, with and without images, answered beside each other; bad ones are told apart."""
+    whole, processor = llava(tmp_path)
+    one, other = picture(tmp_path / "one.png", (200, 10, 30)), picture(tmp_path / "other.png", (7, 90, 250))
+    url = f"data:image/png;base64,{base64.b64encode(other.read_bytes()).decode()}"
+
+    def asked(*parts: dict[str, object]) -> list[dict[str, object]]:
+        return [{"role": "user", "content": [*parts, {"type": "text", "text": "w6 w7"}]}]
+
+    local, linked = {"type": "image", "image": str(one)}, {"type": "image_url", "image_url": {"url": url}}
+    fetched = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    lines = [{"id": "local", "messages": asked(local)}, {"id": "text", "prompt": "w8 w9 w10"},
+             {"id": "two", "messages": asked(linked, local)}, {"id": "fetched", "messages": asked(fetched)},
+             {"custom_id": "batch", "body": {"messages": asked(linked), "max_tokens": 5, "temperature": 0}},
+             {"id": "video", "messages": asked({"type": "video", "video": "a.mp4"})},
+             {"id": "parts", "messages": asked()}]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "answers.jsonl"
+    command = ["run", str(tmp_path), "--prompts", str(tmp_path / "asked.jsonl"), "--output", str(out), "--budget",
+               "4MB", "--new-tokens", "5", "--batch", "2"]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 3, found.output + repr(found.exception)
+    said = " ".join(found.stderr.split())
+    assert "image https://example.com/a.png: images are not fetched" in said and "videos are not taken" in said
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    texts = {each["id"]: each["text"] for each in answers if "text" in each}
+    texts["batch"] = next(each["response"]["body"]["choices"][0]["message"]["content"] for each in answers
+                          if each.get("custom_id") == "batch")
+    text = "user : {} w6 w7 assistant :"
+    for name, images in {"local": [one], "two": [other, one], "batch": [other]}.items():
+        wanted = answer(whole, processor, text.format(" ".join(["<image>"] * len(images))), *images)
+        assert texts[name].strip() == wanted.strip(), name
+    assert len({texts["local"], texts["batch"]}) == 2, "images must matter"
+    for name, said_text in {"text": "user : w8 w9 w10 assistant :", "parts": "user : w6 w7 assistant :"}.items():
+        ids = processor.tokenizer(said_text, return_tensors="pt")
+        tokens = whole.generate(**ids, max_new_tokens=5, do_sample=False)[0, ids["input_ids"].shape[1]:]
+        assert texts[name].strip() == processor.tokenizer.decode(tokens, skip_special_tokens=True).strip(), name
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 3 and "5 of 7" in again.stderr.replace("5 of 6", "5 of 7"), again.output
 
 
 def test_images_come_from_files_and_data_urls_alone(tmp_path: Path) -> None:

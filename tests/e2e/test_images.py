@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,26 @@ from multimodal import CONFIGS, TEXT, save
 from selection import ALL
 
 import forebay
-from forebay.images import prompts
+from forebay.build_model import build_model
+from forebay.images import prompts as image_prompts
+from forebay.images.open_tower import image_options
 from forebay.images.tower import ImageTower
+from forebay.open_model import open_model
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.text_model import MULTIMODAL
-from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.options import Options
 from forebay.runtime.run.prefill import chunk_spans
+from forebay.runtime.run.request import Request
+from forebay.runtime.run.sampling import Sampling
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
 
 ASKED: Any = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
 KINDS = tuple(kind for kind, each in MULTIMODAL.items() if each.images)
-SHOWN = KINDS if ALL else ("gemma3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+SHOWN = KINDS if ALL else ("gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 IMAGE = 150  # id of the token for images
 
 
@@ -43,6 +50,15 @@ def pixels(kind: str, model: Any) -> list[tuple[dict[str, torch.Tensor], int]]:
     elif kind == "mistral3":
         found = [dict(pixel_values=drawn(1, 3, 56, 56), image_sizes=torch.tensor([size])) for size in ((56, 56),
                                                                                                        (28, 56))]
+    elif kind in ("llava_next", "llava_onevision"):
+        found = [dict(pixel_values=drawn(1, 3, 3, 28, 28), image_sizes=torch.tensor([size])) for size in ((28, 28),
+                                                                                                          (28, 50))]
+    elif kind == "gemma4":
+        grids = [torch.cartesian_prod(torch.arange(4), torch.arange(rows)) for rows in (4, 2)]
+        found = [dict(pixel_values=drawn(1, 16, 48), image_position_ids=torch.nn.functional.pad(
+            grid, (0, 0, 0, 16 - len(grid)), value=-1)[None]) for grid in grids]
+    elif kind == "llama4":
+        found = [dict(pixel_values=drawn(1, 3, 56, 56)) for _ in range(2)]
     elif kind in ("smolvlm", "idefics3"):
         found = [dict(pixel_values=drawn(1, 1, 3, 28, 28)) for _ in range(2)]
     elif kind == "lfm2_vl":
@@ -50,8 +66,10 @@ def pixels(kind: str, model: Any) -> list[tuple[dict[str, torch.Tensor], int]]:
                       pixel_attention_mask=torch.ones(1, 4, dtype=torch.int64)) for _ in range(2)]
     else:
         found = [dict(pixel_values=drawn(1, 3, 28, 28)) for _ in range(2)]
+    base = model.base_model
     with torch.no_grad():
-        made = [model.model.get_image_features(**each).pooler_output for each in found]
+        made = [base.get_image_features(**each) for each in found]
+        made = [each.last_hidden_state if kind == "llama4" else each.pooler_output for each in made]
     return [(each, sum(part.reshape(-1, part.shape[-1]).shape[0] for part in parts))
             for each, parts in zip(found, made, strict=True)]
 
@@ -63,10 +81,10 @@ def batch(kind: str, rows: list[list[int]], images: list[dict[str, torch.Tensor]
     asked = dict(input_ids=ids, attention_mask=(ids > 0).long())
     if images:
         asked |= {name: torch.cat([each[name] for each in images]) for name in images[0]}
-        if kind.startswith("qwen"):
+        if kind.startswith("qwen") or kind == "gemma4":
             asked["mm_token_type_ids"] = (ids == IMAGE).int()
-        if kind == "gemma3":
-            asked["token_type_ids"] = (ids == IMAGE).long()
+        if kind in ("gemma3", "paligemma"):
+            asked["token_type_ids"] = (ids == IMAGE).long() * (kind == "gemma3")
     return asked
 
 
@@ -84,7 +102,7 @@ def cases(kind: str, model: Any) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("kind", SHOWN)
 def test_tokens_with_images(kind: str, tmp_path: Path) -> None:
     whole = save(kind, tmp_path)
-    tight = "40MB" if kind == "cohere2_vision" else "1500kB" if kind == "gemma3" else "700kB"
+    tight = "40MB" if kind == "cohere2_vision" else "1500kB" if MULTIMODAL[kind].groups else "700kB"
     budgets = ("4MB", tight) if ALL and tight != "40MB" else (tight,)
     asked = cases(kind, whole)
     expected = {name: whole.generate(**each, **ASKED).tolist() for name, each in asked.items()}
@@ -96,6 +114,53 @@ def test_tokens_with_images(kind: str, tmp_path: Path) -> None:
                 assert lm.generate(**each, **ASKED).tolist() == expected[name], (budget, name)
             assert 0 < lm.tower.peak_nbytes <= lm.plan.budget.device
             assert "of a vision tower, read once per batch of images" in lm.explain()
+
+
+@pytest.mark.parametrize("kind", SHOWN if ALL else ("gemma3", "qwen3_vl"))
+def test_slots_take_prompts_with_images(kind: str, tmp_path: Path) -> None:
+    """Requests with and without images enter slots while others decode, of which one runs out before the other."""
+    whole = save(kind, tmp_path)
+    asked = cases(kind, whole)
+    # A text by itself is causal in PaliGemma, but not in a batch with images.
+    other = "both in one" if MULTIMODAL[kind].whole else "one with text" if "one with text" in asked else "one"
+    calls = [asked["text"], asked[other], asked["two"]]
+    prompts, requests, expected = [], [], []
+    opened = open_model(tmp_path, embeds=True)
+    options = image_options(Options(admitted=1, machine=Machine.default()), opened[0], 24)
+    with build_model(opened, Budget(4_000_000), Workload(2, 24, 8), options) as lm:
+        for call in calls:
+            ids, mask = call["input_ids"], call["attention_mask"].bool()
+            expected += [row[ids.shape[1]:] for row in whole.generate(**call, **ASKED).tolist()]
+            prompts += [row[keep] for row, keep in zip(ids, mask, strict=True)]
+        images = iter([each for call in calls for each in images_of(kind, call)])
+        for i, ids in enumerate(prompts):
+            given = {}
+            if count := runs_of(ids):
+                parts = [next(images) for _ in range(count)]
+                given = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+            features = partial(image_prompts.prompt_features, lm, ids.tolist(), given, 40_000_000) if given else None
+            requests.append(Request(ids, 6 - i % 2, features=features))
+        found: dict[int, list[int]] = {}
+        lm.answer_all(requests, Sampling(), frozenset(), on_end=found.__setitem__, on_step=lambda work: None)
+    assert [found[i] for i in range(len(requests))] == [row[: 6 - i % 2] for i, row in enumerate(expected)]
+
+
+def runs_of(ids: torch.Tensor) -> int:
+    """How many images a prompt has, which are apart from each other."""
+    there = torch.nn.functional.pad((ids == IMAGE).int(), (1, 0))
+    return int((there.diff() > 0).sum())
+
+
+def images_of(kind: str, call: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """What a processor gave of each image of a call."""
+    given = {name: value for name, value in call.items() if name not in (
+        "input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")}
+    if "image_grid_thw" not in given:
+        count = len(given.get("pixel_values", ()))
+        return [{name: value[i : i + 1] for name, value in given.items()} for i in range(count)]
+    sizes = given["image_grid_thw"].prod(1).tolist()
+    return [dict(pixel_values=part, image_grid_thw=grid[None]) for part, grid in zip(
+        given["pixel_values"].split(sizes), given["image_grid_thw"], strict=True)]
 
 
 def test_beams_and_a_module_in_memory(tmp_path: Path) -> None:
@@ -148,30 +213,26 @@ def test_what_cannot_be_taken_is_refused_in_a_line(tmp_path: Path) -> None:
                 (asked["input_ids"] == IMAGE).cumsum(1) == 1, 9)}, **ASKED)
         with pytest.raises(ValueError, match="images or inputs_embeds, not both"):
             lm.generate(inputs_embeds=torch.zeros(1, 2, 64), pixel_values=asked["pixel_values"], **ASKED)
-    save("gemma4", tmp_path / "gemma")
-    with forebay.wrap(tmp_path / "gemma", "4MB", prompt=8, new_tokens=8, machine=Machine.default()) as lm, (
-            pytest.raises(ValueError, match="a model of type 'gemma4' takes text alone here; images are taken by")):
-        lm.generate(torch.tensor([[3, IMAGE]]), pixel_values=torch.zeros(1, 3, 28, 28), **ASKED)
     T.LlamaForCausalLM(T.LlamaConfig(**TEXT)).save_pretrained(tmp_path / "llama")
     with forebay.wrap(tmp_path / "llama", "4MB", prompt=8, new_tokens=8, machine=Machine.default()) as lm, (
-            pytest.raises(ValueError, match="'llama' takes text alone")):
+            pytest.raises(ValueError, match="a model of type 'llama' takes text alone here; images are taken by")):
         lm.generate(torch.tensor([[3, 4]]), pixel_values=torch.zeros(1, 3, 28, 28), **ASKED)
 
 
 def test_an_image_longer_than_a_window_is_refused() -> None:
     placed, mask = torch.tensor([[False, *[True] * 5, False]]), torch.ones(1, 7, dtype=torch.int64)
-    until = prompts._ends(placed, mask)
+    until = image_prompts._ends(placed, mask)
     assert until.tolist() == [[1, 6, 6, 6, 6, 6, 7]]
-    prompts._require_within(until, mask, 5)
-    prompts._require_within(until, mask, None)
+    image_prompts._require_within(until, mask, 5)
+    image_prompts._require_within(until, mask, None)
     with pytest.raises(ValueError, match="an image of 5 tokens is longer than the model's window of 4"):
-        prompts._require_within(until, mask, 4)
+        image_prompts._require_within(until, mask, 4)
 
 
 def test_arguments_without_pixels_are_left_to_others() -> None:
     zeros = torch.zeros(1, 3, dtype=torch.int64)
     options = {"mm_token_type_ids": zeros, "token_type_ids": zeros, "image_sizes": [[1, 1]], "pixel_values": None}
-    assert prompts.take_image_inputs(options) == {}
+    assert image_prompts.take_image_inputs(options) == {}
     assert set(options) == {"token_type_ids", "image_sizes", "pixel_values"}
     marked = {"mm_token_type_ids": zeros + 1}
-    assert prompts.take_image_inputs(marked) == {} and marked, "tokens of images without images"
+    assert image_prompts.take_image_inputs(marked) == {} and marked, "tokens of images without images"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as T
-from multimodal import CONFIGS, FULL, SIGLIP, TEXT, save
+from multimodal import CLIP, CONFIGS, FULL, TEXT, save
 from safetensors import safe_open
 from selection import ALL
 
@@ -83,5 +83,5 @@ def test_a_quantized_multimodal_folder_has_no_towers(tmp_path: Path) -> None:
 
 
 def test_a_kind_that_is_not_its_text_model_is_refused_by_name() -> None:
-    with pytest.raises(CaptureError, match="'paligemma' is not a causal language model"):
-        capture_model(T.PaliGemmaConfig(text_config=TEXT | {"model_type": "gemma"}, vision_config=SIGLIP))
+    with pytest.raises(CaptureError, match="'video_llava' is not a causal language model"):
+        capture_model(T.VideoLlavaConfig(text_config=TEXT | {"model_type": "llama"}, vision_config=CLIP))

@@ -103,7 +103,8 @@ class Running:
 def made(
     folder: Path, *, batch_slots: int = BATCH_SLOTS, queue: int = 64, grace_s: float = 30.0, new_tokens: int = NEW,
     name: str = "tiny", planned: LanguageModel | None = None, port: int = 0, prompt: int = PROMPT,
-    eos: tuple[int, ...] = (2,), budget: int = BUDGET, session: Path | None = None, **options: Any
+    eos: tuple[int, ...] = (2,), budget: int = BUDGET, session: Path | None = None, image_nbytes: int = 0,
+    **options: Any
 ) -> tuple[Running, socket.socket]:
     """A server of the model in `folder` that is yet to be run, and the socket for it."""
     lm = planned or forebay.wrap(folder, budget, batch_slots=batch_slots, prompt=prompt, new_tokens=new_tokens,
@@ -118,8 +119,8 @@ def made(
 
     tokenizer.decode = gated
     chosen = ServingOptions(name, **{"hosts": frozenset(LOOPBACK), **options})
-    run = ServerRun(Service(lm, tokenizer, eos, prompt, new_tokens, queue, chosen, session=session),
-                    grace_s)
+    run = ServerRun(Service(lm, tokenizer, eos, prompt, new_tokens, queue, chosen, session=session,
+                            image_nbytes=image_nbytes), grace_s)
     at = bound_socket("127.0.0.1", port)
     return Running(run, at.getsockname()[1], gate), at
 

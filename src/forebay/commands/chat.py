@@ -64,7 +64,8 @@ def chat(
     with clean_errors(debug):
         from forebay.commands.chat_template import ChatTemplate
         from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids
-        from forebay.images.processor import image_prompt, load_processor, with_images
+        from forebay.images.parts import with_images
+        from forebay.images.processor import image_prompt, load_processor
         from forebay.runtime.run.sampling import Sampling
 
         processor: Any = None
@@ -153,7 +154,8 @@ def answer_one(
     given: dict[str, Any] = {}
     with ChatTemplate(tokenizer) as template:
         if images:
-            from forebay.images.processor import image_prompt, load_processor, with_images
+            from forebay.images.parts import with_images
+            from forebay.images.processor import image_prompt, load_processor
 
             if not chat:
                 raise JobError("--image: images go through the chat template of the model; leave --no-chat out")
@@ -167,14 +169,10 @@ def answer_one(
 
 
 def _opened(sources: Sequence[str]) -> list[Any]:
-    """The images of files; JobError where Pillow is missing."""
-    from forebay.commands.prompts import JobError
+    """The images of files; JobError where one cannot be read."""
     from forebay.images.processor import open_image
 
-    try:
-        return [open_image(source) for source in sources]
-    except ModuleNotFoundError as error:
-        raise JobError(f"images need a package that is not installed: pip install {error.name}") from error
+    return [open_image(source) for source in sources]
 
 
 def _planned(folder: Path, budget: str | None, options: Options) -> LanguageModel:

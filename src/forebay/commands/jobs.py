@@ -29,6 +29,7 @@ from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import OnEnd, OnStep
+from forebay.runtime.run.step_inputs import PromptFeatures
 from forebay.serving.text_codec import TextCodec
 from forebay.structured_output import OutputGrammar
 
@@ -322,12 +323,13 @@ def run_job(
     stop: Callable[[], bool] = lambda: False,
     progress: OnStep = lambda work: None,
     adapters: Container[str] = (),
+    features: Callable[[Prompt], PromptFeatures] | None = None,
 ) -> WorkDone:
     """Answer the prompts that are not answered yet, each answer written the moment its sequence ends.
 
     `progress` is called after every step. When `stop` turns true the step under way is completed and Interrupted
     raised. No answer is written unless the model's files are still those that it was opened with. Lines of OpenAI's
-    batch form and grammars need a `codec`. Of `adapters` a line may name one.
+    batch form and grammars need a `codec`. Of `adapters` a line may name one. Images of a line need `features`.
     """
     left = pending(prompts, output.answered)
     if not left:
@@ -337,18 +339,19 @@ def run_job(
     ends: list[Callable[[list[int]], None]] = []  # what is done with the tokens of each
     for prompt in left:
         new_tokens = prompt.request.max_new_tokens or ask.max_new_tokens
-        adapter = prompt.request.adapter if prompt.request.adapter in adapters else ""
+        own: dict[str, Any] = {
+            "adapter": prompt.request.adapter if prompt.request.adapter in adapters else "",
+            "features": partial(features, prompt) if features is not None and prompt.request.pictured else None}
         if prompt.request.batch is not None and codec is not None:
             answer = BatchAnswer(str(prompt.request.id), prompt.request.batch, prompt.ids, new_tokens, ask.sampling,
                                  codec, frozenset(ask.eos))
-            asked += [replace(each, adapter=adapter) for each in answer.requests(
-                partial(_draws, ask.seed, prompt.request.id))]
+            asked += [replace(each, **own) for each in answer.requests(partial(_draws, ask.seed, prompt.request.id))]
             ends += [partial(_end_batch, output, ask.model, answer, number) for number in range(
                 answer.inquiry.choices)]
             continue
         constrain = None if ask.grammar is None or codec is None else partial(codec.structured.constraint, ask.grammar)
         asked.append(Request(torch.tensor(prompt.ids), new_tokens, partial(_draws, ask.seed, prompt.request.id),
-                             constraint=constrain, adapter=adapter))
+                             constraint=constrain, **own))
         ends.append(partial(_write_answer, prompt, output, ask, decode))
 
     def on_end(number: int, ids: list[int]) -> None:

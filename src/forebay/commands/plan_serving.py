@@ -51,13 +51,15 @@ class _ServingWay:
 
 
 def plan_serving(
-    folder: Path, budget: object, options: Options, goals: ServingGoals | None = None
+    folder: Path, budget: object, options: Options, goals: ServingGoals | None = None, images: bool = False
 ) -> ServingChoice:
-    """Plan once. Without goals for the number of slots with which a sequence is predicted to take least time, with
-    them for the number and the turns that keep them at the greatest rate, by simulation. Where weights stream, prefill
-    steps that decode as well are compared too. PlanError where no plan fits, or none keeps the goals at any rate."""
+    """Plan once, for prompts with `images` too. Without goals for the number of slots with which a sequence is
+    predicted to take least time, with them for the number and the turns that keep them at the greatest rate, by
+    simulation. Where weights stream, prefill steps that decode as well are compared too. PlanError where no plan fits,
+    or none keeps the goals at any rate."""
     from forebay.build_model import build_model
     from forebay.commands.machine import machine_profile
+    from forebay.images.open_tower import image_options
     from forebay.open_model import open_model
     from forebay.rewriter.ir.byte_sizes import parse_budget
     from forebay.rewriter.ir.plan import Workload
@@ -75,7 +77,9 @@ def plan_serving(
     batch_slots, prompt, new_tokens = options.batch_slots or 1, options.prompt or 1, options.new_tokens or 1
     typical = (min(goals.prompt, prompt), min(goals.output, new_tokens)) if goals is not None else (0, 0)
     planned = replace(options, admitted=admitted_at_once(batch_slots), machine=machine_profile(options, folder))
-    lm = build_model(open_model(folder), sizes, Workload(batch_slots, prompt, new_tokens, *typical), planned, choose)
+    opened = open_model(folder, embeds=images)
+    planned = image_options(planned, opened[0], prompt)
+    lm = build_model(opened, sizes, Workload(batch_slots, prompt, new_tokens, *typical), planned, choose)
     return ServingChoice(lm, chosen[-1].turns, chosen[-1].rate)
 
 

@@ -12,6 +12,7 @@ from forebay.commands.batch_requests import BatchRequest, read_batch_request
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.prompt_tables import TableError, carried, open_table
 from forebay.commands.tokenizer_bounds import UnboundedTokenizer, check_folder, check_loaded
+from forebay.images.parts import has_images, take_sources
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos, require_regular_files
 from forebay.rewriter.checkpoints.identity import TOKENIZER_FILES
 from forebay.rewriter.checkpoints.named_errors import panicking
@@ -59,11 +60,19 @@ class PromptLine:
         return BadLine(self.line, reason, self.unit)
 
     @property
+    def pictured(self) -> bool:
+        """Whether its messages hold images."""
+        return has_images(self.messages)
+
+    @property
     def question(self) -> dict[str, Any]:
         """The part of the line that is asked, as it stands in the answer."""
         if self.batch is not None:
             return {"request_id": self.batch.digest}
         return {name: value for name in QUESTION if (value := getattr(self, name)) is not None}
+
+
+ReadsImages = Callable[[PromptLine], list[int]]  # token ids of messages with images
 
 
 @dataclass(frozen=True)
@@ -131,9 +140,12 @@ def _request(number: int, columns: dict[str, Any] | str, system: str | None) -> 
         if not prompt.strip():
             raise ValueError("the prompt is empty")
     elif not isinstance(messages, list) or not messages or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | list)
+        for m in messages
     ):
         raise ValueError('messages must be a list of {"role": "...", "content": "..."}')
+    else:
+        take_sources(messages)  # which refuses other parts
     most = columns.get("max_new_tokens")
     if most is not None and (type(most) is not int or most < 1):
         raise ValueError(f"max_new_tokens must be an integer of at least 1, found {most!r}")
@@ -167,9 +179,10 @@ def _check_text(columns: Any) -> None:
 
 def encode(
     requests: Iterable[PromptLine], tokenizer: Any, *, chat: bool, vocab_size: int,
-    most_tokens: Callable[[PromptLine], int | None] = lambda request: None,
+    most_tokens: Callable[[PromptLine], int | None] = lambda request: None, images: ReadsImages | None = None,
 ) -> tuple[list[Prompt], list[BadLine]]:
-    """Token ids of each request, through the tokenizer's chat template for messages (with `chat` for prompts too).
+    """Token ids of each request, through the tokenizer's chat template for messages (with `chat` for prompts too), and
+    through `images` for messages with images.
 
     A prompt longer than `most_tokens` of its request (None: no limit), one without tokens, one with a token that the
     model's vocabulary of `vocab_size` lacks, and one the template refuses are bad lines.
@@ -179,7 +192,8 @@ def encode(
     with ChatTemplate(tokenizer) as template:
         for request in requests:
             try:
-                ids = prompt_ids(request, tokenizer, template, chat)
+                ids = images(request) if images is not None and request.pictured else prompt_ids(
+                    request, tokenizer, template, chat)
                 check_ids(ids, most_tokens(request), vocab_size)
             except BadPrompt as error:
                 bad.append(request.refused(str(error)))
@@ -230,6 +244,9 @@ def chat_ids(
     """Token ids of a chat, whose template is `told` this with the messages; BadPrompt if there are none."""
     if not getattr(tokenizer, "chat_template", None):
         raise BadPrompt('the model\'s tokenizer has no chat template; use "prompt"')
+    messages, sources = take_sources(messages)
+    if sources:
+        raise BadPrompt("images: this model takes text alone; leave the images out")
     try:
         text = template.render(messages, told)
     except ValueError as error:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import time
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +32,7 @@ from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
     from forebay.commands import jobs
+    from forebay.commands.job_images import JobImages
     from forebay.commands.process_memory import MemoryWatch
     from forebay.commands.prompts import Prompt
     from forebay.language_model import LanguageModel
@@ -117,6 +120,7 @@ def run(
         from forebay.calibration import calibrated
         from forebay.commands import jobs
         from forebay.commands.chat import answer_one
+        from forebay.commands.job_images import JobImages
         from forebay.commands.plan_job import fit_job, prompt_room, unfit, with_reuse
         from forebay.commands.prompts import (
             JobError,
@@ -128,6 +132,7 @@ def run(
             takes_chats,
         )
         from forebay.commands.schema_file import read_schema
+        from forebay.images.open_tower import takes_images
         from forebay.open_model import open_model
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
         from forebay.rewriter.planning.options import check_choices, told_activations
@@ -152,7 +157,7 @@ def run(
             answer_one(model, prompt, budget, options, sampling, seed, chat=chat, images=image or ())
             return
         if image:
-            raise JobError("--image is for one PROMPT; the lines of a file take text alone")
+            raise JobError("--image is for one PROMPT; lines of a file name images in their messages")
         if options.draft is not None and save_plan is not None:
             raise JobError("--save-plan: a plan is of one model; leave it or --draft out")
         if prompts is None or output is None:
@@ -175,9 +180,13 @@ def run(
         if not requests and not bad:
             say(f"{prompts} holds no prompts: nothing to answer")
         folder = model_folder(model, options)
+        pictured = takes_images(folder) and any(request.pictured for request in requests)
+        if pictured and (plan is not None or save_plan is not None):
+            raise JobError("--plan and --save-plan are for jobs of text alone; leave them or the images out")
         with console().status("capturing the model"):
-            captured, checkpoint, files = open_model(folder, verify=verify, keep=options.of_one_model)
+            captured, checkpoint, files = open_model(folder, verify=verify, keep=options.of_one_model, embeds=pictured)
             tokenizer = load_tokenizer(folder)
+            images = JobImages(folder, tokenizer) if pictured else None
             eos = stop_ids(folder, tokenizer)
         options = calibrated(options, checkpoint.fingerprint, captured.dtype)
         new_tokens = options.new_tokens or (exported.workload.new_tokens if exported else min(
@@ -185,7 +194,8 @@ def run(
         options = replace(options, new_tokens=new_tokens)
         most = prompt_room(captured.max_positions, saved, new_tokens)
         chat = takes_chats(tokenizer, True if system is not None else chat)
-        encoded, more = encode(requests, tokenizer, chat=chat, vocab_size=captured.vocab_size, most_tokens=most)
+        encoded, more = encode(requests, tokenizer, chat=chat, vocab_size=captured.vocab_size, most_tokens=most,
+                               images=None if images is None else images.ids)
         bad += more
         if captured.adapters:
             encoded, more = refuse_adapters(encoded, captured.adapters)
@@ -206,7 +216,11 @@ def run(
             if known:
                 say(f"{output}: {len(known)} of {len(requests)} prompts are answered already")
             if left:
-                options = with_reuse(replace(options, machine=machine_profile(options, folder), plan=saved), left)
+                options = replace(options, machine=machine_profile(options, folder), plan=saved)
+                if images is None:
+                    options = with_reuse(options, left)
+                else:
+                    sizes, options = images.reserve((captured, checkpoint, files), sizes, options, left)
                 answers.check_batch(batch if saved is None else saved.workload.batch)
                 prepare_draft(options.draft, folder, sizes.device)
                 lm, fitting = fit_job((captured, checkpoint, files), encoded, sizes, options, answers.batch)
@@ -220,8 +234,8 @@ def run(
                 if save_plan:
                     lm.plan.save(save_plan)
                 if jobs.pending(fitting, answers.answered):
-                    with lm:
-                        _answer(lm, fitting, answers, ask, tokenizer, trace, as_json)
+                    with lm, nullcontext() if images is None else closing(images):
+                        _answer(lm, fitting, answers, ask, tokenizer, trace, as_json, images)
                     _say_empty(answers.empty, chat)
             if not unordered:
                 answers.put_in_order(request.id for request in requests)
@@ -244,7 +258,7 @@ def _plan_of_bundle(model: str) -> Plan | None:
 
 def _answer(
     lm: LanguageModel, encoded: list[Prompt], answers: jobs.AnswerFile, ask: jobs.Ask, tokenizer: Any,
-    trace: Path | None, as_json: bool,
+    trace: Path | None, as_json: bool, images: JobImages | None,
 ) -> None:
     """Run the job with a progress bar, then say what was planned and what was measured."""
     from forebay.commands import jobs
@@ -261,7 +275,6 @@ def _answer(
     if trace:
         lm.start_trace()
     read_before, began, done, spent = disk_read_nbytes(), time.monotonic(), WorkDone(), Spent()
-
     for path in (files := files_in_budget(lm)):
         drop_file(path)  # what others left in the page cache would be memory beyond the budget
     with stopping() as stopped, MemoryWatch(files) as memory, JobProgress(total) as shown:
@@ -276,7 +289,8 @@ def _answer(
 
         try:
             jobs.run_job(lm, encoded, answers, ask, codec.decode, codec=codec, stop=lambda: bool(stopped),
-                         progress=progress, adapters=lm.captured.adapters)
+                         progress=progress, adapters=lm.captured.adapters,
+                         features=None if images is None else partial(images.features, lm))
         except (jobs.Interrupted, KeyboardInterrupt):
             left = len(jobs.pending(encoded, answers.answered))
             say(f"interrupted: {len(encoded) - left} of {len(encoded)} answers are in {answers.path}; "
@@ -292,9 +306,9 @@ def _answer(
     tokens = sum(len(p.ids) for p in encoded)
     calls = sum(calls_of(part.steps.pipeline, part.plan) for part in (lm, lm.helper) if part)
     calls += 0 if lm.shared_draft is None else len(lm.shared_draft.program.step)
-    kept = 0 if lm.prefixes is None else lm.prefixes.most_nbytes
-    beside = kept + beside_nbytes(calls, total, tokens, lm.captured.vocab_size if ask.sampling.do_sample else 0,
+    beside = (0 if images is None else images.nbytes) + beside_nbytes(calls, total, tokens, lm.captured.vocab_size if ask.sampling.do_sample else 0,
                            traced=trace is not None)
+    beside += 0 if lm.prefixes is None else lm.prefixes.most_nbytes
     found = _measured(plans_in_budget(lm), done, spent, elapsed_s, memory, disk_read_nbytes() - read_before,
                       beside)
     note_speed(lm.plan, done.tokens - done.ended, spent.decode_s)  # an answer's first token is its prompt's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
     from forebay.language_model import LanguageModel
+    from forebay.rewriter.ir.plan import Budget
 
 PREFIX_CACHE = "256MiB"  # of prompts that need not be computed again
 
@@ -68,6 +70,12 @@ def serve(
     strict: Annotated[bool, typer.Option("--strict",
         help="Refuse requests with fields that are not served, which are otherwise passed over.",
         rich_help_panel="Network")] = False,
+    image_memory: Annotated[str | None, typer.Option(metavar="SIZE",
+        help="Memory of the budget for the vision tower. Default: images are refused.",
+        rich_help_panel="Images")] = None,
+    image_files: Annotated[bool, typer.Option("--image-files",
+        help="Images from files of this machine too, which requests name; else data URLs alone.",
+        rich_help_panel="Images")] = False,
     cache_dir: Annotated[Path | None, typer.Option(
         help="Folder that keeps the KV cache of prompts (--prefix-cache) while the server is stopped.",
         rich_help_panel="KV cache")] = None,
@@ -86,7 +94,7 @@ def serve(
         from forebay.serving.requests import default_sampling
         from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
 
-        sizes = named_budget(budget)
+        sizes, image_nbytes = _without_images(named_budget(budget), image_memory, files=image_files)
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key
                                         and api_key):
             raise JobError("--api-key must be printable ASCII without spaces at its ends")
@@ -101,7 +109,8 @@ def serve(
             tokenizer = load_tokenizer(folder)
             prepare_draft(options.draft, folder, sizes.device)
             with console().status("capturing and planning"):
-                choice = plan_serving(folder, sizes, options, goals)
+                choice = plan_serving(folder, sizes, options, goals, images=bool(image_nbytes))
+            _check_tower(choice.lm, image_nbytes)
             lm, limit = choice.lm, choice.lm.captured.max_positions
             if options.draft is not None:
                 say(f"draft: {lm.draft_summary}")
@@ -112,7 +121,7 @@ def serve(
             run = ServerRun(Service(
                 lm, tokenizer, stop_ids(folder, tokenizer), prompt,
                 min(new_tokens, limit - prompt) if limit else new_tokens, queue, told,
-                choice.turns, _session_file(cache_dir, options)), grace)
+                choice.turns, _session_file(cache_dir, options), image_nbytes, image_files), grace)
             _drop_cached(lm)
             if api_key is None and not alone:
                 say(f"whoever reaches {host} may use this server; --api-key asks for a key")
@@ -135,6 +144,31 @@ def serve(
             say(f"error: the model failed: {reason_of(failure)}")
             raise typer.Exit(FAILED)
         say("stopped")
+
+
+def _without_images(sizes: Budget, memory: str | None, *, files: bool) -> tuple[Budget, int]:
+    """The budget of the language model, and bytes for images. JobError where they do not go together."""
+    from forebay.commands.prompts import JobError
+    from forebay.rewriter.ir.byte_sizes import parse_nbytes
+
+    if memory is None:
+        if files:
+            raise JobError("--image-files is for a server of images: give --image-memory too, or leave it out")
+        return sizes, 0
+    nbytes = parse_nbytes(memory, "--image-memory")
+    if nbytes >= sizes.device:
+        raise JobError(f"--image-memory {memory} must be a part of the budget; give less, or a larger --budget")
+    return replace(sizes, device=sizes.device - nbytes), nbytes
+
+
+def _check_tower(lm: LanguageModel, image_nbytes: int) -> None:
+    """JobError for memory in which the model's tower cannot be run; ValueError for a model without one."""
+    from forebay.commands.prompts import JobError
+    from forebay.rewriter.ir.byte_sizes import format_nbytes
+
+    if image_nbytes and lm.tower.plan.weight_nbytes >= image_nbytes:
+        raise JobError(f"--image-memory: the vision tower needs {format_nbytes(lm.tower.plan.weight_nbytes)} for "
+                       "weights, and more for activations; give more")
 
 
 def _session_file(folder: Path | None, options: Options) -> Path | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
@@ -31,12 +33,34 @@ def open_tower(
         taken = ", ".join(sorted(kind for kind, each in MULTIMODAL.items() if each.images))
         raise ValueError(f"images: a model of type {config.model_type!r} takes text alone here; images are taken by "
                          f"{taken}")
-    if known.groups and kernels != "cpu":
+    if known.group_layers(config) and kernels != "cpu":
         raise ValueError(f"images: tokens of an image see each other in a model of type {config.model_type!r}, which "
                          "is computed on the CPU alone (CUDA_VISIBLE_DEVICES= leaves the GPU out)")
     from forebay.images.tower import ImageTower
 
     return ImageTower(config, checkpoint, captured.dtype)
+
+
+def takes_images(folder: Path) -> bool:
+    """Whether the model of a folder is of a kind that takes images, by its config alone."""
+    try:
+        known = MULTIMODAL.get(json.loads(read_input(folder / "config.json"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):  # whoever opens the folder says what is wrong
+        return False
+    return known is not None and known.images
+
+
+def image_options(options: Options, captured: CapturedModel, prompt: int) -> Options:
+    """Return the options for steps over prompts with images, of at most so many tokens: where tokens of an image see
+    each other, each prompt is one chunk, so that no step breaks off within an image."""
+    return replace(options, prefill_chunk=max(options.prefill_chunk or 0, prompt)) if captured.image_groups else options
+
+
+def image_chunk(config: PreTrainedConfig, prompt: int) -> int:
+    """Return how many tokens a step needs at least where tokens of an image see each other: two images, or the whole
+    prompt."""
+    tokens = getattr(config, "mm_tokens_per_image", None)
+    return prompt if tokens is None or MULTIMODAL[config.model_type].whole else 2 * tokens
 
 
 def image_lines(

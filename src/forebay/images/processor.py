@@ -1,4 +1,4 @@
-"""Chats with images by a model's own processor. Images are files or data URLs, and never fetched from the network."""
+"""A model's own processor of text and images. Images are files or data URLs, and never fetched from the network."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.one_thread import one_thread
 
 MOST_PIXELS = 1 << 26  # of an image, which may take 3 bytes each in memory
-IMAGE: dict[str, Any] = {"type": "image"}  # a part of a message, for a chat template
-
-
-def with_images(text: str, count: int) -> list[dict[str, Any]]:
-    """The content of a message with so many images in front of its text."""
-    return [*[IMAGE] * count, {"type": "text", "text": text}]
 
 
 @one_thread
@@ -46,19 +40,25 @@ def load_processor(folder: Path) -> Any:
     return processor
 
 
-def open_image(source: str) -> Any:
-    """The image, in RGB, of a file or of a data URL; BadPrompt, with its name or the URL's beginning, for anything
-    else."""
-    from PIL import Image, ImageOps
+def open_image(source: str, files: bool = True) -> Any:
+    """The image, in RGB, of a data URL or, with `files`, of a file; BadPrompt, with the name or the URL's beginning,
+    for anything else."""
+    try:
+        from PIL import Image, ImageOps
+    except ModuleNotFoundError as error:
+        raise BadPrompt(f"images need a package that is not installed: pip install {error.name}") from error
 
     shown = f"{source[:40]}…" if source.startswith("data:") and len(source) > 40 else source
     if source.lower().startswith(("http://", "https://")):
-        raise BadPrompt(f"image {shown}: images are not fetched from the network; give a file or a data URL")
+        raise BadPrompt(f"image {shown}: images are not fetched from the network; give "
+                        f"{'a file or ' if files else ''}a data URL")
+    if not files and not source.startswith("data:"):
+        raise BadPrompt(f"image {shown}: this server reads no files; give a data URL, or start it with --image-files")
     try:
         if source.startswith("data:"):
             data = base64.b64decode(source.partition(",")[2], validate=True)
         else:
-            data = read_input(Path(source).expanduser())
+            data = read_input(Path(source.removeprefix("file://")).expanduser())
         with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):  # it is refused below
             image = Image.open(io.BytesIO(data))
         if image.width * image.height > MOST_PIXELS:
@@ -71,12 +71,13 @@ def open_image(source: str) -> Any:
 
 
 def image_prompt(
-    messages: Sequence[Mapping[str, Any]], images: Sequence[Any], processor: Any, template: ChatTemplate
+    messages: Sequence[Mapping[str, Any]], images: Sequence[Any], processor: Any, template: ChatTemplate,
+    told: dict[str, Any] | None = None,
 ) -> tuple[list[int], dict[str, torch.Tensor]]:
     """Token ids of a chat with images, which its messages have as `IMAGE` parts, and what `generate` takes with them;
-    BadPrompt where the template or the processor refuses it."""
+    BadPrompt where the template, which is `told` this, or the processor refuses it."""
     try:
-        text = template.render([dict(message) for message in messages])
+        text = template.render([dict(message) for message in messages], told)
         made = processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
     except MemoryError:
         raise

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forebay.call_turns import ModelCall
 from forebay.huggingface.inputs import Prompts
 from forebay.rewriter.checkpoints.text_model import MULTIMODAL
+from forebay.runtime.run.step_inputs import PromptFeatures
 from forebay.step_model import StepModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from forebay.images.tower import ImageTower
 
 PIXELS = "pixel_values"
 # What processors give with pixels.
-BESIDE = ("image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "token_type_ids")
+BESIDE = ("image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "token_type_ids",
+          "image_position_ids", "batch_num_images")
 TYPES = "mm_token_type_ids"
 
 
@@ -51,9 +58,39 @@ def see_images(
         raise ValueError(f"{PIXELS}: images are taken with whole prompts alone; leave past_key_values out")
     if prompts.embeds is not None:
         raise ValueError(f"{PIXELS}: give images or inputs_embeds, not both")
-    tower = lm.tower
-    embeds, added = lm.image_features(images, call)
-    token = lm.config.image_token_id
+    tower, given = lm.tower, lm.image_features(images, call)
+    return _placed(lm.config, tower, prompts, images, given)
+
+
+def prompt_features(
+    lm: StepModel, ids: Sequence[int], images: Mapping[str, torch.Tensor], budget_nbytes: int
+) -> PromptFeatures:
+    """Compute what stands for the image tokens of one prompt, in memory beside that of steps.
+
+    Args:
+        lm: The model.
+        ids: The prompt.
+        images: What the model's processor made of its images.
+        budget_nbytes: For the tower.
+
+    Raises:
+        ValueError: The model takes no images, or others than these.
+        PlanError: The budget has no room for the tower, or for so many images.
+    """
+    row = torch.tensor([list(ids)])
+    tower, prompts = lm.tower, Prompts(row, torch.ones_like(row, dtype=torch.bool))
+    given = _placed(lm.config, tower, prompts, images, tower.features(images, budget_nbytes))
+    assert given.placed is not None
+    return PromptFeatures(given.placed[0], {name: value[0] for name, value in given.features.items()})
+
+
+def _placed(
+    config: PreTrainedConfig, tower: ImageTower, prompts: Prompts, images: Mapping[str, torch.Tensor],
+    given: tuple[torch.Tensor, torch.Tensor],
+) -> Prompts:
+    """Prompts with what the tower gives of images at their tokens."""
+    embeds, added = given
+    token = config.image_token_id
     placed = (prompts.ids == token) & prompts.mask
     if int(placed.sum()) != len(embeds):
         raise ValueError(f"{PIXELS}: the prompts have {int(placed.sum())} tokens for images (id {token}), and the "
@@ -66,9 +103,10 @@ def see_images(
             prompts.ids, mm_token_type_ids=placed.int(), attention_mask=prompts.mask.long(),
             image_grid_thw=torch.as_tensor(images["image_grid_thw"]))
         features["positions"] = positions.permute(1, 2, 0)
-    if MULTIMODAL[lm.config.model_type].groups:
-        features["until"] = _ends(placed, prompts.mask)
-        _require_within(features["until"], prompts.mask, getattr(lm.config.get_text_config(), "sliding_window", None))
+    known = MULTIMODAL[config.model_type]
+    if known.group_layers(config):
+        features["until"] = _lengths(prompts.mask) if known.whole else _ends(placed, prompts.mask)
+        _require_within(features["until"], prompts.mask, getattr(config.get_text_config(), "sliding_window", None))
     return replace(prompts, features=features, placed=placed)
 
 
@@ -80,6 +118,11 @@ def _ends(placed: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             if here[column] and here[column + 1]:
                 row[column] = row[column + 1]
     return found
+
+
+def _lengths(mask: torch.Tensor) -> torch.Tensor:
+    """[B, T] the number of tokens of each prompt."""
+    return mask.sum(1, keepdim=True).expand(mask.shape)
 
 
 def _require_within(until: torch.Tensor, mask: torch.Tensor, window: int | None) -> None:

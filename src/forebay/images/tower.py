@@ -34,6 +34,7 @@ from forebay.runtime.run.arena import return_freed_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+OF_AUDIO = ("audio_tower", "embed_audio")
 TowerTensor = tuple[nn.Module, str]  # of a parameter or a persistent buffer
 
 
@@ -117,13 +118,18 @@ class ImageTower:
                 self._load(self._kept)
                 found: Any = self.base.get_image_features(**images)
                 embeds, *added = (_rows(each) for each in (
-                    found.pooler_output, *(getattr(found, "deepstack_features", None) or ())))
+                    self._embeddings(found), *(getattr(found, "deepstack_features", None) or ())))
         finally:
             self.peak_nbytes = counted.peak_nbytes
             self._drop([*self._kept, *(place for places in self._layers.values() for place in places)])
         del found
         return_freed_memory()
         return embeds, torch.cat(added, 1) if added else embeds[:, :0]
+
+    def _embeddings(self, found: Any) -> Any:
+        """Embeddings of images, of which `get_image_features` may leave the projector to the model."""
+        projector = MULTIMODAL[self.config.model_type].projector
+        return self.base.get_submodule(projector)(_rows(found.last_hidden_state)) if projector else found.pooler_output
 
     def _nbytes(self, place: TowerTensor) -> int:
         return _held(place).nbytes
@@ -151,8 +157,10 @@ def _without_text(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     with torch.device("meta"), initialization.no_init_weights():
         whole: Any = model_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
     base = whole.base_model
-    parent, _, name = MULTIMODAL[config.model_type].text.removeprefix("model.").rpartition(".")
-    setattr(base.get_submodule(parent), name, nn.Module())
+    others = (MULTIMODAL[config.model_type].text.removeprefix("model.").partition(".")[0], *OF_AUDIO)
+    for name in others:
+        if getattr(base, name, None) is not None:
+            setattr(base, name, nn.Module())
     fill_constants(base)
     return base.eval()
 

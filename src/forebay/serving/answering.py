@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from forebay.runtime.run.logits_processing import Constraint
+from forebay.runtime.run.step_inputs import PromptFeatures
 from forebay.serving.answer_parser import AnswerParser
 from forebay.serving.answer_text import AnswerText
 from forebay.serving.batcher import Batcher, Heard, Pending
@@ -25,10 +26,11 @@ CLIENT_LEFT = 499  # nobody sees it but the metrics
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A prompt as token ids, and the most tokens of an answer to it."""
+    """A prompt as token ids, the most tokens of an answer to it, and what stands for tokens of its images."""
 
     ids: list[int]
     new_tokens: int
+    features: PromptFeatures | None = None
 
 
 class Answering:
@@ -38,14 +40,16 @@ class Answering:
         self, batcher: Batcher, inquiry: Inquiry, prompts: Sequence[PromptTokens], decode: Callable[[list[int]], str],
         parsers: Sequence[AnswerParser], constraints: Sequence[Callable[[], Constraint] | None],
     ) -> None:
-        self.batcher, self.inquiry, self.prompts = batcher, inquiry, prompts
+        self.batcher, self.inquiry = batcher, inquiry
+        self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         self.heard: asyncio.Queue[tuple[int, Heard]] = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
         seed = inquiry.seed if inquiry.seed is not None else secrets.randbits(62)
         self.pending = [
             Pending(prompt.ids, prompt.new_tokens, inquiry.sampling, seed + number,
                     AnswerText(decode, inquiry.stops, batcher.eos), self._hears(at * inquiry.choices + number),
-                    constraints[at * inquiry.choices + number], inquiry.top_logprobs, inquiry.adapter)
+                    constraints[at * inquiry.choices + number], inquiry.top_logprobs, inquiry.adapter,
+                    prompt.features)
             for at, prompt in enumerate(prompts) for number in range(inquiry.choices)]
         self.choices, self.parsers = [AnswerChoice() for _ in self.pending], parsers
 
@@ -72,7 +76,7 @@ class Answering:
 
     @property
     def usage(self) -> Usage:
-        return Usage(sum(len(prompt.ids) for prompt in self.prompts), sum(choice.tokens for choice in self.choices),
+        return Usage(self.prompt_tokens, sum(choice.tokens for choice in self.choices),
                      sum(first.cached for first in self.pending[:: self.inquiry.choices]))
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta | None]]:

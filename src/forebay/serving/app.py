@@ -193,10 +193,12 @@ class _Endpoints:
     async def _answer(self, request: HttpRequest, inquiry: Inquiry, reply: Reply) -> Response:
         work = self.batcher
         asked, warnings = await asyncio.to_thread(tokens_of, inquiry, self.text.tokenize, work.prompt, work.new_tokens)
+        features = await asyncio.to_thread(self.text.features, inquiry)
         count = inquiry.choices * len(asked)
         parts = await asyncio.to_thread(self.text.parts, inquiry, asked[0][0], count)
-        answering = Answering(work, inquiry, [PromptTokens(*each) for each in asked], parts.decode, parts.parsers,
-                              parts.constraints)
+        answering = Answering(work, inquiry, [PromptTokens(*each, features) for each in asked], parts.decode,
+                              parts.parsers, parts.constraints)
+        del features  # once computed with a prompt, they are no use
         response = await answering.respond(request.receive, reply, self.options.send_s)
         if told := header_text([*inquiry.warnings, *warnings]):
             response.headers["X-Forebay-Warning"] = told

@@ -22,6 +22,7 @@ from forebay.runtime.run.request import Request
 from forebay.runtime.run.room import fits
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import answer_arriving
+from forebay.runtime.run.step_inputs import PromptFeatures
 from forebay.serving.answer_text import AnswerText
 from forebay.serving.metrics import Metrics
 from forebay.serving.refusal import Refusal
@@ -62,6 +63,7 @@ class Pending:
     constraint: Callable[[], Constraint] | None = None
     top_logprobs: int | None = None
     adapter: str = ""
+    features: PromptFeatures | None = None  # of images
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that were not told yet
     arrived_s: float = field(default_factory=time.monotonic)
     entered_s: float = 0.0
@@ -74,7 +76,12 @@ class Pending:
         return Request(torch.tensor(self.ids), self.new_tokens,
                      lambda: torch.Generator().manual_seed(self.seed & (1 << 63) - 1), self.sampling, self.constraint,
                      self.top_logprobs or 0, None if self.top_logprobs is None else self.logprobs.append,
-                     self._note_cached, self.adapter)
+                     self._note_cached, self.adapter, self._take_features if self.features is not None else None)
+
+    def _take_features(self) -> PromptFeatures:
+        features, self.features = self.features, None  # once: they take memory
+        assert features is not None
+        return features
 
     def _note_cached(self, tokens: int) -> None:
         self.cached = tokens

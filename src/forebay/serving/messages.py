@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from forebay.images.parts import PARTS, BadPart, read_parts
 from forebay.serving.refusal import Refusal
 from forebay.serving.request_fields import RequestFields
 
@@ -12,12 +13,12 @@ MOST_MESSAGES = 4096
 # Fields of a message that templates take, and those that say nothing to a model.
 TAKEN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 SILENT = {"refusal", "annotations", "audio", "function_call", "provider_specific_fields", "id", "reasoning"}
-TEXT_PARTS = ("text", "input_text", "output_text")
+IMAGE_ROLES = ("user", "tool")  # of messages that may hold images
 ROLES_WITHOUT_CONTENT = ("assistant", "tool")
 
 
 def read_messages(fields: RequestFields, value: Any) -> tuple[dict[str, Any], ...]:
-    """The messages in a list of JSON, each with text as its content."""
+    """The messages in a list of JSON, each with text as its content, or with parts where some are images."""
     if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
         raise Refusal(400, f'messages must be a list of 1 to {MOST_MESSAGES} of {{"role": "…", "content": "…"}}',
                       "messages")
@@ -36,9 +37,14 @@ def _message(fields: RequestFields, number: int, value: Any) -> dict[str, Any]:
     if value["role"] in ROLES_WITHOUT_CONTENT and content in (None, []):
         content = ""
     if isinstance(content, list):
-        content = joined_text(content)
-    if not isinstance(content, str):
-        raise Refusal(400, f'content of {where} must be text, or a list of {{"type": "text", "text": "…"}}', "messages")
+        try:
+            content = read_parts(content)
+        except BadPart as error:
+            raise Refusal(400, f"content of {where}: {error}", "messages") from error
+    if not isinstance(content, str | list):
+        raise Refusal(400, f"content of {where} must be text, or a list of {PARTS}", "messages")
+    if isinstance(content, list) and (value["role"] not in IMAGE_ROLES or calls):
+        raise Refusal(400, f"content of {where}: images are for messages of the user", "messages")
     message: dict[str, Any] = {"role": value["role"], "content": content}
     for field in ("name", "tool_call_id", "reasoning_content"):
         said = value.get(field)
@@ -77,10 +83,3 @@ def _is_empty(value: Any) -> bool:
     """Whether a field of a message says nothing, as those of an answer without tools."""
     parts = value.values() if isinstance(value, dict) else (value,)
     return all(part in (None, "", [], {}) for part in parts)
-
-
-def joined_text(parts: list[Any]) -> str | None:
-    """The text of a message in parts; None if one is no text."""
-    texts = [p["text"] if isinstance(p, dict) and p.get("type") in TEXT_PARTS and isinstance(p.get("text"), str)
-             else None for p in parts]
-    return None if None in texts or not texts else "".join(t for t in texts if t is not None)

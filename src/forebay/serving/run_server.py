@@ -17,12 +17,14 @@ import uvicorn
 
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.terminal import reason_of, say
+from forebay.images.chats import ImageChats
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
 from forebay.serving.app import ServingOptions, make_app
 from forebay.serving.batcher import Batcher
 from forebay.serving.connection import ConnectionLimits, connection_type
 from forebay.serving.metrics import Metrics
+from forebay.serving.served_images import ServedImages
 from forebay.serving.text_codec import TextCodec
 from forebay.session_file import SessionError
 
@@ -35,7 +37,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 class Service:
     """What a server serves: a planned model, its tokenizer and the tokens that end answers, in slots of `prompt` and
     `new_tokens`, which take `turns`; at most `queue` requests wait. `session` is a file that keeps the KV cache of
-    prompts while it is stopped."""
+    prompts while it is stopped. Images have `image_nbytes` of memory, and may be files of this machine with
+    `image_files`; of 0 none are taken."""
 
     lm: LanguageModel
     tokenizer: Any
@@ -46,6 +49,8 @@ class Service:
     options: ServingOptions
     turns: StepTurns = DEFAULT_TURNS
     session: Path | None = None
+    image_nbytes: int = 0
+    image_files: bool = False
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -94,9 +99,11 @@ class ServerRun:
 
     def run(self, at: socket.socket, on_start: Callable[[], None] = lambda: None) -> BaseException | None:
         """Serve at a bound socket, which is closed at the end; why the model failed, if that ended it."""
-        tokenizer = self.service.tokenizer
-        with ChatTemplate(tokenizer) as template:
-            text = TextCodec(tokenizer, template, self.service.lm.captured.vocab_size, self.service.eos)
+        service, tokenizer = self.service, self.service.tokenizer
+        with ChatTemplate(tokenizer) as template, ChatTemplate(tokenizer) as of_images:
+            images = ServedImages(service.lm, ImageChats(service.lm.checkpoint.folder, of_images, service.image_files),
+                                  service.image_nbytes) if service.image_nbytes else None
+            text = TextCodec(tokenizer, template, service.lm.captured.vocab_size, service.eos, images)
             app = make_app(self.batcher, text, self.service.options, self.metrics)
             config = uvicorn.Config(
                 app, log_config=None, log_level="critical", lifespan="off", ws="none", loop="asyncio", backlog=BACKLOG,

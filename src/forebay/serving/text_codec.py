@@ -6,15 +6,20 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.prompts import BadPrompt, chat_ids, check_ids, ids_text, text_ids
+from forebay.images.parts import has_images
 from forebay.runtime.run.logits_processing import Constraint
 from forebay.serving.answer_parser import BARE, CONTENT, REASONING, AnswerParser, WholeText, answer_format
 from forebay.serving.refusal import Refusal
 from forebay.serving.requests import Inquiry
 from forebay.structured_output import StructuredOutput, StructuredOutputError
+
+if TYPE_CHECKING:
+    from forebay.runtime.run.step_inputs import PromptFeatures
+    from forebay.serving.served_images import ServedImages
 
 LAST_TOKENS = 16  # of a prompt, in which a mark of reasoning is looked for
 
@@ -29,11 +34,14 @@ class AnswerParts:
 
 
 class TextCodec:
-    """The tokenizer and chat template of a model whose logits are for `vocab_size` tokens; answers end with `eos`. For
-    use from several threads."""
+    """The tokenizer and chat template of a model whose logits are for `vocab_size` tokens; answers end with `eos`, and
+    `images` reads those of chats. For use from several threads."""
 
-    def __init__(self, tokenizer: Any, template: ChatTemplate, vocab_size: int, eos: Collection[int]) -> None:
-        self.tokenizer, self.template, self.vocab_size = tokenizer, template, vocab_size
+    def __init__(
+        self, tokenizer: Any, template: ChatTemplate, vocab_size: int, eos: Collection[int],
+        images: ServedImages | None = None,
+    ) -> None:
+        self.tokenizer, self.template, self.vocab_size, self.images = tokenizer, template, vocab_size, images
         has_template = bool(getattr(tokenizer, "chat_template", None))
         self.format = answer_format(tokenizer.get_chat_template() if has_template else None)
         self.structured = StructuredOutput(tokenizer, vocab_size, eos)
@@ -56,15 +64,29 @@ class TextCodec:
             raise Refusal(400, f"token {biased} of logit_bias is none of the model's vocabulary, which has "
                           f"{self.vocab_size}", "logit_bias")
         try:
-            with self._lock:
-                prompts = [self._ids(prompt) for prompt in inquiry.prompts] if inquiry.messages is None else [
-                    chat_ids(list(inquiry.messages), self.tokenizer, self.template, {
-                        **inquiry.template, **({"tools": list(inquiry.tools)} if inquiry.tools else {})})]
+            prompts = [self._image_ids(inquiry)] if has_images(inquiry.messages) else self._text_ids(inquiry)
             for ids in prompts:
                 check_ids(ids, None, self.vocab_size)
         except BadPrompt as error:
             raise Refusal(400, str(error), "messages" if inquiry.is_chat else "prompt") from error
         return prompts
+
+    def _text_ids(self, inquiry: Inquiry) -> list[list[int]]:
+        with self._lock:
+            if inquiry.messages is not None:
+                return [chat_ids(list(inquiry.messages), self.tokenizer, self.template, _told(inquiry))]
+            return [self._ids(prompt) for prompt in inquiry.prompts]
+
+    def _image_ids(self, inquiry: Inquiry) -> list[int]:
+        if self.images is None:
+            raise BadPrompt("images: this server takes text alone; start it with --image-memory SIZE")
+        return self.images.ids(inquiry.messages or (), _told(inquiry))
+
+    def features(self, inquiry: Inquiry) -> PromptFeatures | None:
+        """What stands for the image tokens of a chat, if it has any; Refusal (400) where they cannot be computed."""
+        if self.images is None or not has_images(inquiry.messages):
+            return None
+        return self.images.features(inquiry.messages or (), _told(inquiry))
 
     def _ids(self, prompt: str | tuple[int, ...]) -> list[int]:
         if isinstance(prompt, str):
@@ -101,6 +123,11 @@ class TextCodec:
         except StructuredOutputError as error:
             field = "tools" if inquiry.called else "response_format"
             raise Refusal(400, f"{field}: {error}", field) from error
+
+
+def _told(inquiry: Inquiry) -> dict[str, Any]:
+    """What the chat template is given with messages."""
+    return {**inquiry.template, **({"tools": list(inquiry.tools)} if inquiry.tools else {})}
 
 
 def _same(constraint: Constraint) -> Constraint:

@@ -1,0 +1,61 @@
+"""Images in requests to the server, as OpenAI's and Anthropic's clients send them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pictured import answer, llava, picture
+from serving.served import serving
+
+from forebay.build_model import build_model
+from forebay.images.open_tower import image_options
+from forebay.open_model import open_model
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.options import Options
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
+              pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
+
+
+def test_clients_send_images(tmp_path: Path) -> None:
+    """A client's images have transformers' answers, beside a text; what cannot be taken has a reason."""
+    whole, processor = llava(tmp_path)
+    one, other = picture(tmp_path / "one.png", (200, 10, 30)), picture(tmp_path / "other.png", (7, 90, 250))
+    urls = [f"data:image/png;base64,{base64.b64encode(each.read_bytes()).decode()}" for each in (one, other)]
+    opened = open_model(tmp_path, embeds=True)
+    options = image_options(Options(admitted=1, machine=Machine.default()), opened[0], 24)
+    lm = build_model(opened, Budget(4_000_000), Workload(3, 24, 8), options)
+    with serving(tmp_path, planned=lm, new_tokens=8, image_nbytes=1 << 20) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+        def ask(*sources: str) -> Any:
+            parts: list[Any] = [{"type": "image_url", "image_url": {"url": each}} for each in sources]
+            return client.chat.completions.create(model="tiny", temperature=0, max_tokens=5, messages=[
+                {"role": "user", "content": [*parts, {"type": "text", "text": "w6 w7"}]}])
+
+        wanted = [answer(whole, processor, f"user : {'<image> ' * len(each)}w6 w7 assistant :", *each).strip()
+                  for each in ((one,), (other,), (one, other))]
+        assert len(set(wanted)) == 3
+        found = [ask(*each) for each in (urls[:1], urls[1:], urls)]
+        assert [each.choices[0].message.content.strip() for each in found] == wanted
+        assert found[2].usage.prompt_tokens == found[0].usage.prompt_tokens + 4
+        source = {"type": "base64", "media_type": "image/png", "data": urls[0].partition(",")[2]}
+        block = {"type": "image", "source": source}
+        body = {"model": "tiny", "max_tokens": 5, "temperature": 0, "messages": [
+            {"role": "user", "content": [block, {"type": "text", "text": "w6 w7"}]}]}
+        status, reply = server.send("POST", "/v1/messages", json.dumps(body).encode())
+        assert status == 200 and json.loads(reply)["content"][0]["text"].strip() == wanted[0]
+        for source, message in ((str(one), "this server reads no files"), ("https://a.b/c.png", "not fetched from"),
+                                ("data:image/png;base64,AAAA", "cannot be read")):
+            with pytest.raises(openai.BadRequestError, match=message):
+                ask(source)
+    with serving(tmp_path, new_tokens=8) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+        with pytest.raises(openai.BadRequestError, match="text alone; start it with --image-memory"):
+            ask(urls[0])
