@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
-from scipy.sparse import csr_array
 
 from forebay.rewriter.policy.block_costs import BlockCosts
 from forebay.rewriter.policy.shares import INDEX, TIERS, Affine, N
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, ModelShape
+
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
 
 CACHE_BLOCK_TOKENS = 16
 INTEGER_GAP = 1e-3  # the exact pass may stop this close to its optimum
@@ -212,6 +214,9 @@ def _rows(costs: BlockCosts, goal: Goal) -> _Constraints:
 
 def _solve(rows: _Constraints, a: Affine, sums: Affine, wanted: Affine, upper: Affine, cost: Affine,
            integers: Affine) -> OptimizeResult:
+    from scipy.optimize import Bounds, LinearConstraint, linprog, milp  # half a second, for searches of policies alone
+    from scipy.sparse import csr_array
+
     if not integers.any():  # linprog: half of milp's overhead
         return linprog(cost, a, rows.b, sums, wanted, np.column_stack([np.zeros_like(upper), upper]), method="highs")
     return milp(cost, constraints=[LinearConstraint(csr_array(a), -np.inf, rows.b),

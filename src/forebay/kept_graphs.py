@@ -4,8 +4,8 @@ code of models.
     graphs/KEY.json           a checksum, the model as a bundle has it (`captured_data`), and where its weights lie
     graphs/KEY.safetensors    its constants
 
-KEY is a digest of whatever decides the graphs: the files of the model as `stat` tells them, the settings of the model,
-and the code of Forebay, torch and transformers.
+KEY is a digest of whatever decides the graphs: the files of the model as `stat` tells them, or its config where plans
+need no more; what is asked of the capture; and the code of Forebay, torch and transformers.
 """
 
 from __future__ import annotations
@@ -54,15 +54,23 @@ def graphs_key(folder: Path, checkpoint: Checkpoint, settings: object) -> str | 
     Returns:
         The name; None where code from outside Forebay takes part, which nobody can tell the state of.
     """
+    described = [str(path) for path in folder.iterdir() if path.suffix in (".json", ".py") and path.is_file()]
+    states = [(path, list(state)) for path, state in sorted(checkpoint.states.items())]
+    return _key(folder.resolve(), settings, states_checksum(file_states(described)), states)
+
+
+def config_key(config: Mapping[str, object], settings: object) -> str | None:
+    """The name that the graphs of a model without weights go by, as `graphs_key` gives one."""
+    return _key(json.dumps(config, sort_keys=True, default=repr), settings)
+
+
+def _key(*described: object) -> str | None:
+    """The digest of what describes a model, and of the code that makes graphs of it."""
     takes_part = (*(each.run for each in pass_list.PASSES), *(each.prepare for each in FAMILIES.values()),
                   *(prepare for each in FAMILIES.values() for _, prepare in each.replaced.values()))
     if any(not each.__module__.startswith("forebay.") for each in takes_part):
         return None
-    described = [str(path) for path in folder.iterdir() if path.suffix in (".json", ".py") and path.is_file()]
-    asked = settings, [each.name for each in pass_list.PASSES]
-    digest = hashlib.sha256(f"{folder.resolve()}\n{asked!r}\n{states_checksum(file_states(described))}\n".encode())
-    for path, state in sorted(checkpoint.states.items()):
-        digest.update(f"{path} {list(state)}\n".encode())
+    digest = hashlib.sha256(f"{described!r}\n{[each.name for each in pass_list.PASSES]}\n".encode())
     for name in ("torch", "transformers"):
         digest.update(f"{name} {_version(name)}\n".encode())
     for path in _sources():

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import forebay.commands.plan_config as planning
 import forebay.kept_graphs as kept_graphs
 import forebay.open_model as opening
 from forebay.api import wrap
@@ -51,11 +52,11 @@ def answer(folder: Path, **options: Any) -> list[int]:
     return found
 
 
-def captures_nothing(patch: pytest.MonkeyPatch) -> None:
+def captures_nothing(patch: pytest.MonkeyPatch, module: Any = opening, name: str = "capture_model") -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("captured again")
 
-    patch.setattr(opening, "capture_model", refuse)
+    patch.setattr(module, name, refuse)
 
 
 @pytest.mark.parametrize("options", [{}, {"cache": "kv8"}, {"micro_batches": 2, "batch": 2}, {"batch_slots": 2}])
@@ -205,3 +206,20 @@ def test_models_opened_longest_ago_go(tmp_path: Path, cache: Path, monkeypatch: 
     opening.open_model(folders[0], keep=True)
     with pytest.raises(AssertionError, match="captured again"):
         opening.open_model(folders[1], keep=True)
+
+
+@pytest.mark.parametrize("weights", ["", "w4g32"])
+def test_a_second_plan_of_a_config_captures_nothing(
+    tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(families.llama(2).to_dict()))
+    request = planning.PlanRequest(str(path), "t4", 16, 4, batch=2, weights=weights)
+    first = planning.plan_config(request)
+    captures_nothing(monkeypatch, planning, "capture_config")
+    assert planning.plan_config(request).plan == first.plan
+    path.write_text(json.dumps({**families.llama(2).to_dict(), "hidden_size": 128}))
+    with pytest.raises(AssertionError, match="captured again"):
+        planning.plan_config(request)
+    with pytest.raises(AssertionError, match="captured again"):
+        planning.plan_config(replace(request, weights="w8g32"))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.commands.curves import draw_curves
+from forebay.kept_graphs import config_key, keep_graphs, read_graphs
 from forebay.rewriter.ir.alignment import whole_pages
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.durations import format_seconds
@@ -26,6 +27,7 @@ from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline.plan_search import Way, closed_form_way
 from forebay.rewriter.pipeline.plan_task import ModelGraphs, PlanTask
+from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.objective import Objective, latency_s, tokens_per_s
 from forebay.rewriter.planning.options import Options
@@ -33,7 +35,7 @@ from forebay.rewriter.planning.planner import make_plan
 from forebay.rewriter.policy.block_costs import BlockShape
 from forebay.rewriter.policy.plan_search import best_plan, blocks, plan_frontier, search_plans
 from forebay.rewriter.predict.model_shapes import capture_config, load_config
-from forebay.rewriter.switches import read_switches
+from forebay.rewriter.switches import Switches, read_switches
 
 OBJECTIVES = ("throughput", "latency", "budget")
 COMPLETED_COPIES = 2500  # a copy takes about 1 ms to lower, prove and simulate
@@ -112,7 +114,7 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
     """
     objective, options = request.wanted(), options or Options()
     (name, values), machine = load_config(request.config), request.known_machine
-    captured = capture_config(values, weights=request.weights)
+    captured = _graphs(values, request.weights)
     limit = captured.max_positions
     if limit and request.prompt + request.output > limit:
         raise PlanError(f"prompt: {request.prompt} and {request.output} new tokens exceed the model's {limit} "
@@ -159,6 +161,18 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
         pipeline = way.pipeline.with_batching(way.batching) if way else pipeline_of(best.workload.batch)
         best = pipeline.plan(Budget(best.budget.device, best.budget.host), options)
     return ConfigPlan(name, best, complete, captured, frontier)
+
+
+def _graphs(config: dict[str, Any], weights: str) -> CapturedModel:
+    """The graphs of a config's model, which the cache folder keeps: the next plan captures nothing."""
+    key = config_key(config, weights) if read_switches() == Switches() else None
+    if key is not None and (kept := read_graphs(key)) is not None:
+        return kept[0]
+    captured = capture_config(config, weights=weights)
+    if key is not None:
+        captured = rewrite_captured(captured, Switches())
+        keep_graphs(key, captured, {}, [])
+    return captured
 
 
 def step_copies(plan: Plan) -> int:
