@@ -244,7 +244,8 @@ class Forebay:
         self.lm.session.bound(self.lm.plan.schedule.prefill_chunk)
         self.lm.generate(ids[:, :2], max_new_tokens=2, eos_token_id=None)
         clock, before = StepClock(PageCache([self.folder])), moved_so_far()
-        self.lm.generate(ids, max_new_tokens=order["new"], eos_token_id=None, on_token=clock.start(order["new"]))
+        how = {"do_sample": True, "top_k": 0} if order.get("draw") else {}
+        self.lm.generate(ids, max_new_tokens=order["new"], eos_token_id=None, on_token=clock.start(order["new"]), **how)
         read, written = (b - a for a, b in zip(before, moved_so_far(), strict=True))
         return peers.whole_answer(clock) | {"answer_read_nbytes": read, "answer_written_nbytes": written}
 

@@ -118,7 +118,8 @@ def compare_engines(args: argparse.Namespace) -> None:
     if args.json.exists():
         result = json.loads(args.json.read_text())
     for share in args.shares.split(","):
-        cell = large.LargeCell(model, "Q4_0", float(share) * GGUF_GB, PEERS, prompt=16, new=32, rounds=args.turns)
+        cell = large.LargeCell(model, "Q4_0", float(share) * GGUF_GB, PEERS, prompt=16, new=24, rounds=args.turns,
+                               draw=True)
         large.measure(cell, args, result)
     large.report(result["turns"])
 

@@ -48,7 +48,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class LargeCell:
-    """What contestants are asked in turns: `kind` is a GGUF type, or bf16 for a folder of safetensors."""
+    """What contestants are asked in turns: `kind` is a GGUF type, or bf16 for a folder of safetensors. With `draw`
+    tokens are drawn by their probabilities."""
 
     model: str
     kind: str
@@ -58,6 +59,7 @@ class LargeCell:
     prompt: int = 64
     new: int = 8
     rounds: int = 3
+    draw: bool = False
 
     @property
     def name(self) -> str:
@@ -139,7 +141,7 @@ def take_turn(cell: LargeCell, contestant: Contestant, path: Path, args: argpars
     order = {"name": contestant.name, "options": dict(contestant.options), "ram": False, "share": None,
              "path": str(path), "scratch": str(path.parent), "vocab": 32000, "budget": int(cell.budget_gb * GB),
              "machine": str(machine_cache_path(path.parent)), "whole": True, "once": False, "capped": True,
-             "batch": cell.batch, "prompt": cell.prompt, "new": cell.new, "label": cell.name}
+             "batch": cell.batch, "prompt": cell.prompt, "new": cell.new, "draw": cell.draw, "label": cell.name}
     process = started(contestant.name, args.threads, None)
     began = time.monotonic()
     try:

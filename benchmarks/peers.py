@@ -55,6 +55,11 @@ def prompts(order: Order) -> torch.Tensor:
     return torch.randint(5, order["vocab"], (order["batch"], order["prompt"]), generator=generator)
 
 
+def drawing(order: Order) -> Order:
+    """How peers choose tokens: the likeliest, or (`draw`) any by its probability."""
+    return {"temperature": 1.0, "top_p": 1.0} if order.get("draw") else {"temperature": 0.0}
+
+
 def whole_answer(clock: StepClock) -> Order:
     return {"prefill_s": clock.times_s[0], "steps_s": clock.times_s[1:], "steady_s": clock.times_s[2:],
             "tokens": clock.tokens, "cached_peak": clock.cached_peak, "left_after_drop": clock.left_after_drop}
@@ -169,7 +174,7 @@ class NeuroStream:
 
     def turn(self, order: Order) -> Order:
         ids = prompts(order)[0].tolist()
-        for _ in self.model.generate(ids, max_tokens=order["new"], temperature=0.0, stop_on_eos=False):
+        for _ in self.model.generate(ids, max_tokens=order["new"], stop_on_eos=False, **drawing(order)):
             pass
         stats = self.model.stats
         return {"prefill_s": stats.prefill_seconds, "steps_s": [stats.decode_seconds / (order["new"] - 1)]}
@@ -193,15 +198,16 @@ class LlamaCpp:
         Its clock of decoding begins when the first token is there, as ours does."""
         began = time.perf_counter()
         with ThreadPoolExecutor(order["batch"]) as pool:
-            timings = list(pool.map(functools.partial(self.timings, order["new"]), prompts(order).tolist()))
+            timings = list(pool.map(functools.partial(self.timings, order), prompts(order).tolist()))
         decode = min(t["predicted_ms"] for t in timings) / 1e3
         return {"prefill_s": time.perf_counter() - began - decode, "steps_s": [decode / (order["new"] - 1)]}
 
-    def timings(self, new: int, ids: list[int]) -> Any:
+    def timings(self, order: Order, ids: list[int]) -> Any:
         answer: Any = self.server.handle_completions(
-            {"prompt": ids, "max_tokens": new, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False})
+            {"prompt": ids, "max_tokens": order["new"], "ignore_eos": True, "cache_prompt": False,
+             "min_p": 0.0, "top_k": 0, **drawing(order)})
         timings = answer["timings"]
-        assert timings["predicted_n"] == new and timings["prompt_n"] == len(ids)
+        assert timings["predicted_n"] == order["new"] and timings["prompt_n"] == len(ids)
         return timings
 
 

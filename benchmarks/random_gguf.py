@@ -24,9 +24,14 @@ SHAPES = {"1b": RandomShape(2048, 22, 32, 4, 5632, VOCAB), "3b": RandomShape(307
           "qwen3-1b": RandomShape(2048, 16, 16, 8, 6144, VOCAB), "qwen3-2b": RandomShape(2048, 30, 16, 8, 6144, VOCAB)}
 CONTEXT = 131072
 SPREAD = 0.02  # standard deviation of the weights
-# Elements and bytes of a block, and the standard deviation of what all its bytes but the scales, all as likely, stand
-# for where those are 1: of Q4_K about, whose low is as many times 7.5.
-KINDS = {"Q4_0": (32, 18, 4.6), "Q8_0": (32, 34, 73.9), "Q4_K": (256, 144, 210.0)}
+# Elements and bytes of a block, and the standard deviation of what its bytes stand for where the scales are 1: of Q4_K
+# about, whose low is as many times 7.5.
+KINDS = {"Q4_0": (32, 18, 4.18), "Q8_0": (32, 34, 73.5), "Q4_K": (256, 144, 210.0)}
+_BYTES = np.arange(256, dtype=np.uint8)
+# What random bytes become. The lowest code becomes that of zero, so that the mean is zero: otherwise the same direction
+# prevails in all hidden states, and all tokens have the same experts.
+CODES = {"Q4_0": np.where(_BYTES & 15, _BYTES & 15, 8) | np.where(_BYTES & 240, _BYTES & 240, 128),
+         "Q8_0": np.where(_BYTES == 128, 0, _BYTES), "Q4_K": _BYTES}
 # Fields of the tokenizer with an entry per token, and that of an unused token.
 UNUSED: dict[str, Callable[[int], Any]] = {
     "tokenizer.ggml.tokens": lambda i: f"[unused {i}]", "tokenizer.ggml.token_type": lambda i: 5,
@@ -68,6 +73,7 @@ def make_gguf(size: str, kind: str) -> Path:
             writer.write_tensor_data((random.standard_normal(sizes) * length).astype(np.float32))
         else:
             blocks = random.integers(0, 256, (math.prod(sizes[:-1]), sizes[-1] // elements, nbytes), np.uint8)
+            blocks = CODES[kind].astype(np.uint8)[blocks]
             blocks[..., : len(scales)] = scales
             writer.write_tensor_data(blocks.reshape(*sizes[:-1], -1))
     writer.close()
