@@ -306,9 +306,9 @@ def _answer(
     tokens = sum(len(p.ids) for p in encoded)
     calls = sum(calls_of(part.steps.pipeline, part.plan) for part in (lm, lm.helper) if part)
     calls += 0 if lm.shared_draft is None else len(lm.shared_draft.program.step)
-    beside = (0 if images is None else images.nbytes) + beside_nbytes(calls, total, tokens, lm.captured.vocab_size if ask.sampling.do_sample else 0,
+    beside = beside_nbytes(calls, total, tokens, lm.captured.vocab_size if ask.sampling.do_sample else 0,
                            traced=trace is not None)
-    beside += 0 if lm.prefixes is None else lm.prefixes.most_nbytes
+    beside += (0 if images is None else images.nbytes) + (0 if lm.prefixes is None else lm.prefixes.most_nbytes)
     found = _measured(plans_in_budget(lm), done, spent, elapsed_s, memory, disk_read_nbytes() - read_before,
                       beside)
     note_speed(lm.plan, done.tokens - done.ended, spent.decode_s)  # an answer's first token is its prompt's
