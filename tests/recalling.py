@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class Recalling:
     where a row's tokens end is rubbish that nothing may read."""
 
     rope_switch_length, rewindable, prefixes = 0, True, None
+    device: Any = SimpleNamespace(queues=False)
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.grown = plan, 0

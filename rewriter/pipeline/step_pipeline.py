@@ -84,7 +84,8 @@ class Pipeline:
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
                      cache_launches(decode), graphs.batching, launch_count(decode), workload),
             graphs.batching, weights_of_layers(decode), graphs.cache_format,
-            staged_places(decode, graphs.batching, workload.prompt), read_together(decode)).with_feature_moves()
+            staged_places(decode, graphs.batching, workload.prompt), read_together(decode),
+            machine.kind.slot_nbytes).with_feature_moves()
         if graphs.batching.cache.staged:
             self.needs = self.needs.staging(staged_layers(decode, graphs.batching, graphs.step), graphs.batching,
                                             workload)

@@ -16,6 +16,7 @@ from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.planning.product_shapes import ProductUse
 from forebay.rewriter.planning.staged_cache import StagedCache, staged_cache
 from forebay.rewriter.predict.closed_form import CacheMoves, Rates
+from forebay.runtime.devices.kind import DISK_SLOTS
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class ModelNeeds:
     cache_format: str = "native"
     staged: StagedCache | None = None  # of caches off the device, whose tails stand in `cache`
     read_together: tuple[frozenset[str], ...] = ()  # sets of several weights that one operator reads whole
+    slot_nbytes: tuple[int, ...] = DISK_SLOTS  # sizes of staging slots to compare, of equals the first
 
     @property
     def speculative(self) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Budget, Limits, Plan, PlanError, Prediction, Schedule, WeightPlacement, Workload
 from forebay.rewriter.ir.prefill_chunks import SHORTEST_CHUNK, chunk_sizes, chunk_steps, halvings
 from forebay.rewriter.ir.program import DISK, UPLOAD
-from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
 from forebay.rewriter.planning.expert_pools import expert_buffers, is_table
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
@@ -23,8 +22,7 @@ from forebay.rewriter.planning.tiles import most_tiles, room_beside_slots, tile_
 
 # What may be chosen. None of it depends on the budget, so that whatever works with less works with more.
 SLOTS = (1, 2, 3, 4, 6, 8)
-SLOT_NBYTES = (4 << 20, 8 << 20, 2 << 20, 1 << 20)  # of equals the first: 4 MiB are near an NVMe disk's best rate
-HUGE_TILES = 16  # of weights over 256 MiB, whose tiles of 8 MiB would be tens of thousands of copies a step
+HUGE_TILES = 16  # of weights so large that tiles of the largest slots would be tens of thousands of copies a step
 REUSED_CHUNK = 64  # tokens, of which prompts that begin alike need not compute whole chunks again
 MAX_REUSE_RATIO = 1.05  # times the least predicted time, for such chunks to be shorter
 GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself moves in 1000 copies, by a token in 7000
@@ -130,7 +128,7 @@ def _candidates(
     needs: ModelNeeds, kinds: WeightKinds, budget: Budget, workload: Workload, options: Options
 ) -> list[ChunkRoom]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
-    choices = _slot_choices(kinds, options, needs.batching)
+    choices = _slot_choices(kinds, options, needs)
     cached = needs.host_nbytes
     hops = budget.host and needs.weight_tier == "disk" and needs.host_hop
     found = []
@@ -335,7 +333,7 @@ def _smallest_tile(u: WeightUse) -> int:
     return max(row, min(u.nbytes, PAGE_NBYTES)) if u.tileable else u.nbytes
 
 
-def _slot_choices(kinds: WeightKinds, options: Options, batching: BatchSchedule) -> list[tuple[int, int]]:
+def _slot_choices(kinds: WeightKinds, options: Options, needs: ModelNeeds) -> list[tuple[int, int]]:
     """List the (count, bytes) of staging slots to compare.
 
     Counts are at least `kinds.least_slots`; a wish of fewer has none. Where micro-batches take turns layer by layer,
@@ -350,12 +348,12 @@ def _slot_choices(kinds: WeightKinds, options: Options, batching: BatchSchedule)
     low = max(max(_smallest_tile(u) for u in products), max((u.nbytes for u in products if not u.tileable), default=0))
     if options.slot_nbytes is not None and options.slot_nbytes < low:
         raise PlanError(f"slot_nbytes: {options.slot_nbytes} is below {low}, the largest piece that must stream whole")
-    largest = max(u.nbytes for u in products)
-    huge = [largest // HUGE_TILES] if largest // HUGE_TILES > SLOT_NBYTES[1] * 2 else []
-    small = [low << i for i in range(8) if low << i < SLOT_NBYTES[-1]]
+    largest, usual = max(u.nbytes for u in products), needs.slot_nbytes
+    huge = [largest // HUGE_TILES] if largest // HUGE_TILES > max(usual) * 2 else []
+    small = [low << i for i in range(8) if low << i < min(usual)]
     sizes = [options.slot_nbytes] if options.slot_nbytes else list(dict.fromkeys(
-        [*(max(low, min(largest, n)) for n in SLOT_NBYTES), *huge, *small, low]))
-    if not batching.micro_batches.takes_turns or options.slots:
+        [*(max(low, min(largest, n)) for n in usual), *huge, *small, low]))
+    if not needs.batching.micro_batches.takes_turns or options.slots:
         counts = [options.slots] if options.slots else sorted({least_slots, *SLOTS})
         return [(slots, slot) for slots in counts if slots >= least_slots for slot in sizes]
     least = {slot: max(least_slots, most_tiles(products, slot)) for slot in sizes}

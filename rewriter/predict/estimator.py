@@ -8,8 +8,8 @@ from typing import Protocol
 
 from forebay.rewriter.machine.profile import Machine
 
-# Of each copy beside a GPU: what it, its waits and its record take of the thread that issues launches, or of those that
-# share an interpreter with it (assumed: a step of 8 MiB copies on an H200, each with 30 us to itself, was link-bound).
+# Of each copy beside a GPU whose profile lacks the number: what it, its waits and its record take of the thread that
+# issues launches (assumed: a step of 8 MiB copies on an H200, each with 30 us to itself, was link-bound).
 ISSUED_S = 2e-5
 
 
@@ -119,7 +119,7 @@ class MachineEstimator:
 
     @property
     def copy_issue_s(self) -> float:
-        return self.machine.copy_issue_s if self.serial else max(self.machine.copy_issue_s, ISSUED_S)
+        return self.machine.copy_issue_s or (0.0 if self.serial else ISSUED_S)
 
     @property
     def row_request_s(self) -> float:

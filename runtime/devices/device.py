@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -24,10 +24,14 @@ class Device(Protocol):
     from one thread, within `issuing`; a call may return before its work is done. What the caller did before is done
     when the work issued within begins, and that work is done when what the caller does afterwards begins. `open_files`
     takes the spill files of a program (nbytes by name) before any of its items is bound, unless they are there already,
-    `spill_file` gives one of them, and `hold` what its launches keep outside the arenas (nbytes by name). `joined`
+    `spill_file` gives one of them, and `hold` what its launches keep outside the arenas (nbytes by name). `write`
+    copies values to inputs of the next step, and `tell` says what such an input holds. `read_later` gives a call that
+    waits for a result alone. A device that `queues` takes the next step's items before that result is read. `joined`
     gives launches with nothing between them as the device issues them best: fewer calls, in the same order. `finish`
     returns when all work is done, and raises what any of it raised.
     """
+
+    queues: bool
 
     def allocate(self, arenas: Mapping[str, int]) -> None: ...
 
@@ -41,7 +45,11 @@ class Device(Protocol):
 
     def bind(self, item: Item, launch: Call | None) -> Call | None: ...
 
+    def write(self, inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
+
     def tell(self, ref: TensorRef, value: torch.Tensor) -> None: ...
+
+    def read_later(self, value: torch.Tensor) -> Callable[[], torch.Tensor]: ...
 
     def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]: ...
 

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from forebay.runtime.devices.opening import Opening
 
 
+# Bytes of staging slots to compare, of equals the first: 4 MiB are near an NVMe disk's best rate.
+DISK_SLOTS = (4 << 20, 8 << 20, 2 << 20, 1 << 20)
+# Beside a GPU each copy takes its thread 30 us, in which the link moves 1.5 MiB: an H200's blocks in tiles of 8 MiB
+# waited for whoever issued them.
+LINK_SLOTS = (16 << 20, 32 << 20, 64 << 20, 8 << 20, 4 << 20, 2 << 20, 1 << 20)
+
+
 def with_workspace(launch: Launch, kernels: str) -> Launch:
     """Add what an operator's own kernels take beside their operands.
 
@@ -42,6 +49,7 @@ class DeviceKind:
         opener: Makes its `Device` from readers, spill files and switches; None where it is only predicted.
         on_host_cores: It computes with the cores that also issue copies and read files. Launches then take the issuing
             thread's time, other processes slow them, and products are chosen by measurement.
+        slot_nbytes: Sizes of staging slots that plans compare, of equals the first.
         near_disk: The tier that disk reads land in. "host" means that copies hop: disk, pinned host memory, device.
         halves_alike: Its float16 and bfloat16 kernels have the same rates.
         runs: Programs run on it; otherwise it is only predicted.
@@ -62,6 +70,7 @@ class DeviceKind:
     here: Callable[[], str | None] = lambda: None
     opener: Callable[[Opening], Device] | None = None
     on_host_cores: bool = False
+    slot_nbytes: tuple[int, ...] = LINK_SLOTS
     near_disk: Literal["device", "host"] = "host"
     halves_alike: bool = True
     runs: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -31,7 +31,13 @@ from forebay.runtime.run.trace import Trace
 
 
 class StreamedDevice:
-    """A device whose streams are the caller's thread, workers, and engines that read and write the disk."""
+    """A device whose streams are the caller's thread, workers, and engines that read and write the disk.
+
+    Attributes:
+        queues: Whether a step is issued and runs later, so that the next one may be issued before its result is read.
+    """
+
+    queues = False
 
     def __init__(
         self, reader: DiskReader, *, lookups: DiskReader | None = None, loads: DiskReader | None = None,
@@ -46,6 +52,16 @@ class StreamedDevice:
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """The tensor at a place in an arena."""
         raise NotImplementedError
+
+    def write(self, inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each value to its target."""
+        for target, value in inputs:
+            target.copy_(value)
+
+    def read_later(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """A result as it is now."""
+        kept = value.clone()
+        return lambda: kept
 
     def finish(self) -> None:
         """Wait for everything issued; raise the first error any of it met."""

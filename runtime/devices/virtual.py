@@ -55,6 +55,7 @@ class VirtualDevice:
     it has been issued, at the earliest: until then it stands in its stream, and counts as busy."""
 
     cost: CostOf
+    queues: bool = False
     issued_s: float = 0.0  # when the thread that issues launches had issued the last
     clocks: dict[str, float] = field(default_factory=dict)
     events: dict[int, float] = field(default_factory=dict)
@@ -111,6 +112,13 @@ class VirtualDevice:
 
             return wait
         return None
+
+    def write(self, inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Nothing: nothing is read."""
+
+    def read_later(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The tensor, which holds nothing."""
+        return lambda: value
 
     def tell(self, ref: TensorRef, value: torch.Tensor) -> None:
         """Nothing: nothing is read."""

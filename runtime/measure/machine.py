@@ -141,10 +141,9 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
         both_ways=both_ways,
         pack_elements_per_s=pack_elements_per_s(quick) if kind.on_host_cores else {},
         choice_elements_per_s=choice_elements_per_s(quick),
-        copy_issue_s=issue_s,
+        copy_issue_s=issue_s if kind.on_host_cores else measure_cuda.copy_issue_s(rounds),
         row_request_s=request_s,
         others_share=neighbours.share(),
-        sources={} if kind.on_host_cores else {"copy_issue_s": "threads of their own issue copies"},
     )
     machine = believable(machine)
     machine.validate()

@@ -1,8 +1,8 @@
-"""Which sequences share a micro-batch: their caches take about as long to load and to make anew in each."""
+"""Which sequences are admitted first, and which share a micro-batch, whose caches then take about as long to load."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def balanced_slots(tokens: Sequence[int], free: Sequence[int], held: Sequence[int], rows: int) -> list[int]:
@@ -28,3 +28,14 @@ def balanced_slots(tokens: Sequence[int], free: Sequence[int], held: Sequence[in
         if not room[part]:
             del room[part]
     return chosen
+
+
+def admission_order(lengths: Mapping[int, int], shared: Sequence[Sequence[bytes]] = ()) -> list[int]:
+    """Numbers of requests of these `lengths`, the next one last: the longest, and with it those that begin alike.
+    `shared` names what each has in common with others, from its beginning on."""
+    path = dict(zip(lengths, shared, strict=True)) if shared else dict.fromkeys(lengths, ())
+    longest = dict[bytes, int]()
+    for i, keys in path.items():
+        for key in keys[:1]:
+            longest[key] = max(longest.get(key, 0), lengths[i])
+    return sorted(lengths, key=lambda i: (longest[path[i][0]] if path[i] else lengths[i], path[i], lengths[i], -i))

@@ -59,10 +59,10 @@ class BoundProgram:
 
     def write(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Give the step those of `inputs` that it has."""
-        for name, value in inputs.items():
-            if name in self.inputs:
-                self.inputs[name].copy_(value)
-                self.device.tell(self.program.inputs[name], value)
+        known = {name: value for name, value in inputs.items() if name in self.inputs}
+        self.device.write([(self.inputs[name], value) for name, value in known.items()])
+        for name, value in known.items():
+            self.device.tell(self.program.inputs[name], value)
 
     def run(self) -> None:
         """One step. When it returns, the outputs hold its results; copies for the next step may be under way."""

@@ -11,7 +11,8 @@ import torch
 from forebay.rewriter.ir.schedule.speculation import REPLAY
 from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.balance import balanced_slots
+from forebay.runtime.run.balance import admission_order, balanced_slots
+from forebay.runtime.run.decode_ahead import DecodeAhead
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.drafts import Drafted, Drafter, PromptLookup
 from forebay.runtime.run.prefill import PrefillChunk, prompt_chunks
@@ -78,17 +79,6 @@ def answer_arriving(
     return scheduler.work
 
 
-def admission_order(lengths: Mapping[int, int], shared: Sequence[Sequence[bytes]] = ()) -> list[int]:
-    """Numbers of requests of these `lengths`, the next one last: the longest, and with it those that begin alike.
-    `shared` names what each has in common with others, from its beginning on."""
-    path = dict(zip(lengths, shared, strict=True)) if shared else dict.fromkeys(lengths, ())
-    longest = dict[bytes, int]()
-    for i, keys in path.items():
-        for key in keys[:1]:
-            longest[key] = max(longest.get(key, 0), lengths[i])
-    return sorted(lengths, key=lambda i: (longest[path[i][0]] if path[i] else lengths[i], path[i], lengths[i], -i))
-
-
 class Scheduler:
     """Requests in the batch slots of a session's plan, from their prompts to their last tokens.
 
@@ -132,6 +122,7 @@ class Scheduler:
         self.sampler = TokenSampler(sampling, self.requests, self.new, call)
         checks = drafter is not None and bool(session.plan.schedule.speculative_steps)
         self.choice = DraftChoice(session.plan, drafter) if checks and drafter is not None else None
+        self.ahead = None if checks else DecodeAhead.of(session)
         self.work = work or WorkDone()
         if self.choice is not None:
             self.choice.steps = self.work.steps
@@ -270,7 +261,16 @@ class Scheduler:
 
     def _decode(self) -> None:
         """A step of one token for every request that runs, or of several, all but the first of which were drafted."""
-        inputs, running = self._decode_inputs(), dict(sorted(self.running.items()))
+        if self.ahead is not None and (self.ahead.under_way(self.running)
+                                       or self.sampler.takes_likeliest(list(self.running.values()))):
+            left = {number: self.requests[number].new_tokens - len(self.new[number])
+                    for number in self.running.values()}
+            self.work.decodes += 1
+            self._append(*self.ahead.decode(self.running, left, lambda running, ahead: self._with_positions(
+                self._decode_inputs(running, ahead))))
+            return
+        running = dict(sorted(self.running.items()))
+        inputs = self._decode_inputs(running)
         size, drafts = self._drafts(inputs.start)
         if size > 1:
             inputs = self._with_drafts(inputs, size, drafts)
@@ -286,21 +286,22 @@ class Scheduler:
             self.work.drafting_s += self.choice.count(size, drafts, {slot: len(new) for slot, new in tokens.items()})
         self._append(running, tokens)
 
-    def _decode_inputs(self) -> StepInputs:
+    def _decode_inputs(self, running: Mapping[int, int], ahead: int = 0) -> StepInputs:
         """The inputs of a step of one token, real in slots that are running: what it writes in those that are free, and
-        after what chunks have computed of those that were admitted, is written anew before it is seen."""
+        after what chunks have computed of those that were admitted, is written anew before it is seen. The token is the
+        last one known, or so many after it, whose ids whoever asks for them fills in."""
         ids, start, real = ([0] * self.batch for _ in range(3))
         for slot in self.admitted:
             start[slot] = self.done
-        for slot, number in self.running.items():
+        for slot, number in running.items():
             known = 1 + self.replay.get(slot, 0)
-            ids[slot], start[slot], real[slot] = self.new[number][-known], self._length(number) - known, 1
+            ids[slot], start[slot], real[slot] = self.new[number][-known], self._length(number) - known + ahead, 1
         starts = torch.tensor(start)
         length = starts + 1
         if self.call is not None:
-            length.fill_(self.call.prompt + max(len(self.new[number]) for number in self.running.values()))
+            length.fill_(self.call.prompt + ahead + max(len(self.new[number]) for number in running.values()))
         return self._with_adapters(StepInputs(torch.tensor(ids)[:, None], starts, starts * 0, length,
-                                              count=torch.tensor(real)), self.running)
+                                              count=torch.tensor(real)), running)
 
     def _with_positions(self, inputs: StepInputs) -> StepInputs:
         """`inputs` with rotary positions that go on after images."""

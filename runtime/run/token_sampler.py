@@ -32,6 +32,10 @@ class TokenSampler:
         self.constraints: dict[int, Constraint] = {}
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of tokens that are yet to be taken
 
+    def takes_likeliest(self, numbers: Sequence[int]) -> bool:
+        """Whether the next token of each request is the likeliest one, whatever came before."""
+        return not any(self._sampling(number).do_sample or self._is_processed(number) for number in numbers)
+
     def chosen(self, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]) -> list[int]:
         """The next tokens of requests, whose logits are those rows of [B, V]."""
         if not numbers:

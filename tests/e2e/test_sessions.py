@@ -27,8 +27,8 @@ from forebay.prefix_identity import PrefixIdentity
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.planning.options import Options
+from forebay.runtime.run.balance import admission_order
 from forebay.runtime.run.prefix_cache import PrefixBlock
-from forebay.runtime.run.scheduler import admission_order
 from forebay.session_file import SavedSession, SessionError, read_session, write_session
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),

@@ -7,7 +7,7 @@ import torch
 from forebay.kernels.attention.decode_attention import decode_shares
 from forebay.kernels.formats.table import packed_format
 from forebay.kernels.operator import Product
-from forebay.kernels.products.linear import selection
+from forebay.kernels.products.linear import raw_layout, selection
 
 # Products that Triton's kernels take; torch multiplies the rest ("aten").
 HALVES = ("float16", "bfloat16")
@@ -32,6 +32,8 @@ def choose(product: Product, device_name: str, activations: str = "bfloat16") ->
     if (weight if kind == "linear" else activations) not in HALVES or not own:
         return selection.ATEN
     name = selection.choose(kind, m, n, k, selection.table_of(device_name))
+    if stored is not None and name.startswith(selection.RAW) and not raw_layout.serves(group_size):
+        name = selection.choose(kind, m, n, k)  # tables hold for groups of 128
     return selection.explicit(kind, name, m, n, k, decode_shares.processors())
 
 

@@ -19,9 +19,12 @@ from pathlib import Path
 
 import torch
 
+from forebay.kernels.products.linear import raw_layout
+
 KINDS = ("linear", "linear_w4", "linear_w8")  # of weights, as tables name them: of 16 bits, and packed rows
 KIND_OF_BITS = {4: "linear_w4", 8: "linear_w8"}
-IMPLEMENTATIONS = ("gemv", "flat", "large")
+IMPLEMENTATIONS = ("gemv", "flat", "large", "raw")
+RAW = "raw"  # of packed rows, over codes as they are: what no table names is not taken
 # torch's product, cuBLAS on NVIDIA: a candidate at more rows than this; fewer wait for the weight. Packed weights are
 # dequantized first: they are written and read once more in 16 bits.
 ATEN, ATEN_ABOVE = "aten", {"linear": 16, "linear_w4": 255, "linear_w8": 255}
@@ -65,6 +68,8 @@ SETTINGS: dict[tuple[str, str], tuple[Setting, ...]] = {
     ("linear_w8", "gemv"): (Setting(32, 512, 4, 1),),
     ("linear_w8", "flat"): (Setting(128, 128, 4, 4), Setting(64, 128, 2, 5)),
     ("linear_w8", "large"): (Setting(128, 128, 8, 3, 64),),
+    ("linear_w4", "raw"): (Setting(128, 128, 4, 5), Setting(64, 128, 4, 6)),
+    ("linear_w8", "raw"): (Setting(64, 128, 4, 5), Setting(128, 128, 4, 4)),
 }
 WEIGHT_BITS = {"linear": 16, "linear_w4": 4, "linear_w8": 8}
 
@@ -108,8 +113,8 @@ def choose(kind: str, m: int, n: int, k: int, table: Sequence[TableEntry] = DEFA
 
 
 def serves(implementation: str, m: int) -> bool:
-    """Whether an implementation takes m rows: gemv 1 or 2, flat up to 16."""
-    return m <= {"gemv": 2, "flat": 16}.get(implementation, m)
+    """Whether an implementation takes m rows: gemv 1 or 2, flat up to 16, raw up to 128."""
+    return m <= {"gemv": 2, "flat": 16, RAW: 128}.get(implementation, m)
 
 
 def candidates(kind: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> list[str]:
@@ -118,7 +123,7 @@ def candidates(kind: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> l
     for implementation in IMPLEMENTATIONS:
         if not serves(implementation, m) or (implementation == "large" and m <= 8):
             continue
-        for setting in SETTINGS[kind, implementation]:
+        for setting in SETTINGS.get((kind, implementation), ()):
             typical = default_splits(kind, setting, m, n, k, sm_count)
             most = max(1, -(-k // setting.bk))
             for splits in sorted({max(1, typical // 2), typical, min(2 * typical, most, MAX_SPLITS)}):
@@ -126,10 +131,10 @@ def candidates(kind: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> l
     return [*names, ATEN] if m > ATEN_ABOVE[kind] else names
 
 
-def tile_rows(implementation: str, setting: Setting, m: int, amd: bool = False) -> int:
-    """Rows of x in a tile: M for gemv, 8 (not for AMD) or 16 for flat, the setting's for large."""
-    if implementation == "gemv":
-        return m
+def tile_rows(implementation: str, setting: Setting, m: int, amd: bool = False, group_size: int = 128) -> int:
+    """Rows of x in a tile: M for gemv, 8 (not for AMD) or 16 for flat, 8 to 64 for raw, the setting's for large."""
+    if implementation in ("gemv", RAW):
+        return m if implementation == "gemv" else raw_layout.tile_rows(m, group_size)
     return setting.bm or (NARROW if m <= NARROW and not amd else AMD_NARROW)
 
 
@@ -187,9 +192,10 @@ class Grid:
         return self.counters_nbytes + partials
 
 
-def grid_of(implementation: str, setting: Setting, splits: int, m: int, n: int, k: int, amd: bool = False) -> Grid:
+def grid_of(implementation: str, setting: Setting, splits: int, m: int, n: int, k: int, amd: bool = False,
+            group_size: int = 128) -> Grid:
     """The grid of a launch; splits without a tile of K are not made."""
-    bm = tile_rows(implementation, setting, m, amd)
+    bm = tile_rows(implementation, setting, m, amd, group_size)
     splits = max(1, min(splits, -(-k // setting.bk)))
     return Grid(-(-m // bm), -(-n // setting.bn), splits, bm * setting.bn)
 
@@ -205,10 +211,12 @@ def explicit(kind: str, name: str, m: int, n: int, k: int, sm_count: int = SM_CO
 def workspace_nbytes(
     kind: str, name: str, m: int, n: int, k: int, group_size: int = 0, sm_count: int = SM_COUNT
 ) -> int:
-    """Bytes for split sums and their counters that a launch takes beside its operands; 0 where K is not split."""
+    """Bytes for split sums and their counters that a launch takes beside its operands, and for x as raw lays it out."""
     implementation, setting, splits = parse(kind, name, m, n, k, sm_count)
     amd = AMD and kind == "linear"
-    return grid_of(implementation, for_group(setting, group_size), splits, m, n, k, amd).workspace_nbytes
+    laid = raw_layout.of(m, k, group_size).nbytes if implementation == RAW else 0
+    grid = grid_of(implementation, for_group(setting, group_size), splits, m, n, k, amd, group_size)
+    return grid.workspace_nbytes + laid
 
 
 def fit(times_s: Mapping[tuple[str, int, int, int], Mapping[str, float]]) -> tuple[TableEntry, ...]:

@@ -1,13 +1,12 @@
 """`linear_q` in Triton: packed rows (`packing`) unpacked in registers on their way to the product.
 
     gemv    M = 1 or 2: fused multiply-adds in fp32
-    flat    M up to 16: tensor cores, the codes on the wide side of the instruction; K split where N is short
-    large   the same kernel with tiles of 64 rows of x
+    flat    M up to 16, or "large" in tiles of 64: tensor cores, codes on their wide side; K split where N is short
+    raw     M up to 128: tensor cores over codes as they are (`gpu_raw`), where a table names it
     aten    W dequantized once, then torch's product (`gpu_dequantized`)
 
-Codes are read as 32-bit words and become weights of x's dtype two at a time (`unpacking`), which are four (4 bits) or
-two (8 bits) elements apart: the product of x is taken over as many interleaved parts of K, each with its own columns of
-x, and no value moves between threads. Sums are in fp32.
+Codes are read as 32-bit words and become weights of x's dtype two at a time (`unpacking`), four (4 bits) or two (8)
+elements apart: each interleaved part of K has its own columns of x, and no value moves between threads.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from forebay.kernels.products.linear.gpu_arguments import bind_split, prepare, s
 from forebay.kernels.products.linear.gpu_epilogue import finish
 from forebay.kernels.products.linear.reference import PLAIN, After
 from forebay.kernels.products.linear.selection import Grid, grid_of
+from forebay.kernels.products.linear_q import gpu_raw
 from forebay.kernels.products.linear_q.gpu_dequantized import bind_dequantized
 
 OP = "linear_q"
@@ -244,7 +244,7 @@ def plan(m: int, n: int, stored: Packing, impl: str, multiprocessors: int) -> tu
     kind, k = selection.KIND_OF_BITS[stored.bits], max(1, stored.in_features)
     implementation, setting, splits = selection.parse(kind, impl, m, n, k, multiprocessors)
     setting = selection.for_group(setting, stored.group_size)
-    return implementation, setting, grid_of(implementation, setting, splits, m, n, k)
+    return implementation, setting, grid_of(implementation, setting, splits, m, n, k, group_size=stored.group_size)
 
 
 def check_rows(rows: Tensor, stored: Packing, x: Tensor) -> None:
@@ -295,9 +295,7 @@ def _bind(
     (bits, k, group_size, scale_dtype, symmetric, codebook), n = stored, rows.shape[0]
     operands = prepare(OP, x, n, k, bias, after, out, False, (x.dtype,))
     m = operands.x.shape[0]
-    result = operands.out if out is None else out
-    if out is None:
-        result = result.view(*x.shape[:-1], n)
+    result = operands.out.view(*x.shape[:-1], n) if out is None else out
     if result.numel() == 0:
         return (lambda: None), result
     if not impl:
@@ -308,6 +306,8 @@ def _bind(
     if group_size not in GROUP_SIZES:
         fail(OP, "group_size", f"must be one of {GROUP_SIZES} for {impl!r}, got {group_size}")
     implementation, setting, grid = plan(m, n, stored, impl, sm_count(x.device))
+    if implementation == "raw":
+        return gpu_raw.bind_raw(operands, rows, stored, setting, grid, workspace), result
     vector = implementation == "gemv"
     kernel: Any = linear_quantized_vector_kernel if vector else linear_quantized_matrix_kernel
     programs = grid.rows * grid.columns, grid.splits
@@ -329,10 +329,8 @@ def _bind(
     return bind_split(OP, grid, x.device, workspace, launch), result
 
 
-POINTERS = (
-    "x_ptr", "word_ptr", "half_ptr", "counter_ptr", "partial_ptr", "out_ptr", "bias_ptr", "multiplier_ptr",
-    "residual_ptr",
-)  # fmt: skip
+POINTERS = ("x_ptr", "word_ptr", "half_ptr", "counter_ptr", "partial_ptr", "out_ptr", "bias_ptr", "multiplier_ptr",
+            "residual_ptr")
 NUMBERS = ("m", "n", "om", "pm", "rm", "k", "xm", "row_units", "groups")
 DOWN = 4096, 14336  # N and K of Llama-3-8B's down projection, at which all cases stand
 
@@ -379,7 +377,8 @@ def case(
 
 def audit_cases() -> list[AuditCase]:
     """Llama-3-8B's down projection, K = 14336, N = 4096: every setting, group size and dtype of x."""
-    return [case for bits, groups in ((4, (64, 32, 128)), (8, (128,))) for case in _cases_of(bits, groups)]
+    own = [case for bits, groups in ((4, (64, 32, 128)), (8, (128,))) for case in _cases_of(bits, groups)]
+    return own + gpu_raw.audit_cases()
 
 
 def _cases_of(bits: int, groups: tuple[int, ...]) -> list[AuditCase]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +32,15 @@ from forebay.rewriter.ir.program import (
     Wait,
     place_of,
 )
+from forebay.runtime.devices.cuda.events import DeviceEvent
 from forebay.runtime.devices.cuda.graphs import graphed
-from forebay.runtime.devices.cuda.pinned import pinned_arena
+from forebay.runtime.devices.cuda.pinned import InputStaging, pinned_arena, read_later
+from forebay.runtime.devices.cuda.pitched import RunCopier, pitched_copy
 from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.landing import load_through
 from forebay.runtime.devices.lookups import bind_fetches, brings_experts, is_lookup, look_up
 from forebay.runtime.devices.opening import Opening
-from forebay.runtime.devices.outward import FindRuns, copy_runs, read_rows, runs_nbytes, write_rows
+from forebay.runtime.devices.outward import FindRuns, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.streamed import StreamedDevice
 from forebay.runtime.devices.streams import Ticket, Worker, told
 from forebay.runtime.disk.file_reads import submit_slice
@@ -54,15 +55,6 @@ ISSUED = Ticket()  # of what the caller's thread issues itself
 ISSUED.done()
 
 
-@dataclass
-class _Event:
-    """An event that any stream may record. `issued` is done when the record itself has been issued (a CUDA event) or
-    when the work before it is complete (`cuda` is None)."""
-
-    issued: Ticket = field(default_factory=Ticket)
-    cuda: torch.cuda.Event | None = None
-
-
 class CudaDevice(StreamedDevice):
     """Streams as CUDA has them. The caller's thread issues kernels, and copies between host memory and the GPU that
     wait for nothing but what is issued already; worker threads issue disk reads and writes and all other copies, one
@@ -70,6 +62,8 @@ class CudaDevice(StreamedDevice):
     item of a step took about 30 us: one of 480 copies was to take 107 ms by the link of an H200, and took 154.)
     Launches of the host run on a worker too. Host memory is one slab, pinned in place (an allocator of pinned memory
     would round it up to a power of two)."""
+
+    queues = True
 
     def __init__(self, reader: DiskReader, *, graphs: bool = True, **options: Any) -> None:
         """Take the readers, spill files and switches of a `StreamedDevice`; `graphs` may capture launches."""
@@ -82,13 +76,14 @@ class CudaDevice(StreamedDevice):
         self.scratch: Scratch | None = None
         self.host: Arena | None = None
         self.landing: Arena | None = None
+        self.staging: InputStaging | None = None
         try:  # other threads may open devices too
             self.compute, *others = IDLE.pop()
         except IndexError:
             self.compute, *others = (torch.cuda.Stream() for _ in (COMPUTE, *MOVES, COLLECT))
         self.streams = dict(zip((*MOVES, COLLECT), others, strict=True))
         self.workers = {stream: Worker(stream) for stream in (*MOVES, COLLECT, *UNORDERED, ATTEND)}
-        self.events: dict[int, _Event] = {}
+        self.events: dict[int, DeviceEvent] = {}
         self.entered = False  # whether the caller's thread is within `issuing`
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
@@ -151,6 +146,14 @@ class CudaDevice(StreamedDevice):
 
     def tell(self, ref: TensorRef, value: torch.Tensor) -> None:
         self.named.tell(ref, value)
+
+    def write(self, inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Through pinned memory: from any other, a copy would wait for the work before it."""
+        self.staging = self.staging or InputStaging()
+        self.staging.write(inputs)
+
+    def read_later(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return read_later(value)
 
     def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
         """As graphs, unless they are switched off."""
@@ -235,27 +238,29 @@ class CudaDevice(StreamedDevice):
         if isinstance(item.src, Rows) and item.src.keeps:
             return self._bind_fetch(item, item.src, source, end)
         find, stream = self.named.moved(item), self.streams[item.stream]
+        named = isinstance(item.src, Rows) or isinstance(item.dst, Rows)
+        copy = RunCopier(source, end, pitched_copy() if named else None)
 
         def issue() -> None:
             moved = self.named.known(item)
             if moved is None or not self._at_once(item.stream):
                 known = find if moved is None else lambda: moved
-                worker.submit(lambda: self._move(item, known, source, end))
+                worker.submit(lambda: self._move(item, known, copy))
                 return
             torch.cuda.set_stream(stream)
             try:
-                copy_runs(moved, source, end, non_blocking=True)
+                copy(moved)
             finally:
                 torch.cuda.set_stream(self.compute)
 
         return issue
 
-    def _move(self, item: Copy, find: FindRuns, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _move(self, item: Copy, find: FindRuns, copy: RunCopier) -> None:
         stream = self.streams[item.stream]
         with torch.cuda.stream(stream):
             moved = find()  # what names rows is read behind what the stream has waited for
             start = time.perf_counter()
-            copy_runs(moved, source, target, non_blocking=True)
+            copy(moved)
             if self.trace is not None:
                 stream.synchronize()
                 self.trace.noting_copy(item)(start, runs_nbytes(moved))
@@ -305,12 +310,14 @@ class CudaDevice(StreamedDevice):
         return functools.partial(self._wait, item)
 
     def _record(self, item: Record) -> None:
+        before = self.events.get(item.event)
+        spare = None if before is None else before.spare
         if item.stream == COMPUTE or self._at_once(item.stream):
-            recorded = torch.cuda.Event()
-            self.events[item.event] = _Event(ISSUED, recorded)
+            recorded = spare or torch.cuda.Event()
+            self.events[item.event] = DeviceEvent(ISSUED, recorded)
             recorded.record(self._stream(item.stream))
             return
-        event = self.events[item.event] = _Event(Ticket(watch=self._fault))
+        event = self.events[item.event] = DeviceEvent(Ticket(watch=self._fault))
         worker = self.workers[item.stream]
 
         def record() -> None:
@@ -322,7 +329,7 @@ class CudaDevice(StreamedDevice):
                 event.issued.done(worker.error)  # what stands before it has run
                 return
             try:
-                event.cuda = torch.cuda.Event()
+                event.cuda = spare or torch.cuda.Event()
                 event.cuda.record(self.streams[item.stream])
             except BaseException as error:  # whoever waits for it must be told
                 event.issued.done(error)
@@ -342,14 +349,18 @@ class CudaDevice(StreamedDevice):
             return
 
         def wait() -> None:
-            event.issued.wait()
-            if event.cuda is None:
-                return
-            if item.stream in self.streams:
-                self.streams[item.stream].wait_event(event.cuda)
-            else:
-                event.cuda.synchronize()  # engines of the disk work from the host
+            try:
+                event.issued.wait()
+                if event.cuda is None:
+                    return
+                if item.stream in self.streams:
+                    self.streams[item.stream].wait_event(event.cuda)
+                else:
+                    event.cuda.synchronize()  # engines of the disk work from the host
+            finally:
+                event.met.append(None)
 
+        event.handed += 1
         self.workers[item.stream].submit(wait)
 
     def finish(self) -> None:
@@ -367,6 +378,8 @@ class CudaDevice(StreamedDevice):
         for arena in (self.host, self.landing):
             if arena is not None:
                 torch.cuda.cudart().cudaHostUnregister(arena.address)
+        if self.staging is not None:
+            self.staging.close()
         self.host = self.landing = self.device_memory = self.scratch = None
         with contextlib.suppress(RuntimeError):  # of a GPU that is lost, as those who used it were told
             streams = [self.compute, *self.streams.values()]

@@ -18,9 +18,11 @@ from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import TIMED_WEIGHTS
 from forebay.kernels.operator import Call, Operator, Product, Tensors
 from forebay.kernels.operators import ATTENTION, KV_APPEND, RMS_NORM, ROTARY
+from forebay.rewriter.ir.program import COMPUTE, UPLOAD, Copy, Item, Record, Span, Wait
 from forebay.rewriter.machine.points import GemmPoint
 from forebay.rewriter.machine.profile import Link, Tier
 from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.disk.reader import open_reader
 from forebay.runtime.measure.copies import BUFFER_NBYTES, copy_link
 from forebay.runtime.measure.kernels import TimedProduct, product_of, timed_products
 
@@ -34,6 +36,7 @@ GEMM_M, QUICK_M = (1, 2, 8, 16, 64, 256), (2, 16, 256)  # 1 and 2 rows take as l
 STREAM_NBYTES = 256 << 20  # several times an L2
 COLD = 4  # weights that products take turns over, in sizes of the L2
 LAUNCHES = 20  # of each kind; far fewer than a stream holds before issuing waits for the device
+SLOTS, TILE_NBYTES = 4, 4096  # of copies whose issuing is timed: small, so that the link takes less
 KV_HEADS, HEADS, HEAD_DIM, TOKENS = 8, 32, 128, 32768  # 128 MiB of K and V in 16 bit
 
 
@@ -138,6 +141,39 @@ def dispatch_s(rounds: int) -> float:
         times.append((time.perf_counter() - start) / (len(calls) * LAUNCHES))
     torch.cuda.synchronize()
     return median(times[1:])
+
+
+def copy_issue_s(rounds: int) -> float:
+    """Seconds of the issuing thread for one tile that streams from host memory: its copy, and beside it the two records
+    and the two waits that order it with the launches before and after."""
+    from forebay.runtime.devices.cuda.device import CudaDevice  # which imports Triton
+
+    device = CudaDevice(open_reader(), graphs=False)
+    try:
+        device.allocate({"device": SLOTS * TILE_NBYTES, "host": SLOTS * TILE_NBYTES})
+        calls = [call for slot in range(SLOTS) for item in _tile_items(slot)
+                 if (call := device.bind(item, None)) is not None]
+        times = []
+        with device.issuing():
+            for _ in range(1 + rounds):  # the first, which makes the events, is not counted
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(LAUNCHES):
+                    for call in calls:
+                        call()
+                times.append((time.perf_counter() - start) / (SLOTS * LAUNCHES))
+        device.finish()
+    finally:
+        device.close()
+    return median(times[1:])
+
+
+def _tile_items(slot: int) -> tuple[Item, ...]:
+    """The items of a tile that comes into a slot after a launch over what lay there."""
+    source, target = (Span(tier, slot * TILE_NBYTES, TILE_NBYTES, f"slot{slot}") for tier in ("host", "device"))
+    free, arrived = 2 * slot, 2 * slot + 1
+    return (Record(COMPUTE, free), Wait(UPLOAD, free), Copy(UPLOAD, source, target, "tile"), Record(UPLOAD, arrived),
+            Wait(COMPUTE, arrived))
 
 
 def _layer_launches(device: torch.device) -> list[Call]:

@@ -1,8 +1,9 @@
-"""Host memory that a GPU copies from and to by itself."""
+"""Host memory that a GPU copies from and to by itself, and small tensors that go either way through it."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -12,6 +13,9 @@ from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.arena import Arena
 
 TOUCH_THREADS = 8
+LINE_NBYTES = 64
+INPUTS_NBYTES = 64 << 10  # of a step: ids, starts and lengths of 2 048 sequences
+STAGED_STEPS = 4  # whose inputs may be on their way at once
 
 
 def _touch(address: int, nbytes: int) -> None:
@@ -32,3 +36,53 @@ def pinned_arena(nbytes: int) -> Arena:
         raise RuntimeFault(f"pinning {nbytes} bytes of host memory failed (CUDA error {int(code)}); a smaller host "
                            "budget or a higher `ulimit -l` may help")
     return arena
+
+
+class InputStaging:
+    """Pinned memory that the inputs of steps pass through, in turns: whoever writes them waits for no kernel."""
+
+    def __init__(self, nbytes: int = INPUTS_NBYTES) -> None:
+        self.nbytes = nbytes
+        self.memory = pinned_arena(STAGED_STEPS * nbytes)
+        self._gone: list[torch.cuda.Event | None] = [None] * STAGED_STEPS  # when the inputs of a turn had been copied
+        self._turn = 0
+
+    def write(self, inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each value to its target on the current stream; values may change once this returns."""
+        at, side = 0, self._turn % STAGED_STEPS
+        before = self._gone[side]
+        if before is not None:
+            before.synchronize()
+        for target, value in inputs:
+            if not value.is_cpu or at + target.nbytes > self.nbytes:
+                target.copy_(value)
+                continue
+            raw = self.memory.bytes[side * self.nbytes + at :][: target.nbytes]
+            staged = raw.view(target.dtype).view(target.shape)
+            staged.copy_(value)
+            target.copy_(staged, non_blocking=True)
+            at += -(-target.nbytes // LINE_NBYTES) * LINE_NBYTES
+        gone = self._gone[side] = before or torch.cuda.Event()
+        gone.record(torch.cuda.current_stream())
+        self._turn += 1
+
+    def close(self) -> None:
+        """Give the memory back; the device has been waited for."""
+        torch.cuda.cudart().cudaHostUnregister(self.memory.address)
+
+
+def read_later(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Copy a tensor to host memory behind the current stream's work; the call waits for that copy alone."""
+    if value.is_cpu:
+        kept = value.clone()
+        return lambda: kept
+    found = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    found.copy_(value, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record(torch.cuda.current_stream())
+
+    def read() -> torch.Tensor:
+        there.synchronize()
+        return found
+
+    return read

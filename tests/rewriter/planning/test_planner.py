@@ -19,6 +19,7 @@ from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
 from forebay.rewriter.predict.closed_form import Rates
 from forebay.rewriter.predict.estimator import side_by_side_s
+from forebay.runtime.devices.kinds import kind_of
 
 MACHINE = "m"
 
@@ -275,6 +276,17 @@ def test_options_are_honored(needs: ModelNeeds, workload: Workload, extra: int, 
 def test_a_slot_that_cannot_hold_a_row_is_refused() -> None:
     with pytest.raises(PlanError, match="slot_nbytes: 2000 is below"):
         make_plan(layers(4), Budget(600_000), Workload(1, 4, 4), Options(slot_nbytes=2000), MACHINE)
+
+
+@pytest.mark.parametrize(("device_kind", "least", "most"), [
+    ("cpu", 1 << 20, 8 << 20), ("NVIDIA H200", 16 << 20, 64 << 20)])
+def test_slots_are_as_large_as_the_device_asks(device_kind: str, least: int, most: int) -> None:
+    """A link of 50 GB/s that moves a tile of 4 MiB in 80 us waits for a thread that takes 100 us to issue it."""
+    sizes = kind_of(device_kind).slot_nbytes
+    rates = Rates(bytes_per_s=5e10, latency_s=1e-5, launch_s=1e-4, compute_s=lambda tokens: 1e-2)
+    model = replace(layers(12, 112 << 20, 14336), rates=rates, slot_nbytes=sizes)
+    plan = make_plan(model, Budget(8 * (112 << 20)), Workload(1, 16, 8), Options(), MACHINE)
+    assert streamed(plan) and least < plan.schedule.slot_nbytes <= most
 
 
 def test_everything_resident_where_it_fits_and_nothing_streams() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,17 @@ from forebay.runtime.run.step_inputs import StepInputs
 VOCAB = 50
 
 
+class Queue:
+    """A device that notes when results are read."""
+
+    def __init__(self, queues: bool) -> None:
+        self.queues, self.log = queues, list[str]()
+
+    def read_later(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        kept = value.clone()
+        return lambda: (self.log.append("read"), kept)[1]
+
+
 @dataclass
 class Recalling:
     """A session whose logits depend on every token of a row up to the wanted one, through a cache as the model's:
@@ -32,6 +44,7 @@ class Recalling:
     rope_switch_length: int = 0
     rewindable: bool = True
     prefixes = None
+    device = Queue(False)
     crosses_rope_switch = Session.crosses_rope_switch
     call = 0  # what the cache was computed for
 
@@ -61,6 +74,7 @@ class Recalling:
         assert ids.dtype == start.dtype == last.dtype == torch.int64
         assert ((last >= 0) & (last < ids.shape[1])).all()
         self.chunks.append(ids.shape[1])
+        self.device.log.append("step")
         logits = torch.zeros(ids.shape[0], VOCAB)
         for row in range(ids.shape[0]):
             at = int(start[row])
@@ -178,6 +192,39 @@ def test_it_ends_when_every_row_has() -> None:
     target = session(1, 4, 12, 4)
     assert run(target, [[1]], 12, eos=frozenset([whole[0][2], 48])) == [whole[0][:3]]
     assert len(target.chunks) == 3, "no step is run for an answer that is complete"
+
+
+def test_the_next_step_is_issued_before_the_tokens_of_one_are_read() -> None:
+    target = session(2, 4, 5, 4)
+    target.device = Queue(True)
+    prompts = [[1], [2, 3]]
+    assert run(target, prompts, 5) == [answer(p, 5) for p in prompts]
+    assert target.device.log == ["step", *["step", "step", "read"], *["step", "read"] * 2, "read"]
+
+
+def test_a_sequence_that_ends_runs_in_one_step_more_and_nobody_takes_its_token() -> None:
+    prompts = [[1], [2, 3]]
+    whole = run(session(2, 4, 12, 4), prompts, 12)
+    at = next(i for i in range(1, 7) if whole[0][i] not in whole[0][:i] + whole[1][:8])
+    target = session(2, 4, 12, 4)
+    target.device = Queue(True)
+    found = run(target, prompts, 8, eos=frozenset([whole[0][at]]), pad=49)
+    assert found[0] == whole[0][: at + 1] + [49] * (7 - at) and found[1] == whole[1][:8]
+    assert target.device.log.count("step") == 8, "the other one runs on"
+    assert run(target, prompts, 3) == [answer(p, 3) for p in prompts], "nothing of it is left"
+    alone = session(1, 4, 12, 4)
+    alone.device = Queue(True)
+    assert run(alone, [[1]], 12, eos=frozenset([whole[0][at]])) == [whole[0][: at + 1]]
+    assert alone.device.log.count("step") == at + 2 and alone.device.log.count("read") == at
+
+
+@pytest.mark.parametrize("kept", ["rewindable", "rope_switch_length"])
+def test_steps_whose_rows_may_not_run_on_wait_for_their_tokens(kept: str) -> None:
+    target = session(1, 4, 5, 4)
+    target.device = Queue(True)
+    setattr(target, kept, False if kept == "rewindable" else 99)
+    assert run(target, [[1, 2]], 5) == [answer([1, 2], 5)]
+    assert "read" not in target.device.log
 
 
 def test_on_token_sees_every_column_as_it_is_chosen() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +19,11 @@ from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import answer_all, answer_arriving
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.step_inputs import StepInputs
+
+
+def later(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+    kept = value.clone()
+    return lambda: kept
 
 
 class Following(Recalling):
@@ -43,13 +50,13 @@ class Following(Recalling):
 @settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_every_policy_gives_each_request_the_tokens_that_it_has_alone(data: st.DataObject) -> None:
-    """All together, as slots fall free, as they arrive, and as one call; with drafts, or with frequencies that change
-    over within answers."""
+    """All together, as slots fall free, as they arrive, and as one call; with drafts, with steps issued ahead, or with
+    frequencies that change over within answers."""
     longest, new, batch = data.draw(st.integers(4, 9)), data.draw(st.integers(1, 14)), data.draw(st.integers(1, 3))
-    checks = data.draw(st.booleans())
+    checks, queues = data.draw(st.booleans()), data.draw(st.booleans())
     sizes = data.draw(st.sets(st.sampled_from([n for n in (2, 3, 5, 8) if n <= longest + new]), min_size=1)
                       ) if checks else set()  # fmt: skip
-    change = 0 if checks else data.draw(st.integers(1, longest + new))
+    change = 0 if checks or queues else data.draw(st.integers(1, longest + new))
     prompt = max(longest, change + 1)
     sampling = data.draw(st.sampled_from([Sampling(), Sampling(True, 0.5, 3, 0.9)]))
     prompts = [torch.tensor(ids) for ids in data.draw(st.lists(
@@ -59,7 +66,7 @@ def test_every_policy_gives_each_request_the_tokens_that_it_has_alone(data: st.D
 
     def made(slots: int, admitted: int, checked: Any = sizes) -> Any:
         target = session(slots, prompt, new, checked, 4, admitted, Following)
-        target.rope_switch_length = change
+        target.rope_switch_length, target.device = change, SimpleNamespace(queues=queues, read_later=later)
         return target
 
     def drafter() -> Drafter | None:

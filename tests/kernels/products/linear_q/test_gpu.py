@@ -16,7 +16,8 @@ from torch.nn import functional
 from forebay.kernels.formats import packing
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.gpu_support.scratch import scratch_of
-from forebay.kernels.products.linear import choices
+from forebay.kernels.operator import Product
+from forebay.kernels.products.linear import choices, selection
 from forebay.kernels.products.linear.reference import PLAIN, After
 from forebay.kernels.products.linear.selection import KIND_OF_BITS
 from forebay.kernels.products.linear_q.gpu import bind_linear_q, linear_q
@@ -56,6 +57,14 @@ def weight(
         ("flat", 3, 20, 288, 16),
         ("", 1, 20, 300, 96),  # by torch: groups that our kernels do not take
         ("aten", 5, 33, 600, 256),
+        ("raw", 1, 130, 203, 64),
+        ("raw_64x128_s2", 8, 66, 331, 128),
+        ("raw", 16, 33, 384, 64),
+        ("raw_128x128_s3", 21, 9, 640, 128),
+        ("raw", 70, 20, 300, 64),  # three tiles of rows; groups that fill no turn
+        ("raw", 128, 20, 256, 128),
+        ("raw", 19, 20, 203, 32),
+        ("raw", 3, 40, 256, 32),
     ),
 )
 @pytest.mark.parametrize("symmetric", (False, True))
@@ -69,6 +78,65 @@ def test_near_float64(
     out = poisoned(m, n, dtype=dtype)
     assert linear_q(x, rows, bias, stored, After("gelu", residual=residual), out, impl) is out
     assert_near(out, functional.gelu(x.double() @ w.double().T + bias.double()) + residual.double())
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_raw_codes_take_any_bf16(bits: int) -> None:
+    """Each group is scaled by itself: one beyond fp16, one of the least normal numbers, one of zeros, one mixed."""
+    torch.manual_seed(bits)
+    rows, w = weight(20, 512, bits, 128, torch.bfloat16)
+    x = torch.randn(3, 512)
+    x[0, :128] *= 1e30
+    x[1, :128] *= 2.0**-120
+    x[1, 128:] = 0
+    x[2, ::7] *= 1e4
+    x = x.bfloat16()
+    got = linear_q(x, rows, None, Packing(bits, 512, 128, torch.bfloat16), impl="raw")
+    want = x.double() @ w.double().T
+    for row in range(3):
+        assert_near(got[row : row + 1], want[row : row + 1])
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_raw_codes_let_nothing_pass_for_a_number(bits: int) -> None:
+    """Rows of x with NaN or infinity are NaN, columns of a scale that is NaN too, and no others."""
+    torch.manual_seed(bits)
+    rows, w = weight(6, 256, bits, 64, torch.float16)
+    x = torch.randn(4, 256).bfloat16()
+    x[0, 3], x[1, 200] = torch.nan, torch.inf
+    packing.unpack_rows(rows, 256, bits, 64, torch.float16)[1][2, 0] = torch.nan
+    got = linear_q(x, rows, None, Packing(bits, 256, 64), impl="raw")
+    assert got[:2].isnan().all() and got[:, 2].isnan().all()
+    assert_near(got[2:, [0, 1, 3, 4, 5]], (x.double() @ w.double().T)[2:, [0, 1, 3, 4, 5]])
+
+
+def test_raw_codes_take_groups_that_fill_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table, whose shapes have groups of 128, names another for those of 16."""
+    rows, _ = weight(8, 64, 4, 16, torch.float16)
+    with pytest.raises(ValueError, match=r"^linear_q: group_size must be one of .* for 'raw', got 16"):
+        linear_q(torch.ones(2, 64).half(), rows, None, Packing(4, 64, 16), impl="raw")
+    table = (selection.TableEntry("linear_w4", 4096, 4096, ((1 << 30, "raw"),)),)
+    monkeypatch.setattr(selection, "table_of", lambda name: table)
+    names = [choices.choose(Product(f"w4g{group}", 8, 4096, 4096), "a GPU") for group in (128, 64, 32, 16)]
+    assert [name.split("_")[0] for name in names] == ["raw", "raw", "raw", "flat"]
+
+
+@pytest.mark.parametrize("impl", ("raw_64x128_s1", "raw_64x128_s3"))
+def test_raw_codes_take_the_memory_that_is_counted(impl: str) -> None:
+    torch.manual_seed(0)
+    rows, w = weight(70, 700, 4, 64, torch.float16)
+    x, stored = torch.randn(9, 700).half(), Packing(4, 700, 64)
+    nbytes = selection.workspace_nbytes("linear_w4", impl, 9, 70, 700, 64)
+    workspace = torch.zeros(nbytes + 64, dtype=torch.uint8)
+    workspace[nbytes:] = 77
+    for _ in range(2):  # counters are 0 again
+        out = linear_q(x, rows, None, stored, impl=impl, workspace=workspace)
+        assert_near(out, x.double() @ w.double().T)
+    assert workspace[nbytes:].eq(77).all() and workspace[:nbytes][-4:].any(), "all of it, and no more"
+    scratch = scratch_of(x.device, 0)
+    scratch.values = torch.empty(0, dtype=torch.uint8)
+    linear_q(x, rows, None, stored, impl=impl)
+    assert scratch.values.numel() <= nbytes
 
 
 @pytest.mark.parametrize("bits", (4, 8))

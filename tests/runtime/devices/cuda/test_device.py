@@ -28,7 +28,8 @@ from forebay.rewriter.ir.program import (
     TensorRef,
     Wait,
 )
-from forebay.runtime.devices.cuda.device import CudaDevice, _Event
+from forebay.runtime.devices.cuda.device import CudaDevice
+from forebay.runtime.devices.cuda.events import DeviceEvent
 from forebay.runtime.devices.streams import Ticket
 from forebay.runtime.run.arena import Arena
 from forebay.runtime.run.executor import BoundProgram
@@ -215,7 +216,7 @@ def test_what_must_wait_is_handed_over_and_all_behind_it(log: list[str], behind:
     log.clear()
     with device.issuing():
         if behind == "an event that is not issued yet":
-            device.events[7] = _Event(gate)
+            device.events[7] = DeviceEvent(gate)
             device._wait(Wait(UPLOAD, 7))
         device.copy(4)
         device.copy(8)
@@ -233,6 +234,32 @@ def test_what_must_wait_is_handed_over_and_all_behind_it(log: list[str], behind:
         with device.issuing():
             device.copy(12)
         assert "handed over" not in log and device.device_memory.tolist()[12:16] == [*range(12, 16)]
+    device.host = None
+    device.close()
+
+
+def test_an_event_is_recorded_anew_once_nobody_is_to_wait_for_it(log: list[str]) -> None:
+    """A wait that a worker has not issued yet must find what was recorded before it, and nothing later."""
+    device = Handed(log)
+    gate, seen = threading.Event(), list[object]()
+    stream = device.streams[UPLOAD]
+    stream.wait_event = seen.append  # type: ignore
+    with device.issuing():
+        device._record(Record(COMPUTE, 3))
+        first = device.events[3].cuda
+        device._wait(Wait(UPLOAD, 3))
+        device._record(Record(COMPUTE, 3))
+        assert device.events[3].cuda is first is not None and seen == [first]
+        device.workers[UPLOAD].submit(gate.wait)
+        device._wait(Wait(UPLOAD, 3))
+        device._record(Record(COMPUTE, 3))
+        second = device.events[3].cuda
+        assert second is not first and seen == [first]
+        gate.set()
+        device.workers[UPLOAD].wait_idle()
+        assert seen == [first, first]
+        device._record(Record(COMPUTE, 3))
+        assert device.events[3].cuda is second
     device.host = None
     device.close()
 

@@ -9,6 +9,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable
@@ -22,11 +23,14 @@ import torch
 from forebay.kernels.formats.table import TIMED_WEIGHTS
 from forebay.kernels.operator import Operator, Product, Tensors
 from forebay.kernels.products.linear import choices
+from forebay.rewriter.ir.program import Copy, Item, Record, Span, Wait
 from forebay.rewriter.machine.both_ways import BothWays
 from forebay.rewriter.machine.points import Contention, GemmPoint
 from forebay.rewriter.machine.profile import Link, Machine
+from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.runtime.devices.cuda import measure as measure_cuda
 from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.measure import machine as measure
 
 NAME = "NVIDIA H200"
@@ -172,6 +176,44 @@ def test_dispatch_binds_what_the_launchers_take(gpu: None, monkeypatch: pytest.M
     assert len(measure_cuda._layer_launches(torch.device("cpu"))) == 17
 
 
+def test_a_copy_costs_its_thread_what_orders_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy, two records and two waits of each tile; the first round, which makes the events, is left out."""
+    spent, closed = [0.0], list[bool]()
+    costs = {Copy: 7e-6, Record: 2e-6, Wait: 1e-6}
+
+    class Device:
+        def __init__(self, reader: DiskReader, **options: object) -> None:
+            self.seen, self.reader = set[Item](), reader
+
+        def allocate(self, arenas: dict[str, int]) -> None:
+            self.arenas = arenas
+
+        def bind(self, item: Item, launch: None) -> Callable[[], None]:
+            if isinstance(item, Copy):
+                assert isinstance(item.src, Span) and isinstance(item.dst, Span)
+                assert max(span.offset + span.nbytes for span in (item.src, item.dst)) <= self.arenas["host"]
+
+            def run() -> None:
+                spent[0] += costs[type(item)] + (0.0 if item in self.seen else 1.0)
+                self.seen.add(item)
+
+            return run
+
+        def issuing(self) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+        def finish(self) -> None: ...
+
+        def close(self) -> None:
+            self.reader.close()
+            closed.append(True)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("forebay.runtime.devices.cuda.device.CudaDevice", Device)
+    monkeypatch.setattr(measure_cuda, "time", SimpleNamespace(perf_counter=lambda: spent[0]))
+    assert measure_cuda.copy_issue_s(3) == pytest.approx(13e-6) and closed == [True]
+
+
 def test_missing_triton_is_said(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "forebay.kernels.products.linear.gpu", None)
     with pytest.raises(RuntimeFault, match="measuring a GPU needs Triton"):
@@ -189,11 +231,14 @@ def test_the_profile_of_a_gpu_holds_what_was_measured_on_it(tmp_path: Path, monk
         (measure_cuda, "links", [Link("host", "device", 5e10, 1e-5, "pinned")]),
         (measure_cuda, "copy_bytes_per_s", 2e12), (measure_cuda, "read_bytes_per_s", 4e12),
         (measure_cuda, "gemm_points", (point,)), (measure_cuda, "attention_bytes_per_s", 3e12),
-        (measure_cuda, "dispatch_s", 12e-6), (measure, "choice_elements_per_s", 1e9),
+        (measure_cuda, "dispatch_s", 12e-6), (measure_cuda, "copy_issue_s", 25e-6),
+        (measure, "choice_elements_per_s", 1e9),
     ):
         monkeypatch.setattr(module, name, lambda *_, value=value: value)
     machine = measure.measure_machine(tmp_path, quick=True)
     assert (machine.memory_bytes_per_s, machine.attention_bytes_per_s, machine.dispatch_s) == (2e12, 3e12, 12e-6)
+    assert machine.copy_issue_s == MachineEstimator(machine).copy_issue_s == 25e-6
+    assert MachineEstimator(replace(machine, copy_issue_s=0.0)).copy_issue_s == 2e-5, "of profiles that lack it"
     assert machine.tiers["device"].bandwidth_bytes_per_s == 4e12 and machine.tiers["device"].capacity_nbytes == 1 << 37
     assert 0 < machine.tiers["host"].bandwidth_bytes_per_s < 1e12, "that of RAM"
     assert (machine.gemm, machine.attention, machine.device_kind) == ((point,), (), NAME)

@@ -1,0 +1,303 @@
+"""`linear_q` in Triton over raw codes: 1024 + q, or 64 + q, in fp16 by one instruction for two codes of a word.
+
+The tensor cores multiply these by x in fp16. A group's sum starts at what 1024 and 64 add to it, and its scale is
+applied to the sum, not to its codes: no instruction is spent on a weight but the one that makes it. A kernel before
+(`raw_order_kernel`) puts the elements of each group of x in the order in which parts of words meet them, and adds them.
+
+x in bf16 is scaled to fp16 group by group, by powers of two. Values below 2^-29 of their group's largest round; a group
+that holds an infinity or NaN gives NaN. Lows and scales are taken as they are stored, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.gpu_support.arguments import AMD_STAGES, fail, stages
+from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.launches import KernelCall, bound, bound_with_scratch, kernel_call
+from forebay.kernels.products.linear import raw_layout, selection
+from forebay.kernels.products.linear.gpu_arguments import Operands
+from forebay.kernels.products.linear.gpu_epilogue import finish
+from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES, Grid
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+WIDEN = tl.constexpr(INTERPRETED)  # the interpreter multiplies the bit patterns of 16-bit matrices
+TURN = tl.constexpr(raw_layout.TURN)
+# Nibbles 0 and 4 of a word below 0x64, and 1 and 5 below 0x54: two halves of 1024 + q or 64 + q. (An instruction takes
+# one constant, so the other is a register's; without this the compiler spends two instructions.)
+EVEN_NIBBLES = tl.constexpr("{ .reg .b32 g; mov.b32 g, 0x64006400; lop3.b32 $0, $1, 0x000F000F, g, 0xEA; }")
+ODD_NIBBLES = tl.constexpr("{ .reg .b32 g; mov.b32 g, 0x54005400; lop3.b32 $0, $1, 0x00F000F0, g, 0xEA; }")
+# Bytes 0 and 2, or 1 and 3, of a word below 0x64: two halves of 1024 + q.
+EVEN_BYTES = tl.constexpr("prmt.b32 $0, $1, 0x64646464, 0x4240;")
+ODD_BYTES = tl.constexpr("prmt.b32 $0, $1, 0x64646464, 0x4341;")
+
+
+@triton.jit
+def raw_order_kernel(
+    x_ptr, ordered_ptr, sum_ptr, m, k, xm, width, padded,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, SCALED: tl.constexpr, SYMMETRIC: tl.constexpr,
+):  # fmt: skip
+    """Program (turn, row of x [M, K]; rows from M on are 0): what linear_raw_kernel takes of it.
+
+    Group g of a turn is a row by itself, 0 in the place of other groups: row (tile EACH + g) BM + r of fp16 [padded,
+    width], part by part. sum_ptr [turns, 3, padded], fp32: where its sum starts, the sum of x, what fp16 is scaled by.
+    """
+    WORD: tl.constexpr = 32 // BITS
+    PARTS: tl.constexpr = WORD // 2
+    EACH: tl.constexpr = TURN // GROUP
+    turn, row = tl.program_id(0), tl.program_id(1)
+    group = tl.arange(0, EACH)
+    at = tl.arange(0, TURN)
+    own = (at // GROUP)[None, :] == group[:, None]
+    place = turn * TURN + at
+    x = tl.load(x_ptr + row.to(tl.int64) * xm + place, mask=(place < k) & (row < m), other=0.0).to(tl.float32)
+    x = tl.where(own, x[None, :], 0.0)
+    factor = tl.full((EACH,), 1.0, tl.float32)
+    halves = x
+    if SCALED:
+        largest = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0), 1)
+        exponent = tl.minimum(tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 15), 254)
+        factor = ((exponent - 14) << 23).to(tl.float32, bitcast=True)  # the largest lies in [2^14, 2^15)
+        halves = x * ((268 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    halves = halves.to(tl.float16)
+    part = at % PARTS
+    magic = tl.where(part % 2 == 0, 1024.0, 64.0 if BITS == 4 else 1024.0)
+    if SYMMETRIC:
+        magic += 1 << BITS - 1
+    start = -tl.sum(halves.to(tl.float32) * magic[None, :], 1)
+    column = part * (TURN // PARTS) + at // WORD * 2 + at % WORD // PARTS
+    target = (row // BM * EACH + group) * BM + row % BM
+    tl.store(ordered_ptr + target.to(tl.int64)[:, None] * width + turn * TURN + column[None, :], halves)
+    sums = sum_ptr + turn * (3 * padded) + target
+    tl.store(sums, start)
+    tl.store(sums + padded, tl.sum(x, 1))
+    tl.store(sums + 2 * padded, factor)
+
+
+@triton.jit
+def raw_codes(w, PART: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
+    """Codes of elements PART and PART + 16 / BITS of each word of w [BN, W], in turn: over 1024, or of 4 bits in odd
+    parts over 64, in fp16 [BN, 2 W]."""
+    if PTX:
+        EVEN: tl.constexpr = EVEN_NIBBLES if BITS == 4 else EVEN_BYTES
+        ODD: tl.constexpr = ODD_NIBBLES if BITS == 4 else ODD_BYTES
+        pair = tl.inline_asm_elementwise(
+            EVEN if PART % 2 == 0 else ODD, "=r,r", [w if PART < 2 else w >> 8], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    elif BITS == 4:
+        shifted = w if PART < 2 else w >> 8
+        pair = (shifted & 0x000F000F) | 0x64006400 if PART % 2 == 0 else (shifted & 0x00F000F0) | 0x54005400
+    else:
+        pair = ((w if PART == 0 else w >> 8) & 0x00FF00FF) | 0x64006400
+    first = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    second = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.join(first, second), (w.shape[0], 2 * w.shape[1]))
+
+
+@triton.jit
+def halves_at(rows, below, index, left, GROUPS: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr):
+    """Halves [BN, GROUPS] from `index` on of rows that begin `below` [BN, 1] words behind `rows`, in fp32; 0 from
+    `left` on."""
+    group = tl.arange(0, GROUPS)[None, :]
+    at = rows + (below + (index + group) // 2)
+    word = tl.load(at) if WHOLE else tl.load(at, mask=group < left, other=0)
+    return (word >> ((index + group) % 2 * 16).to(tl.uint32)).to(tl.uint16).to(HALF, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def linear_raw_kernel(
+    ordered_ptr, sum_ptr, word_ptr, half_ptr, counter_ptr, partial_ptr, out_ptr, bias_ptr, multiplier_ptr, residual_ptr,
+    m, n, om, pm, rm, row_units, groups, width, padded,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ACCUMULATE: tl.constexpr, SYMMETRIC: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr,
+    PTX: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of rows and columns, split of K): word_ptr are rows as 32-bit values, half_ptr gives scales' dtype.
+
+    A turn multiplies by 128 codes of a row at once, which may be several groups: each is a row of x by itself.
+    WHOLE: the groups fill every turn. row_units is the bytes between rows over 16.
+    """
+    WORDS: tl.constexpr = TURN * BITS // 32
+    COLUMNS: tl.constexpr = 2 * WORDS
+    EACH: tl.constexpr = TURN // GROUP
+    HALF: tl.constexpr = half_ptr.dtype.element_ty
+    tile, split = tl.program_id(0), tl.program_id(1)
+    tiles_m = tl.cdiv(m, BM)
+    tile_m, tile_n = tile % tiles_m, tile // tiles_m  # those that share weights run side by side
+    row, column = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
+    wide = tile_m * (BM * EACH) + tl.arange(0, BM * EACH)
+    word = tl.arange(0, WORDS)[None, :]
+    below = ((tl.minimum(column, n - 1) - tile_n * BN) * (row_units * 4))[:, None]
+    rows = word_ptr + (tile_n * BN).to(tl.int64) * (row_units * 4)
+    turns = tl.cdiv(groups, EACH)
+    steps = tl.cdiv(turns, SPLITS)
+    first = split * steps
+    word_place, x_place = below + word, wide[:, None] * width + tl.arange(0, COLUMNS)[None, :]
+    word_at, x_at, sum_at = rows + first * WORDS, ordered_ptr + first * TURN, sum_ptr + first * (3 * padded)
+    scale_at = groups * (GROUP * BITS // 16)
+    total = tl.zeros((BN, BM), tl.float32)
+    for turn in tl.range(first, tl.minimum(turns, first + steps), 1, num_stages=STAGES):
+        left = groups - turn * EACH
+        if WHOLE:
+            w = tl.load(word_at + word_place, eviction_policy="evict_first")
+        else:
+            there = word < left * (GROUP * BITS // 32)
+            w = tl.load(word_at + word_place, mask=there, other=0, eviction_policy="evict_first")
+        found = tl.broadcast_to(tl.load(sum_at + wide)[None, :], (BN, BM * EACH))
+        for part in tl.static_range(16 // BITS):
+            x = tl.load(x_at + part * COLUMNS + x_place)
+            codes = raw_codes(w, part, BITS, PTX)
+            if WIDEN:
+                x, codes = x.to(tl.float32), codes.to(tl.float32)
+            found = tl.dot(codes, tl.trans(x), found)
+        if SCALED:
+            found *= tl.load(sum_at + 2 * padded + wide)[None, :]
+        scale = halves_at(rows, below, scale_at + turn * EACH, left, EACH, WHOLE, HALF)
+        if EACH == 1:
+            total += scale * found
+        else:
+            total += tl.sum(tl.reshape(found, (BN, EACH, BM)) * scale[:, :, None], 1)
+        if not SYMMETRIC:
+            low = halves_at(rows, below, scale_at + groups + turn * EACH, left, EACH, WHOLE, HALF)
+            sums = tl.load(sum_at + padded + wide)
+            if EACH == 1:
+                total += low * sums[None, :]
+            else:
+                total += tl.sum(low[:, :, None] * tl.reshape(sums, (EACH, BM))[None, :, :], 1)
+        word_at += WORDS
+        x_at += TURN
+        sum_at += 3 * padded
+    finish(
+        total, row[None, :], column[:, None], tl.arange(0, BM)[None, :], tl.arange(0, BN)[:, None], tile, split,
+        counter_ptr, partial_ptr, out_ptr, bias_ptr, multiplier_ptr, residual_ptr, m, n, om, pm, rm,
+        ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS,
+    )  # fmt: skip
+
+
+def bind_raw(
+    operands: Operands, rows: Tensor, stored: Packing, setting: selection.Setting, grid: Grid,
+    workspace: Tensor | None,
+) -> Callable[[], None]:  # fmt: skip
+    """Both launches as a call without arguments, with operands and rows that have been checked.
+
+    `workspace` is as of `bind_split`, or None: then the scratch of the stream serves.
+    """
+    if not raw_layout.serves(stored.group_size):
+        fail("linear_q", "group_size", f"must be one of {raw_layout.GROUP_SIZES} for 'raw', got {stored.group_size}")
+    x, scaled = operands.x, operands.x.dtype == torch.bfloat16
+    layout = raw_layout.of(x.shape[0], stored.in_features, stored.group_size)
+    shape = layout.shape
+    first, end = grid.workspace_nbytes - grid.counters_nbytes, layout.nbytes
+    constants = operands.constants() | {
+        "BITS": stored.bits, "GROUP": stored.group_size, "BM": layout.tile_rows, "BN": setting.bn,
+        "SPLITS": grid.splits, "SYMMETRIC": stored.symmetric, "SCALED": scaled, "STAGES": stages(setting.stages),
+        "PTX": torch.version.hip is None and not INTERPRETED, "WHOLE": layout.is_whole,
+        "num_warps": setting.warps,
+    }  # fmt: skip
+
+    def launches(values: Tensor, counters: Tensor) -> list[KernelCall]:
+        ordered = values[first : first + layout.ordered_nbytes].view(torch.float16)
+        sums = values[first + layout.ordered_nbytes : first + end].view(torch.float32)
+        order = kernel_call(
+            raw_order_kernel, (layout.turns, layout.m), x, ordered, sums, x.shape[0], stored.in_features,
+            x.stride(0), *shape, BITS=stored.bits, GROUP=stored.group_size, BM=layout.tile_rows, SCALED=scaled,
+            SYMMETRIC=stored.symmetric, num_warps=1,
+        )  # fmt: skip
+        kernel: Any = linear_raw_kernel
+        return [order, kernel_call(
+            kernel, (grid.rows * grid.columns, grid.splits), ordered, sums, rows.view(torch.uint32),
+            rows.view(stored.scale_dtype), counters, values[:first].view(torch.float32), *operands.arguments(),
+            rows.stride(0) // 16, triton.cdiv(stored.in_features, stored.group_size), *shape, **constants)]  # fmt: skip
+
+    if workspace is not None:
+        parts = workspace[grid.counters_nbytes :], workspace[: grid.counters_nbytes].view(torch.int32)
+        calls = [bound(launch) for launch in launches(*parts)]
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run
+    held = max(grid.counters_nbytes, HELD_COUNTERS_NBYTES)
+    return bound_with_scratch(x.device, first + end, held // 4, launches)
+
+
+POINTERS = ("ordered_ptr", "sum_ptr", "word_ptr", "half_ptr", "counter_ptr", "partial_ptr", "out_ptr", "bias_ptr",
+            "multiplier_ptr", "residual_ptr")
+NUMBERS = ("m", "n", "om", "pm", "rm", "row_units", "groups", "width", "padded")
+DOWN = 4096, 14336  # N and K of Llama-3-8B's down projection, at which all cases stand
+
+
+def _order_case(bits: int, dtype: str) -> AuditCase:
+    layout = raw_layout.of(16, DOWN[1], 128)
+    return AuditCase(
+        name=f"{selection.KIND_OF_BITS[bits]}/raw_order/g128/{dtype}/m16",
+        fn=raw_order_kernel,
+        signature={"x_ptr": f"*{dtype}", "ordered_ptr": "*fp16", "sum_ptr": "*fp32"} | dict.fromkeys(
+            ("m", "k", "xm", "width", "padded"), "i32"),
+        constants={"BITS": bits, "GROUP": 128, "BM": layout.tile_rows, "SCALED": dtype == "bf16", "SYMMETRIC": False},
+        num_warps=1, num_stages=1, divisible=("x_ptr", "ordered_ptr", "sum_ptr", "k", "xm", "width", "padded"),
+        main_operands=0, bytes_moved=2 * 16 * DOWN[1] + layout.nbytes, minimum_bytes=2 * 16 * DOWN[1] + layout.nbytes,
+        in_suite=bits == 4 and dtype == "bf16",
+    )
+
+
+def case(
+    bits: int, setting: selection.Setting, group: int, m: int, dtype: str = "bf16", amd: bool = False,
+    in_suite: bool = False, symmetric: bool = False,
+) -> AuditCase:  # fmt: skip
+    """The audit's case of one setting at one shape, bias, SiLU and residual included; scales are of x's dtype."""
+    n, k = DOWN
+    kind, layout = selection.KIND_OF_BITS[bits], raw_layout.of(m, k, group)
+    splits = selection.default_splits(kind, setting, m, n, k) if m <= 16 else 1
+    grid = selection.grid_of("raw", setting, splits, m, n, k, group_size=group)
+    minimum = n * Packing(bits, k, group, symmetric=symmetric).row_nbytes + 2 * (m * k + 2 * m * n + n)
+    partial = 2 * 4 * m * n * grid.splits if grid.splits > 1 else 0
+    signature = {name: f"*{dtype}" for name in POINTERS}
+    signature |= {"ordered_ptr": "*fp16", "sum_ptr": "*fp32", "word_ptr": "*u32", "counter_ptr": "*i32",
+                  "partial_ptr": "*fp32"}
+    rows = f"{group}s" if symmetric else str(group)
+    return AuditCase(
+        name=f"{kind}/raw/g{rows}/{dtype}/m{m}/{setting.name}/s{grid.splits}{'/amd' if amd else ''}",
+        fn=linear_raw_kernel,
+        signature=signature | {name: "i32" for name in NUMBERS},
+        constants={
+            "BITS": bits, "GROUP": group, "BM": layout.tile_rows, "BN": setting.bn, "SPLITS": grid.splits,
+            "ACTIVATION": "silu", "HAS_BIAS": True, "HAS_MULTIPLIER": False, "HAS_RESIDUAL": True, "ACCUMULATE": False,
+            "SYMMETRIC": symmetric, "SCALED": dtype == "bf16", "STAGES": AMD_STAGES if amd else setting.stages,
+            "PTX": not amd, "WHOLE": True,
+        },
+        num_warps=setting.warps,
+        num_stages=setting.stages,
+        divisible=(*POINTERS, *(name for name in NUMBERS if name not in ("m", "row_units"))),
+        uses_dot=True,
+        main_operands=2,
+        bytes_moved=minimum + partial,
+        minimum_bytes=minimum,
+        aim=0.75 if m <= 8 and group == 128 else 0.0,
+        turn_nbytes=setting.bn * (raw_layout.TURN * bits // 8 + (2 if symmetric else 4) * (raw_layout.TURN // group)),
+        in_suite=in_suite,
+        archs=("gfx942",) if amd else ("sm_80", "sm_90"),
+    )  # fmt: skip
+
+
+def audit_cases() -> list[AuditCase]:
+    """Llama-3-8B's down projection at 8 to 64 rows: every setting, by groups and dtypes of x."""
+    cases = [_order_case(bits, dtype) for bits in (4, 8) for dtype in ("bf16", "fp16")]
+    for bits in (4, 8):
+        for setting in selection.SETTINGS[selection.KIND_OF_BITS[bits], "raw"]:
+            first = setting == selection.SETTINGS[selection.KIND_OF_BITS[bits], "raw"][0]
+            cases += [case(bits, setting, 128, m, in_suite=first and m == 8) for m in (8, 16, 64)]
+            cases += [case(bits, setting, 128, 8, "fp16"), case(bits, setting, 64, 8)]
+            if first:
+                cases += [case(bits, setting, 32, 8), case(bits, setting, 128, 8, symmetric=True),
+                          case(bits, setting, 128, 16, amd=True)]
+    return cases
