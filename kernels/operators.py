@@ -31,6 +31,7 @@ from forebay.kernels.recurrences.keep_state.operator import KEEP_STATE as KEEP_S
 from forebay.kernels.recurrences.linear_recurrence.operator import LINEAR_RECURRENCE as LINEAR_RECURRENCE
 from forebay.kernels.recurrences.selective_scan.operator import SELECTIVE_SCAN as SELECTIVE_SCAN
 from forebay.kernels.recurrences.short_conv.operator import SHORT_CONV as SHORT_CONV
+from forebay.kernels.recurrences.wkv.operator import WKV as WKV
 
 OPERATORS: list[Operator] = []
 _BY_KEY: dict[object, Operator] = {}  # by the name of each, and by its overload

@@ -64,6 +64,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         shared_intermediate_size=96, num_local_experts=0, num_experts_per_tok=0)),
     "jamba": ("jamba", EXPERTS | dict(use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1,
                                       mamba_dt_rank=32)),
+    "kimi_linear": ("kimi-linear", LATENT | MIXED | dict(
+        q_lora_rank=None, n_group=1, mlp_layer_types=["dense", "sparse"], linear_head_dim=16, linear_num_heads=4,
+        num_experts_per_token=2, num_shared_experts=1, routed_scaling_factor=1.5)),
     "lfm2": ("lfm2", dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False,
                           tie_word_embeddings=True)),
     "lfm2_moe": ("lfm2moe", EXPERTS | dict(num_dense_layers=1, layer_types=["conv", "full_attention"],
@@ -110,7 +113,7 @@ KEYS = {
     "attention.shared_kv_layers": "num_kv_shared_layers", "altup.active_idx": "altup_active_idx",
     "altup.num_inputs": "altup_num_inputs", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "final_logit_softcapping": "final_logit_softcapping",
-    "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
+    "kda.head_dim": "linear_head_dim", "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
     "ssm.conv_kernel": "conv_kernel mamba_d_conv linear_conv_kernel_dim",
     "ssm.state_size": "state_size mamba_d_state ssm_state_size linear_key_head_dim",
     "ssm.group_count": "n_groups mamba_n_groups linear_num_key_heads",
@@ -122,12 +125,15 @@ UNSAID = {"mamba": ("expert", "leading", "attention.head", "attention.key", "att
           "gpt-oss": ("expert_feed",), "nemotron_h": ("expert", "attention.layer_norm_rms"),
           "nemotron_h_moe": ("attention.layer_norm_rms",), "granitemoe": ("expert_feed",),
           "granitehybrid": ("expert_feed",), "jamba": ("expert_feed",), "olmoe": ("expert_feed", "expert_w"),
-          "lfm2moe": ("expert_w",), "qwen3next": ("expert_w",)}  # fmt: skip
+          "kimi-linear": ("attention.key", "attention.value"), "lfm2moe": ("expert_w",),
+          "qwen3next": ("expert_w",)}  # fmt: skip
 
 
 def settings_of(architecture: str, config: Any) -> dict[str, Any]:
     """The metadata of a file of a model with that config."""
     told = config.to_dict()
+    if architecture == "kimi-linear":  # whose config calls some fields otherwise
+        told |= {name: told[own] for name, own in config.attribute_map.items() if own in told}
     found = {key: next((told[name] for name in names.split() if told.get(name) is not None), None)
              for key, names in KEYS.items()}
     found = {key: value for key, value in found.items()
@@ -174,13 +180,8 @@ def _own_settings(architecture: str, config: Any, told: Mapping[str, Any]) -> di
         found |= {"block_count": len(kinds), "feed_forward_length": [widths.get(kind, 0) for kind in kinds]}
     if architecture == "olmo":
         found["attention.layer_norm_epsilon"] = 1e-5
-    if architecture == "deepseek2":
-        third = config.model_type == "deepseek_v3"
-        found |= {"attention.key_length_mla": told["qk_nope_head_dim"] + told["qk_rope_head_dim"],
-                  "attention.value_length_mla": told["v_head_dim"], "attention.head_count_kv": 1,
-                  "expert_gating_func": 2 if third else 1,
-                  "rope.scaling.yarn_log_multiplier": 0.1 * told["rope_parameters"].get("mscale_all_dim", 0.0),
-                  "attention.q_lora_rank": told["q_lora_rank"]}
+    if architecture in ("deepseek2", "kimi-linear"):
+        found |= _latent_settings(config.model_type, told, kinds)
     if architecture in ("glm4moe", "lfm2moe"):
         found["expert_gating_func"] = 2
     if architecture == "llama4":
@@ -203,6 +204,18 @@ def _own_settings(architecture: str, config: Any, told: Mapping[str, Any]) -> di
                   "feed_forward_length": [96 * (1 + (config.use_double_wide_mlp and layer > 1))
                                           for layer in range(len(kinds))]}
     return found
+
+
+def _latent_settings(kind: str, told: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    found = {"attention.key_length_mla": told["qk_nope_head_dim"] + told["qk_rope_head_dim"],
+             "attention.value_length_mla": told["v_head_dim"], "expert_gating_func": 1 if kind == "deepseek_v2" else 2,
+             "attention.q_lora_rank": told["q_lora_rank"]}
+    if kind == "kimi_linear":
+        return found | {"attention.head_count_kv": [1 if each == "full_attention" else 0 for each in kinds],
+                        "rope.dimension_count": told["qk_rope_head_dim"],
+                        "leading_dense_block_count": told["mlp_layer_types"].index("sparse")}
+    return found | {"attention.head_count_kv": 1, "rope.scaling.yarn_log_multiplier": 0.1 * told[
+        "rope_parameters"].get("mscale_all_dim", 0.0)}
 
 
 def small_model(name: str) -> Any:
@@ -303,7 +316,11 @@ def _parts(name: str, values: Tensor, config: Any) -> Iterator[tuple[str, Tensor
         start = name.removesuffix("kv_b_proj.weight")
         yield f"{start}k_b_proj.weight", keys.transpose(1, 2)
         yield f"{start}v_b_proj.weight", rest
+    elif name.endswith("self_attn.conv1d.weight"):
+        for kind, part in zip("qkv", values.chunk(3), strict=True):
+            yield name.replace("conv1d", f"{kind}_conv1d"), part
     else:
+        name = name.replace(".forget_gate.", ".")
         for ending, other in (("correct_output_scale", "correct_output_scale.weight"),
                               ("layer_scalar", "layer_scalar.weight"),
                               ("mixer.dt_bias", "mixer.dt.bias" if config.model_type == "nemotron_h" else
@@ -334,7 +351,9 @@ def _stored(name: str, tensor: str, values: Tensor, config: Any, architecture: s
         values = values * _factor(name, values, config)
     if kind in ("ssm_a", "ssm_d") and values.dim() == 1 and not architecture.startswith(("jamba", "qwen")):
         values = values[:, None]
-    if kind == "ssm_norm.weight" and not architecture.startswith("qwen"):
+    if architecture == "kimi-linear" and "conv1d" in kind:
+        return values.view(1, len(values), 1, -1)
+    if kind == "ssm_norm.weight" and not architecture.startswith(("qwen", "kimi")):
         values = values.view(2, -1)
     return values.squeeze(1) if "conv" in kind and values.dim() == 3 else values
 

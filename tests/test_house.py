@@ -288,7 +288,7 @@ def test_pages_are_wrapped() -> None:
 
 # Who imports transformers within a function all the same: a process of its own, and what `capture_model` calls.
 IN_TURN = ("forebay.commands.render_chats", "forebay.rewriter.capture.own_attention",
-           "forebay.rewriter.capture.language_model")
+           "forebay.rewriter.capture.recurrent_families", "forebay.rewriter.capture.language_model")
 
 
 def test_transformers_is_loaded_by_one_thread_at_a_time() -> None:

@@ -1,4 +1,4 @@
-"""A decode step of recurrent layers: short_conv, linear_recurrence, selective_scan, keep_state."""
+"""A decode step of recurrent layers: short_conv, linear_recurrence, selective_scan, wkv, keep_state."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from forebay.kernels.recurrences.keep_state import reference as keep
 from forebay.kernels.recurrences.linear_recurrence import reference as linear
 from forebay.kernels.recurrences.selective_scan import reference as scan
 from forebay.kernels.recurrences.short_conv import reference as conv
+from forebay.kernels.recurrences.wkv import reference as averages
 
 F32 = torch.float32
 AIM = (Aim("bandwidth", 0.75),)
@@ -68,6 +69,26 @@ def scan_work(place: Place) -> Work:
                 (x, dt.abs(), a, b, c), torch.empty_like(x))
 
 
+def wkv_work(place: Place) -> Work:
+    from forebay.kernels.recurrences.wkv.gpu import bind_wkv
+
+    batch, channels = place.size(256, 2), place.size(5120, 33)
+    k, v = (normal(place, batch, 1, channels, dtype=F32) for _ in range(2))
+    decay, bonus = -normal(place, channels, dtype=F32).abs(), normal(place, channels, dtype=F32)
+
+    def bind(*given: Any) -> Callable[[], None]:
+        given[4][:, 1].abs_()  # sums of exponentials
+        return bind_wkv(*given)
+
+    def reference(*given: Any) -> tuple[Tensor, Tensor]:
+        state = given[4].clone()
+        state[:, 1].abs_()
+        return averages.reference(*given[:4], state, *given[5:])
+
+    return work(place, f"{batch}x{channels}", bind, reference, (batch, 3, channels), (k, v, decay, bonus),
+                torch.empty_like(k))
+
+
 def keep_work(place: Place) -> Work:
     """A layer's states of Mamba-2 2.7B, of which every second goes back."""
     from forebay.kernels.recurrences.keep_state.gpu import bind_keep_state
@@ -87,6 +108,7 @@ def keep_work(place: Place) -> Work:
 
 
 def cases(tiny: bool) -> list[Case]:
-    """Steps of Qwen3-Next (linear_recurrence), Mamba-2.8B (selective_scan) and Mamba-2 2.7B (keep_state)."""
+    """Steps of Qwen3-Next (linear_recurrence), Mamba-2.8B (selective_scan), RWKV-4 14B (wkv) and Mamba-2 2.7B
+    (keep_state)."""
     return [Case("short_conv", conv_work), Case("linear_recurrence", linear_work), Case("selective_scan", scan_work),
-            Case("keep_state", keep_work)]
+            Case("wkv", wkv_work), Case("keep_state", keep_work)]

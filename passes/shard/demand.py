@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from forebay.kernels.operators import EXPERTS, LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV, of_target
+from forebay.kernels.operators import EXPERTS, LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV, WKV, of_target
 from forebay.passes.shard.split import (
     SPLITS,
     ShardError,
@@ -88,7 +88,7 @@ class StateArguments(NamedTuple):
 
 
 STATES = {SHORT_CONV.overload: StateArguments(3, 2, (1, 2)), LINEAR_RECURRENCE.overload: StateArguments(5, 1),
-          SELECTIVE_SCAN.overload: StateArguments(5, 1, (2,))}
+          SELECTIVE_SCAN.overload: StateArguments(5, 1, (2,)), WKV.overload: StateArguments(4, 2, (2, 3))}
 
 
 def features_of_heads(node: fx.Node) -> int:
@@ -103,7 +103,7 @@ def recurrent_operands(node: fx.Node, wanted: Split) -> list[tuple[fx.Node, Spli
     """The operands of a recurrence that have its heads or channels, `wanted` of its result, and what is wanted of them.
     A head of keys that all share is wanted whole."""
     if node.target is not LINEAR_RECURRENCE.overload:
-        return [(operand, wanted) for operand in node.args[: 2 if node.target is SELECTIVE_SCAN.overload else 1]]  # type: ignore[misc]
+        return [(operand, wanted) for operand in node.args[: 1 if node.target is SHORT_CONV.overload else 2]]  # type: ignore[misc]
     q, k, v, decay, beta, *_ = node.args
     shared = shape_of(q)[2]  # type: ignore[arg-type]
     keys = [] if shared == 1 else [(each, wanted.over(wanted.size // shared, 2, node)) for each in (q, k)]

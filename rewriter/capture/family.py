@@ -36,6 +36,8 @@ class Family:
             they must not be rounded.
         layer_types: What layers see by the names in `config.layer_types`, beside those of `patterns.LAYER_TYPES`.
         layer_index: The attribute by which modules know the number of their layer, if it is not `layer_idx`.
+        check: Raises CaptureError for a model in memory whose weights are not those of its checkpoint.
+        refused: Why no model of the family can be captured, if it cannot.
     """
 
     model: str
@@ -44,6 +46,8 @@ class Family:
     holds_positions: Callable[[Any], bool] = lambda config: False
     layer_types: Mapping[str, LayerType] = field(default_factory=dict)
     layer_index: str = ""
+    check: Callable[[Any], None] = lambda model: None
+    refused: str = ""
 
 
 def require_release(what: str) -> NoReturn:
@@ -71,6 +75,8 @@ def family_of(model: nn.Module) -> Family:
 def adopt_family(model: nn.Module) -> None:
     """Let a model's modules do what the record of its family says."""
     family = family_of(model)
+    if family.refused:
+        raise CaptureError(family.refused)
     for module in model.modules():
         found = family.replaced.get(type(module).__name__)
         if found is not None:

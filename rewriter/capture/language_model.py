@@ -47,6 +47,7 @@ def capture_model(
     alone (not `runs`), for one whose layers choose among experts.
     """
     from forebay.rewriter.capture.experts import adopt_experts, with_tables
+    from forebay.rewriter.capture.family import family_of
     from forebay.rewriter.capture.lora import adopt_lora, with_adapters
     from forebay.rewriter.capture.recurrences import adopt_recurrences
     from forebay.rewriter.capture.trace import trace_model
@@ -65,6 +66,7 @@ def capture_model(
             model = _build(cls, config, dtype)
             if given is not None:
                 _check_same_parameters(given, model)
+                family_of(given).check(given)
             _refuse_mixers(cls, adopt_recurrences(model))
             tables = adopt_experts(model)
             if runs:

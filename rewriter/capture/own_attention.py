@@ -21,6 +21,7 @@ from forebay.rewriter.capture.family import Family, register_family, require_rel
 from forebay.rewriter.capture.family import adopt_family as adopt_family
 from forebay.rewriter.capture.layer_states import layer_state, starts
 from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.capture.recurrent_families import RECURRENT
 from forebay.rewriter.ir.state import BorrowedKVState
 
 _PIECE = 256  # whole numbers up to it are exact in every dtype
@@ -282,5 +283,6 @@ for _family in (
     Family("Gemma4ForCausalLM", {"Gemma4TextAttention": ("forward", _shared_kv),
                                  "Gemma4TextModel": ("_maybe_slice_kv_shared_inputs", _every_token)}),
     Family("MptForCausalLM", {"MptAttention": ("forward", _mpt)}, holds_positions=lambda config: True),
+    *RECURRENT,
 ):
     register_family(_family)

@@ -1,7 +1,8 @@
 """Mixers that keep a recurrent state: what transformers' code calls there, done by our operators.
 
 transformers writes every mixer around a few functions: a short convolution, and a scan of one of three kinds. Ours take
-their places, so a mixer is known by the functions that it calls, and no family by its name.
+their places, so a mixer is known by the functions that it calls, and no family by its name. Families whose mixers call
+none of them are in `recurrent_families.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from forebay.kernels.operator import in_columns
 from forebay.kernels.operators import LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV
-from forebay.rewriter.capture.family import Family, register_family, require_release
+from forebay.rewriter.capture.family import require_release
 from forebay.rewriter.capture.layer_states import counts, layer_state, starts, states_before
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.ir.state import ConvolutionState, RecurrentState, ScanState
@@ -35,12 +36,12 @@ def adopt_recurrences(model: nn.Module) -> int:
             require_release("its recurrent layers")
         called = {name: ours for name, ours in FUNCTIONS.items() if name in forward.__code__.co_names}
         if called:
-            vars(module)["forward"] = _calling(module, forward, called)
+            vars(module)["forward"] = calling(module, forward, called)
             found += 1
     return found
 
 
-def _calling(module: nn.Module, forward: FunctionType, ours: Mapping[str, Any]) -> MethodType:
+def calling(module: nn.Module, forward: FunctionType, ours: Mapping[str, Any]) -> MethodType:
     """A module's forward, for which some names stand for something of ours."""
     own = FunctionType(forward.__code__, {**forward.__globals__, **ours}, forward.__name__, forward.__defaults__,
                        forward.__closure__)
@@ -48,20 +49,20 @@ def _calling(module: nn.Module, forward: FunctionType, ours: Mapping[str, Any]) 
     return MethodType(own, module)
 
 
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
                  **others: Any) -> Tensor:  # fmt: skip
     """x [B, C, S], weight [C, K]."""
     if activation not in (None, "silu", "swish"):
         raise CaptureError(f"its short convolution ends in {activation}, where silu is all that is implemented")
     channels, taps = weight.shape
-    (state,) = layer_state(ConvolutionState(channels, taps - 1, x.dtype))
+    (state,) = layer_state(ConvolutionState(channels, taps - 1, x.dtype, states_before(ConvolutionState.kind)))
     bias = None if bias is None else bias.to(x.dtype)
     found: Tensor = SHORT_CONV.overload(in_columns(x.transpose(1, 2)), weight.to(x.dtype), bias, state, starts(),
                                         counts(), "silu" if activation else "")
     return found.transpose(1, 2)
 
 
-def _recurrence(
+def recur(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result and the state."""
@@ -78,7 +79,7 @@ def _delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tens
     q, k = query.float(), key.float()
     if use_qk_l2norm_in_kernel:
         q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
-    found, state = _recurrence(q * q.shape[-1] ** -0.5, k, value, g, beta)
+    found, state = recur(q * q.shape[-1] ** -0.5, k, value, g, beta)
     return found.to(query.dtype), state
 
 
@@ -93,7 +94,7 @@ def _state_space(
     if tuple(dt_limit) != (0.0, float("inf")):
         dt = dt.clamp(*dt_limit)
     hidden, dt = hidden.float(), dt.float()
-    found, state = _recurrence(c, b, hidden * dt[..., None], a.float() * dt, None)
+    found, state = recur(c, b, hidden * dt[..., None], a.float() * dt, None)
     found = found if D is None else found + D[..., None] * hidden
     return (found, state) if return_final_states else found
 
@@ -114,43 +115,7 @@ def _scan(
     return (found, state) if return_last_state else found
 
 
-def _griffin(block: Any) -> Callable[..., tuple[Tensor, None]]:
-    """RG-LRU (arXiv 2402.19427, section 2.4): each channel is a head whose state is one number."""
-    def scan(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **others: Any) -> tuple[Tensor, None]:
-        ones = hidden_states.new_ones(*hidden_states.shape, 1)
-        log_decay = (recurrent_gate * ~reset).float().log()
-        found, _ = _recurrence(ones, ones, hidden_states[..., None], log_decay, None)
-        return found[..., 0].to(hidden_states.dtype), None
-
-    def forward(input_states: Tensor, position_ids: Tensor, **others: Any) -> tuple[Tensor, None]:
-        conv = block.conv_1d
-        x = _convolution(block.linear_x(input_states).transpose(1, 2), conv.weight[:, 0], conv.bias)
-        x = block.rg_lru(x.transpose(1, 2), position_ids)
-        return block.linear_out(x * block.act_fn(block.linear_y(input_states))), None
-
-    vars(block.rg_lru)["_rnn_scan"] = scan
-    return forward
-
-
-def _lightning(module: Any) -> Callable[..., tuple[Tensor, None]]:
-    """Lightning attention (arXiv 2405.17381): linear attention in which the decay of each head is fixed."""
-    def forward(hidden_states: Tensor, *args: Any, **others: Any) -> tuple[Tensor, None]:
-        shape = (*hidden_states.shape[:2], module.num_attention_heads)
-        q, k, v = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (shape[2], -1)).chunk(3, -1)
-        found, _ = _recurrence(q, k, v, (-module.slope_rate).view(1, 1, -1).expand(shape), None)
-        found = module.norm(found.to(hidden_states.dtype).flatten(2))
-        return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * found), None
-
-    return forward
-
-
-register_family(Family("MiniMaxForCausalLM", {
-    "MiniMaxLightningAttention": ("forward", _lightning),
-    "MiniMaxModel": ("forward", lambda model: _calling(  # it asks for a cache of its own class
-        model, inspect.unwrap(type(model).forward), {"MiniMaxCache": object}))}))
-register_family(Family("RecurrentGemmaForCausalLM", {"RecurrentGemmaRecurrentBlock": ("forward", _griffin)}))
-
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _delta_rule,
+    "causal_conv1d_fn": convolve, "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule, "mamba2_chunk_scan": _state_space, "mamba_selective_scan": _scan,
 }

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from forebay.rewriter.checkpoints.gguf_keys import (
     ATTENTION_CAP,
+    DIMENSIONS,
     FINAL_CAP,
     FINETUNED,
     GPT2_SIZES,
@@ -159,6 +160,11 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ssm.time_step_rank": "mamba_dt_rank"},
         HEADS | {KV_HEADS, "ssm.inner_size"}, {"expert_count": 0, "expert_used_count": 0}, rotary=False,
         constants={"use_mamba_kernels": False}),
+    "kimi-linear": Architecture(
+        "kimi_linear", MIXED_SIZES | ROUTED_EXPERTS | {
+            "expert_count": "num_local_experts", "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "kda.head_dim": "linear_head_dim"},
+        HEADS | LATENT | {DIMENSIONS}, {"expert_weights_scale": 0.0}, rotary=False),
     "lfm2": Architecture(
         "lfm2", {key: name for key, name in MIXED_SIZES.items() if key != RMS} | {
             RMS: "norm_eps", "shortconv.l_cache": "conv_L_cache"},

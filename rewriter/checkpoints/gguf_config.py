@@ -110,7 +110,7 @@ def _head_fields(header: GgufHeader, table: Architecture, found: dict[str, Any])
     if heads < 1:
         raise CheckpointError(f"{header.path}: {header.architecture}.attention.head_count is {heads}; at least 1 head "
                               "is needed")
-    if table.model_type == "gemma4_text":
+    if table.model_type in ("gemma4_text", "kimi_linear"):
         return {}  # layers differ
     if table.model_type == "deepseek_v2":
         return {"rope_parameters": _rope(header, table, int(read_number(header, keys.DIMENSIONS)))}

@@ -292,19 +292,34 @@ def _groups(header: GgufHeader) -> Settings:
     return {"n_group": max(1, count), "topk_group": used}
 
 
-def _deepseek(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
-    """Latent attention. A router of sigmoids makes it DeepSeek-V3, whose names stand for GLM-4.7 Flash, too."""
+def _latent(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """Attention to one latent of each token, and what goes with it: experts behind some dense layers."""
     width = int(read_value(header, "attention.key_length_mla", header.get(keys.WIDTH)))
     rotated = int(read_number(header, keys.DIMENSIONS))
     ranked = has_tensor(header, "attn_q_a.weight")
-    fields = _groups(header) | {
+    return _groups(header) | {
         "num_key_value_heads": found["num_attention_heads"], "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": width - rotated, "kv_lora_rank": int(read_number(header, "attention.kv_lora_rank")),
         "v_head_dim": int(read_value(header, "attention.value_length_mla", header.get(keys.VALUE_WIDTH))),
         "q_lora_rank": int(read_number(header, "attention.q_lora_rank")) if ranked else None,
         "first_k_dense_replace": int(read_value(header, keys.LEADING_DENSE, 0)),
-        "routed_scaling_factor": found["routed_scaling_factor"] or 1.0,
-        "norm_topk_prob": bool(header.get("expert_weights_norm"))}
+        "routed_scaling_factor": found["routed_scaling_factor"] or 1.0}
+
+
+def _kimi_linear(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """Layers without heads of keys keep a recurrent state, of as many heads as others attend with."""
+    require(header, "expert_gating_func", (SIGMOID,))
+    require(header, "expert_weights_norm", (None, True))
+    heads = read_layers(header, keys.KV_HEADS)
+    return _latent(header, found) | {
+        "layer_types": ["full_attention" if count else "linear_attention" for count in heads],
+        "linear_num_heads": found["num_attention_heads"], "norm_topk_prob": True}
+
+
+def _deepseek(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
+    """A router of sigmoids makes it DeepSeek-V3, whose names stand for GLM-4.7 Flash, too."""
+    fields = _latent(header, found) | {"norm_topk_prob": bool(header.get("expert_weights_norm"))}
+    rotated = fields["qk_rope_head_dim"]
     biased = has_tensor(header, "exp_probs_b.bias")
     require(header, "expert_gating_func", (None, SIGMOID) if biased else (None, 0, SOFTMAX))
     if biased:
@@ -344,7 +359,7 @@ def _seed_oss(header: GgufHeader, found: Mapping[str, Any]) -> Settings:
 
 RULES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], Settings]] = {
     "cohere2": _windowed, "command-r": _cohere, "deepseek2": _deepseek, "exaone4": _exaone, "falcon-h1": _falcon_h1,
-    "gemma3n": _gemma3n, "gemma4": _gemma4,
+    "gemma3n": _gemma3n, "gemma4": _gemma4, "kimi-linear": _kimi_linear,
     "glm4": _glm, "glm4moe": _glm_moe, "gpt-oss": _gpt_oss, "granite": _granite_dense, "granitehybrid": _granite_hybrid,
     "granitemoe": _granite, "jamba": _jamba, "lfm2": _lfm2, "lfm2moe": _lfm2_moe, "llama4": _llama4, "mamba": _mamba,
     "mamba2": _mamba2, "nemotron_h": _nemotron_h, "nemotron_h_moe": _nemotron_h, "olmo": _olmo, "olmo2": _olmo2,

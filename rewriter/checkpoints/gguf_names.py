@@ -39,6 +39,8 @@ def parameter_names(parameters: Mapping[str, Any], architecture: str, layers: in
 def _spellings(name: str, architecture: str) -> Iterator[str]:
     if architecture in BACKBONE:
         name = name.replace("model.layers.", "backbone.layers.", 1)
+    if architecture == "kimi-linear":
+        name = name.replace(".forget_gate.", ".", 1)
     yield name
     for ending, other in SPELLINGS:
         if name.endswith(ending):

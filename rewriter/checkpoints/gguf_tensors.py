@@ -128,7 +128,7 @@ def _rows(tensor: GgufTensor, first: int, count: int | None = None) -> GgufTenso
 def _place_parts(header: GgufHeader, model: PreTrainedModel) -> Iterator[PlacedParts]:
     """Other parameters that are stored in several tensors."""
     rules = {".shared_mlp.input_linear.weight": _gates_and_values, ".linear_attn.in_proj_qkvz.weight": _by_key_head,
-             ".self_attn.kv_b_proj.weight": _expansions}
+             ".self_attn.kv_b_proj.weight": _expansions, ".self_attn.conv1d.weight": _convolutions}
     for name, parameter in model.named_parameters():
         layer = LAYER.search(name)
         for ending, rule in rules.items():
@@ -165,6 +165,14 @@ def _by_key_head(name: str, header: GgufHeader, layer: str, config: Any) -> Iter
         for tensor, first, count in ((mixed, head * narrow, narrow), (mixed, (heads + head) * narrow, narrow),
                                      (mixed, 2 * heads * narrow + head * wide, wide), (gate, head * wide, wide)):
             yield PlacedTensor(name, (count, *tensor.shape[1:]), _rows(tensor, first, count))
+
+
+def _convolutions(name: str, header: GgufHeader, layer: str, config: Any) -> Iterator[PlacedTensor]:
+    """Kimi's short convolutions of queries, keys and values as one."""
+    for kind in "qkv":
+        tensor = header.find(f"{layer}ssm_conv1d_{kind}.weight")
+        if tensor is not None:
+            yield PlacedTensor(name, (math.prod(tensor.shape[:-1]), 1, tensor.shape[-1]), tensor)
 
 
 def _expansions(name: str, header: GgufHeader, layer: str, config: Any) -> Iterator[PlacedTensor]:

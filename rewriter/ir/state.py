@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from forebay.kernels.operators import ATTENTION, KV_APPEND, LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV
+from forebay.kernels.operators import ATTENTION, KV_APPEND, LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV, WKV
 from forebay.rewriter.ir.plan import PlanError
 
 Capability = Literal["rewindable", "pageable", "reorderable"]
@@ -213,7 +213,7 @@ class CheckpointState(StateSpec):
 @register_state
 @dataclass(frozen=True)
 class ConvolutionState(StateSpec):
-    """The last `rows` inputs of a short convolution."""
+    """The last `rows` inputs of a short convolution; `part` tells one of a layer from others."""
 
     kind = "convolution"
     operators = (SHORT_CONV.name,)
@@ -222,10 +222,11 @@ class ConvolutionState(StateSpec):
     channels: int
     rows: int
     dtype: torch.dtype
+    part: int = 0
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
-        return (StateTensor("convolution", ("B", self.rows, self.channels), self.dtype),)
+        return (StateTensor(f"convolution{self.part or ''}", ("B", self.rows, self.channels), self.dtype),)
 
 
 @register_state
@@ -253,6 +254,22 @@ class ScanState(RecurrentState):
 
     kind = "selective scan"
     operators = (SELECTIVE_SCAN.name,)
+
+
+@register_state
+@dataclass(frozen=True)
+class WkvState(StateSpec):
+    """Of each channel a weighted sum of values, the sum of the weights, and the exponent by which both are scaled."""
+
+    kind = "wkv"
+    operators = (WKV.name,)
+    pageable = reorderable = True
+
+    channels: int
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        return (StateTensor("wkv", ("B", 3, self.channels), torch.float32),)
 
 
 @register_state

@@ -73,8 +73,9 @@ class Pipeline:
         self._cache_rows = {} if graphs.prefill is None else {
             name: replace(rows, rows=count * rows.rows) for name, rows in cache_rows(decode).items()}
         uses = weight_uses(decode, set(graphs.constants))
-        if graphs.gathers:
-            uses = read_by_both(uses, weight_uses(graphs.step(max(2, workload.prompt)), set(graphs.constants)))
+        several = max(workload.prompt, *checks, 2 if graphs.gathers else 1)
+        if several > 1:  # whose operands may lie in other ways, so that they are no rows
+            uses = read_by_both(uses, weight_uses(graphs.step(several), set(graphs.constants)))
         self.needs = ModelNeeds(
             graphs.fingerprint, uses,
             {name: t.numel() * t.element_size() for name, t in graphs.constants.items()},

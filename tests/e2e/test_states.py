@@ -71,6 +71,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": DELTA,
     "kimi_linear": KIMI,
     "bailing_hybrid": KIMI,
+    "rwkv": dict(attention_hidden_size=96, context_length=64, rescale_every=2),
+    "zaya": dict(layer_types=["hybrid", "hybrid_sliding", "hybrid"], sliding_window=4, num_experts=4,
+                 num_experts_per_tok=1, moe_intermediate_size=32, router_hidden_size=16, attention_bias=True),
     "minimax": EXPERTS | dict(layer_types=["linear_attention", "full_attention", "linear_attention"], block_size=4),
 }  # fmt: skip
 DEFAULT = ("lfm2", "qwen3_next", "mamba", "olmo_hybrid")  # whose convolution is stored in three tensors
@@ -143,6 +146,11 @@ def test_tokens_are_those_of_a_full_forward(saved: Saved, family: str) -> None:
             assert torch.equal(tokens(lm, ids, mask), want), budget
         assert lm.plan.prediction.streamed_nbytes
         lm.close()
+
+
+def test_a_model_that_transformers_has_rescaled_is_refused(saved: Saved) -> None:
+    with pytest.raises(CaptureError, match="transformers has rescaled its weights in memory"):
+        capture_model(saved("rwkv")[1])
 
 
 @pytest.mark.parametrize(("what", "message"), [
@@ -336,7 +344,7 @@ def test_others_cannot_keep_states(saved: Saved, tmp_path: Path, format: Any) ->
 
 
 @pytest.mark.parametrize(("kind", "sizes", "said"), [
-    ("rwkv", {}, "keep a state by code of their own, which calls none of the convolutions"),
+    ("deepseek_v4", {}, "attend to a window of tokens and to compressed ones before it by one softmax"),
     ("mamba", {"hidden_act": "gelu"}, "its short convolution ends in gelu, where silu is all that is implemented")])
 def test_mixers_of_other_kinds_are_refused(kind: str, sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(CaptureError, match=said):

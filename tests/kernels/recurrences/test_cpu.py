@@ -15,6 +15,7 @@ from forebay.kernels.recurrences.keep_state.operator import KEEP_STATE
 from forebay.kernels.recurrences.linear_recurrence.operator import LINEAR_RECURRENCE
 from forebay.kernels.recurrences.selective_scan.operator import SELECTIVE_SCAN
 from forebay.kernels.recurrences.short_conv.operator import SHORT_CONV
+from forebay.kernels.recurrences.wkv.operator import WKV
 
 BATCH = 4
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -72,6 +73,19 @@ def scan(channels: int, width: int, tokens: int = 12) -> Case:
     return Case(SELECTIVE_SCAN, (x, dt, -draw(channels, width).exp(), b, c), (0, 1, 3, 4), draw(BATCH, channels, width))
 
 
+def wkv(channels: int, tokens: int = 12) -> Case:
+    """Every third channel has exponents that no sum could hold, were it not divided."""
+    draw = numbers(channels)
+    sizes = torch.where(torch.arange(channels) % 3 == 2, 200.0, 1.0)
+    k, v = sizes * draw(BATCH, tokens, channels), draw(BATCH, tokens, channels)
+    state = draw(BATCH, 3, channels)
+    state[:, 1].abs_()
+    state[:, 2] *= sizes
+    decay = -draw(channels).exp()
+    decay[0] = 0.0
+    return Case(WKV, (k, v, decay, draw(channels)), (0, 1), state)
+
+
 CASES = {
     "conv 4 taps": short_conv(64, 4), "conv odd": short_conv(37, 3, bias=False, silu=False),
     "conv 1 tap": short_conv(5, 1), "conv many taps": short_conv(70, 19),
@@ -82,6 +96,7 @@ CASES = {
     "ssd": linear(4, 4, 16, 64, beta=False), "ssd by channel": linear(2, 1, 18, 8, beta=False, by_channel=True),
     "wide keys": linear(1, 1, 520, 8, tokens=4),
     "scan": scan(33, 16), "scan narrow": scan(8, 3), "scan wide": scan(5, 150), "scan two": scan(17, 24),
+    "wkv": wkv(150), "wkv narrow": wkv(3),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from forebay.kernels.operator import Tensors
-from tests.kernels.recurrences.test_cpu import BATCH, CASES, ROUNDING, Case, linear, relative, scan, short_conv
+from tests.kernels.recurrences.test_cpu import BATCH, CASES, ROUNDING, Case, linear, relative, scan, short_conv, wkv
 from tests.kernels.recurrences.test_cpu import test_states_are_saved_or_go_back as of_the_cpu
 
 GPU_CASES = {
@@ -21,6 +21,7 @@ GPU_CASES = {
     "conv many taps": short_conv(3, 19, silu=True), "conv two tiles": short_conv(5, 4, torch.float16, tokens=20),
     "delta rule, two tiles": linear(2, 2, 3, 70, tokens=4), "by channel": linear(2, 1, 5, 3, by_channel=True),
     "ssd": linear(2, 2, 4, 3, beta=False), "scan": scan(3, 5), "scan two tiles": scan(70, 3, tokens=4),
+    "wkv": wkv(70, tokens=7),
 }  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def test_states_are_saved_or_go_back(dtype: torch.dtype) -> None:
     of_the_cpu(dtype, "cuda")
 
 
-@pytest.mark.parametrize("name", ["conv odd", "ssd", "scan"])
+@pytest.mark.parametrize("name", ["conv odd", "ssd", "scan", "wkv"])
 def test_arguments_that_are_wrong_are_named(name: str) -> None:
     case = GPU_CASES[name]
     args = case.args(slice(None), case.state.clone(), [0] * BATCH, [1] * BATCH)

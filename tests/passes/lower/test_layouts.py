@@ -20,7 +20,7 @@ from forebay.rewriter.ir.program import Launch, TensorRef
 from forebay.runtime.run.bind import bind_launch
 
 aten, ours = torch.ops.aten, torch.ops.forebay
-STATES = ("short_conv", "linear_recurrence", "selective_scan")  # which write a state and give a result: torch does not
+STATES = ("short_conv", "linear_recurrence", "selective_scan", "wkv")  # write a state and give a result: torch does not
 REFUSED = {("activation_append_q", 0, "turned"), ("activation_append_q", 0, "stepped")}  # by tracing
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {  # copies of a tensor that lie otherwise
     "dense": lambda t: t.contiguous(),
@@ -74,6 +74,8 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
     yield "selective_scan", ours.selective_scan.default, (
         x, torch.rand(2, 3, 64), -torch.rand(64, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 8),
         torch.randn(2, 64, 8), start, count)
+    yield "wkv", ours.wkv.default, (
+        x, torch.randn(2, 3, 64), -torch.rand(64), torch.randn(64), torch.rand(2, 3, 64), start, count)
     yield "rms_norm", ours.rms_norm.default, (x, torch.randn(64), 1e-5)
     yield "layer_norm", ours.layer_norm.default, (x, torch.randn(64), torch.randn(64), 1e-5)
     yield "rotary", ours.rotary.default, (q, torch.randn(1, 3, 32), torch.randn(1, 3, 32))

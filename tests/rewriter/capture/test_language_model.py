@@ -14,6 +14,7 @@ from forebay.kernels import operators
 from forebay.rewriter.capture.cache_name import find_cache
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
+from forebay.rewriter.capture.own_attention import FAMILIES as RECORDS
 from forebay.rewriter.capture.recurrences import adopt_recurrences
 from forebay.rewriter.ir.graph import META, CapturedModel, weight_name
 from forebay.rewriter.ir.state import KV_TENSORS, StateInput
@@ -342,11 +343,17 @@ def test_other_architectures_are_refused_by_what_they_are():
         (transformers.DogeConfig(
             vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4),
          "a mask of its own"),
-        (transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2), "keep a state by code of"),
+        (transformers.DeepseekV4Config(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2), "by one softmax"),
     ):
         with pytest.raises(CaptureError, match=reason) as caught:
             capture_model(config)
         assert "\n" not in str(caught.value) and config.model_type in str(caught.value)
+
+
+def test_a_family_that_keeps_a_state_by_code_of_its_own_is_refused(monkeypatch):
+    monkeypatch.delitem(RECORDS, "RwkvForCausalLM")
+    with pytest.raises(CaptureError, match="keep a state by code of their own, which calls none of the convolutions"):
+        capture_model(transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2))
 
 
 def test_code_that_cannot_be_traced_is_told_once(monkeypatch):
