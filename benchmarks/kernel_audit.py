@@ -73,11 +73,11 @@ class Audited:
 
 def discover() -> list[AuditCase]:
     """The cases of every operator's gpu.py, by name; ValueError where two have one name."""
-    from forebay.kernels.cpu_support import native
+    from forebay.kernels.cpu_support.sources import KERNELS
 
     cases: list[AuditCase] = []
-    for path in sorted(native.KERNELS.glob("*/*/gpu.py")):
-        module = importlib.import_module(".".join(("forebay", "kernels", *path.relative_to(native.KERNELS).parts))[:-3])
+    for path in sorted(KERNELS.glob("*/*/gpu.py")):
+        module = importlib.import_module(".".join(("forebay", "kernels", *path.relative_to(KERNELS).parts))[:-3])
         cases += module.audit_cases()
     names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})

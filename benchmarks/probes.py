@@ -24,14 +24,13 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.disk.chunks import Write
 from forebay.runtime.disk.reader import KINDS, open_reader, open_writer
 from forebay.runtime.disk.spill_file import SpillFile
-from forebay.runtime.measure.kernels import GEMM_SHAPES, QUICK_SHAPES, cold_weights
+from forebay.runtime.measure.kernels import FILL, GEMM_SHAPES, cold_weights
 from forebay.runtime.measure.machine import landing_memory, read_time_s
 from forebay.runtime.run.arena import Arena
 
 MIB = 1 << 20
 PROBE_NBYTES = 128 * MIB
 PROBE_S = 0.15
-FILL = 0x11  # in bf16 and fp16 a small number, in packed rows code 1 of small scales; nothing is subnormal
 
 
 class Probe:
@@ -40,7 +39,7 @@ class Probe:
 
     def __init__(self, folder: Path, machine: Machine, dtype: str, batch: int, by: str = "") -> None:
         self.calls: list[tuple[float, Iterator[Any]]] = []  # seconds by the profile, and the product over other weights
-        for n, k in GEMM_SHAPES[:QUICK_SHAPES]:
+        for n, k in GEMM_SHAPES[:3]:
             impl = by or machine.best_gemm(dtype, batch, n, k)
             weights = cold_weights(n, k, getattr(torch, dtype))
             x, out = weights.new_ones(batch, k), weights.new_empty(batch, n)

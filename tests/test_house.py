@@ -320,15 +320,17 @@ READ_BY_THEMSELVES = {
     "forebay.commands.plain_tokenizer": "the folder is looked through first",
     **dict.fromkeys(("forebay.rewriter.checkpoints.packed", "forebay.rewriter.checkpoints.resolve",
                      "forebay.rewriter.checkpoints.conversions", "forebay.kernels.build.cache_folder",
-                     "forebay.kernels.build.compile", "forebay.drafts_seen"), "the user's own cache folder"),
+                     "forebay.drafts_seen"), "the user's own cache folder"),
     **dict.fromkeys(("forebay.rewriter.checkpoints.module_weights", "forebay.kernels.build.process_limits",
+                     "forebay.kernels.build.processors",
                      "forebay.runtime.measure.neighbours", "forebay.runtime.measure.kept",
                      "forebay.runtime.comm.loops", "forebay.commands.process_memory"), "files of the kernel"),
     **dict.fromkeys(("forebay.rewriter.checkpoints.packed_writer", "forebay.runtime.disk.spill_file",
-                     "forebay.runtime.disk.temporary", "forebay.commands.jobs"),
+                     "forebay.runtime.disk.temporary", "forebay.commands.jobs", "forebay.kernels.build.for_wheel"),
                     "what it writes itself"),
     "forebay.rewriter.checkpoints.named_errors": "a file in memory, of its own",
-    **dict.fromkeys(("forebay.kernels.products.linear.selection", "forebay.serving.app"), "installed with the package"),
+    **dict.fromkeys(("forebay.kernels.products.linear.selection", "forebay.serving.app",
+                     "forebay.kernels.build.library", "forebay.kernels.build.prebuilt"), "installed with the package"),
 }
 
 

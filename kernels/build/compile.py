@@ -1,5 +1,5 @@
-"""C++ to a shared library: compiled once per machine with the system's compiler, kept in the cache folder, loaded only
-from files that nobody else can write."""
+"""C++ to a shared library: brought by the package, or compiled once per machine with the system's compiler, kept in the
+cache folder, and loaded only from files that nobody else can write."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import concurrent.futures
 import ctypes
 import errno
 import functools
-import hashlib
+import logging
 import os
 import platform
-import re
 import shutil
 import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from forebay.kernels.build.cache_folder import locked, make_cache_folder
+from forebay.kernels.build.cache_folder import cache_folder, locked, make_cache_folder
+from forebay.kernels.build.library import Library, digest
+from forebay.kernels.build.prebuilt import prebuilt
 from forebay.kernels.build.process_limits import available_nbytes, core_count
+from forebay.kernels.build.processors import processor_name
 
 LINK_FLAGS = ("-shared",)
 COMPILE_LIMIT_S = 300
+LOG = logging.getLogger("forebay")
 COMPILER_NBYTES = 640 << 20  # of one; 550 MiB were seen
 # What the system may give at another time, and what would help.
 SHORTAGES = {errno.EMFILE: "raise the limit of open files (ulimit -n)", errno.ENFILE: "end other programs",
@@ -34,18 +36,6 @@ class BuildError(RuntimeError):
     """A library that cannot be compiled, kept or trusted here; the message says why, in one line or the compiler's."""
 
 
-@dataclass(frozen=True)
-class Library:
-    """What a shared library is made of: its sources, the flags they take, folders of headers searched after a source's
-    own, and whether its code differs between processors (`-march=native`)."""
-
-    name: str
-    sources: tuple[Path, ...]
-    flags: tuple[str, ...]
-    include: tuple[Path, ...] = ()
-    of_processor: bool = False
-
-
 def compiler() -> str | None:
     """Path of the C++ compiler: `$CXX`, or the first of c++, g++ and clang++ on the path; None where there is none."""
     named = os.environ.get("CXX")
@@ -53,22 +43,49 @@ def compiler() -> str | None:
 
 
 def load_library(library: Library) -> ctypes.CDLL:
-    """The library, compiled on its first use on this machine; BuildError where it cannot be had, OSError where the
-    system lacks files, memory or processes just now: slower code would hide that, and what it needs may not fit."""
-    cxx = compiler()
-    if cxx is None:
-        raise BuildError("no C++ compiler found; install g++ or clang++, or set CXX")
+    """The library: as the package brings it compiled, or compiled on its first use on this machine.
+
+    Without a compiler a copy in the cache folder serves that another machine of the same processor made.
+
+    Raises:
+        BuildError: It cannot be had.
+        OSError: The system lacks files, memory or processes just now. Slower code would hide that, and what it needs
+            may not fit.
+    """
+    cxx = compiler() or ""
     try:
-        return ctypes.CDLL(str(build(library, cxx)))
+        if (brought := _load_prebuilt(library)) is not None:
+            return brought
+        found = build(library, cxx) if cxx else kept(library)
+        if found is None:
+            raise BuildError("no C++ compiler found; install g++ or clang++, or set CXX")
+        return ctypes.CDLL(str(found))
     except subprocess.CalledProcessError as error:
         raise BuildError(f"{cxx} failed: {error.stderr.decode(errors='replace').strip()[-600:]}") from error
     except (OSError, subprocess.SubprocessError) as error:
-        for code, advice in SHORTAGES.items():
-            # the loader of libraries gives words and no number
-            if getattr(error, "errno", None) == code or str(error).endswith(os.strerror(code)):
-                raise OSError(code, f"the {library.name} kernels cannot be built or loaded: {os.strerror(code)}; "
-                                    f"{advice}") from error
+        _raise_shortage(library, error)
         raise BuildError(str(error)) from error
+
+
+def _load_prebuilt(library: Library) -> ctypes.CDLL | None:
+    """The package's own compiled form; None where there is none, or where this system is older than what it asks for.
+    """
+    for path in prebuilt(library):
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            _raise_shortage(library, error)
+            LOG.info("%s is not used: %s", path, error)
+    return None
+
+
+def _raise_shortage(library: Library, error: Exception) -> None:
+    """Raise OSError where the system was short of something; else return."""
+    for code, advice in SHORTAGES.items():
+        # the loader of libraries gives words and no number
+        if getattr(error, "errno", None) == code or str(error).endswith(os.strerror(code)):
+            raise OSError(code, f"the {library.name} kernels cannot be built or loaded: {os.strerror(code)}; "
+                                f"{advice}") from error
 
 
 def build(library: Library, cxx: str) -> Path:
@@ -78,13 +95,12 @@ def build(library: Library, cxx: str) -> Path:
     processor: an edit compiles what it touches, and what is there stays. Of processes that begin at once one builds and
     the others wait. Raises OSError, subprocess.SubprocessError, or BuildError for code that others could have written.
     """
-    machine = _cpu_name() if library.of_processor else f"{platform.system()} {platform.machine()}"
-    common = _version(cxx), cxx.encode(), " ".join((*library.flags, *LINK_FLAGS)).encode(), machine.encode()
-    texts = {path: _text_of(path, library.include) for path in sorted(library.sources)}
+    common = _version(cxx), cxx.encode(), " ".join((*library.flags, *LINK_FLAGS)).encode(), _machine(library)
+    texts = library.texts()
     folder = make_cache_folder()
     trust(folder)
-    objects = {path: folder / f"{path.stem}-{_digest(text, *common)}.o" for path, text in texts.items()}
-    made = folder / f"{library.name}-{_digest(*(path.name.encode() for path in objects.values()))}.so"
+    objects = {path: folder / f"{path.stem}-{digest(text, *common)}.o" for path, text in texts.items()}
+    made = folder / f"{_stem(library)}-{digest(*(path.name.encode() for path in objects.values()))}.so"
     if made.exists():
         return trust(made)
     longest_first = sorted(texts, key=lambda path: -len(texts[path]))
@@ -93,6 +109,24 @@ def build(library: Library, cxx: str) -> Path:
         list(pool.map(lambda path: _make(objects[path], [*command, "-c", str(path)]), longest_first))
         _make(made, [cxx, *library.flags, *LINK_FLAGS, *(str(trust(path)) for path in objects.values())])
     return trust(made)
+
+
+def kept(library: Library) -> Path | None:
+    """The newest copy in the cache folder that some compiler made of this library for this processor; None where there
+    is none. Raises as `build`."""
+    found = cache_folder().glob(f"{_stem(library)}-*.so")
+    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+    return newest and trust(newest)
+
+
+def _stem(library: Library) -> str:
+    """How the names of its compiled forms begin, whatever the compiler."""
+    return f"{library.name}-{digest(library.digest().encode(), _machine(library))}"
+
+
+def _machine(library: Library) -> bytes:
+    """Text that differs between machines for which the library's code differs."""
+    return (processor_name() if library.of_processor else f"{platform.system()} {platform.machine()}").encode()
 
 
 def _compilers() -> int:
@@ -116,38 +150,6 @@ def trust(path: Path) -> Path:
 @functools.cache
 def _version(cxx: str) -> bytes:
     return subprocess.run([cxx, "--version"], capture_output=True, check=True, timeout=COMPILE_LIMIT_S).stdout
-
-
-def _cpu_name() -> str:
-    """Text that differs between processors for which -march=native gives different code."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
-
-
-def _text_of(source: Path, include: Sequence[Path]) -> bytes:
-    """A source and every header of ours that it includes, itself or through another."""
-    found: dict[Path, bytes] = {}
-    pending = [source]
-    while pending:
-        path = pending.pop()
-        if path in found or not path.exists():
-            continue
-        found[path] = path.read_bytes()
-        for name in re.findall(rb'^#include "([^"]+)"', found[path], re.M):
-            places = (folder / name.decode() for folder in (path.parent, *include))
-            pending += [place for place in places if place.exists()][:1]
-    return b"".join(found[path] for path in sorted(found))
-
-
-def _digest(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()[:20]
 
 
 def _make(target: Path, command: Sequence[str]) -> None:

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from forebay.kernels.build.compile import BuildError, Library, load_library
+from forebay.kernels.build.compile import BuildError, load_library
+from forebay.kernels.build.library import Library
+from forebay.kernels.cpu_support import sources
 
-KERNELS = Path(__file__).resolve().parents[1]  # each operator's folder holds its C++, this one what they share
-# For the processor at hand, by the name that both gcc and clang take for it.
-PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-FLAGS: tuple[str, ...] = ("-std=c++17", "-O3", PROCESSOR, "-pthread", "-fPIC")
+FLAGS = sources.FLAGS
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHAIN_MOST = 64  # kernels in one call: Ctrl-C is heard between calls only
 
@@ -140,7 +137,7 @@ def chained(calls: Iterable[Callable[[], object]]) -> list[Callable[[], object]]
 
 def library() -> Library:
     """The C++ kernels and what they share."""
-    return Library("cpu", tuple(KERNELS.rglob("*.cpp")), FLAGS, (Path(__file__).resolve().parent,), of_processor=True)
+    return sources.kernel_library(FLAGS)
 
 
 @functools.cache

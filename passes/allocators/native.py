@@ -6,16 +6,14 @@ import ctypes
 import functools
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from forebay.kernels.build.compile import BuildError, Library, load_library
+from forebay.kernels.build.compile import BuildError, load_library
 from forebay.passes.allocators.problem import Buffer
+from forebay.passes.allocators.sources import LIBRARY
 
-HERE = Path(__file__).parent
-LIBRARY = Library("allocators", (HERE / "search.cpp", HERE / "improve.cpp"), ("-std=c++17", "-O2", "-pthread", "-fPIC"))
 NO_MEMORY = -2  # what any of its functions returns where the system gives none
 FOREVER_S = 1e6  # what C++ is told where there is no limit
 log = logging.getLogger("forebay")

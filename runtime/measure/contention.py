@@ -25,8 +25,9 @@ from forebay.runtime.run.arena import Arena
 
 MANY_ROWS = 64  # of x, whose products only calculate
 SOME_ROWS = 8  # as steps have them: bound by neither alone
-TURN_S = 0.03  # each pair is compared within the machine's mood, and before an account of its cores' time is overdrawn
-REST_S = 0.03
+QUICK_TURNS = 2
+TURN_S = 0.02  # each pair is compared within the machine's mood, and before an account of its cores' time is overdrawn
+REST_S = 0.02
 LONG_TURN_S = 0.8  # several periods of such an account, which last 0.1 s as a rule
 
 
@@ -47,7 +48,8 @@ def measure_contention(
     path: str, nbytes: int, link: Link, memory: Arena, quick: bool
 ) -> tuple[Contention, float | None]:
     """Slowdowns of products and of cold reads of `path` at once, taken in turns, and what a second of such reads takes
-    of the time of all cores (0..1); None for that where others use the cores, which nothing tells apart from it."""
+    of the time of all cores (0..1). That is None where others use the cores, which nothing tells apart from it, and
+    where it is to be `quick`: it takes seconds."""
     n, k = GEMM_SHAPES[0]
     calls = {m: itertools.cycle(cold_products(m, n, k, torch.bfloat16))
              for m in (1, SOME_ROWS, MANY_ROWS)}  # bound by memory, by neither alone, and by arithmetic
@@ -55,11 +57,11 @@ def measure_contention(
     with contextlib.closing(flow.reader):
         turns = {m: _Beside([], [], []) for m in (1, MANY_ROWS)}
         rates = []
-        for _ in range(7 if quick else 33):
+        for _ in range(QUICK_TURNS if quick else 33):
             rates.append(_read_rate(flow))
             for m, seen in turns.items():
                 _at_once(flow, calls[m], seen)
-        share = _core_share(flow, calls[SOME_ROWS], 1 if quick else 7)
+        share = None if quick else _core_share(flow, calls[SOME_ROWS], 7)
     slowed = {m: max(1.0, settled_s(seen.beside_s) / settled_s(seen.alone_s)) for m, seen in turns.items()}
     slows = {m: max(1.0, settled_rate(rates) / settled_rate(seen.rates)) for m, seen in turns.items()}
     return Contention(slowed[1], slowed[MANY_ROWS], slows[1], slows[MANY_ROWS]), share

@@ -43,12 +43,13 @@ def copy_link(ends: tuple[str, str, str], source: torch.Tensor, target: torch.Te
         ends: The tier that is read, the tier that is written, and the name of the method.
         source: Bytes that are read, BUFFER_NBYTES of them.
         target: As many bytes that are written.
-        quick: Whether three rounds are enough.
+        quick: Whether three rounds of up to 16 MiB are enough.
         wait: As for `time_s`.
     """
 
     def copy_s(nbytes: int, turn: int) -> float:
         return time_s(functools.partial(target[:nbytes].copy_, source[:nbytes], non_blocking=True), COPIES, wait)
 
-    bandwidth, latency, r2 = steady_link((MIB, 4 * MIB, 16 * MIB, BUFFER_NBYTES), 3 if quick else 9, copy_s)
+    sizes = (MIB, 4 * MIB, 16 * MIB, *(() if quick else (BUFFER_NBYTES,)))
+    bandwidth, latency, r2 = steady_link(sizes, 3 if quick else 9, copy_s, tries=1 if quick else None)
     return Link(*ends[:2], bandwidth, latency, ends[2], 1, 0, r2)

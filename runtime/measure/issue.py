@@ -20,6 +20,7 @@ from forebay.runtime.run.arena import Arena
 ROWS = 8  # of x: a product takes longer than a third of a read's latency, so that no wait blocks
 SLOTS = 4
 LAUNCHES = 32  # of a turn
+QUICK_TURNS = 5
 
 
 def copy_issue_s(reader: DiskReader, path: str, nbytes: int, memory: Arena, quick: bool) -> float:
@@ -37,7 +38,7 @@ def copy_issue_s(reader: DiskReader, path: str, nbytes: int, memory: Arena, quic
         for i in range(SLOTS)]
     waits = [call for i in range(SLOTS) if (call := device.bind(Wait(COMPUTE, i), None)) is not None]
     found = []
-    for _ in range(15 if quick else 31):
+    for _ in range(QUICK_TURNS if quick else 31):
         alone_s = _turn_s(products, [()])
         beside_s = _turn_s(products, [(*issue, wait) for issue, wait in zip(
             issued, waits[1:] + waits[:1], strict=True)])  # for the copy that was issued longest ago

@@ -8,11 +8,12 @@ neighbours a second can be slow as a whole, and must not fall on one candidate a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,19 +31,26 @@ from forebay.runtime.run.sampling import most_likely
 MIB = 1 << 20
 GEMM_M = (1, 2, 4, 8, 16, 32, 64, 256)
 QUICK_M = (1, 4, 16, 64, 256)
-QUICK_S = 6.0  # for all kinds of products: on a machine in use the rounds are fewer
+QUICK_S = 1.2  # for all kinds of products: on a machine in use the rounds are fewer
 GEMM_SHAPES = ((2048, 2048), (256, 512), (4096, 512), (1024, 1024), (5632, 2048), (1024, 4096))  # (n, k)
-QUICK_SHAPES = 3  # as few as the three coefficients of a product need
+# Few and small: a short call is more often left alone, and the fastest of many counts.
+QUICK_SHAPES = ((2048, 1024), (256, 1024))
+QUICK_MULTIPLIES = 1 << 27  # of a product, at most: a millisecond
 COLD_NBYTES = 64 * MIB  # products take turns over weights of this total, more than the caches: streamed ones are cold
-HOPELESS = 2.5  # an implementation so many times slower than the best of its kind is timed once: nobody chooses it
+LARGEST_NBYTES = 4 * 8 * MIB  # K and V, or a weight, of what is timed
+HOPELESS = 2.5  # an implementation so many times slower than the best of its kind is timed no more: nobody chooses it
+FIRST = 3  # turns of each before any is hopeless
+INTERRUPTION_S = 8e-3  # what other processes add to a short call, at most
 BURST_S = 1e-3  # calls shorter than this are timed several at a time
 READ_NBYTES = 8 * MIB
 # (batch, queries, tokens seen) over 8 heads of 64 for K and V, twice as many for queries
 ATTENTION_SHAPES = ((1, 1, 128), (8, 1, 128), (32, 1, 128), (1, 1, 4096), (8, 1, 1024), (1, 64, 64), (8, 64, 64),
                     (1, 64, 1024), (1, 256, 512))
+QUICK_ATTENTION = ((1, 1, 128), (8, 1, 1024), (1, 64, 64), (1, 256, 512))
 KV_HEADS, HEADS, HEAD_DIM = 8, 16, 64
+FILL = 0x11  # a small number in any dtype, and code 1 of small scales in packed rows; nothing is subnormal
 
-TimedProduct = tuple[str, int, Sequence[Call]]  # implementation, rows of x, calls over weights outside the caches
+TimedProduct = tuple[str, int, Iterable[Call]]  # implementation, rows of x, calls over weights outside the caches
 
 
 def burst_s(turn: Iterator[Call], count: int) -> float:
@@ -67,7 +75,7 @@ def call_s(turn: Iterator[Call], count: int) -> float:
 
 
 def call_times_s(
-    timed: dict[tuple, Sequence[Call]], rounds: int, burst_s: Callable[[Iterator[Call], int], float] = call_s,
+    timed: Mapping[tuple, Iterable[Call]], rounds: int, burst_s: Callable[[Iterator[Call], int], float] = call_s,
     limit_s: float = math.inf,
 ) -> dict[tuple, float]:
     """Seconds of one call of each entry (`settled_s`), over `rounds` rounds in which all take their turn.
@@ -77,16 +85,12 @@ def call_times_s(
     """
     began_s = time.monotonic()
     turns = {key: itertools.cycle(calls) for key, calls in timed.items()}
-    times: dict[tuple, list[float]] = {}
+    times = _first_times(turns, burst_s)
     best: dict[tuple, float] = {}
-    for key, turn in turns.items():
-        next(turn)()
-        times[key] = [burst_s(turn, 1)]
-        best[key[1:]] = min(best.get(key[1:], math.inf), times[key][0])
-    counts = {key: max(1, min(64, int(BURST_S / found[0]))) for key, found in times.items()}
-    rivals = [key for key, found in times.items() if found[0] <= HOPELESS * best[key[1:]]]
-    for key in rivals:
-        times[key].clear()
+    for key, found in times.items():
+        best[key[1:]] = min(best.get(key[1:], math.inf), min(found))
+    counts = {key: max(1, min(64, int(BURST_S / min(found)))) for key, found in times.items()}
+    rivals = [key for key, found in times.items() if min(found) <= HOPELESS * best[key[1:]]]
     for number in range(rounds):
         if number and time.monotonic() > began_s + limit_s:
             break
@@ -95,13 +99,53 @@ def call_times_s(
     return {key: settled_s(found) for key, found in times.items()}
 
 
+def _first_times(
+    turns: Mapping[tuple, Iterator[Call]], burst_s: Callable[[Iterator[Call], int], float]
+) -> dict[tuple, list[float]]:
+    """Seconds of one call of each entry, in one burst or more: others may interrupt the first.
+
+    An implementation that takes ten times as long as another, and longer than any interruption, is left out for all
+    that follows.
+    """
+    times: dict[tuple, list[float]] = {}
+    left_out: set[tuple] = set()
+    for _, group in itertools.groupby(turns, lambda key: key[1:]):
+        keys = [key for key in group if key[:2] not in left_out]
+        for key in keys:
+            next(turns[key])()
+            times[key] = [burst_s(turns[key], 1)]
+        best = min((times[key][0] for key in keys), default=0.0)
+        for key in keys:
+            if times[key][0] > 10 * best + INTERRUPTION_S:
+                left_out.add(key[:2])
+            elif times[key][0] > HOPELESS * best:
+                times[key] += [burst_s(turns[key], 1) for _ in range(FIRST - 1)]
+    return times
+
+
+@dataclass(frozen=True)
+class _LateCalls:
+    """Calls that are bound only when they are asked for: a small weight has hundreds, of which few are made."""
+
+    bind: Callable[[Any], Call]
+    given: Sequence[Any]
+
+    def __iter__(self) -> Iterator[Call]:
+        return map(self.bind, self.given)
+
+
 # Products
 
 
 def gemm_points(quick: bool, say: Callable[[str, float], None]) -> tuple[GemmPoint, ...]:
     """Times of [m, k] x [n, k]^T on the CPU by every implementation there is, in float32, bfloat16 and packed rows."""
-    shapes, rows, rounds = (GEMM_SHAPES[:QUICK_SHAPES], QUICK_M, 5) if quick else (GEMM_SHAPES, GEMM_M, 15)
-    return timed_products(("float32", "bfloat16", *TIMED_WEIGHTS), shapes, rounds, partial(_products, rows), say,
+    shapes, rows, rounds, most = (QUICK_SHAPES, QUICK_M, 25, QUICK_MULTIPLIES) if quick else (
+        GEMM_SHAPES, GEMM_M, 15, math.inf)
+
+    def products(kind: str, n: int, k: int) -> Iterator[TimedProduct]:
+        return _products([m for m in rows if m * n * k <= most], kind, n, k)
+
+    return timed_products(("float32", "bfloat16", *TIMED_WEIGHTS), shapes, rounds, products, say,
                           limit_s=QUICK_S if quick else math.inf)
 
 
@@ -119,7 +163,7 @@ def timed_products(
     points: list[GemmPoint] = []
     for i, kind in enumerate(kinds):
         say("kernels", 0.5 + 0.35 * i / len(kinds))
-        timed: dict[tuple, Sequence[Call]] = {}
+        timed: dict[tuple, Iterable[Call]] = {}
         for n, k in shapes:
             timed |= {(impl, kind, m, n, k): calls for impl, m, calls in products(kind, n, k)}
         found = steady_times(timed, lambda some: call_times_s(some, rounds, burst_s, limit_s / len(kinds)),
@@ -132,14 +176,15 @@ def _products(rows: Sequence[int], kind: str, n: int, k: int) -> Iterator[TimedP
     """By every implementation, for weights of a dtype, or packed rows for bfloat16 x."""
     operator, how, dtype = product_of(kind, k, torch.bfloat16)
     assert operator.implementations is not None
-    weights = cold_product_weights(how, n, k, dtype)
+    weights = (_parts(torch.uint8, n, Packing(**how).row_nbytes) if "bits" in how
+               else _parts(dtype, n, k))
     for m in rows:
         x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
         shape = Product(kind, m, n, k)
         rounding = (name for wish in ROUNDED for name in operator.implementations.rounding(shape, wish))
         for impl in (*operator.implementations.candidates(kind), *rounding):
-            uses = (Tensors((x, weight, None), how, (out,), impl) for weight in weights)
-            yield impl, m, [operator.bind[HOST_KERNELS](use) for use in uses]
+            uses = [Tensors((x, weight, None), how, (out,), impl) for weight in weights]
+            yield impl, m, _LateCalls(operator.bind[HOST_KERNELS], uses)
 
 
 def product_of(kind: str, k: int, half: torch.dtype) -> tuple[Operator, dict[str, Any], torch.dtype]:
@@ -152,18 +197,27 @@ def product_of(kind: str, k: int, half: torch.dtype) -> tuple[Operator, dict[str
     return operator, Packing(stored.bits, k, stored.group_size, half, stored.symmetric, stored.codebook)._asdict(), half
 
 
-def cold_product_weights(how: dict[str, Any], n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-    """Weights for products to take turns over: ones, or packed rows of small scales and lows."""
-    if "bits" in how:
-        return cold_weights(n, Packing(**how).row_nbytes, torch.uint8).fill_(0x11)
-    return cold_weights(n, k, dtype)
+@functools.lru_cache(1)
+def cold_memory() -> Arena:
+    """COLD_NBYTES of FILL for what is timed to take turns over, in huge pages as weights are when a plan runs.
+
+    Room for two of the largest at least. It is kept until `cold_memory.cache_clear()`.
+    """
+    memory = Arena(max(COLD_NBYTES, 2 * LARGEST_NBYTES))
+    memory.bytes.fill_(FILL)
+    return memory
+
+
+def _parts(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """As many tensors of a shape as `cold_memory` holds: [count, *shape]."""
+    memory, nbytes = cold_memory(), math.prod(shape) * dtype.itemsize
+    count = memory.nbytes // nbytes
+    return memory.bytes[: count * nbytes].view(dtype).view(count, *shape)
 
 
 def cold_weights(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-    """Ones [count, n, k] for products to take turns over, in an arena's huge pages as weights are when a plan runs."""
-    count = max(2, -(-COLD_NBYTES // (n * k * dtype.itemsize)))
-    memory = Arena(count * n * k * dtype.itemsize)
-    return memory.bytes.view(dtype).view(count, n, k).fill_(1)
+    """Weights [count, n, k] for products to take turns over: parts of `cold_memory`."""
+    return _parts(dtype, n, k)
 
 
 def cold_products(m: int, n: int, k: int, dtype: torch.dtype) -> list[Call]:
@@ -181,9 +235,10 @@ def cold_products(m: int, n: int, k: int, dtype: torch.dtype) -> list[Call]:
 def attention_points(quick: bool) -> tuple[AttentionPoint, ...]:
     """Times of causal attention by our CPU kernels, over K and V as they are and over packed rows; the new tokens are
     the last that are seen."""
-    timed: dict[tuple, Sequence[Call]] = {}
+    timed: dict[tuple, Iterable[Call]] = {}
+    shapes = QUICK_ATTENTION if quick else ATTENTION_SHAPES
     for kind in ("float32", "bfloat16", *_caches_here()):
-        for batch, queries, tokens in ATTENTION_SHAPES:
+        for batch, queries, tokens in shapes:
             flops = int(attention_flops(batch, HEADS, queries, tokens, HEAD_DIM))
             nbytes, calls = _attention_calls(kind, batch, queries, tokens)
             timed["flat", kind, nbytes, flops, batch] = calls
@@ -201,8 +256,8 @@ def _caches_here() -> dict[str, tuple[CacheFormat, Operator]]:
 
 
 def _attention_calls(kind: str, batch: int, queries: int, tokens: int) -> tuple[int, list[Call]]:
-    """Bytes of K and V, of a dtype or of packed rows with bfloat16 queries, and calls over as many of them as are not
-    in the caches."""
+    """Bytes of K and V, of a dtype or of packed rows with bfloat16 queries, and calls over parts of
+    `cold_memory`."""
     packed = packed_caches().get(kind)
     operator = ATTENTION if packed is None else find(packed.attend)
     how = () if packed is None else packed.arguments(HEAD_DIM).values()
@@ -211,10 +266,8 @@ def _attention_calls(kind: str, batch: int, queries: int, tokens: int) -> tuple[
     width = packed.row_nbytes(HEAD_DIM, dtype.itemsize) if packed else HEAD_DIM
     nbytes = 2 * batch * KV_HEADS * tokens * width * (1 if packed else dtype.itemsize)
     calls: list[Call] = []
-    for _ in range(max(2, min(64, COLD_NBYTES // nbytes))):
+    for k, v in _parts(torch.uint8 if packed else dtype, 2, batch, KV_HEADS, tokens, width)[:64]:
         q = torch.ones(batch, HEADS, queries, HEAD_DIM, dtype=dtype)
-        k, v = (torch.full((batch, KV_HEADS, tokens, width), 0x11 if packed else 1,
-                           dtype=torch.uint8 if packed else dtype) for _ in range(2))  # 0x11: small scales
         out = torch.empty(batch, queries, HEADS, HEAD_DIM, dtype=dtype)
         start = torch.full((batch,), tokens - queries)
         calls.append(operator.bind[HOST_KERNELS](Tensors((q, k, v, start, HEAD_DIM**-0.5, 0, 0.0, *how), {}, (out,))))
@@ -225,7 +278,7 @@ def pack_elements_per_s(quick: bool) -> dict[str, float]:
     """Values per second that our CPU kernels make packed rows of a cache of, by format."""
     batch, tokens = 8, 32
     k, v = torch.randn(2, batch, KV_HEADS, tokens, HEAD_DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
-    timed: dict[tuple, Sequence[Call]] = {}
+    timed: dict[tuple, Iterable[Call]] = {}
     for name, (packed, append) in _caches_here().items():
         keys, values = torch.zeros(
             2, batch, KV_HEADS, tokens, packed.row_nbytes(HEAD_DIM, k.element_size()), dtype=torch.uint8)

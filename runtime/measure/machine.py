@@ -1,4 +1,4 @@
-"""Measure this machine: tiers, links and kernels, in about 10 s (quick) or three minutes.
+"""Measure this machine: tiers, links and kernels, in about 3 s (quick) or three minutes.
 
 What fits poorly is measured again. Others that use the cores add time to some repetitions, so the fastest count then.
 
@@ -43,6 +43,7 @@ from forebay.runtime.measure.kernels import (
     READ_NBYTES,
     attention_points,
     choice_elements_per_s,
+    cold_memory,
     pack_elements_per_s,
 )
 from forebay.runtime.measure.neighbours import Neighbours
@@ -102,7 +103,7 @@ class DiskTrial:
 def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: StageProgress | None = None) -> Machine:
     """Measure everything a plan needs; the disk tier is the file system of `folder`.
 
-    Writes 512 MiB (quick: 128 MiB) to a file in `folder` that has no name and so vanishes with the process, however
+    Writes 512 MiB (quick: 64 MiB) to a file in `folder` that has no name and so vanishes with the process, however
     that ends. `progress` is called with a stage's name and the fraction done. A fit that stays poor becomes a guess
     (`believable`). Raises OSError when there is no room.
     """
@@ -145,6 +146,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
         row_request_s=request_s,
         others_share=neighbours.share(),
     )
+    cold_memory.cache_clear()
     machine = believable(machine)
     machine.validate()
     say("done", 1.0)
@@ -175,7 +177,7 @@ def disk_trials(path: str, nbytes: int, quick: bool) -> list[DiskTrial]:
     """
     kinds = available_kinds()
     candidates = [c for c in CANDIDATES[: QUICK_CANDIDATES if quick else None] if c[0] in kinds]
-    repeats, span = (3, 32 * MIB) if quick else (5, 128 * MIB)
+    repeats, span = (2, 16 * MIB) if quick else (5, 128 * MIB)
     span = min(span, nbytes // READ_NBYTES * READ_NBYTES)
     times: dict[tuple[str, int, int], list[tuple[float, float]]] = {c: [] for c in candidates}
     with contextlib.ExitStack() as stack:
@@ -206,7 +208,7 @@ def _disk_links(
 ) -> tuple[Link, Link, tuple[Contention, float], tuple[BothWays, ...], float, float]:
     """Links from and to the disk, what computing and reading do to each other (`measure_contention`), and reading
     and writing, what a read of a lookup takes, and what any copy takes of the thread that computes."""
-    nbytes = (128 if quick else 512) * MIB
+    nbytes = (64 if quick else 512) * MIB
     free = shutil.disk_usage(folder).free
     if free < 2 * nbytes:
         raise OSError(
@@ -218,8 +220,9 @@ def _disk_links(
         memory = landing_memory(BUFFER_NBYTES)
         with contextlib.closing(open_reader(best.kind, best.depth, best.chunk_nbytes)) as reader:
             read_time_s(reader, path, 0, PAGE_NBYTES, memory)
-            bandwidth, latency, r2 = steady_link(LINK_NBYTES, 5, lambda size, turn: read_time_s(
-                reader, path, _place(turn, size, nbytes), size, memory))
+            sizes, rounds, tries = (LINK_NBYTES[:-1], 4, 1) if quick else (LINK_NBYTES, 5, None)
+            bandwidth, latency, r2 = steady_link(sizes, rounds, lambda size, turn: read_time_s(
+                reader, path, _place(turn, size, nbytes), size, memory), tries)
             issue_s = copy_issue_s(reader, path, nbytes, memory, quick) if kind.on_host_cores else 0.0
         with contextlib.closing(open_reader(*readers_beside()[1])) as lookups:
             read_time_s(lookups, path, 0, PAGE_NBYTES, memory)

@@ -32,15 +32,15 @@ def settled_rate(rates: Sequence[float]) -> float:
 
 
 def steady_link(
-    sizes: Sequence[int], rounds: int, time_s: Callable[[int, int], float]
+    sizes: Sequence[int], rounds: int, time_s: Callable[[int, int], float], tries: int | None = None
 ) -> tuple[float, float, float]:
-    """`fit_link` of the medians of `time_s(size, turn)`, all sizes taking turns, of the first of up to TRIES passes
-    that is good, or of all passes so far together if they are.
+    """`fit_link` of the medians of `time_s(size, turn)`, all sizes taking turns, of the first of up to `tries` passes
+    (TRIES) that is good, or of all passes so far together if they are.
 
     Where none is, the link is as it was seen in most turns, and R² the best fit's: the rate of the largest transfers
     and the time of the smallest."""
     best, seen = -math.inf, {size: list[float]() for size in sizes}
-    for _ in range(TRIES):
+    for _ in range(tries or TRIES):
         times: dict[int, list[float]] = {size: [] for size in sizes}
         for turn in range(rounds):
             for size in sizes:

@@ -23,6 +23,7 @@ FILE_NBYTES = 64 * MIB
 LINK_NBYTES = (64 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB)  # of the writes that the link is fitted to
 BOTH_NBYTES = (64 << 10, MIB, 4 * MIB)  # of those that stand beside reads
 TURN_S = 0.08
+QUICK_TURN_S = 0.02
 IN_FLIGHT = 4  # writes at once, as stores of a block's micro-batches are
 # (engine, depth, chunk nbytes) worth trying
 CANDIDATES = (("direct", 2, MIB), ("uring", 4, MIB), ("direct", 4, 4 * MIB))
@@ -38,17 +39,18 @@ def measure_writes(
     with contextlib.closing(SpillFile("measured", folder, FILE_NBYTES)) as file:
         _fill(file, memory)
         best, rate = ("direct", 1, MIB), 0.0
-        for candidate in (c for c in CANDIDATES if c[0] in available_kinds()):
+        for candidate in (c for c in CANDIDATES[: 2 if quick else None] if c[0] in available_kinds()):
             with _flow(file, candidate, memory, 16 * MIB) as flow:
-                found = settled_rate(_rates(flow, 0.1, 2 if quick else 5))
+                found = settled_rate(_rates(flow, QUICK_TURN_S, 2) if quick else _rates(flow, 0.1, 5))
             if found > rate:
                 best, rate = candidate, found
         with contextlib.closing(open_writer(*best)) as writer:
-            bandwidth, latency, r2 = steady_link(LINK_NBYTES, 3 if quick else 11, lambda size, turn: _write_s(
-                writer, file, memory, size, turn))
+            sizes, rounds, tries = (LINK_NBYTES[:-1], 3, 1) if quick else (LINK_NBYTES, 11, None)
+            bandwidth, latency, r2 = steady_link(sizes, rounds, lambda size, turn: _write_s(
+                writer, file, memory, size, turn), tries)
         reads = ReadFlow(path, nbytes, read, memory)
         with contextlib.closing(reads.reader):
-            both = tuple(_both_ways(file, best, memory, size, reads, 2 if quick else 9) for size in BOTH_NBYTES)
+            both = tuple(_both_ways(file, best, memory, size, reads, quick) for size in BOTH_NBYTES)
     return Link(near, "disk", bandwidth, latency, *best, r2), both
 
 
@@ -79,18 +81,19 @@ def _rates(flow: Flow, turn_s: float, turns: int) -> list[float]:
 
 
 def _both_ways(
-    file: SpillFile, engine: tuple[str, int, int], memory: Arena, nbytes: int, reads: ReadFlow, turns: int
+    file: SpillFile, engine: tuple[str, int, int], memory: Arena, nbytes: int, reads: ReadFlow, quick: bool
 ) -> BothWays:
     """Rates alone over rates side by side, taken in turns."""
     alone: tuple[list[float], list[float]] = [], []
     beside: tuple[list[float], list[float]] = [], []
+    turns, turn_s = (1, QUICK_TURN_S) if quick else (9, TURN_S)
     with _flow(file, engine, memory, nbytes) as writes:
         for _ in range(turns):
-            alone[0].extend(_rates(writes, TURN_S, 1))
-            alone[1].extend(_rates(reads, TURN_S, 1))
+            alone[0].extend(_rates(writes, turn_s, 1))
+            alone[1].extend(_rates(reads, turn_s, 1))
             reads.start()
             writes.start()
-            time.sleep(TURN_S)
+            time.sleep(turn_s)
             beside[0].append(writes.stop())
             beside[1].append(reads.stop())
     return BothWays(nbytes, *(max(1.0, settled_rate(a) / settled_rate(b)) for a, b in zip(alone, beside, strict=True)))

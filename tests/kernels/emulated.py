@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from forebay.kernels.build import compile
+from forebay.kernels.build.library import Library
+from forebay.kernels.build.processors import NATIVE
 from forebay.kernels.cpu_support import native
 
 # Names that gcc has for kinds of processors, and one of each that QEMU has, with no more than that.
@@ -30,7 +32,7 @@ def build(kind: str, cxx: str) -> Path:
 
 def flags_for(kind: str) -> tuple[str, ...]:
     """What the kernels are compiled with for another kind of processor, at -O1: a third of the time."""
-    return tuple({native.PROCESSOR: f"-march={kind}", "-O3": "-O1"}.get(flag, flag) for flag in native.FLAGS)
+    return tuple({NATIVE: f"-march={kind}", "-O3": "-O1"}.get(flag, flag) for flag in native.FLAGS)
 
 
 def pack(number: int) -> bytes:
@@ -102,7 +104,7 @@ def take_over(kind: str) -> None:
     """Every call of a kernel in this process goes to such a processor from here on."""
     emulator, load = Emulator(kind), native.load_library
 
-    def load_library(library: compile.Library) -> ctypes.CDLL:
+    def load_library(library: Library) -> ctypes.CDLL:
         found = load(library)
         found.forebay_integer_dot = lambda: emulator.answer("integer_dot")
         return found

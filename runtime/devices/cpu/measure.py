@@ -13,37 +13,32 @@ import torch
 from forebay.kernels.build.process_limits import available_nbytes
 from forebay.rewriter.machine.profile import Link, Tier
 from forebay.runtime.measure.copies import BUFFER_NBYTES, copy_link, time_s
-from forebay.runtime.measure.kernels import GEMM_SHAPES, MIB, call_s, cold_products, gemm_points
+from forebay.runtime.measure.kernels import GEMM_SHAPES, MIB, call_s, cold_memory, cold_products, gemm_points
 from forebay.runtime.measure.steady import settled_s
 
 __all__ = ["attention_bytes_per_s", "copy_bytes_per_s", "device_tier", "dispatch_s", "gemm_points", "links"]
-DISPATCHES = 301
+DISPATCHES = 20  # in a round
 PIECE_NBYTES = 8 * MIB
 
 
 def links(read: Link, write: Link, quick: bool) -> list[Link]:
     """The links other than disk to device: `host` and `device` are the same RAM, so both have the same disk links."""
-    source = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
-    target = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
-    return [
-        replace(read, dst="host"),
-        replace(write, src="host"),
-        copy_link(("host", "device", "memcpy"), source, target, quick),
-        copy_link(("device", "host", "memcpy"), target, source, quick),
-    ]
+    source, target = cold_memory().bytes[:BUFFER_NBYTES], torch.empty(BUFFER_NBYTES, dtype=torch.uint8)
+    copied = copy_link(("host", "device", "memcpy"), source, target, quick)
+    return [replace(read, dst="host"), replace(write, src="host"), copied, replace(copied, src="device", dst="host")]
 
 
 def copy_bytes_per_s(rounds: int) -> float:
     """Bytes copied per second within RAM."""
-    source = torch.ones(BUFFER_NBYTES // PIECE_NBYTES, PIECE_NBYTES, dtype=torch.uint8)
+    source = cold_memory().bytes[:BUFFER_NBYTES].view(-1, PIECE_NBYTES)
     target = torch.empty_like(source)
     calls = [partial(into.copy_, part) for into, part in zip(target, source, strict=True)]
     return PIECE_NBYTES / _piece_s(calls, rounds)
 
 
 def read_bytes_per_s(rounds: int) -> float:
-    """How fast computation reads RAM: sums over 256 MiB, well past every cache, in pieces."""
-    values = torch.ones(256 * MIB // PIECE_NBYTES, PIECE_NBYTES // 4)
+    """How fast computation reads RAM: sums over `cold_memory`, in pieces."""
+    values = cold_memory().bytes.view(torch.float32).view(-1, PIECE_NBYTES // 4)
     return PIECE_NBYTES / _piece_s([part.sum for part in values], rounds)
 
 
@@ -65,7 +60,7 @@ def dispatch_s(rounds: int) -> float:
     n, k = GEMM_SHAPES[0]
     x, products = torch.ones(8), itertools.cycle(cold_products(1, n, k, torch.bfloat16))
     found = []
-    for _ in range(DISPATCHES):
+    for _ in range(DISPATCHES * rounds):
         next(products)()
         start = time.perf_counter()
         torch.add(x, x, out=x)

@@ -188,7 +188,7 @@ def _layer_launches(device: torch.device) -> list[Call]:
     q, kv = ones(batch, HEADS, 1, HEAD_DIM), ones(batch, KV_HEADS, 1, HEAD_DIM)
     start = torch.zeros(batch, dtype=torch.int64, device=device)
     norm = _bound(RMS_NORM, Tensors((x, x[0], 1e-5), {}, (torch.empty_like(x),)))
-    product = next(iter(products((batch,), device, str(dtype).removeprefix("torch."), n, k)))[2][0]
+    product = next(iter(next(iter(products((batch,), device, str(dtype).removeprefix("torch."), n, k)))[2]))
     turns = [_bound(ROTARY, Tensors((heads, table, table), {}, (torch.empty_like(heads),))) for heads in (q, kv)]
     append = _bound(KV_APPEND, Tensors((*cache, kv, kv, start), {}, ()))
     attended = torch.empty(batch, 1, HEADS, HEAD_DIM, dtype=dtype, device=device)

@@ -105,7 +105,7 @@ def _measured(folder: Path, *, quick: bool, anew: bool) -> Machine:
         task = bar.add_task("measuring this machine" if reason else "measuring this machine, once", total=1.0, note="",
                             visible=missing)
         if missing and not console().is_terminal:
-            say("measuring this machine, once: " + ("10 to 60 s" if quick else "about three minutes"))
+            say("measuring this machine, once: " + ("some seconds" if quick else "about three minutes"))
         found = cached_machine(
             folder, quick=quick, anew=anew, keep=not reason, scratch=_writable(folder),
             progress=lambda stage, done: bar.update(task, completed=done, note=stage, visible=True))

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from forebay.kernels.build import compile
-from forebay.kernels.build.compile import BuildError, Library, load_library
+from forebay.kernels.build.compile import BuildError, load_library
+from forebay.kernels.build.library import Library
 
 pytestmark = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 FLAGS = ("-O1", "-fPIC")

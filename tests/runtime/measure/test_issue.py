@@ -43,7 +43,7 @@ def test_it_is_what_turns_with_copies_take_beyond_those_without(path: str, monke
 
     monkeypatch.setattr(issue, "_turn_s", turn_s)
     assert measured(path) == pytest.approx(3e-4)
-    assert turns == [1, issue.SLOTS] * 15
+    assert turns == [1, issue.SLOTS] * issue.QUICK_TURNS
 
 
 def test_a_turn_is_products_each_behind_what_is_beside_it() -> None:
