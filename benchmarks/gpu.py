@@ -3,6 +3,7 @@
     PYTHONPATH=src python -m benchmarks.gpu               under 8 minutes; needs torch with CUDA and Triton, no more
     PYTHONPATH=src python -m benchmarks.gpu --tiny        the checks alone, at tiny shapes: fit for compute-sanitizer
     PYTHONPATH=src python -m benchmarks.gpu --interpret   the same without a GPU, under Triton's interpreter
+    PYTHONPATH=src python -m benchmarks.gpu --ops linear_w4 --match "M=(1|16) "    these shapes alone, and no table
 
 Writes benchmarks/results/<gpu>-<date>.json, and the table of inflection points to selection-<gpu>.json in
 kernels/products/linear, where plans for such a GPU find it from then on; the same to $OUT where it is set. Shapes that
@@ -16,10 +17,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib
 import itertools
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -59,7 +63,7 @@ def all_cases(tiny: bool, ops: set[str]) -> dict[str, list[Case]]:
 
 
 def bandwidth_met(nbytes: int, time_s: float, bytes_per_s: float) -> float:
-    """Share of a copy's rate that a call reached; one of less than SHORT_S in the time that it took beyond START_S."""
+    """Share of a rate that a call reached; one of less than SHORT_S in the time that it took beyond START_S."""
     return nbytes / bytes_per_s / max(1e-9, time_s - (START_S if time_s < SHORT_S else 0.0))
 
 
@@ -73,13 +77,13 @@ def measure(case: Case, work: Work, ceilings: dict[str, float]) -> tuple[Row, di
     best = min(times_s, key=times_s.__getitem__, default="")
     taken_s = min(default_s, times_s.get(best, default_s))
     rivals_s = {name: time_s(calls) for name, calls in work.rivals.items()}
-    rate = ceilings["copy_bytes_per_s"]
+    rate = max(filter(math.isfinite, (ceilings["copy_bytes_per_s"], ceilings["read_bytes_per_s"])), default=math.nan)
     share = work.nbytes / taken_s / rate
     got = {"bandwidth": bandwidth_met(work.nbytes, taken_s, rate)}
     got |= {name: rival_s / taken_s for name, rival_s in rivals_s.items()}
     aims = [{"what": a.what, "least": a.least, "got": got[a.what], "met": got[a.what] >= a.least} for a in work.aims]
     row = {"op": case.op, "shape": work.shape, "time_us": taken_s * 1e6, "default_us": default_s * 1e6, "best": best,
-           "bytes_per_s": work.nbytes / taken_s, "share_of_copy": share, "flop_per_s": work.flops / taken_s,
+           "bytes_per_s": work.nbytes / taken_s, "share_of_rate": share, "flop_per_s": work.flops / taken_s,
            "rivals_us": {name: rival_s * 1e6 for name, rival_s in rivals_s.items()}, "aims": aims}  # fmt: skip
     return row | ({"by_events": uncaptured[-1]} if uncaptured else {}), times_s
 
@@ -93,19 +97,22 @@ def line(row: Row) -> str:
         return f"{head} error {row['error']:.1e}"
     rivals = "".join(f"  {us / row['time_us']:5.2f}x {name}" for name, us in row["rivals_us"].items())
     missed = "".join(f"  MISSED {a['what']} {a['got']:.2f} < {a['least']:.2f}" for a in row["aims"] if not a["met"])
-    speed = f"{row['time_us']:9.1f} us {row['bytes_per_s'] / 1e9:7.0f} GB/s {100 * row['share_of_copy']:4.0f} %"
+    speed = f"{row['time_us']:9.1f} us {row['bytes_per_s'] / 1e9:7.0f} GB/s {100 * row['share_of_rate']:4.0f} %"
     note = f"  ({row['by_events']})" if "by_events" in row else ""
     return f"{head} {speed}{rivals}{missed}{'  ' + row['best'] if row['best'] else ''}{note}"
 
 
-def run_case(case: Case, place: Place, ceilings: dict[str, float]) -> Row:
-    """Check, then time; a case that raises or errs beyond its limit is a failed row and is not timed."""
+def run_case(case: Case, place: Place, ceilings: dict[str, float], match: str = "") -> Row:
+    """Check, then time; a case that raises or errs beyond its limit is a failed row and is not timed. A shape in which
+    `match` is not found is left out."""
     try:
         work = case.make(place)
     except Exception as error:
         traceback.print_exc()
         return {"op": case.op, "shape": "", "failed": f"{type(error).__name__}: {error}"[:300]}
     row: Row = {"op": case.op, "shape": work.shape}
+    if not re.search(match, work.shape):
+        return row | {"skipped": "not asked for"}
     try:
         row |= {"error": work.verify(), "limit": work.limit}
         if not row["error"] <= work.limit:
@@ -139,17 +146,22 @@ def run_all(families: dict[str, list[Case]], ask: Callable[[int], Row], timed: b
                     print(line(rows[-1]), f"({left} cases)", flush=True)
                 continue
             seen.add(case.op)
-            rows.append({"op": case.op, "shape": ""} | ask(number))
-            print(line(rows[-1]), flush=True)
+            row = {"op": case.op, "shape": ""} | ask(number)
+            if row.get("skipped") == "not asked for":
+                continue
+            rows.append(row)
+            print(line(row), flush=True)
         keep(rows)
     return rows
 
 
-def warm(place: Place, cases: list[Case]) -> None:
+def warm(place: Place, cases: list[Case], match: str) -> None:
     """Run every call once, so that Triton's cache on disk holds the compiled kernels; failures show up later."""
     for case in cases:
         try:
             work = case.make(place)
+            if not re.search(match, work.shape):
+                continue
             for calls in (work.ours, *work.candidates.values(), *work.rivals.values()):
                 calls[0]()
         except Exception:
@@ -173,8 +185,9 @@ def warm_in_parallel(arguments: list[str]) -> None:
             worker.wait()
 
 
-def write(rows: list[Row], ceilings: dict[str, float]) -> list[Path]:
-    """Write the results so far, and the table of inflection points where plans find it; both to $OUT too. All files."""
+def write(rows: list[Row], ceilings: dict[str, float], tables: bool = True, name: str = "") -> list[Path]:
+    """Write the results so far, and with `tables` the table of inflection points where plans find it; both to $OUT too.
+    All files."""
     import triton
 
     from forebay.kernels.products.linear import selection
@@ -183,13 +196,13 @@ def write(rows: list[Row], ceilings: dict[str, float]) -> list[Path]:
     out = [Path(os.environ["OUT"])] if os.environ.get("OUT") else []
     result = {"gpu": gpu, "date": date, "torch": torch.__version__, "triton": triton.__version__,
               "seconds": time.monotonic() - STARTED, "ceilings": ceilings, "rows": rows}  # fmt: skip
-    files = [folder / f"{gpu.replace(' ', '-')}-{date}.json" for folder in (RESULTS, *out)]
+    files = [folder / f"{gpu.replace(' ', '-')}{name and '-'}{name}-{date}.json" for folder in (RESULTS, *out)]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(result, indent=1) + "\n")
     times_s = {tuple(row["key"]): {name: us / 1e6 for name, us in row["candidates_us"].items()}
                for row in rows if "key" in row}
-    if times_s:
+    if times_s and tables:
         place = selection.table_path(gpu)
         known = selection.load_table(gpu, place) if place.exists() else ()
         table = {(e.kind, e.n, e.k): e for e in (*known, *selection.fit(times_s))}
@@ -199,22 +212,29 @@ def write(rows: list[Row], ceilings: dict[str, float]) -> list[Path]:
     return files
 
 
-def answer(cases: list[Case], place: Place, ceilings: dict[str, float]) -> None:
+def answer(cases: list[Case], place: Place, ceilings: dict[str, float], match: str) -> None:
     """Run the cases whose numbers come on standard input."""
     from benchmarks.isolated import check_gpu, serve
 
-    serve(lambda number: run_case(cases[number], place, ceilings), check_gpu)
+    serve(lambda number: run_case(cases[number], place, ceilings, match), check_gpu)
 
 
-def main() -> int:
+def read_options() -> argparse.Namespace:
+    """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--interpret", action="store_true", help="check at tiny shapes under Triton's interpreter")
     parser.add_argument("--tiny", action="store_true", help="check at tiny shapes on the GPU, in this process")
     parser.add_argument("--ops", default="", help="only these, by comma")
+    parser.add_argument("--match", default="", help="only shapes in which this regular expression is found; no table")
+    parser.add_argument("--name", default="", help="what the file of results is called beside the GPU and the day")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which no case is begun")
     parser.add_argument("--answer", metavar="CEILINGS", help=argparse.SUPPRESS)
     parser.add_argument("--warm", nargs=2, type=int, metavar=("I", "N"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = read_options()
     ops = set(filter(None, options.ops.split(",")))
     if options.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
@@ -226,15 +246,16 @@ def main() -> int:
         return 0
     if tiny:
         here = Place(torch.device(CPU.name if options.interpret else CUDA.name), tiny=True)
-        rows = run_all(families, lambda number: run_case(cases[number], here, {}), False, lambda rows: None)
+        rows = run_all(families, lambda number: run_case(cases[number], here, {}, options.match), False,
+                       lambda rows: None)
         return int(any("failed" in row for row in rows))
     place = Place(torch.device(CUDA.name, 0), False, torch.cuda.get_device_properties(0).L2_cache_size)
     if options.warm:
         first, step = options.warm
-        warm(place, cases[first::step])
+        warm(place, cases[first::step], options.match)
         return 0
     if options.answer:
-        answer(cases, place, json.loads(options.answer))
+        answer(cases, place, json.loads(options.answer), options.match)
         return 0
     from benchmarks.gpu_cases.timing import ceilings, uncaptured
     from benchmarks.isolated import IsolatedWorker
@@ -245,19 +266,21 @@ def main() -> int:
     for note in uncaptured:
         say(note)
     torch.cuda.empty_cache()
-    say(f"{torch.cuda.get_device_name()}: copy {limits['copy_bytes_per_s'] / 1e9:.0f} GB/s, bf16 matmul "
+    say(f"{torch.cuda.get_device_name()}: copy {limits['copy_bytes_per_s'] / 1e9:.0f} GB/s, reads "
+        f"{limits['read_bytes_per_s'] / 1e9:.0f} GB/s, bf16 matmul "
         f"{limits['matmul_bf16_flop_per_s'] / 1e12:.0f} TFLOP/s, from pinned memory "
         f"{limits['host_to_device_bytes_per_s'] / 1e9:.1f} GB/s")  # fmt: skip
-    warm_in_parallel(["--ops", options.ops])
+    warm_in_parallel(["--ops", options.ops, "--match", options.match])
     say("compiled")
-    command = [sys.executable, "-m", "benchmarks.gpu", "--ops", options.ops, "--answer", json.dumps(limits)]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--ops", options.ops, "--match", options.match, "--answer",
+               json.dumps(limits)]
     worker = IsolatedWorker(command)
+    keep = functools.partial(write, ceilings=limits, tables=not options.match, name=options.name)
     try:
-        rows = run_all(families, lambda number: worker.ask(number, CASE_S), True, lambda rows: write(rows, limits),
-                       options.limit)
+        rows = run_all(families, lambda number: worker.ask(number, CASE_S), True, keep, options.limit)
     finally:
         worker.close()
-    say("written: " + ", ".join(map(str, write(rows, limits))))
+    say("written: " + ", ".join(map(str, keep(rows))))
     missed = sum(not a["met"] for row in rows for a in row.get("aims", []))
     failed, skipped = (sum(what in row for row in rows) for what in ("failed", "skipped"))
     say(f"{len(rows)} cases: {failed} failed, {skipped} left out, {missed} aims missed")

@@ -77,6 +77,8 @@ def jobs() -> list[Row]:
         {"part": "blocks", "shape": "opt", "attention": attention},
         {"part": "flexgen", "attention": "GPU" if attention == "planned" else "host"},
         {"part": "blocks", "shape": "llama", "attention": attention})]  # fmt: skip
+    blocks += [{"part": "blocks", "shape": shape, "attention": "planned", "slot_nbytes": 8 << 20}
+               for shape in ("llama", "opt")]
     speculative = [{"part": "speculative", "way": way} for way in range(len(SPECULATIVE))]
     shared = [{"part": "shared", "weights": weights} for weights in ("w8", "w4")]
     routed = [{"part": "routed", "source": source, "slots": slots} for source in ("host", "disk") for slots in (3, 8)]

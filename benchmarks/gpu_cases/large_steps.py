@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ def measure_blocks(scratch: Path, machine: Any, job: Row) -> Row:
     folder = saved_model(scratch, shape, dtype)
     budget = {"device": int(offloaded.DEVICE_SHARE * weights_nbytes(folder)), "host": 80 << 30}
     before, began = begin_peak(), time.perf_counter()
-    with wrap(folder, budget, **BLOCK, machine=machine, cpu_attention=job["attention"] == "host" or None) as lm:
+    with wrap(folder, budget, **BLOCK, machine=machine, slot_nbytes=job.get("slot_nbytes"),
+              cpu_attention=job["attention"] == "host" or None) as lm:
         planned_s = time.perf_counter() - began
         p, s = lm.plan.prediction, lm.plan.schedule
         ids = prompts(shape, BLOCK["batch"], BLOCK["prompt"])
@@ -122,14 +124,15 @@ def measure_blocks(scratch: Path, machine: Any, job: Row) -> Row:
         began, times = time.perf_counter(), []
         lm.generate(ids, max_new_tokens=BLOCK["new_tokens"], eos_token_id=None,
                     on_token=lambda _: times.append(time.perf_counter()))  # fmt: skip
-        moved = crossing_nbytes(lm)
+        moved, items = crossing_nbytes(lm), Counter(type(item).__name__ for item in lm.session.bound(1).program.step)
     step_s, spread_s = step_times(times)
     bound_s = max(nbytes / machine.link(*way.split("->")).bandwidth_bytes_per_s for way, nbytes in moved.items()
                   if way != "host->host")
     row = {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": BLOCK["batch"] / step_s,
            "prefill_s": times[0] - began, "moved_nbytes": moved, "bound_s": bound_s, "planned_s": planned_s,
            "predicted_step_s": p.decode_time_s, "predicted_prefill_s": p.prefill_time_s, "busy_s": p.busy_time_s,
-           "block": str(s.batching), "prefill_chunk": s.prefill_chunk, "plan_nbytes": p.peak_nbytes}  # fmt: skip
+           "block": str(s.batching), "items": dict(items), "slots": s.slots, "slot_nbytes_planned": s.slot_nbytes,
+           "prefill_chunk": s.prefill_chunk, "plan_nbytes": p.peak_nbytes}  # fmt: skip
     return row | peak_within(budget["device"], before)
 
 

@@ -21,7 +21,7 @@ BITS = {kind: bits for bits, kind in selection.KIND_OF_BITS.items()}
 DTYPE = torch.bfloat16
 # (N, K) of Llama-3-8B: down, gate or up, fused QKV, output; and of OPT-30B: up, down, QKV or output.
 SHAPES = ((4096, 14336), (14336, 4096), (6144, 4096), (4096, 4096), (28672, 7168), (7168, 28672), (7168, 7168))
-ROWS = (1, 16, 2, 8, 4, 64, 512, 2048)  # the last two: prefill
+ROWS = (1, 16, 2, 8, 4, 64, 128, 512, 2048)  # the last two: prefill
 # (M, N, K) that fill no tile: rows, columns and depth end within one. Checked on every candidate, held to no aim.
 TAILS = ((1, 4099, 4104), (13, 4099, 4104), (5, 999, 14344), (61, 4099, 4104))
 

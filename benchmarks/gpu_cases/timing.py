@@ -78,10 +78,10 @@ def graph_time_s(calls: list[Call], repeats: int = REPEATS) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """Measured now: device copy (bytes read and written per second), bf16 matmul, pinned copies to the device. NaN
-    where one cannot be measured, with the reason in `uncaptured`."""
+    """Measured now: device copy (bytes read and written per second), reads by a sum, bf16 matmul, pinned copies to the
+    device. NaN where one cannot be measured, with the reason in `uncaptured`."""
     return {name: _ceiling(name, measure) for name, measure in (
-        ("copy_bytes_per_s", _copy_rate), ("matmul_bf16_flop_per_s", _matmul_rate),
+        ("copy_bytes_per_s", _copy_rate), ("read_bytes_per_s", _read_rate), ("matmul_bf16_flop_per_s", _matmul_rate),
         ("host_to_device_bytes_per_s", _upload_rate))}  # fmt: skip
 
 
@@ -96,6 +96,11 @@ def _ceiling(name: str, measure: Callable[[], float]) -> float:
 def _copy_rate(nbytes: int = 1 << 30) -> float:
     source, target = (torch.empty(nbytes, dtype=torch.uint8, device=CUDA.name) for _ in range(2))
     return 2 * nbytes / time_s([lambda: target.copy_(source)])
+
+
+def _read_rate(nbytes: int = 1 << 30) -> float:
+    values = torch.empty(nbytes // 4, dtype=torch.float32, device=CUDA.name).fill_(1.0)
+    return nbytes / time_s([values.sum])
 
 
 def _upload_rate(nbytes: int = 1 << 28) -> float:

@@ -63,7 +63,8 @@ torch.randn = lambda *shape, device=None, **kw: empty(*shape, **kw)
 found = timing.ceilings()
 assert found["copy_bytes_per_s"] == 2 * (1 << 30) / 0.5, found
 assert math.isnan(found["host_to_device_bytes_per_s"]) and found["matmul_bf16_flop_per_s"] > 0
-assert len(timing.uncaptured) == 3 and "capturing" in timing.uncaptured[0] and "not measured" in timing.uncaptured[2]
+assert found["read_bytes_per_s"] == (1 << 30) / 0.5, found
+assert len(timing.uncaptured) == 4 and "capturing" in timing.uncaptured[0] and "not measured" in timing.uncaptured[3]
 assert abs(gpu.bandwidth_met(4_000_000, 3.5e-6, 4e12) - 1) < 1e-9, "bytes take 1 us, and 2.5 us are anybody's"
 assert abs(gpu.bandwidth_met(40_000_000, 20e-6, 4e12) - 0.5) < 1e-9
 """
