@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "forebay.rewriter.pipeline": None,
     "forebay.serving": ("forebay.serving", "forebay.language_model", "forebay.drafting", "forebay.structured_output",
                         "forebay.commands.prompts", "forebay.images.chats", "forebay.images.parts",
+                        "forebay.embedding",
                         "forebay.commands.chat_template", "forebay.commands.process_memory",
                         "forebay.commands.terminal", "forebay.rewriter.ir", "forebay.runtime.run",
                         "forebay.session_file"),

@@ -189,10 +189,11 @@ def hearing() -> Iterator[list[str]]:
 
 
 @one_thread
-def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
-    """For a transformers config: the prefix that checkpoint names may lack, and the renaming of old checkpoint names
-    that transformers itself applies when it loads them."""
-    kind = model_class(config)
+def checkpoint_names(config: Any, kind: Any = None) -> tuple[str, Callable[[str], str]]:
+    """For a transformers config, and the class of its model (that of language models by default): the prefix that
+    checkpoint names may lack, and the renaming of old checkpoint names that transformers itself applies when it loads
+    them."""
+    kind = kind or model_class(config)
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key

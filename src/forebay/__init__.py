@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     __version__: str
     from forebay.api import wrap
     from forebay.compiled.report import OffloadReport, is_offloaded, offload_report
+    from forebay.embedding.embedder import Embedder
+    from forebay.embedding.reranker import Reranker
     from forebay.exported.errors import ExportError
     from forebay.exported.export import export
     from forebay.exported.start import open_bundle
@@ -27,6 +29,7 @@ __all__ = [
     "Budget",
     "CaptureError",
     "CheckpointError",
+    "Embedder",
     "ExportError",
     "LanguageModel",
     "Machine",
@@ -34,6 +37,7 @@ __all__ = [
     "Options",
     "Plan",
     "PlanError",
+    "Reranker",
     "SwitchError",
     "Workload",
     "__version__",
@@ -53,6 +57,8 @@ __all__ = [
 _HOMES = {
     "forebay.api": ("wrap",),
     "forebay.compiled.report": ("OffloadReport", "is_offloaded", "offload_report"),
+    "forebay.embedding.embedder": ("Embedder",),
+    "forebay.embedding.reranker": ("Reranker",),
     "forebay.exported.errors": ("ExportError",),
     "forebay.exported.export": ("export",),
     "forebay.exported.start": ("open_bundle",),

@@ -144,7 +144,7 @@ class LanguageModel(TakesTurns, ScoringCalls, SessionCalls, TraceCalls, NnModule
         if self.shared_draft is not None:
             drafts.append(explain_shared(self.shared_draft.plan, self.plan))
         with suppress(ValueError, CheckpointError):  # of a model, or a folder, that has no tower
-            drafts.append(f"images      {self.tower.plan}")
+            drafts.append(f"images      {self.tower.summary}")
         return "\n\n".join([explain_plan(self.plan, self.captured), *drafts])
 
     @property

@@ -197,7 +197,7 @@ def test_a_tower_holds_a_layer_at_a_time(tmp_path: Path) -> None:
     assert plan.layers == 8 and plan.layer_nbytes == sum(p.nbytes for p in layers[0].parameters())
     assert plan.weight_nbytes + given["pixel_values"].nbytes // 2 < peak < plan.weight_nbytes * 1.5 < plan.nbytes / 2
     assert all(p.is_meta for p in tower.base.parameters())
-    for budget, message in ((plan.weight_nbytes - 1, "the vision tower needs"), (peak - 1, "these images need more")):
+    for budget, message in ((plan.weight_nbytes - 1, "the vision tower needs"), (peak - 1, "these inputs need more")):
         with pytest.raises(PlanError, match=message):
             tower.features(given, budget)
         assert all(p.is_meta for p in tower.base.parameters())

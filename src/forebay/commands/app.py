@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from forebay.commands.allocate import allocate
 from forebay.commands.calibrate import calibrate_command
 from forebay.commands.chat import chat
+from forebay.commands.embed import embed_command
 from forebay.commands.export import export_command
 from forebay.commands.machine import machine_command
 from forebay.commands.models import models_command
@@ -107,7 +108,7 @@ def _version() -> None:
 
 
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
-    ANSWER: {"run": run, "chat": chat, "serve": serve},
+    ANSWER: {"run": run, "chat": chat, "serve": serve, "embed": embed_command},
     PLAN: {"machine": machine_command, "plan": plan, "explain": explain, "serve-plan": serve_plan,
            "partition": partition},
     PREPARE: {"quantize": quantize_command, "export": export_command, "calibrate": calibrate_command,

@@ -91,6 +91,7 @@ def serve(
     with clean_errors(debug):
         from forebay.commands.plan_serving import plan_serving
         from forebay.commands.prompts import JobError, load_tokenizer, stop_ids
+        from forebay.commands.serve_texts import reads_texts, serve_texts
         from forebay.serving.requests import default_sampling
         from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
 
@@ -106,6 +107,14 @@ def serve(
             raise _cannot_listen(host, port, error) from error
         with socket:
             folder = model_folder(model, options)
+            alone = host in ("localhost", "127.0.0.1", "::1") and api_key is None
+            hosts = frozenset(LOOPBACK) if alone else None
+            named = name or Path(model).expanduser().resolve().name
+            if api_key is None and not alone:
+                say(f"whoever reaches {host} may use this server; --api-key asks for a key")
+            if reads_texts(folder):
+                serve_texts(folder, sizes, socket, ServingOptions(named, api_key, hosts), grace)
+                return
             tokenizer = load_tokenizer(folder)
             prepare_draft(options.draft, folder, sizes.device)
             with console().status("capturing and planning"):
@@ -114,17 +123,12 @@ def serve(
             lm, limit = choice.lm, choice.lm.captured.max_positions
             if options.draft is not None:
                 say(f"draft: {lm.draft_summary}")
-            alone = host in ("localhost", "127.0.0.1", "::1") and api_key is None
-            named = name or Path(model).expanduser().resolve().name
-            told = ServingOptions(named, api_key, frozenset(LOOPBACK) if alone else None,
-                                  sampling=default_sampling(lm.generation_config), strict=strict)
+            told = ServingOptions(named, api_key, hosts, sampling=default_sampling(lm.generation_config), strict=strict)
             run = ServerRun(Service(
                 lm, tokenizer, stop_ids(folder, tokenizer), prompt,
                 min(new_tokens, limit - prompt) if limit else new_tokens, queue, told,
                 choice.turns, _session_file(cache_dir, options), image_nbytes, image_files), grace)
             _drop_cached(lm)
-            if api_key is None and not alone:
-                say(f"whoever reaches {host} may use this server; --api-key asks for a key")
 
             def started() -> None:
                 shown, number = f"[{host}]" if ":" in host else host, socket.getsockname()[1]

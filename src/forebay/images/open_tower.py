@@ -74,4 +74,4 @@ def image_lines(
         tower = open_tower(read_config(checkpoint.folder), checkpoint, captured, options, kernels)
     except (OSError, ValueError, KeyError, TypeError, CheckpointError):  # of a model, or a folder, that has no tower
         return []
-    return [f"images      {tower.plan}"]
+    return [f"images      {tower.summary}"]

@@ -71,7 +71,12 @@ def make_app(
         Route("/v1/models", at.models), Route("/v1/models/{name:path}", at.model),
         Route("/health", at.health), Route("/metrics", at.metrics_text), Route("/state", at.state),
         Route("/", at.page)],
-        exception_handlers={Refusal: _refused, HTTPException: _no_route, Exception: _failed})
+        exception_handlers=HANDLERS)
+    return guarded(app, options, metrics)
+
+
+def guarded(app: ASGIApp, options: ServingOptions, metrics: Metrics) -> ASGIApp:
+    """An application that answers those alone who may ask."""
     return _Guard(app, options, metrics)
 
 
@@ -90,6 +95,9 @@ def _no_route(request: HttpRequest, error: Exception) -> Response:
 
 def _failed(request: HttpRequest, error: Exception) -> Response:
     return JSONResponse(Refusal(500, f"the server failed: {reason_of(error)}").body(), 500)
+
+
+HANDLERS: Any = {Refusal: _refused, HTTPException: _no_route, Exception: _failed}
 
 
 class _Guard:
@@ -143,7 +151,7 @@ class _Guard:
 
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-         "/tokenize", "/detokenize", "/v1/models", "/health", "/metrics",
+         "/tokenize", "/detokenize", "/v1/models", "/v1/embeddings", "/v1/rerank", "/rerank", "/health", "/metrics",
          "/state", "/")
 
 
@@ -151,6 +159,24 @@ def _host(value: bytes) -> str:
     """The host of a Host header, without its port."""
     text = value.decode("latin-1").lower()
     return text.partition("]")[0] + "]" if text.startswith("[") else text.partition(":")[0]
+
+
+async def read_body(request: HttpRequest, within_s: float) -> bytes:
+    """The JSON of a request's body, which arrives within so many seconds; Refusal (408, 413, 415) otherwise."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # others are sent by any page in a browser without asking
+        raise Refusal(415, "send the body as Content-Type: application/json")
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(within_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > MOST_BODY_NBYTES:
+                    raise Refusal(413, f"the body is longer than {MOST_BODY_NBYTES} bytes; send less")
+                parts.append(part)
+    except TimeoutError as error:
+        raise Refusal(408, f"the body did not arrive within {within_s:g} s") from error
+    return b"".join(parts)
 
 
 class _Endpoints:
@@ -226,20 +252,7 @@ class _Endpoints:
         return JSONResponse({"prompt": text, "content": text})
 
     async def _body(self, request: HttpRequest) -> bytes:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # others are sent by any page in a browser without asking
-            raise Refusal(415, "send the body as Content-Type: application/json")
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(self.options.body_s):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > MOST_BODY_NBYTES:
-                        raise Refusal(413, f"the body is longer than {MOST_BODY_NBYTES} bytes; send less")
-                    parts.append(part)
-        except TimeoutError as error:
-            raise Refusal(408, f"the body did not arrive within {self.options.body_s:g} s") from error
-        return b"".join(parts)
+        return await read_body(request, self.options.body_s)
 
     async def models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [

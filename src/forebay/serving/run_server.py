@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.terminal import reason_of, say
@@ -71,7 +72,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return found
 
 
-class _Uvicorn(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """Tells when it listens and when it is to stop."""
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], None], on_stop: Callable[[], None]) -> None:
@@ -92,7 +93,7 @@ class ServerRun:
 
     def __init__(self, service: Service, grace_s: float) -> None:
         self.service, self.metrics = service, Metrics()
-        self._uvicorn: _Uvicorn | None = None
+        self._uvicorn: UvicornServer | None = None
         self.batcher = Batcher(service.lm, service.prompt, service.new_tokens, frozenset(service.eos), service.queue,
                                self.metrics, on_broken=self.stop, turns=service.turns)
         self._grace_s = grace_s
@@ -105,14 +106,11 @@ class ServerRun:
                                   service.image_nbytes) if service.image_nbytes else None
             text = TextCodec(tokenizer, template, service.lm.captured.vocab_size, service.eos, images)
             app = make_app(self.batcher, text, self.service.options, self.metrics)
-            config = uvicorn.Config(
-                app, log_config=None, log_level="critical", lifespan="off", ws="none", loop="asyncio", backlog=BACKLOG,
-                http=connection_type(_connection_limits(self.service.options)), server_header=False,
-                proxy_headers=False, timeout_graceful_shutdown=max(1, int(self._grace_s)))
-            self._uvicorn = _Uvicorn(config, on_start, self.batcher.drain)
+            self._uvicorn = UvicornServer(server_config(app, service.options, self._grace_s), on_start,
+                                          self.batcher.drain)
             self._load_session()
             try:
-                with _signals(self.stop):
+                with signals_to(self.stop):
                     self.batcher.start()
                     at.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections have it from here
                     asyncio.run(self._uvicorn.serve([at]))
@@ -146,6 +144,14 @@ class ServerRun:
             self._uvicorn.should_exit = True
 
 
+def server_config(app: ASGIApp, options: ServingOptions, grace_s: float) -> uvicorn.Config:
+    """How uvicorn serves an application, whose requests it finishes within `grace_s` at the end."""
+    return uvicorn.Config(
+        app, log_config=None, log_level="critical", lifespan="off", ws="none", loop="asyncio", backlog=BACKLOG,
+        http=connection_type(_connection_limits(options)), server_header=False, proxy_headers=False,
+        timeout_graceful_shutdown=max(1, int(grace_s)))
+
+
 def _connection_limits(options: ServingOptions) -> ConnectionLimits:
     """The options' limits, with no more connections than the process may open files for."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -155,7 +161,7 @@ def _connection_limits(options: ServingOptions) -> ConnectionLimits:
 
 
 @contextlib.contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
+def signals_to(stop: Callable[[], None]) -> Iterator[None]:
     """Let SIGINT and SIGTERM stop the server, before uvicorn handles them and when it raises them once more."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,0 +1,42 @@
+"""`forebay serve` for models that make embeddings or score documents."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forebay.commands.terminal import say
+
+if TYPE_CHECKING:
+    from forebay.embedding.embedder import TextModel
+    from forebay.rewriter.ir.plan import Budget
+    from forebay.serving.app import ServingOptions
+
+
+def reads_texts(folder: Path) -> bool:
+    """Whether the model of a folder makes embeddings or scores, not text."""
+    from forebay.embedding.reranker import is_reranker
+    from forebay.embedding.sentence_files import is_embedder
+    from forebay.rewriter.checkpoints.records import CheckpointError
+
+    try:
+        return is_embedder(folder) or is_reranker(folder)
+    except CheckpointError:  # said by who opens it
+        return False
+
+
+def serve_texts(folder: Path, sizes: Budget, at: socket.socket, options: ServingOptions, grace_s: float) -> None:
+    """Serve the model of a folder at a bound socket, until a signal."""
+    from forebay.embedding.embedder import Embedder
+    from forebay.embedding.reranker import Reranker
+    from forebay.embedding.sentence_files import is_embedder
+    from forebay.serving.text_models import TextServerRun
+
+    model: TextModel = Embedder(folder, sizes) if is_embedder(folder) else Reranker(folder, sizes)
+    way = "/v1/embeddings" if isinstance(model, Embedder) else "/v1/rerank"
+    host, port = at.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    TextServerRun(model, options, grace_s).run(
+        at, lambda: say(f"serving {options.name} at http://{shown}:{port}{way}"))
+    say("stopped")

@@ -1,0 +1,266 @@
+"""A module of transformers whose layers are read from the model's files as they are called, within a budget.
+
+Memory holds the weights outside the layers, the layer that computes, activations, and as many other layers as there is
+room for where they are called again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.stored_tensors import spellings
+from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.plan import PlanError
+from forebay.runtime.run.arena import return_freed_memory
+
+WeightPlace = tuple[nn.Module, str]  # of a parameter or a persistent buffer
+
+
+@dataclass(frozen=True)
+class StreamedSizes:
+    """Memory of a streamed module.
+
+    Attributes:
+        nbytes: Of all of its weights.
+        kept_nbytes: Of those outside its layers, which stay while it runs.
+        layers: How many layers are read one at a time.
+        layer_nbytes: Of the largest of them.
+    """
+
+    nbytes: int
+    kept_nbytes: int
+    layers: int
+    layer_nbytes: int
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes of weights in memory at least."""
+        return self.kept_nbytes + self.layer_nbytes
+
+
+class StreamedModule:
+    """A module on the meta device, whose weights are read as it runs.
+
+    Args:
+        module: Its layers are the members of its outermost lists of modules.
+        records: Where its weights lie, by name; a tensor with several names may be there under any.
+        dtype: What floating weights are computed in.
+        what: What the module is, for messages.
+
+    Attributes:
+        sizes: Its memory.
+        peak_nbytes: Of weights and activations in the last run.
+    """
+
+    def __init__(
+        self, module: Any, records: Mapping[str, TensorRecord], dtype: torch.dtype, what: str = "the model"
+    ) -> None:
+        self.module, self.dtype, self.what, self.peak_nbytes = module, dtype, what, 0
+        self._tied: dict[int, list[WeightPlace]] = {}
+        self._record_of: dict[int, TensorRecord] = {}
+        for prefix, inner in module.named_modules():
+            for place in _places(inner, recurse=False):
+                key = id(_held(place))
+                self._tied.setdefault(key, []).append(place)
+                name = f"{prefix}.{place[1]}".removeprefix(".")
+                if name in records:
+                    self._record_of.setdefault(key, records[name])
+        self._key_of = {place: key for key, places in self._tied.items() for place in places}
+        layers = [layer for layers in _outermost_lists(module) for layer in layers]
+        self._layers = {id(layer): {self._key_of[place] for place in _places(layer)} for layer in layers}
+        shared = [key for keys in self._layers.values() for key in keys]
+        within = {key for key in shared if shared.count(key) == 1 and len(self._tied[key]) == 1}
+        self._layers = {layer: keys & within for layer, keys in self._layers.items()}
+        self._kept = self._tied.keys() - within
+        self._resident: dict[int, None] = {}  # layers that stay, in order
+        self._memory: _CountedMemory | None = None
+        self._most_resident = 0
+        self._running: int | None = None  # the layer that computes
+        for layer in layers:
+            layer.register_forward_pre_hook(self._load_layer)
+            layer.register_forward_hook(self._drop_layer)
+        sizes = [self._nbytes(keys) for keys in self._layers.values()]
+        kept = self._nbytes(self._kept)
+        self.sizes = StreamedSizes(sum(sizes) + kept, kept, len(sizes), max(sizes, default=0))
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of weights that the records lack, one of each."""
+        named = {place: f"{prefix}.{place[1]}".removeprefix(".") for prefix, inner in self.module.named_modules()
+                 for place in _places(inner, recurse=False)}
+        return [named[places[0]] for key, places in self._tied.items() if key not in self._record_of]
+
+    @contextmanager
+    def running(self, budget_nbytes: int, stay: bool = False) -> Iterator[None]:
+        """Let the module be called, within memory for weights and activations together.
+
+        Args:
+            budget_nbytes: That memory.
+            stay: Whether layers that have been read stay while there is room, for they are called again.
+
+        Raises:
+            PlanError: The budget has no room for the weights, or for the activations of what it computes.
+        """
+        if self.sizes.weight_nbytes > budget_nbytes:
+            raise PlanError(f"budget: {self.what} needs {format_nbytes(self.sizes.weight_nbytes)} for weights at a "
+                            f"time, and the budget is {format_nbytes(budget_nbytes)}; give more")
+        self._memory = _CountedMemory(budget_nbytes, self._make_room, self.what)
+        self._most_resident = len(self._layers) if stay else 0
+        try:
+            with torch.no_grad(), self._memory:
+                self._load(self._kept)
+                yield
+        finally:
+            self.peak_nbytes = self._memory.peak_nbytes
+            self._memory, self._resident = None, {}
+            self._drop(self._tied)
+            return_freed_memory()
+
+    def _nbytes(self, keys: Iterable[int]) -> int:
+        """In the dtype that is computed in."""
+        found = [_held(self._tied[key][0]) for key in keys]
+        return sum(each.numel() * (self.dtype.itemsize if each.is_floating_point() else each.element_size())
+                   for each in found)
+
+    def _load(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            tensor = read_tensor(self._record_of[key])
+            tensor = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            self._put(key, tensor)
+
+    def _drop(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            held = _held(self._tied[key][0])
+            if not held.is_meta:
+                self._put(key, torch.empty_like(held, device="meta"))
+
+    def _put(self, key: int, tensor: torch.Tensor) -> None:
+        owner, name = self._tied[key][0]
+        value = nn.Parameter(tensor, requires_grad=False) if name in owner._parameters else tensor
+        for owner, name in self._tied[key]:
+            if name in owner._parameters:
+                owner._parameters[name] = value  # type: ignore[assignment]
+            else:
+                owner._buffers[name] = value
+
+    def _load_layer(self, layer: nn.Module, args: Any) -> None:
+        self._running = id(layer)
+        if id(layer) not in self._resident:
+            self._load(self._layers[id(layer)])
+
+    def _drop_layer(self, layer: nn.Module, args: Any, out: Any) -> None:
+        key, self._running = id(layer), None
+        if key in self._resident:
+            return
+        assert self._memory is not None
+        fits = self._memory.nbytes + self.sizes.layer_nbytes <= self._memory.limit_nbytes  # with another layer
+        if fits and len(self._resident) < self._most_resident:
+            self._resident[key] = None
+        else:
+            self._drop(self._layers[key])
+
+    def _make_room(self) -> bool:
+        """Let a layer go that stays; whether there was one."""
+        key = next((each for each in reversed(self._resident) if each != self._running), None)
+        if key is None:
+            return False
+        del self._resident[key]
+        self._drop(self._layers[key])
+        self._most_resident = len(self._resident)  # from here on, else layers come and go
+        return True
+
+
+def stored_records(
+    module: nn.Module, checkpoint: Checkpoint, prefix: str, rename: Callable[[str], str], within: str = ""
+) -> dict[str, TensorRecord]:
+    """Find the weights of a module in a checkpoint.
+
+    Args:
+        module: The module.
+        checkpoint: The files.
+        prefix: The base model's, which names in the files may lack or have in addition.
+        rename: Gives the present name of an older one.
+        within: Name of the module within the model.
+
+    Returns:
+        The records by name within the module, of those that are there.
+
+    Raises:
+        CheckpointError: One of them has another shape, or cannot be computed with.
+    """
+    stored = {rename(name): record for name, record in checkpoint.tensors.items()} | dict(checkpoint.tensors)
+    found = {}
+    for owner, inner in module.named_modules():
+        for place in _places(inner, recurse=False):
+            name = f"{owner}.{place[1]}".removeprefix(".")
+            whole = f"{within}.{name}".removeprefix(".")
+            record = next((stored[each] for each in spellings(whole, prefix) if each in stored), None)
+            if record is None:
+                continue
+            if record.packed is not None or record.opaque or tuple(record.shape) != tuple(_held(place).shape):
+                raise CheckpointError(f"{record.path}: {record.name} is not what the model's {whole} is, "
+                                      f"{list(_held(place).shape)} of floating-point numbers")
+            found[name] = record
+    return found
+
+
+def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _outermost_lists(child)
+
+
+def _places(module: nn.Module, recurse: bool = True) -> list[WeightPlace]:
+    return [(owner, name) for owner in (module.modules() if recurse else (module,))
+            for held, hidden in ((owner._parameters, ()), (owner._buffers, owner._non_persistent_buffers_set))
+            for name, tensor in held.items() if tensor is not None and name not in hidden]
+
+
+def _held(place: WeightPlace) -> torch.Tensor:
+    owner, name = place
+    tensor = owner._parameters[name] if name in owner._parameters else owner._buffers[name]
+    assert tensor is not None
+    return tensor
+
+
+class _CountedMemory(TorchDispatchMode):
+    """Counts the bytes of tensors that operators make inside. Where they exceed `limit_nbytes` it asks for room, and
+    breaks off where there is none."""
+
+    def __init__(self, limit_nbytes: int, make_room: Callable[[], bool], what: str) -> None:
+        super().__init__()
+        self.limit_nbytes, self.nbytes, self.peak_nbytes, self.what = limit_nbytes, 0, 0, what
+        self._make_room = make_room
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor) and not each.is_meta:
+                storage = each.untyped_storage()
+                self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._count()
+        while self.nbytes > self.limit_nbytes and self._make_room():
+            self._count()
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        if self.nbytes > self.limit_nbytes:
+            raise PlanError(f"budget: these inputs need more than {format_nbytes(self.limit_nbytes)} while {self.what} "
+                            "computes them; give more, or fewer or smaller inputs at a time")
+        return out
+
+    def _count(self) -> None:
+        self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
+        self.nbytes = sum(size for _, size in self._held.values())
