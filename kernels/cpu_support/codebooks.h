@@ -6,16 +6,37 @@
 
 namespace forebay {
 
-enum Codebook : int32_t { WHOLE, E4M3, E2M1, NF4, FP4 };
+enum Codebook : int32_t { WHOLE, E4M3, E2M1, NF4, FP4, IQ1, IQ2, IQ3 };
 
-alignas(64) static const float SIXTEEN[3][16] = {
+alignas(64) static constexpr float SIXTEEN[6][16] = {
     {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6},
     {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
      -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
      0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f},
     {0.0f, 0.005208333333333333f, 0.6666666666666666f, 1.0f, 0.3333333333333333f, 0.5f, 0.16666666666666666f, 0.25f,
      -0.0f, -0.005208333333333333f, -0.6666666666666666f, -1.0f, -0.3333333333333333f, -0.5f, -0.16666666666666666f,
-     -0.25f}};
+     -0.25f},
+    {0.0625f, 0.1875f, 0.3125f, 0.4375f, 0.5625f, 0.6875f, 0.8125f, 0.9375f, -0.0625f, -0.1875f, -0.3125f, -0.4375f,
+     -0.5625f, -0.6875f, -0.8125f, -0.9375f},
+    {0.125f, 0.390625f, 0.671875f, 0, 0, 0, 0, 0, -0.125f, -0.390625f, -0.671875f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f},
+    {0.0625f, 0.1875f, 0.3125f, 0.4375f, 0.5625f, 0.6875f, 0.8125f, 0.96875f, -0.0625f, -0.1875f, -0.3125f, -0.4375f,
+     -0.5625f, -0.6875f, -0.8125f, -0.96875f}};
+
+// The same as whole numbers, each worth so much: exact but for nf4, whose numbers are off by 3e-5. Four products with x of
+// 15 bits and a sign fit 32 bits.
+static constexpr float WORTH[6] = {0.5f, 1.0f / 16383, 1.0f / 192, 1.0f / 16, 1.0f / 64, 1.0f / 64};
+struct WholeNumbers {
+  alignas(64) int16_t at[6][32] = {};  // all twice: the place in a table of 32 needs no mask
+  constexpr WholeNumbers() {
+    for (int book = 0; book < 6; ++book)
+      for (int i = 0; i < 32; ++i) {
+        const float v = SIXTEEN[book][i % 16] / WORTH[book];
+        at[book][i] = int16_t(v < 0 ? v - 0.5f : v + 0.5f);
+      }
+  }
+};
+static constexpr WholeNumbers WHOLE_NUMBERS;
+FB_INLINE bool in_bytes(int32_t codebook) { return codebook == E2M1 || codebook >= IQ1; }  // its whole numbers fit them
 
 // fp8 has the exponents of fp16 but for the bias, so a code moved into its place is the number over 2^8.
 constexpr float E4M3_UNIT = 256.0f;

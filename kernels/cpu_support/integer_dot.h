@@ -193,14 +193,27 @@ FB_INLINE __m256 load_scales(const uint8_t* at, int32_t dtype, int64_t g, int64_
   return load8(_mm_shuffle_epi8(last, _mm_loadu_si128(reinterpret_cast<const __m128i*>(shift + 2 * missing))), dtype);
 }
 
-// The dot products of SUB elements (of 16: of two groups): Codes holds those of one weight row unpacked, `dot` meets them with a row of x.
-template <int BITS, int BYTES, int SUB> struct Codes;
+// The whole numbers of a codebook that fit bytes (codebooks.h).
+FB_INLINE __m128i byte_table(int32_t codebook) {
+  const __m256i words = _mm256_load_si256(reinterpret_cast<const __m256i*>(WHOLE_NUMBERS.at[codebook - E2M1]));
+  return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
 
-template <int SUB> struct Codes<4, 2, SUB> {
+// The dot products of SUB elements (of 16: of two groups): Codes holds those of one weight row unpacked, `dot` meets them
+// with a row of x. With a BOOK codes are places in a table of whole numbers.
+template <int BITS, int BYTES, int SUB, bool BOOK> struct Codes;
+
+template <int SUB, bool BOOK> struct Codes<4, 2, SUB, BOOK> {
   __m256i w[SUB / 16];
-  FB_METHOD explicit Codes(const uint8_t* p) {
+  FB_METHOD Codes(const uint8_t* p, __m128i table) {
     const __m256i nibble = _mm256_set1_epi16(15);
     FB_UNROLL for (int i = 0; i < SUB / 32; ++i) {
+      if (BOOK) {
+        const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * i)), low = _mm_set1_epi8(15);
+        w[2 * i] = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(table, _mm_and_si128(both, low)));
+        w[2 * i + 1] = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(both, 4), low)));
+        continue;
+      }
       const __m256i b = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * i)));
       w[2 * i] = _mm256_and_si256(b, nibble);
       w[2 * i + 1] = _mm256_srli_epi16(b, 4);
@@ -215,9 +228,9 @@ template <int SUB> struct Codes<4, 2, SUB> {
   }
 };
 
-template <int SUB> struct Codes<8, 2, SUB> {
+template <int SUB> struct Codes<8, 2, SUB, false> {
   __m256i w[SUB / 16];
-  FB_METHOD explicit Codes(const uint8_t* p) {
+  FB_METHOD Codes(const uint8_t* p, __m128i) {
     FB_UNROLL for (int i = 0; i < SUB / 16; ++i)
       w[i] = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * i)));
   }
@@ -230,10 +243,10 @@ template <int SUB> struct Codes<8, 2, SUB> {
   }
 };
 
-template <> struct Codes<4, 2, 16> : Codes<4, 2, 32> { using Codes<4, 2, 32>::Codes; };
+template <bool BOOK> struct Codes<4, 2, 16, BOOK> : Codes<4, 2, 32, BOOK> { using Codes<4, 2, 32, BOOK>::Codes; };
 
-template <> struct Codes<8, 2, 16> : Codes<8, 2, 32> {
-  FB_METHOD explicit Codes(const uint8_t* p) : Codes<8, 2, 32>(p) {
+template <> struct Codes<8, 2, 16, false> : Codes<8, 2, 32, false> {
+  FB_METHOD Codes(const uint8_t* p, __m128i table) : Codes<8, 2, 32, false>(p, table) {
     const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)),
                   b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));
     w[0] = _mm256_cvtepu8_epi16(_mm_unpacklo_epi64(a, b));
@@ -241,9 +254,9 @@ template <> struct Codes<8, 2, 16> : Codes<8, 2, 32> {
   }
 };
 
-template <int SUB> struct Codes<4, 1, SUB> {
+template <int SUB> struct Codes<4, 1, SUB, false> {
   __m256i w[SUB / 32];
-  FB_METHOD explicit Codes(const uint8_t* p) {
+  FB_METHOD Codes(const uint8_t* p, __m128i) {
     const __m256i nibble = _mm256_set1_epi8(15), shift = _mm256_setr_epi64x(0, 0, 4, 4);
     FB_UNROLL for (int i = 0; i < SUB / 32; ++i) {
       const __m256i b = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * i)));
@@ -259,26 +272,38 @@ template <int SUB> struct Codes<4, 1, SUB> {
   }
 };
 
+// 8 scales of a row with a codebook, from group g on, in whole numbers of it.
+FB_INLINE __m256 eight_coded_scales(const uint8_t* at, const GroupFormat& f, int64_t g) {
+  __m256 s = load_scales(at, f.scale_dtype, g, f.count);
+  if (!f.symmetric) {  // upper halves are bf16, and lower ones lie where lows do: read as bf16 they are 16 bits too high
+    const __m256 lower = load_scales(at + f.scales_nbytes(), BF16, g, f.count);
+    s = _mm256_or_ps(s, _mm256_castsi256_ps(_mm256_srli_epi32(_mm256_castps_si256(lower), 16)));
+  }
+  return _mm256_mul_ps(s, _mm256_set1_ps(WORTH[f.codebook - E2M1]));
+}
+
 // c[m, n] += the product of a block of MB rows of x with NB packed rows, groups [g0, g1): at most STEP, from a multiple
 // of 8 on. Beside each unit as many bytes further on are called in, if the rows are read for the `first` time.
-template <int BITS, int BYTES, int SUB, int MB, int NB, int STEP>
+template <int BITS, int BYTES, int SUB, int MB, int NB, int STEP, bool BOOK>
 FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float* x_sum, int64_t g8,
                              const uint8_t* rows, int64_t stride, const GroupFormat& f, int64_t g0, int64_t g1,
                              bool first, float* c, int64_t cs) {
   alignas(32) float scales[NB][MB][STEP];
   __m256 acc[NB][MB];
+  const __m128i table = BOOK ? byte_table(f.codebook) : _mm_setzero_si128();
   FB_UNROLL for (int n = 0; n < NB; ++n)
     FB_UNROLL for (int i = 0; i < MB; ++i) acc[n][i] = _mm256_setzero_ps();
   FB_UNROLL for (int n = 0; n < NB; ++n) {
     const uint8_t* at = rows + n * stride + f.codes_nbytes();
     for (int64_t g = g0; g < g1; g += 8) {
-      const __m256 s = load_scales(at, f.scale_dtype, g, f.count),
-                   l = f.symmetric ? _mm256_mul_ps(s, _mm256_set1_ps(symmetric_low(BITS)))
-                                   : load_scales(at + f.scales_nbytes(), f.scale_dtype, g, f.count);
-      FB_UNROLL for (int i = 0; i < MB; ++i) {
+      const __m256 s = BOOK ? eight_coded_scales(at, f, g) : load_scales(at, f.scale_dtype, g, f.count);
+      FB_UNROLL for (int i = 0; i < MB; ++i)
         _mm256_store_ps(scales[n][i] + (g - g0), _mm256_mul_ps(s, _mm256_loadu_ps(x_scale + i * g8 + g)));
+      if (BOOK) continue;
+      const __m256 l = f.symmetric ? _mm256_mul_ps(s, _mm256_set1_ps(symmetric_low(BITS)))
+                                   : load_scales(at + f.scales_nbytes(), f.scale_dtype, g, f.count);
+      FB_UNROLL for (int i = 0; i < MB; ++i)
         acc[n][i] = _mm256_fmadd_ps(l, _mm256_loadu_ps(x_sum + i * g8 + g), acc[n][i]);
-      }
     }
   }
   constexpr int UNIT = unit_of(SUB);
@@ -290,7 +315,7 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
   for (int64_t u = units.begin; u < units.end; ++u, values += MB * UNIT * BYTES, codes_at += UNIT * BITS / 8) {
     if (first) call_ahead(rows + u * NB * units.nbytes, UNIT_NBYTES);
     FB_UNROLL for (int n = 0; n < NB; ++n) {
-      const Codes<BITS, BYTES, SUB> codes(codes_at + n * stride);
+      const Codes<BITS, BYTES, SUB, BOOK> codes(codes_at + n * stride, table);
       FB_UNROLL for (int i = 0; i < MB; ++i) {
         const __m256 sum = _mm256_cvtepi32_ps(codes.dot(values + i * UNIT * BYTES));
         __m256 scale;
@@ -316,7 +341,7 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
 }
 #endif
 
-template <int BITS, int BYTES, int SUB, int MB, int NB>
+template <int BITS, int BYTES, int SUB, int MB, int NB, bool BOOK>
 static void integer_rows(const IntegerRows& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
                          const GroupFormat& f, float* c, int64_t cs) {
   constexpr int STEP = 128 / MB;  // 16 KiB of x in 16-bit groups of 64
@@ -329,25 +354,25 @@ static void integer_rows(const IntegerRows& x, int64_t m, const uint8_t* rows, i
     const int64_t g1 = std::min<int64_t>(f.count, g0 + STEP);
     int64_t j = 0;
     for (; j + NB <= n; j += NB)
-      integer_block<BITS, BYTES, SUB, MB, NB, STEP>(values, scale, sum, x.g8, rows + j * stride, stride, f, g0, g1,
+      integer_block<BITS, BYTES, SUB, MB, NB, STEP, BOOK>(values, scale, sum, x.g8, rows + j * stride, stride, f, g0, g1,
                                                     first, c + j, cs);
     for (; j < n; ++j)
-      integer_block<BITS, BYTES, SUB, MB, 1, STEP>(values, scale, sum, x.g8, rows + j * stride, stride, f, g0, g1,
+      integer_block<BITS, BYTES, SUB, MB, 1, STEP, BOOK>(values, scale, sum, x.g8, rows + j * stride, stride, f, g0, g1,
                                                    first, c + j, cs);
   }
 }
 
 // c[m, n] += x[0, m) times n packed rows, transposed.
-template <int BITS, int BYTES, int SUB>
+template <int BITS, int BYTES, int SUB, bool BOOK = false>
 static void integer_product(const IntegerRows& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
                             const GroupFormat& f, float* c, int64_t cs) {
   for (int64_t i = 0; i < m;) {
     const int64_t block = block_of<MOST_TOGETHER>(i, m).rows;
     switch (block) {
-      case 8: integer_rows<BITS, BYTES, SUB, 8, 1>(x, i, rows, stride, n, f, c, cs); break;
-      case 4: integer_rows<BITS, BYTES, SUB, 4, 2>(x, i, rows, stride, n, f, c, cs); break;
-      case 2: integer_rows<BITS, BYTES, SUB, 2, 2>(x, i, rows, stride, n, f, c, cs); break;
-      default: integer_rows<BITS, BYTES, SUB, 1, 4>(x, i, rows, stride, n, f, c, cs);
+      case 8: integer_rows<BITS, BYTES, SUB, 8, 1, BOOK>(x, i, rows, stride, n, f, c, cs); break;
+      case 4: integer_rows<BITS, BYTES, SUB, 4, 2, BOOK>(x, i, rows, stride, n, f, c, cs); break;
+      case 2: integer_rows<BITS, BYTES, SUB, 2, 2, BOOK>(x, i, rows, stride, n, f, c, cs); break;
+      default: integer_rows<BITS, BYTES, SUB, 1, 4, BOOK>(x, i, rows, stride, n, f, c, cs);
     }
     i += block;
   }

@@ -141,7 +141,7 @@ FB_INLINE Sums products_of(const Codes<4, 1>& codes, const uint8_t* x, Sums sums
 }
 
 // As for AVX2: c[m, n] += the product of a block of MB rows of x with NB packed rows, groups [g0, g1).
-template <int BITS, int BYTES, int SUB, int MB, int NB, int STEP>
+template <int BITS, int BYTES, int SUB, int MB, int NB, int STEP, bool BOOK>
 FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float* x_sum, int64_t g8,
                              const uint8_t* rows, int64_t stride, const GroupFormat& f, int64_t g0, int64_t g1,
                              bool first, float* c, int64_t cs) {

@@ -4,6 +4,9 @@
     e2m1    fp4 of MXFP4 and NVFP4
     nf4     quantiles of normal values in [-1, 1] (QLoRA, appendix E)
     fp4     bitsandbytes' fp4: its numbers over the largest
+    iq1     odd numbers up to 15 over 16, which GGUF's IQ1 and IQ3_S have, and both signs
+    iq2     the magnitudes of GGUF's IQ2 over 64, of which there are three, and both signs
+    iq3     those of its IQ3_XXS
 
 Sources: OCP 8-bit Floating Point (OFP8) v1.0; OCP Microscaling Formats (MX) v1.0, 5.3.3; bitsandbytes' `functional.py`.
 """
@@ -22,7 +25,19 @@ NF4 = (
 )  # fmt: skip
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4 = (0.0, 0.005208333333333333, 0.6666666666666666, 1.0, 0.3333333333333333, 0.5, 0.16666666666666666, 0.25)
-FOURS = {"e2m1": (*_E2M1, *(-v for v in _E2M1)), "nf4": NF4, "fp4": (*_FP4, *(-v for v in _FP4))}
+_IQ1 = tuple(v / 16 for v in range(1, 16, 2))
+_IQ2 = (*(v / 64 for v in (8, 25, 43)), 0.0, 0.0, 0.0, 0.0, 0.0)
+_IQ3 = tuple(v / 64 for v in (4, 12, 20, 28, 36, 44, 52, 62))
+
+
+def _both_signs(half: tuple[float, ...]) -> tuple[float, ...]:
+    return *half, *(-v for v in half)
+
+
+FOURS = {"e2m1": _both_signs(_E2M1), "nf4": NF4, "fp4": _both_signs(_FP4), "iq1": _both_signs(_IQ1),
+         "iq2": _both_signs(_IQ2), "iq3": _both_signs(_IQ3)}
+GRIDS = ("iq1", "iq2", "iq3")  # whose codes were chosen for several values at a time
+IN_BYTES = ("e2m1", *GRIDS)  # whose numbers are multiples, of at most 127, of one of them
 # By their numbers in the C++ and Triton kernels; 0: codes are whole numbers.
 CODEBOOKS = ("", "e4m3", *FOURS)
 

@@ -6,6 +6,7 @@
 | w4gN, w8gN; w8 is w8g128 | weights [N, K] | 4 or 8 bits | N along K, N even | padded to 16 bytes |
 | w4gNs, w8gNs: symmetric | the same, 0 the middle code | 4 or 8 bits | the same, no lows | padded to 16 bytes |
 | fp8, mxfp4, nvfp4, nf4, fp4, fp8gN ... | weights, by codebook | 8, 4 bits | 128, 32, 16, 64, 64; N | the same |
+| iq1, iq2, iq3, iq1g16 ...: symmetric | weights of GGUF files, by codebook | 4 bits | 32; N | the same, no lows |
 | kv8, kv4 | caches, rotated rows of one position and head | 8 or 4 bits | by the size of the head | to 4 bytes |
 | act8 | hidden states kept in place of K and V | 8 bits | 64 | padded to 16 bytes |
 """
@@ -92,6 +93,9 @@ WEIGHT_FORMATS = {
         Format("nvfp4", 4, 16, codebook="e2m1"),
         Format("nf4", 4, 64, codebook="nf4"),
         Format("fp4", 4, 64, codebook="fp4"),
+        Format("iq1", 4, 32, True, "iq1"),
+        Format("iq2", 4, 32, True, "iq2"),
+        Format("iq3", 4, 32, True, "iq3"),
     )
 }
 CACHE_FORMATS: dict[str, Format] = {f.name: f for f in (NATIVE, _rotated(8, 0.006), _rotated(4, 0.08))}
@@ -124,12 +128,14 @@ def weight_format(name: str) -> Format:
     found = WEIGHT_FORMATS.get(name)
     if found is not None:
         return found
-    parts = re.fullmatch(r"(w4|w8|fp8|nf4|fp4)g([1-9]\d{0,5})(s?)", name)
+    parts = re.fullmatch(r"(w4|w8|fp8|nf4|fp4|iq[123])g([1-9]\d{0,5})(s?)", name)
     if parts is None or int(parts[2]) % 2 or (parts[3] and parts[1][0] != "w"):
         raise ValueError(f"no weight format {name!r}; there are {', '.join(WEIGHT_FORMATS)} and, for groups of 16 "
                          "or of other multiples of 32, names like w8g32, or symmetric w8g32s")
     like = WEIGHT_FORMATS.get(parts[1])
-    return Format(name, int(parts[1][-1]), int(parts[2]), bool(parts[3]), "" if like is None else like.codebook)
+    if like is not None and like.codebook:
+        return Format(name, like.bits, int(parts[2]), like.symmetric, like.codebook)
+    return Format(name, int(parts[1][-1]), int(parts[2]), bool(parts[3]))
 
 
 def weight_name(bits: int, group_size: int, symmetric: bool = False, codebook: str = "") -> str:
@@ -149,7 +155,7 @@ def symmetric_name(name: str) -> str:
 
 def packed_format(weight: str) -> Format | None:
     """The format of packed rows that a product's weight is named by ("w4g64"); None where it is named by its dtype."""
-    return weight_format(weight) if re.match(r"(w|mxfp|nvfp|nf|fp)\d", weight) else None
+    return weight_format(weight) if re.match(r"(w|mxfp|nvfp|nf|fp|iq)\d", weight) else None
 
 
 def cache_format(name: str) -> Format:

@@ -8,8 +8,10 @@ import triton.language as tl
 from forebay.kernels.formats.codebooks import CODEBOOKS, FOURS
 
 E4M3, E2M1 = tl.constexpr(CODEBOOKS.index("e4m3")), tl.constexpr(CODEBOOKS.index("e2m1"))
-NF4 = tl.constexpr(CODEBOOKS.index("nf4"))
+NF4, FP4 = tl.constexpr(CODEBOOKS.index("nf4")), tl.constexpr(CODEBOOKS.index("fp4"))
+IQ1, IQ2 = tl.constexpr(CODEBOOKS.index("iq1")), tl.constexpr(CODEBOOKS.index("iq2"))
 _NF4, _FP4 = tl.constexpr(FOURS["nf4"]), tl.constexpr(FOURS["fp4"][:8])
+_IQ1, _IQ2, _IQ3 = tl.constexpr(FOURS["iq1"][:8]), tl.constexpr(FOURS["iq2"][:8]), tl.constexpr(FOURS["iq3"][:8])
 
 
 @triton.jit
@@ -24,7 +26,9 @@ def number_of(code, CODEBOOK: tl.constexpr):
         small = magnitude.to(tl.float32) * 2.0 ** (1 - BIAS - MANTISSA)
         value = tl.where(magnitude < (1 << MANTISSA), small, normal)
         return tl.where((code >> SIGN) != 0, -value, value)
-    VALUES: tl.constexpr = _NF4 if CODEBOOK == NF4 else _FP4
+    GRID: tl.constexpr = _IQ1 if CODEBOOK == IQ1 else _IQ2 if CODEBOOK == IQ2 else _IQ3
+    SIGNED: tl.constexpr = _FP4 if CODEBOOK == FP4 else GRID
+    VALUES: tl.constexpr = _NF4 if CODEBOOK == NF4 else SIGNED
     place = code if CODEBOOK == NF4 else code & 7
     value = tl.zeros(code.shape, tl.float32)
     for i in tl.static_range(16 if CODEBOOK == NF4 else 8):

@@ -8,6 +8,7 @@ codes.
     IQ4_NL, MXFP4                   32 values: table[q] d; d of MXFP4 is a power of two, its codes are kept (e2m1)
     Q2_K, Q3_K, Q6_K                256 values, 16 share factors s and n: q s d - n m, (q - 4) s d, (q - 32) s d
     Q4_K, Q5_K, IQ4_XS              256 values, 32 share factors s and n: q s d - n m, the same, table[q] s d
+    IQ1, IQ2, IQ3                   256 values by grids: `gguf_grids`
 
 Codes are exact. So are scales and lows of the first two lines, MXFP4's in bf16, the others' in fp16. The products s d
 and n m have up to 18 significant bits and are rounded to fp16's 11, by 2^-11 of themselves at most: up to 2^-7 of a
@@ -25,6 +26,7 @@ import torch
 from forebay.kernels.formats import packing
 from forebay.kernels.formats.codebooks import largest
 from forebay.kernels.formats.table import weight_name
+from forebay.rewriter.checkpoints import gguf_grids
 
 Bytes = np.ndarray  # uint8 [blocks, bytes of a block]
 # codes uint8 [blocks, values], scales and lows float32 [blocks, groups], or the code that stands for 0 in all groups
@@ -65,7 +67,8 @@ def representable(rows: np.ndarray, kind: BlockKind) -> bool:
     _, *parts = _parts(rows, kind)
     most = FP16_MOST if kind.scale_dtype == torch.float16 else float(torch.finfo(kind.scale_dtype).max)
     if kind.symmetric:
-        most /= largest(kind.codebook) if kind.codebook else 1 << (kind.bits - 1)  # the least value is finite, too
+        # the least value is finite, too
+        most /= max(1.0, largest(kind.codebook)) if kind.codebook else 1 << (kind.bits - 1)
     return all(bool(np.all(np.abs(part) <= most)) for part in parts)  # NaN is not
 
 
@@ -190,4 +193,11 @@ BLOCK_KINDS = {
     "Q4_K": BlockKind(256, 144, 4, 32, _q4_k),
     "Q5_K": BlockKind(256, 176, 8, 32, _q5_k),
     "Q6_K": BlockKind(256, 210, 8, 16, _q6_k, symmetric=True),
+    "IQ1_S": BlockKind(256, 50, 4, 32, gguf_grids.iq1_s, symmetric=True, codebook="iq1"),
+    "IQ1_M": BlockKind(256, 56, 4, 16, gguf_grids.iq1_m, symmetric=True, codebook="iq1"),
+    "IQ2_XXS": BlockKind(256, 66, 4, 32, gguf_grids.iq2_xxs, symmetric=True, codebook="iq2"),
+    "IQ2_XS": BlockKind(256, 74, 4, 16, gguf_grids.iq2_xs, symmetric=True, codebook="iq2"),
+    "IQ2_S": BlockKind(256, 82, 4, 16, gguf_grids.iq2_s, symmetric=True, codebook="iq2"),
+    "IQ3_XXS": BlockKind(256, 98, 4, 32, gguf_grids.iq3_xxs, symmetric=True, codebook="iq3"),
+    "IQ3_S": BlockKind(256, 110, 4, 32, gguf_grids.iq3_s, symmetric=True, codebook="iq1"),
 }

@@ -107,6 +107,7 @@ def take_over(kind: str) -> None:
     def load_library(library: Library) -> ctypes.CDLL:
         found = load(library)
         found.forebay_integer_dot = lambda: emulator.answer("integer_dot")
+        found.forebay_integer_codebooks = lambda: emulator.answer("integer_codebooks")
         return found
 
     native.load_library = load_library

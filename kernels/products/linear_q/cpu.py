@@ -12,7 +12,7 @@ from torch import Tensor
 from forebay.kernels.cpu_support import native
 from forebay.kernels.cpu_support.matrices import as_matrix
 from forebay.kernels.formats import packing
-from forebay.kernels.formats.codebooks import CODEBOOKS
+from forebay.kernels.formats.codebooks import CODEBOOKS, IN_BYTES
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.products.linear.cpu import SCRATCH_NBYTES, median_s
 from forebay.kernels.products.linear.reference import ACTIVATIONS, PLAIN, After, finish_
@@ -35,7 +35,8 @@ class QuantizedLinearArgs(ctypes.Structure):
 NAMES = ("int16", "bf16", "int8", "flat", "upcast")
 # fp32 numbers that the torch code holds for each element of a weight being unpacked, and of a result being finished.
 UNPACKED_FLOATS, RESULT_FLOATS = 6, 4
-CODED_ROWS = 4  # rows of x that meet codes of a codebook in registers
+CODED_ROWS = 4  # rows of x that meet codes of a codebook in registers, as floats
+CODED_INTEGER_ROWS = 5  # the same as integers; more are floats with int16, too
 FEW_ROWS = 6  # rows of x up to which bf16 is int16
 INTEGER_NBYTES = {"int16": 2, "bf16": 2, "int8": 1, "flat": 0}
 # What the library answers where it has the kernels for AVX-512 and VNNI, for bf16 instructions too; 1 for AVX2 or ARM.
@@ -74,6 +75,9 @@ def scratch_nbytes(
 
 
 def _scratch_floats(impl: str, dtype: torch.dtype, m: int, k: int, group_size: int, codebook: str) -> int:
+    if codebook and impl != "flat":
+        return max(_scratch_floats(impl, dtype, m, k, group_size, ""), _scratch_floats(
+            "flat", dtype, m, k, group_size, codebook)) + group_size
     if impl == "flat":
         arranged = CODED_ROWS * packing.group_count(k, group_size) * group_size if codebook else 0
         per_row, rest = 0 if dtype == torch.float32 else k, arranged
@@ -169,12 +173,15 @@ def takes_int8(bits: int, group_size: int) -> bool:
 
 
 def implementations(bits: int, codebook: str = "") -> tuple[str, ...]:
-    """Names that work here for codes of `bits`; the first use compiles the C++ kernels. Numbers of a codebook are
-    multiplied as floats."""
+    """Names that work here for codes of `bits`; the first use compiles the C++ kernels. Few rows of x meet numbers of
+    some codebooks as integers."""
     library = native.load()
     if library is None:
         return ("upcast",)
-    integer = 0 if codebook else library.forebay_integer_dot()
+    if codebook:
+        needed = 3 if codebook == "e4m3" else 1 if codebook in IN_BYTES else 2
+        return ("int16", "flat", "upcast") if library.forebay_integer_codebooks() >= needed else ("flat", "upcast")
+    integer = library.forebay_integer_dot()
     names = ("int16",) if integer else ()
     if integer >= VNNI or (integer and bits == 4):
         names = (*names, "int8")
@@ -189,9 +196,11 @@ def default_choice(bits: int, m: int, group_size: int, codebook: str = "") -> st
     int16 for few rows where there is AVX2, flat for many: on one core of Zen 3 int16 makes 60 to 70 GFLOP/s in groups
     of 32 and 80 to 90 in groups of 64, whatever the rows; flat 75 with 32 rows, 83 with 64 and 90 with 256. With VNNI
     int16 for any: on one core of Zen 4 150 to 190 GFLOP/s at 64 rows, flat 70. On ARM, where nothing was timed, as with
-    AVX2. Without a compiler upcast.
+    AVX2. Many rows of x meet a codebook as floats. Without a compiler upcast.
     """
     names = implementations(bits, codebook)
+    if codebook and m > CODED_INTEGER_ROWS:
+        return names[-2:][0]
     library = native.load()
     many = m >= (MANY_ROWS if group_size < 64 else 2 * MANY_ROWS)
     slower = library is not None and library.forebay_integer_dot() < VNNI

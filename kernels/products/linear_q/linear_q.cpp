@@ -93,6 +93,19 @@ void upcast_row(const QuantizedLinearArgs& a, int64_t m, float* to) {
 }
 
 constexpr int64_t INT16_ROWS = 6;  // rows of x up to which integers are faster than bf16
+constexpr int64_t CODED_INTEGER_ROWS = 5;  // rows of x up to which integers meet codes of a codebook
+
+// Whether codes of a codebook are multiplied as integers here: in groups of a power of two as 16 bits with AVX-512 and
+// VNNI, else as bytes, which hold some books alone.
+bool codes_are_integers(int32_t codebook, int64_t group) {
+#if FB_VNNI
+  return codebook >= E2M1 && ((group & (group - 1)) == 0 || in_bytes(codebook));
+#elif FB_AVX2_DOT
+  return in_bytes(codebook);
+#else
+  return false;
+#endif
+}
 
 // How a block's rows of x are held: as fp32, as bf16, or as integers for the kernels of one of two kinds of processor.
 enum class Route { FLOAT, BF16, INTEGER, VNNI };
@@ -117,6 +130,8 @@ struct Work {
 };
 
 Route route_of(const QuantizedLinearArgs& a) {
+  if (a.codebook && (!a.integer_nbytes || a.m > CODED_INTEGER_ROWS || !codes_are_integers(a.codebook, a.group)))
+    return Route::FLOAT;
 #if FB_BF16_UNPACKED
   if (a.bf16_panels && a.m > INT16_ROWS) return Route::BF16;
 #endif
@@ -132,6 +147,15 @@ template <int BITS, int NBYTES>
 void vnni_product(const QuantizedLinearArgs& a, const Work& work, int64_t m, int64_t n0, int64_t n, float* c,
                   int64_t cs) {
   const uint8_t* rows = a.rows + n0 * a.rows_stride;
+  if constexpr (BITS == 4 && NBYTES == 2) {
+    if (a.codebook) {
+      const auto coded = a.group == 16   ? vnni::dot_product<4, 2, 16, true>
+                         : a.group == 32 ? vnni::dot_product<4, 2, 32, true>
+                                         : vnni::dot_product<4, 2, 64, true>;
+      coded(work.wide, m, rows, a.rows_stride, n, work.f, c, cs);
+      return;
+    }
+  }
   const auto product = work.panels     ? a.symmetric ? vnni::panel_product<BITS, NBYTES, false>
                                                      : vnni::panel_product<BITS, NBYTES, true>
                        : a.group == 16 ? vnni::dot_product<BITS, NBYTES, 16>
@@ -156,6 +180,15 @@ void integer_rows_product(const QuantizedLinearArgs& a, const Work& work, int64_
 #define FB_PRODUCT(BITS, BYTES, SUB) \
   integer_product<BITS, BYTES, SUB>(work.integers, m, rows, a.rows_stride, n, work.f, c, n)
   const bool whole = a.group % 64 == 0;
+#if FB_AVX2_DOT
+  if (a.codebook) {
+    const auto coded = a.group == 16 ? integer_product<4, 2, 16, true>
+                       : whole       ? integer_product<4, 2, 64, true>
+                                     : integer_product<4, 2, 32, true>;
+    coded(work.integers, m, rows, a.rows_stride, n, work.f, c, n);
+    return;
+  }
+#endif
   if (a.integer_nbytes == 2 && a.group == 16) a.bits == 4 ? FB_PRODUCT(4, 2, 16) : FB_PRODUCT(8, 2, 16);
   else if (a.integer_nbytes == 2 && a.bits == 4) whole ? FB_PRODUCT(4, 2, 64) : FB_PRODUCT(4, 2, 32);
   else if (a.integer_nbytes == 2) whole ? FB_PRODUCT(8, 2, 64) : FB_PRODUCT(8, 2, 32);
@@ -314,9 +347,9 @@ int64_t scratch_floats_for(const QuantizedLinearArgs& a, int64_t rows) {
 #if FB_BF16_UNPACKED
   if (route_of(a) == Route::BF16) return rows * bf16_nbytes(a) / 4;
 #endif
-  if (arranges(a, rows)) return rows * round_up(a.k, a.group);
-  if (!a.integer_nbytes) return a.x_dtype == F32 ? 0 : rows * a.k;
-  return rows * (2 * row_groups(a) + row_nbytes(a) / 4) + a.k;
+  if (route_of(a) == Route::FLOAT && arranges(a, rows)) return rows * round_up(a.k, a.group);
+  if (route_of(a) == Route::FLOAT) return a.x_dtype == F32 ? 0 : rows * a.k;
+  return rows * (2 * row_groups(a) + row_nbytes(a) / 4) + (a.codebook ? round_up(a.k, a.group) : a.k);
 }
 
 void run(const QuantizedLinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
@@ -332,7 +365,7 @@ void run(const QuantizedLinearArgs& a, float* scratch, int64_t scratch_floats, i
     if (route == Route::BF16) { run_bf16(a, work, m0, m1, scratch, threads); continue; }
 #endif
 #if FB_INTEGER_DOT
-    if (a.integer_nbytes) { run_integer(a, work, m0, m1, scratch, threads); continue; }
+    if (route != Route::FLOAT) { run_integer(a, work, m0, m1, scratch, threads); continue; }
 #endif
     run_float(a, work, m0, m1, scratch, threads);
   }
@@ -353,6 +386,10 @@ extern "C" int forebay_integer_dot() {
 #endif
 }
 
+// 1 where there is a route by integers for codebooks whose numbers fit bytes, 2 for all of 16 numbers. Groups that it does
+// not take are multiplied as floats.
+extern "C" int forebay_integer_codebooks() { return codes_are_integers(NF4, 64) ? 2 : codes_are_integers(E2M1, 64); }
+
 // Needs a group of 16 (then K a multiple of 32, and x as integers of 16 bits or as fp32), or a multiple of 32 up to 512,
 // and scratch for one row of x. Writes out[m, n] only.
 extern "C" int forebay_linear_q(const QuantizedLinearArgs* a, float* scratch, int64_t scratch_floats,
@@ -360,7 +397,8 @@ extern "C" int forebay_linear_q(const QuantizedLinearArgs* a, float* scratch, in
   if (a->m == 0 || a->n == 0) return 0;
   const bool pairs = a->group == 16 && a->k % 32 == 0 && a->integer_nbytes != 1;
   if ((a->group % 32 && !pairs) || a->group > UNPACK_K || scratch_floats_for(*a, 1) > scratch_floats) return 1;
-  if (a->integer_nbytes && (a->codebook || !forebay_integer_dot())) return 1;
+  if (a->integer_nbytes && !forebay_integer_dot()) return 1;
+  if (a->codebook && a->integer_nbytes && (a->integer_nbytes != 2 || !codes_are_integers(a->codebook, 64))) return 1;
   if (a->codebook && a->bf16_panels) return 1;
   if (a->bf16_panels && (forebay_integer_dot() < 3 || a->x_dtype == F16)) return 1;
   if (a->integer_nbytes == 1 && a->bits == 8 && route_of(*a) == Route::INTEGER) return 1;

@@ -82,7 +82,7 @@ def test_bits_of_an_element() -> None:
     assert bits == {"native": 16.0, "kv8": 8.5, "kv4": 5.0}
     weights = {name: 8 * f.row_nbytes(4096, 2) / 4096 for name, f in WEIGHT_FORMATS.items()}
     assert weights == {"native": 16.0, "w4g32": 5.0, "w4g64": 4.5, "w4g128": 4.25, "w8": 8.25, "fp8": 8.25,
-                       "mxfp4": 4.5, "nvfp4": 6.0, "nf4": 4.5, "fp4": 4.5}
+                       "mxfp4": 4.5, "nvfp4": 6.0, "nf4": 4.5, "fp4": 4.5, "iq1": 4.5, "iq2": 4.5, "iq3": 4.5}
     assert ACT8.row_nbytes(4096, 2) == 4352
 
 

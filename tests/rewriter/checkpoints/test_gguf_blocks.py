@@ -14,7 +14,8 @@ from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS, BlockKind, rep
 # Bytes at which a block's fp16 factors stand, and the kinds whose scales are products that fp16 rounds.
 FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,),
            "Q6_K": (208,), "MXFP4": ()}
-ROUNDED = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+GRIDS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+ROUNDED = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", *GRIDS)
 
 
 def random_blocks(name: str, rows: int, count: int, size: float = 0.01, seed: int = 0) -> np.ndarray:
@@ -25,10 +26,21 @@ def random_blocks(name: str, rows: int, count: int, size: float = 0.01, seed: in
         with np.errstate(over="ignore"):
             factors = (random.standard_normal((len(blocks), 1)) * size).astype(np.float16)
         factors[::7] = 0
-        blocks[:, at : at + 2] = factors.view(np.uint8).reshape(-1, 2)
+        put_factors(name, blocks, at, factors)
     if name == "MXFP4":
         blocks[:, 0] = random.integers(90, 150, len(blocks))
     return blocks.reshape(rows, -1)
+
+
+def put_factors(name: str, blocks: np.ndarray, at: int, factors: np.ndarray) -> None:
+    """Put an fp16 factor into each block: of IQ1_M into the upper 4 bits of four words."""
+    bits = factors.reshape(-1, 1).view(np.uint16)
+    if name != "IQ1_M":
+        blocks[:, at : at + 2] = bits.view(np.uint8)
+        return
+    nibbles = bits >> np.array([0, 4, 8, 12], np.uint16) & 15
+    words = blocks[:, 48:].copy().view(np.uint16) & 0x0FFF | nibbles << 12
+    blocks[:, 48:] = words.view(np.uint8)
 
 
 def values_of(rows: torch.Tensor, kind: BlockKind, k: int) -> torch.Tensor:
@@ -79,5 +91,5 @@ def test_factors_beyond_the_rows_dtype_are_seen(name: str) -> None:
     assert not representable(random_blocks(name, 20, 1, size=3e4), kind)
     torn = random_blocks(name, 2, 1)
     at = FACTORS.get(name, (0,))[0]
-    torn[1, at : at + 2] = np.frombuffer(np.float16("nan").tobytes(), np.uint8)
+    put_factors(name, torn[1:], at, np.array([np.nan], np.float16))
     assert not representable(torn, kind)
