@@ -62,7 +62,7 @@ def settings(method: str, bits: int, group: int, symmetric: bool) -> dict[str, A
         return {"quant_method": method, "bits": bits, "group_size": group, "zero_point": True, "version": "gemm"}
     if method == "mxfp4":  # of one layout
         return {"quant_method": method, "modules_to_not_convert": ["lm_head"]}
-    if method in ("fp8", "bitsandbytes", "bitnet"):  # `test_coded`, `test_integers`
+    if method in ("fp8", "bitsandbytes", "bitnet", "hqq", "torchao"):  # `test_coded`, `test_integers`, `test_affine`
         return {"quant_method": method}
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group if group > 0 else None,
                "strategy": "group" if group > 0 else "channel"}

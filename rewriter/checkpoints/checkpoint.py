@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -152,6 +153,30 @@ def read_tensor(record: TensorRecord) -> torch.Tensor:
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, TensorRecord]:
     """The tensors of one safetensors file in file order, its header proved consistent with its size."""
+    header, start, size = _header_object(path)
+    header.pop("__metadata__", None)
+    records = [_record(str(path), name, entry, start) for name, entry in header.items()]
+    records.sort(key=lambda record: (record.offset, record.nbytes))
+    end = start
+    for record in records:
+        if record.offset != end:
+            word = "overlaps the tensor before it" if record.offset < end else "leaves a hole before it"
+            raise CheckpointError(f"{path}: corrupt header: {record.name!r} {word} (byte {record.offset}, not {end})")
+        end += record.nbytes
+    if size != end:
+        word = "truncated" if size < end else "bytes after the last tensor"
+        raise CheckpointError(f"{path}: {word}: expected {end} bytes, the file has {size}")
+    return {record.name: record for record in records}
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """What one safetensors file says of itself, beside its tensors."""
+    found = _header_object(path)[0].get("__metadata__")
+    return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
+
+
+def _header_object(path: str | os.PathLike[str]) -> tuple[dict[str, Any], int, int]:
+    """The header of a safetensors file, the byte after it, and the bytes of the file."""
     try:
         with open_input(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -178,19 +203,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorRecord]:
         raise CheckpointError(f"{path}: corrupt header: not JSON ({error})") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: corrupt header: not a JSON object")
-    header.pop("__metadata__", None)
-    records = [_record(str(path), name, entry, 8 + length) for name, entry in header.items()]
-    records.sort(key=lambda record: (record.offset, record.nbytes))
-    end = 8 + length
-    for record in records:
-        if record.offset != end:
-            word = "overlaps the tensor before it" if record.offset < end else "leaves a hole before it"
-            raise CheckpointError(f"{path}: corrupt header: {record.name!r} {word} (byte {record.offset}, not {end})")
-        end += record.nbytes
-    if size != end:
-        word = "truncated" if size < end else "bytes after the last tensor"
-        raise CheckpointError(f"{path}: {word}: expected {end} bytes, the file has {size}")
-    return {record.name: record for record in records}
+    return header, 8 + length, size
 
 
 def fingerprint_of(tensors: Mapping[str, TensorRecord], folder: Path | None) -> str:

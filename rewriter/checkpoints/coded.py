@@ -121,6 +121,16 @@ def coded_tensors(
     return found, parts
 
 
+def fp8_matrix(
+    name: str, codes: TensorRecord, scale: TensorRecord, block: tuple[int, int], dtype: torch.dtype, folder: Path
+) -> CodedTensor:
+    """A matrix in fp8 whose parts go by any names; `block` has the rows and columns that share a scale."""
+    if codes.dtype != torch.float8_e4m3fn:
+        raise CheckpointError(f"{folder}: {name} is {codes.opaque or codes.dtype}, where e4m3 is read")
+    own = {f"{name.removesuffix('weight')}weight_scale": scale}
+    return _StoredMatrix(name, dtype, folder, own, {"": codes}).fp8(block)
+
+
 @dataclass(frozen=True)
 class _StoredMatrix:
     """What a matrix consists of."""

@@ -14,6 +14,7 @@ codes' range; else it is rounded to fp16, by 2^-11 of it: 1/128 of s at most for
 
     mxfp4               `mxfp4.py`
     fp8, bitsandbytes   `coded.py`, and compressed-tensors' floats; bitsandbytes in 8 bits and bitnet `integers.py`
+    hqq, torchao        `affine.py`
 
 Layouts: AutoGPTQ's QuantLinear, AutoAWQ's WQLinear_GEMM, compressed_tensors' pack_to_int32. Order of activations
 (groups of inputs that do not lie together) is refused: rows have groups of neighbours.
@@ -32,6 +33,7 @@ import torch
 
 from forebay.kernels.formats import packing
 from forebay.rewriter.checkpoints import known_settings
+from forebay.rewriter.checkpoints.affine import affine_tensors
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.coded import CodedTensor, coded_tensors
 from forebay.rewriter.checkpoints.integers import integer_tensors
@@ -41,20 +43,25 @@ from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.scheme import (
     BITNET,
     FLOATS,
+    HQQ,
     INT8,
+    TORCHAO,
     Scheme,
     compressed_floats,
     not_read,
     read_bitnet,
     read_bitsandbytes,
     read_fp8,
+    read_hqq,
+    read_torchao,
     refused,
 )
+from forebay.rewriter.checkpoints.stored_tensors import values_dtype
 from forebay.rewriter.checkpoints.word_codes import GroupLayout, awq_columns, gptq_zeros, unpack
 from forebay.rewriter.ir.files import read_input, write_text
 
 GPTQ_FILE = "quantize_config.json"  # of AutoGPTQ, from before config.json had its settings
-METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4", "fp8", "bitsandbytes", "bitnet")
+METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4", "fp8", "bitsandbytes", "bitnet", HQQ, TORCHAO)
 WIDEST = 128  # values of a group where one scale serves a longer run
 PIECE_NBYTES = 4 << 20
 # codes uint8 [N, K], scales [N, g], zero points int32 [N, g]
@@ -89,7 +96,8 @@ def read_scheme(settings: Mapping[str, Any], folder: Path) -> Scheme:
     """The scheme of a checkpoint; CheckpointError, naming method and detail, for one that rows cannot hold."""
     method = settings.get("quant_method")
     readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "mxfp4": _mxfp4,
-               "fp8": read_fp8, "bitsandbytes": read_bitsandbytes, "bitnet": read_bitnet}
+               "fp8": read_fp8, "bitsandbytes": read_bitsandbytes, "bitnet": read_bitnet,
+               HQQ: read_hqq, TORCHAO: read_torchao}
     if not isinstance(method, str) or method not in readers:
         raise refused(folder, f"{method!r}; {', '.join(METHODS)} are read")
     try:
@@ -190,22 +198,24 @@ def grouped_tensors(
     checkpoint: Checkpoint, scheme: Scheme
 ) -> tuple[Sequence[GroupedTensor | Mxfp4Tensor | CodedTensor], set[str]]:
     """The quantized matrices of a checkpoint, each under its weight's name, and the names of what they consist of."""
+    dtype, stored, folder = values_dtype(checkpoint.tensors.values()), checkpoint.tensors, checkpoint.folder
     if scheme.method == "mxfp4":
-        return mxfp4_tensors(checkpoint.tensors, _values_dtype(checkpoint), checkpoint.folder)
-    dtype = _values_dtype(checkpoint)
+        return mxfp4_tensors(stored, dtype, folder)
+    if scheme.coded in (HQQ, TORCHAO):
+        return affine_tensors(checkpoint, scheme, dtype)
     if scheme.coded in (INT8, BITNET):
-        return integer_tensors(checkpoint.tensors, scheme.coded, scheme.divides, dtype, checkpoint.folder)
+        return integer_tensors(stored, scheme.coded, scheme.divides, dtype, folder)
     if scheme.coded:
-        return coded_tensors(checkpoint.tensors, scheme.coded, scheme.block, dtype, checkpoint.folder)
+        return coded_tensors(stored, scheme.coded, scheme.block, dtype, folder)
     main = PARTS[scheme.method][0]
     found, parts = [], set[str]()
-    for name in checkpoint.tensors:
+    for name in stored:
         module, _, last = name.rpartition(".")
         if last != main:
             continue
-        own = {part: record for part in PARTS[scheme.method] if (record := checkpoint.tensors.get(f"{module}.{part}"))}
+        own = {part: record for part in PARTS[scheme.method] if (record := stored.get(f"{module}.{part}"))}
         parts |= {record.name for record in own.values()}
-        found.append(GroupedTensor(f"{module}.weight", dtype, scheme, own, checkpoint.folder))
+        found.append(GroupedTensor(f"{module}.weight", dtype, scheme, own, folder))
     return found, parts
 
 
@@ -213,18 +223,6 @@ PARTS = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"), "awq": ("qweight", "qzeros", "scales"),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
 }
-
-
-_FACTORS = ("scale", "scales", "scale_inv", "absmax", "quant_map", "SCB")  # end the names of what is no weight
-
-
-def _values_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype that most bytes of what is not quantized have."""
-    sizes: dict[torch.dtype, int] = {}
-    for name, record in checkpoint.tensors.items():
-        if record.dtype.is_floating_point and record.dtype.itemsize > 1 and not name.endswith(_FACTORS):
-            sizes[record.dtype] = sizes.get(record.dtype, 0) + record.nbytes
-    return max(sizes, key=lambda d: sizes[d], default=torch.float16)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,13 @@ BITSANDBYTES: Known = _any("""
 BITNET: Known = {
     **_any("linear_class modules_to_not_convert quant_method rms_norm_eps"), "quantization_mode": ("offline",),
 }
+HQQ: Known = _any("quant_config quant_method skip_modules")
+HQQ_PARTS: Known = _any("offload_meta weight_quant_params")
+HQQ_WEIGHTS: Known = _any("axis channel_wise group_size nbits optimize round_zero view_as_float")
+TORCHAO: Known = _any("""
+    include_input_output_embeddings modules_to_not_convert quant_method quant_type quant_type_kwargs
+    untie_embedding_weights
+""")
 # What a pattern of `dynamic` may set for the modules that it matches.
 OVERRIDE: Known = {**_RECORDS, **_any("bits desc_act group_size sym"), "data_type": ("int",)}
 COMPRESSED: Known = {

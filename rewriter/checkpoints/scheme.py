@@ -12,6 +12,7 @@ from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.word_codes import GroupLayout
 
 INT8, BITNET = "int8", "bitnet"  # what `integers.py` reads, in `Scheme.coded`
+HQQ, TORCHAO = "hqq", "torchao"  # what `affine.py` reads
 # Formats of compressed-tensors that have codebooks, and what `coded.py` calls them.
 FLOATS = {"float-quantized": "fp8", "nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
 
@@ -28,6 +29,7 @@ class Scheme(NamedTuple):
         coded: What `coded.py` calls it; "" for others.
         block: Rows and columns of a block that has a scale of its own, of fp8.
         divides: Whether scales divide, of bitnet.
+        settings: What the config says of all matrices, of hqq.
     """
 
     method: str
@@ -37,6 +39,7 @@ class Scheme(NamedTuple):
     coded: str = ""
     block: tuple[int, int] = (128, 128)
     divides: bool = False
+    settings: Mapping[str, Any] = {}
 
 
 def refused(folder: Path, what: str) -> CheckpointError:
@@ -88,6 +91,25 @@ def read_bitnet(settings: Mapping[str, Any], folder: Path) -> Scheme:
     if odd:
         raise not_read(folder, "bitnet", odd)
     return Scheme("bitnet", (), coded=BITNET, divides=settings.get("linear_class") != "autobitlinear")
+
+
+def read_hqq(settings: Mapping[str, Any], folder: Path) -> Scheme:
+    """HQQ. Each matrix says its own bits and groups; the config has those of matrices that do not."""
+    given = settings.get("quant_config") or {}
+    own = given.get("weight_quant_params") or {}
+    odd = (unknown_setting(settings, known_settings.HQQ) or unknown_setting(given, known_settings.HQQ_PARTS)
+           or unknown_setting(own, known_settings.HQQ_WEIGHTS))
+    if odd:
+        raise not_read(folder, HQQ, odd)
+    return Scheme(HQQ, (), coded=HQQ, settings=own)
+
+
+def read_torchao(settings: Mapping[str, Any], folder: Path) -> Scheme:
+    """torchao. The files' metadata describes each matrix."""
+    odd = unknown_setting(settings, known_settings.TORCHAO)
+    if odd:
+        raise not_read(folder, TORCHAO, odd)
+    return Scheme(TORCHAO, (), coded=TORCHAO)
 
 
 def _block(given: Any, folder: Path) -> tuple[int, int]:

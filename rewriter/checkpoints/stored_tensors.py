@@ -61,3 +61,16 @@ def _bytes_of(record: TensorRecord) -> Iterator[torch.Tensor]:
     for at in range(0, record.nbytes, PIECE_NBYTES):
         nbytes = min(PIECE_NBYTES, record.nbytes - at)
         yield read_tensor(record.part(at, nbytes, torch.uint8, (nbytes,)))
+
+
+# These end the names of what is no weight.
+_FACTORS = ("scale", "scales", "zero", "zero_point", "scale_inv", "absmax", "quant_map", "SCB")
+
+
+def values_dtype(records: Iterable[TensorRecord]) -> torch.dtype:
+    """The dtype that most bytes of what is not quantized have."""
+    sizes: dict[torch.dtype, int] = {}
+    for record in records:
+        if record.dtype.is_floating_point and record.dtype.itemsize > 1 and not record.name.endswith(_FACTORS):
+            sizes[record.dtype] = sizes.get(record.dtype, 0) + record.nbytes
+    return max(sizes, key=lambda d: sizes[d], default=torch.float16)

@@ -32,6 +32,7 @@ from forebay.rewriter.ir.score_range import check_ranges
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.model_shapes import ModelError, load_config, shape_from_config
 from tests.faults.spoil import Format
+from tests.rewriter.checkpoints.test_affine import hqq, whole
 from tests.rewriter.checkpoints.test_coded import four_bits, fp8
 from tests.rewriter.checkpoints.test_grouped import CASES
 from tests.rewriter.checkpoints.test_integers import int8, ternary
@@ -145,6 +146,23 @@ def coded(method: str, folder: Path) -> Format:
     save_file(held | {"norm": torch.zeros(4, dtype=torch.bfloat16)}, folder / "model.safetensors")
     said = {"quant_method": "bitsandbytes", "load_in_8bit": True} if method == "int8" else {"quant_method": method}
     scheme = read_scheme(said, folder)
+
+    def read() -> None:
+        for tensor in grouped_tensors(open_checkpoint(folder), scheme)[0]:
+            tensor.rows(False)(0, tensor.shape[0])
+            tensor.repacked()(0, tensor.shape[0])
+
+    return Format(folder / "model.safetensors", read)
+
+
+def affine(method: str, folder: Path) -> Format:
+    """The file of a matrix of whole codes with scales and zero points, and of torchao what describes it."""
+    torch.manual_seed(0)
+    parts, about, _ = hqq(8, 128, 4, 64) if method == "hqq" else whole(8, 128, 32, True, "int4")
+    held = {f"layer.{name}": part.clone() for name, part in parts.items()}
+    save_file(held | {"norm": torch.zeros(4, dtype=torch.bfloat16)}, folder / "model.safetensors",
+              {"layer.weight": json.dumps(about)} if about else None)
+    scheme = read_scheme({"quant_method": method}, folder)
 
     def read() -> None:
         for tensor in grouped_tensors(open_checkpoint(folder), scheme)[0]:

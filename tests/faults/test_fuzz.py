@@ -264,7 +264,8 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
     "served": fuzz_texts.served, "conversion": fuzz_texts.conversion,
     "calibration": fuzz_texts.calibration,
     **{method: partial(fuzz_texts.grouped, method) for method in METHODS}, "mxfp4": fuzz_texts.mxfp4,
-    **{method: partial(fuzz_texts.coded, method) for method in ("fp8", "bitsandbytes", "int8", "bitnet")}}
+    **{method: partial(fuzz_texts.coded, method) for method in ("fp8", "bitsandbytes", "int8", "bitnet")},
+    **{method: partial(fuzz_texts.affine, method) for method in ("hqq", "torchao")}}
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -265,7 +265,8 @@ def test_groups_that_do_not_lie_together_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"quant_method": "exl2"}, "by 'exl2'; awq, gptq, compressed-tensors, mxfp4, fp8, bitsandbytes, bitnet are read"),
+    ({"quant_method": "exl2"},
+     "by 'exl2'; awq, gptq, compressed-tensors, mxfp4, fp8, bitsandbytes, bitnet, hqq, torchao are read"),
     ({"quant_method": None}, "quantized by None"), ({"bits": 3}, "gptq of 3 bits"),
     ({"group_size": 48}, "gptq in groups of 48"), ({"bits": "four"}, "lacks what that needs"),
     ({"quant_method": "awq", "version": "gemv"}, "awq in version 'gemv'"),

@@ -104,7 +104,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path, case: str, change: An
 
 
 @pytest.mark.parametrize("settings", [
-    {"quant_method": name} for name in ("exl2", "exl3", "hqq", "torchao", "quanto", "aqlm", "vptq", "spqr", "eetq")] + [
+    {"quant_method": name} for name in ("exl2", "exl3", "quanto", "aqlm", "vptq", "spqr", "eetq")] + [
     BITNET | {"quantization_mode": "online"}, BITNET | {"use_rms_norm": True}, INT8 | {"llm_int8_new": 1}])
 def test_other_methods_are_refused_by_name(tmp_path: Path, settings: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
