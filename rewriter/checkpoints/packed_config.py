@@ -9,7 +9,7 @@ import torch
 
 from forebay.kernels.formats.row_sizes import product_refusal
 from forebay.rewriter.checkpoints.match_weights import row_format
-from forebay.rewriter.checkpoints.quantize import Matrix, find_matrices
+from forebay.rewriter.checkpoints.matrices import Matrix, find_matrices
 from forebay.rewriter.checkpoints.records import CheckpointError, Packed, parse_format
 from forebay.rewriter.ir.graph import CapturedModel, WeightSpec
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,16 @@ def _begun(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         return {shard: entries for shard, entries in shards.items() if _sound(out / shard, entries)}
     if names:
         raise CheckpointError(f"{out} is not empty and holds no quantized model: name a new folder")
+    return {}
+
+
+def begun_settings(out: Path) -> Mapping[str, Any]:
+    """The settings with which the folder `out` was written, or begun; none of a folder that is neither."""
+    for name in (MANIFEST, UNFINISHED):
+        if (out / name).exists():
+            with suppress(CheckpointError, OSError, ValueError, RecursionError):  # `write_quantized` refuses
+                known = json.loads(read_input(out / name)).get("settings")
+                return known if isinstance(known, dict) else {}
     return {}
 
 

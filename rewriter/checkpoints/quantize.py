@@ -8,16 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
-from forebay.kernels.formats import packing
+from forebay.kernels.formats.codebooks import GRIDS
 from forebay.kernels.formats.row_sizes import product_refusal
-from forebay.kernels.formats.table import Format, symmetric_name
-from forebay.kernels.quantization.quantize.operator import quantize
-from forebay.kernels.quantization.quantize.reference import ROUNDINGS, coded_rows
-from forebay.rewriter.capture.experts import experts_layout
+from forebay.kernels.formats.table import symmetric_name
+from forebay.kernels.quantization.quantize.reference import ROUNDINGS
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress
 from forebay.rewriter.checkpoints.coded import CodedTensor
 from forebay.rewriter.checkpoints.config import write_dtype
@@ -26,11 +24,14 @@ from forebay.rewriter.checkpoints.grouped import (
     quantization_settings,
 )
 from forebay.rewriter.checkpoints.identity import changed_file
+from forebay.rewriter.checkpoints.matrices import Matrix, find_matrices
+from forebay.rewriter.checkpoints.mixed_formats import Mixture, choose_mixture
 from forebay.rewriter.checkpoints.packed import NATIVE
 from forebay.rewriter.checkpoints.packed_writer import (
     SHARD_NBYTES,
     PendingTensor,
     Pieces,
+    begun_settings,
     write_quantized,
 )
 from forebay.rewriter.checkpoints.quantize_source import (
@@ -39,22 +40,11 @@ from forebay.rewriter.checkpoints.quantize_source import (
     open_folder_source,
 )
 from forebay.rewriter.checkpoints.records import CheckpointError, Packed, parse_format
+from forebay.rewriter.checkpoints.rounding import fitting_scale_dtype, pack_values
 from forebay.rewriter.checkpoints.source_tensor import ReadRows, SourceTensor
-from forebay.rewriter.one_thread import one_thread
 
 KEEP = "keep"  # each GGUF matrix in the format it has
-
-@dataclass(frozen=True)
-class Matrix:
-    """What a weight matrix is to the model: the names it goes by, its role, and whether it lies as [inputs, outputs].
-
-    Roles: `linear`; `experts`, of all experts of a layer; `head`, the output head; `embedding`, of tokens; `tied`, both
-    of these; `table`, looked up by something else than tokens.
-    """
-
-    names: tuple[str, ...]
-    role: str
-    transposed: bool = False
+MIXED = "mixed"  # each matrix in the format that `Wish.mixture` leads to
 
 
 @dataclass(frozen=True)
@@ -71,6 +61,7 @@ class Wish:
     embeddings: bool = False
     head_format: str = ""
     dtype: torch.dtype | None = None
+    mixture: Mixture | None = None  # with the format "mixed"
 
 
 def quantize_model(
@@ -106,11 +97,15 @@ def quantize_model(
             raise CheckpointError(f"{path}: {tensor.name} is a quantized matrix that the model has transposed "
                                   "(Conv1D), which is not read; quantize the model it was made from")
     formats = choose_formats(tensors, names, matrices, wish)
-    items = [_item(t, formats[t.name], matrices[names[t.name]] if formats[t.name] != NATIVE else None, wish)
-             for t in tensors if t.name in formats]
-    settings = {"source": source.fingerprint, "formats": formats, "rounding": wish.rounding}
+    settings: dict[str, Any] = {"source": source.fingerprint, "rounding": wish.rounding}
     if wish.dtype is not None:
         settings["dtype"] = str(wish.dtype)
+    if wish.mixture is not None:
+        settings["mixture"] = {**wish.mixture.settings, "asked": formats}
+        formats = _mixed(out, source, matrices, formats, settings, wish)
+    settings["formats"] = formats
+    items = [_item(t, formats[t.name], matrices[names[t.name]] if formats[t.name] != NATIVE else None, wish)
+             for t in tensors if t.name in formats]
 
     def check() -> None:
         changed = changed_file(source.states)
@@ -126,43 +121,19 @@ def quantize_model(
     return write_quantized(out, items, settings, prepare_all, shard_nbytes=shard_nbytes, progress=progress, check=check)
 
 
-@one_thread
-def find_matrices(model: nn.Module) -> dict[str, Matrix]:
-    """The weight matrices of linear layers, experts and embeddings, by the first name of each; a tied one is one.
-    Routers are none."""
-    from transformers.pytorch_utils import Conv1D
-
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    found, of_experts = _expert_matrices(model, names)
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or not isinstance(weight, nn.Parameter):
-            continue
-        if isinstance(module, nn.Linear) and weight.shape[0] in of_experts:
-            continue  # a router
-        looked_up, is_head = weight is embedding.weight, head is not None and weight is head.weight
-        role = "tied" if looked_up and is_head else "embedding" if looked_up else "head" if is_head else (
-            "table" if isinstance(module, nn.Embedding) else "linear")
-        known = tuple(names[id(weight)])
-        found[known[0]] = Matrix(known, role, isinstance(module, Conv1D))
-    return found
-
-
-def _expert_matrices(model: nn.Module, names: Mapping[int, Sequence[str]]) -> tuple[dict[str, Matrix], set[int]]:
-    """The matrices of experts by their names, and the outputs that a router may have: a number an expert, or one."""
-    found, outputs = {}, set[int]()
-    for module in model.modules():
-        layout = experts_layout(module)
-        if layout is None:
-            continue
-        for parameter in (p for p in module.parameters(recurse=False) if p.dim() == 3):
-            (name,) = names[id(parameter)]
-            found[name] = Matrix((name, f"{name}.weight"), "experts", layout.transposed)
-            outputs |= {1, parameter.shape[0]}
-    return found, outputs
+def _mixed(
+    out: Path, source: QuantizeSource, matrices: Mapping[str, Matrix], formats: dict[str, str],
+    settings: Mapping[str, Any], wish: Wish,
+) -> dict[str, str]:
+    """`formats` with one that is chosen for each that is MIXED; an interrupted run has chosen already."""
+    begun = begun_settings(out)
+    if all(begun.get(key) == value for key, value in settings.items()) and isinstance(begun.get("formats"), dict):
+        return dict(begun["formats"])
+    names = [name for name, format in formats.items() if format == MIXED]
+    if not names:
+        return formats
+    assert wish.mixture is not None
+    return formats | choose_mixture(source, matrices, names, wish.mixture, wish.rounding)
 
 
 def choose_formats(
@@ -195,9 +166,9 @@ def choose_formats(
                 unused = [p for p in unused if p != pattern]
         if format == KEEP:
             format = tensor.format() or tensor.nearest() or NATIVE
-        elif wish.rounding == "symmetric":
+        elif wish.rounding == "symmetric" and format != MIXED:
             format = symmetric_name(format)
-        if format != NATIVE:
+        if format not in (NATIVE, MIXED):
             _refuse_unread(format, tensor.shape[-2 if matrix.transposed else -1], tensor.name)
         formats[tensor.name] = format
     _refuse_halves({names[name]: format for name, format in formats.items() if name in names}, matrices)
@@ -225,8 +196,13 @@ def _check(wish: Wish, path: Path) -> None:
         if format == KEEP and path.suffix != ".gguf" and quantization_settings(path) is None:
             raise CheckpointError(f"the format {KEEP!r} is for GGUF files and others whose weights are quantized "
                                   f"already; {path} is none: name a format such as w4g64")
-        if format not in (NATIVE, KEEP):
+        if format == MIXED and wish.mixture is None:
+            raise CheckpointError(f"the format {MIXED!r} needs the number of bits and a text: name --bits and --text")
+        if format not in (NATIVE, KEEP, MIXED):
             _refuse_unread(format)
+            if parse_format(format).codebook in GRIDS:
+                raise CheckpointError(f"the format {format!r} is that of GGUF files, and nothing is rounded to it; "
+                                      "name w4g32 or w4g64")
     if wish.rounding not in ROUNDINGS:
         raise CheckpointError(f"no rounding {wish.rounding!r}; there are {', '.join(ROUNDINGS)}")
 
@@ -246,38 +222,31 @@ def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, wish: Wish) 
         return PendingTensor(tensor.name, dtype, tensor.shape,
                              lambda: (None, (piece.to(dtype) for piece in tensor.contents())))
     stored = parse_format(format)
-    bits, group_size, rounding = stored.bits, stored.group_size, "symmetric" if stored.symmetric else wish.rounding
     inputs = tensor.shape[-2 if matrix.transposed else -1]
     outputs = math.prod(tensor.shape) // max(1, inputs)
     width = stored.row_nbytes(inputs, dtype.itemsize)
     step = max(1, PIECE_NBYTES // (4 * inputs))
 
     def packed(scale_dtype: torch.dtype) -> Packed:
-        return Packed(format, bits, group_size, scale_dtype, tuple(tensor.shape), dtype, matrix.transposed)
+        return Packed(format, stored.bits, stored.group_size, scale_dtype, tuple(tensor.shape), dtype,
+                      matrix.transposed)
 
     def pieces() -> Pieces:
         if tensor.format() == format:
             read = tensor.repacked()
             return packed(tensor.scale_dtype), (read(n, min(n + step, outputs)) for n in range(0, outputs, step))
         rows = tensor.rows(matrix.transposed)
-        if stored.codebook:
-            return packed(torch.bfloat16), (_coded(tensor.name, rows(n, min(n + step, outputs)), stored)
-                                            for n in range(0, outputs, step))
-        scale_dtype = _scale_dtype(tensor.name, rows, outputs, step)
+        scale_dtype = torch.bfloat16 if stored.codebook else _scale_dtype(tensor.name, rows, outputs, step)
 
         def piece(n: int) -> torch.Tensor:
-            codes, scale, low = quantize(rows(n, min(n + step, outputs)), bits, group_size, -1, scale_dtype, rounding)
-            return packing.pack_rows(codes, scale, None if stored.symmetric else low)
+            values = rows(n, min(n + step, outputs))
+            if stored.codebook and not values.isfinite().all():
+                raise _not_finite(tensor.name)
+            return pack_values(values, stored, wish.rounding, scale_dtype)
 
         return packed(scale_dtype), map(piece, range(0, outputs, step))
 
     return PendingTensor(tensor.name, torch.uint8, (outputs, width), pieces)
-
-
-def _coded(name: str, values: torch.Tensor, stored: Format) -> torch.Tensor:
-    if not values.isfinite().all():
-        raise _not_finite(name)
-    return coded_rows(values, stored.bits, stored.group_size, stored.symmetric, stored.codebook)
 
 
 def _not_finite(name: str) -> CheckpointError:
@@ -293,4 +262,4 @@ def _scale_dtype(name: str, rows: ReadRows, outputs: int, step: int) -> torch.dt
         if not piece.isfinite().all():
             raise _not_finite(name)
         most = max(most, float(piece.abs().max()) if piece.numel() else 0.0)
-    return torch.float16 if 2 * most <= torch.finfo(torch.float16).max else torch.bfloat16
+    return fitting_scale_dtype(most)

@@ -25,9 +25,10 @@ from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensor
 from forebay.rewriter.checkpoints.grouped import GroupedTensor, quantization_settings
 from forebay.rewriter.checkpoints.lora import is_adapter
 from forebay.rewriter.checkpoints.match_weights import weight_names
+from forebay.rewriter.checkpoints.matrices import find_matrices
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import is_quantized, open_quantized
-from forebay.rewriter.checkpoints.quantize import KEEP, Wish, choose_formats, find_matrices
+from forebay.rewriter.checkpoints.quantize import KEEP, Wish, choose_formats
 from forebay.rewriter.checkpoints.quantize_source import open_folder_source
 from forebay.rewriter.checkpoints.records import TensorRecord
 from forebay.rewriter.checkpoints.resolve import locate_model, resolve_model

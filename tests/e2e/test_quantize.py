@@ -100,6 +100,12 @@ def test_what_the_model_computes_in(small: Path, tmp_path: Path, format: str) ->
     (["--weights", "w4g64", "--override", "*.foo=w8"], "'*.foo' matches no weight matrix"),
     (["--weights", "w4g64", "--override", "w8"], "expected PATTERN=FORMAT"),
     (["--weights", "keep"], "is for GGUF files"),
+    (["--weights", "iq3"], "nothing is rounded to it"),
+    (["--weights", "mixed"], "name --bits and --text"),
+    ([], "name one of both: --weights FORMAT, or --bits"),
+    (["--weights", "w8", "--bits", "4.5"], "name one of both"),
+    (["--bits", "4.5"], "--bits 4.5 needs --text FILE"),
+    (["--bits", "4.5", "--text", __file__], "tokenizer"),
     (["--weights", "w8", "--rounding", "gptq"], "no rounding 'gptq'"),
     (["--weights", "w8", "--shard-size", "big"], "cannot read 'big'"),
 ])

@@ -169,7 +169,8 @@ def _spans(count: int, window: int, stride: int, fresh: int) -> list[tuple[int, 
     return spans
 
 
-def _read_text(path: Path) -> str:
+def read_given_text(path: Path) -> str:
+    """The text of a UTF-8 file."""
     try:
         return read_input_text(path, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -178,7 +179,7 @@ def _read_text(path: Path) -> str:
 
 def _read_texts(path: Path) -> list[str]:
     texts = []
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+    for number, line in enumerate(read_given_text(path).splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -242,7 +243,7 @@ def eval_command(
             require_spill_folder(parse_budget(budget).disk)
         if text is None and words is None:
             raise JobError("name what to measure on: --text FILE, --words JSONL, or both")
-        given = _read_text(text) if text else ""
+        given = read_given_text(text) if text else ""
         if words is not None:
             _read_texts(words)  # before a model is opened: mistakes show at once
         folder = model_folder(model, options)

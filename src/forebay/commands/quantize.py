@@ -13,13 +13,21 @@ from forebay.commands.terminal import clean_errors, progress_bar, say
 if TYPE_CHECKING:
     import torch
 
+    from forebay.rewriter.checkpoints.mixed_formats import Mixture
+
 
 def quantize_command(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write. An unfinished one is finished.")],
-    weights: Annotated[str, typer.Option(
+    weights: Annotated[str | None, typer.Option(
         help="Format of the linear layers: w4g32, w4g64, w4g128, w8, w8g32, fp8, mxfp4, nf4, native, or "
-             "keep (a GGUF file's own). An s at the end, as in w4g32s, is symmetric.")],
+             "keep (a GGUF file's own). An s at the end, as in w4g32s, is symmetric.")] = None,
+    bits: Annotated[float | None, typer.Option(
+        help="Bits for each value, in place of --weights: each matrix gets the format with which the model loses "
+             "least on --text, e.g. 4.5. Scales and padding count.")] = None,
+    text: Annotated[Path | None, typer.Option(
+        metavar="FILE", exists=True, dir_okay=False,
+        help="Text file on which --bits measures the loss: its first 1024 tokens.")] = None,
     override: Annotated[list[str] | None, typer.Option(
         metavar="PATTERN=FORMAT",
         help="Format of weights whose names match, e.g. '*.down_proj.*=w8'. May be repeated; the last "
@@ -44,13 +52,14 @@ def quantize_command(
     command goes on where it stopped.
     """
     with clean_errors(debug):
-        from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+        from forebay.rewriter.checkpoints.quantize import MIXED, Wish, quantize_model
         from forebay.rewriter.checkpoints.resolve import locate_model
         from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_nbytes
 
         path = locate_model(model)
-        wish = Wish(weights, tuple(_parse_override(text) for text in override or ()), rounding, head, embeddings,
-                    dtype=None if dtype is None else _parse_dtype(dtype))
+        mixture = _parse_mixture(weights, bits, text)
+        wish = Wish(weights or MIXED, tuple(_parse_override(each) for each in override or ()), rounding, head,
+                    embeddings, dtype=None if dtype is None else _parse_dtype(dtype), mixture=mixture)
         with progress_bar() as bar:
             task = bar.add_task("quantizing", total=None, note="")
             made = quantize_model(
@@ -62,6 +71,20 @@ def quantize_command(
         for name, sizes in sorted(formats.items()):
             say(f"{name:<8}{len(sizes):5} tensors, {format_nbytes(sum(sizes))}")
         say(f"wrote {out}: {format_nbytes(made.nbytes)} of weights")
+
+
+def _parse_mixture(weights: str | None, bits: float | None, text: Path | None) -> Mixture | None:
+    from forebay.commands.evaluate import read_given_text, tokenize
+    from forebay.rewriter.checkpoints.mixed_formats import Mixture
+    from forebay.rewriter.checkpoints.records import CheckpointError
+
+    if (weights is None) == (bits is None):
+        raise CheckpointError("name one of both: --weights FORMAT, or --bits NUMBER with --text FILE")
+    if bits is None:
+        return None
+    if text is None:
+        raise CheckpointError(f"--bits {bits:g} needs --text FILE, on which the loss is measured")
+    return Mixture(bits, read_given_text(text), lambda folder, content: tokenize(folder, content).ids)
 
 
 def _parse_dtype(name: str) -> torch.dtype:
