@@ -63,6 +63,15 @@ def _wrong_shares(value: Any) -> str:
     return "" if fits else f" must be two numbers from 0 to 1, found {value!r}"
 
 
+def _wrong_policy(value: Any) -> str:
+    fits = isinstance(value, tuple | list) and len(value) == 6 and all(
+        isinstance(part, int | float) and not isinstance(part, bool) and 0 <= part <= 100 for part in value)
+    if not fits:
+        return f" must be six percentages, found {value!r}"
+    over = [what for i, what in enumerate(("weights", "cache", "hidden states")) if sum(value[2 * i :][:2]) > 100]
+    return f" has more than 100 % of the {over[0]}, found {value!r}" if over else ""
+
+
 def _known_to(formats: Callable[[str], object]) -> Callable[[Any], str]:
     """What is wrong with a name that a table of formats does not have."""
     def wrong(value: Any) -> str:
@@ -151,6 +160,7 @@ NBYTES_OR_NONE = OptionKind("bytes, or a size such as 256MiB; 0: none", "SIZE", 
 SHARE = OptionKind("a number above 0 and at most 1", "SHARE", _wrong_share, _share)
 SHARES = OptionKind("two numbers from 0 to 1", "SHARE,SHARE", _wrong_shares, lambda text: _numbers(text, float),
                     _as_tuple)
+POLICY = OptionKind("six percentages", "N,N,N,N,N,N", _wrong_policy, lambda text: _numbers(text, float), _as_tuple)
 FLAG = OptionKind("True or False", "", lambda value: "" if isinstance(value, bool) else (
     f" must be one of True, False, found {value!r}"), flag=True)
 SIZE_OR_AUTO = OptionKind("a whole number of at least 1, or 'auto'", "N|auto|none",

@@ -29,6 +29,7 @@ from forebay.rewriter.planning.option_kinds import (
     NBYTES_OR_NONE,
     PATH,
     PLAN,
+    POLICY,
     RANKS,
     SHARE,
     SHARES,
@@ -135,6 +136,13 @@ class Options:
     lead: int | None = field(default=None, metadata=option(
         SIZE, "Copies of weights that are issued ahead", WEIGHTS, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.lead if plan.schedule.slots else None))
+    weight_shares: tuple[float, float] | None = field(default=None, metadata=option(
+        SHARES, "Shares of the weights on the device and in host memory; the rest streams from disk", WEIGHTS,
+        otherwise=PLANNER))
+    policy: tuple[float, ...] | None = field(default=None, metadata=option(
+        POLICY, "FlexGen's policy: percentages of weights, KV cache and hidden states, of each on the device and in "
+        "host memory; the rest is on disk. In place of weight_shares, cache_shares and hidden_shares", WEIGHTS,
+        otherwise=PLANNER))
     expert_slots: int | None = field(default=None, metadata=option(
         COUNT, "Experts of each layer that stay in memory; decode steps read the missing ones (0: tables stream whole)",
         WEIGHTS, otherwise=PLANNER, planned=lambda plan: max(w.pool_slots for w in plan.weights)))
@@ -231,6 +239,10 @@ class Options:
                 raise PlanError(name + wrong)
             if taken is not value and inside:
                 object.__setattr__(self, name, taken)
+        for name, value in placed_by(self.policy).items():
+            if getattr(self, name) not in (None, value):
+                raise PlanError(f"policy: it says where things lie; leave out {name}")
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         """The value of an option from outside the package."""
@@ -262,6 +274,25 @@ class Options:
 
 OPTIONS: dict[str, OptionRecord] = {
     each.name: replace(each.metadata["option"], default=each.default) for each in fields(Options) if each.metadata}
+
+
+def placed_by(policy: Sequence[float] | None) -> dict[str, Any]:
+    """The options that put things where a policy has them.
+
+    Args:
+        policy: Six percentages, as `Options.policy` has them; or None.
+
+    Source:
+        FlexGen, section 4.2: wg, wc, cg, cc, hg, hc.
+    """
+    if policy is None:
+        return {}
+    placed: dict[str, Any] = {"weight_shares": (policy[0] / 100, policy[1] / 100)}
+    for name, (device, host) in (("cache", policy[2:4]), ("hidden", policy[4:])):
+        placed[f"{name}_tier"] = "device" if device == 100 else "host" if device + host == 100 else "disk"
+        if 0 < device < 100 or (0 < host < 100 - device):
+            placed[f"{name}_shares"] = device / 100, 0.0 if device + host == 100 else host / 100
+    return placed
 
 
 def register_option(name: str, record: OptionRecord) -> None:
@@ -308,6 +339,8 @@ def check_choices(workload: Workload, options: Options, replayed: Plan | None = 
     if replayed is not None:
         _check_replayed(options, replayed)
     _check_hidden(options)
+    if sum(options.weight_shares or ()) > 1:
+        raise PlanError(f"weight_shares: {options.weight_shares} must be shares of one whole")
     if options.lead and options.slots and options.lead > options.slots:
         raise PlanError(f"lead {options.lead} needs as many slots; {options.slots} were asked for")
 

@@ -15,7 +15,7 @@ from forebay.rewriter.ir.program import DISK, UPLOAD
 from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
 from forebay.rewriter.planning.expert_pools import expert_buffers, is_table
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
-from forebay.rewriter.planning.options import Options
+from forebay.rewriter.planning.options import Options, make_options
 from forebay.rewriter.planning.spread_resident import halving_order, spread_resident
 from forebay.rewriter.planning.step_streams import ChunkRoom, StepStreams, WeightKinds, kinds_of, with_pools
 from forebay.rewriter.planning.tiles import most_tiles, room_beside_slots, tile_rows_of
@@ -47,11 +47,13 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
         refuse_forced(needs, budget, workload, options)
         smallest, parts = smallest_budget(needs, workload, options)
         hidden = needs.feature_nbytes(options.prefill_chunk or _shortest(needs, workload.prompt), "host")
-        if budget.device >= smallest and (budget.host or hidden):
-            what = "hidden states that wait there" if hidden else (
+        shared = (options.weight_shares or (0, 0))[1]
+        if budget.device >= smallest and (budget.host or hidden or shared):
+            what = "hidden states that wait there" if hidden else f"{shared:.0%} of the weights" if shared else (
                 "slots that copies from disk pass through on their way to the device")
+            instead = "name a smaller share" if shared else "leave the host budget out"
             raise PlanError(f"budget.host: {format_nbytes(budget.host or 0)} cannot hold the {what}; give more, or "
-                            "leave the host budget out")
+                            + instead)
         raise PlanError(
             f"a device budget of {format_nbytes(budget.device)} cannot work for batch {workload.batch}, prompt "
             f"{workload.prompt}, {workload.new_tokens} new tokens; the smallest that can is {format_nbytes(smallest)} "
@@ -72,7 +74,8 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> 
     kinds = kinds_of(needs, workload, options.expert_hits)
     least = replace(options, prefill_chunk=options.prefill_chunk or _shortest(needs, workload.prompt))
 
-    host = 1 << 60 if options.expert_slots and needs.host_hop else None  # on a GPU pools are filled from there
+    in_host = (options.expert_slots and needs.host_hop) or (options.weight_shares or (0, 0))[1]
+    host = 1 << 60 if in_host else None  # on a GPU pools are filled from there
 
     def fits(nbytes: int) -> list[ChunkRoom]:
         return _candidates(needs, kinds, Budget(nbytes, host), workload, least)
@@ -105,9 +108,8 @@ def refuse_forced(needs: ModelNeeds, budget: Budget, workload: Workload, options
     if options.expert_slots and not any(map(is_table, needs.uses)):
         raise PlanError(f"expert_slots={options.expert_slots}: the model has no experts that steps could read by name; "
                         "leave it out")
-    names = ("slots", "slot_nbytes", "expert_slots", "prefill_chunk")
-    free, _ = smallest_budget(needs, workload, replace(options, slots=None, slot_nbytes=None, expert_slots=None,
-                                                       prefill_chunk=None))
+    names = ("slots", "slot_nbytes", "weight_shares", "expert_slots", "prefill_chunk")
+    free, _ = smallest_budget(needs, workload, make_options(dict.fromkeys((*names, "policy")), options))
     needed, _ = smallest_budget(needs, workload, options)
     forced = ", ".join(f"{n}={v}" for n in names if (v := getattr(options, n)))
     if free <= budget.device < needed:
@@ -141,16 +143,26 @@ def _candidates(
         held = cached + needs.feature_nbytes(chunk, "host")
         if room < 0 or (budget.host is not None and held > budget.host):
             continue
-        for slots, slot in ((0, 0),) if kinds.products_nbytes <= room else choices:
+        most, host_most = _asked_shares(needs, kinds, options)
+        for slots, slot in ((0, 0),) if kinds.products_nbytes <= min(room, most) else choices:
             left = room - slots * slot_stride(slot)
             if left < 0 or (hops and held + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
                 continue
             if slots and options.slots and needs.batching.micro_batches.takes_turns:
                 left = room_beside_slots(halving_order(kinds.products), left, slots, slot)
-            if left >= 0:
-                found.append(ChunkRoom(chunk, left, slots, slot))
+            all_stay = most >= kinds.products_nbytes
+            fit = ChunkRoom(chunk, left if all_stay else min(left, most), slots, slot, host_most=host_most)
+            if left >= 0 and (options.weight_shares is None or (
+                    left >= most and _host_room(needs, budget, fit) == host_most)):
+                found.append(fit)
                 found += with_pools(found[-1], kinds, options, _host_room(needs, budget, found[-1])) if slots else ()
     return [fit for fit in found if fit.pool_slots or not options.expert_slots or not fit.slots]
+
+
+def _asked_shares(needs: ModelNeeds, kinds: WeightKinds, options: Options) -> tuple[int, int]:
+    """Bytes of weights that may lie on the device, and in host memory beside the disk."""
+    device, host = options.weight_shares or (2.0**20, 2.0**20)
+    return int(device * kinds.products_nbytes), int(host * kinds.products_nbytes) * (needs.weight_tier == "disk")
 
 
 def _cheapest(
@@ -245,7 +257,8 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: ChunkRoom) -> int:
     if not budget.host or needs.weight_tier != "disk":
         return 0
     hop_nbytes = _staging(needs, fit.chunk, fit.slots, fit.slot_nbytes) if needs.host_hop else 0
-    return max(0, budget.host - needs.host_nbytes - needs.feature_nbytes(fit.chunk, "host") - hop_nbytes)
+    room = budget.host - needs.host_nbytes - needs.feature_nbytes(fit.chunk, "host") - hop_nbytes
+    return min(max(0, room), fit.host_most)
 
 
 def _host_tables(kinds: WeightKinds, fit: ChunkRoom, room: int) -> tuple[int, int]:

@@ -66,7 +66,8 @@ def _pinned(u: WeightUse) -> bool:
 @dataclass(frozen=True)
 class ChunkRoom:
     """What one prefill chunk leaves: `room` bytes for resident weights beside staging slots and pools of so many slots;
-    without staging slots nothing streams. Of the tables of experts `whole` lie on the device beside pools."""
+    without staging slots nothing streams. Of the tables of experts `whole` lie on the device beside pools. Host memory
+    holds at most `host_most` bytes of weights."""
 
     chunk: int
     room: int
@@ -74,6 +75,7 @@ class ChunkRoom:
     slot_nbytes: int
     pool_slots: int = 0
     whole: int = 0
+    host_most: int = 1 << 60
 
 
 def with_pools(fit: ChunkRoom, kinds: WeightKinds, options: Options, host_room: int) -> Iterator[ChunkRoom]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from selection import at_length
 
-from forebay.commands.explore_config import explore_config, explore_text
+from forebay.commands.explore_config import explore_config, explore_text, plan_of_policy
 from forebay.commands.plan_config import (
     ConfigPlan,
     PlanRequest,
@@ -26,7 +27,7 @@ from forebay.rewriter.ir.plan import PlanError, plan_from_dict
 from forebay.rewriter.ir.program import RETURN, UPLOAD
 from forebay.rewriter.machine.presets import PresetError
 from forebay.rewriter.machine.profile import Machine, save_machine
-from forebay.rewriter.planning.objective import BudgetError
+from forebay.rewriter.planning.objective import BudgetError, tokens_per_s
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.model_shapes import ModelError
 
@@ -183,6 +184,24 @@ def test_frontier_of_policies_is_drawn_and_saved(tmp_path: Path) -> None:
     points = json.loads(path.with_suffix(".json").read_text())
     assert points == found["pareto"] and len(points) > 2
     assert "frontier" in explore_text(found)
+
+
+def test_a_policy_says_the_plan_that_puts_things_so() -> None:
+    asked = PlanRequest("opt-1.3b", "t4", batch=16, capacity=(("device", 2 * 10**9), ("host", 10**10)))
+    found = explore_config(asked, checkpoints=False)
+    found |= plan_of_policy(asked, found)
+    chosen, shares = found["options"], found["policy"]["shares"]
+    plan = plan_config(asked, Options(**chosen)).plan
+    assert tokens_per_s(plan) == found["plan_tokens_per_s"] > 0
+    assert chosen["batch"] == 16 == plan.workload.batch
+    assert chosen["policy"][2:4] == tuple(math.floor(1000 * shares["kv"][tier] + 1e-6) / 10
+                                          for tier in ("device", "host"))
+    of_policy = [sum(each["nbytes"] for each in found["weights"].values() if each["tier"] == tier)
+                 for tier in ("device", "host")]
+    assert 0 < chosen["policy"][0] <= 100 * of_policy[0] / sum(each["nbytes"] for each in found["weights"].values())
+    words = f"--batch 16 --micro-batches {chosen['micro_batches']} --policy "
+    assert words + ",".join(f"{each:g}" for each in chosen["policy"]) in explore_text(found)
+    assert "none puts things so" in explore_text(found | {"options": {}})
 
 
 def test_quantizing_is_never_slower() -> None:

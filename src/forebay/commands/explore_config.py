@@ -1,18 +1,38 @@
 """`forebay plan --config --explore`: a policy by closed forms alone, from a config: any share of every tensor on every
-tier, formats, checkpoints, attention on the host, diagonal blocks. It is no Plan."""
+tier, formats, checkpoints, attention on the host, diagonal blocks; and the plan that puts things as it does."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from forebay.commands.plan_config import PlanRequest, Point, draw_frontier, frontier_data, frontier_lines
+from forebay.commands.plan_config import (
+    PlanRequest,
+    Point,
+    draw_frontier,
+    frontier_data,
+    frontier_lines,
+    plan_config,
+)
 from forebay.kernels.formats.table import SMALL_CACHE, SMALL_WEIGHTS
 from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.planning.objective import tokens_per_s
+from forebay.rewriter.planning.options import Options
 from forebay.rewriter.policy.placement import NO_CHECKPOINTS
 from forebay.rewriter.policy.policy_search import Problem, Space, frontier, search
 from forebay.rewriter.policy.policy_summary import summary, weight_tiers
 from forebay.rewriter.predict.model_shapes import load_model_shape
+
+# Of a policy's shares on the device and in host memory, as plans also hold staging buffers; nearest first.
+SCALES = sorted(((device, host) for device in (1.0, 0.9, 0.75, 0.5, 0.0) for host in (1.0, 0.9, 0.75)),
+                key=lambda scales: -sum(scales))
+MICRO_BATCHES = 8  # at most of such a plan: each has its copies of cache and hidden states
+
 
 
 def explore_config(
@@ -43,11 +63,43 @@ def explore_config(
     return found
 
 
+def plan_of_policy(request: PlanRequest, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan that puts things where a policy has them: its "options", and its "plan_tokens_per_s" as predicted.
+
+    Shares on the device and in host memory are those of the policy, or the first of `SCALES` of them for which there is
+    a plan; the rest of them moves to the disk. No options where none works.
+    """
+    block, shares = found["policy"]["block"], found["policy"]["shares"]
+    sizes = dict.fromkeys(("device", "host", "disk"), 0)
+    for weight in found["weights"].values():
+        sizes[weight["tier"]] += weight["nbytes"]
+    tiers = [{tier: nbytes / sum(sizes.values()) for tier, nbytes in sizes.items()}, shares["kv"], shares["activation"]]
+    # the same sequences in fewer parts, as each part of a plan has copies of its own
+    count = next(n for n in range(min(block["micro_batches"], MICRO_BATCHES), 0, -1) if block["sequences"] % n == 0)
+    options = {"batch": block["sequences"], "micro_batches": count, "cache": block["cache_format"]}
+    weights = "" if block["weight_format"] == "native" else block["weight_format"]
+    for scales in SCALES:
+        asked = tuple(_percent(share[tier] * scale)
+                      for share in tiers for tier, scale in zip(("device", "host"), scales, strict=True))
+        with suppress(PlanError):
+            made = plan_config(replace(request, objective="throughput", latency_s=None, batch=block["sequences"],
+                                       weights=weights or request.weights),
+                               Options(**options, policy=asked)).plan
+            return {"options": {**options, **({"weights": weights} if weights else {}), "policy": asked},
+                    "plan_tokens_per_s": tokens_per_s(made)}
+    return {"options": {}, "plan_tokens_per_s": 0.0}
+
+
+def _percent(share: float) -> float:
+    """A share in percent, to a tenth below."""
+    return min(100.0, math.floor(1000 * share + 1e-6) / 10)
+
+
 def explore_text(found: dict[str, Any]) -> str:
     """What `explore_config` found, for reading: the block, where things lie, the prediction and the advice."""
     policy, lines = found["policy"], []
     block, work = policy["block"], found["workload"]
-    lines.append("a policy by closed forms alone, which nothing runs as such: without --explore there is a plan")
+    lines.append("a policy by closed forms alone")
     lines.append(f"{found['model']} on {found['machine']}, prompt {work['prompt']}, {work['new_tokens']} new tokens")
     lines.append(f"  block      {block['micro_batch']} x {block['micro_batches']} sequences, {block['order']}, weights "
                  f"{block['weight_format']}, cache {block['cache_format']}"
@@ -61,5 +113,16 @@ def explore_text(found: dict[str, Any]) -> str:
     lines.append(f"  predicted  {policy['tokens_per_s']:.4g} tokens/s; {policy['latency_s']:.4g} s for the block: "
                  f"prefill {policy['prefill_s']:.4g} s, then {policy['decode_step_s']:.4g} s per step")
     lines.append(f"  {policy['advice']}")
+    if "options" in found:
+        lines.append(f"  as a plan  {_options_text(found)}")
     points = [(p["latency_s"], p["tokens_per_s"], p["sequences"]) for p in found.get("pareto", ())]
     return "\n".join([*lines, *("  " + line for line in frontier_lines(points))])
+
+
+def _options_text(found: Mapping[str, Any]) -> str:
+    """The options of a policy's plan as the command line takes them."""
+    words = [f"--{name.replace('_', '-')} {','.join(f'{each:g}' for each in value) if name == 'policy' else value}"
+             for name, value in found["options"].items() if value != "native"]
+    if not words:
+        return "none puts things so; without --explore the planner chooses"
+    return f"{' '.join(words)}: {found['plan_tokens_per_s']:.4g} tokens/s predicted"

@@ -293,12 +293,13 @@ def _request(config: str, options: Options, budget: str | None, **asked: Any) ->
 def _explore(request: PlanRequest, as_json: bool, **choices: Any) -> None:
     import json
 
-    from forebay.commands.explore_config import explore_config, explore_text
+    from forebay.commands.explore_config import explore_config, explore_text, plan_of_policy
     from forebay.rewriter.ir.plan import PlanError
 
     try:
         with console().status("searching"):
             found = explore_config(request, **choices)
+            found |= plan_of_policy(request, found)
     except ValueError as error:
         raise PlanError(str(error)) from error
     print(json.dumps(found, indent=1) if as_json else explore_text(found))
