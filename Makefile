@@ -47,6 +47,10 @@ durations: $(DEV_STAMP)
 test-opinfo: $(DEV_STAMP)
 	FOREBAY_TEST_OPINFO=all $(BIN)/pytest -n 2 tests/e2e/test_compile_opinfo.py tests/e2e/test_compile_modules.py
 
+# The tables of docs/papers.md, from the list that `forebay papers` shows.
+papers: $(STAMP)
+	$(BIN)/python -m forebay.commands.papers docs/papers.md
+
 # What models and callers of transformers expect, with its newest release and with the oldest that pyproject.toml allows;
 # each has an environment of its own, in which all but torch may move.
 RELEASES := tests/huggingface tests/e2e/test_families.py tests/e2e/test_experts.py tests/e2e/test_states.py

@@ -330,6 +330,7 @@ READ_BY_THEMSELVES = {
                      "forebay.runtime.disk.temporary", "forebay.commands.jobs", "forebay.kernels.build.for_wheel"),
                     "what it writes itself"),
     "forebay.rewriter.checkpoints.named_errors": "a file in memory, of its own",
+    "forebay.commands.papers": "the page that `make papers` writes",
     **dict.fromkeys(("forebay.kernels.products.linear.selection", "forebay.serving.app",
                      "forebay.kernels.build.library", "forebay.kernels.build.prebuilt"), "installed with the package"),
 }

@@ -18,6 +18,7 @@ from forebay.commands.embed import embed_command
 from forebay.commands.export import export_command
 from forebay.commands.machine import machine_command
 from forebay.commands.models import models_command
+from forebay.commands.papers import papers_command
 from forebay.commands.partition import partition
 from forebay.commands.plan import explain, plan
 from forebay.commands.quantize import quantize_command
@@ -110,7 +111,7 @@ def _version() -> None:
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     ANSWER: {"run": run, "chat": chat, "serve": serve, "embed": embed_command},
     PLAN: {"machine": machine_command, "plan": plan, "explain": explain, "serve-plan": serve_plan,
-           "partition": partition},
+           "partition": partition, "papers": papers_command},
     PREPARE: {"quantize": quantize_command, "export": export_command, "calibrate": calibrate_command,
               "models": models_command, "show": show_command},
 }
