@@ -14,6 +14,8 @@ import pytest
 import forebay.open_model as open_model
 import forebay.rewriter.pipeline.plan_task as plan_task
 from forebay.rewriter.capture import trace
+from forebay.rewriter.capture.layers import layer_signature
+from forebay.rewriter.capture.merge import Kind
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.pipeline import pass_list as pipeline
@@ -21,7 +23,8 @@ from forebay.rewriter.switches import Switches
 
 ROOT = Path(__file__).parent
 RUNNING = tuple(ROOT / name for name in (
-    "benchmarks", "commands", "e2e", "exported", "huggingface", "runtime", "serving"))
+    "benchmarks", "commands", "e2e", "exported", "huggingface", "rewriter/checkpoints", "rewriter/pipeline",
+    "rewriter/planning", "runtime", "serving"))
 MOST = 48  # models; graphs of a few layers take some megabytes
 
 
@@ -40,8 +43,11 @@ class _Kept:
         return self.made[key]
 
 
-_TRACED, _REWRITTEN, _AGAIN, _READ = _Kept(), _Kept(), _Kept(), _Kept()
+_TRACED, _LAYERS, _REWRITTEN, _AGAIN, _READ = _Kept(), _Kept(), _Kept(), _Kept(), _Kept()
 _trace, _rewrite, _read = trace.trace_model, plan_task.rewrite_captured, open_model.read_graphs
+_trace_layer = trace._Tracer._trace_layer
+# Settings of a model that change none of its layers.
+OUTSIDE = ("num_hidden_layers", "vocab_size", "tie_word_embeddings", "architectures", "transformers_version")
 
 
 def shares_graphs(path: Path) -> bool:
@@ -51,9 +57,10 @@ def shares_graphs(path: Path) -> bool:
 
 def share_graphs(patch: pytest.MonkeyPatch) -> None:
     """Trace models of one class, config and dtype once for what their steps give, those from memory and from folders
-    each, and rewrite their graphs once for each way in which weights and cache are stored. Who runs graphs reads them,
-    and edits copies."""
+    each, and rewrite their graphs once for each way in which weights and cache are stored. Models whose layers are
+    alike share what is traced of those, two thirds of the time. Who runs graphs reads them, and edits copies."""
     patch.setattr(trace, "trace_model", _known)
+    patch.setattr(trace._Tracer, "_trace_layer", _known_layer)
     patch.setattr(plan_task, "rewrite_captured", _known_rewritten)
     patch.setattr(open_model, "read_graphs", _known_read)
 
@@ -65,6 +72,19 @@ def _known(model: Any, gives: Any = "last", embeds: bool = False, adapter_column
     key = (type(model), json.dumps(described, sort_keys=True), from_folder, model.dtype, gives, embeds, parameters,
            adapter_columns)
     return _TRACED.once(key, lambda: _trace(model, gives, embeds, adapter_columns))
+
+
+def _known_layer(tracer: Any, call: Any, states: Any, hide_index: bool) -> Kind:
+    """By all that `trace_layers` knows of a layer, and what its model is like."""
+    model, layer = tracer.step.model, tracer.layers[call.layer]
+    described = {name: value for name, value in json.loads(model.config.to_json_string(use_diff=False)).items()
+                 if name not in OUTSIDE and not name.startswith("_")}
+    plain, spec, _ = call.key()
+    inputs = (tracer.calls.hidden[call.run], *call.others)
+    given = [(str(each.dtype), *map(str, tracer._named(each))) for each in inputs]
+    key = (type(model), json.dumps(described, sort_keys=True), layer_signature(layer, ("layer_idx",) * hide_index),
+           plain, spec, str(given), str(states), str(tracer.dtype), tracer.adapter_columns)
+    return replace(_LAYERS.once(key, lambda: _trace_layer(tracer, call, states, hide_index)), call=call)
 
 
 def _known_read(key: str) -> tuple[CapturedModel, dict[str, FileSlice]] | None:

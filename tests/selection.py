@@ -18,6 +18,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
+OTHER_PROCESSOR = "FOREBAY_TEST_PROCESSOR" in os.environ  # kernels/test_processors.py
 KINDS = {
     "static": "capture, passes, planning, proofs, predictions and pages: no model is run",
     "kernel": "one operator or one part of the runtime against a reference",
@@ -33,7 +34,8 @@ KIND_OF_PATH = {
     "test_readme.py": "e2e", "test_drafts_seen.py": "e2e", "exported": "peer", "huggingface": "peer",
     "faults": "fault", "runtime/comm/test_failures.py": "fault"}
 # Tests of passes, of every family and of every schedule: whatever they put through a pass must leave sound graphs.
-CHECKED = ("passes", "rewriter", "extending", "test_pages.py", "e2e/test_families.py", "e2e/test_every_schedule.py")
+CHECKED = ("passes", "rewriter/capture", "extending", "test_pages.py", "e2e/test_families.py",
+           "e2e/test_every_schedule.py")
 DURATIONS = TESTS / "durations.json"  # seconds of each file of `make test`, which `make durations` writes
 Cell = tuple[Any, ...]
 
@@ -117,7 +119,8 @@ def without(cases: Iterable[Any], left: Iterable[Any]) -> list[Any]:
 
 def mark_uncovered(items: Sequence[pytest.Item]) -> None:
     """Leave cases of tests that are marked `covering(strength)` to `make test-all`. `make test` runs cases that have
-    each value of any parameter (strength 1), or each pair of values (strength 2)."""
+    each value of any parameter (strength 1), or each pair of values (strength 2); of kernels for another processor each
+    value."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("covering") and not item.get_closest_marker("all"):
@@ -126,7 +129,7 @@ def mark_uncovered(items: Sequence[pytest.Item]) -> None:
         mark = of_test[0].get_closest_marker("covering")
         assert mark is not None
         cells = [tuple(map(repr, item.callspec.params.values())) for item in of_test]  # type: ignore[attr-defined]
-        chosen = covering(cells, mark.args[0])
+        chosen = covering(cells, 1 if OTHER_PROCESSOR else mark.args[0])
         for i, item in enumerate(of_test):
             if i not in chosen:
                 item.add_marker("all")

@@ -1,4 +1,4 @@
-"""One kernel configuration, as `benchmarks.kernel_audit` compiles it ahead of time and counts the bytes it moves."""
+"""One kernel configuration, as `tests.kernels.audit` compiles it ahead of time and counts the bytes it moves."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -587,6 +588,14 @@ def test_a_policy_of_a_config_alone(tmp_path: Path) -> None:
     assert json.loads(picture.with_suffix(".json").read_text()) == found["pareto"]
 
 
+ON_TERMINAL = """
+import os, sys
+os.dup2(os.open(sys.argv.pop(1), os.O_WRONLY | os.O_NOCTTY), 1)
+from forebay.commands.cli import main
+main()
+"""
+
+
 def test_terminal_gets_a_table_and_a_pipe_plain_text(folder: Path, tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     shape = ["--batch", 2, "--prompt", 16, "--new-tokens", NEW, "--machine", folder / "machine.json"]
@@ -594,17 +603,18 @@ def test_terminal_gets_a_table_and_a_pipe_plain_text(folder: Path, tmp_path: Pat
     piped = _forebay("explain", saved).stdout
     assert "│" not in piped and "lm_head.weight" in piped
     ours, theirs = os.openpty()
-    process = subprocess.Popen([sys.executable, "-m", "forebay", "explain", str(saved)], stdout=theirs,
-                               env=os.environ | {"COLUMNS": "110", "TERM": "xterm"})
-    os.close(theirs)
-    shown = b""
+    started = start_code(tmp_path / "told", ON_TERMINAL, os.ttyname(theirs), "explain", str(saved), COLUMNS="110",
+                         TERM="xterm")
+    assert select.select([ours], [], [], 60)[0], "nothing is shown"
+    shown = os.read(ours, 1 << 16)
+    os.close(theirs)  # the other process has it open
     try:
         while part := os.read(ours, 1 << 16):
             shown += part
     except OSError:  # Linux: the other end is closed
         pass
     os.close(ours)
-    assert process.wait(60) == 0
+    assert started.ended(60).returncode == 0
     lines = re.sub("\x1b\\[[0-9;]*m", "", shown.decode()).splitlines()
     assert any(line.startswith("│ lm_head.weight") for line in lines)
     tabled, plain = ([line for line in text if "total" in line] for text in (lines, piped.splitlines()))

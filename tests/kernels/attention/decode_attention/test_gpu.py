@@ -46,7 +46,8 @@ def test_matches_the_definition(
     cache = filled((length, 5), kv_heads, dim, dtype, bits)
     q = cache.queries(heads, dtype)
     ranges = ((RANGE[dtype], 0, 0.0), (SAFE, 0, 0.0), (RANGE[dtype], 11, 3.0), (RANGE[dtype], -10, 0.0))
-    for scores, window, softcap in ranges:
+    first = CASES.index((bits, heads, kv_heads, dim, length, dtype)) % 2  # the next case has the other two
+    for scores, window, softcap in ranges if ALL else ranges[first::2]:
         found = decode(cache, q, scores, window, softcap)
         assert relative_error(found, cache.expected(q, window, softcap)) <= LIMIT[dtype]
 
@@ -89,7 +90,7 @@ def test_a_row_is_computed_again_alone() -> None:
     assert torch.equal(decode(cache, q, RANGE[torch.float16])[:, :2], calm[:, :2])
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("scores", [SAFE, RANGE[torch.bfloat16]], ids=["synchronised", "unified"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.chips import CHIPS, cycles_of, measure, resident_programs
-from benchmarks.sass import Instruction, Turn, exposed_loads, hot_turn, parse, turn_time
+from tests.kernels.audit.chips import CHIPS, cycles_of, measure, resident_programs
+from tests.kernels.audit.sass import Instruction, Turn, exposed_loads, hot_turn, parse, turn_time
 
 
 def listing(text: str) -> str:

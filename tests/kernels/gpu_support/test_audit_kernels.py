@@ -15,15 +15,15 @@ from types import SimpleNamespace
 import pytest
 from selection import ALL
 
-from benchmarks import audit_record, kernel_audit
-from benchmarks.chips import Hot
-from benchmarks.kernel_audit import Audited, Counts, problems_of
-from benchmarks.sass import parse
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from tests.kernels.audit import audit_kernels, record
+from tests.kernels.audit.audit_kernels import Audited, Counts, problems_of
+from tests.kernels.audit.chips import Hot
+from tests.kernels.audit.sass import parse
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # The interpreter must not stand in the place of the compiler.
 ENVIRONMENT = os.environ | {"TRITON_INTERPRET": "0"}
@@ -34,7 +34,7 @@ def audited() -> list[dict]:
     """What the command line prints for the cases of the suite, made in a process of its own. What is as it was when the
     record was made is not compiled again, but for all of it under FOREBAY_TEST_ALL."""
     changed = () if ALL else ("--changed",)
-    command = [sys.executable, "-m", "benchmarks.kernel_audit", "--json", "--suite", "--jobs", "2", *changed]
+    command = [sys.executable, "-m", "tests.kernels.audit", "--json", "--suite", "--jobs", "2", *changed]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=1800)
     assert done.returncode in (0, 1), done.stderr
     return json.loads(done.stdout)
@@ -47,7 +47,7 @@ def test_no_configuration_breaks_a_bound(audited: list[dict]) -> None:
 
 def test_the_counts_are_of_real_kernels(audited: list[dict]) -> None:
     """Bounds alone would pass on empty output: each target is there, and linear has what it is made of."""
-    assert {r["arch"] for r in audited} == set(kernel_audit.ARCHS)
+    assert {r["arch"] for r in audited} == set(audit_kernels.ARCHS)
     assert all(r["registers"] > 0 for r in audited)
     for r in audited:
         assert r["spills"] == 0 or r["arch"].startswith("gfx")
@@ -64,7 +64,7 @@ def test_hot_loops_are_found_in_real_kernels(audited: list[dict]) -> None:
         assert (hot is None) == (r["arch"] == "gfx942")
         if hot is None:
             continue
-        assert hot["unknown_opcodes"] == [], f"{r['name']}: benchmarks/chips.py has no rate of these"
+        assert hot["unknown_opcodes"] == [], f"{r['name']}: audit/chips.py has no rate of these"
         assert hot["programs"] >= 1 and hot["cycles"] >= hot["instructions"] > 0 and not hot["nested"]
         loaded = (hot["loaded_nbytes"] + hot["async_nbytes"]) * 32 * hot["warps"]
         if r["name"].startswith(("linear/flat", "decode_attention/unified/")):
@@ -80,20 +80,21 @@ def test_hot_loops_are_found_in_real_kernels(audited: list[dict]) -> None:
 
 SAMPLE = """
 import json
-from benchmarks import audit_record, kernel_audit
-cases = {c.name: c for c in kernel_audit.discover()}
-known = audit_record.load()
+from tests.kernels.audit import audit_kernels, record
+cases = {c.name: c for c in audit_kernels.discover()}
+known = record.load()
 pairs = [(cases[f["name"]], f["arch"], f) for key, f in known.items()
-         if f["name"] in cases and audit_record.key_of(cases[f["name"]], f["arch"]) == key]
+         if f["name"] in cases and record.key_of(cases[f["name"]], f["arch"]) == key]
 pairs = sorted(pairs, key=lambda pair: (pair[0].name, pair[1]))[%d::97]
-print(json.dumps([[kernel_audit.audit_case(c, a) == kernel_audit.audit_case(c, a, f), c.name, a] for c, a, f in pairs]))
+audit = audit_kernels.audit_case
+print(json.dumps([[audit(c, a) == audit(c, a, f), c.name, a] for c, a, f in pairs]))
 """
 
 
 @pytest.mark.all
 def test_the_record_says_what_the_compiler_makes() -> None:
     """Five or so of its rows, others every day of the month, are compiled again."""
-    if not audit_record.record_path().is_file():
+    if not record.record_path().is_file():
         pytest.skip("no record is kept of this Triton's code: all of it was compiled")
     command = [sys.executable, "-c", SAMPLE % time.localtime().tm_mday]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
@@ -104,19 +105,19 @@ def test_the_record_says_what_the_compiler_makes() -> None:
 
 def test_a_changed_kernel_is_not_taken_from_the_record() -> None:
     one = AuditCase("op/a", SimpleNamespace(cache_key="a kernel"), {"x": "*fp16"}, {"N": 8})
-    keys = {audit_record.key_of(case, arch) for case, arch in (
+    keys = {record.key_of(case, arch) for case, arch in (
         (one, "sm_80"), (one, "sm_90"), (replace(one, fn=SimpleNamespace(cache_key="another")), "sm_80"),
         (replace(one, constants={"N": 9}), "sm_80"), (replace(one, num_warps=8), "sm_80"),
         (replace(one, signature={"x": "*bf16"}), "sm_80"), (replace(one, turn_nbytes=1), "sm_80"))}
     assert len(keys) == 7
-    assert audit_record.key_of(replace(one, name="op/b", aim=0.5), "sm_80") in keys  # what only bounds look at
+    assert record.key_of(replace(one, name="op/b", aim=0.5), "sm_80") in keys  # what only bounds look at
 
 
 def test_every_operator_with_kernels_has_cases() -> None:
     """A gpu.py that defines a kernel to launch is among the cases discovered, and one that launches another's names
     cases of its own."""
     command = (
-        "import json; from benchmarks.kernel_audit import discover; "
+        "import json; from tests.kernels.audit.audit_kernels import discover; "
         "found = discover(); print(json.dumps([sorted({c.fn.__module__ for c in found}), [c.name for c in found]]))"
     )
     done = subprocess.run([sys.executable, "-c", command], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
@@ -206,7 +207,7 @@ def test_counting_sass() -> None:
         /*0070*/ LDG.E R4, desc[UR4][R2.64] ;
         /*0080*/ LDGSTS.E.64 [R9], desc[UR4][R2.64] ;
     """
-    assert kernel_audit.count_sass(usage, parse(sass).instructions) == Counts(40, 16, 1, 2, 3, 2)
+    assert audit_kernels.count_sass(usage, parse(sass).instructions) == Counts(40, 16, 1, 2, 3, 2)
 
 
 def test_counting_amd_assembly() -> None:
@@ -218,14 +219,14 @@ def test_counting_amd_assembly() -> None:
         .vgpr_count:     88
         .vgpr_spill_count: 0
     """
-    assert kernel_audit.count_amdgcn(text) == Counts(88, 0, 0, 1, 2, 1)
+    assert audit_kernels.count_amdgcn(text) == Counts(88, 0, 0, 1, 2, 1)
 
 
 def test_the_table_names_every_problem() -> None:
     result = Audited("op/a", "sm_90", 64, 8, 0, 0, 2, 2, 8, 100, 1.0, ("8 bytes of stack",))
-    lines = kernel_audit.table([result]).splitlines()
+    lines = audit_kernels.table([result]).splitlines()
     assert len(lines) == 2 and lines[1].startswith("op/a") and lines[1].endswith("8 bytes of stack")
     hot = replace(HOT, unknown_opcodes=("NEWOP",))
-    lines = kernel_audit.table([replace(result, hot=hot)]).splitlines()
+    lines = audit_kernels.table([replace(result, hot=hot)]).splitlines()
     assert lines[1].split()[11:18] == ["100", "120", "alu", "4", "0.91", "20/36", "0"]
     assert lines[1].endswith("8 bytes of stack; no rate known of NEWOP")

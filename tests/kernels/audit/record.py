@@ -15,11 +15,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.chips import Hot
+from tests.kernels.audit.chips import Hot
 
 if TYPE_CHECKING:
-    from benchmarks.kernel_audit import Audited
     from forebay.kernels.gpu_support.audit_case import AuditCase
+    from tests.kernels.audit.audit_kernels import Audited
 
 FOLDER = Path(__file__).parent
 READERS = ("chips.py", "sass.py")  # what facts are read from machine code with
@@ -29,7 +29,7 @@ def record_path() -> Path:
     """The record of the Triton that is installed."""
     import triton
 
-    return FOLDER / "results" / f"kernel-audit-triton-{triton.__version__}.json"
+    return FOLDER / f"triton-{triton.__version__}.json"
 
 
 @functools.cache

@@ -1,13 +1,13 @@
 """Compile every Triton kernel configuration ahead of time, without a GPU, and print what the compiler made of it.
 
-    python -m benchmarks.kernel_audit [--json] [--suite] [--changed] [--record] [--arch sm_90 ...] [--only PART ...]
+    python -m tests.kernels.audit [--json] [--suite] [--changed] [--record] [--arch sm_90 ...] [--only PART ...]
 
 For each configuration that an operator's `gpu.py` names in `audit_cases()` and each target: registers and stack of a
 thread, shared memory of a block, 128-bit loads, tensor-core instructions, spills, bytes moved by a call and the share
 of them that is the minimum. On NVIDIA these are read from SASS by the disassembler that Triton carries; for gfx942 from
 the assembly. `problems` lists what breaks the bounds that the test suite holds. `--record` keeps what was read from
-machine code in `benchmarks/results`, by a hash of everything it follows from; `--changed`, which the suite asks for,
-takes what it finds there and compiles the rest (`benchmarks/audit_record.py`).
+machine code here, by a hash of everything it follows from; `--changed`, which the suite asks for,
+takes what it finds there and compiles the rest (`record.py`).
 
 NVIDIA targets also show what the hot loop allows (a whole program, where no loop loads): its instructions (`hot`), the
 cycles that a scheduler needs for a warp's turn and the pipe that takes them, programs that a multiprocessor holds at
@@ -28,16 +28,15 @@ import multiprocessing
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import audit_record
-from benchmarks.chips import Hot, measure
-from benchmarks.sass import WARP, Instruction, hot_turn, parse
+from tests.kernels.audit import record
+from tests.kernels.audit.chips import Hot, measure
+from tests.kernels.audit.sass import WARP, Instruction, hot_turn, parse
 
 if TYPE_CHECKING:
     from forebay.kernels.gpu_support.audit_case import AuditCase
@@ -82,7 +81,7 @@ def discover() -> list[AuditCase]:
     names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"kernel_audit: these cases share a name: {', '.join(twice)}")
+        raise ValueError(f"audit: these cases share a name: {', '.join(twice)}")
     return cases
 
 
@@ -131,7 +130,7 @@ def count_sass(usage: str, instructions: Sequence[Instruction]) -> Counts:
     """Counts from `cuobjdump -res-usage` of a cubin and its instructions."""
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     if found is None:
-        raise ValueError(f"kernel_audit: no resource usage in {usage!r}")
+        raise ValueError(f"audit: no resource usage in {usage!r}")
     opcodes = [i.opcode for i in instructions]
     loads = [i.nbytes for i in instructions if i.opcode in ("LDG", "LDGSTS")]
     bulk = opcodes.count("UTMALDG")  # a bulk tensor copy moves whole lines
@@ -223,7 +222,7 @@ def audit_case(case: AuditCase, arch: str, known: Mapping[str, Any] | None = Non
     """Compile one case for one target, or take its facts from `known`. A compiler's refusal is a problem, no error."""
     share = case.minimum_bytes / max(1, case.bytes_moved)
     if known is not None:
-        counts, hot = Counts(**{f.name: known[f.name] for f in fields(Counts)}), audit_record.hot_of(known)
+        counts, hot = Counts(**{f.name: known[f.name] for f in fields(Counts)}), record.hot_of(known)
         return _judged(case, arch, counts, known["shared_nbytes"], hot)
     try:
         compiled = compile_case(case, arch)
@@ -279,9 +278,9 @@ def audit(
     known: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Audited]:
     """Audit the cases selected, `jobs` at a time; with suite only those that the test suite builds. What stands in
-    `known`, by `audit_record.key_of`, is not compiled."""
+    `known`, by `record.key_of`, is not compiled."""
     chosen = select(_cases_by_name().values(), archs, only, suite)
-    facts = [known.get(audit_record.key_of(*pair)) for pair in chosen] if known else [None] * len(chosen)
+    facts = [known.get(record.key_of(*pair)) for pair in chosen] if known else [None] * len(chosen)
     if jobs == 1 or None not in facts:
         return [audit_case(case, arch, found) for (case, arch), found in zip(chosen, facts, strict=True)]
     context = multiprocessing.get_context("fork")
@@ -322,7 +321,7 @@ def table(results: Sequence[Audited]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Audit, print, and return 1 if any configuration breaks a bound."""
-    parser = argparse.ArgumentParser(prog="benchmarks.kernel_audit", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="tests.kernels.audit", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print a JSON list in place of the table")
     parser.add_argument("--suite", action="store_true", help="only the cases that the test suite builds")
     parser.add_argument("--changed", action="store_true", help="compile only what the record does not hold")
@@ -335,14 +334,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET=1 replaces the compiler; unset it")
     if chosen.record and (chosen.suite or chosen.only or set(chosen.arch) != set(ARCHS)):
         parser.error("--record keeps all configurations on all targets; leave out --suite, --only and --arch")
-    known = audit_record.load() if chosen.changed else None
+    known = record.load() if chosen.changed else None
     results = audit(chosen.arch, chosen.only, chosen.suite, chosen.jobs, known)
     if chosen.record:
         pairs = select(_cases_by_name().values(), chosen.arch, (), False)
-        audit_record.save({audit_record.key_of(*pair): found for pair, found in zip(pairs, results, strict=True)})
+        record.save({record.key_of(*pair): found for pair, found in zip(pairs, results, strict=True)})
     print(json.dumps([asdict(r) for r in results], indent=1) if chosen.json else table(results))
     return int(any(r.problems for r in results))
 
-
-if __name__ == "__main__":
-    sys.exit(main())

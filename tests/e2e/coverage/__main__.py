@@ -1,7 +1,7 @@
-"""Which architectures and compiled models work: `python -m benchmarks.coverage [--only PART …] [--write]`.
+"""Which architectures and compiled models work: `python -m tests.e2e.coverage [--only PART …] [--write]`.
 
 Every row is run: the same tokens, or results, as without Forebay, or a refusal that names its reason. `--write` keeps
-the table in `results/coverage.json` and makes `docs/coverage.md` of it; with `--only`, the other rows stay as they
+the table in `kept.json` and makes `docs/coverage.md` of it; with `--only`, the other rows stay as they
 were.
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.coverage import architectures, compiled
-from benchmarks.coverage.outcome import Outcome
+from tests.e2e.coverage import architectures, compiled
+from tests.e2e.coverage.outcome import Outcome
 
-KEPT = Path(__file__).parents[1] / "results" / "coverage.json"
-PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
+KEPT = Path(__file__).with_name("kept.json")
+PAGE = Path(__file__).parents[3] / "docs" / "coverage.md"
 TABLES = {
     "language models": (architectures.ARCHITECTURES, architectures.check),
     "compiled models": (compiled.MODELS, compiled.check),
@@ -35,7 +35,7 @@ HEADS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.coverage", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.e2e.coverage", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="PART", help="rows with one of these in their names")
     parser.add_argument("--write", action="store_true", help="keep the table, and make the page of it")
     asked = parser.parse_args()
@@ -71,7 +71,7 @@ def write(found: dict[str, dict[str, Outcome]]) -> None:
 def page(kept: dict[str, dict[str, dict[str, str]]], versions: dict[str, str]) -> str:
     """docs/coverage.md."""
     made_with = " and ".join(f"{name} {version}" for name, version in versions.items())
-    lines = ["# What works", "", f"Made by `python -m benchmarks.coverage --write` with {made_with}, on models of a "
+    lines = ["# What works", "", f"Made by `python -m tests.e2e.coverage --write` with {made_with}, on models of a "
              "few layers and random weights."]
     for table, rows in kept.items():
         equal = [name for name, row in rows.items() if row["result"] == "equal"]

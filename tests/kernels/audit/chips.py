@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.sass import WARP, Instruction, Turn, exposed_loads, turn_time
+from tests.kernels.audit.sass import WARP, Instruction, Turn, exposed_loads, turn_time
 
 SCHEDULERS = 4
 

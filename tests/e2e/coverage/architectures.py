@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.coverage.outcome import EQUAL, Outcome, failed, one_line
 from forebay.api import wrap
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.machine.profile import Machine
+from tests.e2e.coverage.outcome import EQUAL, Outcome, failed, one_line
 
 VOCAB, PROMPTS, NEW = 199, (5, 21), 8
 SIZES: dict[str, Any] = dict(

@@ -12,9 +12,9 @@ import transformers as T
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.coverage.outcome import EQUAL, Outcome, failed, one_line
 from forebay.backend import prepared_for
 from forebay.rewriter.ir.plan import PlanError
+from tests.e2e.coverage.outcome import EQUAL, Outcome, failed, one_line
 
 Made = tuple[nn.Module, dict[str, Any]]  # a module and the arguments it is called with
 
