@@ -21,7 +21,7 @@ def papers_command(
     paper: Annotated[str, typer.Argument(metavar="[PAPER]", help="Part of a paper's name. Default: all five.")] = "",
     debug: DebugOption = False,
 ) -> None:
-    """Show what of the papers behind Forebay runs, how to turn it on, and its figures."""
+    """List the mechanisms of five papers that run here, with their options and figures."""
     with clean_errors(debug):
         from rich.console import Console
         from rich.table import Table
