@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from forebay.exported.export import export
     from forebay.exported.start import open_bundle
     from forebay.language_model import LanguageModel
+    from forebay.modules.encoder_decoder import EncoderDecoder
     from forebay.rewriter.capture.language_model import CaptureError
     from forebay.rewriter.checkpoints.records import CheckpointError
     from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
@@ -30,6 +31,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Embedder",
+    "EncoderDecoder",
     "ExportError",
     "LanguageModel",
     "Machine",
@@ -63,6 +65,7 @@ _HOMES = {
     "forebay.exported.export": ("export",),
     "forebay.exported.start": ("open_bundle",),
     "forebay.language_model": ("LanguageModel",),
+    "forebay.modules.encoder_decoder": ("EncoderDecoder",),
     "forebay.rewriter.capture.language_model": ("CaptureError",),
     "forebay.rewriter.checkpoints.checkpoint": ("CheckpointError",),
     "forebay.rewriter.machine.profile": ("Machine", "load_machine", "save_machine"),

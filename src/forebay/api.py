@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from forebay.build_model import build_model
 from forebay.default_budget import budget_or_default
 from forebay.huggingface.emptied import empty_module
 from forebay.language_model import LanguageModel
+from forebay.modules.encoder_decoder import EncoderDecoder, is_encoder_decoder
 from forebay.open_model import open_model
 from forebay.open_module import open_module
 from forebay.option_keywords import with_keywords
@@ -39,11 +41,18 @@ def wrap(
         options: What is asked of the plan, as a record; keywords come before it. Sizes are those of the first plan:
             `generate` plans anew for more. Of a `mesh` of processes, which call this alike, each has a budget.
 
+    Returns:
+        The model; of a folder with an encoder and a decoder (T5, BART, Marian, Whisper) an `EncoderDecoder`.
+
     Raises:
         PlanError: for an option, or a budget that cannot work.
         CheckpointError: for files; SpillError for the disk's folder; CaptureError for models.
     """
     require_spill_folder((sizes := budget_or_default(budget)).disk)
+    if not isinstance(model, torch.nn.Module) and is_encoder_decoder(Path(model).expanduser()):
+        if options != Options():
+            raise PlanError("options: a model with an encoder and a decoder takes a budget alone; leave options out")
+        return cast(Any, EncoderDecoder(model, sizes))
     capture = None
     if not isinstance(model, torch.nn.Module):
         opened = open_model(model, dequantize=options.dequantize, keep=options.of_one_model, adapter=options.adapter)

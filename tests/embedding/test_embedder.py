@@ -73,6 +73,8 @@ def _noted(reads: list[object], load: Any, keys: Any) -> None:
 @pytest.mark.parametrize("how", ["cls", "max"])
 def test_other_poolings_and_older_files(how: str, tmp_path: Path) -> None:
     model = save("bert", tmp_path)
+    model.pooler = None
+    model.save_pretrained(tmp_path)
     save_modules(tmp_path, {"pooling_mode": how}, normalize=False)
     lm = Embedder(tmp_path, "1MB")
     wanted = expected(model, T.AutoTokenizer.from_pretrained(tmp_path), TEXTS, 16, how)

@@ -120,6 +120,7 @@ def run(
         from forebay.calibration import calibrated
         from forebay.commands import jobs
         from forebay.commands.chat import answer_one
+        from forebay.commands.encoder_decoder import answer_encoded
         from forebay.commands.job_images import JobImages
         from forebay.commands.plan_job import fit_job, prompt_room, unfit, with_reuse
         from forebay.commands.prompts import (
@@ -133,6 +134,7 @@ def run(
         )
         from forebay.commands.schema_file import read_schema
         from forebay.images.open_tower import takes_images
+        from forebay.modules.encoder_decoder import is_encoder_decoder
         from forebay.open_model import open_model
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
         from forebay.rewriter.planning.options import check_choices, told_activations
@@ -154,6 +156,9 @@ def run(
             for name, given in only.items():
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
+            if is_encoder_decoder(folder := model_folder(model, options)):
+                answer_encoded(folder, prompt, budget, options, sampling, seed)
+                return
             answer_one(model, prompt, budget, options, sampling, seed, chat=chat, images=image or ())
             return
         if image:
@@ -180,6 +185,9 @@ def run(
         if not requests and not bad:
             say(f"{prompts} holds no prompts: nothing to answer")
         folder = model_folder(model, options)
+        if is_encoder_decoder(folder):
+            raise JobError("--prompts: a model with an encoder and a decoder answers one PROMPT here; batches go to "
+                           "forebay.wrap")
         pictured = takes_images(folder) and any(request.pictured for request in requests)
         if pictured and (plan is not None or save_plan is not None):
             raise JobError("--plan and --save-plan are for jobs of text alone; leave them or the images out")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from forebay.modules.streamed_module import StreamedModule, stored_records
+from forebay.modules.streamed_module import StreamedModule, missing_weights, stored_records
 from forebay.rewriter.capture.language_model import fill_constants
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names, model_class
@@ -40,10 +40,10 @@ class ImageTower:
         self.config, self.dtype = config, dtype
         self.base = _without_text(config, dtype)
         records = stored_records(self.base, checkpoint, "model", checkpoint_names(config)[1], "model")
-        self._streamed = StreamedModule(self.base, records, dtype, "the vision tower")
-        if missing := self._streamed.missing:
+        if missing := missing_weights(self.base, records):
             raise CheckpointError(f"{checkpoint.folder} has no model.{missing[0]} that can be computed with, so images "
                                   "cannot be taken: give the folder that the model was published in")
+        self._streamed = StreamedModule(self.base, records, dtype, "the vision tower")
         self.plan = self._streamed.sizes
 
     @property

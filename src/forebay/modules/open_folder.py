@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from forebay.modules.streamed_module import StreamedModule, stored_records
+from forebay.modules.streamed_module import StreamedModule, missing_weights, stored_records
 from forebay.rewriter.capture.language_model import fill_constants
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import read_config
@@ -37,15 +37,36 @@ def open_streamed(folder: Path, auto: str) -> StreamedModule:
     module = _blank(config, auto, dtype)
     prefix, rename = checkpoint_names(config, type(module))
     records = stored_records(module, checkpoint, prefix, rename)
-    streamed = StreamedModule(module, records, dtype)
     for name in UNUSED:  # without weights it would give random numbers
-        if getattr(module, name, None) is not None and any(each.startswith(f"{name}.") for each in streamed.missing):
+        if any(each.startswith(f"{name}.") for each in missing_weights(module, records)):
             setattr(module, name, None)
-            streamed = StreamedModule(module, records, dtype)
-    if missing := streamed.missing:
+    constants = _constants(module, missing_weights(module, records))
+    if missing := missing_weights(module, records.keys() | constants.keys()):
         raise CheckpointError(f"{folder} has no {missing[0]}, nor {len(missing) - 1} other weights of "
                               f"{type(module).__name__}: give the folder that the model was published in")
-    return streamed
+    return StreamedModule(module, records, dtype, constants=constants)
+
+
+@one_thread
+def _constants(module: Any, missing: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Those of the missing weights that transformers computes, such as positions of sines: filling twice over other
+    contents shows which."""
+    found: dict[str, torch.Tensor] = {}
+    for name in missing:
+        owner, attribute = module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        held = owner._parameters.get(attribute)
+        if held is None:
+            continue
+        filled = []
+        for content in (0, 1):
+            owner._parameters[attribute] = torch.nn.Parameter(torch.full(held.shape, content, dtype=held.dtype), False)
+            torch.manual_seed(content)
+            module._init_weights(owner)
+            filled.append(owner._parameters[attribute].detach())
+        owner._parameters[attribute] = held
+        if torch.equal(*filled):
+            found[name] = filled[0]
+    return found
 
 
 @one_thread
@@ -58,10 +79,11 @@ def _blank(config: Any, auto: str, dtype: torch.dtype) -> Any:
     config.use_cache = auto != "AutoModel" and getattr(config, "use_cache", True)
     try:
         with torch.device("meta"), initialization.no_init_weights():
-            module: nn.Module = getattr(transformers, auto).from_config(config, dtype=dtype)
+            module: Any = getattr(transformers, auto).from_config(config, dtype=dtype)
+            module.tie_weights()
     except ValueError as error:  # a kind that has no such class
         raise CheckpointError(f"a model of type {config.model_type!r} is no {auto} of transformers") from error
-    fill_constants(module)  # type: ignore[arg-type]
+    fill_constants(module)
     return module.eval()
 
 

@@ -6,7 +6,7 @@ room for where they are called again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +57,7 @@ class StreamedModule:
         records: Where its weights lie, by name; a tensor with several names may be there under any.
         dtype: What floating weights are computed in.
         what: What the module is, for messages.
+        constants: Weights by name that no file holds; each weight is there or in `records`.
 
     Attributes:
         sizes: Its memory.
@@ -64,11 +65,13 @@ class StreamedModule:
     """
 
     def __init__(
-        self, module: Any, records: Mapping[str, TensorRecord], dtype: torch.dtype, what: str = "the model"
+        self, module: Any, records: Mapping[str, TensorRecord], dtype: torch.dtype, what: str = "the model",
+        constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.module, self.dtype, self.what, self.peak_nbytes = module, dtype, what, 0
         self._tied: dict[int, list[WeightPlace]] = {}
         self._record_of: dict[int, TensorRecord] = {}
+        self._constant_of: dict[int, torch.Tensor] = {}
         for prefix, inner in module.named_modules():
             for place in _places(inner, recurse=False):
                 key = id(_held(place))
@@ -76,6 +79,8 @@ class StreamedModule:
                 name = f"{prefix}.{place[1]}".removeprefix(".")
                 if name in records:
                     self._record_of.setdefault(key, records[name])
+                if constants is not None and name in constants:
+                    self._constant_of[key] = constants[name]
         self._key_of = {place: key for key, places in self._tied.items() for place in places}
         layers = [layer for layers in _outermost_lists(module) for layer in layers]
         self._layers = {id(layer): {self._key_of[place] for place in _places(layer)} for layer in layers}
@@ -93,13 +98,6 @@ class StreamedModule:
         sizes = [self._nbytes(keys) for keys in self._layers.values()]
         kept = self._nbytes(self._kept)
         self.sizes = StreamedSizes(sum(sizes) + kept, kept, len(sizes), max(sizes, default=0))
-
-    @property
-    def missing(self) -> list[str]:
-        """Names of weights that the records lack, one of each."""
-        named = {place: f"{prefix}.{place[1]}".removeprefix(".") for prefix, inner in self.module.named_modules()
-                 for place in _places(inner, recurse=False)}
-        return [named[places[0]] for key, places in self._tied.items() if key not in self._record_of]
 
     @contextmanager
     def running(self, budget_nbytes: int, stay: bool = False) -> Iterator[None]:
@@ -135,7 +133,7 @@ class StreamedModule:
 
     def _load(self, keys: Iterable[int]) -> None:
         for key in keys:
-            tensor = read_tensor(self._record_of[key])
+            tensor = self._constant_of[key] if key in self._constant_of else read_tensor(self._record_of[key])
             tensor = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
             self._put(key, tensor)
 
@@ -179,6 +177,15 @@ class StreamedModule:
         self._drop(self._layers[key])
         self._most_resident = len(self._resident)  # from here on, else layers come and go
         return True
+
+
+def missing_weights(module: nn.Module, known: Collection[str]) -> list[str]:
+    """Names of a module's weights of which none is among the known ones, one name of each."""
+    names: dict[int, list[str]] = {}
+    for prefix, inner in module.named_modules():
+        for place in _places(inner, recurse=False):
+            names.setdefault(id(_held(place)), []).append(f"{prefix}.{place[1]}".removeprefix("."))
+    return [each[0] for each in names.values() if not any(name in known for name in each)]
 
 
 def stored_records(
