@@ -34,7 +34,7 @@ def lay_out(
         if plan.schedule.host_hop:
             for i in range(plan.schedule.slots):
                 put(f"host_slot{i}", "slot", "host", stride, PAGE_NBYTES)
-    for buffer in staged:
+    for buffer in sorted(staged, key=lambda given: (-given[-1], given[3] % PAGE_NBYTES > 0)):  # no page begins in a gap
         put(*buffer)
     for w in plan.weights:
         if w.tier != "disk":

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from families import rewritten
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forebay.rewriter.pipeline.plan_search as module
@@ -55,6 +55,7 @@ def staged(work: Workload, options: Options) -> list[BatchSchedule]:
     return PlanTask(graphs, Budget(1), work, options, Machine.default(), Switches()).schedules(staged=True)
 
 
+@settings(deadline=None)  # the first makes graphs
 @given(st.integers(1, 300))
 def test_every_way_has_room_for_the_batch_and_none_is_empty(batch: int) -> None:
     work = replace(WORK, batch=batch)

@@ -14,6 +14,7 @@ from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, plan_from_dict, validate
 from forebay.rewriter.planning import planner
+from forebay.rewriter.planning.arena_layout import lay_out
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed, WeightUse
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
@@ -293,6 +294,14 @@ def test_everything_resident_where_it_fits_and_nothing_streams() -> None:
     plan = make_plan(layers(3), Budget(2_000_000), Workload(1, 4, 4), Options(), MACHINE)
     assert {w.tier for w in plan.weights} == {"device"} and plan.schedule.slot_nbytes == 0
     assert not [b for b in plan.buffers if b.kind == "slot"]
+
+
+def test_buffers_that_begin_at_pages_leave_no_gap() -> None:
+    plan = make_plan(layers(3), Budget(2_000_000), Workload(1, 4, 4), Options(), MACHINE)
+    staged = [("routing", "routing", "device", 100, 64), ("admitted", "slot", "device", PAGE_NBYTES - 100, PAGE_NBYTES),
+              ("pool", "pool", "device", 2 * PAGE_NBYTES, PAGE_NBYTES)]
+    without, found = (lay_out(plan, {}, {}, 0, 0, each).arenas["device"] for each in ((), staged))
+    assert 3 * PAGE_NBYTES <= found - without <= 3 * PAGE_NBYTES + 128
 
 
 def test_resident_weights_are_spread_over_the_step() -> None:
