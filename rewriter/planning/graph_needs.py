@@ -64,8 +64,7 @@ def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
         nbytes = value.numel() * value.element_size()
         found.append((first, WeightUse(name, nbytes, rows, tiles, any(r.lookup for _, r in readings), bool(products),
                                        node.meta[META].format, str(value.dtype)[6:],
-                                       max((call.meta["layer"] for call in node.users if call.op == "call_module"),
-                                           default=-1),
+                                       tuple(call.meta["layer"] for call in node.users if call.op == "call_module"),
                                        max(0, max((r.rows for _, r in readings), default=0) - tokens),
                                        *_picked([r for _, r in readings]))))
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]

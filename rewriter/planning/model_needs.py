@@ -31,7 +31,7 @@ class WeightUse:
     product: bool  # read by something other than a lookup
     format: str = "native"
     dtype: str = "float32"  # of the values where they are stored as they are
-    layer: int = -1  # that reads it; -1: none
+    layers: tuple[int, ...] = ()  # that read it
     more_rows: int = 0  # that a product multiplies by it beside those of the step's tokens, of checkpoints
     share: float = 1.0  # of it that one row multiplies by: of a table of experts those that are chosen
     outputs: int = 0  # of a table of experts: numbers that each gives of a token

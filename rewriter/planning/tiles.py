@@ -19,7 +19,8 @@ def most_tiles(products: Sequence[WeightUse], slot: int) -> int:
     """The most tiles that any layer, or any weight outside the layers one at a time, comes in."""
     counts: Counter[int] = Counter()
     for u in products:
-        counts[u.layer] += tile_count(u, slot) if u.layer >= 0 else 0
+        for layer in u.layers:
+            counts[layer] += tile_count(u, slot)
     return max([1, *counts.values()])
 
 

@@ -31,8 +31,8 @@ def mixtures(draw: st.DrawFn) -> ModelNeeds:
     picks, entry = draw(st.integers(1, 3)), 64 * draw(st.integers(20, 400))
     uses = []
     for i in range(layers):
-        uses.append(WeightUse(f"d{i}", 64 * 200 * draw(st.integers(1, 9)), 200, True, False, True, layer=i))
-        uses.append(WeightUse(f"e{i}", experts * entry, experts, True, False, True, layer=i, share=picks / experts,
+        uses.append(WeightUse(f"d{i}", 64 * 200 * draw(st.integers(1, 9)), 200, True, False, True, layers=(i,)))
+        uses.append(WeightUse(f"e{i}", experts * entry, experts, True, False, True, layers=(i,), share=picks / experts,
                               outputs=draw(st.integers(1, 99))))
     return ModelNeeds("f", uses, {}, {"cache": 640}, lambda tokens: PhaseNeed(64 * tokens, 10 * tokens),
                       rates=draw(rates))
@@ -65,8 +65,8 @@ def test_more_memory_never_predicts_slower(needs: ModelNeeds, workload: Workload
 
 def mixture(**changed: object) -> ModelNeeds:
     """One layer: 8 experts of 64 KiB, of which a token picks 2, behind 64 KiB that all tokens read."""
-    uses = [WeightUse("d", 1 << 16, 64, True, False, True, layer=0),
-            WeightUse("e", 1 << 19, 8, True, False, True, layer=0, share=0.25, outputs=10)]
+    uses = [WeightUse("d", 1 << 16, 64, True, False, True, layers=(0,)),
+            WeightUse("e", 1 << 19, 8, True, False, True, layers=(0,), share=0.25, outputs=10)]
     return replace(ModelNeeds("f", uses, {}, {}, lambda tokens: PhaseNeed(64, 64)), **changed)
 
 
@@ -101,8 +101,8 @@ def test_pools_of_a_number_that_was_asked_for() -> None:
     (1 << 21, "host", 0), (1200 << 10, "host", 1), (400 << 10, "disk", 1)])
 def test_on_a_gpu_pools_are_filled_from_host_memory_while_it_lasts(host: int, tier: str, whole: int) -> None:
     """Of three tables of 512 KiB all lie there; two, as the device has room for the third; none, so experts land."""
-    uses = [u for i in range(3) for u in (WeightUse(f"d{i}", 1 << 14, 64, True, False, True, layer=i), WeightUse(
-        f"e{i}", 1 << 19, 8, True, False, True, layer=i, share=0.25))]
+    uses = [u for i in range(3) for u in (WeightUse(f"d{i}", 1 << 14, 64, True, False, True, layers=(i,)), WeightUse(
+        f"e{i}", 1 << 19, 8, True, False, True, layers=(i,), share=0.25))]
     needs, work = mixture(uses=uses, host_hop=True, rates=GPU_RATES), Workload(1, 4, 40)
     budget = Budget(900 << 10, host)
     plan = make_plan(needs, budget, work, Options(slots=1, slot_nbytes=1 << 16), MACHINE)

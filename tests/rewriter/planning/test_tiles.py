@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.rewriter.planning.model_needs import WeightUse
-from forebay.rewriter.planning.tiles import WHOLE_ROWS, tile_count, tile_rows_of
+from forebay.rewriter.planning.tiles import WHOLE_ROWS, most_tiles, room_beside_slots, tile_count, tile_rows_of
 
 
 def weight(rows: int, row_nbytes: int) -> WeightUse:
@@ -36,3 +38,11 @@ def test_tiles_begin_at_whole_rows_wherever_their_number_allows() -> None:
             tile = tile_rows_of(use, slot)
             even = -(-rows // tile_count(use, slot)) if tile else 0
             assert not tile or tile % WHOLE_ROWS[-1] == 0 or even + WHOLE_ROWS[-1] > slot // 8192
+
+
+def test_weights_that_several_layers_read_take_slots_in_each() -> None:
+    """Zamba's attention, which stands between recurrent layers with weights of their own."""
+    first, second = (replace(weight(rows, 100), layers=(layer,)) for layer, rows in enumerate((6, 2)))
+    uses = [first, second, replace(weight(6, 100), layers=(0, 1)), weight(90, 100)]
+    assert most_tiles(uses, 200) == 3 + 3 and most_tiles(uses[1:], 200) == 1 + 3
+    assert room_beside_slots(uses, 640, 5, 200) == 640 and room_beside_slots(uses, 639, 5, 200) == -1
