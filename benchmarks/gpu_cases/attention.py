@@ -22,6 +22,12 @@ DIM = 128
 SHARED = SoftmaxRange(0.0, -60.0, 60.0)
 
 
+def whole_waves(place: Place, rows: int) -> list[int]:
+    """Shares of each of so many sequences' heads that fill the GPU's multiprocessors with 1 to 8 programs each."""
+    processors = 4 if place.tiny else torch.cuda.get_device_properties(place.device).multi_processor_count
+    return sorted({max(1, each * processors // rows) for each in (1, 2, 3, 4, 6, 8)})[:: place.size(1, 3)]
+
+
 def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: int) -> Work:
     from forebay.kernels.attention.decode_attention.gpu import decode_attention_contiguous as launch
 
@@ -36,6 +42,8 @@ def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: in
         return [functools.partial(launch, q, k, v, start, Scoring(scale), out, softmax) for k, v in caches]
 
     ours = calls(SHARED)
+    candidates = {f"{splits} splits": [functools.partial(launch, q, k, v, start, Scoring(scale), out, SHARED, splits)
+                                       for k, v in caches] for splits in whole_waves(place, batch * kv_heads)}
     rivals: dict[str, list] = {"synchronised": calls(SYNCHRONISED)}
     aims = [Aim("bandwidth", 0.85), Aim("synchronised", 1.1)] if context % 64 == 0 else []
     if not place.tiny:
@@ -49,7 +57,7 @@ def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: in
         return attention.reference(q[:, :, None], *caches[0], start, scale, dtype=torch.float32)[:, 0]
 
     return Work(f"B={batch} {heads}/{kv_heads} heads, {context} positions", ours, checked(ours[0], out, want),
-                LIMITS[DTYPE], nbytes, 4 * batch * heads * DIM * context, rivals, tuple(aims))  # fmt: skip
+                LIMITS[DTYPE], nbytes, 4 * batch * heads * DIM * context, rivals, tuple(aims), candidates)  # fmt: skip
 
 
 def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: int, softcap: float) -> Work:
@@ -95,6 +103,9 @@ def attention_q_work(
     q, scale = normal(place, batch, queries, heads, DIM).transpose(1, 2), DIM**-0.5
     out = torch.empty(batch, queries, heads, DIM, dtype=DTYPE, device=place.device)
     ours = [functools.partial(launch, q, *cache, start, Scoring(scale), bits, group, out) for cache in caches]
+    candidates = {f"{splits} splits": [functools.partial(launch, q, *cache, start, Scoring(scale), bits, group, out,
+                                                         splits) for cache in caches]
+                  for splits in (whole_waves(place, batch * kv_heads) if queries == 1 else ())}
 
     def want() -> torch.Tensor:
         k, v = (kv_append_q.unpack(cache, DIM, bits, group) for cache in caches[0])
@@ -103,7 +114,7 @@ def attention_q_work(
     flops = 4 * batch * heads * DIM * sum(range(context - queries + 1, context + 1))
     return Work(f"B={batch} {heads}/{kv_heads} heads, {queries} of {context}, kv{bits}", ours,
                 checked(ours[0], out, want), LIMITS[DTYPE], nbytes, flops,
-                aims=(Aim("bandwidth", 0.7),) if queries == 1 else ())  # fmt: skip
+                aims=(Aim("bandwidth", 0.7),) if queries == 1 else (), candidates=candidates)  # fmt: skip
 
 
 def cases(tiny: bool) -> list[Case]:

@@ -54,23 +54,34 @@ def bind_attention_q(
 ) -> Callable[[], None]:  # fmt: skip
     """attention_q as a call without arguments, on the tensors' contents at each call; the checks are made here."""
     _check(q, k_cache, v_cache, start, bits, group, out)
-    view = packed_view(k_cache, v_cache, q.shape[3], bits, group)
-    _, kv_heads, capacity, row_nbytes = k_cache.shape
+    return _bind(q, (k_cache, v_cache), start, scoring, (bits, group), out, softmax, None)
+
+
+def _bind(
+    q: Tensor, caches: tuple[Tensor, Tensor], start: Tensor, scoring: Scoring, form: tuple[int, int], out: Tensor,
+    softmax: SoftmaxRange, splits: int | None,
+) -> Callable[[], None]:  # fmt: skip
+    """The same of arguments that have been checked; `form` is bits and elements of a group."""
+    view = packed_view(*caches, q.shape[3], *form)
+    _, kv_heads, capacity, row_nbytes = caches[0].shape
     cache = AttendedCache(view, kv_heads, capacity, 2 * row_nbytes, start)
     if q.shape[2] == 1:
-        return decode_attention.bind_view(q[:, :, 0], cache, scoring, softmax, None, out[:, 0])
+        return decode_attention.bind_view(q[:, :, 0], cache, scoring, softmax, splits, out[:, 0])
     return prefill_attention.bind_view(q, cache, scoring, out)
 
 
 def attention_q(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scoring: Scoring, bits: int, group: int, out: Tensor
-) -> None:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scoring: Scoring, bits: int, group: int, out: Tensor,
+    splits: int | None = None,
+) -> None:  # fmt: skip
     """q [B, H, S, D], caches uint8 [B, Hkv, L, R], start int64 [B] -> out [B, S, H, D].
 
-    Any strides but D's and a row's. The host is not synchronised, so start is not checked against L. ValueError names
-    the argument that is wrong, before the launch.
+    Any strides but D's and a row's. The host is not synchronised, so start is not checked against L. `splits` are the
+    shares of a sequence for one query; None: as many as plans count memory for. ValueError names the argument that is
+    wrong, before the launch.
     """
-    bind_attention_q(q, k_cache, v_cache, start, scoring, bits, group, out)()
+    _check(q, k_cache, v_cache, start, bits, group, out)
+    _bind(q, (k_cache, v_cache), start, scoring, (bits, group), out, SYNCHRONISED, splits)()
 
 
 def _case(

@@ -58,6 +58,15 @@ CASES = [(*shape, new, dtype) for i, shape in enumerate(SHAPES) for k, new in en
     DTYPES if i == 0 or ALL else [DTYPES[(i + k) % 3]])]
 
 
+@pytest.mark.parametrize("splits", (1, 3, 18))
+def test_a_sequence_in_any_number_of_shares(splits: int) -> None:
+    """Merged by the last share to arrive, or by a kernel; shares without a tile give nothing."""
+    q, (k, v), start = queries([85, 1], 6, 1, 64, torch.float16), made([85, 1], 2, 64, 4, 32), torch.tensor([84, 0])
+    out = torch.full((2, 1, 6, 64), math.nan, dtype=torch.float16)
+    gpu.attention_q(q, k, v, start, Scoring(0.125), 4, 32, out, splits)
+    assert relative_error(out, attention_q.reference(q, k, v, start, 0.125, 0, 0.0, 4, 32)) <= LIMIT[torch.float16]
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "bits", "group", "window", "softcap", "new", "dtype"), CASES
 )  # fmt: skip

@@ -32,6 +32,20 @@ def test_equals_reference(rule: tuple[float, int, float], dtype: torch.dtype, vo
     assert torch.equal(out, reference(logits, uniforms, *rule))
 
 
+@pytest.mark.parametrize(("dtype", "spread"), ((torch.float32, 300.0), (torch.float16, 1.0), (torch.bfloat16, 1e-3)))
+def test_thresholds_are_found_among_numbers_of_any_size_and_sign(dtype: torch.dtype, spread: float) -> None:
+    """Positive, negative, subnormal and equal ones; ranks next to each other and at both ends."""
+    torch.manual_seed(1)
+    logits = (torch.randn(1, 300) * spread).to(dtype)
+    logits[0, ::7], logits[0, 1] = logits[0, 0], torch.finfo(dtype).tiny / 4
+    logits[0, 2], logits[0, 3] = -0.0, -torch.inf
+    uniforms, out = torch.tensor([0.6]), torch.full((1,), -1)
+    for top_k in (2, 41, 299):
+        for top_p in (1.0, 0.4):
+            sampling(logits, uniforms, spread, top_k, top_p, out)
+            assert torch.equal(out, reference(logits, uniforms, spread, top_k, top_p)), (top_k, top_p)
+
+
 def test_uniform_next_to_one() -> None:
     torch.manual_seed(0)
     logits, uniforms, out = torch.randn(2, 500), torch.full((2,), 1 - 2**-24), torch.full((2,), -1)
