@@ -72,6 +72,7 @@ check-all: $(DEV_STAMP)
 # A wheel with the C++ kernels of every kind of processor that the compiler ($CXX) is for, into dist. Whoever installs it
 # needs no compiler. CXX=aarch64-linux-gnu-g++ makes the one for 64-bit ARM.
 wheel:
+	rm -rf build
 	FOREBAY_COMPILED_WHEEL=1 $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .
 
 # The site, into out/site; a link that leads nowhere is an error.

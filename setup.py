@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -35,16 +35,22 @@ class BuildWithKernels(build_py):
         platform_tags.append(compile_for_wheel([kernel_library(), allocators], Path(self.build_lib) / COMPILED, cxx))
 
 
+class PlatformDistribution(Distribution):
+    """A distribution whose files go where compiled code goes."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
 class PlatformWheel(bdist_wheel):
     """A wheel for one platform and for any Python 3."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", platform_tags[0]
 
 
 wanted = os.environ.get("FOREBAY_COMPILED_WHEEL")
-setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel} if wanted else {})
+if wanted:
+    setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
+else:
+    setup()

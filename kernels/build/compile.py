@@ -100,14 +100,16 @@ def build(library: Library, cxx: str) -> Path:
     folder = make_cache_folder()
     trust(folder)
     objects = {path: folder / f"{path.stem}-{digest(text, *common)}.o" for path, text in texts.items()}
-    made = folder / f"{_stem(library)}-{digest(*(path.name.encode() for path in objects.values()))}.so"
+    linked = " ".join(library.link_flags), *(path.name for path in objects.values())
+    made = folder / f"{_stem(library)}-{digest(*map(str.encode, linked))}.so"
     if made.exists():
         return trust(made)
     longest_first = sorted(texts, key=lambda path: -len(texts[path]))
     command = [cxx, *library.flags, *(f"-I{path}" for path in library.include)]
     with locked(f"{library.name}.lock"), concurrent.futures.ThreadPoolExecutor(_compilers()) as pool:
         list(pool.map(lambda path: _make(objects[path], [*command, "-c", str(path)]), longest_first))
-        _make(made, [cxx, *library.flags, *LINK_FLAGS, *(str(trust(path)) for path in objects.values())])
+        _make(made, [cxx, *library.flags, *LINK_FLAGS, *(str(trust(path)) for path in objects.values()),
+                     *library.link_flags])
     return trust(made)
 
 

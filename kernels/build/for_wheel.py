@@ -15,8 +15,8 @@ from forebay.kernels.build.library import Library
 from forebay.kernels.build.prebuilt import INDEX, file_name
 from forebay.kernels.build.processors import NATIVE, PROCESSORS
 
-# No library of the compiler is asked of the machine that runs them, and no symbol is kept that nobody looks up.
-SELF_CONTAINED = ("-static-libstdc++", "-static-libgcc", "-s")
+# The C++ library comes along, because systems have older ones; of it only what is used, which asks for an older glibc.
+SELF_CONTAINED = ("-static-libstdc++", "-s", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections")
 OLDEST_GLIBC = 17  # of 2.17, the oldest that wheels can name
 
 
@@ -35,10 +35,11 @@ def compile_for_wheel(libraries: Sequence[Library], folder: Path, cxx: str) -> s
     for library in libraries:
         for kind in PROCESSORS[machine] if library.of_processor else (None,):
             own = () if kind is None else kind.flags
-            flags = *(flag for flag in library.flags if flag != NATIVE), *own, *SELF_CONTAINED
+            flags = *(flag for flag in library.flags if flag != NATIVE), *own
             target = folder / file_name(library, kind)
             try:
-                shutil.copyfile(build(replace(library, flags=flags, of_processor=False), cxx), target)
+                shutil.copyfile(build(replace(
+                    library, flags=flags, of_processor=False, link_flags=SELF_CONTAINED), cxx), target)
             except subprocess.CalledProcessError as error:
                 raise BuildError(f"{cxx} failed: {error.stderr.decode(errors='replace').strip()[-600:]}") from error
             made.append(target)

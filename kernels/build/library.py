@@ -12,13 +12,14 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Library:
     """What a shared library is made of: its sources, the flags they take, folders of headers searched after a source's
-    own, and whether its code differs between processors (NATIVE is then one of the flags)."""
+    own, whether its code differs between processors (NATIVE is then one of the flags), and more flags of the linker."""
 
     name: str
     sources: tuple[Path, ...]
     flags: tuple[str, ...]
     include: tuple[Path, ...] = ()
     of_processor: bool = False
+    link_flags: tuple[str, ...] = ()
 
     def texts(self) -> dict[Path, bytes]:
         """Each source with every header of ours that it includes, itself or through another."""

@@ -63,6 +63,7 @@ def chat(
     """Chat with MODEL until the end of the input (Ctrl-D). A line /image FILE adds an image to the next message."""
     with clean_errors(debug):
         from forebay.commands.chat_template import ChatTemplate
+        from forebay.commands.plain_tokenizer import plain_tokenizer
         from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids
         from forebay.images.parts import with_images
         from forebay.images.processor import image_prompt, load_processor
@@ -75,7 +76,7 @@ def chat(
             raise JobError(str(error)) from error
         require_writable(session, "--session")
         folder = model_folder(model, options)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = plain_tokenizer(folder) or load_tokenizer(folder)
         if not getattr(tokenizer, "chat_template", None):
             raise JobError(f"the tokenizer of {model} has no chat template; try forebay run {model} \"a prompt\"")
         with (ChatTemplate(tokenizer) as template,

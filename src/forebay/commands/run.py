@@ -117,28 +117,10 @@ def run(
     Long: half of it is the options of its own.
     """
     with clean_errors(debug), among_ranks(options.mesh, output) as (mesh, output):
-        from forebay.calibration import calibrated
-        from forebay.commands import jobs
         from forebay.commands.chat import answer_one
         from forebay.commands.encoder_decoder import answer_encoded
-        from forebay.commands.job_images import JobImages
-        from forebay.commands.plan_job import fit_job, prompt_room, unfit, with_reuse
-        from forebay.commands.prompts import (
-            JobError,
-            encode,
-            load_tokenizer,
-            read_requests,
-            refuse_adapters,
-            stop_ids,
-            takes_chats,
-        )
-        from forebay.commands.schema_file import read_schema
-        from forebay.images.open_tower import takes_images
+        from forebay.commands.prompts import JobError
         from forebay.modules.encoder_decoder import is_encoder_decoder
-        from forebay.open_model import open_model
-        from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
-        from forebay.rewriter.planning.options import check_choices, told_activations
-        from forebay.runtime.disk.spill_file import require_spill_folder
         from forebay.runtime.run.sampling import Sampling
 
         drawing = sample or any(x is not None for x in (temperature, top_k, top_p))
@@ -161,6 +143,25 @@ def run(
                 return
             answer_one(model, prompt, budget, options, sampling, seed, chat=chat, images=image or ())
             return
+        from forebay.calibration import calibrated
+        from forebay.commands import jobs
+        from forebay.commands.job_images import JobImages
+        from forebay.commands.plan_job import fit_job, prompt_room, unfit, with_reuse
+        from forebay.commands.prompts import (
+            encode,
+            load_tokenizer,
+            read_requests,
+            refuse_adapters,
+            stop_ids,
+            takes_chats,
+        )
+        from forebay.commands.schema_file import read_schema
+        from forebay.images.open_tower import takes_images
+        from forebay.open_model import open_model
+        from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
+        from forebay.rewriter.planning.options import check_choices, told_activations
+        from forebay.runtime.disk.spill_file import require_spill_folder
+
         if image:
             raise JobError("--image is for one PROMPT; lines of a file name images in their messages")
         if options.draft is not None and save_plan is not None:
