@@ -25,7 +25,7 @@ from forebay.commands.plan_config import (
 )
 from forebay.rewriter.ir.plan import PlanError, plan_from_dict
 from forebay.rewriter.ir.program import RETURN, UPLOAD
-from forebay.rewriter.machine.presets import PresetError
+from forebay.rewriter.machine.presets import PresetError, load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.planning.objective import BudgetError, tokens_per_s
 from forebay.rewriter.planning.options import Options
@@ -234,3 +234,20 @@ def test_experts_over_a_link_are_bound_by_their_bytes(model: str, share: float, 
     busy = plan.prediction.busy_time_s
     assert 1 / (busy.get(RETURN, 0.0) or busy[UPLOAD]) == pytest.approx(bound, rel=0.06)
     assert 0.5 * bound < 1 / plan.prediction.decode_time_s < bound
+
+
+@pytest.mark.parametrize(("share", "tokens_per_s"), [(0.25, 3.9), (0.75, 11.8)])
+def test_bounds_of_experts_are_the_arithmetic_of_their_sizes(share: float, tokens_per_s: float) -> None:
+    """Qwen3-30B-A3B in 4.5 bits names 1.02 GB of experts a token: tokens/s over a disk of 3 GB/s, with all else in
+    memory and so large a share of the experts, as published arithmetic has them."""
+    base, slots = load_machine_or_preset("laptop-16gb"), int(128 * share)
+    slow = tuple(replace(link, bandwidth_bytes_per_s=3e9) if link.src == "disk" else link for link in base.links)
+    expert, rest = 3 * 2048 * 768 * 4.5 / 8, 1.6e9  # bytes of an expert; bf16 of embeddings and heads, dense layers
+    room = int(48 * slots * expert * 1.01 + rest)
+    asked = PlanRequest("qwen3-30b-a3b", replace(base, links=slow), 64, 16, batch=1, weights="w4g64",
+                        capacity=(("device", room), ("disk", 10**12)))
+    plan = plan_config(asked, Options(expert_slots=slots)).plan
+    assert plan.schedule.routed.hit_rate == share
+    assert all(w.tier == "device" for w in plan.weights if not w.pool_slots and not w.gather)
+    assert 3e9 / plan.prediction.streamed_nbytes == pytest.approx(tokens_per_s, rel=0.02)
+    assert plan.prediction.decode_time_s > plan.prediction.streamed_nbytes / 3e9
