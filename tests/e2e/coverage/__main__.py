@@ -17,18 +17,30 @@ from pathlib import Path
 
 import torch
 
-from tests.e2e.coverage import architectures, compiled
+sys.path.append(str(Path(__file__).parents[2]))  # where tests find what they share
+
+from tests.e2e.coverage import architectures, compiled, others
 from tests.e2e.coverage.outcome import Outcome
 
 KEPT = Path(__file__).with_name("kept.json")
 PAGE = Path(__file__).parents[3] / "docs" / "coverage.md"
 TABLES = {
     "language models": (architectures.ARCHITECTURES, architectures.check),
+    "images": (others.IMAGES, others.check_images),
+    "encoder-decoders": (others.BOTH, others.check_both),
+    "embeddings": (others.TEXTS, others.check_texts),
     "compiled models": (compiled.MODELS, compiled.check),
 }
 HEADS = {
     "language models": "`forebay.wrap` and `generate`: two prompts of unequal length, streamed within a budget, chunk "
                        "by chunk. Equal: the tokens are transformers' own of each prompt by itself.",
+    "images": "`generate` with what transformers' processors make of images: two prompts with an image each, of other "
+              "sizes where the kind has any, a batch with and without images, and text alone. Equal: the tokens are "
+              "transformers' own.",
+    "encoder-decoders": "`forebay.wrap` and `generate` with layers that come and go: greedily and by three beams. "
+                        "Equal: the tokens are transformers' own.",
+    "embeddings": "`forebay.Embedder` with layers that come and go. Equal: the vectors are within 1e-5 of those of "
+                  "each text by itself.",
     "compiled models": '`torch.compile(model, backend="forebay")` with less memory than the weights take. Equal: the '
                        "results are eager's to rounding, and nothing ran outside the budget.",
 }
