@@ -25,6 +25,7 @@ SLOTS = (1, 2, 3, 4, 6, 8)
 HUGE_TILES = 16  # of weights so large that tiles of the largest slots would be tens of thousands of copies a step
 REUSED_CHUNK = 64  # tokens, of which prompts that begin alike need not compute whole chunks again
 MAX_REUSE_RATIO = 1.05  # times the least predicted time, for such chunks to be shorter
+FORCED = ("slots", "slot_nbytes", "policy", "weight_shares", "expert_slots", "prefill_chunk")  # budgets depend on these
 GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself moves in 1000 copies, by a token in 7000
 
 
@@ -70,7 +71,7 @@ def plan_fits(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
 
 
 def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> tuple[int, dict[str, int]]:
-    """The least device budget in bytes that a plan exists for, and what takes it; by bisection."""
+    """The least device budget in bytes that a plan exists for, and what takes it; PlanError where none is enough."""
     kinds = kinds_of(needs, workload, options.expert_hits)
     least = replace(options, prefill_chunk=options.prefill_chunk or _shortest(needs, workload.prompt))
 
@@ -84,6 +85,8 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> 
         raise PlanError(f"prefill_chunk: steps over {needs.speculative} tokens check drafts; name another chunk")
     high = 1 << 20
     while not fits(high):
+        if high >= 1 << 60:
+            raise PlanError(f"{_forced(options)}: no budget is enough for this model; leave some of these out")
         high *= 2
     low = 0
     while high - low > 1:
@@ -108,14 +111,18 @@ def refuse_forced(needs: ModelNeeds, budget: Budget, workload: Workload, options
     if options.expert_slots and not any(map(is_table, needs.uses)):
         raise PlanError(f"expert_slots={options.expert_slots}: the model has no experts that steps could read by name; "
                         "leave it out")
-    names = ("slots", "slot_nbytes", "weight_shares", "expert_slots", "prefill_chunk")
-    free, _ = smallest_budget(needs, workload, make_options(dict.fromkeys((*names, "policy")), options))
+    free, _ = smallest_budget(needs, workload, make_options(dict.fromkeys(FORCED), options))
     needed, _ = smallest_budget(needs, workload, options)
-    forced = ", ".join(f"{n}={v}" for n in names if (v := getattr(options, n)))
     if free <= budget.device < needed:
-        raise PlanError(f"{forced} cannot work within a device budget of {format_nbytes(budget.device)} "
+        raise PlanError(f"{_forced(options)} cannot work within a device budget of {format_nbytes(budget.device)} "
                         f"({budget.device} bytes): it needs {format_nbytes(needed)} ({needed} bytes); left to the "
                         f"planner, {format_nbytes(free)} do")
+
+
+def _forced(options: Options) -> str:
+    """The options that budgets depend on, as they were given."""
+    return ", ".join(f"{name}={value}" for name in FORCED if (value := getattr(options, name))
+                     and not (options.policy and name == "weight_shares"))
 
 
 def _chunks(needs: ModelNeeds, workload: Workload, options: Options) -> list[int]:

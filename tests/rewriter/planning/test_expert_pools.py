@@ -70,6 +70,16 @@ def mixture(**changed: object) -> ModelNeeds:
     return replace(ModelNeeds("f", uses, {}, {}, lambda tokens: PhaseNeed(64, 64)), **changed)
 
 
+@pytest.mark.parametrize(("asked", "named"), [
+    ({"expert_slots": 8, "weight_shares": (0.9, 0.05)}, r"weight_shares=\(0.9, 0.05\), expert_slots=8: no budget"),
+    ({"expert_slots": 8, "policy": (50, 0, 100, 0, 100, 0)}, r"policy=\(50, .*\), expert_slots=8: no budget")])
+def test_options_that_no_budget_is_enough_for_are_named(asked: dict[str, object], named: str) -> None:
+    options = Options(**asked)  # type: ignore[arg-type]
+    for nbytes in (1 << 16, 1 << 30):
+        with pytest.raises(PlanError, match=named):
+            make_plan(mixture(), Budget(nbytes, 1 << 30), Workload(3, 16, 100), options, MACHINE)
+
+
 def test_predicted_bytes_and_hits_are_those_of_a_router_that_prefers_nobody() -> None:
     needs, work = mixture(), Workload(3, 16, 100)
     smallest, _ = smallest_budget(needs, work, Options(expert_slots=4))
