@@ -1,7 +1,7 @@
 """Decode steps that are issued before the tokens of the step before are read: these go from step to step on the device.
 
 A sequence that ends by its token runs in one step more, whose token nobody takes. So steps go ahead where that costs
-little: nothing streams, and nothing but the likeliest token is asked for.
+little: nothing streams, and tokens are chosen from logits alone (`TokenSampler.goes_ahead`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from forebay.runtime.run.sampling import most_likely
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.step_inputs import StepInputs
+from forebay.runtime.run.token_sampler import TokenSampler
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class IssuedStep:
 class DecodeAhead:
     """The steps of a session, of which one is under way while the tokens of another are read."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, session: Session, sampler: TokenSampler) -> None:
+        self.session, self.sampler = session, sampler
         self.flight: IssuedStep | None = None
 
     @classmethod
-    def of(cls, session: Session) -> DecodeAhead | None:
+    def of(cls, session: Session, sampler: TokenSampler) -> DecodeAhead | None:
         """None where steps are not queued, or one more would cost more than waiting does, or would be seen."""
         plan = session.plan
         able = (session.device.queues and session.rewindable and not session.rope_switch_length
                 and not plan.schedule.batching.cache.staged and not plan.schedule.speculative_steps
                 and all(w.tier == "device" for w in plan.weights))
-        return cls(session) if able else None
+        return cls(session, sampler) if able else None
 
     def under_way(self, running: Mapping[int, int]) -> bool:
         """Whether a step was issued for any request that still runs; one for others alone is forgotten."""
@@ -69,7 +69,7 @@ class DecodeAhead:
         return alive, {slot: [tokens[slot]] for slot in alive}
 
     def _issue(self, running: Mapping[int, int], inputs: StepInputs) -> IssuedStep:
-        tokens = most_likely(self.session.step(inputs))
+        tokens = self.sampler.chosen_there(running, self.session.step(inputs))
         return IssuedStep(dict(running), tokens, self.session.device.read_later(tokens))
 
     def _alive(self, flight: IssuedStep, running: Mapping[int, int]) -> dict[int, int]:

@@ -106,7 +106,8 @@ def generate_tokens(
     scheduler = Scheduler(session, sampling, stop.eos, answers.end, answers.add, drafter=drafter, call=call,
                           work=tally)
     names = each.adapters or [""] * len(prompts)
-    scheduler.enqueue({number: Request(ids, stop.max_new_tokens, maker, constraint=each.constrain, adapter=name)
+    scheduler.enqueue({number: Request(ids, stop.max_new_tokens, maker, constraint=each.constrain, adapter=name,
+                                       lasting_generator=True)
                        for number, (ids, maker, name) in enumerate(zip(prompts, makers, names, strict=True))})
     while scheduler.busy:
         scheduler.step()

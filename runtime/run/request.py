@@ -20,6 +20,7 @@ class Request:
         ids: The prompt, int64 [P], P >= 1.
         new_tokens: How many tokens follow at most.
         generator: Makes the generator of its draws when it is first needed, so that they depend on nothing else.
+        lasting_generator: Whether whoever made the generator looks at it later: then nothing may be drawn in vain.
         sampling: Its own sampling, in place of that of all requests.
         constraint: Makes what constrains its tokens, when it is first needed.
         top_logprobs: Most likely tokens whose log probabilities `on_logprobs` is told, with that of the token.
@@ -39,6 +40,7 @@ class Request:
     on_cached: Callable[[int], None] = lambda tokens: None
     adapter: str = ""
     features: Callable[[], PromptFeatures] | None = None
+    lasting_generator: bool = False
 
 
 @dataclass(frozen=True)

@@ -63,17 +63,25 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: Generators = Non
     if not sampling.do_sample:
         return most_likely(logits)
     if generator is not None and not isinstance(generator, torch.Generator):
-        uniforms = torch.cat([torch.rand(1, generator=g, device=g.device).to(logits.device) for g in generator])
-        options = sampling.temperature, sampling.top_k, max(sampling.top_p, LEAST_TOP_P)
-        if sampling.min_p:  # the operator draws from what is left
-            logits = logits.masked_fill(probabilities(logits, sampling) == 0, float("-inf"))
-            options = sampling.temperature, 0, 1.0
-        if not logits.is_cpu:
-            return SAMPLING.overload(logits, uniforms, *options)  # type: ignore[no-any-return]
-        # a row at a time: what one takes in passing is some 100 bytes a logit, which no plan counts
-        return torch.cat([SAMPLING.overload(logits[i : i + 1], uniforms[i : i + 1], *options)
-                          for i in range(len(logits))])
+        return drawn(logits, sampling, torch.cat([
+            torch.rand(1, generator=g, device=g.device).to(logits.device) for g in generator]))
     return torch.multinomial(probabilities(logits, sampling), 1, generator=generator).squeeze(-1)
+
+
+def drawn(logits: torch.Tensor, sampling: Sampling, uniforms: torch.Tensor) -> torch.Tensor:
+    """Token ids [B] int64 for logits [B, V] by a uniform number for each row. Those of the host go to a GPU through
+    pinned memory: nothing waits for what computes the logits."""
+    options = sampling.temperature, sampling.top_k, max(sampling.top_p, LEAST_TOP_P)
+    if sampling.min_p:  # the operator draws from what is left
+        logits = logits.masked_fill(probabilities(logits, sampling) == 0, float("-inf"))
+        options = sampling.temperature, 0, 1.0
+    if not logits.is_cpu:
+        if uniforms.is_cpu:
+            uniforms = uniforms.pin_memory().to(logits.device, non_blocking=True)
+        return SAMPLING.overload(logits, uniforms, *options)  # type: ignore[no-any-return]
+    # a row at a time: what one takes in passing is some 100 bytes a logit, which no plan counts
+    return torch.cat([SAMPLING.overload(logits[i : i + 1], uniforms[i : i + 1], *options)
+                      for i in range(len(logits))])
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:

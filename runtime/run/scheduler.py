@@ -122,7 +122,7 @@ class Scheduler:
         self.sampler = TokenSampler(sampling, self.requests, self.new, call)
         checks = drafter is not None and bool(session.plan.schedule.speculative_steps)
         self.choice = DraftChoice(session.plan, drafter) if checks and drafter is not None else None
-        self.ahead = None if checks else DecodeAhead.of(session)
+        self.ahead = None if checks else DecodeAhead.of(session, self.sampler)
         self.work = work or WorkDone()
         if self.choice is not None:
             self.choice.steps = self.work.steps
@@ -262,7 +262,7 @@ class Scheduler:
     def _decode(self) -> None:
         """A step of one token for every request that runs, or of several, all but the first of which were drafted."""
         if self.ahead is not None and (self.ahead.under_way(self.running)
-                                       or self.sampler.takes_likeliest(list(self.running.values()))):
+                                       or self.sampler.goes_ahead(list(self.running.values()))):
             left = {number: self.requests[number].new_tokens - len(self.new[number])
                     for number in self.running.values()}
             self.work.decodes += 1

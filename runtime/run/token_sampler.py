@@ -10,7 +10,7 @@ from forebay.runtime.run.acceptance import Draws, accepted
 from forebay.runtime.run.drafts import Drafted
 from forebay.runtime.run.logits_processing import Constraint, TokenLogprobs, logprobs_of, processed
 from forebay.runtime.run.request import OneCall, Request
-from forebay.runtime.run.sampling import Sampling, choose, most_likely
+from forebay.runtime.run.sampling import Sampling, choose, drawn, most_likely
 
 
 class TokenSampler:
@@ -32,9 +32,28 @@ class TokenSampler:
         self.constraints: dict[int, Constraint] = {}
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of tokens that are yet to be taken
 
-    def takes_likeliest(self, numbers: Sequence[int]) -> bool:
-        """Whether the next token of each request is the likeliest one, whatever came before."""
-        return not any(self._sampling(number).do_sample or self._is_processed(number) for number in numbers)
+    def goes_ahead(self, numbers: Sequence[int]) -> bool:
+        """Whether the next tokens of requests are chosen from their logits alone, all in one way, and one more may be
+        drawn of each in vain."""
+        if not numbers or self.columns:
+            return False
+        first = self._sampling(numbers[0])
+        own = all(self.requests[number].generator is not None and not self.requests[number].lasting_generator
+                  for number in numbers)
+        return (own or not first.do_sample) and all(
+            self._sampling(number) == first and not self._is_processed(number) for number in numbers)
+
+    def chosen_there(self, running: Mapping[int, int], logits: torch.Tensor) -> torch.Tensor:
+        """The next tokens [B] of requests by slot that `goes_ahead` allows, where their logits [B, V] lie; those of
+        other slots are of no use."""
+        sampling = self._sampling(next(iter(running.values())))
+        if not sampling.do_sample:
+            return most_likely(logits)
+        uniforms = torch.full((len(logits),), 0.5)
+        for slot, number in sorted(running.items()):
+            generator = self._generator(number)
+            uniforms[slot] = torch.rand(1, generator=generator, device=generator.device)
+        return drawn(logits, sampling, uniforms)
 
     def chosen(self, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]) -> list[int]:
         """The next tokens of requests, whose logits are those rows of [B, V]."""

@@ -227,6 +227,15 @@ def test_steps_whose_rows_may_not_run_on_wait_for_their_tokens(kept: str) -> Non
     assert "read" not in target.device.log
 
 
+def test_nothing_is_drawn_in_vain_from_a_generator_that_is_the_callers() -> None:
+    target, own, other = session(1, 4, 9, 4), torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    target.device = Queue(True)
+    tokens = generate_tokens(target, [torch.tensor([1])], Sampling(True), Stop(9), [own])
+    assert "read" not in target.device.log
+    torch.rand(tokens.shape[1], generator=other)
+    assert torch.equal(own.get_state(), other.get_state())
+
+
 def test_on_token_sees_every_column_as_it_is_chosen() -> None:
     seen: list[list[int]] = []
     target = session(3, 4, 5, 2)
