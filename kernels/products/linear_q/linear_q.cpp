@@ -257,9 +257,9 @@ void run_float(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1, 
     work.xs = round_up(a.k, a.group), work.x = x;
     for (int64_t m = m0; m < m1; ++m, x += work.xs) {
       const int64_t from = m * a.x_stride;
-      if (a.x_dtype == F32) arrange_row(static_cast<const float*>(a.x) + from, a.k, work.xs, a.codebook, x);
-      else if (a.x_dtype == BF16) arrange_row(static_cast<const bf16*>(a.x) + from, a.k, work.xs, a.codebook, x);
-      else arrange_row(static_cast<const f16*>(a.x) + from, a.k, work.xs, a.codebook, x);
+      if (a.x_dtype == F32) arrange_row(static_cast<const float*>(a.x) + from, a.k, a.group, a.codebook, x);
+      else if (a.x_dtype == BF16) arrange_row(static_cast<const bf16*>(a.x) + from, a.k, a.group, a.codebook, x);
+      else arrange_row(static_cast<const f16*>(a.x) + from, a.k, a.group, a.codebook, x);
     }
   } else if (a.x_dtype == F32) {
     work.x = static_cast<const float*>(a.x) + m0 * a.x_stride;
