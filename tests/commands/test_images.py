@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers as T
 from pictured import Image, answer, llava, picture
 from typer.testing import CliRunner
 
+import forebay
 from forebay.commands.app import app
 from forebay.commands.prompts import BadPrompt
 from forebay.images.processor import open_image
+from forebay.rewriter.machine.profile import Machine
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
@@ -77,6 +80,18 @@ def test_jobs_answer_lines_with_images(tmp_path: Path) -> None:
         assert texts[name].strip() == processor.tokenizer.decode(tokens, skip_special_tokens=True).strip(), name
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 3 and "5 of 7" in again.stderr.replace("5 of 6", "5 of 7"), again.output
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_pipeline_of_transformers_takes_the_model(tmp_path: Path) -> None:
+    whole, processor = llava(tmp_path)
+    one = picture(tmp_path / "one.png", (200, 10, 30))
+    parts = [{"type": "image", "image": Image.open(one)}, {"type": "text", "text": "w6 w7"}]
+    chat = [{"role": "user", "content": parts}]
+    with forebay.wrap(tmp_path, "4MB", prompt=24, new_tokens=8, machine=Machine.default()) as lm:
+        pipe = T.pipeline("image-text-to-text", model=lm, processor=processor)
+        found = pipe(text=chat, max_new_tokens=5, return_full_text=False)[0]["generated_text"]
+    assert found.strip() == answer(whole, processor, "user : <image> w6 w7 assistant :", one).strip()
 
 
 def test_images_come_from_files_and_data_urls_alone(tmp_path: Path) -> None:

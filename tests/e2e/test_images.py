@@ -211,6 +211,8 @@ def test_what_cannot_be_taken_is_refused_in_a_line(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"the prompts have 10 tokens for images \(id 150\), and the images make"):
             lm.generate(**asked | {"input_ids": asked["input_ids"].masked_fill(
                 (asked["input_ids"] == IMAGE).cumsum(1) == 1, 9)}, **ASKED)
+        with pytest.raises(ValueError, match="this model needs image_grid_thw too"):
+            lm.generate(asked["input_ids"], pixel_values=asked["pixel_values"], **ASKED)
         with pytest.raises(ValueError, match="images or inputs_embeds, not both"):
             lm.generate(inputs_embeds=torch.zeros(1, 2, 64), pixel_values=asked["pixel_values"], **ASKED)
     T.LlamaForCausalLM(T.LlamaConfig(**TEXT)).save_pretrained(tmp_path / "llama")
@@ -234,5 +236,8 @@ def test_arguments_without_pixels_are_left_to_others() -> None:
     options = {"mm_token_type_ids": zeros, "token_type_ids": zeros, "image_sizes": [[1, 1]], "pixel_values": None}
     assert image_prompts.take_image_inputs(options) == {}
     assert set(options) == {"token_type_ids", "image_sizes", "pixel_values"}
+    for name in ("pixel_values_videos", "input_features"):
+        with pytest.raises(ValueError, match=f"{name}: .* are not taken; give text and images"):
+            image_prompts.take_image_inputs({name: zeros})
     marked = {"mm_token_type_ids": zeros + 1}
     assert image_prompts.take_image_inputs(marked) == {} and marked, "tokens of images without images"

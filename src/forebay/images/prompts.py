@@ -23,12 +23,17 @@ PIXELS = "pixel_values"
 # What processors give with pixels.
 BESIDE = ("image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "token_type_ids",
           "image_position_ids", "batch_num_images")
+OTHERS = {"pixel_values_videos": "videos", "input_features": "recordings"}
 TYPES = "mm_token_type_ids"
 
 
 def take_image_inputs(options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What a processor made of images, taken out of the arguments of a call; nothing where there are none. Then types
-    of tokens that are all text go, and other arguments stay, for others to take or refuse."""
+    of tokens that are all text go, and other arguments stay, for others to take or refuse. ValueError for videos and
+    sounds."""
+    for name, kind in OTHERS.items():
+        if options.get(name) is not None:
+            raise ValueError(f"{name}: {kind} are not taken; give text and images")
     if options.get(PIXELS) is None:
         types = options.get(TYPES)
         if types is not None and not torch.as_tensor(types).any():

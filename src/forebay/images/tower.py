@@ -25,6 +25,7 @@ from forebay.rewriter.one_thread import one_thread
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+NEEDED = ("image_grid_thw", "image_position_ids")  # inputs whose default is of no use
 OF_AUDIO = ("audio_tower", "embed_audio")
 
 
@@ -64,6 +65,11 @@ class ImageTower:
         taken = inspect.signature(self.base.get_image_features).parameters
         return tuple(name for name in taken if name not in ("self", "kwargs") and not name.startswith("vision_feature"))
 
+    @cached_property
+    def _needed(self) -> tuple[str, ...]:
+        taken = inspect.signature(self.base.get_image_features).parameters
+        return tuple(name for name in self.inputs if taken[name].default is inspect.Parameter.empty or name in NEEDED)
+
     def features(self, given: Mapping[str, torch.Tensor], budget_nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the tower over images.
 
@@ -76,8 +82,11 @@ class ImageTower:
             [N, layers H].
 
         Raises:
+            ValueError: One of the `inputs` is missing.
             PlanError: The budget has no room for the weights, or for the activations of so many images.
         """
+        if missing := [name for name in self._needed if name not in given]:
+            raise ValueError(f"pixel_values: this model needs {missing[0]} too: give all that the processor makes")
         images = {name: torch.as_tensor(given[name]) for name in self.inputs if name in given}
         images = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in images.items()}
         with self._streamed.running(budget_nbytes):
