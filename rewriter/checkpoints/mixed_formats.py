@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from forebay.kernels.formats.row_sizes import product_refusal
 from forebay.kernels.formats.table import Format
@@ -83,6 +81,9 @@ def choose_mixture(
 def solve_mixture(candidates: Sequence[Sequence[FormatCost]], nbytes: int) -> list[FormatCost]:
     """One candidate of each matrix, within `nbytes`, whose losses add up to the least: a mixed-integer program (HiGHS).
     """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, of which no start has need
+    from scipy.sparse import csr_array
+
     every = [each for own in candidates for each in own]
     owner = np.repeat(np.arange(len(candidates)), [len(own) for own in candidates])
     one_each = csr_array((np.ones(len(every)), (owner, np.arange(len(every)))))

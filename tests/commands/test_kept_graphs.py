@@ -86,7 +86,8 @@ def mixture() -> Any:
                           num_experts_per_tok=2, max_position_embeddings=128)
 
 
-def test_the_second_start_imports_no_code_of_models(tmp_path: Path) -> None:
+def test_the_second_start_imports_little(tmp_path: Path) -> None:
+    """No code of models, nor a solver or a compiler of kernels that only some plans need."""
     folder = saved(tmp_path / "model")
     expected = answer(folder)
     code = f"""import sys, torch
@@ -94,7 +95,8 @@ from forebay.api import wrap
 from forebay.runtime.run.run_once import run_once
 lm = wrap({str(folder)!r}, "2MiB", prompt=8, new_tokens=6)
 _ = lm.session
-assert not any(name.startswith("transformers") for name in sys.modules), sorted(sys.modules)
+unwanted = ("transformers", "scipy") if torch.cuda.is_available() else ("transformers", "scipy", "triton")
+assert not any(name.startswith(unwanted) for name in sys.modules), sorted(sys.modules)
 print(lm.generate(torch.tensor({IDS.tolist()}), max_new_tokens=6, do_sample=False)[0].tolist())"""
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0 and json.loads(ran.stdout) == expected, ran.stderr

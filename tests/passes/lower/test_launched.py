@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import transformers
 from families import captured, packed, rewritten
 
 from forebay.kernels.operators import OPERATORS, find
+from forebay.passes.lower.launches import MULTIPLIES
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.graph import CapturedModel
@@ -42,6 +44,7 @@ def recurrent() -> Iterator[CapturedModel]:
     yield capture_model(transformers.MambaConfig(state_size=8, **sizes))
     yield capture_model(transformers.Mamba2Config(
         state_size=16, num_heads=8, head_dim=16, n_groups=2, **sizes))
+    yield capture_model(transformers.RwkvConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2))
 
 
 def launched(model: CapturedModel, options: Options | None = None, nbytes: int = 1 << 28) -> set[str]:
@@ -70,3 +73,12 @@ def test_every_operator_is_launched_by_some_program() -> None:
     unused, both = ours - found - CALLED.keys(), found & CALLED.keys()
     assert found | CALLED.keys() == ours and not both, (unused, both)
     assert all(operator.bind for operator in OPERATORS if operator.name in found)
+
+
+def test_operations_of_torch_are_counted_by_name() -> None:
+    """Torch's table of counts is loaded only for an operator of such a name; other operators have none."""
+    from torch.utils.flop_counter import flop_registry
+
+    counted = {str(packet) for packet in flop_registry if isinstance(packet, torch._ops.OpOverloadPacket)}
+    assert len(counted) > 10 and all(MULTIPLIES.search(name) for name in counted)
+    assert not any(MULTIPLIES.search(name) for name in ("mul", "gather", "embedding", "argmax", "softmax"))
