@@ -331,7 +331,7 @@ READ_BY_THEMSELVES = {
                     "what it writes itself"),
     "forebay.rewriter.checkpoints.named_errors": "a file in memory, of its own",
     "forebay.commands.papers": "the page that `make papers` writes",
-    **dict.fromkeys(("forebay.kernels.products.linear.selection", "forebay.serving.app",
+    **dict.fromkeys(("forebay.kernels.products.linear.selection", "forebay.serving.web_page",
                      "forebay.kernels.build.library", "forebay.kernels.build.prebuilt"), "installed with the package"),
 }
 

@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -31,12 +30,13 @@ from forebay.serving.request_fields import RequestFields, header_text, read_obje
 from forebay.serving.requests import PLAIN, Inquiry, no_such_model, read_inquiry, read_template, tokens_of
 from forebay.serving.state import gauges, state
 from forebay.serving.text_codec import TextCodec
+from forebay.serving.web_page import FILES, page_routes
 
 MOST_BODY_NBYTES = 4 << 20
 HEAD_S = 30.0  # for the headers of a request to arrive
 BODY_S = 30.0  # for its body
 SEND_S = 60.0  # for a client to take what it is sent, until it counts as gone
-OPEN = ("/", "/health")  # answered without the key
+OPEN = (*FILES, "/health")  # answered without the key
 MOST_CONNECTIONS = 1024  # open at once, and requests under way
 
 
@@ -70,7 +70,7 @@ def make_app(
         Route("/tokenize", at.tokenize, methods=["POST"]), Route("/detokenize", at.detokenize, methods=["POST"]),
         Route("/v1/models", at.models), Route("/v1/models/{name:path}", at.model),
         Route("/health", at.health), Route("/metrics", at.metrics_text), Route("/state", at.state),
-        Route("/", at.page)],
+        *page_routes()],
         exception_handlers=HANDLERS)
     return guarded(app, options, metrics)
 
@@ -152,7 +152,7 @@ class _Guard:
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
          "/tokenize", "/detokenize", "/v1/models", "/v1/embeddings", "/v1/rerank", "/rerank", "/health", "/metrics",
-         "/state", "/")
+         "/state", *FILES)
 
 
 def _host(value: bytes) -> str:
@@ -188,7 +188,6 @@ class _Endpoints:
         self.batcher, self.text, self.options = batcher, text, options
         self.metrics, self.created = metrics, int(time.time())
         self.adapters = tuple(batcher.lm.captured.adapters)
-        self._page = Path(__file__).with_name("page.html").read_bytes()
 
     async def complete(self, request: HttpRequest) -> Response:
         chat, options = request.url.path == "/v1/chat/completions", self.options
@@ -284,9 +283,6 @@ class _Endpoints:
         return PlainTextResponse(self.metrics.text(gauges(self.batcher)), media_type=TYPE)
 
     async def state(self, request: HttpRequest) -> Response:
-        return JSONResponse(state(self.batcher))
-
-    async def page(self, request: HttpRequest) -> Response:
-        policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
-        return Response(self._page, media_type="text/html; charset=utf-8",
-                        headers={"Content-Security-Policy": f"{policy}; frame-ancestors 'none'"})
+        server = {"models": [self.options.name, *self.adapters], "chat_template": self.text.has_template,
+                  "images": self.text.images is not None, "new_tokens": self.batcher.new_tokens}
+        return JSONResponse({**state(self.batcher), "server": server})

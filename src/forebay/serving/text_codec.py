@@ -42,8 +42,8 @@ class TextCodec:
         images: ServedImages | None = None,
     ) -> None:
         self.tokenizer, self.template, self.vocab_size, self.images = tokenizer, template, vocab_size, images
-        has_template = bool(getattr(tokenizer, "chat_template", None))
-        self.format = answer_format(tokenizer.get_chat_template() if has_template else None)
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.format = answer_format(tokenizer.get_chat_template() if self.has_template else None)
         self.structured = StructuredOutput(tokenizer, vocab_size, eos)
         self._lock = threading.Lock()  # one process renders
         marks = set(tokenizer.convert_tokens_to_ids(list(self.format.marks)))
