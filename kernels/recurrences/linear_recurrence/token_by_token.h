@@ -46,17 +46,18 @@ struct Token {
   float beta;
 };
 
-// Calls in half of a row of the next head's state, while the same row of this one is read: a half at each reading.
-template <int NV, bool IN_PLACE> FB_INLINE void call_next(const float* row, int64_t next, int64_t half) {
-  if (IN_PLACE)
-    FB_UNROLL for (int n = 0; n < NV * VL; n += 32) __builtin_prefetch(row + next + n + 16 * half, 0, 2);
-}
-
 // A panel: columns of a state [width, ..], and the way to the same of the next head.
 struct Panel {
   float* at;
   int64_t stride, width, next;
 };
+
+// Calls in a half of a row of the next head's state, by its number: in order, as processors look ahead in it too.
+template <int NV, bool IN_PLACE> FB_INLINE void call_next(const Panel& p, int64_t half) {
+  if (!IN_PLACE) return;
+  const float* at = p.at + p.next + half / 2 * p.stride + half % 2 * (NV * VL / 2);
+  FB_UNROLL for (int n = 0; n < NV * VL / 2; n += 16) __builtin_prefetch(at + n, 0, 2);
+}
 
 template <int NV, int STEP, bool BY_CHANNEL, bool IN_PLACE>
 FB_INLINE void seen(const Panel& p, int64_t i, const Token& t, vf (&sum)[rows_of<NV>()][NV]) {
@@ -64,7 +65,7 @@ FB_INLINE void seen(const Panel& p, int64_t i, const Token& t, vf (&sum)[rows_of
     const float by = BY_CHANNEL ? t.k[i + r] * t.decay[i + r] : t.k[i + r];
     const float* row = p.at + (i + r) * p.stride;
     FB_UNROLL for (int n = 0; n < NV; ++n) sum[r][n] += by * load(row + n * VL);
-    call_next<NV, IN_PLACE>(row, p.next, 0);
+    call_next<NV, IN_PLACE>(p, i + r);
   }
 }
 
@@ -79,8 +80,8 @@ FB_INLINE void renewed(const Panel& p, int64_t i, const Token& t, bool corrects,
       store(row + n * VL, made);
       sum[r][n] += t.q[i + r] * made;
     }
-    call_next<NV, IN_PLACE>(row, p.next, 1);
-    if (!corrects) call_next<NV, IN_PLACE>(row, p.next, 0);
+    call_next<NV, IN_PLACE>(p, corrects ? p.width + i + r : 2 * (i + r));
+    if (!corrects) call_next<NV, IN_PLACE>(p, 2 * (i + r) + 1);
   }
 }
 
