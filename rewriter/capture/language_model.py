@@ -115,7 +115,9 @@ def _model_class(config_or_model: Any) -> tuple[type[PreTrainedModel], PreTraine
     if isinstance(config_or_model, PreTrainedConfig):
         config = text_config(config_or_model) or config_or_model
         if (cls := causal_class(config)) is None:
-            raise CaptureError(f"{config.model_type!r} is not a causal language model that transformers knows")
+            both = getattr(config, "is_encoder_decoder", False)
+            raise CaptureError(f"{config.model_type!r} is not a causal language model that transformers knows"
+                               + ("; forebay.wrap and forebay run take it with its encoder" if both else ""))
         return cls, config
     if isinstance(config_or_model, PreTrainedModel):
         return type(config_or_model), config_or_model.config

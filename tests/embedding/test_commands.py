@@ -116,5 +116,7 @@ def test_a_job_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": "w1"}))
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 2 and "is of other texts or of another model" in " ".join(refused.stderr.split())
+    refused = CliRunner().invoke(app, ["run", str(folder), "w1", "--budget", "300kB"])
+    assert refused.exit_code == 2 and "makes embeddings, not text: forebay embed" in " ".join(refused.stderr.split())
     (tmp_path / "in.jsonl").write_text(json.dumps({"texts": "w1"}))
     assert "line 1" in CliRunner().invoke(app, command).stderr

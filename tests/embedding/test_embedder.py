@@ -57,6 +57,8 @@ def test_embeddings(kind: str, tmp_path: Path) -> None:
     assert np.array_equal(lm.encode_document(TEXTS[0]), lm.encode(TEXTS[0])) and lm.encode([]).shape == (0, 32)
     assert lm.encode(TEXTS, truncate_dim=5, convert_to_tensor=True).shape == (6, 5)
     assert torch.allclose(lm.similarity(found, found[:2]), wanted @ wanted[:2].T, atol=1e-5)
+    with pytest.raises(ValueError, match="sentences must be text"):
+        lm.encode([1])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="there is no prompt 'a'; the model has 'query'"):
         lm.encode("w1", prompt_name="a")
     with pytest.raises(PlanError, match="these inputs need more than"):

@@ -120,6 +120,7 @@ def run(
         from forebay.commands.chat import answer_one
         from forebay.commands.encoder_decoder import answer_encoded
         from forebay.commands.prompts import JobError
+        from forebay.commands.serve_texts import refuse_embedders
         from forebay.modules.encoder_decoder import is_encoder_decoder
         from forebay.runtime.run.sampling import Sampling
 
@@ -141,6 +142,7 @@ def run(
             if is_encoder_decoder(folder := model_folder(model, options)):
                 answer_encoded(folder, prompt, budget, options, sampling, seed)
                 return
+            refuse_embedders(folder)
             answer_one(model, prompt, budget, options, sampling, seed, chat=chat, images=image or ())
             return
         from forebay.calibration import calibrated
@@ -186,6 +188,7 @@ def run(
         if not requests and not bad:
             say(f"{prompts} holds no prompts: nothing to answer")
         folder = model_folder(model, options)
+        refuse_embedders(folder)
         if is_encoder_decoder(folder):
             raise JobError("--prompts: a model with an encoder and a decoder answers one PROMPT here; batches go to "
                            "forebay.wrap")

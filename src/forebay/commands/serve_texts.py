@@ -26,6 +26,15 @@ def reads_texts(folder: Path) -> bool:
         return False
 
 
+def refuse_embedders(folder: Path) -> None:
+    """JobError for a folder of a model that makes embeddings, where text is asked for."""
+    from forebay.commands.prompts import JobError
+    from forebay.embedding.sentence_files import is_embedder
+
+    if is_embedder(folder):
+        raise JobError(f"{folder} makes embeddings, not text: forebay embed writes them, forebay serve sends them")
+
+
 def serve_texts(folder: Path, sizes: Budget, at: socket.socket, options: ServingOptions, grace_s: float) -> None:
     """Serve the model of a folder at a bound socket, until a signal."""
     from forebay.embedding.embedder import Embedder

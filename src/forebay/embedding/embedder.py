@@ -151,11 +151,13 @@ class Embedder(TextModel):
             [N, D] float32, or [D] of one text.
 
         Raises:
-            ValueError: There is no such prompt.
+            ValueError: There is no such prompt, or a sentence is no text.
             PlanError: The budget has no room for a text.
         """
         del show_progress_bar
         texts = [sentences] if isinstance(sentences, str) else list(sentences)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("sentences must be text, or a list of texts")
         before = self._prompt(prompt_name, prompt)
         made = np.zeros((len(texts), min(self.get_sentence_embedding_dimension(), truncate_dim or 1 << 30)), np.float32)
         skipped = 0 if self.settings.include_prompt or not before else self._prompt_tokens(before)
