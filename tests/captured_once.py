@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent
 RUNNING = tuple(ROOT / name for name in (
     "benchmarks", "commands", "e2e", "exported", "huggingface", "rewriter/checkpoints", "rewriter/pipeline",
     "rewriter/planning", "runtime", "serving"))
+APART = tuple(ROOT / name for name in ("extending", "rewriter/capture"))  # whose subject is capture
 MOST = 48  # models; graphs of a few layers take some megabytes
 
 
@@ -55,12 +56,22 @@ def shares_graphs(path: Path) -> bool:
     return any(folder in path.parents for folder in RUNNING)
 
 
+def shares_layers(path: Path) -> bool:
+    """Whether tests of a file may share what was traced of layers, of which each capture makes graphs of its own."""
+    return not any(folder in path.parents for folder in APART)
+
+
+def share_layers(patch: pytest.MonkeyPatch) -> None:
+    """Trace layers that are alike once, of models of any depth, head and steps: two thirds of the time of a capture."""
+    patch.setattr(trace._Tracer, "_trace_layer", _known_layer)
+
+
 def share_graphs(patch: pytest.MonkeyPatch) -> None:
     """Trace models of one class, config and dtype once for what their steps give, those from memory and from folders
-    each, and rewrite their graphs once for each way in which weights and cache are stored. Models whose layers are
-    alike share what is traced of those, two thirds of the time. Who runs graphs reads them, and edits copies."""
+    each, and rewrite their graphs once for each way in which weights and cache are stored. Who runs graphs reads them,
+    and edits copies."""
+    share_layers(patch)
     patch.setattr(trace, "trace_model", _known)
-    patch.setattr(trace._Tracer, "_trace_layer", _known_layer)
     patch.setattr(plan_task, "rewrite_captured", _known_rewritten)
     patch.setattr(open_model, "read_graphs", _known_read)
 

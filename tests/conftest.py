@@ -103,13 +103,13 @@ def one_thread_where_models_are_tiny(request: pytest.FixtureRequest) -> Iterator
 @pytest.fixture(scope="module", autouse=True)
 def graphs_are_shared(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests that run models share what is captured of equal ones: that took a third of the suite's time."""
-    from captured_once import share_graphs, shares_graphs
+    from captured_once import share_graphs, share_layers, shares_graphs, shares_layers
 
-    if not shares_graphs(request.path):
-        yield
-        return
     with pytest.MonkeyPatch.context() as patch:
-        share_graphs(patch)
+        if shares_graphs(request.path):
+            share_graphs(patch)
+        elif shares_layers(request.path):
+            share_layers(patch)
         yield
 
 

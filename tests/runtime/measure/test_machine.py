@@ -31,6 +31,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Machine, list[tu
         patch.setattr(measure, "believable", lambda machine: machine)
         patch.setattr(measure.Neighbours, "share", lambda _: 0.0)
         patch.setattr(measure_kernels, "COLD_NBYTES", 4 << 20)  # in the caches: no figure is looked at
+        patch.setattr(measure_kernels, "QUICK_S", 0.2)
         patch.setattr(steady, "TRIES", 1)  # beside the suite's other work lines fit poorly, and again so
         machine = measure_machine(folder, quick=True, progress=lambda stage, done: stages.append((stage, done)))
     return machine, stages, folder
