@@ -138,8 +138,8 @@ HQQ_PARTS = ("W_q", "scale", "zero", "nbits", "group_size", "shape", "axis", "pa
 
 
 def _hqq(parts: MatrixParts, settings: Mapping[str, Any], dtype: torch.dtype) -> AffineTensor:
-    bits = parts.number("nbits", int(settings.get("nbits") or 4))
-    if parts.number("axis", int(settings.get("axis", 1))) != 1:
+    bits = parts.number("nbits", settings.get("nbits", 4))
+    if parts.number("axis", settings.get("axis", 1)) != 1:
         parts.wrong("has groups along the outputs (axis 0), which rows cannot hold; quantize with axis=1")
     if bits not in (1, 2, 4, 8):
         parts.wrong(f"has codes of {bits} bits, which are not read; quantize to 2, 4 or 8")
@@ -159,6 +159,8 @@ def _hqq(parts: MatrixParts, settings: Mapping[str, Any], dtype: torch.dtype) ->
             or held.nbytes * fields != n * k):
         parts.wrong(f"is {shape} of {bits} bits, but has {held.nbytes} bytes of codes, {scale.numel()} scales and "
                     f"{zero.numel()} zero points")
+    if (said := parts.number("group_size", own)) != own:
+        parts.wrong(f"is {shape} with {count} scales, which are not those of groups of {said}")
     each, groups = count // fields, count // n
 
     def read(lower: int, upper: int) -> torch.Tensor:
@@ -236,7 +238,7 @@ def _torchao(parts: MatrixParts, kind: str, data: Mapping[str, Any], dtype: torc
 
     rows, columns = _block(parts, data)
     wanted = math.ceil(n / rows), math.ceil(width / columns)
-    if scale.numel() != math.prod(wanted):
+    if scale.numel() != math.prod(wanted) or (columns < width and width % columns):
         parts.wrong(f"is [{n}, {width}] in blocks of {[rows, columns]}, but has scales {list(scale.shape)}")
     scale = scale.reshape(wanted).repeat_interleave(rows, 0)[:n]
     low = None

@@ -240,7 +240,11 @@ class _StoredMatrix:
         if not torch.equal(table, codebooks.codebook_values(book)):
             self.wrong(f"has another quant_map than bitsandbytes' {book}")
         most = self.numbers(f"{self.name}.absmax")
-        if f"{self.name}.nested_absmax" in self.tensors:
+        whole = self.tensors[f"{self.name}.absmax"].dtype == torch.uint8  # codes of scales
+        if whole != (f"{self.name}.nested_absmax" in self.tensors):
+            self.wrong("has codes of scales without nested_absmax" if whole else "has nested_absmax of scales that are "
+                       "no codes")
+        if whole:
             steps = self.numbers(f"{self.name}.nested_absmax")
             numbers = self.numbers(f"{self.name}.nested_quant_map")
             if nested < 1 or numbers.numel() != 256 or steps.numel() != -(-most.numel() // nested):

@@ -101,7 +101,8 @@ def read_hqq(settings: Mapping[str, Any], folder: Path) -> Scheme:
            or unknown_setting(own, known_settings.HQQ_WEIGHTS))
     if odd:
         raise not_read(folder, HQQ, odd)
-    return Scheme(HQQ, (), coded=HQQ, settings=own)
+    said = {name: int(own[name]) for name in ("nbits", "axis") if own.get(name) is not None}
+    return Scheme(HQQ, (), coded=HQQ, settings=said)
 
 
 def read_torchao(settings: Mapping[str, Any], folder: Path) -> Scheme:

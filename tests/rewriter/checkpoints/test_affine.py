@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import forebay
+from forebay.rewriter.checkpoints.checkpoint import read_metadata
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.records import CheckpointError
@@ -139,6 +140,7 @@ def test_values_are_the_tools_and_the_model_runs_packed(tmp_path: Path, case: st
     ("hqq4", {"shape": torch.tensor([4])}, r"has shape \[4\]"),
     ("hqq4", {"scale": None}, "lacks scale"),
     ("hqq4", {"scale": torch.full((256, 1), torch.nan)}, "no finite number"),
+    ("hqq4", {"group_size": torch.tensor(32, dtype=torch.int32)}, "not those of groups of 32"),
     ("int4", {"_weight_scale": torch.ones(3, 128)}, "zero points"),
     ("int4", {"_weight_act_pre_scale": torch.ones(1)}, "act_pre_scale"),
     ("int8", {"_weight_scale": torch.ones(3)}, "but has scales"),
@@ -149,8 +151,6 @@ def test_parts_that_do_not_fit_are_named(
 ) -> None:
     write(tmp_path / "model", case)
     path = tmp_path / "model" / "model.safetensors"
-    from forebay.rewriter.checkpoints.checkpoint import read_metadata
-
     metadata, tensors = read_metadata(path), load_file(path)
     for part, tensor in change.items():
         name = f"model.layers.1.self_attn.q_proj.{part}"
@@ -162,7 +162,9 @@ def test_parts_that_do_not_fit_are_named(
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    (HQQ | {"rotated": True}, "rotated"), (TORCHAO | {"sparse": True}, "sparse"),
+    (HQQ | {"rotated": True}, "rotated"),
+    (HQQ | {"quant_config": {"weight_quant_params": {"nbits": "four"}}}, "lacks what that needs"),
+    (TORCHAO | {"sparse": True}, "sparse"),
     (TORCHAO, "is a Int4TilePackedTo4dTensor of torchao"),
 ])
 def test_what_is_not_known_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -175,6 +177,26 @@ def test_what_is_not_known_is_refused(tmp_path: Path, settings: dict[str, Any], 
         tensors = load_file(file)
         save_file(tensors, file, {name.replace("_weight_qdata", "weight"): about for name in tensors})
     with pytest.raises(CheckpointError, match=message):
+        resolve_model(tmp_path / "model")
+
+
+def test_a_config_of_nulls_says_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "model", "hqq4")
+    path = tmp_path / "model" / "config.json"
+    params = {"weight_quant_params": {"nbits": None, "axis": None}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": HQQ | {"quant_config": params}}))
+    assert resolve_model(tmp_path / "model").is_dir()
+
+
+def test_blocks_that_end_within_a_row_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "model", "int8z")
+    path = tmp_path / "model" / "model.safetensors"
+    metadata, tensors = read_metadata(path), load_file(path)
+    name = "model.layers.0.self_attn.q_proj.weight"  # [128, 128] in two blocks of 64 columns; of 96 it has two, too
+    about = json.loads(metadata[name])
+    about["_data"]["block_size"] = [1, 96]
+    save_file(tensors, path, metadata | {name: json.dumps(about)})
+    with pytest.raises(CheckpointError, match=r"q_proj.weight is \[128, 128\] in blocks of \[1, 96\]"):
         resolve_model(tmp_path / "model")
 
 

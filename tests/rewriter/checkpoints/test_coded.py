@@ -210,6 +210,8 @@ def test_models_are_quantized_to_them(tmp_path: Path, format: str) -> None:
     ("nf4", "weight.quant_map", torch.linspace(-1, 1, 16), "another quant_map"),
     ("nf4", "weight.absmax", torch.ones(5), "5 scales for blocks of 64"),
     ("fp4", "weight.nested_absmax", torch.ones(9), "do not fit together"),
+    ("fp4", "weight.nested_absmax", None, "codes of scales without nested_absmax"),
+    ("fp4", "weight.absmax", torch.ones(960), "nested_absmax of scales that are no codes"),
     ("nf4", "weight.quant_state.bitsandbytes__nf4", torch.tensor([91, 93], dtype=torch.uint8), "no object")])
 def test_damaged_parts_are_refused(
     tmp_path: Path, case: str, part: str, tensor: torch.Tensor | None, told: str
