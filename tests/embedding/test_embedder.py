@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,34 @@ def test_scores_of_pairs(tmp_path: Path) -> None:
     assert np.abs(lm.predict(pairs) - wanted.numpy()).max() < 1e-5
     best = lm.rank("w1 w2", TEXTS, top_k=2)
     assert [each["corpus_id"] for each in best] == wanted.argsort(descending=True)[:2].tolist()
+
+
+@pytest.mark.parametrize("named", [None, 1])
+def test_texts_without_padding_are_computed_one_by_one(tmp_path: Path, named: int | None) -> None:
+    """The config names no token of padding, or another one than the tokenizer; then the tokenizer has none."""
+    model = save("qwen3", tmp_path, T.AutoModelForSequenceClassification, num_labels=1)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": named}))
+    tokens = T.AutoTokenizer.from_pretrained(tmp_path)
+    pairs = [("w1 w2", text) for text in TEXTS if text]
+    with torch.no_grad():
+        wanted = [model(**tokens(*pair, truncation=True, max_length=60, return_tensors="pt")).logits.sigmoid().item()
+                  for pair in pairs]
+    assert np.abs(Reranker(tmp_path, "300kB").predict(pairs) - wanted).max() < 1e-5
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({name: v for name, v in json.loads(path.read_text()).items() if name != "pad_token"}))
+    assert np.abs(Reranker(tmp_path, "300kB").predict(pairs) - wanted).max() < 1e-5
+    lm = Embedder(tmp_path, "300kB")
+    assert np.abs(lm.encode(TEXTS[:3]) - np.stack([lm.encode(text) for text in TEXTS[:3]])).max() < 1e-5
+
+
+def test_texts_end_where_positions_do(tmp_path: Path) -> None:
+    """Positions of XLM-RoBERTa begin after the one of padding."""
+    save("xlm-roberta", tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": int(1e30)}))
+    lm = Embedder(tmp_path, "1MB")
+    assert lm.max_seq_length == 64 and np.isfinite(lm.encode(" ".join(["w5"] * 90))).all()
 
 
 def test_files_that_say_too_little_are_refused(tmp_path: Path) -> None:

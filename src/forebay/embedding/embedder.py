@@ -57,7 +57,7 @@ class TextModel:
     def _most_tokens(self) -> int | None:
         config = self.streamed.module.config
         named = self.settings.most_tokens or self.tokenizer.model_max_length
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = _positions(self.streamed.module) or getattr(config, "max_position_embeddings", None)
         found = min(named, limit) if limit and limit > 0 else named
         return found if found < 1 << 30 else None
 
@@ -85,14 +85,18 @@ class TextModel:
         """Tokens of texts, as far as they are read."""
         return sum(map(len, self.tokenizer(list(texts), truncation=True, max_length=self.max_seq_length)["input_ids"]))
 
+    def _pads(self) -> bool:
+        """Whether texts of other lengths can be computed together."""
+        return self.tokenizer.pad_token_id is not None
+
     def _tokens(self, texts: Sequence[Any], **more: Any) -> dict[str, torch.Tensor]:
-        return dict(self.tokenizer(list(texts), padding=True, truncation=True, max_length=self.max_seq_length,
+        return dict(self.tokenizer(list(texts), padding=self._pads(), truncation=True, max_length=self.max_seq_length,
                                    return_tensors="pt", **more))
 
     def _batches(self, lengths: Sequence[int], size: int, compute: Any) -> None:
         """Call `compute` with the numbers of texts of each batch, the longest first; with smaller batches where memory
         asks for it. PlanError where one text alone has no room."""
-        left, size = sorted(range(len(lengths)), key=lambda i: -lengths[i]), max(1, size)
+        left, size = sorted(range(len(lengths)), key=lambda i: -lengths[i]), max(1, size) if self._pads() else 1
         while left:
             part = left[:size]
             try:
@@ -221,6 +225,13 @@ class Embedder(TextModel):
 
     def _role(self, *names: str) -> Any:
         return next((name for name in names if name in self.prompts), None)
+
+
+def _positions(module: torch.nn.Module) -> int | None:
+    """Tokens that a table has positions for, which count from after the one of padding (RoBERTa); None without one."""
+    return next((each.num_embeddings - each.padding_idx - 1 for name, each in module.named_modules()
+                 if isinstance(each, torch.nn.Embedding) and name.endswith("position_embeddings")
+                 and each.padding_idx is not None), None)
 
 
 def _dense(folder: Path) -> Dense:

@@ -46,6 +46,10 @@ class Reranker(TextModel):
     def _read_settings(self, folder: Path) -> SentenceFiles:
         return SentenceFiles(folder)
 
+    def _pads(self) -> bool:
+        """The model finds the end of a text, or positions, by the padding that its config names."""
+        return super()._pads() and self.tokenizer.pad_token_id == self.streamed.module.config.pad_token_id
+
     def predict(self, sentences: Sequence[Sequence[str]], batch_size: int = BATCH_SIZE) -> np.ndarray:
         """Score pairs of texts.
 
