@@ -38,8 +38,26 @@ template <class T> struct Rows {
 
 template <class T, bool WHOLE> FB_INLINE vf read(const T* p, int n) { return WHOLE ? load(p) : load_partial(p, n); }
 
-template <class T, bool WHOLE> void channels_of(const ShortConvArgs& a, int64_t b, int64_t c, int n) {
-  const int64_t taps = a.taps, count = std::min(std::max<int64_t>(a.count[b], 0), a.tokens);
+// The weights of VL channels of 4 taps each, a vector of every tap: two by two from the first and the second half of the
+// channels, then from both.
+template <class T> FB_INLINE void four_taps(const T* weight, vf (&to)[TAPS]) {
+  vi at[2], halves[2];
+  for (int i = 0; i < VL; ++i)
+    for (int second = 0; second < 2; ++second) {
+      at[second][i] = i % (VL / 2) * 4 + 2 * second + i / (VL / 2);
+      halves[second][i] = i % (VL / 2) + second * (VL / 2) + i / (VL / 2) * VL;
+    }
+  const vf w[4] = {load(weight), load(weight + VL), load(weight + 2 * VL), load(weight + 3 * VL)};
+  for (int second = 0; second < 2; ++second) {
+    const vf low = __builtin_shuffle(w[0], w[1], at[second]), high = __builtin_shuffle(w[2], w[3], at[second]);
+    to[2 * second] = __builtin_shuffle(low, high, halves[0]);
+    to[2 * second + 1] = __builtin_shuffle(low, high, halves[1]);
+  }
+}
+
+// KNOWN: how many taps there are, or 0.
+template <class T, bool WHOLE, int KNOWN> void channels_of(const ShortConvArgs& a, int64_t b, int64_t c, int n) {
+  const int64_t taps = KNOWN ? KNOWN : a.taps, count = std::min(std::max<int64_t>(a.count[b], 0), a.tokens);
   const T* weight = static_cast<const T*>(a.weight) + c * taps;
   T* state = static_cast<T*>(a.state) + b * (taps - 1) * a.channels + c;
   T* out = static_cast<T*>(a.out) + b * a.out_batch + c;
@@ -51,7 +69,9 @@ template <class T, bool WHOLE> void channels_of(const ShortConvArgs& a, int64_t 
     return v;
   };
   vf w[TAPS];
-  for (int64_t j = 0; j < std::min<int64_t>(taps, TAPS); ++j) w[j] = weights(j);
+  if (WHOLE && KNOWN == 4) four_taps(weight, w);
+  else
+    for (int64_t j = 0; j < std::min<int64_t>(taps, TAPS); ++j) w[j] = weights(j);
   const vf bias = a.bias ? read<T, WHOLE>(static_cast<const T*>(a.bias) + c, n) : vf{};
   const auto put = [&](T* to, vf v) {
     if (WHOLE) store_whole(to, v);
@@ -77,8 +97,9 @@ template <class T> void short_conv(const ShortConvArgs& a, int threads) {
   parallel_for(a.batch * blocks, threads, a.batch * a.channels * (a.tokens + 2) * a.taps / 8, [&](int64_t i) {
     const int64_t b = i / blocks, end = std::min(a.channels, (i % blocks + 1) * BLOCK);
     int64_t c = i % blocks * BLOCK;
-    for (; c + VL <= end; c += VL) channels_of<T, true>(a, b, c, VL);
-    if (c < end) channels_of<T, false>(a, b, c, int(end - c));
+    for (; c + VL <= end && a.taps == 4; c += VL) channels_of<T, true, 4>(a, b, c, VL);
+    for (; c + VL <= end; c += VL) channels_of<T, true, 0>(a, b, c, VL);
+    if (c < end) channels_of<T, false, 0>(a, b, c, int(end - c));
   });
 }
 
