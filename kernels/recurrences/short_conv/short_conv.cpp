@@ -38,8 +38,8 @@ template <class T> struct Rows {
 
 template <class T, bool WHOLE> FB_INLINE vf read(const T* p, int n) { return WHOLE ? load(p) : load_partial(p, n); }
 
-// The weights of VL channels of 4 taps each, a vector of every tap: two by two from the first and the second half of the
-// channels, then from both.
+// The weights of VL channels of 4 taps each, a vector of every tap: two by two from the first and the second half of
+// the channels, then from both.
 template <class T> FB_INLINE void four_taps(const T* weight, vf (&to)[TAPS]) {
   vi at[2], halves[2];
   for (int i = 0; i < VL; ++i)
