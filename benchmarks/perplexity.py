@@ -212,10 +212,12 @@ def quantized(library: Any, values: np.ndarray, kind: str) -> np.ndarray:
     n, k = values.shape
     block, nbytes = gguf.GGML_QUANT_SIZES[ggml]
     source, out = np.ascontiguousarray(values, np.float32), np.zeros((n, k // block * nbytes), np.uint8)
+    importance = np.ones(k, np.float32) if kind.startswith(("IQ1", "IQ2", "IQ3")) else None  # which these need
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
     done = library.ggml_quantize_chunk(
         ctypes.c_int(int(ggml)), ctypes.c_void_p(source.ctypes.data), ctypes.c_void_p(out.ctypes.data),
-        ctypes.c_int64(0), ctypes.c_int64(n), ctypes.c_int64(k), None)
+        ctypes.c_int64(0), ctypes.c_int64(n), ctypes.c_int64(k),
+        None if importance is None else ctypes.c_void_p(importance.ctypes.data))
     assert done == out.nbytes, (kind, done, out.nbytes)
     return out
 
