@@ -25,6 +25,7 @@ from forebay.runtime.devices.kinds import HOST, kind_of
 FORMAT = 3  # of the JSON file; a kept profile of another format is measured anew
 TIERS = ("device", "host", "disk")
 HALVES = ("bfloat16", "float16")
+BUSY = 0.15  # of the cores' time: what was timed while others took more is measured again when they do not
 # Of the computing thread, to issue a copy and be woken by it: on two cores steps in tiles of 1 MiB took 0.15 to 0.3 ms
 # more per additional copy than in tiles of 2 to 4 MiB. To a GPU copies are issued by threads of their own.
 CPU_COPY_ISSUE_S = 1e-4
@@ -194,6 +195,9 @@ class Machine:
             return "times rest on data sheets and assumed shares of them"
         if self.guessed:
             return f"{len(self.guessed)} rates are guesses; `forebay machine --measure` on a quiet machine ends that"
+        if self.others_share > BUSY:
+            return (f"others used {self.others_share:.0%} of the cores while this machine was measured; "
+                    "`forebay machine --measure` on a quiet machine ends that")
         return ""
 
     @property

@@ -9,10 +9,10 @@ from dataclasses import replace
 from forebay.kernels.operator import ROUNDED, Product
 from forebay.kernels.operators import product_with
 from forebay.rewriter.machine.points import AttentionPoint, GemmPoint
+from forebay.rewriter.machine.profile import BUSY as BUSY
 from forebay.rewriter.machine.profile import Machine
 
 GOOD_R2 = 0.9  # on a quiet machine links and products fit at 0.95 and above, beside other work at 0.5 and below
-BUSY = 0.15  # of the cores' time: what was timed while others took more is measured again when they do not
 MANY = 64  # rows of a product, or queries of attention, from which on operations bind
 LOADED = 0.3  # of the cores' time: where others take more, nothing that lasts long is timed undisturbed
 

@@ -26,4 +26,6 @@ def test_guesses_are_counted_and_measured_rates_are_not_doubted() -> None:
     measured = replace(Machine.default(), gemm=(GemmPoint("flat", "float32", 1, 64, 64, 1.0),))
     assert measured.uncalibrated == ""
     assert replace(measured, guessed=("x", "y")).uncalibrated.startswith("2 rates are guesses")
+    assert replace(measured, others_share=0.1).uncalibrated == ""
+    assert replace(measured, others_share=0.72).uncalibrated.startswith("others used 72% of the cores")
     assert all(machine.uncalibrated for machine in PRESETS.values())
