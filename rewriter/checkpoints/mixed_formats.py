@@ -64,6 +64,8 @@ def choose_mixture(
     Raises:
         CheckpointError: The text is too short, the bits are too few, or the model cannot be run.
     """
+    if not 0 < mixture.bits < math.inf:
+        raise CheckpointError(f"{mixture.bits:g} bits for each value are no number of bits; name one such as 4.5")
     tensors = {source.names[t.name]: t for t in source.tensors if t.name in names}
     wanted = {name: matrices[name] for name in tensors}
     losses = {name: _Losses(tensor, wanted[name], rounding) for name, tensor in tensors.items()}

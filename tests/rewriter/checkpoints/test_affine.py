@@ -125,6 +125,8 @@ def test_values_are_the_tools_and_the_model_runs_packed(tmp_path: Path, case: st
         bound = step * (value.abs().amax() + 2 * 255 * 0.021) if "float8" not in case else 1e-7
         assert (found - value).abs().max() <= bound
         assert (found - value).norm() <= (1e-3 if "float8" not in case else 1e-7) * value.norm()
+    if case not in ("hqq4", "int8z"):
+        return
     with torch.no_grad():
         expected = model(IDS).logits[0, -1]
     with forebay.wrap(tmp_path / "model", 1 << 28) as lm:

@@ -144,7 +144,8 @@ def test_an_interrupted_run_has_chosen(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("bits", "text", "message"), [
     (3.0, "a text", "3 bits for each value are too few: the smallest formats take 5"),
-    (7.0, "", r"has 0 token\(s\)"),
+    (7.0, "", r"has 0 token\(s\)"), (math.nan, "a text", "no number of bits"),
+    (math.inf, "a text", "no number of bits"), (-1.0, "a text", "no number of bits"),
 ])
 def test_refusals(tmp_path: Path, bits: float, text: str, message: str) -> None:
     saved(tmp_path / "model", FAMILIES["llama"]())
