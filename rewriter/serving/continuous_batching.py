@@ -14,7 +14,7 @@ from forebay.rewriter.serving.served import Served, served
 from forebay.rewriter.serving.traffic import Arrival, TrafficError
 
 
-@dataclass
+@dataclass(eq=False)
 class _Seat:
     """A request in a place: tokens of its prompt, tokens in its cache, tokens of its answer to come."""
 
@@ -24,54 +24,75 @@ class _Seat:
     left: int
 
 
+@dataclass(eq=False)
+class _Admitted:
+    """Requests that were admitted together, `done` tokens of whose prompts are computed."""
+
+    seats: list[_Seat]
+    done: int = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens of the longest prompt that are not computed."""
+        return max(seat.prompt for seat in self.seats) - self.done
+
+
 @dataclass
 class _Desk:
     """The slots of a plan, whose steps take `times`; `waiting` are those that the loop has taken from the queue,
-    `entered` those whose prompts are on their way, `done` tokens of each."""
+    `entering` those whose prompts are on their way, the last chunk of which was of some that had `overtaken` others."""
 
     times: StepTimes
     turns: StepTurns
     waiting: deque[_Seat] = field(default_factory=deque)
-    entered: list[_Seat] = field(default_factory=list)
+    entering: list[_Admitted] = field(default_factory=list)
     running: list[_Seat] = field(default_factory=list)
-    done: int = 0
     held: int = 0
+    overtaken: bool = False
 
     @property
     def free(self) -> int:
-        return self.times.batch_slots - len(self.running) - len(self.entered)
+        return self.times.batch_slots - len(self.running) - sum(len(group.seats) for group in self.entering)
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.entered or self.running)
+        return bool(self.waiting or self.entering or self.running)
 
     def begin(self) -> None:
-        most = min(self.times.admitted, len(self.waiting))
-        if not self.entered and most and self.free >= most:
-            self.entered, self.done = [self.waiting.popleft() for _ in range(most)], 0
+        left = [self._chunks(group.left) for group in self.entering]
+        next_ones = [seat for seat in self.waiting if self.turns.admits(self._chunks(seat.prompt), left)]
+        most = min(self.times.admitted, len(next_ones))
+        if most and self.free >= most:
+            self.entering.append(_Admitted(next_ones[:most]))
+            for seat in next_ones[:most]:
+                self.waiting.remove(seat)
+
+    def _chunks(self, tokens: int) -> int:
+        return -(-tokens // max(self.times.chunks))
 
     def step(self) -> tuple[float, list[_Seat]]:
         """The next step: its seconds, and who has a token more behind it."""
         self.begin()
-        if self.entered and self.turns.prefills(self.held, len(self.running), self.times.batch_slots):
+        if self.entering and self.turns.prefills(self.held, len(self.running), self.times.batch_slots):
             self.held += 1
-            return self.chunk()
+            return self.chunk(self.entering[0 if self.overtaken else -1])
         self.held = 0
-        seen = self.done * len(self.entered) + sum(seat.cached + 1 for seat in self.running)
+        seen = sum(group.done * len(group.seats) for group in self.entering)
+        seen += sum(seat.cached + 1 for seat in self.running)
         return self.times.decode_s(seen), self.decode()
 
-    def chunk(self) -> tuple[float, list[_Seat]]:
-        longest = max(seat.prompt for seat in self.entered)
-        chunk = self.times.chunk_for(longest - self.done)
-        self.done = max(0, min(self.done, longest - chunk)) + chunk
-        took = self.times.prefill_s(chunk, self.done)
-        if self.done < longest:
+    def chunk(self, group: _Admitted) -> tuple[float, list[_Seat]]:
+        self.overtaken = group is not self.entering[0]
+        chunk, longest = self.times.chunk_for(group.left), group.left + group.done
+        group.done = max(0, min(group.done, longest - chunk)) + chunk
+        took = self.times.prefill_s(chunk, group.done)
+        if group.left > 0:
             return took, []
-        prefilled, self.entered = self.entered, []
-        for seat in prefilled:
+        self.entering.remove(group)
+        for seat in group.seats:
             seat.cached, seat.left = seat.prompt, seat.left - 1
-        self.running += prefilled
-        return took, prefilled
+        self.running += group.seats
+        return took, group.seats
 
     def decode(self) -> list[_Seat]:
         for seat in self.running:

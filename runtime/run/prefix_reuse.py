@@ -59,23 +59,23 @@ class PrefixReuse:
     def enter(self, prompts: Mapping[int, torch.Tensor]) -> int:
         """Give the slots of `prompts` what is known of each, up to as many tokens as is known of all; how many. The
         last token of a prompt is always computed."""
-        self._keys = {slot: block_keys(self.root, ids, self.tokens) for slot, ids in prompts.items()}
-        known = {slot: self.cache.known(keys[: (prompts[slot].numel() - 1) // self.tokens])
-                 for slot, keys in self._keys.items()}
+        self._keys |= {slot: block_keys(self.root, ids, self.tokens) for slot, ids in prompts.items()}
+        known = {slot: self.cache.known(self._keys[slot][: (ids.numel() - 1) // self.tokens])
+                 for slot, ids in prompts.items()}
         count = min(map(len, known.values()))
         for slot, blocks in known.items():
             for i, block in enumerate(blocks[:count]):
                 self.slots.write(slot, i * self.tokens, (i + 1) * self.tokens, block.rows)
         return count * self.tokens
 
-    def keep(self, at: int, tokens: int) -> None:
-        """Keep what a step over `tokens` tokens from `at` on has just computed of the prompts that entered, where it
-        ends a block."""
+    def keep(self, slots: Iterable[int], at: int, tokens: int) -> None:
+        """Keep what a step over `tokens` tokens from `at` on has just computed of the prompts that entered these slots,
+        where it ends a block."""
         end = at + tokens
         if tokens != self.chunk or at % tokens or end % self.tokens:
             return
-        for slot, keys in self._keys.items():
-            upto = keys[: end // self.tokens]
+        for slot in slots:
+            upto = self._keys[slot][: end // self.tokens]
             wanted = len(upto) * self.tokens == end and (self._shared is None or self._shared[upto[-1]] > 1)
             if wanted and upto[-1] not in self.cache.blocks and self.cache.has_room(upto[:-1]):
                 self.cache.add(upto, self.slots.read(slot, end - self.tokens, end), self.root)

@@ -3,7 +3,7 @@ beside each other, by one token a step or by as many as are right of a draft."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,8 @@ from forebay.runtime.run.balance import admission_order, balanced_slots
 from forebay.runtime.run.decode_ahead import DecodeAhead
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.drafts import Drafted, Drafter, PromptLookup
-from forebay.runtime.run.prefill import PrefillChunk, prompt_chunks
+from forebay.runtime.run.entering_prompts import EnteringPrompts, PromptGroup
+from forebay.runtime.run.prefill import prompt_chunks
 from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import OneCall, Request
 from forebay.runtime.run.room import fits
@@ -88,7 +89,7 @@ class Scheduler:
 
     Attributes:
         waiting: Numbers of the requests without a slot, the next one last.
-        admitted: By slot those whose prompts `chunks` computes.
+        entering: Those whose prompts are computed.
         running: By slot those that decode.
         requests: All of these by number; `new` has their tokens so far.
         free: The other slots.
@@ -106,13 +107,11 @@ class Scheduler:
         self.turns, self.call, self.batch = turns, call, session.plan.workload.batch
         self.admission = session.plan.schedule.batching.admission
         self.waiting: list[int] = []
-        self.admitted: dict[int, int] = {}
         self.running: dict[int, int] = {}
         self.requests: dict[int, Request] = {}
         self.new: dict[int, list[int]] = {}
         self.free = list(range(self.batch - 1, -1, -1))
-        self.chunks: Iterator[PrefillChunk] | None = None
-        self.done = 0  # tokens of each prompt that `chunks` has computed
+        self.entering = EnteringPrompts(turns, session.plan.schedule.prefill_chunks)
         self.held = 0  # chunks since the last step that decoded
         self.replay: dict[int, int] = {}
         self.refused: set[int] = set()
@@ -130,7 +129,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether there is anything to compute."""
-        return bool(self.waiting or self.admitted or self.running)
+        return bool(self.waiting or self.entering.groups or self.running)
 
     def enqueue(
         self, requests: Mapping[int, Request], as_they_come: bool = False, shared: Sequence[Sequence[bytes]] = ()
@@ -157,8 +156,8 @@ class Scheduler:
     def step(self) -> None:
         """One step: a chunk of prompts, or the next tokens of those that decode."""
         self._admit()
-        if self.chunks is not None and self.turns.prefills(self.held, len(self.running), self.batch):
-            self._compute_chunk(self.chunks)
+        if self.entering.groups and self.turns.prefills(self.held, len(self.running), self.batch):
+            self._compute_chunk(self.entering.next())
             self.held += 1
         else:
             self._decode()
@@ -168,30 +167,31 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give slots to the next requests, if enough of them are free."""
-        count = self.admission.begins(len(self.waiting), len(self.free), self.batch)
-        if self.chunks is not None or not count:
+        numbers = self.entering.take(self.waiting, self._length, lambda count: self.admission.begins(
+            count, len(self.free), self.batch))
+        if not numbers:
             return
-        numbers = [self.waiting.pop() for _ in range(count)]
-        self.admitted = dict(zip(self._slots_for(numbers), numbers, strict=True))
-        self.free = [slot for slot in self.free if slot not in self.admitted]
-        prompts = {slot: self._tokens(number) for slot, number in self.admitted.items()}
+        admitted = dict(zip(self._slots_for(numbers), numbers, strict=True))
+        self.free = [slot for slot in self.free if slot not in admitted]
+        prompts = {slot: self._tokens(number) for slot, number in admitted.items()}
         most = max(self.requests[number].new_tokens for number in numbers)
         if self.call is not None and self.choice is not None and most > 1:
             self.choice.begin(prompts, most)
         length, keeps = None if self.call is None else max(map(self._call_length, numbers)), self.session.rewindable
-        self.done = self._enter_known(prompts)
+        done = self._enter_known(prompts, numbers)
         given = {number: make() for number in numbers if (make := self.requests[number].features) is not None}
         self.shifts |= {number: each.position_shift for number, each in given.items()}
         features = joined_features([len(each) for each in prompts.values()], [
-            given.get(number) for number in self.admitted.values()])
+            given.get(number) for number in numbers])
         prompts = {slot: prompts[slot].masked_fill(given[number].placed, -1) if number in given else prompts[slot]
-                   for slot, number in self.admitted.items()}
-        self.chunks = prompt_chunks(self.session.plan, prompts, length, features, keeps, self.done)
+                   for slot, number in admitted.items()}
+        chunks = prompt_chunks(self.session.plan, prompts, length, features, keeps, done)
+        self.entering.groups.append(PromptGroup(admitted, chunks, max(map(len, prompts.values())), done))
 
-    def _enter_known(self, prompts: Mapping[int, torch.Tensor]) -> int:
+    def _enter_known(self, prompts: Mapping[int, torch.Tensor], numbers: Sequence[int]) -> int:
         """Give slots what is known of their prompts before these are computed; how many tokens of each."""
         kept = 0 if self.session.prefixes is None else self.session.prefixes.enter(prompts)
-        for number in self.admitted.values():
+        for number in numbers:
             self.work.cached += kept
             self.requests[number].on_cached(kept)
         return kept
@@ -221,15 +221,15 @@ class Scheduler:
 
     # -- prefill
 
-    def _compute_chunk(self, chunks: Iterator[PrefillChunk]) -> None:
-        """Compute a chunk of the prompts that were admitted; after the last one they have their first tokens."""
-        chunk = next(chunks)
-        rows = dict(enumerate(self.admitted.values())) if self.admission.sequences else self.admitted
+    def _compute_chunk(self, group: PromptGroup) -> None:
+        """Compute a chunk of prompts that were admitted; after the last one they have their first tokens."""
+        chunk, admitted = next(group.chunks), group.slots
+        rows = dict(enumerate(admitted.values())) if self.admission.sequences else admitted
         logits = self.session.step(self._with_adapters(chunk.inputs, rows))
         if self.session.prefixes is not None:
-            self.session.prefixes.keep(chunk.at, chunk.inputs.tokens)
+            self.session.prefixes.keep(admitted, chunk.at, chunk.inputs.tokens)
         self.work.prefills += 1
-        self.done = chunk.at + chunk.inputs.tokens
+        self.entering.computed(group, chunk)
         ends = list(chunk.ends)
         if self.sampler.columns:  # of which all rows are drawn at once
             self.early |= {row: logits[row].clone() for row in ends if not chunk.final}
@@ -240,7 +240,6 @@ class Scheduler:
         self.first.update(zip(numbers, self.sampler.chosen(numbers, logits, ends), strict=True))
         if not chunk.final:
             return
-        admitted, self.admitted, self.chunks = self.admitted, {}, None
         self.early.clear()
         self.running |= admitted
         self._append(admitted, {slot: [self.first.pop(number)] for slot, number in admitted.items()})
@@ -291,8 +290,8 @@ class Scheduler:
         after what chunks have computed of those that were admitted, is written anew before it is seen. The token is the
         last one known, or so many after it, whose ids whoever asks for them fills in."""
         ids, start, real = ([0] * self.batch for _ in range(3))
-        for slot in self.admitted:
-            start[slot] = self.done
+        for slot, done in self.entering.done().items():
+            start[slot] = done
         for slot, number in running.items():
             known = 1 + self.replay.get(slot, 0)
             ids[slot], start[slot], real[slot] = self.new[number][-known], self._length(number) - known + ahead, 1

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from forebay.commands.app import app
 from forebay.commands.plan_serving import SHARE, ServingChoice, ServingGoals, plan_serving, step_times_of
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.ir.turns import DEFAULT_TURNS
+from forebay.rewriter.ir.turns import SERVER_TURNS
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.serving import goodput
@@ -60,7 +60,7 @@ def test_a_goal_for_each_token_costs_places_or_turns(wanted: tuple[Path, str, Op
         return choice
 
     plain, lax = chosen(None), chosen(LAX)
-    assert plain.rate is None and plain.turns is DEFAULT_TURNS
+    assert plain.rate is None and plain.turns is SERVER_TURNS
     step_s = step_times_of(plain.lm).seconds[1][1]
     strict = chosen(replace(LAX, tpot_s=1.2 * step_s))
     assert strict.rate and lax.rate and strict.rate < lax.rate

@@ -137,19 +137,19 @@ def _times(planned: Planned, task: PlanTask) -> StepTimes:
 
 def _way(planned: Planned, task: PlanTask, goals: ServingGoals | None) -> _ServingWay:
     """A plan, with the turns under which it keeps the goals at the greatest rate."""
-    from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
+    from forebay.rewriter.ir.turns import DEFAULT_TURNS, SERVER_TURNS, StepTurns
     from forebay.rewriter.serving.continuous_batching import simulate_slots
     from forebay.rewriter.serving.goodput import ServiceLevel, greatest_rate
     from forebay.rewriter.serving.strategies import Simulated
     from forebay.rewriter.serving.traffic import Arrival, Traffic
 
     if goals is None:
-        return _ServingWay(planned, DEFAULT_TURNS, None)
+        return _ServingWay(planned, SERVER_TURNS, None)
     times, level = _times(planned, task), ServiceLevel(goals.ttft_s, goals.tpot_s, SHARE, runs=1)
     alone = float(simulate_slots([Arrival(0.0, goals.prompt, goals.output)], times).last[0])
     traffic = Traffic(1.0, REQUESTS, goals.prompt, goals.output)
     rates = {}
-    for turns in (DEFAULT_TURNS, *(StepTurns(0.0, held) for held in HELD)):
+    for turns in (DEFAULT_TURNS, *(StepTurns(0.0, held, overtakes=True) for held in HELD)):
         found = Simulated(lambda requests, seed, turns=turns: simulate_slots(requests, times, turns), alone)  # type: ignore[misc]
         rates[turns] = greatest_rate(found, traffic, level)[1]
     turns = max(rates, key=lambda each: rates[each])

@@ -15,7 +15,7 @@ import torch
 from forebay.commands.terminal import reason_of
 from forebay.drafting import drafting_per_slot
 from forebay.language_model import LanguageModel
-from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
+from forebay.rewriter.ir.turns import SERVER_TURNS, StepTurns
 from forebay.runtime.run.logits_processing import Constraint, TokenLogprobs
 from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import Request
@@ -100,7 +100,7 @@ class Batcher:
 
     def __init__(
         self, lm: LanguageModel, prompt: int, new_tokens: int, eos: frozenset[int], most_waiting: int,
-        metrics: Metrics, on_broken: Callable[[], None] = lambda: None, turns: StepTurns = DEFAULT_TURNS,
+        metrics: Metrics, on_broken: Callable[[], None] = lambda: None, turns: StepTurns = SERVER_TURNS,
     ) -> None:
         self.lm, self.eos, self.most_waiting, self.metrics = lm, eos, most_waiting, metrics
         self.prompt, self.new_tokens, self.on_broken, self.turns = prompt, new_tokens, on_broken, turns

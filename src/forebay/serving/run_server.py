@@ -20,7 +20,7 @@ from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.terminal import reason_of, say
 from forebay.images.chats import ImageChats
 from forebay.language_model import LanguageModel
-from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
+from forebay.rewriter.ir.turns import SERVER_TURNS, StepTurns
 from forebay.serving.app import ServingOptions, make_app
 from forebay.serving.batcher import Batcher
 from forebay.serving.connection import ConnectionLimits, connection_type
@@ -48,7 +48,7 @@ class Service:
     new_tokens: int
     queue: int
     options: ServingOptions
-    turns: StepTurns = DEFAULT_TURNS
+    turns: StepTurns = SERVER_TURNS
     session: Path | None = None
     image_nbytes: int = 0
     image_files: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from forebay.rewriter.ir.plan import Limits, Plan, Schedule, Workload
 from forebay.rewriter.ir.schedule.admission import Admission
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
-from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
+from forebay.rewriter.ir.turns import DEFAULT_TURNS, SERVER_TURNS, StepTurns
 from forebay.rewriter.predict.of_programs import StepTimes
 from forebay.rewriter.serving.continuous_batching import simulate_slots
 from forebay.rewriter.serving.traffic import Arrival, Traffic, TrafficError, arrivals
@@ -28,6 +29,7 @@ class ClockedSession:
     """Computes nothing; a step takes its time on the clock."""
 
     rope_switch_length, rewindable, prefixes = 0, True, None
+    device = SimpleNamespace(queues=False)
 
     def __init__(self, times: StepTimes) -> None:
         batching = BatchSchedule(admission=Admission(times.admitted))
@@ -73,7 +75,8 @@ def run_by_the_loop(requests: Sequence[Arrival], times: StepTimes, turns: StepTu
     return [first[i] for i in range(len(requests))], [last[i] for i in range(len(requests))]
 
 
-@pytest.mark.parametrize("turns", [DEFAULT_TURNS, StepTurns(0.0, 1), StepTurns(0.0, 3), StepTurns(0.5, 2)])
+@pytest.mark.parametrize("turns", [DEFAULT_TURNS, StepTurns(0.0, 1), StepTurns(0.0, 3), StepTurns(0.5, 2),
+                                   SERVER_TURNS])
 @pytest.mark.parametrize("admitted", [1, 2, 3])
 def test_the_simulation_is_what_the_loop_does(admitted: int, turns: StepTurns) -> None:
     times = replace(TIMES, admitted=admitted)
@@ -102,6 +105,26 @@ def test_goals_of_answers_hold_chunks_up() -> None:
     assert np.percentile(fair.ttft_s, 90) > np.percentile(greedy.ttft_s, 90)
     for run in (greedy, fair):
         assert not np.isnan(run.last).any() and (run.first > run.arrived).all() and (run.last >= run.first).all()
+
+
+def test_a_long_prompt_starves_nobody() -> None:
+    """Steps are counted: while a prompt of 64 chunks is computed, answers go on, those that come have their first
+    tokens after few chunks, and the prompt has every other chunk, though short ones never end. Of two long ones none
+    overtakes the other."""
+    times = StepTimes(4, 1, 64, 72, (1,), {1: (1.0, 1.0)})  # every step takes a second
+    shorts = [Arrival(2.0 + 6 * i, 1, 2) for i in range(30)]
+    requests = [Arrival(0.0, 1, 60), Arrival(0.5, 64, 2), *shorts]
+    for run in (run_by_the_loop(requests, times, SERVER_TURNS), simulate_slots(requests, times, SERVER_TURNS)):
+        first, last = run if isinstance(run, tuple) else (list(run.first), list(run.last))
+        assert last[0] <= 1 + 3 * 59  # at most two chunks before each further token
+        assert max(first[2 + i] - each.at_s for i, each in enumerate(shorts)) <= 4
+    endless = [*requests[:2], *(Arrival(1.0 + i, 1, 1) for i in range(400))]
+    assert run_by_the_loop(endless, times, SERVER_TURNS)[0][1] <= 2 * 64 + 60 + 4  # every other chunk, and the answer
+    late = run_by_the_loop(requests, times, DEFAULT_TURNS)[0]
+    assert late[2] > 64 and late[3] > 64
+    alike = [Arrival(0.0, 64, 1), Arrival(0.0, 64, 1), Arrival(0.0, 2, 1)]
+    first = run_by_the_loop(alike, times, SERVER_TURNS)[0]
+    assert first == [66, 130, 4]
 
 
 def test_what_has_no_room_is_refused() -> None:

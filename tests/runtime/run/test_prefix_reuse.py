@@ -16,6 +16,7 @@ from selection import at_length
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import forebay
+from forebay.rewriter.ir.turns import StepTurns
 from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.run.prefix_cache import PrefixCache, block_keys
 from forebay.runtime.run.progress import WorkDone
@@ -145,6 +146,39 @@ def test_states_of_every_kind_enter(folders: Folders, monkeypatch: pytest.Monkey
         pytest.skip("mixers are written in another way")
     monkeypatch.setenv("FOREBAY_POISON", "1")
     check(folders(family), 4, 2 if slots == "two enter" else 1, **SLOTS[slots])
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("llama", TIERS["device"] | {"cache": "kv8"}), ("llama", TIERS["checkpoints"]), ("llama", TIERS["attended"]),
+    ("lfm2", {}), at_length("mamba", {}), at_length("qwen3_5_text", {})], ids=str)
+def test_shorter_prompts_overtake_longer_ones(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any]
+) -> None:
+    """Between the chunks of a long prompt they are computed in other slots; answers and what is kept are as ever."""
+    if family in STATES and Version(T.__version__) < Version("5.23"):
+        pytest.skip("mixers are written in another way")
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    chance = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, VOCAB, (n,), generator=chance) for n in (PROMPT, 3, 9, PROMPT - 1, 12, 2)]
+    prompts.append(torch.cat((prompts[0][:9], prompts[1])))
+    with opened(folders(family), batch_slots=3, **options) as lm:
+        alone = answers(lm, prompts)[0]
+    with opened(folders(family), batch_slots=3, prefix_cache="64MiB", **options) as lm:
+        for known in (False, True):
+            left, order = dict(enumerate(prompts)), list[int]()
+            told: list[Told] = [[] for _ in prompts]
+
+            def arriving(
+                free: int, idle: bool, left: dict[int, torch.Tensor] = left, told: list[Told] = told
+            ) -> dict[int, Request] | None:
+                return {i: Request(left.pop(i), NEW, top_logprobs=2, on_logprobs=lambda each, i=i: told[i].append(
+                    (each.token, each.logprob, each.top))) for i in list(left)[:free]} if left else None
+
+            answer_arriving(lm.session, arriving, on_end=lambda *_: None, turns=StepTurns(0.0, 1, overtakes=True),
+                            on_next=lambda i, token, order=order: order.append(i) is None)
+            assert told == alone
+            first = list(dict.fromkeys(order))
+            assert known or first.index(0) > first.index(2) > first.index(1)
 
 
 def test_states_on_slower_tiers_are_computed_anew(folders: Folders) -> None:

@@ -101,5 +101,5 @@ def test_every_policy_gives_each_request_the_tokens_that_it_has_alone(data: st.D
         return {i: waiting.pop(i) for i in came} if came or waiting else None
 
     answer_arriving(made(batch, 1), arriving, eos, on_next=lambda *_: True, on_end=found.__setitem__,
-                    turns=StepTurns(0.0, 1), drafter=drafter())
+                    turns=StepTurns(0.0, 1, overtakes=data.draw(st.booleans())), drafter=drafter())
     assert found == expected
