@@ -13,7 +13,19 @@ import openai
 import pytest
 import torch
 from budgets import attention_nbytes
-from serving.served import BATCH_SLOTS, BUDGET, NEW, PROMPT, TEMPLATE, WORDS, Running, serving, wait_until
+from serving.served import (
+    ASK,
+    BATCH_SLOTS,
+    BUDGET,
+    NEW,
+    PROMPT,
+    TEMPLATE,
+    WORDS,
+    Running,
+    asked,
+    serving,
+    wait_until,
+)
 from transformers import PreTrainedTokenizerFast
 
 import forebay
@@ -338,3 +350,21 @@ def test_a_key_is_asked_for_and_a_full_queue_says_so(folder: Path, queue: int) -
                 client.completions.create(model="tiny", prompt="w1", max_tokens=2)
             server.gate.set()
             assert [reply.result().usage.completion_tokens for reply in replies] == [2] * (1 + queue)
+
+
+def test_those_that_wait_are_admitted_by_priority(folder: Path) -> None:
+    """Lower numbers first, and those that are alike as they came; others than integers are refused."""
+    with serving(folder, batch_slots=1) as server:
+        batcher = server.run.batcher
+        assert server.complete(**ASK, priority=0.5)[0] == 400
+        server.gate.clear()
+        sent = [asked(server)]
+        wait_until(lambda: len(batcher.running) == 1)
+        for count, priority in enumerate((None, 5, -1, 0, 5, -1), 4):
+            sent.append(asked(server, prompt="w1 " * count, priority=priority, max_tokens=2))
+            wait_until(lambda count=count: batcher.waiting == count - 3)  # type: ignore[misc]
+        server.gate.set()
+        wait_until(lambda: len(batcher.recent) == 7)
+        for each in sent:
+            each.close()
+        assert [len(each.ids) for each in batcher.recent] == [3, 6, 9, 4, 7, 5, 8]

@@ -49,7 +49,7 @@ class Answering:
             Pending(prompt.ids, prompt.new_tokens, inquiry.sampling, seed + number,
                     AnswerText(decode, inquiry.stops, batcher.eos), self._hears(at * inquiry.choices + number),
                     constraints[at * inquiry.choices + number], inquiry.top_logprobs, inquiry.adapter,
-                    prompt.features)
+                    prompt.features, inquiry.priority)
             for at, prompt in enumerate(prompts) for number in range(inquiry.choices)]
         self.choices, self.parsers = [AnswerChoice() for _ in self.pending], parsers
 

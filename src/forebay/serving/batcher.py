@@ -64,6 +64,7 @@ class Pending:
     top_logprobs: int | None = None
     adapter: str = ""
     features: PromptFeatures | None = None  # of images
+    priority: int = 0  # of those that wait, lower ones get a slot first
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that were not told yet
     arrived_s: float = field(default_factory=time.monotonic)
     entered_s: float = 0.0
@@ -137,7 +138,8 @@ class Batcher:
             if len(self._waiting) >= self.most_waiting + max(0, self._slots - len(self.running)):
                 raise Refusal(429, f"all {self._slots} slots are taken, and {len(self._waiting)} requests wait; try "
                               "again later, or start the server with a longer --queue", code="queue_full")
-            self._waiting.append(pending)
+            self._waiting.insert(next((i for i, each in enumerate(self._waiting) if each.priority > pending.priority),
+                                      len(self._waiting)), pending)
             self._changed.notify_all()
 
     @property

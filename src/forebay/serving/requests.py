@@ -23,6 +23,7 @@ MOST_TOP_K = (1 << 31) - 1
 MOST_CHOICES = 64  # answers to one request
 MOST_TOP_LOGPROBS = 20
 MOST_BIASES = 1024
+MOST_PRIORITY = (1 << 31) - 1
 COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
 # Fields that change no answer here, and values of others that ask for nothing.
 IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
@@ -37,7 +38,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "documents": ([],)}
 SERVED = {"model", "max_tokens", "max_completion_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
           "stream", "stream_options", "logprobs", "top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty",
-          "repetition_penalty", "repeat_penalty", "reasoning_effort", "enable_thinking", "chat_template_kwargs"}
+          "repetition_penalty", "repeat_penalty", "reasoning_effort", "enable_thinking", "chat_template_kwargs",
+          "priority"}
 PLAIN = Sampling(True, 1.0, 0, 1.0)  # where a model's generation config says nothing
 UNLIMITED = -1  # of max_tokens: as many as the server gives
 
@@ -63,6 +65,7 @@ class Inquiry:
         grammar: What an answer must be.
         warnings: What was passed over.
         adapter: The name of its adapter; "": the base alone.
+        priority: Of those that wait, lower ones get a slot first.
     """
 
     prompts: tuple[str | tuple[int, ...], ...]
@@ -81,6 +84,7 @@ class Inquiry:
     grammar: OutputGrammar | None = None
     warnings: tuple[str, ...] = ()
     adapter: str = ""
+    priority: int = 0
 
     @property
     def is_chat(self) -> bool:
@@ -137,7 +141,7 @@ def read_inquiry(
         read_stops(fields, "stop"), fields.flag("stream"), options.get("include_usage", False),
         fields.integer("n", 1, MOST_CHOICES) or 1, _top_logprobs(fields, chat),
         read_template(fields) if chat else {}, tools, called, call_grammar(called) if called else grammar,
-        tuple(fields.warnings), adapter)
+        tuple(fields.warnings), adapter, fields.integer("priority", -MOST_PRIORITY, MOST_PRIORITY) or 0)
 
 
 def adapter_of(fields: RequestFields, name: str, adapters: Collection[str]) -> str:
