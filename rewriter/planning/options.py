@@ -138,11 +138,11 @@ class Options:
         planned=lambda plan: plan.schedule.lead if plan.schedule.slots else None))
     weight_shares: tuple[float, float] | None = field(default=None, metadata=option(
         SHARES, "Shares of the weights on the device and in host memory; the rest streams from disk", WEIGHTS,
-        otherwise=PLANNER))
+        otherwise=PLANNER, planned=lambda plan: "places of its own"))
     policy: tuple[float, ...] | None = field(default=None, metadata=option(
         POLICY, "FlexGen's policy: percentages of weights, KV cache and hidden states, of each on the device and in "
         "host memory; the rest is on disk. In place of weight_shares, cache_shares and hidden_shares", WEIGHTS,
-        otherwise=PLANNER))
+        otherwise=PLANNER, planned=lambda plan: "places of its own"))
     expert_slots: int | None = field(default=None, metadata=option(
         COUNT, "Experts of each layer that stay in memory; decode steps read the missing ones (0: tables stream whole)",
         WEIGHTS, otherwise=PLANNER, planned=lambda plan: max(w.pool_slots for w in plan.weights)))

@@ -228,6 +228,8 @@ def capture_config(config: Mapping[str, Any], runs: bool = True, weights: str = 
         return pack_config(captured, meta_model(made), weights) if weights else captured
     except (ImportError, MemoryError):
         raise
+    except ZeroDivisionError as error:
+        raise ModelError(f"config of a {kind}: a number of its sizes or heads is 0") from error
     except Exception as error:  # each architecture checks its config in its own way
         raise ModelError(f"config of a {kind}: {error}") from error
 

@@ -53,6 +53,9 @@ def test_things_lie_where_the_policy_has_them(model: Any, policy: tuple[int, ...
         assert torch.equal(lm.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False), expected)
     with forebay.wrap(folder, budget, plan=tmp_path / "plan.json", **SIZES) as lm:
         assert lm.plan == load_plan(tmp_path / "plan.json")
+    for asked in ({"policy": policy}, {"weight_shares": (0.5, 0.5)}):
+        with pytest.raises(PlanError, match="the plan has places of its own"):
+            forebay.wrap(folder, budget, plan=tmp_path / "plan.json", **asked, **SIZES)
 
 
 @pytest.mark.parametrize(("policy", "why"), [

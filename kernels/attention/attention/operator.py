@@ -20,7 +20,7 @@ from torch import Tensor
 from forebay.kernels.attention.attention import cpu
 from forebay.kernels.attention.attention.cpu import attention_out
 from forebay.kernels.attention.attention.onnx import attention as attention_onnx
-from forebay.kernels.attention.attention.reference import check, reference
+from forebay.kernels.attention.attention.reference import check, check_heads, reference
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, AttentionExtras, Scoring, SoftmaxRange
 from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
@@ -55,8 +55,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, *how: Any) -> Tensor:
 
 
 @attention.register_fake
-def _(q: Tensor, *others: Any) -> Tensor:
+def _(q: Tensor, k: Tensor, *others: Any) -> Tensor:
     batch, heads, queries, dim = q.shape
+    check_heads(heads, k.shape[1])
     return q.new_empty(batch, queries, heads, dim)
 
 

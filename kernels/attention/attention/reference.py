@@ -58,6 +58,12 @@ def fail(argument: str, problem: str) -> None:
     raise ValueError(f"attention: {argument} {problem}")
 
 
+def check_heads(heads: int, kv_heads: int) -> None:
+    """ValueError where the heads of a cache do not divide those of queries."""
+    if kv_heads == 0 or heads % kv_heads:
+        fail("k", f"must have a number of heads that divides q's {heads}, got {kv_heads}")
+
+
 def check(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, sinks: Tensor | None = None, until: Tensor | None = None
 ) -> None:
@@ -70,8 +76,7 @@ def check(
     batch, heads, _, dim = q.shape
     if k.shape[0] != batch or k.shape[3] != dim:
         fail("k", f"must be [{batch}, Hkv, L, {dim}] as q asks, got shape {tuple(k.shape)}")
-    if k.shape[1] == 0 or heads % k.shape[1]:
-        fail("k", f"must have a number of heads that divides q's {heads}, got {k.shape[1]}")
+    check_heads(heads, k.shape[1])
     if v.shape != k.shape:
         fail("v", f"must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     if start.dtype != torch.int64 or start.shape != (batch,):

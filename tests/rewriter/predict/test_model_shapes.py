@@ -117,9 +117,12 @@ def test_sizes_that_nothing_bears_out_are_refused_before_anything_is_built(chang
         capture_config({"model_type": "llama", **TINY["llama"], **change})
 
 
-def test_what_transformers_objects_to_is_told_of_the_config() -> None:
-    with pytest.raises(ModelError, match="config of a llama"):
-        capture_config({"model_type": "llama", **TINY["llama"], "num_attention_heads": 0})
+@pytest.mark.parametrize(("change", "says"), [
+    ({"num_attention_heads": 0}, "config of a llama: a number of its sizes or heads is 0"),
+    ({"num_attention_heads": 4, "num_key_value_heads": 3}, "a number of heads that divides q's 4, got 3")])
+def test_what_cannot_be_computed_is_told_of_the_config(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        capture_config({"model_type": "llama", **TINY["llama"], **change})
 
 
 def test_unknown_model_lists_presets(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_opcheck(bits: int) -> None:
 
 
 def test_stack_of_the_native_kernel_is_what_is_stated() -> None:
-    source = "".join((native.KERNELS / name).read_text() for name in (
+    source = "".join((native.sources.KERNELS / name).read_text() for name in (
         "attention/attention_q/attention_q.cpp", "cpu_support/cache_rows.h"))
     rows, keys, dim = (int(source.split(f"{name} = ")[1].split(";")[0]) for name in ("ROWS", "KEYS", "MAX_HEAD_DIM"))
     assert 4 * (2 * rows * dim + rows * keys + keys * dim) == attention_q_cpu.NATIVE_NBYTES
