@@ -51,8 +51,7 @@ def test_embeddings(kind: str, tmp_path: Path) -> None:
         lm = Embedder(tmp_path, budget)
         found = lm.encode(TEXTS, batch_size=4)
         assert found.dtype == np.float32 and np.abs(found - wanted.numpy()).max() < 1e-5
-        # A batch that is too large ends with the first result beyond the budget.
-        assert lm.streamed.peak_nbytes <= budget + 4 * 16 * 64 * 4
+        assert lm.streamed.peak_nbytes <= budget
         assert all(p.is_meta for p in lm.streamed.module.parameters())
         assert np.abs(lm.encode_query(TEXTS) - asked.numpy()).max() < 1e-5
     assert np.array_equal(lm.encode_document(TEXTS[0]), lm.encode(TEXTS[0])) and lm.encode([]).shape == (0, 32)

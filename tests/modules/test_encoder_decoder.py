@@ -72,7 +72,7 @@ def test_tokens(kind: str, tmp_path: Path) -> None:
     for budget in (EncoderDecoder(tmp_path, "1MB").streamed.sizes.weight_nbytes + 400_000, 8_000_000):
         lm = EncoderDecoder(tmp_path, budget)
         assert answers(lm) == expected
-        assert lm.streamed.peak_nbytes <= budget + 20_000 and all(p.is_meta for p in lm.streamed.module.parameters())
+        assert lm.streamed.peak_nbytes <= budget and all(p.is_meta for p in lm.streamed.module.parameters())
     with pytest.raises(PlanError, match=r"needs .* for weights at a time"):
         EncoderDecoder(tmp_path, 1000).generate(**given)
     with torch.no_grad():

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from forebay.modules.counted_memory import CountedMemory
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.stored_tensors import spellings
@@ -89,7 +87,7 @@ class StreamedModule:
         self._layers = {layer: keys & within for layer, keys in self._layers.items()}
         self._kept = self._tied.keys() - within
         self._resident: dict[int, None] = {}  # layers that stay, in order
-        self._memory: _CountedMemory | None = None
+        self._memory: CountedMemory | None = None
         self._most_resident = 0
         self._running: int | None = None  # the layer that computes
         for layer in layers:
@@ -113,7 +111,7 @@ class StreamedModule:
         if self.sizes.weight_nbytes > budget_nbytes:
             raise PlanError(f"budget: {self.what} needs {format_nbytes(self.sizes.weight_nbytes)} for weights at a "
                             f"time, and the budget is {format_nbytes(budget_nbytes)}; give more")
-        self._memory = _CountedMemory(budget_nbytes, self._make_room, self.what)
+        self._memory = CountedMemory(budget_nbytes, self._make_room, self.what)
         self._most_resident = len(self._layers) if stay else 0
         try:
             with torch.no_grad(), self._memory:
@@ -162,7 +160,7 @@ class StreamedModule:
         if key in self._resident:
             return
         assert self._memory is not None
-        fits = self._memory.nbytes + self.sizes.layer_nbytes <= self._memory.limit_nbytes  # with another layer
+        fits = self._memory.count() + self.sizes.layer_nbytes <= self._memory.limit_nbytes  # with another layer
         if fits and len(self._resident) < self._most_resident:
             self._resident[key] = None
         else:
@@ -241,33 +239,3 @@ def _held(place: WeightPlace) -> torch.Tensor:
     tensor = owner._parameters[name] if name in owner._parameters else owner._buffers[name]
     assert tensor is not None
     return tensor
-
-
-class _CountedMemory(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make inside. Where they exceed `limit_nbytes` it asks for room, and
-    breaks off where there is none."""
-
-    def __init__(self, limit_nbytes: int, make_room: Callable[[], bool], what: str) -> None:
-        super().__init__()
-        self.limit_nbytes, self.nbytes, self.peak_nbytes, self.what = limit_nbytes, 0, 0, what
-        self._make_room = make_room
-        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, torch.Tensor) and not each.is_meta:
-                storage = each.untyped_storage()
-                self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._count()
-        while self.nbytes > self.limit_nbytes and self._make_room():
-            self._count()
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        if self.nbytes > self.limit_nbytes:
-            raise PlanError(f"budget: these inputs need more than {format_nbytes(self.limit_nbytes)} while {self.what} "
-                            "computes them; give more, or fewer or smaller inputs at a time")
-        return out
-
-    def _count(self) -> None:
-        self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
-        self.nbytes = sum(size for _, size in self._held.values())
