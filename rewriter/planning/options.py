@@ -224,6 +224,7 @@ class Options:
     # What follows from these, a model and its ranks. Users do not name it.
     admitted: int | None = None  # sequences of a prefill step; None: all at once
     rounds: bool = False  # sequences of a job that has more than there is room for begin together all the same
+    chunk_of_images: bool = False  # `prefill_chunk` is what images ask for, and not the user
     gather_buffers: int | None = None  # memory for weights that ranks gather ahead, in times of those read at once
     score_ranges: tuple[ScoreRange, ...] = ()  # what `forebay calibrate` measured
     expert_hits: tuple[float, ...] = ()  # the same: of pools (`hits_within`)

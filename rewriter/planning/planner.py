@@ -14,6 +14,7 @@ from forebay.rewriter.ir.prefill_chunks import SHORTEST_CHUNK, chunk_sizes, chun
 from forebay.rewriter.ir.program import DISK, UPLOAD
 from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
 from forebay.rewriter.planning.expert_pools import expert_buffers, is_table
+from forebay.rewriter.planning.forced_options import forceable, forced, needs_less
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 from forebay.rewriter.planning.options import Options, make_options
 from forebay.rewriter.planning.spread_resident import halving_order, spread_resident
@@ -25,7 +26,6 @@ SLOTS = (1, 2, 3, 4, 6, 8)
 HUGE_TILES = 16  # of weights so large that tiles of the largest slots would be tens of thousands of copies a step
 REUSED_CHUNK = 64  # tokens, of which prompts that begin alike need not compute whole chunks again
 MAX_REUSE_RATIO = 1.05  # times the least predicted time, for such chunks to be shorter
-FORCED = ("slots", "slot_nbytes", "policy", "weight_shares", "expert_slots", "prefill_chunk")  # budgets depend on these
 GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself moves in 1000 copies, by a token in 7000
 
 
@@ -59,7 +59,7 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
             f"a device budget of {format_nbytes(budget.device)} cannot work for batch {workload.batch}, prompt "
             f"{workload.prompt}, {workload.new_tokens} new tokens; the smallest that can is {format_nbytes(smallest)} "
             f"({smallest} bytes: {', '.join(f'{k} {format_nbytes(v)}' for k, v in parts.items())}). "
-            f"A smaller batch, shorter prompts or fewer new tokens need less")
+            + needs_less(workload, options))
     return _planned(needs, kinds, budget, workload, options, machine, best)
 
 
@@ -86,7 +86,7 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> 
     high = 1 << 20
     while not fits(high):
         if high >= 1 << 60:
-            raise PlanError(f"{_forced(options)}: no budget is enough for this model; leave some of these out")
+            raise PlanError(f"{forced(options)}: no budget is enough for this model; leave some of these out")
         high *= 2
     low = 0
     while high - low > 1:
@@ -111,18 +111,12 @@ def refuse_forced(needs: ModelNeeds, budget: Budget, workload: Workload, options
     if options.expert_slots and not any(map(is_table, needs.uses)):
         raise PlanError(f"expert_slots={options.expert_slots}: the model has no experts that steps could read by name; "
                         "leave it out")
-    free, _ = smallest_budget(needs, workload, make_options(dict.fromkeys(FORCED), options))
+    free, _ = smallest_budget(needs, workload, make_options(dict.fromkeys(forceable(options)), options))
     needed, _ = smallest_budget(needs, workload, options)
     if free <= budget.device < needed:
-        raise PlanError(f"{_forced(options)} cannot work within a device budget of {format_nbytes(budget.device)} "
+        raise PlanError(f"{forced(options)} cannot work within a device budget of {format_nbytes(budget.device)} "
                         f"({budget.device} bytes): it needs {format_nbytes(needed)} ({needed} bytes); left to the "
                         f"planner, {format_nbytes(free)} do")
-
-
-def _forced(options: Options) -> str:
-    """The options that budgets depend on, as they were given."""
-    return ", ".join(f"{name}={value}" for name in FORCED if (value := getattr(options, name))
-                     and not (options.policy and name == "weight_shares"))
 
 
 def _chunks(needs: ModelNeeds, workload: Workload, options: Options) -> list[int]:

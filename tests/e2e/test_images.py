@@ -204,6 +204,19 @@ def test_a_tower_holds_a_layer_at_a_time(tmp_path: Path) -> None:
     tower.features(given, peak)
 
 
+def test_a_budget_for_no_whole_prompt_names_what_can_be_changed(tmp_path: Path) -> None:
+    """Images ask for steps over whole prompts, which is no option of the user; one that is given is named as ever."""
+    whole = save("paligemma", tmp_path)
+    asked: dict[str, Any] = dict(batch=2, prompt=24, new_tokens=8, machine=Machine.default())
+    message = (r"smallest that can is .* 24 tokens of each prompt are computed at once. Shorter prompts "
+               r"\(smaller or fewer images\) or a smaller batch")
+    with forebay.wrap(tmp_path, "700kB", **asked) as lm, pytest.raises(PlanError, match=message) as refused:
+        lm.generate(**cases("paligemma", whole)["two"], **ASKED)
+    assert "prefill_chunk" not in str(refused.value)
+    with pytest.raises(PlanError, match="prefill_chunk=24 cannot work within a device budget"):
+        forebay.wrap(tmp_path, "200kB", prefill_chunk=24, **asked)
+
+
 def test_what_cannot_be_taken_is_refused_in_a_line(tmp_path: Path) -> None:
     whole = save("qwen2_5_vl", tmp_path / "qwen")
     asked = cases("qwen2_5_vl", whole)["two"]

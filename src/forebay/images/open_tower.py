@@ -53,7 +53,9 @@ def takes_images(folder: Path) -> bool:
 def image_options(options: Options, captured: CapturedModel, prompt: int) -> Options:
     """Return the options for steps over prompts with images, of at most so many tokens: where tokens of an image see
     each other, each prompt is one chunk, so that no step breaks off within an image."""
-    return replace(options, prefill_chunk=max(options.prefill_chunk or 0, prompt)) if captured.image_groups else options
+    if not captured.image_groups or (options.prefill_chunk or 0) >= prompt:
+        return options
+    return replace(options, prefill_chunk=prompt, chunk_of_images=True)
 
 
 def image_chunk(config: PreTrainedConfig, prompt: int) -> int:
