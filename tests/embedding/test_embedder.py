@@ -67,9 +67,9 @@ def test_embeddings(kind: str, tmp_path: Path) -> None:
         Embedder(tmp_path, 1000).encode(TEXTS)
 
 
-def _noted(reads: list[object], load: Any, keys: Any) -> None:
+def _noted(reads: list[object], read: Any, keys: Any) -> Any:
     reads.append(keys)
-    load(keys)
+    return read(keys)
 
 
 @pytest.mark.parametrize("how", ["cls", "max"])
@@ -91,7 +91,7 @@ def test_layers_stay_where_there_is_room(tmp_path: Path, monkeypatch: pytest.Mon
     for budget in (4_000_000, least + 60_000):
         reads: list[object] = []
         lm = Embedder(tmp_path, budget)
-        monkeypatch.setattr(lm.streamed, "_load", partial(_noted, reads, lm.streamed._load))
+        monkeypatch.setattr(lm.streamed, "_read", partial(_noted, reads, lm.streamed._read))
         lm.encode(TEXTS * 2, batch_size=3)
         counts.append(len(reads))
     assert counts[0] == 1 + 4 and counts[1] > 1 + 2 * 4

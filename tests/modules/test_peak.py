@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ import pytest
 import torch
 from embedding.folders import save as save_embedder
 from modules.test_encoder_decoder import inputs, save
+from torch.utils._python_dispatch import _disable_current_modes
 
+from forebay.modules import layer_reads, streamed_module
 from forebay.modules.open_folder import open_streamed
+from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.ir.plan import PlanError
 
 
@@ -38,8 +43,28 @@ KINDS = {"bert": "AutoModel", "modernbert": "AutoModel", "qwen3": "AutoModel", "
 SPARE = 4096  # bytes of sums within operators, and of torch itself
 
 
+class _AtOnce:
+    """Reads ahead at once and on the same thread, which is the only one that torch's record is of."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def submit(self, read: Callable[[int], Any], layer: int) -> Future[Any]:
+        done: Future[Any] = Future()
+        with _disable_current_modes():
+            done.set_result(read(layer))
+        AHEAD.append(layer)
+        return done
+
+    def shutdown(self) -> None:
+        pass
+
+
+AHEAD: list[int] = []  # layers that were read ahead
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [(kind, torch.float32) for kind in KINDS] + [("bert", torch.bfloat16)])
-def test_peak_is_within_the_budget(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_peak_is_within_the_budget(kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: Any) -> None:
     """From budgets that break off to those with room for every layer."""
     model = (save_embedder if KINDS[kind] == "AutoModel" else save)(kind, tmp_path)
     model.to(dtype).save_pretrained(tmp_path)
@@ -49,6 +74,8 @@ def test_peak_is_within_the_budget(kind: str, dtype: torch.dtype, tmp_path: Path
     call = streamed.module if KINDS[kind] == "AutoModel" else streamed.module.generate
     more = {} if KINDS[kind] == "AutoModel" else {"max_new_tokens": 3}
     done = []
+    AHEAD.clear()
+    monkeypatch.setattr(layer_reads, "ThreadPoolExecutor", _AtOnce)
     for room in (0, 8_000, 20_000, 60_000, 100_000, 160_000, 250_000, 800_000):
         budget = streamed.sizes.weight_nbytes + room
 
@@ -60,4 +87,38 @@ def test_peak_is_within_the_budget(kind: str, dtype: torch.dtype, tmp_path: Path
         peak = allocated_peak(compute)
         assert peak <= budget + SPARE and streamed.peak_nbytes <= budget, (room, peak - budget)
         assert streamed.peak_nbytes >= peak - SPARE
-    assert budget in done and streamed.sizes.weight_nbytes not in done
+    assert AHEAD and budget in done and streamed.sizes.weight_nbytes not in done
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_next_layer_is_read_while_one_computes(again: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """Each layer but the first waits, within its computation, for the next one's first read; numbers are equal."""
+    whole = save_embedder("bert", tmp_path).eval()
+    streamed = open_streamed(tmp_path, "AutoModel")
+    began = [threading.Event() for _ in range(4)]
+    readers: list[str] = []
+
+    def read(record: Any) -> torch.Tensor:
+        if ".layer." in f".{record.name}":
+            number = int(record.name.split("layer.")[1].split(".")[0])
+            began[number].set()
+            readers.append(threading.current_thread().name)
+        return read_tensor(record)
+
+    overlapped = []
+    for number, layer in enumerate(streamed.module.encoder.layer):
+        def computed(module: Any, args: Any, out: Any, number: int = number) -> None:
+            if 1 <= number < 3:
+                assert began[number + 1].wait(20), f"layer {number + 1} is not read while {number} computes"
+                overlapped.append(number)
+
+        layer.attention.register_forward_hook(computed)
+    monkeypatch.setattr(streamed_module, "read_tensor", read)
+    ids = torch.arange(5, 37).reshape(2, 16)
+    with torch.no_grad():
+        expected = whole(ids).last_hidden_state
+    with streamed.running(streamed.sizes.weight_nbytes + streamed.sizes.layer_nbytes + 100_000, stay=again):
+        for _ in range(1 + again):
+            assert torch.equal(streamed.module(ids).last_hidden_state, expected)
+    assert overlapped == [1, 2] * (1 + again)
+    assert sum(name.startswith("layer reads") for name in readers) >= len(readers) // 2 > 0

@@ -31,13 +31,14 @@ class CountedMemory(TorchDispatchMode):
 
     Attributes:
         peak_nbytes: Most that tensors took so far.
+        high_nbytes: Most since `mark`.
         reserved_nbytes: Part of the limit that is in use outside, such as for reads under way.
     """
 
     def __init__(self, limit_nbytes: int, make_room: Callable[[], bool], what: str) -> None:
         super().__init__()
         self.limit_nbytes, self.peak_nbytes, self.reserved_nbytes, self.what = limit_nbytes, 0, 0, what
-        self._make_room = make_room
+        self.high_nbytes, self._make_room = 0, make_room
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
         self._sum = 0  # of `_held`, some of which may be gone
         self._known: dict[Any, int] = {}
@@ -62,13 +63,20 @@ class CountedMemory(TorchDispatchMode):
 
     def need(self, nbytes: int) -> None:
         """Make sure of room for so many bytes more; PlanError where there is none."""
-        if self._sum + self.reserved_nbytes + nbytes <= self.peak_nbytes:  # at most
+        if self._sum + self.reserved_nbytes + nbytes <= self.high_nbytes:  # at most
             return
         while (needed := self.count() + nbytes) > self.limit_nbytes:
             if not self._make_room():
                 raise PlanError(f"budget: these inputs need more than {format_nbytes(self.limit_nbytes)} while "
                                 f"{self.what} computes them; give more, or fewer or smaller inputs at a time")
+        self.high_nbytes = max(self.high_nbytes, needed)
         self.peak_nbytes = max(self.peak_nbytes, needed)
+
+    def mark(self) -> int:
+        """Count `high_nbytes` from now on; bytes in use now."""
+        self.high_nbytes = self.count()
+        self.peak_nbytes = max(self.peak_nbytes, self.high_nbytes)
+        return self.high_nbytes
 
     def count(self) -> int:
         """Bytes in use now."""

@@ -1,7 +1,7 @@
 """Memory that operators take on the CPU while they compute, in addition to their results.
 
-Bounds of what PyTorch and oneDNN allocate: exact for attention, generous for convolutions and for matmuls of half
-precision, whose blocks hang on the processor.
+Estimates of what PyTorch and oneDNN allocate: by the kernel's source for attention, generous ones by measurements for
+convolutions and for matmuls in half precision, which depend on the processor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A module of transformers whose layers are read from the model's files as they are called, within a budget.
 
-Memory holds the weights outside the layers, the layer that computes, activations, and as many other layers as there is
-room for where they are called again.
+Memory holds the weights outside the layers, the layer that computes, activations, the layer that is called next, and as
+many other layers as there is room for where they are called again.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from forebay.modules.counted_memory import CountedMemory
+from forebay.modules.layer_reads import LayerReads
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.stored_tensors import spellings
@@ -87,7 +89,9 @@ class StreamedModule:
         self._layers = {layer: keys & within for layer, keys in self._layers.items()}
         self._kept = self._tied.keys() - within
         self._resident: dict[int, None] = {}  # layers that stay, in order
+        self._order = {id(layer): id(after) for layer, after in pairwise(layers)}  # of calls, corrected by them
         self._memory: CountedMemory | None = None
+        self._reads: LayerReads | None = None
         self._most_resident = 0
         self._running: int | None = None  # the layer that computes
         for layer in layers:
@@ -112,14 +116,18 @@ class StreamedModule:
             raise PlanError(f"budget: {self.what} needs {format_nbytes(self.sizes.weight_nbytes)} for weights at a "
                             f"time, and the budget is {format_nbytes(budget_nbytes)}; give more")
         self._memory = CountedMemory(budget_nbytes, self._make_room, self.what)
+        self._reads = LayerReads(self._order, lambda layer: dict(self._read(self._layers[layer])))
         self._most_resident = len(self._layers) if stay else 0
+        self._working: dict[int, int] = {}  # bytes that layers took while they computed last
+        self._alone: set[int] = set()  # layers with or after which another had no room
         try:
             with torch.no_grad(), self._memory:
                 self._load(self._kept)
                 yield
         finally:
+            self._reads.close()
             self.peak_nbytes = self._memory.peak_nbytes
-            self._memory, self._resident = None, {}
+            self._memory, self._reads, self._resident = None, None, {}
             self._drop(self._tied)
             return_freed_memory()
 
@@ -129,10 +137,19 @@ class StreamedModule:
         return sum(each.numel() * (self.dtype.itemsize if each.is_floating_point() else each.element_size())
                    for each in found)
 
-    def _load(self, keys: Iterable[int]) -> None:
+    def _read(self, keys: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
         for key in keys:
             tensor = self._constant_of[key] if key in self._constant_of else read_tensor(self._record_of[key])
-            tensor = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            yield key, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _read_nbytes(self, keys: Collection[int]) -> int:
+        """While they are read: tensors of another dtype, or of several pieces, are in memory twice for a moment."""
+        records = [self._record_of[key] for key in keys if key not in self._constant_of]
+        twice = [each.nbytes for each in records if each.bands or each.dtype != self.dtype]
+        return self._nbytes(keys) + max(twice, default=0)
+
+    def _load(self, keys: Iterable[int]) -> None:
+        for key, tensor in self._read(keys):
             self._put(key, tensor)
 
     def _drop(self, keys: Iterable[int]) -> None:
@@ -151,23 +168,72 @@ class StreamedModule:
                 owner._buffers[name] = value
 
     def _load_layer(self, layer: nn.Module, args: Any) -> None:
-        self._running = id(layer)
-        if id(layer) not in self._resident:
-            self._load(self._layers[id(layer)])
+        memory, reads, key = self._memory, self._reads, id(layer)
+        assert memory is not None and reads is not None
+        self._running = key
+        reads.called(key)
+        if key not in self._resident:
+            if reads.ahead == key:
+                self._take_ahead()
+            else:
+                self._forget_ahead()
+                self._load(self._layers[key])
+        self._read_ahead(memory, reads)
+        self._marked_nbytes = memory.mark()
+
+    def _read_ahead(self, memory: CountedMemory, reads: LayerReads) -> None:
+        """Begin to read the next layer where there is room while this one computes."""
+        after = reads.next_of(self._resident) if reads.ahead is None and reads.last not in self._alone else None
+        if after is None or not self._working:
+            return
+        nbytes, working = self._read_nbytes(self._layers[after]), max(self._working.values())
+        if reads.last in self._working:
+            working = self._working[reads.last]
+        if memory.count() + nbytes + working <= memory.limit_nbytes:
+            memory.reserved_nbytes = nbytes
+            reads.begin(after)
+
+    def _take_ahead(self) -> None:
+        """Compute with the layer that has been read."""
+        assert self._memory is not None and self._reads is not None
+        weights = self._reads.take()
+        self._memory.hold(weights)
+        self._memory.reserved_nbytes = 0
+        for key, tensor in weights.items():
+            self._put(key, tensor)
+
+    def _forget_ahead(self) -> bool:
+        """Let the layer go that has been read; whether there was one."""
+        assert self._memory is not None and self._reads is not None
+        if self._reads.ahead is None:
+            return False
+        self._reads.take()
+        self._memory.reserved_nbytes = 0
+        return True
 
     def _drop_layer(self, layer: nn.Module, args: Any, out: Any) -> None:
         key, self._running = id(layer), None
+        assert self._memory is not None
+        self._working[key] = self._memory.high_nbytes - self._marked_nbytes
         if key in self._resident:
             return
-        assert self._memory is not None
-        fits = self._memory.count() + self.sizes.layer_nbytes <= self._memory.limit_nbytes  # with another layer
-        if fits and len(self._resident) < self._most_resident:
+        if len(self._resident) < self._most_resident and self._can_stay(self._memory, key):
             self._resident[key] = None
         else:
             self._drop(self._layers[key])
 
+    def _can_stay(self, memory: CountedMemory, key: int) -> bool:
+        """Whether a layer can stay with room for those that come and go, two at a time."""
+        others = len(self._layers) - len(self._resident) - 1
+        room = memory.limit_nbytes - memory.count() + memory.reserved_nbytes
+        return room >= min(2, others) * self.sizes.layer_nbytes + self._working[key]
+
     def _make_room(self) -> bool:
-        """Let a layer go that stays; whether there was one."""
+        """Let a layer go that was read ahead, or stays; whether there was one."""
+        if self._forget_ahead():
+            assert self._reads is not None and self._reads.last is not None
+            self._alone.add(self._reads.last)
+            return True
         key = next((each for each in reversed(self._resident) if each != self._running), None)
         if key is None:
             return False
