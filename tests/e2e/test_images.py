@@ -193,10 +193,10 @@ def test_a_tower_holds_a_layer_at_a_time(tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = whole.model.get_image_features(given["pixel_values"]).pooler_output
     assert torch.equal(tower.features(given, 1 << 20)[0], wanted.reshape(-1, wanted.shape[-1]))
-    plan, roomy = tower.plan, tower.peak_nbytes
+    plan, roomy, least = tower.plan, tower.peak_nbytes, tower.least_nbytes
     tower.features(given, plan.weight_nbytes + plan.layer_nbytes)  # without room for the next layer
     peak = tower.peak_nbytes
-    assert peak < roomy <= peak + plan.layer_nbytes
+    assert least == peak < roomy <= peak + plan.layer_nbytes
     layers = whole.model.vision_tower.encoder.layer
     assert plan.layers == 8 and plan.layer_nbytes == sum(p.nbytes for p in layers[0].parameters())
     assert plan.weight_nbytes + given["pixel_values"].nbytes // 2 < peak < plan.weight_nbytes * 1.5 < plan.nbytes / 2

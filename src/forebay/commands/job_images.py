@@ -63,7 +63,7 @@ class JobImages:
         tower = open_tower(read_config(checkpoint.folder), checkpoint, captured, options, machine.kind.kernels)
         _, given = self.chats.read(self._largest.messages or (), self._largest.template)
         tower.features(given, sizes.device)
-        self.nbytes = int(tower.peak_nbytes * SLACK)
+        self.nbytes = int(tower.least_nbytes * SLACK)
         if self.nbytes >= sizes.device:
             raise PlanError(f"budget: the images of line {self._largest.line} need {format_nbytes(self.nbytes)} while "
                             f"other prompts decode, and the budget is {format_nbytes(sizes.device)}; give more")

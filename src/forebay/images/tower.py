@@ -53,6 +53,11 @@ class ImageTower:
         return self._streamed.peak_nbytes
 
     @property
+    def least_nbytes(self) -> int:
+        """The same without layers that were read ahead: a budget that is enough for these images."""
+        return self._streamed.least_nbytes
+
+    @property
     def summary(self) -> str:
         """What it takes, as plans say it."""
         plan = self.plan

@@ -31,6 +31,7 @@ class CountedMemory(TorchDispatchMode):
 
     Attributes:
         peak_nbytes: Most that tensors took so far.
+        own_peak_nbytes: The same without what was reserved.
         high_nbytes: Most since `mark`.
         reserved_nbytes: Part of the limit that is in use outside, such as for reads under way.
     """
@@ -38,7 +39,7 @@ class CountedMemory(TorchDispatchMode):
     def __init__(self, limit_nbytes: int, make_room: Callable[[], bool], what: str) -> None:
         super().__init__()
         self.limit_nbytes, self.peak_nbytes, self.reserved_nbytes, self.what = limit_nbytes, 0, 0, what
-        self.high_nbytes, self._make_room = 0, make_room
+        self.high_nbytes, self.own_peak_nbytes, self._make_room = 0, 0, make_room
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
         self._sum = 0  # of `_held`, some of which may be gone
         self._known: dict[Any, int] = {}
@@ -69,14 +70,18 @@ class CountedMemory(TorchDispatchMode):
             if not self._make_room():
                 raise PlanError(f"budget: these inputs need more than {format_nbytes(self.limit_nbytes)} while "
                                 f"{self.what} computes them; give more, or fewer or smaller inputs at a time")
+        self._note(needed)
         self.high_nbytes = max(self.high_nbytes, needed)
-        self.peak_nbytes = max(self.peak_nbytes, needed)
 
     def mark(self) -> int:
         """Count `high_nbytes` from now on; bytes in use now."""
         self.high_nbytes = self.count()
-        self.peak_nbytes = max(self.peak_nbytes, self.high_nbytes)
+        self._note(self.high_nbytes)
         return self.high_nbytes
+
+    def _note(self, nbytes: int) -> None:
+        self.peak_nbytes = max(self.peak_nbytes, nbytes)
+        self.own_peak_nbytes = max(self.own_peak_nbytes, nbytes - self.reserved_nbytes)
 
     def count(self) -> int:
         """Bytes in use now."""

@@ -62,13 +62,15 @@ class StreamedModule:
     Attributes:
         sizes: Its memory.
         peak_nbytes: Of weights and activations in the last run.
+        least_nbytes: The same without layers that were read ahead.
     """
 
     def __init__(
         self, module: Any, records: Mapping[str, TensorRecord], dtype: torch.dtype, what: str = "the model",
         constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self.module, self.dtype, self.what, self.peak_nbytes = module, dtype, what, 0
+        self.module, self.dtype, self.what = module, dtype, what
+        self.peak_nbytes = self.least_nbytes = 0
         self._tied: dict[int, list[WeightPlace]] = {}
         self._record_of: dict[int, TensorRecord] = {}
         self._constant_of: dict[int, torch.Tensor] = {}
@@ -126,7 +128,7 @@ class StreamedModule:
                 yield
         finally:
             self._reads.close()
-            self.peak_nbytes = self._memory.peak_nbytes
+            self.peak_nbytes, self.least_nbytes = self._memory.peak_nbytes, self._memory.own_peak_nbytes
             self._memory, self._reads, self._resident = None, None, {}
             self._drop(self._tied)
             return_freed_memory()
