@@ -135,16 +135,26 @@ def open_loop(port: int, requests: Sequence[LoadRequest]) -> list[LoadAnswer]:
     return asyncio.run(_open_loop(port, requests))
 
 
+def shared_open_loop(ports: Sequence[int], requests: Sequence[LoadRequest]) -> list[list[LoadAnswer]]:
+    """Requests at their times to servers in turn; the answers of each."""
+    async def all_servers() -> list[list[LoadAnswer]]:
+        return await asyncio.gather(*(_open_loop(port, requests[i :: len(ports)]) for i, port in enumerate(ports)))
+
+    return asyncio.run(all_servers())
+
+
 def closed_loop(port: int, requests: Sequence[LoadRequest], clients: int) -> list[LoadAnswer]:
     """So many clients, each of which sends its next request when its last one is answered."""
     return asyncio.run(_closed_loop(port, requests, clients))
 
 
 @contextlib.contextmanager
-def serving(budget: str, *options: str) -> Iterator[tuple[int, int, int]]:
-    """`forebay serve demo` in a process of its own: its process, its port and its slots."""
+def serving(budget: str, *options: str, threads: int = 0) -> Iterator[tuple[int, int, int]]:
+    """`forebay serve demo` in a process of its own, on so many threads if they are given: its process, its port and its
+    slots."""
     command = [sys.executable, "-m", "forebay", "serve", "demo", "--budget", f"device={budget}", "--port", "0"]
-    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
+    own = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=own) as process:
         try:
             assert process.stderr is not None
             for line in process.stderr:
