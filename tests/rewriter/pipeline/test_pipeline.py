@@ -49,6 +49,7 @@ def test_weights_stream_in_tiles_where_every_step_can_read_tiles() -> None:
     """The operand of Zamba's last product lies in rows in steps over one token alone."""
     config = transformers.ZambaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=2,
         layers_block_type=["mamba", "hybrid"] * 2, n_mamba_heads=2, mamba_d_state=4)
     captured, work = rewrite_captured(capture_model(config), Switches()), Workload(2, 5, 3)
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(captured.weights.values())}

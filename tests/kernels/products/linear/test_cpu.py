@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -243,8 +244,10 @@ def test_refuses_unknown_names_and_aten_of_mixed_dtypes() -> None:
 
 
 @pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nor a cache folder with a library that was compiled before."""
     monkeypatch.setattr(compile, "compiler", lambda: None)
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path))
     native.load.cache_clear()
     yield
     native.load.cache_clear()
