@@ -184,8 +184,10 @@ MECHANISMS: dict[str, tuple[Mechanism, ...]] = {
             "goodput and the choice (3.5)",
             "`--rate`, prices, goals",
             "first row",
-            "[servers](measured.md#servers): full load within 2 % in RAM, 19 % with half streaming",
-            "comparison of strategies on one machine",
+            "[servers](measured.md#servers): full load within 2 % in RAM, 19 % with half streaming; one server of two "
+            "threads and two of one are [ranked](measured.md#one-server-or-several-on-the-same-cores) as they are at "
+            "two of three rates",
+            "prefill and decode apart on one machine",
         ),
     ),
 }
