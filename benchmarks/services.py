@@ -3,8 +3,7 @@
 One `forebay serve demo` on all cores, and one for each core that take requests in turn, as BestServe's strategies
 divide devices among instances. Each gets requests faster than it can serve, then at shares of the rate at which the
 faster one is full, with lengths as `benchmarks.server` draws them. Steps are simulated on profiles of as many threads,
-measured by as many processes at once; nothing of the run is fitted. What counts is that the simulation ranks both ways
-as they are.
+measured by as many processes at once; nothing of the run is fitted. The simulation should rank both ways as they are.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from benchmarks.server import ANSWERS, FULL, PROMPTS, arrivals_of, figures, of_r
 from benchmarks.server_load import serving, shared_open_loop, text_tokens
 from forebay.commands.plan_serving import step_times_of
 from forebay.kernels.build.process_limits import core_count
+from forebay.rewriter.predict.of_programs import StepTimes
 from forebay.rewriter.serving.continuous_batching import simulate_slots
 
 SHARES = (3.0, 0.6, 0.9)  # of the rate at which the faster way is full: of `GUESS` first
@@ -53,9 +53,10 @@ def measured_profile(folder: Path, servers: int, threads: int) -> Path:
     return paths[0]
 
 
-def serve(servers: int, threads: int, rate: float, count: int, profile: Path, words: list[int]) -> dict[str, Any]:
+def serve(
+    servers: int, threads: int, rate: float, count: int, profile: Path, times: StepTimes, words: list[int]
+) -> dict[str, Any]:
     """Figures of one way to serve, measured and simulated, at so many requests per second."""
-    times = step_times_of(planned(FULL, profile))
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(serving(FULL, *OPTIONS, "--machine", str(profile), threads=threads))[1]
                  for _ in range(servers)]
@@ -75,11 +76,12 @@ def main() -> None:
     options = parser.parse_args()
     cores, words, full, rows = core_count(), text_tokens(), GUESS, []
     with tempfile.TemporaryDirectory() as folder:
-        ways = [(servers, cores // servers, measured_profile(Path(folder), servers, cores // servers))
-                for servers in (1, cores)]
+        profiles = {servers: measured_profile(Path(folder), servers, cores // servers) for servers in (1, cores)}
+        ways = [(servers, cores // servers, profile, step_times_of(planned(FULL, profile)))
+                for servers, profile in profiles.items()]
         for share in SHARES:
-            at = [serve(servers, threads, share * full, options.requests, profile, words)
-                  for servers, threads, profile in ways]
+            at = [serve(servers, threads, share * full, options.requests, profile, times, words)
+                  for servers, threads, profile, times in ways]
             if share > 1:
                 full = max(row["measured"]["ended_per_s"] for row in at)
             rows += [row | {"share": share} for row in at]

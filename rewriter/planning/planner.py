@@ -132,7 +132,8 @@ def _candidates(
 ) -> list[ChunkRoom]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
     choices = _slot_choices(kinds, options, needs)
-    cached = needs.host_nbytes
+    cached, (most, host_most) = needs.host_nbytes, _asked_shares(needs, kinds, options)
+    all_stay = most >= kinds.products_nbytes
     hops = budget.host and needs.weight_tier == "disk" and needs.host_hop
     found = []
     for chunk in _chunks(needs, workload, options):
@@ -144,19 +145,17 @@ def _candidates(
         held = cached + needs.feature_nbytes(chunk, "host")
         if room < 0 or (budget.host is not None and held > budget.host):
             continue
-        most, host_most = _asked_shares(needs, kinds, options)
         for slots, slot in ((0, 0),) if kinds.products_nbytes <= min(room, most) else choices:
             left = room - slots * slot_stride(slot)
             if left < 0 or (hops and held + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
                 continue
             if slots and options.slots and needs.batching.micro_batches.takes_turns:
                 left = room_beside_slots(halving_order(kinds.products), left, slots, slot)
-            all_stay = most >= kinds.products_nbytes
             fit = ChunkRoom(chunk, left if all_stay else min(left, most), slots, slot, host_most=host_most)
             if left >= 0 and (options.weight_shares is None or (
                     left >= most and _host_room(needs, budget, fit) == host_most)):
                 found.append(fit)
-                found += with_pools(found[-1], kinds, options, _host_room(needs, budget, found[-1])) if slots else ()
+                found += with_pools(fit, kinds, options, _host_room(needs, budget, fit)) if slots else ()
     return [fit for fit in found if fit.pool_slots or not options.expert_slots or not fit.slots]
 
 

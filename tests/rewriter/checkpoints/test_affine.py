@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from quantized_model import Written, write_quantized
 from safetensors.torch import load_file, save_file
 
 import forebay
@@ -26,7 +27,6 @@ HQQ = {"quant_method": "hqq", "skip_modules": ["lm_head"], "quant_config": {
     "offload_meta": False, "weight_quant_params": {"nbits": 4, "channel_wise": True, "group_size": 64, "optimize": True,
                                                    "round_zero": False, "axis": 1, "view_as_float": False}}}
 TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "AnyConfig"}}, "modules_to_not_convert": None}
-Written = tuple[dict[str, torch.Tensor], dict[str, Any], torch.Tensor]  # parts, metadata, values
 
 
 def hqq(n: int, k: int, bits: int, group: int) -> Written:
@@ -92,24 +92,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Written], str]] = {
 
 def write(folder: Path, case: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """A model in a folder as the tool saves it, the same in memory with the tool's values, and these by name."""
-    torch.manual_seed(1)
     settings, made, _ = CASES[case]
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
-    model.save_pretrained(folder)
-    tensors, values = load_file(folder / "model.safetensors"), {}
-    metadata = {"format": "pt"}
-    for name, weight in list(tensors.items()):
-        if "_proj" in name:
-            parts, about, value = made(*weight.shape)
-            del tensors[name]
-            tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
-            metadata |= {name: json.dumps(about)} if about else {}
-            values[name] = value.float()
-    save_file(tensors, folder / "model.safetensors", metadata)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
-    model.load_state_dict(values, strict=False)
-    return model, values
+    return write_quantized(folder, SHAPE, settings, made)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from quantized_model import Written, write_quantized
 from safetensors.torch import load_file, save_file
 
 import forebay
@@ -23,23 +23,22 @@ SHAPE = dict(vocab_size=128, hidden_size=192, intermediate_size=320, num_hidden_
              num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False)
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "_load_in_8bit": True, "llm_int8_threshold": 6.0}
 BITNET = {"quant_method": "bitnet", "linear_class": "bitlinear", "quantization_mode": "offline"}
-Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
-def int8(n: int, k: int) -> Parts:
+def int8(n: int, k: int) -> Written:
     codes, most = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n) * 0.3 + 0.01
     most[0] = 0
     parts = {"weight": codes, "SCB": most, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return parts, codes.double() * most.double()[:, None] / 127
+    return parts, {}, codes.double() * most.double()[:, None] / 127
 
 
-def ternary(n: int, k: int, divides: bool) -> Parts:
+def ternary(n: int, k: int, divides: bool) -> Written:
     signs = torch.randint(-1, 2, (n, k))
     packed = torch.zeros(n // 4, k, dtype=torch.uint8)
     for row in range(n):
         packed[row % (n // 4)] |= (signs[row] + 1).to(torch.uint8) << 2 * (row // (n // 4))
     scale = torch.tensor([17.25 if divides else 0.0371])
-    return {"weight": packed, "weight_scale": scale}, signs.double() * (1 / scale if divides else scale).double()
+    return {"weight": packed, "weight_scale": scale}, {}, signs.double() * (1 / scale if divides else scale).double()
 
 
 CASES: dict[str, tuple[dict[str, Any], Any, str]] = {
@@ -49,22 +48,8 @@ CASES: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 def write(folder: Path, case: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """A model in a folder as the tool saves it, the same in memory with the tool's values, and these by name."""
-    torch.manual_seed(1)
     settings, made, _ = CASES[case]
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
-    model.save_pretrained(folder)
-    tensors, values = load_file(folder / "model.safetensors"), {}
-    for name, weight in list(tensors.items()):
-        if "_proj" in name:
-            parts, value = made(*weight.shape)
-            del tensors[name]
-            tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
-            values[name] = value.float()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
-    model.load_state_dict(values, strict=False)
-    return model, values
+    return write_quantized(folder, SHAPE, settings, made)
 
 
 @pytest.mark.parametrize("case", CASES)
