@@ -122,7 +122,7 @@ def kept(library: Library) -> Path | None:
 
 
 def _stem(library: Library) -> str:
-    """How the names of its compiled forms begin, whatever the compiler."""
+    """The beginning of the names of its compiled files, the same for all compilers."""
     return f"{library.name}-{digest(library.digest().encode(), _machine(library))}"
 
 

@@ -15,7 +15,7 @@ from forebay.kernels.build.library import Library
 from forebay.kernels.build.prebuilt import INDEX, file_name
 from forebay.kernels.build.processors import NATIVE, PROCESSORS
 
-# The C++ library comes along, because systems have older ones; of it only what is used, which asks for an older glibc.
+# The C++ library is linked in, because systems have older ones. Its unused parts go: they would ask for a newer glibc.
 SELF_CONTAINED = ("-static-libstdc++", "-s", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections")
 OLDEST_GLIBC = 17  # of 2.17, the oldest that wheels can name
 

@@ -4,8 +4,8 @@
     e2m1    fp4 of MXFP4 and NVFP4
     nf4     quantiles of normal values in [-1, 1] (QLoRA, appendix E)
     fp4     bitsandbytes' fp4: its numbers over the largest
-    iq1     odd numbers up to 15 over 16, which GGUF's IQ1 and IQ3_S have, and both signs
-    iq2     the magnitudes of GGUF's IQ2 over 64, of which there are three, and both signs
+    iq1     odd numbers up to 15 over 16, with both signs: those of GGUF's IQ1 and IQ3_S
+    iq2     the three magnitudes of GGUF's IQ2 over 64, with both signs
     iq3     those of its IQ3_XXS
 
 Sources: OCP 8-bit Floating Point (OFP8) v1.0; OCP Microscaling Formats (MX) v1.0, 5.3.3; bitsandbytes' `functional.py`.

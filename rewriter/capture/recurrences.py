@@ -1,7 +1,7 @@
 """Mixers that keep a recurrent state: what transformers' code calls there, done by our operators.
 
-transformers writes every mixer around a few functions: a short convolution, and a scan of one of three kinds. Ours take
-their places, so a mixer is known by the functions that it calls, and no family by its name. Families whose mixers call
+transformers writes every mixer around a few functions: a short convolution, and a scan of one of three kinds. Ours
+replace them, so a mixer is known by the functions that it calls, and no family by its name. Families whose mixers call
 none of them are in `recurrent_families.py`.
 """
 

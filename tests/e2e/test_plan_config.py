@@ -201,7 +201,7 @@ def test_a_policy_says_the_plan_that_puts_things_so() -> None:
     assert 0 < chosen["policy"][0] <= 100 * of_policy[0] / sum(each["nbytes"] for each in found["weights"].values())
     words = f"--batch 16 --micro-batches {chosen['micro_batches']} --policy "
     assert words + ",".join(f"{each:g}" for each in chosen["policy"]) in explore_text(found)
-    assert "none puts things so" in explore_text(found | {"options": {}})
+    assert "no plan has shares near these" in explore_text(found | {"options": {}})
 
 
 def test_quantizing_is_never_slower() -> None:

@@ -211,7 +211,7 @@ def explicit(kind: str, name: str, m: int, n: int, k: int, sm_count: int = SM_CO
 def workspace_nbytes(
     kind: str, name: str, m: int, n: int, k: int, group_size: int = 0, sm_count: int = SM_COUNT
 ) -> int:
-    """Bytes for split sums and their counters that a launch takes beside its operands, and for x as raw lays it out."""
+    """Bytes of a launch besides its operands: split sums, their counters, and x in the layout of `raw`."""
     implementation, setting, splits = parse(kind, name, m, n, k, sm_count)
     amd = AMD and kind == "linear"
     laid = raw_layout.of(m, k, group_size).nbytes if implementation == RAW else 0

@@ -1,5 +1,5 @@
 """`forebay plan --config --explore`: a policy by closed forms alone, from a config: any share of every tensor on every
-tier, formats, checkpoints, attention on the host, diagonal blocks; and the plan that puts things as it does."""
+tier, formats, checkpoints, attention on the host, diagonal blocks; and the plan with nearly the same shares."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def explore_config(
 
 
 def plan_of_policy(request: PlanRequest, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan that puts things where a policy has them: its "options", and its "plan_tokens_per_s" as predicted.
+    """The plan with a policy's shares: its "options", and its "plan_tokens_per_s" as predicted.
 
     Shares on the device and in host memory are those of the policy, or the first of `SCALES` of them for which there is
     a plan; the rest of them moves to the disk. No options where none works.
@@ -124,5 +124,5 @@ def _options_text(found: Mapping[str, Any]) -> str:
     words = [f"--{name.replace('_', '-')} {','.join(f'{each:g}' for each in value) if name == 'policy' else value}"
              for name, value in found["options"].items() if value != "native"]
     if not words:
-        return "none puts things so; without --explore the planner chooses"
+        return "no plan has shares near these; without --explore the planner chooses"
     return f"{' '.join(words)}: {found['plan_tokens_per_s']:.4g} tokens/s predicted"

@@ -1,4 +1,4 @@
-"""What of the five papers runs: each mechanism, how a user turns it on, and where its figure is.
+"""The mechanisms of five papers that run here, each with its option and its figure.
 
 The command `forebay papers` and the first part of docs/papers.md have it from here. Texts are Markdown.
 """
@@ -46,7 +46,7 @@ MECHANISMS: dict[str, tuple[Mechanism, ...]] = {
         Mechanism(
             "linear program for the policy (4.3)",
             "`plan --explore`",
-            "a policy, and the options of the plan that puts things so",
+            "a policy, and the options of the plan with its shares",
             "predicted: Tables 2, 4, 14",
             "no plan for policies with shares of checkpoints",
         ),

@@ -1,4 +1,4 @@
-"""`forebay papers`: what of the five papers runs, and how it is turned on."""
+"""`forebay papers`: the mechanisms of five papers that run here, and their options."""
 
 from __future__ import annotations
 
