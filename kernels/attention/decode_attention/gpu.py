@@ -13,7 +13,6 @@ Loops over values are in `gpu_values`; over rows whose codes the tensor cores ta
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,15 +33,6 @@ from forebay.kernels.attention.decode_attention.gpu_merge import MERGED, merge_k
 from forebay.kernels.attention.decode_attention.gpu_values import synchronised_share, unified_share
 from forebay.kernels.attention.scoring import SYNCHRONISED, Scoring, SoftmaxRange
 from forebay.kernels.gpu_support.arguments import check_device, check_tensor, fail
-from forebay.kernels.gpu_support.audit_case import (
-    GEMMA_2_9B,
-    GPT_OSS,
-    LLAMA_3_8B,
-    OPT_30B,
-    SMOLLM2_135M,
-    AuditCase,
-    HeadShape,
-)
 from forebay.kernels.gpu_support.cache_tiles import (  # fmt: skip
     INTERPRETED,
     LOG2E,
@@ -55,7 +45,7 @@ from forebay.kernels.gpu_support.cache_tiles import (  # fmt: skip
 )
 from forebay.kernels.gpu_support.launches import ALIGN, KernelCall, bound_with_scratch, kernel_call
 from forebay.kernels.gpu_support.rotation import load_query
-from forebay.kernels.products.linear.selection import AMD, SM_COUNT
+from forebay.kernels.products.linear.selection import AMD
 
 
 @triton.jit
@@ -275,72 +265,3 @@ def decode_attention_contiguous(
     The query stands at position start[b] and sees positions up to it. fp32, bf16 or fp16; any strides but D's.
     """
     bind_decode_attention_contiguous(q, k, v, start, scoring, out, softmax, splits, sinks)()
-
-
-def case(
-    name: str, dtype: str, view: CacheView, shape: HeadShape, position_nbytes: int, *, unified: bool = False,
-    amd: bool = False, merge: bool = False, sinks: bool = False,
-) -> AuditCase:  # fmt: skip
-    """One sequence of 16384 positions, each of position_nbytes in the cache of a KV head, seen through `view`."""
-    length, bits = 16384, view.constants["BITS"]
-    heads, kv_heads, dim = shape
-    itemsize = 4 if dtype == "fp32" else 2
-    chosen, product = choose(view, itemsize, heads // kv_heads, amd)
-    partial = part_nbytes(heads // kv_heads, dim)
-    splits = split_count(kv_heads, length, chosen.positions, partial, position_nbytes, SM_COUNT)
-    pointer = "*u8" if bits else f"*{dtype}"
-    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "start_ptr": "*i64"}
-    signature |= {"sinks_ptr": f"*{dtype}", "counter_ptr": "*i32", "part_ptr": "*fp32", "stat_ptr": "*fp32"}
-    signature |= {"out_ptr": f"*{dtype}"}
-    strides = ("qb", "qh", "kb", "kh", "kr", "vb", "vh", "vr", "ob", "oh")
-    signature |= dict.fromkeys((*strides, "kv_heads", "group_heads", "splits", "window"), "i32")
-    signature |= dict.fromkeys(("scale_log2", "softcap", "phi", "low", "high"), "fp32")
-    minimum = length * kv_heads * position_nbytes + 2 * heads * dim * itemsize
-    constants: dict[str, Any] = {"UNIFIED": unified, "CAPPED": False, "HAS_SINKS": sinks, "UNIT": view.unit}
-    constants |= product | {"MERGE": merge, "PTX": True, "POWER": view.power}
-    plain = dtype != "fp32" and not product["FOLDED"]
-    return AuditCase(
-        name=f"{name}/{dim}x{heads}/{kv_heads}-{dtype}{'/amd' if amd else ''}",
-        fn=decode_attention_kernel,
-        signature=signature,
-        constants=constants | {"T": chosen.positions} | view.constants,
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        max_registers=register_limit(view, product["FOLDED"], dtype == "bf16").get("maxnreg", 0),
-        # What strides of packed rows are multiples of is said by UNIT.
-        divisible=(*(n for n, kind in signature.items() if kind.startswith("*")),
-                   *((*strides[:2], *strides[-2:]) if view.unit > 1 else strides)),
-        uses_dot=True,
-        main_operands=2,
-        bytes_moved=minimum + 2 * kv_heads * splits * partial,
-        minimum_bytes=minimum,
-        turn_nbytes=chosen.positions * position_nbytes,
-        archs=("gfx942",) if amd else (("sm_80", "sm_90", "gfx942") if plain else ("sm_80", "sm_90")),
-    )  # fmt: skip
-
-
-def _case(
-    name: str, dtype: str, shape: HeadShape, unified: bool = True, amd: bool = False, merge: bool = False,
-    sinks: bool = False,
-) -> AuditCase:  # fmt: skip
-    """Over values as they are."""
-    row = torch.empty(1, shape.kv_heads, 1, shape.dim, dtype={"fp16": torch.float16, "bf16": torch.bfloat16}[dtype])
-    made = case(f"decode_attention/{name}", dtype, contiguous_view(row, row), shape, 2 * shape.dim * row.itemsize,
-                unified=unified, amd=amd, merge=merge, sinks=sinks)  # fmt: skip
-    return replace(made, aim=0.85)
-
-
-def audit_cases() -> list[AuditCase]:
-    """Llama-3-8B (32 query heads on 8), OPT-30B (56 on 56) and Gemma-2-9B (16 on 8, D = 256), at 16384 positions."""
-    return [
-        _case("unified", "bf16", LLAMA_3_8B),
-        _case("synchronised", "bf16", LLAMA_3_8B, False),
-        _case("unified", "fp16", LLAMA_3_8B),
-        _case("unified", "fp16", OPT_30B),
-        _case("unified", "bf16", GEMMA_2_9B),
-        _case("unified", "fp16", SMOLLM2_135M),
-        _case("merged", "bf16", LLAMA_3_8B, merge=True),
-        _case("merged", "bf16", GEMMA_2_9B, merge=True),
-        _case("merged-synchronised", "bf16", LLAMA_3_8B, False, merge=True),
-        _case("sinks", "bf16", GPT_OSS, merge=True, sinks=True),
-    ]

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_device, check_tensor, fail
-from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 
 # Elements of a token that one program copies, of K and of V each: 16 heads of D = 128.
@@ -87,31 +86,3 @@ def kv_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Ten
     names the argument that is wrong, before the launch.
     """
     bind_kv_append(k_cache, v_cache, k, v, start)()
-
-
-def audit_cases() -> list[AuditCase]:
-    """Llama-3-8B's 8 heads of 128 and SmolLM's 3 of 64, 512 tokens each."""
-    cases = []
-    for heads, dim, dtype in ((8, 128, "bf16"), (3, 64, "fp16")):
-        wide, block, warps = tile(heads, dim)
-        pointers = {"k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "start_ptr": "*i64",
-                    "k_cache_ptr": f"*{dtype}", "v_cache_ptr": f"*{dtype}"}  # fmt: skip
-        strides = ("kb", "kh", "ks", "vb", "vh", "vs", "kcb", "kch", "kcl", "vcb", "vch", "vcl")
-        numbers = ("queries", "heads", "capacity", "k_dim", "v_dim", *strides)
-        nbytes = 512 * 4 * heads * dim * 2
-        cases.append(
-            AuditCase(
-                name=f"kv_append/{heads}x{dim}/{dtype}",
-                fn=kv_append_kernel,
-                signature=pointers | {n: "i32" for n in numbers},
-                constants={"HEADS": block, "D": wide},
-                num_warps=warps,
-                divisible=(*pointers, *strides, "k_dim", "v_dim"),
-                main_operands=2,
-                bytes_moved=nbytes,
-                minimum_bytes=nbytes,
-                aim=0.75 if dim == 128 else 0.0,
-                turn_nbytes=nbytes // (512 * triton.cdiv(heads, block)),
-            )
-        )
-    return cases

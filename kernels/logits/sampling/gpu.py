@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
-from forebay.kernels.gpu_support.audit_case import AuditCase
 
 BLOCK, WARPS = 4096, 16
 MINUS_INFINITY = tl.constexpr(-2139095041)  # the key of -inf, in fp32 as all here
@@ -216,27 +215,3 @@ def sampling(
         logits, uniforms, out, vocabulary, logits.stride(0), 1.0 / temperature, top_k, 1.0 - top_p,
         SAMPLE=uniforms is not None, TOP_K=0 < top_k < vocabulary, TOP_P=top_p < 1, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
-
-
-def audit_cases() -> list[AuditCase]:
-    """Llama-3's vocabulary, 16 rows: greedy, and every step of sampling."""
-    cases = []
-    for sample, dtype, itemsize in ((False, "fp32", 4), (True, "fp32", 4), (True, "bf16", 2)):
-        nbytes = 16 * (128256 * itemsize + 8 + (4 if sample else 0))
-        pointers = {"logits_ptr": f"*{dtype}", "uniforms_ptr": "*fp32" if sample else "constexpr", "out_ptr": "*i64"}
-        constants = {"SAMPLE": sample, "TOP_K": sample, "TOP_P": sample, "BLOCK": BLOCK}
-        cases.append(
-            AuditCase(
-                name=f"sampling/{'top_k_top_p' if sample else 'greedy'}{'/bf16' if dtype == 'bf16' else ''}",
-                fn=sampling_kernel,
-                signature=pointers
-                | {"vocabulary": "i32", "stride": "i32", "inverse_temperature": "fp32", "top_k": "i32",
-                   "dropped_share": "fp32"},
-                constants=constants | ({} if sample else {"uniforms_ptr": None}),
-                num_warps=WARPS,
-                divisible=("logits_ptr", "out_ptr", "vocabulary", "stride"),
-                bytes_moved=nbytes,  # from device memory; the bisections read the row from L2
-                minimum_bytes=nbytes,
-            )
-        )  # fmt: skip
-    return cases

@@ -9,11 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, leading_dimensions
-from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.cache_tiles import round_to
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.norms.rms_norm.gpu import check_rows, row_offsets, tile
-from forebay.kernels.norms.rms_norm.reference import MAX_COLUMNS
 
 
 @triton.jit
@@ -74,31 +72,3 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     16384. ValueError names the argument that is wrong, before the launch.
     """
     bind_layer_norm(x, weight, bias, eps, out)()
-
-
-def audit_cases() -> list[AuditCase]:
-    """GPT-2 XL, OPT-30B and the longest row, 512 rows each, with weight and bias."""
-    cases = []
-    for columns, dtype in ((1600, "fp16"), (7168, "fp16"), (MAX_COLUMNS, "fp32")):
-        high, wide, warps = tile(columns)
-        pointers = ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")
-        numbers = ("rows", "columns", "n1", "n2", "xs0", "xs1", "xs2", "os0", "os1", "os2")
-        nbytes = 2 * 512 * columns * (4 if dtype == "fp32" else 2)
-        cases.append(
-            AuditCase(
-                name=f"layer_norm/{columns}/{dtype}",
-                fn=layer_norm_kernel,
-                signature={p: f"*{dtype}" for p in pointers}
-                | {n: "i32" for n in numbers}
-                | {"eps": "fp32"},
-                constants={"WEIGHT": True, "BIAS": True, "ROWS": high, "COLUMNS": wide},
-                num_warps=warps,
-                divisible=(*pointers, "columns", "xs0", "xs1", "xs2", "os0", "os1", "os2"),
-                main_operands=1,
-                bytes_moved=nbytes,
-                minimum_bytes=nbytes,
-                aim=0.75,
-                turn_nbytes=nbytes * high // 512,
-            )
-        )
-    return cases

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, fail, leading_dimensions
-from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.cache_tiles import round_to
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.norms.rms_norm.reference import MAX_COLUMNS
@@ -84,31 +83,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     16384. ValueError names the argument that is wrong, before the launch.
     """
     bind_rms_norm(x, weight, eps, out)()
-
-
-def audit_cases() -> list[AuditCase]:
-    """Per-head norm of Qwen3 (D = 128), and the hidden sizes of Llama-3-8B and OPT-30B, 512 rows each."""
-    cases = []
-    for columns, dtype in ((128, "bf16"), (4096, "bf16"), (7168, "fp16"), (MAX_COLUMNS, "fp32")):
-        high, wide, warps = tile(columns)
-        pointers = ("x_ptr", "weight_ptr", "out_ptr")
-        numbers = ("rows", "columns", "n1", "n2", "xs0", "xs1", "xs2", "os0", "os1", "os2")
-        nbytes = 2 * 512 * columns * (4 if dtype == "fp32" else 2)
-        cases.append(
-            AuditCase(
-                name=f"rms_norm/{columns}/{dtype}",
-                fn=rms_norm_kernel,
-                signature={p: f"*{dtype}" for p in pointers}
-                | {n: "i32" for n in numbers}
-                | {"eps": "fp32"},
-                constants={"ROWS": high, "COLUMNS": wide},
-                num_warps=warps,
-                divisible=(*pointers, "columns", "xs0", "xs1", "xs2", "os0", "os1", "os2"),
-                main_operands=1,
-                bytes_moved=nbytes,
-                minimum_bytes=nbytes,
-                aim=0.75,
-                turn_nbytes=nbytes * high // 512,
-            )
-        )
-    return cases

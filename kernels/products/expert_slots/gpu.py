@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_device
-from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.products.expert_slots.reference import DECAY_SHIFT, ONCE, check, fail
 
@@ -154,21 +153,3 @@ def bind_fetch_rows(
     programs = min(PROGRAMS, slots * triton.cdiv(row, TILE))
     return bound(kernel_call(fetch_kernel, (programs,), table.view(unit), index, out.view(unit), slots, row, programs,
                              ALIKE=alike, S=triton.next_power_of_2(slots), B=TILE, num_warps=4))
-
-
-def audit_cases() -> list[AuditCase]:
-    """A decode step of Qwen3-30B-A3B, whose experts in 4 bits have 2.5 MiB, with 40 slots a layer."""
-    picks, slots, experts, row = 8, 40, 128, 5 << 19
-    sizes = dict.fromkeys(("picks", "slots", "experts", "rounds", "most", "beside", "stride"), "i32")
-    pointers = {"index_ptr": "*i64", "places_ptr": "*i64", "state_ptr": "*i64", "told_ptr": "*i64"}
-    moved = 8 * (picks + 2 * (slots + experts))
-    fetched = {"table_ptr": "*i64", "index_ptr": "*i64", "out_ptr": "*i64"}
-    return [
-        AuditCase("assign_slots/assign", assign_kernel, pointers | sizes,
-                  {"HAS_PLACES": False, "ONCE": ONCE, "SHIFT": DECAY_SHIFT, "E": 128, "S": 64,
-                   "B": PICKS},
-                  divisible=tuple(pointers), load_nbytes=4, bytes_moved=moved, minimum_bytes=moved),
-        AuditCase("assign_slots/fetch", fetch_kernel, fetched | dict.fromkeys(("slots", "row", "programs"), "i32"),
-                  {"ALIKE": False, "S": 64, "B": TILE}, divisible=(*fetched, "row", "programs"),
-                  bytes_moved=2 * picks * row, minimum_bytes=2 * picks * row),
-    ]  # fmt: skip

@@ -23,7 +23,6 @@ from torch import Tensor
 from forebay.kernels.cpu_support.matrices import as_matrix
 from forebay.kernels.formats.codebooks import CODEBOOKS
 from forebay.kernels.gpu_support.arguments import check_device, check_tensor
-from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.cache_tiles import dot, round_to
 from forebay.kernels.gpu_support.codebooks import coded_scale, number_of
 from forebay.kernels.gpu_support.launches import KernelCall, bound_with_scratch, kernel_call
@@ -333,46 +332,3 @@ def bind_experts(
     nbytes = scratch_offsets(picks.numel(), experts.up.shape[0], hidden, inner, x.element_size()).end
     return bound_with_scratch(x.device, nbytes, 0, lambda scratch, _: _launches(
         x2, picks, weights.view(picks.shape), experts, form, stored, sums, scratch))
-
-
-def _case(
-    name: str, fn: Any, signature: dict[str, str], constants: dict[str, Any], nbytes: int, **how: Any
-) -> AuditCase:
-    multiples = "hidden", "inner", "xs", "row", "entry_stride", "os"
-    divisible = tuple(n for n, kind in signature.items() if kind.startswith("*") or n in multiples)
-    return AuditCase(name=f"experts/{name}", fn=fn, signature=signature, constants=constants,
-                     divisible=divisible, load_nbytes=4, bytes_moved=nbytes, minimum_bytes=nbytes, **how)  # fmt: skip
-
-
-def audit_cases() -> list[AuditCase]:
-    """A decode step of Qwen3-30B-A3B, in bf16 and 4 bits, and one of gpt-oss."""
-    hidden, inner, count, picks = 2048, 768, 128, 8
-    whose = {"index_ptr": "*i64", "entries_ptr": "*i64"}, dict.fromkeys(("experts", "first", "entries"), "i32")
-    cases = [_case("sort", sort_kernel, whose[0] | {"order_ptr": "*i32", "ends_ptr": "*i32", "picks": "i32"} | whose[1],
-                   {"HAS_ENTRIES": True, "B": SORTED}, 12 * picks + 4 * count)]
-    for name, stored, form in (
-        ("bf16", Stored(), Form()), ("w4g32", Stored(4, 32), Form()), ("w8g32s", Stored(8, 32, symmetric=True), Form()),
-        ("mxfp4", Stored(4, 32, torch.bfloat16, True, "e2m1"), Form()),
-        ("gpt-oss", Stored(), Form("alpha_swiglu", True, True, True, True, alpha=1.702, limit=7.0)),
-    ):  # fmt: skip
-        shared = {**tile(torch.bfloat16, 1), "TRANSPOSED": form.transposed, "SCALED": False,
-                  "HAS_BIAS": form.interleaved}
-        rows = {"x_ptr": "*bf16", "order_ptr": "*i32", "ends_ptr": "*i32", "share_ptr": "*bf16",
-                "w_ptr": "*u8" if stored.bits else "*bf16", "bias_ptr": "*bf16"}
-        numbers = dict.fromkeys(("hidden", "inner"), "i32")
-        ends = dict.fromkeys(("row", "entry_stride", "bias_stride"), "i32")
-        size = stored.packing(hidden).row_nbytes if stored.bits else 2 * hidden
-        cases.append(_case(
-            f"up/{name}", up_kernel,
-            rows | {"out_ptr": "*bf16", "picks": "i32"} | numbers | {"xs": "i32"} | ends
-            | {"alpha": "fp32", "limit": "fp32"},
-            shared | {"ACTIVATION": form.activation, "GATED": True, "INTERLEAVED": form.interleaved,
-                      "LIMITED": form.limit > 0} | _stored_as(stored, hidden),
-            picks * 2 * inner * size, uses_dot=True))  # fmt: skip
-        size = stored.packing(inner).row_nbytes if stored.bits else 2 * inner
-        cases.append(_case(f"down/{name}", down_kernel, rows | {"out_ptr": "*fp32"} | numbers | ends,
-                           shared | _stored_as(stored, inner), picks * hidden * size, uses_dot=True))
-    numbers = dict.fromkeys(("picks", "hidden", "os"), "i32")
-    cases.append(_case("sum", sum_kernel, {"part_ptr": "*fp32"} | whose[0] | {"out_ptr": "*bf16"} | numbers | whose[1],
-                       {"HAS_ENTRIES": True, "ACCUMULATE": False, "B": SUMMED}, picks * hidden * 4))
-    return cases

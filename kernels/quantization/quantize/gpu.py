@@ -15,7 +15,6 @@ from torch import Tensor
 from forebay.kernels.formats.codebooks import CODEBOOKS
 from forebay.kernels.formats.row_sizes import codes_nbytes
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
-from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.cache_tiles import INTERPRETED, round_to
 from forebay.kernels.gpu_support.codebooks import coded_scale, number_of
 
@@ -351,50 +350,3 @@ def dequantize(
         CODEBOOK=CODEBOOKS.index(codebook), R=tile, num_warps=WARPS,
     )  # fmt: skip
     return out
-
-
-def audit_cases() -> list[AuditCase]:
-    """A 4096 x 4096 matrix in bf16, groups of 64 along either dimension, and 32 and 128 along the last."""
-    n = 4096
-    cases = []
-    for bits in (4, 8):
-        for group, last in ((64, True), (64, False), (32, True), (128, True)):
-            _, tile, _, _ = _launch_shape(n, n // group, 1 if last else n, group)
-            nbytes = 2 * n * n + n * n * bits // 8 + 2 * 2 * n * n // group
-            for op in ("quantize", "dequantize"):
-                constants = {"BITS": bits, "GROUP": group, "PADDED": group}
-                numbers: tuple[str, ...]
-                pointers = {"packed_ptr": "*u8"} | dict.fromkeys(("scale_ptr", "low_ptr"), "*fp16")
-                if op == "dequantize":
-                    fn, warps, high = dequantize_kernel, WARPS, tile
-                    constants |= {"LAST": last, "TRANSPOSED": False, "SYMMETRIC": False, "CODEBOOK": 0}
-                    pointers |= {"out_ptr": "*bf16"}
-                    numbers = ("rows", "groups", "size", "inner", "packed_outer", "scale_outer", "low_outer",
-                               "out_outer")
-                else:
-                    fn, warps, high = quantize_kernel, WARPS, tile
-                    constants |= {"FULL": True}
-                    pointers |= {"x_ptr": "*bf16"}
-                    numbers = ("rows", "groups", "size")
-                    if not last:
-                        fn, warps, high = quantize_first_kernel, first_warps(group), FIRST_PLACES
-                        numbers = ("groups", "size", "inner")
-                cases.append(
-                    AuditCase(
-                        name=f"{op}/w{bits}g{group}/{'last' if last else 'first'}",
-                        fn=fn,
-                        signature=pointers
-                        | dict.fromkeys(numbers, "i32")
-                        | ({"limit": "fp32"} if op == "dequantize" else {}),
-                        constants=constants | {"R": high},
-                        num_warps=warps,
-                        divisible=(*pointers, *numbers),
-                        main_operands=1,
-                        bytes_moved=nbytes,
-                        minimum_bytes=nbytes,
-                        aim=0.6,
-                        turn_nbytes=nbytes * high * group // (n * n),
-                        in_suite=group == 64,
-                    )
-                )
-    return cases

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor
-from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.recurrences.keep_state.reference import check_arguments, fail
 
@@ -42,14 +41,3 @@ def bind_keep_state(state: Tensor, saved: Tensor, refused: Tensor) -> Callable[[
     numbers = state[0].numel()
     return bound(kernel_call(keep_state_kernel, (triton.cdiv(numbers, PIECE), len(state)), state, saved, refused,
                              numbers, PIECE=PIECE, num_warps=4))
-
-
-def audit_cases() -> list[AuditCase]:
-    """A layer's state of Mamba-2 2.7B, of one sequence: 80 heads of 64 by 128 numbers."""
-    numbers = 80 * 64 * 128
-    return [AuditCase(
-        name="keep_state/655360", fn=keep_state_kernel,
-        signature={"state_ptr": "*fp32", "saved_ptr": "*fp32", "refused_ptr": "*i64", "numbers": "i32"},
-        constants={"PIECE": PIECE}, divisible=("state_ptr", "saved_ptr", "refused_ptr", "numbers"),
-        bytes_moved=8 * numbers, minimum_bytes=8 * numbers,
-    )]  # fmt: skip

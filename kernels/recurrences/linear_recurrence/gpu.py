@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor
-from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.recurrences.linear_recurrence.reference import check_arguments
 
@@ -92,25 +91,3 @@ def bind_linear_recurrence(
         *log_decay.stride()[:3], *beta_strides, *out.stride()[:3],
         CORRECTS=beta is not None, BY_CHANNEL=log_decay.dim() == 4, K=rows, V=part, num_warps=4,
     ))  # fmt: skip
-
-
-def audit_cases() -> list[AuditCase]:
-    """A step of Qwen3-Next, Kimi-Linear and Mamba-2: the bytes are those of the states and of one token."""
-    cases = []
-    pointers = ("q_ptr", "k_ptr", "v_ptr", "decay_ptr", "beta_ptr", "state_ptr")
-    strides = ("qb", "qs", "qh", "kb", "ks", "kh", "vb", "vs", "vh", "db", "ds", "ob", "os", "oh")
-    for name, heads, columns, corrects, by_channel in (
-        ("delta", 32, 128, True, False), ("channels", 32, 128, True, True), ("ssd", 64, 64, False, False),
-    ):  # fmt: skip
-        rows, part = tile(128, columns)
-        nbytes = 4 * heads * (2 * 128 * columns + 2 * columns + 2 * 128)
-        cases.append(AuditCase(
-            name=f"linear_recurrence/{name}", fn=linear_recurrence_kernel,
-            signature={**dict.fromkeys(pointers, "*fp32"), "start_ptr": "*i64", "count_ptr": "*i64", "out_ptr": "*fp32",
-                       **dict.fromkeys(("tokens", "heads", "group", "width", "columns", *strides[:11], "dh", "bb", "bs",
-                                        *strides[11:]), "i32")},
-            constants={"CORRECTS": corrects, "BY_CHANNEL": by_channel, "K": rows, "V": part},
-            divisible=(*pointers, "start_ptr", "count_ptr", "out_ptr", "width", "columns", *strides),
-            bytes_moved=nbytes, minimum_bytes=nbytes,
-        ))  # fmt: skip
-    return cases

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor
-from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.recurrences.selective_scan.reference import check_arguments
 
@@ -71,18 +70,3 @@ def bind_selective_scan(
         x, dt, a, b, c, state, start, count, out, tokens, channels, width, *x.stride(), *dt.stride(), *b.stride()[:2],
         *c.stride()[:2], *out.stride(), C=tile, N=numbers, num_warps=4,
     ))  # fmt: skip
-
-
-def audit_cases() -> list[AuditCase]:
-    """Jamba's 8192 channels of 16 numbers, over 512 tokens."""
-    pointers = ("x_ptr", "dt_ptr", "a_ptr", "b_ptr", "c_ptr", "state_ptr", "out_ptr")
-    strides = ("xb", "xs", "db", "ds", "bb", "bs", "cb", "cs", "ob", "os")
-    nbytes = 4 * (512 * (3 * 8192 + 2 * 16) + 8192 * 3 * 16)
-    return [AuditCase(
-        name="selective_scan/512x8192x16", fn=selective_scan_kernel,
-        signature={**dict.fromkeys(pointers[:6], "*fp32"), "start_ptr": "*i64", "count_ptr": "*i64", "out_ptr": "*fp32",
-                   **dict.fromkeys(("tokens", "channels", "width", "xb", "xs", "xc", "db", "ds", "dc", "bb", "bs", "cb",
-                                    "cs", "ob", "os", "oc"), "i32")},
-        constants={"C": 64, "N": 16}, divisible=(*pointers, "start_ptr", "count_ptr", "channels", "width", *strides),
-        bytes_moved=nbytes, minimum_bytes=nbytes,
-    )]  # fmt: skip

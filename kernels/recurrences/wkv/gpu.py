@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor
-from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.recurrences.wkv.reference import EMPTY, check_arguments
 
@@ -74,18 +73,3 @@ def bind_wkv(
         wkv_kernel, (triton.cdiv(channels, CHANNELS), batch), k, v, log_decay, bonus, state, start, count, out, tokens,
         channels, *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], EMPTY=EMPTY, C=CHANNELS, num_warps=2,
     ))  # fmt: skip
-
-
-def audit_cases() -> list[AuditCase]:
-    """RWKV-4 14B's 5120 channels, over 512 tokens."""
-    pointers = ("k_ptr", "v_ptr", "decay_ptr", "bonus_ptr", "state_ptr", "out_ptr")
-    strides = ("kb", "ks", "vb", "vs", "ob", "os")
-    nbytes = 4 * 5120 * (512 * 3 + 2 + 2 * 3)
-    return [AuditCase(
-        name="wkv/512x5120", fn=wkv_kernel,
-        signature={**dict.fromkeys(pointers[:5], "*fp32"), "start_ptr": "*i64", "count_ptr": "*i64", "out_ptr": "*fp32",
-                   **dict.fromkeys(("tokens", "channels", *strides), "i32")},
-        constants={"EMPTY": EMPTY, "C": CHANNELS},
-        divisible=(*pointers, "start_ptr", "count_ptr", "channels", *strides), num_warps=2,
-        load_nbytes=4, bytes_moved=nbytes, minimum_bytes=nbytes,
-    )]  # fmt: skip

@@ -2,7 +2,7 @@
 
     python -m tests.kernels.audit [--json] [--suite] [--changed] [--record] [--arch sm_90 ...] [--only PART ...]
 
-For each configuration that an operator's `gpu.py` names in `audit_cases()` and each target: registers and stack of a
+For each configuration that a file of `cases/` names in `audit_cases()` and each target: registers and stack of a
 thread, shared memory of a block, 128-bit loads, tensor-core instructions, spills, bytes moved by a call and the share
 of them that is the minimum. On NVIDIA these are read from SASS by the disassembler that Triton carries; for gfx942 from
 the assembly. `problems` lists what breaks the bounds that the test suite holds. `--record` keeps what was read from
@@ -39,7 +39,7 @@ from tests.kernels.audit.chips import Hot, measure
 from tests.kernels.audit.sass import WARP, Instruction, hot_turn, parse
 
 if TYPE_CHECKING:
-    from forebay.kernels.gpu_support.audit_case import AuditCase
+    from tests.kernels.audit.audit_case import AuditCase
 
 ARCHS = ("sm_80", "sm_90", "gfx942")
 # Dynamic shared memory that one block may take (CUDA C++ programming guide, table of compute capabilities; CDNA 3 ISA).
@@ -71,13 +71,20 @@ class Audited:
 
 
 def discover() -> list[AuditCase]:
-    """The cases of every operator's gpu.py, by name; ValueError where two have one name."""
+    """The cases of all files of `cases/`.
+
+    Raises:
+        ValueError: Two cases have one name, or an operator with a `gpu.py` has no file.
+    """
     from forebay.kernels.cpu_support.sources import KERNELS
 
+    files = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("*.py"))
+    missing = sorted({path.parent.name for path in KERNELS.glob("*/*/gpu.py")} - set(files))
+    if missing:
+        raise ValueError(f"audit: there is no file in cases/ for {', '.join(missing)}")
     cases: list[AuditCase] = []
-    for path in sorted(KERNELS.glob("*/*/gpu.py")):
-        module = importlib.import_module(".".join(("forebay", "kernels", *path.relative_to(KERNELS).parts))[:-3])
-        cases += module.audit_cases()
+    for name in files:
+        cases += importlib.import_module(f"tests.kernels.audit.cases.{name}").audit_cases()
     names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

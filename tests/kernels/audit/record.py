@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tests.kernels.audit.chips import Hot
 
 if TYPE_CHECKING:
-    from forebay.kernels.gpu_support.audit_case import AuditCase
+    from tests.kernels.audit.audit_case import AuditCase
     from tests.kernels.audit.audit_kernels import Audited
 
 FOLDER = Path(__file__).parent

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 from selection import ALL
 
-from forebay.kernels.gpu_support.audit_case import AuditCase
 from tests.kernels.audit import audit_kernels, record
+from tests.kernels.audit.audit_case import AuditCase
 from tests.kernels.audit.audit_kernels import Audited, Counts, problems_of
 from tests.kernels.audit.chips import Hot
 from tests.kernels.audit.sass import parse

@@ -26,7 +26,7 @@ GPT_OSS = HeadShape(64, 8, 64)
 class AuditCase:
     """What `triton.compile` needs to build one configuration without a GPU, and what is expected of the result.
 
-    Every file `gpu.py` of an operator with a kernel has a function `audit_cases() -> list[AuditCase]`.
+    Every operator with a `gpu.py` has a file in `cases/`, with a function `audit_cases() -> list[AuditCase]`.
     """
 
     name: str  # "<op>/<implementation>/<configuration>", unique

@@ -1,0 +1,84 @@
+"""Configurations of `attention/prefill_attention/gpu.py` that are audited."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forebay.kernels.attention.prefill_attention.gpu import (
+    prefill_attention_kernel,
+    tile,
+)
+from forebay.kernels.attention.scoring import Scoring
+from forebay.kernels.gpu_support.arguments import AMD_STAGES
+from forebay.kernels.gpu_support.cache_tiles import CacheView, contiguous_view
+from tests.kernels.audit.audit_case import GEMMA_2_9B, GPT_OSS, LLAMA_3_8B, OPT_30B, SMOLLM2_135M, AuditCase, HeadShape
+
+PLAIN, GEMMA_2_SCORES = Scoring(1.0), Scoring(1.0, 4096, 50.0)
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def case(
+    name: str, dtype: str, view: CacheView, queries: int, shape: HeadShape, position_nbytes: int,
+    scoring: Scoring = PLAIN, ampere: bool = False, sinks: bool = False,
+) -> AuditCase:  # fmt: skip
+    """One sequence, nothing cached before, seen through `view`; for GPUs before Hopper, or the others."""
+    heads, kv_heads, dim = shape
+    itemsize = DTYPES[dtype].itemsize
+    chosen = tile(queries * heads // kv_heads, view.constants["DP"], itemsize, ampere, view.power > 0)
+    pointer = "*u8" if view.constants["BITS"] else f"*{dtype}"
+    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "start_ptr": "*i64"}
+    signature |= {"sinks_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
+    strides = ("qb", "qh", "qs", "ob", "os", "oh")
+    cache_strides = ("kb", "kh", "kr", "vb", "vh", "vr")
+    signature |= dict.fromkeys((*strides, *cache_strides, "queries", "kv_heads", "group_heads", "window"), "i32")
+    signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
+    constants: dict[str, Any] = {"WINDOWED": scoring.window != 0, "CAPPED": scoring.softcap > 0}
+    constants |= {"HAS_SINKS": sinks}
+    constants |= {"UNIT": view.unit, "POWER": view.power}
+    # Tiles of K and V that programs of one wave share come from L2: counted is what crosses from device memory.
+    nbytes = queries * (kv_heads * position_nbytes + 2 * heads * dim * itemsize)
+    return AuditCase(
+        name=f"{name}/{queries}x{dim}x{heads}/{kv_heads}-{dtype}{'/ampere' if ampere else ''}",
+        fn=prefill_attention_kernel,
+        signature=signature,
+        constants=constants | {"ROWS": chosen.rows, "T": chosen.positions} | view.constants,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        amd_stages=min(chosen.num_stages, AMD_STAGES),
+        # What strides of packed rows are multiples of is said by UNIT.
+        divisible=(*(n for n, kind in signature.items() if kind.startswith("*")), *strides,
+                   *(() if view.unit > 1 else cache_strides)),
+        uses_dot=True,
+        main_operands=3,
+        bytes_moved=nbytes,
+        minimum_bytes=nbytes,
+        archs=("sm_80",) if ampere else ("sm_90",) if dtype == "fp32" else ("sm_90", "gfx942"),
+    )  # fmt: skip
+
+
+def _case(
+    name: str, dtype: str, queries: int, shape: HeadShape, scoring: Scoring = PLAIN, ampere: bool = False,
+    sinks: bool = False,
+) -> AuditCase:  # fmt: skip
+    """Over values as they are."""
+    row = torch.empty(1, shape.kv_heads, 1, shape.dim, dtype=DTYPES[dtype])
+    view, nbytes = contiguous_view(row, row), 2 * shape.dim * row.itemsize
+    return case(f"prefill_attention/{name}", dtype, view, queries, shape, nbytes, scoring, ampere, sinks)
+
+
+def audit_cases() -> list[AuditCase]:
+    """Llama-3-8B, OPT-30B, Gemma-2-9B's windowed and soft-capped layers, SmolLM in fp32; short chunks and long ones."""
+    cases = []
+    for ampere in (False, True):
+        cases += [
+            _case("long", "bf16", 2048, LLAMA_3_8B, ampere=ampere),
+            _case("chunk", "bf16", 64, LLAMA_3_8B, ampere=ampere),
+            _case("short", "fp16", 16, OPT_30B, ampere=ampere),
+            _case("window-softcap", "bf16", 2048, GEMMA_2_9B, scoring=GEMMA_2_SCORES, ampere=ampere),
+            _case("fp32", "fp32", 64, SMOLLM2_135M, ampere=ampere),
+            _case("long", "fp16", 2048, OPT_30B, ampere=ampere),
+            _case("sinks", "bf16", 2048, GPT_OSS, ampere=ampere, sinks=True),
+        ]
+    return cases
