@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
@@ -42,7 +42,7 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
         raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the {format_nbytes(held)} ({held} "
                         "bytes) of cache that are to lie in host memory (plan.schedule.batching.cache.on_host); give "
                         "more")
-    best = _cheapest(needs, kinds, budget, workload, _candidates(needs, kinds, budget, workload, options),
+    best = _cheapest(needs, kinds, budget, workload, list(_candidates(needs, kinds, budget, workload, options)),
                      MAX_REUSE_RATIO if options.prefix_cache else 1.0)
     if best is None:
         refuse_forced(needs, budget, workload, options)
@@ -66,7 +66,7 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
 def plan_fits(needs: ModelNeeds, budget: Budget, workload: Workload, options: Options) -> bool:
     """Whether there is a plan for `budget`."""
     held = needs.host_nbytes
-    return (budget.host is None or held <= budget.host) and bool(
+    return (budget.host is None or held <= budget.host) and any(
         _candidates(needs, kinds_of(needs, workload, options.expert_hits), budget, workload, options))
 
 
@@ -78,22 +78,23 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> 
     in_host = (options.expert_slots and needs.host_hop) or (options.weight_shares or (0, 0))[1]
     host = 1 << 60 if in_host else None  # on a GPU pools are filled from there
 
-    def fits(nbytes: int) -> list[ChunkRoom]:
+    def fits(nbytes: int) -> Iterator[ChunkRoom]:
         return _candidates(needs, kinds, Budget(nbytes, host), workload, least)
 
     if not _chunks(needs, workload, least):
         raise PlanError(f"prefill_chunk: steps over {needs.speculative} tokens check drafts; name another chunk")
     high = 1 << 20
-    while not fits(high):
+    while not any(fits(high)):
         if high >= 1 << 60:
             raise PlanError(f"{forced(options)}: no budget is enough for this model; leave some of these out")
         high *= 2
     low = 0
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    best = _cheapest(needs, kinds, Budget(high), workload, fits(high))
-    plan = _planned(needs, kinds, Budget(high), workload, options, "", best or fits(high)[0])
+        low, high = (low, middle) if any(fits(middle)) else (middle, high)
+    found = list(fits(high))
+    best = _cheapest(needs, kinds, Budget(high), workload, found)
+    plan = _planned(needs, kinds, Budget(high), workload, options, "", best or found[0])
     parts: dict[str, int] = {}
     for b in plan.buffers_of("decode"):
         if b.arena == "device":
@@ -129,13 +130,12 @@ def _chunks(needs: ModelNeeds, workload: Workload, options: Options) -> list[int
 
 def _candidates(
     needs: ModelNeeds, kinds: WeightKinds, budget: Budget, workload: Workload, options: Options
-) -> list[ChunkRoom]:
+) -> Iterator[ChunkRoom]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
     choices = _slot_choices(kinds, options, needs)
     cached, (most, host_most) = needs.host_nbytes, _asked_shares(needs, kinds, options)
     all_stay = most >= kinds.products_nbytes
     hops = budget.host and needs.weight_tier == "disk" and needs.host_hop
-    found = []
     for chunk in _chunks(needs, workload, options):
         upper, _ = _upper(needs, chunk)
         fixed = upper + needs.workspace(chunk) + _aligned(needs.constants)
@@ -152,11 +152,13 @@ def _candidates(
             if slots and options.slots and needs.batching.micro_batches.takes_turns:
                 left = room_beside_slots(halving_order(kinds.products), left, slots, slot)
             fit = ChunkRoom(chunk, left if all_stay else min(left, most), slots, slot, host_most=host_most)
-            if left >= 0 and (options.weight_shares is None or (
+            if left < 0 or (options.weight_shares is not None and not (
                     left >= most and _host_room(needs, budget, fit) == host_most)):
-                found.append(fit)
-                found += with_pools(fit, kinds, options, _host_room(needs, budget, fit)) if slots else ()
-    return [fit for fit in found if fit.pool_slots or not options.expert_slots or not fit.slots]
+                continue
+            if not slots or not options.expert_slots:
+                yield fit
+            if slots and kinds.pools.tables:
+                yield from with_pools(fit, kinds, options, _host_room(needs, budget, fit))
 
 
 def _asked_shares(needs: ModelNeeds, kinds: WeightKinds, options: Options) -> tuple[int, int]:

@@ -81,9 +81,9 @@ class ChunkRoom:
 def with_pools(fit: ChunkRoom, kinds: WeightKinds, options: Options, host_room: int) -> Iterator[ChunkRoom]:
     """Ways to spend the room on pools: on what the other weights leave, at least on as many slots as are worth a look.
     On a GPU also on whole tables, where host memory has `host_room` for others."""
-    dense = sum(aligned(u.nbytes) for u in kinds.dense)
     if not kinds.pools.tables or options.expert_slots == 0:
         return
+    dense = sum(aligned(u.nbytes) for u in kinds.dense)
     for whole in kinds.pools.whole_counts(fit.room - dense, host_room):
         pools = kinds.pools.beside(whole)
         room, lands = fit.room - kinds.pools.tables_nbytes + pools.tables_nbytes, pools.tables_nbytes > host_room

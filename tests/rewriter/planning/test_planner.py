@@ -137,7 +137,7 @@ def chosen_slot_nbytes(plan: Plan, needs: ModelNeeds) -> int:
     """Bytes of the slots that the planner compared for this plan; 0 where nothing streams."""
     budget, kinds = Budget(plan.budget.device, plan.budget.host), planner.kinds_of(needs, plan.workload)
     fit = planner._cheapest(needs, kinds, budget, plan.workload,
-                            planner._candidates(needs, kinds, budget, plan.workload, Options()))
+                            list(planner._candidates(needs, kinds, budget, plan.workload, Options())))
     assert fit is not None and (fit.slots, fit.chunk) == (plan.schedule.slots, plan.schedule.prefill_chunk)
     assert plan.schedule.slot_nbytes <= fit.slot_nbytes
     return fit.slot_nbytes
