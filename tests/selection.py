@@ -100,8 +100,8 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 
 def examples(count: int) -> int:
-    """Random cases of a property: all in `make test-all`, a third of them in `make test`."""
-    return count if ALL else max(20, count // 3)
+    """Random cases of a property: all in `make test-all`, a fifth of them in `make test`."""
+    return count if ALL else max(15, count // 5)
 
 
 def at_length(*case: Any) -> Any:

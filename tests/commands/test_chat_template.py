@@ -37,7 +37,7 @@ class Tokenizer:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "TIME_S", 1.0)
+    monkeypatch.setattr(chat_template, "TIME_S", 0.3)
 
 
 def test_chats_are_rendered_as_by_transformers() -> None:
@@ -64,7 +64,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 def test_a_template_that_does_not_end_is_left(quick: None, template: str) -> None:
     bad_first = "{% if messages[0].content == 'slow' %}" + template + "{% endif %}<{{ messages[0].content }}>"
     with ChatTemplate(Tokenizer(bad_first)) as rendered:
-        with pytest.raises(TemplateError, match=r"does not end within 1 s|more than"):
+        with pytest.raises(TemplateError, match=r"does not end within 0.3 s|more than"):
             rendered.render([{"role": "user", "content": "slow"}])
         assert rendered.render([{"role": "user", "content": "quick"}]) == "<quick>"  # the others are answered
 

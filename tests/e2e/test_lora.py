@@ -12,7 +12,7 @@ import transformers
 from e2e.agreement import assert_same_tokens
 from families import FAMILIES
 from lora_folders import merged, write_lora
-from selection import without
+from selection import at_length, without
 from small_experts import small
 
 from forebay.api import wrap
@@ -76,7 +76,7 @@ def test_tokens_equal_the_merged_model(tmp_path: Path, case: str, share: float) 
         assert_same_tokens(ours, expected, torch.ones_like(IDS), reference, lm.next_logits)
 
 
-@pytest.mark.parametrize("format", ["w4g32", "fp8g32"])
+@pytest.mark.parametrize("format", ["w4g32", at_length("fp8g32")])
 def test_a_packed_base_stays_packed(tmp_path: Path, format: str) -> None:
     """With DoRA, whose factors need the values of packed rows. A draft is a copy of the base."""
     model = saved_model("llama", tmp_path / "base")
@@ -128,7 +128,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, P
     return folder / "base", found, {"": model} | {name: merged(model, each) for name, each in found.items()}
 
 
-@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("share", [0.3, at_length(1.0)])
 def test_each_prompt_has_its_adapter(several: tuple[Path, dict[str, Path], dict[str, Any]], share: float) -> None:
     base, adapters, models = several
     nbytes = sum(p.nbytes for p in models[""].parameters())

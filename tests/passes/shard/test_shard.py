@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from selection import without
 from small_experts import small_config
 from torch import fx
 
@@ -160,7 +161,7 @@ def elements(shape: tuple[int, ...], cut: WeightCut) -> torch.Tensor:
     return held
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", without(families.FAMILIES, ("opt_projected", "qwen2", "mistral")))
 def test_two_dimensions_have_every_element_of_a_matrix_once(family: str) -> None:
     """Heads of keys and values that ranks share are theirs together."""
     whole = families.captured(family)
