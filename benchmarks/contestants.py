@@ -28,6 +28,7 @@ from benchmarks import peers
 from benchmarks.isolated import IsolatedWorker, serve
 from benchmarks.page_cache import PageCache, PeakWatch, StepClock
 from benchmarks.probes import Probe, at_pace, fill_cache, moved_nbytes, moved_so_far, write_rate
+from benchmarks.sources import expert_hits
 from forebay.commands.process_memory import anonymous_nbytes
 from forebay.runtime.disk.page_cache import drop_file
 
@@ -87,6 +88,8 @@ BLOCKS = _by_name((*(_block(*formats, order) for formats in FORMATS for order in
                    *(_block(*formats, "zigzag", ram=True) for formats in FORMATS)))
 CHECKPOINTS = _by_name(_block("bf16", "native", "zigzag", kept=kept) for kept in ((0, 1), (1, 4), (1, 2), (1, 1)))
 SHARES = _by_name(Contestant(f"forebay within {share} %", share=share) for share in (100, 75, 50, 30, 15))
+EXPERTS = _by_name((Contestant("pools", options={"calibration": "answers"}),
+                    Contestant("all experts", options={"expert_slots": 0})))
 PEERS = _by_name((*(Contestant(name, name, "copy") for name in OFFLOADED), Contestant(IN_RAM, "ram", "copy", ram=True)))
 INT8 = {"activations": "int8"}
 # On GGUF files: a peer's options are its precision.
@@ -104,7 +107,7 @@ GGUF = _by_name((
     Contestant("exported float32", "onnxruntime", "exported float32", ram=True),
     Contestant("forebay", source="packed"), Contestant("neurostream", "neurostream", "gguf"),
     Contestant("llama.cpp", "llama.cpp", "mapped")))
-CONTESTANTS = BLOCKS | CHECKPOINTS | SHARES | PEERS | GGUF
+CONTESTANTS = BLOCKS | CHECKPOINTS | SHARES | EXPERTS | PEERS | GGUF
 
 
 def forced(kind: str, batch: int, base: str) -> dict[str, Contestant]:
@@ -153,6 +156,7 @@ class Forebay:
                 "cache_slots": batching.cache.slots, "slots": s.slots, "slot_nbytes": s.slot_nbytes, "lead": s.lead,
                 "prefill_chunk": s.prefill_chunk, "batch": p.workload.batch, "budget": p.budget.device,
                 "planned_read_nbytes": read, "planned_written_nbytes": written, "held_nbytes": anonymous_nbytes(),
+                "pool_slots": max(w.pool_slots for w in p.weights), "expected_hits": s.routed.hit_rate,
                 "planned_peak_nbytes": p.prediction.peak_nbytes["device"], "bottleneck": p.prediction.bottleneck,
                 "planned_step_s": p.prediction.decode_time_s, "planned_prefill_s": p.prediction.prefill_time_s}
 
@@ -165,6 +169,9 @@ class Forebay:
         options = order["options"] | more
         if "checkpoints" in options:
             options["checkpoints"] = tuple(options["checkpoints"])
+        if "calibration" in options:
+            options["expert_hits"] = expert_hits(Path(self.folder), order["budget"])
+            del options["calibration"]
 
         def within(device: int) -> Any:
             return LanguageModel(*self.opened, Budget(device, disk=order["scratch"]),
@@ -247,7 +254,8 @@ class Forebay:
         how = {"do_sample": True, "top_k": 0} if order.get("draw") else {}
         self.lm.generate(ids, max_new_tokens=order["new"], eos_token_id=None, on_token=clock.start(order["new"]), **how)
         read, written = (b - a for a, b in zip(before, moved_so_far(), strict=True))
-        return peers.whole_answer(clock) | {"answer_read_nbytes": read, "answer_written_nbytes": written}
+        return peers.whole_answer(clock) | {"answer_read_nbytes": read, "answer_written_nbytes": written,
+                                           "read_nbytes": read / order["new"]}
 
     def turn(self, order: Order) -> Order:
         """A turn; with `once` memory is given back after it."""

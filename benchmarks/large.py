@@ -74,6 +74,8 @@ CELLS = (
     *(LargeCell("llama3-8b", "bf16", budget, "forebay bf16 zigzag,forebay w4 zigzag,disk-map", new=4)
       for budget in (2, 4, 8)),
     *(LargeCell("qwen3-32b", "Q4_0", budget, new=4) for budget in (4, 8)),
+    *(LargeCell("qwen3moe-5gb", "Q4_0", share * 5, "forebay,llama.cpp,neurostream", prompt=16, new=24, draw=True)
+      for share in (0.15, 0.3, 0.5)),
 )
 
 

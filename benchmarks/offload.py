@@ -22,6 +22,8 @@ gguf         a GGUF file within shares of its bytes; neurostream; llama.cpp, whi
 ram          a GGUF file in RAM: Forebay computes in float32 ("packed") or bf16, activations as they are and rounded to
              8 bits; llama.cpp and OpenVINO GenAI by their own clocks, onnxruntime-genai on its own builder's model
 exported     models that `forebay export` wrote for ONNX, compared with the builder's, in float32 and 4 bits
+experts      a mixture of experts read by name, as planned, beside tables that stream. Tokens are drawn, because greedy
+             answers of random weights repeat themselves; models stay open, and the first round fills their pools
 
 `peak` is anonymous memory above what the process had when it had planned (`objects`; for peers both are above their
 imports), `resident` the growth of the process, pages of files included. With `--processor haswell` (or skylake-avx512)
@@ -51,6 +53,7 @@ from benchmarks.contestants import (
     BLOCKS,
     CHECKPOINTS,
     CONTESTANTS,
+    EXPERTS,
     LESSER,
     OFFLOADED,
     PEERS,
@@ -103,6 +106,8 @@ class OffloadCase:
     prefill: bool = False  # sample the prefill too
     capped: bool = False  # the kernel holds processes to the budget and 150 MiB
     sweep: str = ""  # "blocks" or "slots" are forced, in addition to the planner's choice
+    draw: bool = False  # tokens are drawn by their probabilities
+    warm: bool = False  # models stay open from turn to turn, and the first round is not counted
 
 
 CASES = {
@@ -122,6 +127,7 @@ CASES = {
                        "int8,llama.cpp in RAM,openvino,openvino bf16,onnxruntime", rounds=5, whole=True),
     "exported": OffloadCase("demo", "1x64+32,1x512+32", "exported,exported float32,onnxruntime,onnxruntime float32",
                             rounds=5, whole=True),
+    "experts": OffloadCase("qwen3-moe", "1x1+8", ",".join(EXPERTS), "15%,30%,50%", 6, whole=True, draw=True, warm=True),
 }
 
 
@@ -178,8 +184,8 @@ def measure(args: argparse.Namespace, case: OffloadCase, model: str, sources: So
     order: Row = {"folder": str(folder), "scratch": str(sources.scratch), "vocab": vocabulary(folder),
                   "dtype": "float32" if sources.file or model == "smollm2" else "bfloat16", "budget": int(nbytes),
                   "machine": str(args.machine or sources.scratch / "machine.json"), "whole": case.whole,
-                  "once": case.whole or bool(case.sweep), "steps": case.steps, "prefill": case.prefill, "most": MOST,
-                  "capped": case.capped}
+                  "once": (case.whole or bool(case.sweep)) and not case.warm, "steps": case.steps,
+                  "prefill": case.prefill, "most": MOST, "capped": case.capped, "draw": case.draw}
     processes = {name: started(name, args.threads, args.processor) for name in (*aside(case), *parts)}
     try:
         return _measured(args, case, model, sources, order, parts, processes)
@@ -296,7 +302,8 @@ def run_cell(case: OffloadCase, title: str, cell: Cell, plans: list[Row], proces
                 continue
             if "planned_step_s" in plan:
                 turn |= ask(processes, process, "predicted", asked | {rate: link[rate] for rate in RATES}) or {}
-            turns.append(turn | {"name": name, "cell": cell.name, "round": r, "link": link})
+            if r or not case.warm:
+                turns.append(turn | {"name": name, "cell": cell.name, "round": r, "link": link})
             predicted = f" of {turn['predicted_step_s']:.3f} predicted" if "predicted_step_s" in turn else ""
             note(f"{title}, {name}: step {median(turn['steps_s']):.3f} s{predicted}, reads "
                  f"{link['bytes_per_s'] / 1e9:.2f} GB/s, pace {link['pace']:.2f}")

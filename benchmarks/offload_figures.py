@@ -58,6 +58,9 @@ def figures(model: Row, memory_bytes_per_s: float) -> list[Row]:
         if ours and not plan["ram"]:
             row |= {"planned_read_nbytes": plan["planned_read_nbytes"], "cache": plan["cache"],
                     "read_nbytes": median(t.get("read_nbytes", 0) for t in found)}
+            if plan.get("pool_slots") and plan["expected_hits"] < 1:
+                named = plan["planned_read_nbytes"] / (1 - plan["expected_hits"])
+                row["hits"] = f"{1 - row['read_nbytes'] / named:.0%} ({plan['expected_hits']:.0%})"
             if plan["planned_read_nbytes"]:
                 row["link_tokens_per_s"] = median(batch / link_bound_s(plan, t["link"]) for t in found)
             if in_ram := rates(cell, f"ram {plan['formats']}") or rates(cell, IN_RAM):
@@ -140,7 +143,7 @@ def report(result: Row) -> None:
     """Print the rows, then what they say."""
     head = ["model", "cell", "contestant", "batch", "in", "prefill s", "decode tok/s", "link bound", "in memory",
             "cores", "memory's", "of the bound", "x peer", "x planner", "with prefill", "prompt tok/s", "peak MB",
-            "objects MB", "page cache MB", "resident MB", "error %", "as in RAM"]
+            "objects MB", "page cache MB", "resident MB", "error %", "as in RAM", "MB read", "hits (expected)"]
     rows = []
     for r in result["rows"]:
         bounds = [r[k] for k in ("link_tokens_per_s", "ram_tokens_per_s", "memory_tokens_per_s") if k in r]
@@ -152,7 +155,8 @@ def report(result: Row) -> None:
                      *(shown(r, key) for key in ("to_planner", "whole_tokens_per_s", "prompt_tokens_per_s")),
                      *(f"{r[f'{key}_nbytes'] / 1e6:.0f}" for key in ("peak", "objects", "cached", "resident")),
                      " ".join(f"{100 * r[k]:+.0f}" for k in ("step_error", "prefill_error") if k in r),
-                     f"{r['same_tokens']:.0%}" if "same_tokens" in r else ""])
+                     f"{r['same_tokens']:.0%}" if "same_tokens" in r else "",
+                     f"{r['read_nbytes'] / 1e6:.0f}" if r.get("read_nbytes") else "", r.get("hits", "")])
     print(result["processor"])
     for model in result["models"]:
         reads = [turn["link"]["bytes_per_s"] / 1e9 for turn in model["turns"]]

@@ -97,6 +97,21 @@ def gguf_file(name: str, kind: str, scratch: Path) -> Path:
     return out
 
 
+def expert_hits(folder: Path, device: int) -> tuple[float, ...]:
+    """Hits of pools of any size on answers that no timed turn gives; measured once, the file lies next to the model."""
+    import forebay
+    from forebay.calibrate_experts import calibrate_experts
+    from forebay.calibration import Calibration
+
+    path, budget = folder / "routing.json", {"device": device, "disk": folder}
+    if not path.exists():
+        with forebay.wrap(folder, budget, prompt=1, new_tokens=16) as lm:
+            answers = [lm.generate(torch.tensor([[100 + i]]), max_new_tokens=16, do_sample=True, top_k=0)[0]
+                       for i in range(12)]
+        calibrate_experts(folder, answers, budget).save(path)
+    return Calibration.load(path).expert_hits
+
+
 def known(model: str) -> bool:
     return model.partition(":")[0] in (*MODELS, "smollm2", "demo", *SHAPES)
 
