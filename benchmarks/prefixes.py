@@ -1,8 +1,10 @@
-"""Prompts that begin alike: `python -m benchmarks.prefixes [chat|job] [--model demo] [--budget 400MB]`.
+"""Prompts that begin alike: `python -m benchmarks.prefixes [chat|job] [--model demo] [--budget 2GiB] [--out FILE]`.
 
-chat  A conversation of `--turns` turns over `--tokens` tokens, of which each turn adds as many. Timed is the time to
-      the first token of a turn: with a prefix cache, without, and of a prompt of the turn's own tokens alone. The
-      three take turns.
+chat  A conversation of `--turns` turns over `--tokens` tokens, of which each turn adds as many, in each of WAYS. Timed
+      is the time to the first token of a turn, in every way in turns; those that compute all of a prompt take part in
+      each fifth turn. Afterwards each way begins anew, with what it has on disk, and answers one turn more ("restart").
+      The ceiling is the time of a prompt of the turn's own tokens. llama.cpp keeps the conversation in its slot
+      (`cache_prompt`), and saves and restores it as a file.
 job   A job of `--lines` lines that share a prompt of `--shared` tokens and have `--own` tokens each, with answers of
       one token: with a prefix cache and without, in turns, `--rounds` times.
 """
@@ -13,10 +15,16 @@ import argparse
 import contextlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.request import Request as Request_
+from urllib.request import urlopen
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
@@ -35,24 +43,106 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def measure_chat(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row of each turn, in seconds."""
-    ids = torch.randint(3, given.vocab, (given.tokens,), generator=torch.Generator().manual_seed(0))
-    sizes = {"prompt": given.tokens, "new_tokens": 8}
-    rows, step = [], given.tokens // given.turns
-    with (forebay.wrap(given.model, given.budget, **sizes) as plain,
-          forebay.wrap(given.model, given.budget, prefix_cache=KEPT, **sizes) as reusing,
-          forebay.wrap(given.model, given.budget, **sizes | {"prompt": step}) as alone):
-        for lm in (plain, reusing, alone):
-            lm.generate(ids[None, : step // 2], max_new_tokens=2)
+@dataclass(frozen=True)
+class ChatWay:
+    """A way to answer turns: options of `wrap`, or a file for llama.cpp. `whole`: it computes all of each prompt;
+    `alone`: of each prompt it is given the turn's own tokens. `kept`: what it has on disk outlives it."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    whole: bool = False
+    alone: bool = False
+    kept: bool = False
+    llama: bool = False
+
+
+WAYS = {
+    "without": ChatWay(whole=True),
+    "memory": ChatWay({"prefix_cache": KEPT}),
+    "disk": ChatWay({"prefix_cache": 0, "cache_dir": "disk"}, kept=True),
+    "ceiling": ChatWay(alone=True),
+    "llama.cpp": ChatWay(llama=True, kept=True),
+    "llama.cpp without": ChatWay({"cache_prompt": False}, whole=True, llama=True),
+}
+
+
+class ForebayTurns:
+    """Answers prompts by a model within the budget."""
+
+    def __init__(self, given: argparse.Namespace, way: ChatWay, folder: Path, step: int) -> None:
+        options = dict(way.options) | ({"cache_dir": folder / "prompts"} if "cache_dir" in way.options else {})
+        self.lm = forebay.wrap(given.model, given.budget, prompt=step if way.alone else given.tokens + step,
+                               new_tokens=8, **options)
+        self.lm.generate(torch.full((1, 8), 7), max_new_tokens=2)
+
+    def answer(self, ids: torch.Tensor) -> None:
+        self.lm.generate(ids[None], max_new_tokens=1, do_sample=False, eos_token_id=None)
+
+    def close(self) -> None:
+        self.lm.close()
+
+
+class LlamaTurns:
+    """Answers prompts by llama.cpp's server, whose one slot is saved as it closes, and restored."""
+
+    def __init__(self, given: argparse.Namespace, way: ChatWay, folder: Path, step: int) -> None:
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path, params.n_parallel, params.cache_ram_mib = given.gguf, 1, 0
+        params.n_ctx, params.slot_save_path, params.endpoint_slots = given.tokens + 2 * step, f"{folder}/", True
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
+        self.server, self.options, self.saved = xllamacpp.Server(params), way.options, folder / "slot.bin"
+        self.kept = way.kept
+        if self.kept and self.saved.exists():
+            self.slot("restore")
+
+    def slot(self, action: str) -> None:
+        request = Request_(f"{self.server.listening_address}/slots/0?action={action}", json.dumps(
+            {"filename": self.saved.name}).encode(), {"Content-Type": "application/json"})
+        with urlopen(request) as reply:
+            assert json.load(reply)["n_" + action + "d"] > 0
+
+    def answer(self, ids: torch.Tensor) -> None:
+        self.server.handle_completions({"prompt": ids.tolist(), "max_tokens": 1, "temperature": 0, "cache_prompt": True,
+                                        "id_slot": 0, **self.options})
+
+    def close(self) -> None:
+        if self.kept:
+            self.slot("save")
+        del self.server
+
+
+def measure_chat(given: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each turn by way, and of one turn more after a restart, which opens the model before its clock
+    begins, but reads what is kept of prompts after it."""
+    step, rows = given.tokens // given.turns, list[dict[str, Any]]()
+    ids = torch.randint(3, given.vocab, (given.tokens + step,), generator=torch.Generator().manual_seed(0))
+    ways = {name: way for name, way in WAYS.items() if given.gguf or not way.llama}
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        def opened(way: ChatWay) -> ForebayTurns | LlamaTurns:
+            return (LlamaTurns if way.llama else ForebayTurns)(given, way, Path(folder), step)
+
+        answering = {name: opened(way) for name, way in ways.items()}
         for turn in range(1, given.turns + 1):
-            prompt = ids[None, : turn * step]
-            rows.append({"turn": turn, "tokens": turn * step, **{
-                name: timed(lambda lm=lm, asked=asked: lm.generate(asked, max_new_tokens=1))  # type: ignore[misc]
-                for name, lm, asked in (("without_s", plain, prompt), ("with_s", reusing, prompt),
-                                        ("alone_s", alone, prompt[:, -step:]))}, "cached": reusing.tally.cached})
+            prompt = ids[: turn * step]
+            rows.append({"turn": turn, "tokens": turn * step} | {
+                f"{name}_s": timed(partial(at.answer, prompt[-step:] if ways[name].alone else prompt))
+                for name, at in answering.items() if not ways[name].whole or turn % 5 == 0})
             print(json.dumps(rows[-1]), flush=True)
-    return rows
+        for at in answering.values():
+            at.close()
+        restart = {}
+        for name, way in ways.items():
+            if way.kept:
+                began = time.perf_counter()
+                at = opened(way)
+                loaded = time.perf_counter()
+                at.answer(ids)
+                restart[name] = {"opened_s": loaded - began, "turn_s": time.perf_counter() - loaded}
+                at.close()
+    last = rows[-5:]
+    return {"restart": restart, "last_turns_s": {name: median(row[f"{name}_s"] for row in last if f"{name}_s" in row)
+                                                 for name in ways}, "turns": rows}
 
 
 def measure_job(given: argparse.Namespace) -> dict[str, Any]:
@@ -74,7 +164,7 @@ def measure_job(given: argparse.Namespace) -> dict[str, Any]:
                     [Request(ids, 1) for ids in lines], Sampling(), frozenset(), on_end=lambda *_: None,
                     on_step=lambda work: None)))
     row = {name: median(times) for name, times in found.items()}
-    return {**row, "ratio": row["without_s"] / row["with_s"], "rounds": given.rounds}
+    return {**row, "ratio": row["without_s"] / row["with_s"], "rounds_s": found}
 
 
 def main() -> None:
@@ -82,14 +172,18 @@ def main() -> None:
     parser.add_argument("which", nargs="?", choices=("chat", "job"), default="chat")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--budget", default="2GiB")
+    parser.add_argument("--gguf", help="the same model for llama.cpp")
+    parser.add_argument("--folder", help="on whose disk prompts are kept")
+    parser.add_argument("--out", type=Path)
     for name, default in (("turns", 20), ("tokens", 4096), ("lines", 1000), ("shared", 1000), ("own", 32),
                           ("slots", 16), ("rounds", 3), ("vocab", 49152)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
-    if given.which == "chat":
-        measure_chat(given)
-    else:
-        print(json.dumps(measure_job(given)))
+    found = {"which": given.which, "model": given.model, "budget": given.budget, "threads": torch.get_num_threads(),
+             **(measure_chat(given) if given.which == "chat" else measure_job(given))}
+    print(json.dumps(found))
+    if given.out is not None:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

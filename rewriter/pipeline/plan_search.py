@@ -62,7 +62,7 @@ def plan_slots(task: PlanTask, slots: int | None = None) -> Planned:
     sizes = [min(slots, count)] if slots else slot_counts(count)
 
     def planned(size: int, tier: MemoryTier | None, rounds: bool = options.rounds) -> Planned:
-        whole = size == count and not options.prefix_cache  # what begins together computes what it begins with anew
+        whole = size == count and not options.keeps_prompts  # what begins together computes what it begins with anew
         together = None if whole or rounds else options.admitted or admitted_at_once(size)
         return plan_batch(task.for_batch(size, cache_tier=tier, rounds=rounds, admitted=together or options.admitted))
 

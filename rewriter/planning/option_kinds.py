@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,7 @@ SIZE_OR_AUTO = OptionKind("a whole number of at least 1, or 'auto'", "N|auto|non
 CACHE_FORMAT = OptionKind("'native' or the name of a cache format", "FORMAT", _known_to(cache_format))
 CHECKPOINT_FORMAT = OptionKind("'native' or the name of a checkpoint format", "FORMAT", _known_to(checkpoint_format))
 PATH = OptionKind("a path", "FILE", lambda value: "" if _is_path(value) else f" must be a path, found {value!r}", Path)
+FOLDER = replace(PATH, words="a folder", metavar="DIR")
 ADAPTERS = OptionKind("a folder, or folders by name", "DIR|NAME=DIR,…", _wrong_adapters, _adapters)
 MODEL = OptionKind("a path or a format", "MODEL|FORMAT|auto", lambda value: "" if _is_path(value) else (
     f" must be a path or a format, found {value!r}"))

@@ -23,6 +23,7 @@ from forebay.rewriter.planning.option_kinds import (
     CHECKPOINT_FORMAT,
     COUNT,
     FLAG,
+    FOLDER,
     MACHINE,
     MODEL,
     NBYTES,
@@ -104,8 +105,7 @@ class Options:
     Those who plan are given the same record, and sizes of the call in a `Workload`: it changes from call to call."""
 
     batch: int | None = field(default=None, metadata=option(
-        SIZE, "Sequences computed at once", BATCH, otherwise="1",
-        planned=lambda plan: plan.workload.batch))
+        SIZE, "Sequences computed at once", BATCH, otherwise="1", planned=lambda plan: plan.workload.batch))
     prompt: int | None = field(default=None, metadata=option(
         SIZE, "Longest prompt, in tokens", BATCH, otherwise="128, or half of the model's positions"))
     new_tokens: int | None = field(default=None, metadata=option(
@@ -162,8 +162,7 @@ class Options:
         TIER, "Memory that holds the KV cache", CACHE, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.batching.cache.tier))
     cache_shares: tuple[float, float] | None = field(default=None, metadata=option(
-        SHARES, "Shares of the KV cache on the device and in host memory; the rest is on the cache tier",
-        CACHE))
+        SHARES, "Shares of the KV cache on the device and in host memory; the rest is on the cache tier", CACHE))
     cache_tokens: int | None = field(default=None, metadata=option(
         SIZE, "Tokens of a block in which the KV cache moves between tiers", CACHE, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.batching.cache.block_tokens or None))
@@ -187,6 +186,10 @@ class Options:
     prefix_cache: int | str | None = field(default=None, metadata=option(
         NBYTES_OR_NONE, "Memory, besides the budget, for the KV cache of prompts that others may begin with", CACHE,
         otherwise="0; jobs whose prompts begin alike 256MiB"))
+    cache_dir: str | os.PathLike[str] | None = field(default=None, metadata=option(
+        FOLDER, "Folder that keeps the KV cache of prompts for later prompts and runs", CACHE, otherwise="none"))
+    cache_dir_size: int | str | None = field(default=None, metadata=option(
+        NBYTES, "Most bytes in the folder of `cache_dir`", CACHE, otherwise="8GiB"))
     calibration: str | os.PathLike[str] | None = field(default=None, metadata=option(
         PATH, "File of `forebay calibrate`: attention scores, for a shared softmax maximum on a GPU, or routing of "
         "experts (`--experts`)", CACHE))
@@ -203,8 +206,8 @@ class Options:
         planned=lambda plan: None if plan.schedule.speculative_steps else "no step that checks drafts",
         as_planned=lambda value, plan: None if value == "auto" else value))
     draft: str | os.PathLike[str] | None = field(default=None, metadata=option(
-        MODEL, "Model that drafts within the budget: a smaller one, or a format for a copy in fewer bits "
-        "(w4; auto: w8 or w4)", SPECULATION))
+        MODEL, "Model that drafts within the budget: a smaller one, or a format for a copy in fewer bits (w4; auto: w8 "
+        "or w4)", SPECULATION))
 
     adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = field(default=None, metadata=option(
         ADAPTERS, "LoRA adapter on top of the model, a folder as PEFT saves it; or several by name, of which each "
@@ -254,6 +257,11 @@ class Options:
     def forced(self) -> list[str]:
         """Names of the options that ask for something."""
         return [name for name, record in OPTIONS.items() if getattr(self, name) != record.default]
+
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether the KV cache of prompts is kept."""
+        return bool(self.prefix_cache) or self.cache_dir is not None
 
     @property
     def of_one_model(self) -> bool:

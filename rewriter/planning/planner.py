@@ -43,7 +43,7 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
                         "bytes) of cache that are to lie in host memory (plan.schedule.batching.cache.on_host); give "
                         "more")
     best = _cheapest(needs, kinds, budget, workload, list(_candidates(needs, kinds, budget, workload, options)),
-                     MAX_REUSE_RATIO if options.prefix_cache else 1.0)
+                     MAX_REUSE_RATIO if options.keeps_prompts else 1.0)
     if best is None:
         refuse_forced(needs, budget, workload, options)
         smallest, parts = smallest_budget(needs, workload, options)

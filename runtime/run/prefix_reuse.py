@@ -7,9 +7,10 @@ for bit.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
 import torch
@@ -20,7 +21,8 @@ from forebay.runtime.run.prefix_cache import PrefixCache, block_keys
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.step_inputs import StepInputs
 
-BY_TOKENS = {"input_ids", "start", "last", "count", "batch_slots", "positions", "until"}  # what follows from tokens
+# What follows from tokens, and from the adapter whose name is in the key.
+BY_TOKENS = {"input_ids", "start", "last", "count", "batch_slots", "positions", "until", "adapters"}
 
 
 def reuse_prefixes(session: Session, states: LayerStates, cache: PrefixCache, identity: bytes) -> None:
@@ -46,27 +48,35 @@ class PrefixReuse:
         self.slots, self.chunk, self.cache, self.root = slots, chunk, cache, identity
         self.tokens = math.lcm(chunk, slots.unit)
         self._keys: dict[int, list[bytes]] = {}  # by slot, of the prompts that are computed
+        self._roots: dict[int, bytes] = {}
         self._shared: Counter[bytes] | None = None  # prompts of a job by block
 
-    def expect(self, prompts: Iterable[torch.Tensor] | None) -> list[tuple[bytes, ...]]:
-        """Keep only what two of these prompts have in common, as no others come (None: any may come). Returns of each
-        the keys of the blocks that others begin with, too."""
-        keys = [block_keys(self.root, ids, self.tokens) for ids in prompts or ()]
+    def expect(self, prompts: Iterable[tuple[torch.Tensor, str]] | None) -> list[tuple[bytes, ...]]:
+        """Keep only what two of these prompts, with the names of their adapters, have in common, as no others come
+        (None: any may come). Returns of each the keys of the blocks that others begin with, too."""
+        keys = [block_keys(self._root(adapter), ids, self.tokens) for ids, adapter in prompts or ()]
         shared = Counter(key for of_one in keys for key in of_one)
         self._shared = None if prompts is None else shared
         return [tuple(key for key in of_one if shared[key] > 1) for of_one in keys]
 
-    def enter(self, prompts: Mapping[int, torch.Tensor]) -> int:
-        """Give the slots of `prompts` what is known of each, up to as many tokens as is known of all; how many. The
-        last token of a prompt is always computed."""
-        self._keys |= {slot: block_keys(self.root, ids, self.tokens) for slot, ids in prompts.items()}
-        known = {slot: self.cache.known(self._keys[slot][: (ids.numel() - 1) // self.tokens])
-                 for slot, ids in prompts.items()}
-        count = min(map(len, known.values()))
-        for slot, blocks in known.items():
-            for i, block in enumerate(blocks[:count]):
-                self.slots.write(slot, i * self.tokens, (i + 1) * self.tokens, block.rows)
+    def enter(self, prompts: Mapping[int, torch.Tensor], adapters: Mapping[int, str]) -> int:
+        """Give the slots of `prompts` what is known of each, with the adapter of its slot, up to as many tokens as is
+        known of all; how many. The last token of a prompt is always computed."""
+        roots = {slot: self._root(adapters.get(slot, "")) for slot in prompts}
+        self._keys |= {slot: block_keys(roots[slot], ids, self.tokens) for slot, ids in prompts.items()}
+        self._roots |= roots
+        count = min(self.cache.count(self._keys[slot][: (ids.numel() - 1) // self.tokens])
+                    for slot, ids in prompts.items())
+        if not all([self._write(slot, self._keys[slot][:count]) for slot in prompts]):
+            return self.enter(prompts, adapters)  # a block that could not be read is known no longer
         return count * self.tokens
+
+    def _write(self, slot: int, keys: Sequence[bytes]) -> bool:
+        """Give a slot the blocks of `keys`; whether all could be had."""
+        done = 0
+        for done, rows in enumerate(self.cache.read(keys), 1):
+            self.slots.write(slot, (done - 1) * self.tokens, done * self.tokens, rows)
+        return done == len(keys)
 
     def keep(self, slots: Iterable[int], at: int, tokens: int) -> None:
         """Keep what a step over `tokens` tokens from `at` on has just computed of the prompts that entered these slots,
@@ -77,5 +87,9 @@ class PrefixReuse:
         for slot in slots:
             upto = self._keys[slot][: end // self.tokens]
             wanted = len(upto) * self.tokens == end and (self._shared is None or self._shared[upto[-1]] > 1)
-            if wanted and upto[-1] not in self.cache.blocks and self.cache.has_room(upto[:-1]):
-                self.cache.add(upto, self.slots.read(slot, end - self.tokens, end), self.root)
+            if wanted and self.cache.lacks(upto):
+                self.cache.add(upto, self.slots.read(slot, end - self.tokens, end), self._roots[slot])
+
+    def _root(self, adapter: str) -> bytes:
+        """The key before the first block of prompts that are computed with an adapter, "" for none."""
+        return hashlib.sha256(self.root + adapter.encode()).digest() if adapter else self.root

@@ -45,7 +45,7 @@ def answer_all(
     closed.
     """
     scheduler = Scheduler(session, sampling, eos, on_end, drafter=drafter or PromptLookup())
-    known = [] if session.prefixes is None else session.prefixes.expect([each.ids for each in requests])
+    known = session.prefixes.expect([(each.ids, each.adapter) for each in requests]) if session.prefixes else []
     scheduler.enqueue(dict(enumerate(requests)), shared=known)
     while scheduler.busy:
         scheduler.step()
@@ -190,7 +190,8 @@ class Scheduler:
 
     def _enter_known(self, prompts: Mapping[int, torch.Tensor], numbers: Sequence[int]) -> int:
         """Give slots what is known of their prompts before these are computed; how many tokens of each."""
-        kept = 0 if self.session.prefixes is None else self.session.prefixes.enter(prompts)
+        adapters = {slot: self.requests[number].adapter for slot, number in zip(prompts, numbers, strict=True)}
+        kept = 0 if self.session.prefixes is None else self.session.prefixes.enter(prompts, adapters)
         for number in numbers:
             self.work.cached += kept
             self.requests[number].on_cached(kept)

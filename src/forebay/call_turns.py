@@ -72,6 +72,10 @@ class TakesTurns:
         """
         with self.turn(ModelCall("close")):
             self._end_sessions()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Give back what outlives sessions."""
 
     def _end_sessions(self) -> None:
         raise NotImplementedError

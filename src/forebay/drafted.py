@@ -87,8 +87,8 @@ class DraftedPlanner:
         require_within(steps.plan, replace(whole, device=whole.device - part.device))
         draft, budget = self._draft, replace(whole, device=part.device, host=part.host)
         helper = LanguageModel(
-            draft.captured, draft.checkpoint, draft.files, budget, plan.workload, replace(options, prefix_cache=None),
-            draft.machine,
+            draft.captured, draft.checkpoint, draft.files, budget, plan.workload,
+            replace(options, prefix_cache=None, cache_dir=None), draft.machine,
             choose=lambda *_: (pipeline, plan), planner_of=lambda *_: draft.within(budget))
         helper.drafts_seen = self._seen
         return replace(steps, helper=helper)

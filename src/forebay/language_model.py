@@ -40,7 +40,6 @@ from forebay.rewriter.report.explain_shared import explain_shared
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.run.prefill import require_whole_chunks
-from forebay.runtime.run.prefix_cache import PrefixCache
 from forebay.runtime.run.prefix_reuse import reuse_prefixes
 from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import Request
@@ -50,7 +49,7 @@ from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import OnEnd, OnStep, answer_all
 from forebay.runtime.run.session import Session, resident_copies
 from forebay.scoring_calls import ScoringCalls
-from forebay.session_calls import SessionCalls
+from forebay.session_calls import SessionCalls, kept_prompts
 from forebay.step_model import OnToken
 from forebay.step_runner import StepRunner
 from forebay.trace_calls import TraceCalls
@@ -73,7 +72,7 @@ def causal_lm_class() -> type[StreamedCausalLM]:
     return StreamedCausalLM
 
 
-class LanguageModel(TakesTurns, ScoringCalls, SessionCalls, TraceCalls, NnModuleCompat):
+class LanguageModel(SessionCalls, TakesTurns, ScoringCalls, TraceCalls, NnModuleCompat):
     """A captured model, its plan, and the session that runs it. Close it (or use `with`) to give memory back."""
 
     helper: LanguageModel | None  # drafts within the same budget
@@ -114,8 +113,7 @@ class LanguageModel(TakesTurns, ScoringCalls, SessionCalls, TraceCalls, NnModule
         self._variants: dict[tuple[Gives, bool], LanguageModel] = {}  # the same model with steps of other kinds
         self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
         self._capture = capture or partial(capture_folder, checkpoint.folder)
-        if options.prefix_cache and options.mesh is None and not captured.adapters:  # kept by tokens alone
-            self.prefixes = PrefixCache(int(options.prefix_cache))
+        self.prefixes = kept_prompts(options)
         self.planner = planner_of(captured, checkpoint, files, budget, self.machine)
         check_choices(workload, options, plan)
         if plan is not None:
@@ -196,6 +194,7 @@ class LanguageModel(TakesTurns, ScoringCalls, SessionCalls, TraceCalls, NnModule
                 self.steps.pipeline.growth(plan), captured.gives == "all", captured.rope_switch_length,
                 self.shared_draft, rewindable(captured.states), captured.adapters)
             if self.prefixes is not None:
+                self.prefixes.open()
                 reuse_prefixes(self._session, captured.states, self.prefixes, self.prefix_identity.digest())
             LOG.info("loaded %d bytes of weights in %.1f s", plan.nbytes_on("device"), time.monotonic() - began)
         return self._session

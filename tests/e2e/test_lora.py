@@ -160,6 +160,29 @@ def test_requests_with_adapters_take_slots_as_they_fall_free(
         assert found[i] == answers(models[name], ids[None])[0, len(ids) : len(ids) + NEW - i % 3].tolist(), (i, name)
 
 
+def test_prompts_are_known_to_their_own_adapter_alone(
+    several: tuple[Path, dict[str, Path], dict[str, Any]], tmp_path: Path
+) -> None:
+    base, adapters, models = several
+    names = ["__base__", "first", "__base__", "first", "second"]
+
+    def answered(adapters: dict[str, Path], names: list[str]) -> list[int]:
+        """The tokens of each prompt that were known; its answer is that of the model with its adapter."""
+        known = []
+        with wrap(base, 8 << 20, adapter=adapters, prompt=PROMPT, new_tokens=NEW, prefill_chunk=2, prefix_cache=0,
+                  cache_dir=tmp_path) as lm:
+            for name in names:
+                found = lm.generate(IDS[:1], max_new_tokens=NEW, eos_token_id=None, adapter_names=[name])
+                assert torch.equal(found, answers(models[name.replace("__base__", "")], IDS[:1]))
+                known.append(lm.tally.cached)
+        return known
+
+    most = (IDS.shape[1] - 1) // 2 * 2
+    assert answered(adapters, names) == [0, 0, most, most, 0]
+    models = models | {"first": models["second"]}  # of another adapter nothing is known by the name of the first
+    assert answered(adapters | {"first": adapters["second"]}, ["first"]) == [0]
+
+
 def test_adapters_that_do_more_than_add_matrices_serve_alone(tmp_path: Path) -> None:
     model = saved_model("llama", tmp_path / "base")
     adapter = write_lora(tmp_path / "adapter", model, r".*\.q_proj", use_dora=True)

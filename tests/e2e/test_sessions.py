@@ -189,7 +189,7 @@ def test_memory_is_taken_where_prompts_begin_alike() -> None:
 
 
 def test_a_server_knows_its_prompts_after_a_restart(folder: Path, tmp_path: Path) -> None:
-    system, session = " ".join(f"w{i}" for i in range(5, 14)), tmp_path / "prompts.session"
+    system = " ".join(f"w{i}" for i in range(5, 14))
 
     def cached(server: Running, prompt: str) -> tuple[str, int]:
         status, reply = server.complete(prompt=prompt, max_tokens=4, temperature=0)
@@ -197,12 +197,18 @@ def test_a_server_knows_its_prompts_after_a_restart(folder: Path, tmp_path: Path
         return reply["choices"][0]["text"], reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     def served(ask: Callable[[Running], Any]) -> Any:
-        with serving(folder, planned=opened(folder, batch_slots=3), session=session) as server:
+        with serving(folder, planned=opened(folder, batch_slots=3, cache_dir=tmp_path)) as server:
             return ask(server)
 
     first = served(lambda server: cached(server, f"{system} w1"))
     again = served(lambda server: cached(server, f"{system} w1"))
     assert first[1] == 0 and again == (first[0], 8)
-    session.write_bytes(session.read_bytes()[:-5])
+    for file in tmp_path.glob("*.kv"):
+        file.write_bytes(file.read_bytes()[:-5])
     assert served(lambda server: cached(server, f"{system} w1")) == first
     assert served(lambda server: cached(server, f"{system} w1")) == again
+    with opened(folder, batch_slots=3, cache_dir=tmp_path) as lm:
+        _ = lm.session
+        result = CliRunner().invoke(app, ["serve", str(folder), "--cache-dir", str(tmp_path), "--port", "0", "--budget",
+                                          str(4 * BUDGET), "--machine", str(folder / "machine.json")])
+        assert result.exit_code == 2 and "another process keeps its prompts here; name another" in result.stderr

@@ -22,7 +22,8 @@ from forebay.rewriter.checkpoints.checkpoint import read_tensor
 from forebay.rewriter.checkpoints.packed import MANIFEST, file_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_json, write_quantized
 from forebay.rewriter.checkpoints.records import CheckpointError
-from forebay.runtime.run.prefix_cache import PrefixBlock
+from forebay.runtime.run.prefix_cache import PrefixBlock, block_keys
+from forebay.runtime.run.prefix_files import PrefixFiles
 from forebay.session_file import SavedSession, read_session, write_session
 from tests.e2e.test_jobs import Counter
 from tests.faults.power import Recorder, crashes
@@ -122,6 +123,38 @@ def test_a_session_is_the_old_one_or_the_new(tmp_path: Path) -> None:
         found = read_session(after / "session", old.identity)
         assert found.said in ((old.said, new.said) if promised != ["old", "new"] else (new.said,))
         assert found.tree[0][1].rows.tolist() == [3 if found.said == old.said else 5] * 9000
+
+
+def test_blocks_of_prompts_are_whole_or_gone(tmp_path: Path) -> None:
+    """What a crash left of a block is the block or none, and later blocks find room."""
+    folder, after, keys = tmp_path / "prompts", tmp_path / "after", block_keys(bytes(32), torch.arange(3), 1)
+    rows = [torch.full((9000,), i + 1, dtype=torch.uint8) for i in range(3)]
+    folder.mkdir()
+    recorder = Recorder(folder)
+
+    def kept(at: Path, blocks: int) -> PrefixFiles:
+        files = PrefixFiles(at, 1 << 20)
+        files.open()
+        for i in range(blocks):
+            files.add(keys[: i + 1], PrefixBlock(keys[i - 1] if i else bytes(32), rows[i]))
+            files.settle(all_of_them=True)
+        return files
+
+    with recorder.recording():
+        kept(folder, 2).close()
+    numbers = set()
+    for _, files in crashes(recorder.log, EACH, random.Random(SEED)):
+        _laid_out(after, files)
+        found = kept(after, 0)
+        blocks = list(found.read(keys[: found.count(keys)]))
+        numbers.add(len(blocks))
+        assert all(torch.equal(block.rows, rows[i]) for i, block in enumerate(blocks))
+        found.close()
+        again = kept(after, 3)
+        assert [int(block.rows[0]) for block in again.read(keys[: again.count(keys)])] == [1, 2, 3]
+        again.close()
+        assert len(list(after.glob("*.kv"))) == 3 and not list(after.glob(".*"))
+    assert numbers == {0, 1, 2}
 
 
 def _quantized(out: Path) -> None:

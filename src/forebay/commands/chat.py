@@ -185,7 +185,8 @@ def _planned(folder: Path, budget: str | None, options: Options) -> LanguageMode
     from forebay.rewriter.ir.plan import Budget
 
     options = replace(options, machine=machine_profile(options, folder))
-    saved = stored_plan(folder) if budget is None and is_bundle(folder) and options.draft is None else None
+    saved = stored_plan(folder) if budget is None and is_bundle(folder) and options.draft is None and (
+        options.cache_dir is None) else None
     if saved is not None and _serves(saved, options):
         return open_bundle(folder, machine=cast("Machine", options.machine), prefix_cache=options.prefix_cache)
     sizes = named_budget(budget) if saved is None else Budget(saved.budget.device, saved.budget.host)

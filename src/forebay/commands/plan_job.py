@@ -73,7 +73,7 @@ def fit_job(
         kept = up_to(most)
         prompts, typical = [len(p.ids) for p in kept], round(fmean(_new_tokens(p, new_tokens) for p in kept))
         beside, how = most - max(prompts), partial(plan_slots, slots=batch_slots)
-        known = common_tokens(p.ids for p in kept) if options.prefix_cache else 0
+        known = common_tokens(p.ids for p in kept) if options.keeps_prompts else 0
         computed = max(1, round(fmean(prompts) - known / len(prompts)))
 
         def made_for(answer: int) -> LanguageModel:

@@ -17,7 +17,6 @@ from forebay.commands.options import (
     model_folder,
     named_budget,
     prepare_draft,
-    require_writable,
     with_options,
 )
 from forebay.commands.terminal import FAILED, clean_errors, console, reason_of, say
@@ -76,9 +75,6 @@ def serve(
     image_files: Annotated[bool, typer.Option("--image-files",
         help="Images from files of this machine too, which requests name; else data URLs alone.",
         rich_help_panel="Images")] = False,
-    cache_dir: Annotated[Path | None, typer.Option(
-        help="Folder that keeps the KV cache of prompts (--prefix-cache) while the server is stopped.",
-        rich_help_panel="KV cache")] = None,
     debug: DebugOption = False,
 ) -> None:
     """Serve MODEL to OpenAI clients within a budget, until Ctrl-C or SIGTERM.
@@ -127,7 +123,9 @@ def serve(
             run = ServerRun(Service(
                 lm, tokenizer, stop_ids(folder, tokenizer), prompt,
                 min(new_tokens, limit - prompt) if limit else new_tokens, queue, told,
-                choice.turns, _session_file(cache_dir, options), image_nbytes, image_files), grace)
+                choice.turns, image_nbytes, image_files), grace)
+            if lm.prefixes is not None:
+                lm.prefixes.open()
             _drop_cached(lm)
 
             def started() -> None:
@@ -173,18 +171,6 @@ def _check_tower(lm: LanguageModel, image_nbytes: int) -> None:
     if image_nbytes and lm.tower.plan.weight_nbytes >= image_nbytes:
         raise JobError(f"--image-memory: the vision tower needs {format_nbytes(lm.tower.plan.weight_nbytes)} for "
                        "weights, and more for activations; give more")
-
-
-def _session_file(folder: Path | None, options: Options) -> Path | None:
-    """The file of prompts in a folder, which is made where it is missing."""
-    from forebay.commands.prompts import JobError
-
-    if folder is not None and not options.prefix_cache:
-        raise JobError("--cache-dir keeps what --prefix-cache holds: give it more than 0, or leave --cache-dir out")
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        require_writable(folder / "prompts.session", "--cache-dir")
-    return None if folder is None else folder / "prompts.session"
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> Exception:

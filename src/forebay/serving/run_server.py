@@ -10,14 +10,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from forebay.commands.chat_template import ChatTemplate
-from forebay.commands.terminal import reason_of, say
 from forebay.images.chats import ImageChats
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.turns import SERVER_TURNS, StepTurns
@@ -27,7 +25,6 @@ from forebay.serving.connection import ConnectionLimits, connection_type
 from forebay.serving.metrics import Metrics
 from forebay.serving.served_images import ServedImages
 from forebay.serving.text_codec import TextCodec
-from forebay.session_file import SessionError
 
 BACKLOG = 128  # connections that wait to be accepted
 OTHER_FILES = 128  # that the process may open besides its connections
@@ -37,9 +34,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 @dataclass(frozen=True)
 class Service:
     """What a server serves: a planned model, its tokenizer and the tokens that end answers, in slots of `prompt` and
-    `new_tokens`, which take `turns`; at most `queue` requests wait. `session` is a file that keeps the KV cache of
-    prompts while it is stopped. Images have `image_nbytes` of memory, and may be files of this machine with
-    `image_files`; of 0 none are taken."""
+    `new_tokens`, which take `turns`; at most `queue` requests wait. Images have `image_nbytes` of memory, and may be
+    files of this machine with `image_files`; of 0 none are taken."""
 
     lm: LanguageModel
     tokenizer: Any
@@ -49,7 +45,6 @@ class Service:
     queue: int
     options: ServingOptions
     turns: StepTurns = SERVER_TURNS
-    session: Path | None = None
     image_nbytes: int = 0
     image_files: bool = False
 
@@ -108,7 +103,6 @@ class ServerRun:
             app = make_app(self.batcher, text, self.service.options, self.metrics)
             self._uvicorn = UvicornServer(server_config(app, service.options, self._grace_s), on_start,
                                           self.batcher.drain)
-            self._load_session()
             try:
                 with signals_to(self.stop):
                     self.batcher.start()
@@ -118,25 +112,8 @@ class ServerRun:
                 at.close()
                 self.batcher.drain()
                 self.batcher.join()
-                self._save_session()
                 self.service.lm.close()
         return self.batcher.broken
-
-    def _load_session(self) -> None:
-        """Take over the prompts of the server before; of a file that does not suit, say so."""
-        session = self.service.session
-        if session is not None and session.exists():
-            try:
-                self.service.lm.load_session(session, reserve=False)
-            except (SessionError, OSError) as error:
-                say(f"{reason_of(error)}; it is replaced when the server stops")
-
-    def _save_session(self) -> None:
-        if self.service.session is not None and self.batcher.broken is None:
-            try:
-                self.service.lm.save_session(self.service.session)
-            except OSError as error:
-                say(reason_of(error))
 
     def stop(self) -> None:
         """End `run` as a signal does; from any thread."""

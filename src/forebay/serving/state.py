@@ -42,7 +42,7 @@ def _times(pending: Pending, now: float) -> dict[str, Any]:
 
 def gauges(batcher: Batcher) -> dict[str, tuple[str, Mapping[str, float]]]:
     """What is so at the moment, for the metrics."""
-    found = memory(batcher)
+    found, prefixes = memory(batcher), batcher.lm.prefixes
     return {
         "requests_running": ("Requests in slots.", {"": len(batcher.running)}),
         "requests_waiting": ("Requests that wait for a place.", {"": batcher.waiting}),
@@ -50,6 +50,8 @@ def gauges(batcher: Batcher) -> dict[str, tuple[str, Mapping[str, float]]]:
         "budget_bytes": ("The device's budget.", {"": found["budget_nbytes"]}),
         "planned_bytes": ("Memory of the plan by tier.", {f'tier="{t}"': n for t, n in found["arenas"].items()}),
         "prefix_cache_bytes": ("Prompts that need not be computed again.", {
-            "": 0 if (prefixes := batcher.lm.prefixes) is None else prefixes.nbytes}),
+            "": 0 if prefixes is None else prefixes.nbytes}),
+        "prefix_disk_bytes": ("The same, in files of --cache-dir.", {
+            "": 0 if prefixes is None or prefixes.slower is None else prefixes.slower.nbytes}),
         "process_anonymous_bytes": ("Anonymous memory of the process.", {"": found["process_nbytes"]}),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from selection import at_length
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import forebay
+from forebay.rewriter.ir.alignment import whole_pages
 from forebay.rewriter.ir.turns import StepTurns
 from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.run.prefix_cache import PrefixCache, block_keys
@@ -44,6 +45,8 @@ TIERS: dict[str, dict[str, Any]] = {
     "checkpoints": {"cache_tier": "disk", "cache_tokens": 4, "checkpoints": (1, 2)}}
 SLOTS: dict[str, dict[str, Any]] = {
     "alone": {"batch": 1}, "one enters": {"batch_slots": 3}, "two enter": {"batch_slots": 16, "micro_batches": 2}}
+KEPT: dict[str, dict[str, Any]] = {
+    "memory": {"prefix_cache": "64MiB"}, "disk": {"prefix_cache": 0}, "both": {"prefix_cache": 12000}}
 Told = list[tuple[int, float, Any]]
 Folders = Callable[[str], Path]
 
@@ -99,17 +102,21 @@ def answers(lm: Any, prompts: Sequence[torch.Tensor], at_once: int = 1) -> tuple
     return told, known, work
 
 
-def check(folder: Path, seed: int, at_once: int = 1, **options: Any) -> None:
-    """Answers equal those without reuse, and begin after as many tokens as were computed before."""
+def check(folder: Path, seed: int, at_once: int = 1, kept: Mapping[str, Any] = KEPT["memory"], **options: Any) -> None:
+    """Answers equal those without reuse, and begin after as many tokens as were computed before, by a model that is
+    opened again too where they are `kept` on disk."""
     torch.manual_seed(seed)
     prompts = prompts_of(seed)
     with opened(folder, **options) as lm:
         without, known, work = answers(lm, prompts, at_once)
         assert not any(known)
-    with opened(folder, prefix_cache="64MiB", **options) as lm:
+    with opened(folder, **kept, **options) as lm:
         found, known, reused = answers(lm, prompts, at_once)
         tokens = lm.session.prefixes.tokens
         again = answers(lm, prompts, at_once)
+    if "cache_dir" in kept:
+        with opened(folder, **kept, **options) as lm:
+            assert answers(lm, prompts, at_once)[:2] == again[:2]
     assert found == without == again[0]
     common = [max((shared(prompts[i], prompts[j], tokens) for j in range(i)), default=0) for i in range(len(prompts))]
     if at_once == 1:
@@ -119,6 +126,11 @@ def check(folder: Path, seed: int, at_once: int = 1, **options: Any) -> None:
     assert reused.cached == sum(known) and all(a <= b for a, b in zip(known, common, strict=True))
 
 
+def keeping(kept: str, folder: Path) -> dict[str, Any]:
+    """Options of where prompts are kept."""
+    return KEPT[kept] | ({} if kept == "memory" else {"cache_dir": folder / "prompts"})
+
+
 def shared(ids: torch.Tensor, other: torch.Tensor, tokens: int) -> int:
     """Tokens in whole blocks that both prompts begin with, but for the last of the first."""
     most = min(len(ids) - 1, len(other)) // tokens * tokens
@@ -126,26 +138,31 @@ def shared(ids: torch.Tensor, other: torch.Tensor, tokens: int) -> int:
 
 
 @pytest.mark.covering(2)
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("cache", ["native", "kv8", "kv4"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_answers_are_those_without_reuse(
-    folders: Folders, monkeypatch: pytest.MonkeyPatch, tier: str, cache: str, slots: str
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tier: str, cache: str, slots: str, kept: str
 ) -> None:
     if tier == "checkpoints" and cache != "native":
         pytest.skip("checkpoints stand in place of K and V in the model's format")
     monkeypatch.setenv("FOREBAY_POISON", "1")
-    check(folders("llama"), 3, 2 if slots == "two enter" else 1, **TIERS[tier], **SLOTS[slots], cache=cache)
+    check(folders("llama"), 3, 2 if slots == "two enter" else 1, keeping(kept, tmp_path), **TIERS[tier], **SLOTS[slots],
+          cache=cache)
 
 
-@pytest.mark.parametrize(("family", "slots"), [
-    at_length("gemma2", "one enters"), ("lfm2", "one enters"), at_length("mamba", "alone"),
-    at_length("qwen3_5_text", "alone"), at_length("qwen3_5_text", "two enter"), ("deepseek_v3", "alone")])
-def test_states_of_every_kind_enter(folders: Folders, monkeypatch: pytest.MonkeyPatch, family: str, slots: str) -> None:
+@pytest.mark.parametrize(("family", "slots", "kept"), [
+    at_length("gemma2", "one enters", "both"), ("lfm2", "one enters", "disk"), at_length("mamba", "alone", "both"),
+    at_length("lfm2", "two enter", "memory"), at_length("qwen3_5_text", "alone", "disk"),
+    at_length("qwen3_5_text", "two enter", "both"), ("deepseek_v3", "alone", "both")])
+def test_states_of_every_kind_enter(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, slots: str, kept: str
+) -> None:
     if family in STATES and Version(T.__version__) < Version("5.23"):
         pytest.skip("mixers are written in another way")
     monkeypatch.setenv("FOREBAY_POISON", "1")
-    check(folders(family), 4, 2 if slots == "two enter" else 1, **SLOTS[slots])
+    check(folders(family), 4, 2 if slots == "two enter" else 1, keeping(kept, tmp_path), **SLOTS[slots])
 
 
 @pytest.mark.parametrize(("family", "options"), [
@@ -216,8 +233,8 @@ def test_steps_that_follow_the_length_of_a_call_reuse_nothing(folders: Folders, 
 
 
 @pytest.mark.parametrize("blocks", [0, at_length(1), 2, *map(at_length, (3, 4, 5, 6, 7, 8))])
-def test_blocks_may_be_dropped_at_any_time(folders: Folders, blocks: int) -> None:
-    """Of a cache that holds a few blocks: sequences enter and leave while others run."""
+def test_blocks_may_be_dropped_at_any_time(folders: Folders, tmp_path: Path, blocks: int) -> None:
+    """Of a cache that holds a few blocks, in memory or on disk: sequences enter and leave while others run."""
     torch.manual_seed(blocks)
     prompts, chance = prompts_of(blocks, 12), random.Random(blocks)
     found: dict[int, list[int]] = {}
@@ -241,6 +258,13 @@ def test_blocks_may_be_dropped_at_any_time(folders: Folders, blocks: int) -> Non
     with opened(folders("llama"), batch_slots=3, prefix_cache=blocks * each + 1) as lm:
         assert ran(lm) == found
         assert len(lm.prefixes.blocks) <= blocks and lm.prefixes.nbytes == each * len(lm.prefixes.blocks)
+    room = max(1, blocks) * whole_pages(each + 32)
+    for _ in range(2):
+        with opened(folders("llama"), batch_slots=3, prefix_cache=2 * each, cache_dir=tmp_path,
+                    cache_dir_size=room) as lm:
+            assert ran(lm) == found
+            files = list(tmp_path.glob("*.kv"))
+            assert len(files) <= max(1, blocks) and lm.prefixes.slower.nbytes <= room
 
 
 def test_a_job_keeps_what_its_prompts_share(folders: Folders) -> None:
