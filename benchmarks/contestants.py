@@ -26,10 +26,10 @@ import torch
 
 from benchmarks import peers
 from benchmarks.isolated import IsolatedWorker, serve
-from benchmarks.page_cache import PageCache, PeakWatch, StepClock
+from benchmarks.page_cache import PageCache, StepClock
 from benchmarks.probes import Probe, at_pace, fill_cache, moved_nbytes, moved_so_far, write_rate
 from benchmarks.sources import expert_hits
-from forebay.commands.process_memory import anonymous_nbytes
+from forebay.commands.process_memory import MemoryWatch, anonymous_nbytes
 from forebay.runtime.disk.page_cache import drop_file
 
 UNLIMITED = 1 << 40
@@ -348,7 +348,7 @@ def answer(engine: str, held: list[Any], order: Order) -> Order:
     if isinstance(held[0], peers.PeerEngine):
         held[0].ready(order)
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
-    with PeakWatch() as watch:
+    with MemoryWatch(()) as watch:
         found = held[0].turn(order)
     return found | {"peak": watch.peak, "resident_nbytes": peers.resident("VmHWM") - held[1]}
 

@@ -8,13 +8,12 @@ it the seconds of products and of exchanges alone; no step is faster than the lo
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import replace
 
 import torch
 import transformers as T
 
+from benchmarks.command import arguments, write_json
 from forebay.read_mesh import read_mesh
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.ir.graph import CapturedModel
@@ -49,14 +48,8 @@ def simulated(captured: CapturedModel, mesh: str, work: Workload, machine: Machi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--machine", default="h100", choices=sorted(PRESETS))
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--gb-per-s", type=float, default=200.0, help="of a link")
-    parser.add_argument("--latency-us", type=float, default=10.0, help="of a collective")
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
+    asked = arguments(__doc__, machine=("h100", "preset"), batch=(16, "prompts"), prompt=(512, "tokens of each"),
+                      gb_per_s=(200.0, "of a link"), latency_us=(10.0, "of a collective"))
     links = tuple(ExchangeLink(kind, 2, 1e9 * asked.gb_per_s, 1e-6 * asked.latency_us) for kind in RING_STEPS)
     machine = replace(PRESETS[asked.machine], mesh=MeshLinks(2, "nccl", "", links, overlap_penalty=0.0))
     captured, work, rows = llama(), Workload(asked.batch, asked.prompt, 2), []
@@ -64,11 +57,9 @@ def main() -> None:
         line = simulated(captured, mesh, work, machine)
         rows.append({"mesh": mesh, "step_ms": 1e3 * line.time_s, "products_ms": 1e3 * line.compute_s,
                      "exchanges_ms": 1e3 * line.exchange_s})
-        if not asked.json:
-            print(f"| `{mesh}` | {1e3 * line.time_s:.2f} | {1e3 * line.compute_s:.2f} | {1e3 * line.exchange_s:.2f} |",
-                  flush=True)
-    if asked.json:
-        print(json.dumps(rows, indent=1))
+        print(f"| `{mesh}` | {1e3 * line.time_s:.2f} | {1e3 * line.compute_s:.2f} | {1e3 * line.exchange_s:.2f} |",
+              flush=True)
+    write_json(asked, rows)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""Models of 8 to 32 billion weights within 2 to 8 GB, and peers: `python -m benchmarks.large --json FILE` (Linux).
+"""Models of 8 to 32 billion weights within 2 to 8 GB, and peers: `python -m benchmarks.large --json FILE` (as root).
 
-The cells are declared below: a random model, a budget, sequences, their prompts, new tokens, contestants. Every turn is
-a process of its own. It may take the budget and 150 MiB more than what it held before it opened the model, by a control
-group of the kernel's that counts its pages of files too (this needs root). A pass over the weights precedes the timed
-answer. Contestants take turns, with plain reads before each. A turn is written to FILE when it ends, and turns that
-FILE holds are not repeated, so a killed run goes on where it was. `--models` chooses; `--table` prints what FILE holds.
-
-`link` is the share of the disk's rate: bytes that a step had the disk read over its time, by the rate of plain reads.
-Bytes are those that the kernel counts for the process. Peers run where they are installed; a turn that the kernel ended
-or that took more than `--most` seconds has no figures.
+The cells are declared below. Every turn is a process of its own. It may take the budget and 150 MiB more than what it
+held before it opened the model, by a control group that counts its pages of files too. A pass over the weights precedes
+the timed answer. Contestants take turns, with plain reads before each. Turns that FILE holds are not repeated, so a
+killed run goes on where it was. `link` is the share of the disk's rate: bytes that the kernel counted for a step over
+its time, by the rate of plain reads. A turn that the kernel ended, or that took more than `--most` seconds, has no
+figures.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from typing import Any
 from benchmarks import peers
 from benchmarks.contestants import CONTESTANTS, Contestant, group_peak, remove_limits, started
 from benchmarks.models import model_folder, packed
-from benchmarks.page_cache import SAMPLE_S
 from benchmarks.probes import processor
 from benchmarks.random_gguf import make_gguf
 from forebay.rewriter.checkpoints.resolve import resolve_model
@@ -43,6 +39,7 @@ from forebay.runtime.measure.machine import landing_memory, read_time_s
 
 GB = 1e9
 READ_NBYTES = 1 << 30  # of plain reads
+SAMPLE_S = 0.02
 Row = dict[str, Any]
 
 

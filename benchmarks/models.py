@@ -5,6 +5,7 @@ Written shard by shard, so that making one takes the memory of a shard (400 MB),
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -89,7 +90,7 @@ def make_model(folder: Path, shape: RandomShape = RandomShape()) -> Path:
     if index.exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(0)
+    generator, config = torch.Generator().manual_seed(0), _config(shape)
     shard: dict[str, torch.Tensor] = {}
     places: dict[str, str] = {}
     held = total = 0
@@ -100,7 +101,7 @@ def make_model(folder: Path, shape: RandomShape = RandomShape()) -> Path:
         places.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    for name, size in (_opt_tensors if shape.family == "opt" else _llama_tensors)(shape):
+    for name, size in _tensors(config):
         value = torch.empty(size, dtype=torch.bfloat16)
         if len(size) == 1:
             value.fill_(0 if name.endswith("bias") else 1)
@@ -114,64 +115,44 @@ def make_model(folder: Path, shape: RandomShape = RandomShape()) -> Path:
         shard[name] = value
         held, total = held + value.nbytes, total + value.nbytes
     flush()
-    (folder / "config.json").write_text(json.dumps(_config(shape), indent=1) + "\n")
+    config.save_pretrained(folder)
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n")
     return folder
 
 
-def _config(shape: RandomShape) -> dict[str, Any]:
-    common = {"model_type": shape.family, "dtype": "bfloat16", "hidden_size": shape.hidden,
-              "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "vocab_size": shape.vocab,
-              "max_position_embeddings": POSITIONS, "eos_token_id": 2}
+def _config(shape: RandomShape) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    sizes: dict[str, Any] = dict(
+        architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.family]], hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, vocab_size=shape.vocab,
+        max_position_embeddings=POSITIONS, eos_token_id=2, dtype="bfloat16")
     if shape.family == "opt":
-        return common | {"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": shape.hidden,
-                         "ffn_dim": shape.intermediate, "activation_function": "relu", "do_layer_norm_before": True,
-                         "tie_word_embeddings": True, "bos_token_id": 2, "pad_token_id": 1}
+        return AutoConfig.for_model("opt", ffn_dim=shape.intermediate, word_embed_proj_dim=shape.hidden, **sizes)
+    sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head, "tie_word_embeddings": False}
     if shape.experts:
-        return common | {"architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": shape.kv_heads,
-                         "head_dim": shape.head, "moe_intermediate_size": shape.intermediate,
-                         "num_experts": shape.experts, "num_experts_per_tok": shape.picks, "norm_topk_prob": True,
-                         "tie_word_embeddings": False, "bos_token_id": 1}
-    return common | {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": shape.kv_heads,
-                     "intermediate_size": shape.intermediate, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-                     "tie_word_embeddings": False, "bos_token_id": 1}
+        sizes |= {"moe_intermediate_size": shape.intermediate, "num_experts": shape.experts,
+                  "num_experts_per_tok": shape.picks, "norm_topk_prob": True}
+    return AutoConfig.for_model(shape.family, intermediate_size=shape.intermediate, **sizes)
 
 
-def _llama_tensors(shape: RandomShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    head = shape.head
-    own, shared = shape.heads * head, shape.kv_heads * head
-    yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
-    for i in range(shape.layers):
-        at = f"model.layers.{i}"
-        yield f"{at}.input_layernorm.weight", (shape.hidden,)
-        for name, rows in (("q", own), ("k", shared), ("v", shared)):
-            yield f"{at}.self_attn.{name}_proj.weight", (rows, shape.hidden)
-        yield f"{at}.self_attn.o_proj.weight", (shape.hidden, own)
-        yield f"{at}.post_attention_layernorm.weight", (shape.hidden,)
-        if shape.experts:
-            yield from ((f"{at}.self_attn.{name}_norm.weight", (head,)) for name in "qk")
-            yield f"{at}.mlp.gate.weight", (shape.experts, shape.hidden)
-        for mlp in [f"{at}.mlp.experts.{e}" for e in range(shape.experts)] or [f"{at}.mlp"]:
-            for name in ("gate", "up"):
-                yield f"{mlp}.{name}_proj.weight", (shape.intermediate, shape.hidden)
-            yield f"{mlp}.down_proj.weight", (shape.hidden, shape.intermediate)
-    yield "model.norm.weight", (shape.hidden,)
-    yield "lm_head.weight", (shape.vocab, shape.hidden)
+def _tensors(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and sizes as checkpoints have them: each expert's matrices by themselves, tied ones once."""
+    from transformers import AutoModelForCausalLM
 
-
-def _opt_tensors(shape: RandomShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, top = shape.hidden, "model.decoder"
-    yield f"{top}.embed_tokens.weight", (shape.vocab, hidden)
-    yield f"{top}.embed_positions.weight", (POSITIONS + 2, hidden)
-    products = [(f"self_attn.{x}_proj", hidden, hidden) for x in ("q", "k", "v", "out")]
-    products += [("fc1", shape.intermediate, hidden), ("fc2", hidden, shape.intermediate)]
-    for i in range(shape.layers):
-        for norm in ("self_attn_layer_norm", "final_layer_norm"):
-            yield from ((f"{top}.layers.{i}.{norm}.{kind}", (hidden,)) for kind in ("weight", "bias"))
-        for name, rows, columns in products:
-            yield f"{top}.layers.{i}.{name}.weight", (rows, columns)
-            yield f"{top}.layers.{i}.{name}.bias", (rows,)
-    yield from ((f"{top}.final_layer_norm.{kind}", (hidden,)) for kind in ("weight", "bias"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    for name, value in model.state_dict().items():
+        at, _, part = name.rpartition(".")
+        if part == "gate_up_proj":
+            experts, twice, hidden = value.shape
+            for expert, side in itertools.product(range(experts), ("gate", "up")):
+                yield f"{at}.{expert}.{side}_proj.weight", (twice // 2, hidden)
+        elif part == "down_proj":
+            yield from ((f"{at}.{expert}.down_proj.weight", tuple(value.shape[1:])) for expert in range(len(value)))
+        elif name != "lm_head.weight" or not config.tie_word_embeddings:
+            yield name, tuple(value.shape)
 
 
 if __name__ == "__main__":

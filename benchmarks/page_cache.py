@@ -1,20 +1,17 @@
-"""The page cache as benchmarks see it: what of a model's files is in it, steps timed with it dropped, peak memory."""
+"""The page cache as benchmarks see it: what of a model's files is in it, and steps timed with it dropped."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from forebay.commands.process_memory import anonymous_nbytes
 from forebay.runtime.disk.page_cache import cached_nbytes, drop_file, resident_nbytes
 
-SAMPLE_S = 0.02
 DROP_ALL = Path("/proc/sys/vm/drop_caches")
 
 
@@ -81,22 +78,3 @@ class StepClock:
 
         self.begin()
         return on_token
-
-
-class PeakWatch:
-    """Samples this process's anonymous memory every 20 ms while it is entered."""
-
-    def __enter__(self) -> PeakWatch:
-        self.peak = anonymous_nbytes()
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._end.wait(SAMPLE_S):
-            self.peak = max(self.peak, anonymous_nbytes())
-
-    def __exit__(self, *error: object) -> None:
-        self._end.set()
-        self._thread.join()

@@ -21,7 +21,6 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
-import json
 import math
 import tempfile
 import time
@@ -34,6 +33,7 @@ import numpy as np
 import torch
 
 from benchmarks import llama_cpp
+from benchmarks.command import arguments, write_json
 from benchmarks.random_gguf import rewrite_gguf
 from forebay.commands.evaluate import open_scorer, perplexity
 from forebay.kernels.formats.codebooks import GRIDS
@@ -175,7 +175,11 @@ def of_formats(ids: torch.Tensor, folder: Path, args: argparse.Namespace) -> Ite
     wanted, base = ["reference", *filter(None, args.only.split(","))], 0.0
     for name, measured in asked.items():
         if name in wanted or not args.only:
-            found = measured()
+            try:
+                found = measured()
+            except PlanError as error:  # no plan here has that
+                print(f"{name}: {error}", flush=True)
+                continue
             base = base or found
             yield {"name": name, "perplexity": found, "ratio": found / base}
 
@@ -201,14 +205,8 @@ CASES: dict[str, tuple[Callable[..., Iterator[Row]], int]] = {  # and the tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="?", choices=CASES, default="formats")
-    parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--tokens", type=int, help="of the text; default: the case's")
-    parser.add_argument("--only", default="", help="comma-separated names of rows; the reference is always one")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
-    args = parser.parse_args()
+    args = arguments(__doc__, CASES, text=(TEXT, "file of text"), tokens=(int, "of the text; default: the case's"),
+                     only=("", "comma-separated names of rows; the reference is always one"), threads=(2, "of each"))
     torch.set_num_threads(args.threads)
     case, tokens = CASES[args.case]
     folder = resolve_model("demo", dequantize=True)
@@ -219,8 +217,7 @@ def main() -> None:
         shown = "  ".join(f"{key} {value:.4f}" for key, value in row.items() if isinstance(value, float))
         print(f"{row['name']:<24} {shown}  "
               f"({time.monotonic() - began:.0f} s)", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(args, rows)
 
 
 if __name__ == "__main__":

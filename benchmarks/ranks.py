@@ -1,12 +1,9 @@
 """Predicted beside measured steps of two ranks of one thread each: `python -m benchmarks.ranks [--json FILE]`.
 
-SmolLM2 in float32 over gloo, in layouts that take turns: every layer shared, or the layers; wholly in memory or
-streamed; packed weights; micro-batches. The machine's profile is measured first (`forebay machine --mesh` does the
-same). At every visit the profile's products, plain reads by its engine where the layout streams, and exchanges of the
-layout's own kind and size are timed before and after; the visit's prefill and decode steps are then predicted for all
-ranks together, with all computing, the link and all exchanges in the ratio in which those now stand to the profile.
-Nothing else is taken from the run that is predicted. The error is the median over the visits. Beside each step: what it
-would take if exchanges took nothing, and the bytes that a rank exchanges and streams. Starts its ranks itself.
+SmolLM2 in float32 over gloo, in layouts that take turns. At every visit the profile's products, plain reads where the
+layout streams, and exchanges of the layout's own kind and size are timed before and after. The visit's steps are then
+predicted for all ranks together with computing, the link and exchanges in the ratio in which those now stand to the
+profile. Nothing else is taken from the run. The error is the median over visits. Starts its ranks itself.
 """
 
 from __future__ import annotations
@@ -32,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 import forebay
+from benchmarks.command import arguments, write_json
 from benchmarks.probes import Probe, at_pace
 from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
@@ -244,15 +242,10 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", default="", help="numbers of layouts, comma-separated; default: all")
-    parser.add_argument("--prompt", type=int, default=32, help="tokens")
-    parser.add_argument("--new", type=int, default=10, help="tokens")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--machine", type=Path, help="a saved profile; what it lacks is measured at the start")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--show", type=Path, help="print the rows of such a file and measure nothing")
-    args = parser.parse_args()
+    args = arguments(__doc__, cells=("", "numbers of layouts, comma-separated; default: all"), prompt=(32, "tokens"),
+                     new=(10, "tokens"), rounds=(5, "visits of each layout"),
+                     machine=(Path, "a saved profile; what it lacks is measured at the start"),
+                     show=(Path, "print the rows of such a file and measure nothing"))
     if args.show:
         show(json.loads(args.show.read_text())["rows"])
         return
@@ -272,9 +265,7 @@ def main() -> None:
     if rank == 0:
         if machine.guessed:
             print(f"a cautious guess stands for {'; '.join(machine.guessed)}", file=sys.stderr)
-        if args.json:
-            args.json.write_text(json.dumps({"machine": json.loads(machine.to_json())["mesh"], "rows": rows},
-                                            indent=1) + "\n")
+        write_json(args, {"machine": json.loads(machine.to_json())["mesh"], "rows": rows})
         show(rows)
         sys.stdout.flush()
     leave_ranks()

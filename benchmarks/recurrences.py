@@ -9,12 +9,9 @@ they are functions of their own (gated delta rule). All take turns in slices of 
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -25,6 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
+from benchmarks.command import arguments, write_json
 from benchmarks.probes import processor
 from forebay.kernels.operator import Tensors
 from forebay.kernels.recurrences.linear_recurrence.operator import LINEAR_RECURRENCE
@@ -146,18 +144,14 @@ def measure(name: str, shape: RecurrentShape, turns: int) -> list[MeasuredRecurr
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=25)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = arguments(__doc__, turns=(25, "slices of each"))
     torch.manual_seed(0)
     print(f"{processor()}, {torch.get_num_threads()} threads; rates in G a second")
     print("shape        of           ms     rate  ceiling  share (spread)  transformers' time")
     rows = [row for name, shape in SHAPES.items() for row in measure(name, shape, args.turns)]
     for row in rows:
         print(row.row())
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    write_json(args, [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,40 +1,33 @@
-"""`forebay serve` under load: `python -m benchmarks.server [rates|peers]`.
+"""`forebay serve` under load: `python -m benchmarks.server [rates|peers|ways]`.
 
-rates  `forebay serve demo` (SmolLM2-135M) is planned once with all the memory it wants and once with half of that. Each
-       gets requests in an open loop, Poisson: first far more than it can serve, which gives the rate at which it is
-       full, then at shares of that; prompts and answers of uniformly drawn lengths, prompts of English. No step checks
-       drafts, because a simulation does not know how many are accepted. `rewriter/serving/continuous_batching.py` is
-       given the same arrivals and lengths (of the answers those that came), and steps as the plan's Programs are
-       predicted on this machine's profile: nothing of the run is fitted. Compared are P50 and P90 of the time to the
-       first token (TTFT) and of the time per token after it (TPOT), and of the largest rate the requests that end a
-       second between a fifth and four fifths of the run. A machine with neighbours changes its pace from minute to
-       minute: plain reads and products are timed before and after each load, and a second prediction is of a machine
-       of this pace; it is the one that counts.
-peers  Servers side by side, each with 8 clients that ask again as soon as they are answered. Completions of English
-       text of 48 tokens, greedy, streamed, wholly in RAM, two threads. Answers are of at most 32 tokens, all (`equal`:
-       clients begin and end together, so that prompts are never computed together with answers) or 8 to 32 (`spread`).
+rates  SmolLM2-135M, planned with all the memory it wants and with half of that, gets requests in an open loop, Poisson:
+       first far more than it can serve, which gives the rate at which it is full, then at shares of that. A simulation
+       (`rewriter/serving/continuous_batching.py`) is given the same arrivals and lengths, and steps as the plan's
+       Programs are predicted: nothing of the run is fitted. Compared are times to the first token (TTFT) and per token
+       after it (TPOT), and requests that end a second between a fifth and four fifths of the run. Plain reads and
+       products are timed around each load; the prediction that counts is of a machine of this pace.
+peers  Servers side by side, each with 8 clients that ask again as soon as they are answered: completions of English
+       text, greedy, streamed, in RAM, two threads. Answers are of 32 tokens (`equal`) or of 8 to 32 (`spread`).
        `forebay` serves the GGUF file as it is and as float32; peers are llama.cpp's server on the same file (xllamacpp,
-       in the Python that `--llama` names) and `transformers serve` on the same weights in float32, request by request
-       and with its continuous batching (in the Python that `--transformers` names, which needs fastapi). The first
-       three run at once, each idle while another has its round, and take turns; those of transformers, which take
-       minutes a round, have one round of `equal` after them, one server at a time (`--rounds 0`: they alone). Memory is
-       the peak of each server's process, and of it what is no file's. `others` are seconds of the cores that servers
-       which should be idle took in a round.
+       in the Python that `--llama` names) and `transformers serve` in float32, request by request and with continuous
+       batching (`--transformers`). The first three take turns; those of transformers have one round of `equal` after.
+       `others` are seconds of the cores that servers which should be idle took.
+ways   One server on all cores, and one for each core that take requests in turn, as BestServe's strategies divide
+       devices among instances, under the loads of `rates`. Steps are simulated on profiles of as many threads, measured
+       by as many processes at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
-import re
-import socket
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,22 +36,26 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import numpy as np
 
+from benchmarks import server_load as peers
+from benchmarks.command import arguments, write_json
 from benchmarks.probes import Probe, at_pace, processor
 from benchmarks.server_load import (
     LoadAnswer,
     LoadRequest,
+    ServerPeer,
     closed_loop,
+    load,
     open_loop,
     poisson,
     serving,
+    shared_open_loop,
     text_tokens,
     used_s,
 )
 from forebay.commands.options import model_folder
 from forebay.commands.plan_serving import plan_serving, step_times_of
-from forebay.commands.prompts import load_tokenizer
+from forebay.kernels.build.process_limits import core_count
 from forebay.language_model import LanguageModel
-from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.of_programs import StepTimes, step_times
 from forebay.rewriter.serving.continuous_batching import simulate_slots
@@ -69,6 +66,15 @@ from forebay.runtime.measure.neighbours import Neighbours
 PROMPTS, ANSWERS = (16, 64), (8, 24)  # tokens, drawn uniformly
 SHARES = (3.0, 0.6, 0.9)  # of the rate at which it is full: of the first simulated, then as measured
 FULL = "2GiB"
+GUESS = 10.0  # requests per second
+MEASURE = """
+import sys
+from forebay.rewriter.machine.profile import save_machine
+from forebay.runtime.measure.machine import measure_machine
+save_machine(measure_machine(sys.argv[1], quick=True), sys.argv[2])
+"""
+OPTIONS = ("--queue", "100000", "--prompt", str(PROMPTS[1]), "--new-tokens", str(ANSWERS[1]),
+           "--prompt-lookup-num-tokens", "none", "--prefix-cache", "0")
 Row = dict[str, Any]
 
 
@@ -132,10 +138,8 @@ def measure_budget(name: str, budget: str, options: argparse.Namespace, words: S
     probe = Probe(lm.checkpoint.folder, lm.machine, "float32", 1)
     full = saturation(times, words, options.requests)  # until it is measured
     rows: list[Row] = []
-    own = ("--queue", "100000", "--prompt", str(PROMPTS[1]), "--new-tokens", str(ANSWERS[1]),
-           "--prompt-lookup-num-tokens", "none", "--prefix-cache", "0")
     machine = ("--machine", str(options.machine)) if options.machine else ()
-    with serving(budget, *own, *machine) as (server, port, batch_slots):
+    with serving(budget, *OPTIONS, *machine) as (server, port, batch_slots):
         assert batch_slots == times.batch_slots, "the server runs another plan"
         for share in SHARES:
             pace, rate = probe.pace(), probe.bytes_per_s()
@@ -178,121 +182,23 @@ def show(row: Row) -> None:
         print(f"  {key:<18}{'  '.join(parts)}{off}", flush=True)
 
 
-CLIENTS, PROMPT, ANSWER, SPREAD = 8, 48, 32, (8, 32)
-START_S = 180.0
-# Continuous batching would take its cache of all memory there is.
-TRANSFORMERS = {"transformers float32": (), "transformers float32, batching": ("--continuous-batching",
-                                                                              "--cb-max-memory-percent", "0.05")}
-LLAMA = """
-import sys, time, xllamacpp
-p = xllamacpp.CommonParams()
-p.model.path, p.n_ctx, p.n_parallel, p.port, p.warmup = sys.argv[1], 8 * 128, 8, int(sys.argv[2]), True
-p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 2
-p.cache_prompt = False
-server = xllamacpp.Server(p)
-while True:
-    time.sleep(1)
-"""
-
-
-@dataclass(frozen=True)
-class ServerPeer:
-    """A server in a process of its own, its port, and what its requests name as the model."""
-
-    process: int
-    port: int
-    model: str
-
-    def used_s(self) -> float:
-        return used_s(self.process)
-
-
-def free_port() -> int:
-    with socket.socket() as at:
-        at.bind(("127.0.0.1", 0))
-        return at.getsockname()[1]
-
-
-def forebay(stack: contextlib.ExitStack, *options: str) -> ServerPeer:
-    process, port, _ = stack.enter_context(serving("4GiB", "--prompt", "64", "--new-tokens", str(ANSWER),
-                                                   "--batch-slots", str(CLIENTS), "--name", "demo", *options))
-    return ServerPeer(process, port, "demo")
-
-
-def peer(stack: contextlib.ExitStack, command: Sequence[str], port: int, model: str, **environment: str) -> ServerPeer:
-    """One that is up when it answers a request."""
-    own = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "PYTHONPATH")}
-    process = stack.enter_context(subprocess.Popen(command, env=own | environment, text=True,
-                                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-    stack.callback(process.kill)
-    found, end = ServerPeer(process.pid, port, model), time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < end:
-        if not closed_loop(port, load(found, ["hello"]), 1)[0].error:
-            return found
-        time.sleep(1)
-    raise RuntimeError(f"{command[0]} … does not serve")
-
-
-def load(to: ServerPeer, texts: Sequence[str], spread: bool = False) -> list[LoadRequest]:
-    chance = random.Random(1)
-    return [LoadRequest(0.0, "/v1/completions", {
-        "model": to.model, "prompt": text, "max_tokens": chance.randint(*SPREAD) if spread else ANSWER,
-        "temperature": 0}) for text in texts]
-
-
-def texts(count: int) -> list[str]:
-    """Slices of this project's pages, of `PROMPT` tokens each."""
-    tokenizer, ids, chance = load_tokenizer(model_folder("demo")), text_tokens(), random.Random(0)
-    return [tokenizer.decode(ids[at : at + PROMPT]) for at in chance.sample(range(len(ids) - PROMPT), count)]
-
-
-def peer_figures(answers: Sequence[LoadAnswer]) -> dict[str, float]:
-    good = [a for a in answers if not a.error]
-    span = max(a.last_s for a in good) - min(a.sent_s for a in good)
-    return {"tokens_per_s": sum(a.tokens for a in good) / span, "failed": len(answers) - len(good),
-            "latency_p90": float(np.percentile([a.last_s - a.sent_s for a in good], 90)),
-            "ttft_p90": float(np.percentile([a.ttft_s for a in good], 90)),
-            "tpot_p90": float(np.percentile([a.tpot_s for a in good if a.tokens > 1], 90))}
-
-
-def memory_nbytes(process: int) -> dict[str, int]:
-    text = Path(f"/proc/{process}/status").read_text()
-    return {name: int(re.search(rf"{field}:\s+(\d+) kB", text)[1]) << 10  # type: ignore[index]
-            for name, field in (("peak_nbytes", "VmHWM"), ("anonymous_nbytes", "RssAnon"))}
-
-
-def start(stack: contextlib.ExitStack, options: argparse.Namespace) -> dict[str, ServerPeer]:
-    found = {"forebay 4 bits": forebay(stack), "forebay float32": forebay(stack, "--dequantize")}
-    if options.llama:
-        port = free_port()
-        found["llama.cpp 4 bits"] = peer(stack, [options.llama, "-c", LLAMA, str(demo_gguf()), str(port)], port, "demo")
-    return found
-
-
-def start_transformers(stack: contextlib.ExitStack, options: argparse.Namespace, *more: str) -> ServerPeer:
-    folder, port = str(demo_checkpoint()), free_port()
-    command = [options.transformers, "-m", "transformers.cli.transformers", "serve", folder, "--port", str(port),
-               "--device", "cpu", *more]
-    return peer(stack, command, port, folder, **({"PYTHONPATH": options.path} if options.path else {}))
-
-
 def rounds_of(
     servers: dict[str, ServerPeer], asked: Sequence[str], rounds: int, loads: Sequence[str] = ("equal", "spread")
 ) -> list[dict[str, Any]]:
     """Rounds of each in turns, and the medians; one request per client warms up."""
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     for server in servers.values():
-        closed_loop(server.port, load(server, asked[:CLIENTS]), CLIENTS)
+        closed_loop(server.port, load(server, asked[:peers.CLIENTS]), peers.CLIENTS)
     for number, kind in ((i, kind) for i in range(rounds) for kind in loads):
         for name, server in servers.items():
             idle = sum(other.used_s() for other in servers.values() if other is not server)
-            row = peer_figures(closed_loop(server.port, load(server, asked, kind == "spread"), CLIENTS))
+            row = peers.peer_figures(closed_loop(server.port, load(server, asked, kind == "spread"), peers.CLIENTS))
             row["others_s"] = sum(other.used_s() for other in servers.values() if other is not server) - idle
             found.setdefault((kind, name), []).append(row)
             print(f"{number} {kind:<7}{text_of(name, row)}  {row['failed']:.0f} failed, others "
                   f"{row['others_s']:.1f} s", flush=True)
     return [{"load": kind, "server": name, **{key: median(r[key] for r in rows) for key in rows[0]},
-             **memory_nbytes(servers[name].process), "rounds": rows} for (kind, name), rows in found.items()]
+             **peers.memory_nbytes(servers[name].process), "rounds": rows} for (kind, name), rows in found.items()]
 
 
 def text_of(name: str, row: dict[str, float]) -> str:
@@ -313,35 +219,79 @@ def measure_rates(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_peers(options: argparse.Namespace) -> dict[str, Any]:
     """Rounds of all servers that there are."""
-    asked = texts(options.requests)
+    asked = peers.texts(options.requests)
     with contextlib.ExitStack() as stack:
-        summary = rounds_of(start(stack, options), asked, options.rounds) if options.rounds else []
-    for name, more in TRANSFORMERS.items() if options.transformers else ():
+        summary = rounds_of(peers.start(stack, options), asked, options.rounds) if options.rounds else []
+    for name, more in peers.TRANSFORMERS.items() if options.transformers else ():
         with contextlib.ExitStack() as stack:
-            summary += rounds_of({name: start_transformers(stack, options, *more)}, asked, 1, ["equal"])
+            summary += rounds_of({name: peers.start_transformers(stack, options, *more)}, asked, 1, ["equal"])
     for row in summary:
         print(f"{row['load']:<7}{text_of(row['server'], row)}  peak {row['peak_nbytes'] / 1e6:6.0f} MB, "
               f"{row['anonymous_nbytes'] / 1e6:.0f} of no file")
-    return {"processor": processor(), "clients": CLIENTS, "prompt": PROMPT, "answer": ANSWER, "spread": SPREAD,
-            "requests": options.requests, "servers": summary}
+    return {"processor": processor(), "clients": peers.CLIENTS, "prompt": peers.PROMPT, "answer": peers.ANSWER,
+            "spread": peers.SPREAD, "requests": options.requests, "servers": summary}
+
+
+def measured_profile(folder: Path, servers: int, threads: int) -> Path:
+    """The profile of one of so many processes that measure at once, each on so many threads."""
+    paths = [folder / f"{threads}-threads-{i}.json" for i in range(servers)]
+    own = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    started = [subprocess.Popen([sys.executable, "-c", MEASURE, str(folder), str(path)], env=own) for path in paths]
+    for process in started:
+        if process.wait():
+            raise RuntimeError("the machine could not be measured")
+    return paths[0]
+
+
+def serve(
+    servers: int, threads: int, rate: float, count: int, profile: Path, times: StepTimes, words: list[int]
+) -> dict[str, Any]:
+    """Figures of one way to serve, measured and simulated, at so many requests per second."""
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(serving(FULL, *OPTIONS, "--machine", str(profile), threads=threads))[1]
+                 for _ in range(servers)]
+        answers = shared_open_loop(ports, requests(count, rate, 1, words))
+    runs = [simulate_slots(arrivals_of([a for a in each if not a.error]), times) for each in answers]
+    joined = figures(np.concatenate([run.ttft_s for run in runs]), np.concatenate([run.tpot_s for run in runs]),
+                     [last for run in runs for last in run.last])
+    every = [answer for each in answers for answer in each]
+    return {"servers": servers, "threads": threads, "rate": rate, "failed": sum(bool(a.error) for a in every),
+            "measured": of_run([a for a in every if not a.error]), "simulated": joined}
+
+
+def measure_ways(options: argparse.Namespace) -> dict[str, Any]:
+    """One server on all cores and one for each core, under each load."""
+    cores, words, full, rows = core_count(), text_tokens(), GUESS, list[Row]()
+    with tempfile.TemporaryDirectory() as folder:
+        profiles = {servers: measured_profile(Path(folder), servers, cores // servers) for servers in (1, cores)}
+        ways = [(servers, cores // servers, profile, step_times_of(planned(FULL, profile)))
+                for servers, profile in profiles.items()]
+        for share in SHARES:
+            at = [serve(servers, threads, share * full, options.requests, profile, times, words)
+                  for servers, threads, profile, times in ways]
+            if share > 1:
+                full = max(row["measured"]["ended_per_s"] for row in at)
+            rows += [row | {"share": share} for row in at]
+            for row, kind in ((row, kind) for row in at for kind in ("measured", "simulated")):
+                seen = row[kind]
+                print(f"{row['rate']:6.1f}/s  {row['servers']} x {row['threads']} threads  {kind:9}  "
+                      f"{seen['ended_per_s']:6.2f} ended/s  P90 TTFT {1e3 * seen['ttft_p90']:8.0f} ms  "
+                      f"P90 TPOT {1e3 * seen['tpot_p90']:6.1f} ms  failed {row['failed']}", flush=True)
+    return {"processor": processor(), "rows": rows}
+
+
+CASES = {"rates": (measure_rates, 300), "peers": (measure_peers, 32), "ways": (measure_ways, 200)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="?", choices=("rates", "peers"), default="rates")
-    parser.add_argument("--requests", type=int, help="at each rate (300), or of a round (32)")
-    parser.add_argument("--budgets", default="full,half", help="of rates")
-    parser.add_argument("--machine", type=Path, help="of rates: a profile in place of this machine's kept one")
-    parser.add_argument("--llama", help="a Python that has xllamacpp")
-    parser.add_argument("--transformers", help="a Python that has transformers and fastapi")
-    parser.add_argument("--path", default="", help="PYTHONPATH for that one")
-    parser.add_argument("--rounds", type=int, default=3, help="of peers")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
-    options = parser.parse_args()
-    options.requests = options.requests or {"rates": 300, "peers": 32}[options.case]
-    found = {"rates": measure_rates, "peers": measure_peers}[options.case](options)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    options = arguments(
+        __doc__, CASES, requests=(int, "at each rate, or of a round"), budgets=("full,half", "of rates"),
+        machine=(Path, "of rates: a profile in place of this machine's kept one"),
+        llama=(str, "a Python that has xllamacpp"), transformers=(str, "a Python that has transformers and fastapi"),
+        path=("", "PYTHONPATH for that one"), rounds=(3, "of peers"))
+    measured, count = CASES[options.case]
+    options.requests = options.requests or count
+    write_json(options, measured(options))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""A load for servers that speak OpenAI's API: requests at set times or from so many clients, when they are heard, and
-`forebay serve` itself.
+"""A load for servers that speak OpenAI's API: requests at set times or from so many clients, when they are heard;
+`forebay serve` itself, and its peers.
 
 One thread, plain sockets and little parsing: on two cores what a client takes is taken from the server.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -20,8 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from forebay.commands.options import model_folder
 from forebay.commands.prompts import load_tokenizer
+from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
 
 LIMIT_S = 120.0  # of one request
 
@@ -179,3 +184,101 @@ def text_tokens() -> list[int]:
     tokenizer = load_tokenizer(model_folder("demo"))
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
     return [i for page in pages for i in tokenizer.encode(page.read_text(encoding="utf-8"))]
+
+
+CLIENTS, PROMPT, ANSWER, SPREAD = 8, 48, 32, (8, 32)
+START_S = 180.0
+# Continuous batching would take its cache of all memory there is.
+TRANSFORMERS = {"transformers float32": (), "transformers float32, batching": ("--continuous-batching",
+                                                                              "--cb-max-memory-percent", "0.05")}
+LLAMA = """
+import sys, time, xllamacpp
+p = xllamacpp.CommonParams()
+p.model.path, p.n_ctx, p.n_parallel, p.port, p.warmup = sys.argv[1], 8 * 128, 8, int(sys.argv[2]), True
+p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 2
+p.cache_prompt = False
+server = xllamacpp.Server(p)
+while True:
+    time.sleep(1)
+"""
+
+
+@dataclass(frozen=True)
+class ServerPeer:
+    """A server in a process of its own, its port, and what its requests name as the model."""
+
+    process: int
+    port: int
+    model: str
+
+    def used_s(self) -> float:
+        return used_s(self.process)
+
+
+def free_port() -> int:
+    with socket.socket() as at:
+        at.bind(("127.0.0.1", 0))
+        return at.getsockname()[1]
+
+
+def forebay(stack: contextlib.ExitStack, *options: str) -> ServerPeer:
+    process, port, _ = stack.enter_context(serving("4GiB", "--prompt", "64", "--new-tokens", str(ANSWER),
+                                                   "--batch-slots", str(CLIENTS), "--name", "demo", *options))
+    return ServerPeer(process, port, "demo")
+
+
+def peer(stack: contextlib.ExitStack, command: Sequence[str], port: int, model: str, **environment: str) -> ServerPeer:
+    """One that is up when it answers a request."""
+    own = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "PYTHONPATH")}
+    process = stack.enter_context(subprocess.Popen(command, env=own | environment, text=True,
+                                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    stack.callback(process.kill)
+    found, end = ServerPeer(process.pid, port, model), time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < end:
+        if not closed_loop(port, load(found, ["hello"]), 1)[0].error:
+            return found
+        time.sleep(1)
+    raise RuntimeError(f"{command[0]} … does not serve")
+
+
+def load(to: ServerPeer, texts: Sequence[str], spread: bool = False) -> list[LoadRequest]:
+    chance = random.Random(1)
+    return [LoadRequest(0.0, "/v1/completions", {
+        "model": to.model, "prompt": text, "max_tokens": chance.randint(*SPREAD) if spread else ANSWER,
+        "temperature": 0}) for text in texts]
+
+
+def texts(count: int) -> list[str]:
+    """Slices of this project's pages, of `PROMPT` tokens each."""
+    tokenizer, ids, chance = load_tokenizer(model_folder("demo")), text_tokens(), random.Random(0)
+    return [tokenizer.decode(ids[at : at + PROMPT]) for at in chance.sample(range(len(ids) - PROMPT), count)]
+
+
+def peer_figures(answers: Sequence[LoadAnswer]) -> dict[str, float]:
+    good = [a for a in answers if not a.error]
+    span = max(a.last_s for a in good) - min(a.sent_s for a in good)
+    return {"tokens_per_s": sum(a.tokens for a in good) / span, "failed": len(answers) - len(good),
+            "latency_p90": float(np.percentile([a.last_s - a.sent_s for a in good], 90)),
+            "ttft_p90": float(np.percentile([a.ttft_s for a in good], 90)),
+            "tpot_p90": float(np.percentile([a.tpot_s for a in good if a.tokens > 1], 90))}
+
+
+def memory_nbytes(process: int) -> dict[str, int]:
+    text = Path(f"/proc/{process}/status").read_text()
+    return {name: int(re.search(rf"{field}:\s+(\d+) kB", text)[1]) << 10  # type: ignore[index]
+            for name, field in (("peak_nbytes", "VmHWM"), ("anonymous_nbytes", "RssAnon"))}
+
+
+def start(stack: contextlib.ExitStack, options: argparse.Namespace) -> dict[str, ServerPeer]:
+    found = {"forebay 4 bits": forebay(stack), "forebay float32": forebay(stack, "--dequantize")}
+    if options.llama:
+        port = free_port()
+        found["llama.cpp 4 bits"] = peer(stack, [options.llama, "-c", LLAMA, str(demo_gguf()), str(port)], port, "demo")
+    return found
+
+
+def start_transformers(stack: contextlib.ExitStack, options: argparse.Namespace, *more: str) -> ServerPeer:
+    folder, port = str(demo_checkpoint()), free_port()
+    command = [options.transformers, "-m", "transformers.cli.transformers", "serve", folder, "--port", str(port),
+               "--device", "cpu", *more]
+    return peer(stack, command, port, folder, **({"PYTHONPATH": options.path} if options.path else {}))

@@ -10,15 +10,13 @@ aiconfigurator`); 16-bit weights and caches.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import subprocess
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.command import arguments, write_json
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS
 from forebay.rewriter.serving.phase_times import shape_times
@@ -48,10 +46,7 @@ def theirs(command: str, model: str, devices: int, batch: int) -> tuple[float, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--aiconfigurator", required=True, metavar="COMMAND")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = arguments(__doc__, aiconfigurator=("aiconfigurator", "command of its script"))
     rows: list[dict[str, Any]] = []
     print("| model | devices | batch | TTFT, ms | aiconfigurator | | TPOT, ms | aiconfigurator | |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
@@ -65,8 +60,7 @@ def main() -> None:
     for kind in ("ttft", "tpot"):
         off = [row[f"{kind}_ms"] / row[f"aiconfigurator_{kind}_ms"] - 1 for row in rows]
         print(f"{kind}: median {median(off):+.0%}, {min(off):+.0%} to {max(off):+.0%}")
-    if options.json:
-        options.json.write_text(json.dumps({"prompt": PROMPT, "answer": ANSWER, "rows": rows}, indent=1) + "\n")
+    write_json(options, {"prompt": PROMPT, "answer": ANSWER, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,29 +1,22 @@
 """Tokens per pass and per second of SmolLM2 with drafts that are checked: `python -m benchmarks.speculative`.
 
-Real weights in float32 (or --dtype) within 15, 30, 50 and 75 % of their bytes beside what the smallest plan takes,
-greedy, texts that repeat themselves (copy, summarise, edit code) and texts that do not. Contestants take turns over the
-same text: `plain`, one token a step; `lookup`, drafts of prompt lookup by the planner's own choice; `w4`, drafts of the
-same weights in 4 bits (w4g64, whose groups are not those that the weights were published on) within the same budget,
-where that is predicted to pay; `w8`, the same in 8 bits; with --peer `transformers`, weights offloaded to disk, in
-memory for as many bytes, with its prompt lookup or assisted by the same copy, which is expanded to float32 beside those
-bytes. The share of tokens before the first in which drafts differ from `plain` is printed. The bound is a pass over the
-tokens per pass, and a column says how far from it a run is: a pass, drafts and all, over a plain one, which has the
-whole budget. Predicted is what the plans say for the share of drafted tokens that stood. Reads go past the page cache;
-the peer's files are dropped from it before each answer.
+Budgets are shares of the weights beside what the smallest plan takes; answers are greedy, to texts that repeat
+themselves (copy, summarize, edit code) and texts that do not. Contestants take turns over the same text:
 
-`--batch-slots 2,4,8`: a job of half as many answers again as there are slots, to all texts, in place of single answers.
-Beside each stands what a decode step would take if nothing but its bytes bound it, at the rate of plain reads.
+plain         one token a step
+lookup        drafts of prompt lookup, by the planner's own choice
+w4, w8        drafts of the same weights in 4 or 8 bits within the same budget, where that is predicted to pay
+transformers  with --peer: disk offload with as many bytes in memory, with its prompt lookup, or assisted by the w4 copy
 
-`torchrun --nproc-per-node=2 -m benchmarks.speculative --ranks --machine FILE`: two ranks of a thread each over gloo,
-every layer shared or the layers, all resident or within a budget for each rank, with the profile of `forebay machine
---mesh`; `plain` and `lookup`.
+The bound of a run is a plain pass over the tokens per pass. Predicted is what the plans say for the share of drafted
+tokens that were accepted. `--batch-slots 2,4,8` runs jobs of half as many answers again as there are slots.
+`torchrun --nproc-per-node=2 -m benchmarks.speculative --ranks --machine FILE`: two ranks of a thread each over gloo.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import shutil
 import sys
@@ -40,6 +33,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import forebay
+from benchmarks.command import arguments, numbers, write_json
 from benchmarks.probes import Probe, at_pace, processor
 from forebay.commands.process_memory import disk_read_nbytes
 from forebay.commands.prompts import load_tokenizer
@@ -60,7 +54,6 @@ from forebay.runtime.disk.page_cache import drop_file
 from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
 
-SHARES = (0.15, 0.3, 0.5, 0.75)
 PARAGRAPH = ("The forebay is the pool in front of a mill's wheel. It keeps the wheel turning evenly while the stream "
              "that fills it rises and falls, and it lets sand and gravel settle before they reach the blades.")
 CODE = ("def area(width, height):\n    return width * height\n\n\n"
@@ -341,20 +334,14 @@ def report(lines: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--new", type=int, default=96, help="tokens of each answer")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shares", type=lambda text: [float(x) for x in text.split(",")], default=list(SHARES))
-    parser.add_argument("--batch-slots", type=lambda text: [int(x) for x in text.split(",")],
-                        help="jobs in so many slots")
-    parser.add_argument("--ranks", action="store_true", help="two ranks, started by torchrun")
-    parser.add_argument("--texts", type=lambda text: text.split(","), default=list(TEXTS))
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
-    parser.add_argument("--quick", action="store_true", help="one round at 30 %%, a text of each kind, 48 tokens")
-    parser.add_argument("--peer", action="store_true", help="transformers beside")
-    parser.add_argument("--machine", type=Path, help="a saved machine profile")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__, new=(96, "tokens of each answer"), rounds=(3, "turns of each"),
+        shares=("0.15,0.3,0.5,0.75", "of the weights' bytes"), batch_slots=("", "jobs in so many slots"),
+        ranks=(False, "two ranks, started by torchrun"), texts=(",".join(TEXTS), "by name"),
+        dtype=("float32", "of the weights, or bfloat16"), peer=(False, "transformers beside"),
+        quick=(False, "one round at 30 %%, a text of each kind, 48 tokens"), machine=(Path, "a saved machine profile"))
+    args.shares, args.texts = numbers(args.shares), args.texts.split(",")
+    args.batch_slots = [int(slots) for slots in args.batch_slots.split(",") if slots]
     if args.quick:
         args.new, args.rounds, args.shares, args.texts = 48, 1, [0.3], ["copy", "story"]
     if args.ranks:
@@ -366,8 +353,8 @@ def main() -> None:
         machine = load_machine(args.machine) if args.machine else known_machine(folder)
         for found in way(args, folder, Path(scratch), machine):
             rows += found
-            if args.json and first:
-                args.json.write_text(json.dumps({"processor": processor(), "rows": rows, "table": table(rows)}) + "\n")
+            if first:
+                write_json(args, {"processor": processor(), "rows": rows, "table": table(rows)})
     if first:
         report(table(rows))
     if args.ranks:

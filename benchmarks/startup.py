@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from statistics import median
 from typing import Any
 
 import forebay
+from benchmarks.command import arguments, write_json
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.checkpoints.packed import open_quantized
@@ -141,18 +141,10 @@ def compiled(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="?", choices=("bundle", "compile"), default="bundle")
-    parser.add_argument("--model", default="demo", help="of bundle")
-    parser.add_argument("--budget", default="2GB", help="of bundle")
-    parser.add_argument("--layers", default="12,96", help="depths to compile; ratios are to the first")
-    parser.add_argument("--hidden", type=int, default=1024, help="of what is compiled")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
-    args = parser.parse_args()
-    found = bundle(args) if args.case == "bundle" else compiled(args)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    args = arguments(__doc__, ("bundle", "compile"), model=("demo", "of bundle"), budget=("2GB", "of bundle"),
+                     layers=("12,96", "depths to compile; ratios are to the first"),
+                     hidden=(1024, "of what is compiled"), rounds=(3, "turns of each"))
+    write_json(args, bundle(args) if args.case == "bundle" else compiled(args))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.published_runtime import UNPINNED, Runtime, Unpinned, running
@@ -82,63 +84,17 @@ class PublishedRun:
 
 
 ALL_DEVICE, HOST_WEIGHTS, DISK_WEIGHTS = (100, 0, 100, 0, 100, 0), (0, 100, 100, 0, 100, 0), (0, 0, 100, 0, 100, 0)
-HALF_DISK, ALL_HOST = (0, 50, 0, 0, 0, 100), (0, 100, 0, 100, 0, 100)
-# OPT-30B (c) compresses its cache and not its weights: the benchmark suite beside the code (--compress-cache alone),
-# and its latency at batch 1 (Table 20: 153 s), which is that of loading half-precision weights (159 s).
-BOTH: dict[str, Any] = {"weight_format": "w4g64", "cache_format": "kv4"}
-CACHE: dict[str, Any] = {"cache_format": "kv4"}
-
-# Table 2; policies from Tables 15 and 16. OPT-175B of Accelerate and DeepSpeed at prompt 512: batch tokens / latency of
-# Table 19, because Table 2 prints 0.01.
-TABLE_2 = (
-    PublishedRun("Accelerate", "opt-6.7b", 512, 25.12, 2, 1, ALL_DEVICE),
-    PublishedRun("Accelerate", "opt-30b", 512, 0.62, 8, 1, HOST_WEIGHTS),
-    PublishedRun("Accelerate", "opt-175b", 512, 64 / 7633, 2, 1, DISK_WEIGHTS),
-    PublishedRun("Accelerate", "opt-6.7b", 1024, 13.01, 1, 1, ALL_DEVICE),
-    PublishedRun("Accelerate", "opt-30b", 1024, 0.31, 4, 1, HOST_WEIGHTS),
-    PublishedRun("Accelerate", "opt-175b", 1024, 0.01, 1, 1, DISK_WEIGHTS),
-    PublishedRun("DeepSpeed", "opt-6.7b", 512, 9.28, 16, 1, HOST_WEIGHTS),
-    PublishedRun("DeepSpeed", "opt-30b", 512, 0.60, 4, 1, HOST_WEIGHTS),
-    PublishedRun("DeepSpeed", "opt-175b", 512, 32 / 5024, 1, 1, DISK_WEIGHTS),
-    PublishedRun("DeepSpeed", "opt-6.7b", 1024, 4.59, 8, 1, HOST_WEIGHTS),
-    PublishedRun("DeepSpeed", "opt-30b", 1024, 0.29, 2, 1, HOST_WEIGHTS),
-    PublishedRun("FlexGen", "opt-6.7b", 512, 25.26, 2, 1, ALL_DEVICE),
-    PublishedRun("FlexGen", "opt-30b", 512, 7.32, 48, 3, (20, 80, 0, 100, 0, 100)),
-    PublishedRun("FlexGen", "opt-175b", 512, 0.69, 32, 8, HALF_DISK),
-    PublishedRun("FlexGen", "opt-6.7b", 1024, 13.72, 1, 1, ALL_DEVICE),
-    PublishedRun("FlexGen", "opt-30b", 1024, 3.50, 20, 4, (4, 96, 0, 100, 0, 100)),
-    PublishedRun("FlexGen", "opt-175b", 1024, 0.35, 12, 12, HALF_DISK),
-    PublishedRun("FlexGen (c)", "opt-6.7b", 512, 29.12, 72, 1, ALL_DEVICE, **BOTH),
-    PublishedRun("FlexGen (c)", "opt-30b", 512, 8.70, 16, 20, (20, 80, 0, 100, 100, 0), **CACHE),
-    PublishedRun("FlexGen (c)", "opt-175b", 512, 1.12, 48, 3, ALL_HOST, **BOTH),
-    PublishedRun("FlexGen (c)", "opt-6.7b", 1024, 13.18, 28, 1, ALL_DEVICE, **BOTH),
-    PublishedRun("FlexGen (c)", "opt-30b", 1024, 3.98, 20, 12, ALL_HOST, **CACHE),
-    PublishedRun("FlexGen (c)", "opt-175b", 1024, 0.42, 12, 4, ALL_HOST, **BOTH),
-)
-
-# Tables 14, 17 and 18: other lengths, no constant fitted there, no bound claimed. The last is in no table but beside
-# the code (benchmark/batch_size_table.md): OPT-30B at 512 with other micro-batches than Table 15's.
-OTHER_LENGTHS = (
-    PublishedRun("FlexGen", "opt-6.7b", 256, 53.29, 4, 1, ALL_DEVICE),
-    PublishedRun("FlexGen", "opt-30b", 256, 16.01, 160, 2, (10, 90, 0, 100, 0, 100)),
-    PublishedRun("FlexGen", "opt-175b", 256, 1.36, 64, 8, HALF_DISK),
-    PublishedRun("FlexGen", "opt-6.7b", 128, 106.404, 7, 1, ALL_DEVICE, new_tokens=128),
-    PublishedRun("FlexGen", "opt-30b", 128, 24.634, 32, 10, (25, 75, 0, 100, 100, 0), new_tokens=128),
-    PublishedRun("FlexGen", "opt-175b", 128, 2.409, 64, 8, HALF_DISK, new_tokens=128),
-    PublishedRun("FlexGen", "opt-6.7b", 512, 16.425, 2, 1, ALL_DEVICE, new_tokens=8),
-    PublishedRun("FlexGen", "opt-175b", 512, 0.451, 32, 8, HALF_DISK, new_tokens=8),
-    PublishedRun("FlexGen (c)", "opt-6.7b", 256, 56.72, 128, 1, ALL_DEVICE, **BOTH),
-    PublishedRun("FlexGen (c)", "opt-30b", 256, 16.86, 128, 8, ALL_HOST, **CACHE),
-    PublishedRun("FlexGen (c)", "opt-175b", 256, 2.26, 96, 3, ALL_HOST, **BOTH),
-    PublishedRun("FlexGen (c)", "opt-6.7b", 128, 92.568, 196, 1, ALL_DEVICE, new_tokens=128, **BOTH),
-    PublishedRun("FlexGen (c)", "opt-30b", 128, 39.141, 128, 8, (25, 75, 0, 100, 0, 100), new_tokens=128, **CACHE),
-    PublishedRun("FlexGen (c)", "opt-175b", 128, 4.264, 80, 3, (0, 100, 0, 100, 100, 0), new_tokens=128, **BOTH),
-    PublishedRun("FlexGen (c)", "opt-6.7b", 512, 14.244, 76, 1, ALL_DEVICE, new_tokens=8, **BOTH),
-    PublishedRun("FlexGen (c)", "opt-30b", 512, 4.019, 16, 36, (25, 75, 0, 100, 0, 100), new_tokens=8, **CACHE),
-    PublishedRun("FlexGen (c)", "opt-175b", 512, 0.559, 48, 3, ALL_HOST, new_tokens=8, **BOTH),
-    PublishedRun("FlexGen (c)", "opt-30b", 512, 8.38, 64, 8, ALL_HOST, **CACHE),
-)
-
+ALL_HOST = (0, 100, 0, 100, 0, 100)
+# Of each run its fields in order. "table_2" is Table 2 with the policies of Tables 15 and 16. OPT-175B of Accelerate
+# and DeepSpeed at prompt 512: batch tokens / latency of Table 19, because Table 2 prints 0.01. OPT-30B (c) compresses
+# its cache and not its weights: the benchmark suite beside the code (--compress-cache alone), and its latency at batch
+# 1 (Table 20: 153 s), which is that of loading half-precision weights (159 s). "other_lengths" are Tables 14, 17 and
+# 18: no constant is fitted there, no bound claimed. The last is in no table but beside the code
+# (benchmark/batch_size_table.md): OPT-30B at 512 with other micro-batches than Table 15's.
+RUNS: dict[str, Any] = json.loads(Path(__file__).with_name("flexgen_runs.json").read_text())
+TABLE_2, OTHER_LENGTHS = (
+    tuple(PublishedRun(*run[:6], tuple(run[6]), **(run[7] if run[7:] else {})) for run in RUNS[name])
+    for name in ("table_2", "other_lengths"))
 _30B, _175B = TABLE_2[12], TABLE_2[13]
 # Table 4 (policies: Table 23). "No disk" leaves OPT-30B as it is and OPT-175B without memory. DeepSpeed's policy on
 # OPT-175B: Table 22's latency (6072 s for 64 tokens), because Table 4 prints 0.01.
@@ -240,5 +196,5 @@ def rows() -> list[Row]:
     return [*table_2(), *table_4(), *other_lengths(), *planned()]
 
 
-def main(json: bool) -> None:
-    show(rows(), json)
+def main(as_json: bool) -> None:
+    show(rows(), as_json)
