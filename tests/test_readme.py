@@ -19,7 +19,7 @@ def test_its_python_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.Monkey
                                       capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 2
     names: dict = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
