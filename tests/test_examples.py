@@ -125,3 +125,13 @@ def test_what_cannot_be_is_one_line(
     said = capfd.readouterr().err.splitlines()
     assert ended.value.code == 2 and len(said) == 1 and advice in said[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_the_notebook_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    cells = json.loads((EXAMPLES / "tutorial.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for cell in code:
+        exec(compile(cell, "tutorial.ipynb", "exec"), names)
+    assert len(code) == 5 and "equal: True" in capsys.readouterr().out
+    assert names["speeds"]["60MiB", 8] > names["speeds"]["60MiB", 1] < names["speeds"]["160MiB", 1]

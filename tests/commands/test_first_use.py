@@ -35,7 +35,9 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     folder = tmp_path_factory.mktemp("job")
     (folder / "in.jsonl").write_text(json.dumps({"prompt": "The capital of France is"}) + "\n")
     found = call("run", "demo", "--prompts", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl"),
-                 "--budget", "200MB", "--new-tokens", "10", "--json")
+                 "--budget", "200MB", "--new-tokens", "10", "--json", "--picture", str(folder / "memory.svg"))
+    drawn = (folder / "memory.svg").read_text()
+    assert "budget, Python and threads" in drawn and "cache" in drawn
     return json.loads((folder / "out.jsonl").read_text())["text"], json.loads(found.stdout)
 
 

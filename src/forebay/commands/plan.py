@@ -95,7 +95,7 @@ def plan(
         help="File for the plan; of ranks a folder.", rich_help_panel="Output")] = None,
     picture: Annotated[Path | None, typer.Option(
         metavar="OUT.png",
-        help="Picture of a decode step: streams over time, and memory.",
+        help="Picture of a decode step: streams and memory over time, and a roofline.",
         rich_help_panel="Output")] = None,
     debug: DebugOption = False,
 ) -> None:
@@ -180,7 +180,6 @@ def _plan_model(
     from forebay.rewriter.planning.objective import latency_s, tokens_per_s
     from forebay.rewriter.planning.options import check_choices
     from forebay.rewriter.policy.plan_search import plan_frontier
-    from forebay.rewriter.predict.simulate import simulate
 
     workload = _workload(options)
     check_choices(workload, options)
@@ -202,7 +201,7 @@ def _plan_model(
     if save:
         made.save(save)
     if picture:
-        draw_step(made, simulate(steps.program(1), profile), picture)
+        draw_step(made, steps.program(1), profile, picture)
     if pareto:
         draw_frontier({Path(model).name: frontier}, pareto)
     if as_json:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -55,15 +56,18 @@ def calls_of(pipeline: Pipeline, plan: Plan) -> int:
 class MemoryWatch:
     """Samples this process's anonymous memory, and the pages of `files` in the page cache, from a thread.
 
-    `before` is the anonymous memory at the start; `peak` and `cached_peak` are the most seen, all in bytes.
+    `before` is the anonymous memory at the start; `peak` and `cached_peak` are the most seen, all in bytes. `samples`
+    are (seconds since the start, bytes of both together): every other one is dropped when MOST_SAMPLES are there.
     """
 
-    PERIOD_S = 0.05
+    PERIOD_S, MOST_SAMPLES = 0.05, 2048
 
     def __init__(self, files: Iterable[str]) -> None:
         self.files = tuple(files)
         self.before = self.peak = anonymous_nbytes()
         self.cached_peak = 0
+        self.samples: list[tuple[float, int]] = []
+        self._began, self._every, self._seen = time.monotonic(), 1, 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory watch", daemon=True)
 
@@ -73,8 +77,16 @@ class MemoryWatch:
 
     def _sample(self) -> None:
         with contextlib.suppress(OSError):  # too many open files, say: what cannot be looked at is not counted
-            self.peak = max(self.peak, anonymous_nbytes())
-            self.cached_peak = max(self.cached_peak, sum(resident_nbytes(path) for path in self.files))
+            anonymous, cached = anonymous_nbytes(), sum(resident_nbytes(path) for path in self.files)
+            self.peak, self.cached_peak = max(self.peak, anonymous), max(self.cached_peak, cached)
+            self._keep(anonymous + cached)
+
+    def _keep(self, nbytes: int) -> None:
+        if self._seen % self._every == 0:
+            self.samples.append((time.monotonic() - self._began, nbytes))
+        self._seen += 1
+        if len(self.samples) == self.MOST_SAMPLES:
+            self.samples, self._every = self.samples[::2], 2 * self._every
 
     def __enter__(self) -> MemoryWatch:
         with contextlib.suppress(RuntimeError):  # the system gives no more threads: what is seen at the end counts

@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,11 +33,9 @@ from forebay.rewriter.planning.options import Options
 if TYPE_CHECKING:
     from forebay.commands import jobs
     from forebay.commands.job_images import JobImages
-    from forebay.commands.process_memory import MemoryWatch
     from forebay.commands.prompts import Prompt
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Plan
-    from forebay.runtime.run.progress import WorkDone
 
 SOME_UNANSWERED = 3  # exit code
 NEW_TOKENS = 512  # of an answer to a prompt of a file, where nobody says
@@ -76,6 +74,9 @@ def run(
         rich_help_panel="Output")] = None,
     trace: Annotated[Path | None, typer.Option(
         help="File for a trace of planned and actual steps, for ui.perfetto.dev.",
+        rich_help_panel="Output")] = None,
+    picture: Annotated[Path | None, typer.Option(
+        metavar="OUT.png", help="Picture of the memory over time, planned and measured.",
         rich_help_panel="Output")] = None,
     chat: Annotated[bool | None, typer.Option("--chat/--no-chat",
         help="Chat template of the model around each prompt. Default: where the model has one.",
@@ -133,7 +134,8 @@ def run(
         options = replace(options, mesh=mesh)
         if prompt is not None:
             only = {"--prompts": prompts, "--output": output, "--plan": plan, "--save-plan": save_plan,
-                    "--trace": trace, "--batch": options.batch, "--json": as_json or None, "--verify": verify or None,
+                    "--trace": trace, "--picture": picture, "--batch": options.batch,
+                    "--json": as_json or None, "--verify": verify or None,
                     "--mesh": mesh, "--column": column, "--system": system, "--unordered": unordered or None,
                     "--json-schema": json_schema}
             for name, given in only.items():
@@ -177,6 +179,7 @@ def run(
             exported.budget.device, exported.budget.host)
         require_spill_folder(sizes.disk)
         require_writable(trace, "--trace")
+        require_writable(picture, "--picture")
         require_writable(save_plan, "--save-plan")
         if saved is not None and saved.budget != sizes.limits:
             raise PlanError(f"the plan {plan} was made for {saved.budget}, not for --budget {budget}; leave one out")
@@ -247,7 +250,7 @@ def run(
                     lm.plan.save(save_plan)
                 if jobs.pending(fitting, answers.answered):
                     with lm, nullcontext() if images is None else closing(images):
-                        _answer(lm, fitting, answers, ask, tokenizer, trace, as_json, images)
+                        _answer(lm, fitting, answers, ask, tokenizer, (trace, picture), as_json, images)
                     _say_empty(answers.empty, chat)
             if not unordered:
                 answers.put_in_order(request.id for request in requests)
@@ -270,18 +273,21 @@ def _plan_of_bundle(model: str) -> Plan | None:
 
 def _answer(
     lm: LanguageModel, encoded: list[Prompt], answers: jobs.AnswerFile, ask: jobs.Ask, tokenizer: Any,
-    trace: Path | None, as_json: bool, images: JobImages | None,
+    records: tuple[Path | None, Path | None], as_json: bool, images: JobImages | None,
 ) -> None:
-    """Run the job with a progress bar, then say what was planned and what was measured."""
+    """Run the job with a progress bar, then say what was planned and what was measured; `records` are the files for its
+    trace and its picture."""
     from forebay.commands import jobs
     from forebay.commands.chat_template import ChatTemplate
+    from forebay.commands.job_measures import Spent, constant_nbytes, job_measures, measures_text
     from forebay.commands.job_progress import JobProgress
-    from forebay.commands.process_memory import MemoryWatch, beside_nbytes, calls_of, disk_read_nbytes
-    from forebay.drafting import files_in_budget, plans_in_budget
+    from forebay.commands.process_memory import MemoryWatch, disk_read_nbytes
+    from forebay.drafting import files_in_budget
     from forebay.runtime.disk.page_cache import drop_file
     from forebay.runtime.run.progress import WorkDone
     from forebay.serving.text_codec import TextCodec
 
+    trace, picture = records
     total = len(jobs.pending(encoded, answers.answered))
     codec = TextCodec(tokenizer, ChatTemplate(tokenizer), lm.captured.vocab_size, ask.eos)
     if trace:
@@ -315,19 +321,15 @@ def _answer(
                     say(f"{trace}: the first {gone} launches, waits and copies are left out")
             finally:
                 lm.close()
-    tokens = sum(len(p.ids) for p in encoded)
-    calls = sum(calls_of(part.steps.pipeline, part.plan) for part in (lm, lm.helper) if part)
-    calls += 0 if lm.shared_draft is None else len(lm.shared_draft.program.step)
-    beside = beside_nbytes(calls, total, tokens, lm.captured.vocab_size if ask.sampling.do_sample else 0,
-                           traced=trace is not None)
-    beside += (0 if images is None else images.nbytes) + (0 if lm.prefixes is None else lm.prefixes.most_nbytes)
-    found = _measured(plans_in_budget(lm), done, spent, elapsed_s, memory, disk_read_nbytes() - read_before,
-                      beside)
+    constant = constant_nbytes(lm, memory, encoded, total, ask, traced=trace is not None,
+                               images_nbytes=0 if images is None else images.nbytes)
+    measured = job_measures(lm, done, spent, elapsed_s, memory, disk_read_nbytes() - read_before, constant)
+    if picture:
+        from forebay.commands.pictures import draw_run
+
+        draw_run(lm.plan, memory, measured["constant_nbytes"], picture)
     note_speed(lm.plan, done.tokens - done.ended, spent.decode_s)  # an answer's first token is its prompt's
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return
-    print(_measured_text(found))
+    print(json.dumps(measured, indent=1) if as_json else measures_text(measured))
 
 
 def _say_empty(count: int, chat: bool) -> None:
@@ -335,61 +337,3 @@ def _say_empty(count: int, chat: bool) -> None:
     if count:
         say(f"{count} answers are empty: the model ended them at once"
             + ("" if chat else "; a model trained on chats needs its chat template (--chat)"))
-
-
-@dataclass
-class Spent:
-    """Seconds of a job by what they went into: resident weights, steps over prompts, steps over answers."""
-
-    load_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-
-    def mark(self, name: str, since: float) -> float:
-        """Count the time from `since` until now, which is returned, to `name`."""
-        now = time.monotonic()
-        setattr(self, name, getattr(self, name) + now - since)
-        return now
-
-
-def _measured(plans: list[Plan], done: WorkDone, spent: Spent, elapsed_s: float, memory: MemoryWatch, read_nbytes: int,
-              beside: int) -> dict[str, Any]:
-    """What a job took by the plan of its model, and of what drafts for it, in bytes and seconds, and the constant of
-    the budget's promise, of which `beside` is a part."""
-    plan, *_ = plans
-    grown, steps = memory.peak - memory.before, done.prefills + done.decodes
-    return {
-        "answers": done.ended, "tokens": done.tokens, "steps": steps, "time_s": elapsed_s, **asdict(spent),
-        "drafted_tokens": done.offered, "accepted_tokens": done.accepted,
-        "batch_slots": plan.workload.batch, "tokens_per_s": done.tokens / elapsed_s, "steps_per_s": steps / elapsed_s,
-        "budget_nbytes": sum(each.budget.device for each in plans),
-        "planned_peak_nbytes": sum(sum(each.prediction.peak_nbytes.values()) for each in plans),
-        "measured_peak_nbytes": grown + memory.cached_peak, "anonymous_nbytes": grown,
-        "python_nbytes": memory.before, "page_cache_nbytes": memory.cached_peak, "process_peak_nbytes": memory.peak,
-        "constant_nbytes": memory.before + beside, "promised_nbytes": sum(map(_given, plans)) + memory.before + beside,
-        "streamed_nbytes_per_step": plan.prediction.streamed_nbytes, "read_nbytes": read_nbytes}
-
-
-def _given(plan: Plan) -> int:
-    """Bytes of the budget, with the host memory that is planned where there is no limit of it."""
-    return plan.budget.device + (plan.arenas.get("host", 0) if plan.budget.host is None else plan.budget.host)
-
-
-def _measured_text(found: dict[str, Any]) -> str:
-    """Three lines at the end of a job, and one of drafts where there were some."""
-    from forebay.rewriter.ir.byte_sizes import format_nbytes
-    from forebay.rewriter.ir.durations import format_seconds
-
-    size = {name: format_nbytes(value) for name, value in found.items() if "nbytes" in name}
-    time = {name: format_seconds(found[name]) for name in ("time_s", "load_s", "prefill_s", "decode_s")}
-    return "\n".join((
-        f"speed       {found['answers']} answers, {found['tokens']} tokens in {time['time_s']}: "
-        f"{found['tokens_per_s']:.3g} tokens/s (load {time['load_s']}, prefill {time['prefill_s']}, decode "
-        f"{time['decode_s']})",
-        *([f"drafts      {found['accepted_tokens']} of {found['drafted_tokens']} drafted tokens accepted; "
-           f"{found['tokens'] / found['steps']:.2f} tokens per pass over the weights"] * (found["drafted_tokens"] > 0)),
-        f"memory      the plan used {size['planned_peak_nbytes']} of the budget of {size['budget_nbytes']}; the "
-        f"process, Python included, used {size['process_peak_nbytes']} of the {size['promised_nbytes']} expected",
-        f"streamed    {size['streamed_nbytes_per_step']} per decode step as planned; {size['read_nbytes']} read from "
-        "disk in all",
-    ))
