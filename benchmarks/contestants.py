@@ -107,7 +107,8 @@ GGUF = _by_name((
     Contestant("exported float32", "onnxruntime", "exported float32", ram=True),
     Contestant("forebay", source="packed"), Contestant("neurostream", "neurostream", "gguf"),
     Contestant("llama.cpp", "llama.cpp", "mapped")))
-CONTESTANTS = BLOCKS | CHECKPOINTS | SHARES | EXPERTS | PEERS | GGUF
+LONG = _by_name((Contestant("forebay w4 cache on disk", "forebay", "w4", {"cache_tier": "disk"}),))
+CONTESTANTS = BLOCKS | CHECKPOINTS | SHARES | EXPERTS | PEERS | GGUF | LONG
 
 
 def forced(kind: str, batch: int, base: str) -> dict[str, Contestant]:

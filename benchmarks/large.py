@@ -46,7 +46,8 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class LargeCell:
     """What contestants are asked in turns: `kind` is a GGUF type, or bf16 for a folder of safetensors. With `draw`
-    tokens are drawn by their probabilities."""
+    tokens are drawn by their probabilities. Where `sampled`, the cache is filled with bytes that no prefill computed,
+    and decode steps alone are timed."""
 
     model: str
     kind: str
@@ -57,6 +58,7 @@ class LargeCell:
     new: int = 8
     rounds: int = 3
     draw: bool = False
+    sampled: bool = False
 
     @property
     def name(self) -> str:
@@ -73,6 +75,8 @@ CELLS = (
     *(LargeCell("qwen3-32b", "Q4_0", budget, new=4) for budget in (4, 8)),
     *(LargeCell("qwen3moe-5gb", "Q4_0", share * 5, "forebay,llama.cpp,neurostream", prompt=16, new=24, draw=True)
       for share in (0.15, 0.3, 0.5)),
+    LargeCell("llama3-8b of 8 layers", "bf16", 4, "forebay w4 zigzag,forebay w4 cache on disk", prompt=32752, new=16,
+              rounds=2, sampled=True),
 )
 
 
@@ -139,8 +143,9 @@ def take_turn(cell: LargeCell, contestant: Contestant, path: Path, args: argpars
     cached_machine(path.parent)
     order = {"name": contestant.name, "options": dict(contestant.options), "ram": False, "share": None,
              "path": str(path), "scratch": str(path.parent), "vocab": 32000, "budget": int(cell.budget_gb * GB),
-             "machine": str(machine_cache_path(path.parent)), "whole": True, "once": False, "capped": True,
-             "batch": cell.batch, "prompt": cell.prompt, "new": cell.new, "draw": cell.draw, "label": cell.name}
+             "machine": str(machine_cache_path(path.parent)), "whole": not cell.sampled, "once": False, "capped": True,
+             "batch": cell.batch, "prompt": cell.prompt, "new": cell.new, "draw": cell.draw, "label": cell.name,
+             "prefill": False, "steps": cell.new - 2}
     process = started(contestant.name, args.threads, None)
     began = time.monotonic()
     try:
@@ -196,6 +201,12 @@ def step_s(turn: Row) -> float:
     return mean(turn["steps_s"])
 
 
+def first_token(turns: list[Row]) -> str:
+    """The median time of a prompt, of turns that had one."""
+    times = [turn["prefill_s"] for turn in turns if "prefill_s" in turn]
+    return f"{median(times):.1f}" if times else "-"
+
+
 def report(turns: list[Row]) -> None:
     """Medians of each cell's contestants, with the spread of decoding, as rows of a table."""
     rows: dict[tuple[str, str], list[Row]] = defaultdict(list)
@@ -212,7 +223,7 @@ def report(turns: list[Row]) -> None:
                  if "read_bytes_per_s" in turn]
         share = f"{median(links):.0%}" if links else ""
         print(f"| {cell} | {name} | {median(speeds):.3g} ({speeds[0]:.3g} to {speeds[-1]:.3g}) | "
-              f"{median(turn['prefill_s'] for turn in measured):.1f} | "
+              f"{first_token(measured)} | "
               f"{median(turn['step_read_nbytes'] for turn in measured) / GB:.2f} | {share} | "
               f"{max(turn['group_peak'] for turn in measured) / GB:.2f} |")
 

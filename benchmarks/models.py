@@ -43,6 +43,7 @@ class RandomShape:
     picks: int = 0
     skew: float = 0.0
     head_dim: int = 0  # 0: hidden / heads
+    positions: int = POSITIONS
 
     @property
     def head(self) -> int:
@@ -52,12 +53,14 @@ class RandomShape:
     @property
     def title(self) -> str:
         """What a folder is called."""
-        *sizes, family, experts, picks, skew, _ = astuple(self)
-        return "-".join(map(str, (family, *sizes, *((experts, picks, skew) if experts else ()))))
+        *sizes, family, experts, picks, skew, _, positions = astuple(self)
+        others = (experts, picks, skew) if experts else () if positions == POSITIONS else (f"{positions}-positions",)
+        return "-".join(map(str, (family, *sizes, *others)))
 
 
 MODELS = {
     "llama3-8b": RandomShape(4096, 32, 32, 8, 14336, 128256),
+    "llama3-8b of 8 layers": RandomShape(4096, 8, 32, 8, 14336, positions=131072),
     "llama": RandomShape(), "opt": RandomShape(2048, 14, 32, 32, 8192, 50272, "opt"),
     "llama-medium": RandomShape(1024, 8, 8, 4, 2816, 8192),
     "opt-medium": RandomShape(1024, 7, 16, 16, 4096, 8192, "opt"),
@@ -127,7 +130,7 @@ def _config(shape: RandomShape) -> Any:
     sizes: dict[str, Any] = dict(
         architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.family]], hidden_size=shape.hidden,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, vocab_size=shape.vocab,
-        max_position_embeddings=POSITIONS, eos_token_id=2, dtype="bfloat16")
+        max_position_embeddings=shape.positions, eos_token_id=2, dtype="bfloat16")
     if shape.family == "opt":
         return AutoConfig.for_model("opt", ffn_dim=shape.intermediate, word_embed_proj_dim=shape.hidden, **sizes)
     sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head, "tie_word_embeddings": False}

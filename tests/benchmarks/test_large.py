@@ -24,7 +24,9 @@ def test_the_table_has_medians_and_leaves_out_turns_that_failed(capsys: pytest.C
         return {"cell": "8b, 2 GB", "name": "forebay", "batch": 2} | more
 
     measured = {"prefill_s": 3.0, "step_read_nbytes": 2e9, "read_bytes_per_s": 2e9, "group_peak": 5e9}
+    sampled = turn(steps_s=[1.0], **{k: v for k, v in measured.items() if k != "prefill_s"}) | {"name": "sampled"}
     report([turn(steps_s=[1.0, 3.0], **measured), turn(steps_s=[4.0], **measured), turn(failed="signal 9"),
-            turn(steps_s=[1.0], **measured), turn(failed="signal 9") | {"name": "peer"}])
+            turn(steps_s=[1.0], **measured), turn(failed="signal 9") | {"name": "peer"}, sampled])
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| 8b, 2 GB | forebay | 1 (0.5 to 2) | 3.0 | 2.00 | 50% | 5.00 |", "| 8b, 2 GB | peer | signal 9 | | | | |"]
+        "| 8b, 2 GB | forebay | 1 (0.5 to 2) | 3.0 | 2.00 | 50% | 5.00 |", "| 8b, 2 GB | peer | signal 9 | | | | |",
+        "| 8b, 2 GB | sampled | 2 (2 to 2) | - | 2.00 | 100% | 5.00 |"]
