@@ -6,8 +6,9 @@ its rounds the expert to fetch into each slot (-1: it keeps what it holds), and 
 (-1: it is not of this round).
 
 Round 0 has the experts that are in slots, and fetches none. The others come in the rounds after it: in a few, where
-there is a slot for each expert that a step may name, and all are fetched at once. With fewer slots a round fetches half
-as many experts as there are slots, while the round before it is computed; with one slot, each after the other.
+there is a slot for each expert that a step may name, and all are fetched at once. The first of these rounds have the
+most, because nothing is read while the last one is computed. With fewer slots a round fetches half as many experts as
+there are slots, while the round before it is computed; with one slot, each after the other.
 
 A GPU fetches in order, so that no fetch ends before one that began earlier. There all experts come in one round, while
 round 0 is computed. With fewer slots a round fetches into all of them, after the round before it was computed.

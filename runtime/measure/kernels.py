@@ -14,11 +14,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from forebay.kernels.attention.operations import attention_flops
+from forebay.kernels.build.process_limits import available_nbytes
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import TIMED_WEIGHTS, CacheFormat, packed_caches, packed_format
 from forebay.kernels.operator import HOST_KERNELS, ROUNDED, Call, Operator, Product, Tensors
@@ -36,7 +38,10 @@ GEMM_SHAPES = ((2048, 2048), (256, 512), (4096, 512), (1024, 1024), (5632, 2048)
 # Few and small: a short call is more often left alone, and the fastest of many counts.
 QUICK_SHAPES = ((2048, 1024), (256, 1024))
 QUICK_MULTIPLIES = 1 << 27  # of a product, at most: a millisecond
-COLD_NBYTES = 64 * MIB  # products take turns over weights of this total, more than the caches: streamed ones are cold
+# Products take turns over weights of so many bytes in all, more than a process keeps in caches: those that stream are
+# cold. The most, unless little memory is free.
+LEAST_COLD_NBYTES, MOST_COLD_NBYTES = 64 * MIB, 256 * MIB
+COLD_SHARE = 8  # of the memory that is free, at most one part in so many
 LARGEST_NBYTES = 4 * 8 * MIB  # K and V, or a weight, of what is timed
 HOPELESS = 2.5  # an implementation so many times slower than the best of its kind is timed no more: nobody chooses it
 FIRST = 3  # turns of each before any is hopeless
@@ -124,14 +129,19 @@ def _first_times(
 
 
 @dataclass(frozen=True)
-class _LateCalls:
-    """Calls that are bound only when they are asked for: a small weight has hundreds, of which few are made."""
+class ColdCalls:
+    """Calls over one part of `cold_memory` after the other, without an end, each bound when it is asked for. All kinds
+    go on where the last of any was, so that nothing is in a cache that another has just read."""
 
-    bind: Callable[[Any], Call]
-    given: Sequence[Any]
+    bind: Callable[[torch.Tensor], Call]
+    parts: torch.Tensor
 
     def __iter__(self) -> Iterator[Call]:
-        return map(self.bind, self.given)
+        memory, nbytes = cold_memory(), self.parts[0].nbytes
+        while True:
+            number = -(-memory.at // nbytes) % len(self.parts)
+            memory.at = (number + 1) * nbytes
+            yield self.bind(self.parts[number])
 
 
 # Products
@@ -183,8 +193,13 @@ def _products(rows: Sequence[int], kind: str, n: int, k: int) -> Iterator[TimedP
         shape = Product(kind, m, n, k)
         rounding = (name for wish in ROUNDED for name in operator.implementations.rounding(shape, wish))
         for impl in (*operator.implementations.candidates(kind), *rounding):
-            uses = [Tensors((x, weight, None), how, (out,), impl) for weight in weights]
-            yield impl, m, _LateCalls(operator.bind[HOST_KERNELS], uses)
+            yield impl, m, ColdCalls(partial(_bind_product, operator, x, how, out, impl), weights)
+
+
+def _bind_product(
+    operator: Operator, x: torch.Tensor, how: dict[str, Any], out: torch.Tensor, impl: str, weight: torch.Tensor
+) -> Call:
+    return operator.bind[HOST_KERNELS](Tensors((x, weight, None), how, (out,), impl))
 
 
 def product_of(kind: str, k: int, half: torch.dtype) -> tuple[Operator, dict[str, Any], torch.dtype]:
@@ -197,15 +212,43 @@ def product_of(kind: str, k: int, half: torch.dtype) -> tuple[Operator, dict[str
     return operator, Packing(stored.bits, k, stored.group_size, half, stored.symmetric, stored.codebook)._asdict(), half
 
 
+@dataclass
+class ColdMemory:
+    """Memory that what is timed takes turns over.
+
+    Attributes:
+        arena: The memory.
+        at: The byte at which the next turn of `ColdCalls` begins.
+    """
+
+    arena: Arena
+    at: int = 0
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """All of it."""
+        return self.arena.bytes
+
+    @property
+    def nbytes(self) -> int:
+        """How much it is."""
+        return self.arena.nbytes
+
+
 @functools.lru_cache(1)
-def cold_memory() -> Arena:
-    """COLD_NBYTES of FILL for what is timed to take turns over, in huge pages as weights are when a plan runs.
+def cold_memory() -> ColdMemory:
+    """`cold_nbytes` of FILL for what is timed to take turns over, in huge pages as weights are when a plan runs.
 
     Room for two of the largest at least. It is kept until `cold_memory.cache_clear()`.
     """
-    memory = Arena(max(COLD_NBYTES, 2 * LARGEST_NBYTES))
+    memory = Arena(max(cold_nbytes(available_nbytes()), 2 * LARGEST_NBYTES))
     memory.bytes.fill_(FILL)
-    return memory
+    return ColdMemory(memory)
+
+
+def cold_nbytes(available: int) -> int:
+    """Bytes of which no cache of a processor keeps much while they are read in turn, of so many that are free."""
+    return max(LEAST_COLD_NBYTES, min(MOST_COLD_NBYTES, available // COLD_SHARE))
 
 
 def _parts(dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ extern "C" int forebay_assign_slots(const AssignSlotsArgs* a, float* scratch, in
     else missing[left++] = int32_t(e);
   }
   for (int64_t r = 1, next = 0; r <= a->rounds; ++r) {
-    const int64_t end = a->at_once ? left * r / a->rounds : std::min(left, next + a->most);
+    const int64_t end = a->at_once ? (left * r + a->rounds - 1) / a->rounds : std::min(left, next + a->most);
     for (; next < end; ++next) {
       int64_t best = -1, least = 0;
       for (int64_t s = 0; s < a->slots; ++s) {

@@ -63,7 +63,7 @@ def reference(
     missing = [expert for expert in picked if expert + 1 not in owner]
     came = 0
     for number in range(1, sizes.rounds + 1):
-        until = len(missing) * number // sizes.rounds if sizes.at_once else min(len(missing), came + sizes.most)
+        until = -(-len(missing) * number // sizes.rounds) if sizes.at_once else min(len(missing), came + sizes.most)
         used.append([])
         while came < until:
             busy = {slot for each in used[max(0, number - sizes.beside) :] for slot in each}

@@ -89,6 +89,19 @@ def test_each_round_finds_its_experts(compiled: bool, monkeypatch: pytest.Monkey
     assert seen >= {(True, False, 2, 2), (True, True, 2, 1), *some}
 
 
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiler), False])
+def test_the_last_rounds_have_the_fewest(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all experts come at once, the first round has one as soon as any is missing."""
+    if not compiled:
+        monkeypatch.setattr(cpu.native, "load", lambda: None)
+    sizes = slot_state(8, 16, 8)
+    for count, rounds in enumerate(((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2))):
+        index, (state, told) = torch.arange(count), zeros(sizes)
+        bind_assign_slots(index, state, told, *sizes)()
+        wanted = (told.view(-1, sizes.numbers)[1:, : sizes.slots] >= 0).sum(1)
+        assert tuple(wanted.tolist()) == rounds
+
+
 def fetched(steps: list[list[int]], slots: int, experts: int) -> int:
     """Experts that are fetched, of steps that name some each, but for the first quarter of these."""
     sizes = slot_state(slots, experts, len(steps[0]))
