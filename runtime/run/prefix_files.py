@@ -34,7 +34,7 @@ from forebay.runtime.run.prefix_cache import PrefixBlock, PrefixTree
 LOG = logging.getLogger("forebay")
 NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{64})\.kv")
 DRAFT = re.compile(rf"\.{NAME.pattern}\.\d+\.\d+\.draft")  # of `written_whole`
-LOCK = "forebay.lock"
+LOCK = "lock"
 CHECKSUM_NBYTES = 32
 READ_AHEAD = 4  # blocks
 READERS = 2

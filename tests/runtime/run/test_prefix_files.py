@@ -59,7 +59,7 @@ def found(files: PrefixFiles, name: str) -> int:
 
 
 def on_disk(folder: Path) -> int:
-    return sum(whole_pages(path.stat().st_size) for path in folder.iterdir() if path.name != "forebay.lock")
+    return sum(whole_pages(path.stat().st_size) for path in folder.iterdir() if path.name != "lock")
 
 
 def test_later_processes_find_what_was_kept_and_drop_what_was_used_first(tmp_path: Path) -> None:
