@@ -106,7 +106,7 @@ GGUF = _by_name((
     Contestant("exported", "onnxruntime", "exported", ram=True),
     Contestant("exported float32", "onnxruntime", "exported float32", ram=True),
     Contestant("forebay", source="packed"), Contestant("neurostream", "neurostream", "gguf"),
-    Contestant("llama.cpp", "llama.cpp", "mapped")))
+    Contestant("llama.cpp", "llama.cpp", "gguf")))
 LONG = _by_name((Contestant("forebay w4 cache on disk", "forebay", "w4", {"cache_tier": "disk"}),))
 CONTESTANTS = BLOCKS | CHECKPOINTS | SHARES | EXPERTS | PEERS | GGUF | LONG
 
@@ -115,18 +115,15 @@ def forced(kind: str, batch: int, base: str) -> dict[str, Contestant]:
     """Schedules that are forced in the place of the planner's for the contestant `base`: `blocks` of sequences, by
     sizes of micro-batches, staging slots of the cache and sizes of those of weights, in both orders; or staging `slots`
     of weights, their size and the lead of reads."""
-    found: dict[str, Order] = {}
+    counts, of = sorted({-(-batch // size) for size in SWEPT_SIZES if size <= batch}), CONTESTANTS[base]
+    found: dict[str, Order] = {
+        f"{slots} x {mib} MiB, lead {lead}": {"slots": slots, "slot_nbytes": mib << 20, "lead": lead}
+        for slots, mib in itertools.product((2, 4, 8), (1, 2, 4, 8)) for lead in (slots // 2, slots)}
     if kind == "blocks":
-        counts = sorted({-(-batch // size) for size in SWEPT_SIZES if size <= batch})
-        for n, staged, mib in itertools.product(counts, (2, 3), (1, 2, 4)):
-            found[f"{n} micro-batches, {staged} slots, weights' of {mib} MiB"] = {
-                "micro_batches": n, "cache_slots": staged, "slot_nbytes": mib << 20}
+        found = {f"{n} micro-batches, {staged} slots, weights' of {mib} MiB": {
+            "micro_batches": n, "cache_slots": staged, "slot_nbytes": mib << 20}
+            for n, staged, mib in itertools.product(counts, (2, 3), (1, 2, 4))}
         found |= {f"{n} micro-batches, row": {"micro_batches": n, "order": "row"} for n in counts}
-    elif kind == "slots":
-        for slots, mib in itertools.product((2, 4, 8), (1, 2, 4, 8)):
-            for lead in sorted({slots, slots // 2}):
-                found[f"{slots} x {mib} MiB, lead {lead}"] = {"slots": slots, "slot_nbytes": mib << 20, "lead": lead}
-    of = CONTESTANTS[base]
     return {name: Contestant(name, "forebay", of.source, {**of.options, **options}, of.ram, of.share, base)
             for name, options in found.items()}
 
@@ -259,13 +256,14 @@ class Forebay:
                                            "read_nbytes": read / order["new"]}
 
     def turn(self, order: Order) -> Order:
-        """A turn; with `once` memory is given back after it."""
         self.lm = self.models[order["label"]]
-        found = self.whole(order) if order["whole"] else self.sample(order)
-        if order["once"]:
-            self.lm.close()
-            gc.collect()
-        return found
+        return self.whole(order) if order["whole"] else self.sample(order)
+
+    def rest(self, order: Order) -> Order:
+        """Give the memory of the last turn back."""
+        self.lm.close()
+        gc.collect()
+        return {}
 
     def predicted(self, order: Order) -> Order:
         """The decode step and the prefill of the last turn, at the rates that were found around it: each at the pace of
@@ -337,15 +335,15 @@ def answer(engine: str, held: list[Any], order: Order) -> Order:
         peers.import_library(engine)
         empty, baseline = peers.resident("VmRSS"), anonymous_nbytes()
         capped = order["capped"] and not order["ram"]
-        if capped and Path(order["path"]).is_file():  # pages that are there already are nobody's who maps them
-            os.sync()
-            drop_file(order["path"])
         limited = capped and enter_limit(order["budget"] + ROOM)
         kind = {"forebay": Forebay, "link": LinkNow}.get(engine) or functools.partial(peers.PeerEngine, engine)
         held[:] = [kind(order), empty]
         return {"baseline": baseline, "limited": limited}
     if order["do"] != "turn" or engine == "link":
         return getattr(held[0], order["do"])(order)
+    if order["capped"] and not order["ram"] and Path(order["path"]).is_file():
+        os.sync()
+        drop_file(order["path"])  # pages that are there already are nobody's who maps them
     if isinstance(held[0], peers.PeerEngine):
         held[0].ready(order)
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 import transformers as T
 
-from benchmarks.command import arguments, write_json
+from benchmarks.command import arguments, print_table, write_json
 from forebay.read_mesh import read_mesh
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.ir.graph import CapturedModel
@@ -57,8 +57,7 @@ def main() -> None:
         line = simulated(captured, mesh, work, machine)
         rows.append({"mesh": mesh, "step_ms": 1e3 * line.time_s, "products_ms": 1e3 * line.compute_s,
                      "exchanges_ms": 1e3 * line.exchange_s})
-        print(f"| `{mesh}` | {1e3 * line.time_s:.2f} | {1e3 * line.compute_s:.2f} | {1e3 * line.exchange_s:.2f} |",
-              flush=True)
+    print_table(rows)
     write_json(asked, rows)
 
 

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -35,7 +36,7 @@ from benchmarks.gpu_cases.large_steps import (
     measure_speculative,
     measure_throughput,
 )
-from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_times, weights_nbytes
+from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_row, token_times
 from benchmarks.isolated import IsolatedWorker, check_gpu, serve
 
 STARTED = time.monotonic()
@@ -102,78 +103,72 @@ def reference_tokens(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
                                    eos_token_id=None).cpu()  # fmt: skip
 
 
-def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
-    """Greedy tokens under a budget that streams from disk or host memory, against transformers on the GPU."""
+def compare_tokens(folder: Path, machine: Any, budget: dict[str, int], look: Callable[[Any], Row] = lambda _: {},
+                   **options: Any) -> Row:
+    """Whether greedy tokens are transformers' on the GPU, twice, as the second answer finds what the first left; with
+    what `look` says of the model then, which may be why it `failed`."""
     from forebay.api import wrap
 
-    folder = saved_model(scratch, SMALL, torch.float32)
     ids, expected = reference_tokens(folder)
-    nbytes = weights_nbytes(folder)
+    before = begin_peak()
+    with wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, **options) as lm:
+        same = all(torch.equal(lm.generate(ids, max_new_tokens=24, eos_token_id=None), expected) for _ in range(2))
+        row: Row = {"streamed_nbytes": lm.plan.prediction.streamed_nbytes, "same": same}
+        wrong: Row = {} if same else {"failed": f"other tokens than transformers' with {options}"}
+        return row | wrong | look(lm) | peak_within(budget["device"], before)
+
+
+def streams(lm: Any) -> Row:
+    """A failure where the plan streams nothing."""
+    return {} if lm.plan.prediction.streamed_nbytes else {"failed": "nothing streamed"}
+
+
+def workspace_nbytes() -> int:
     from forebay.runtime.devices.cuda.memory import least_workspace_nbytes
 
-    budget = {"device": int(nbytes * job["share"]) + (least_workspace_nbytes() if torch.cuda.is_available() else 0)}
+    return least_workspace_nbytes() if torch.cuda.is_available() else 0
+
+
+def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
+    """Tokens under a budget that streams from disk or host memory."""
+    folder = saved_model(scratch, SMALL, torch.float32)
+    nbytes = offloaded.model_nbytes(folder)
+    budget = {"device": int(nbytes * job["share"]) + workspace_nbytes()}
     if job["host"]:
         budget["host"] = int(nbytes * job["host"]) + (8 << 20)
-    before = begin_peak()
-    with wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, slots=job["slots"]) as lm:
-        ours = lm.generate(ids, max_new_tokens=24, eos_token_id=None)
-        row: Row = {"streamed_nbytes": lm.plan.prediction.streamed_nbytes, "same": bool(torch.equal(ours, expected))}
-    row |= peak_within(budget["device"], before)
-    if job["share"] < 1 and not row["streamed_nbytes"]:
-        return row | {"failed": "nothing streamed"}
-    return row if row["same"] else row | {"failed": "other tokens than transformers'"}
+    return compare_tokens(folder, machine, budget, streams if job["share"] < 1 else lambda _: {}, slots=job["slots"])
 
 
 def check_routed(scratch: Path, machine: Any, job: Row) -> Row:
-    """Greedy tokens where decode steps fetch the experts that the router names, from host memory or from disk, against
-    transformers on the GPU; twice, as pools keep what they hold. With the bytes of a step as they were counted, of
-    three sequences, and its time."""
-    from forebay.api import wrap
+    """Tokens where decode steps fetch the experts that the router names, from host memory or from disk. With the bytes
+    of a step as they were counted, of three sequences, and its time."""
     from forebay.rewriter.ir.program import RETURN
-    from forebay.runtime.devices.cuda.memory import least_workspace_nbytes
 
     folder = saved_model(scratch, MIXTURE, torch.float32)
-    ids, expected = reference_tokens(folder)
-    nbytes = weights_nbytes(folder)
-    device = nbytes * job["slots"] // MIXTURE["num_experts"] + (24 << 20) + (
-        least_workspace_nbytes() if torch.cuda.is_available() else 0)
-    budget = {"device": device, "host": nbytes // 2 if job["source"] == "disk" else nbytes + (24 << 20)}
-    before = begin_peak()
-    with wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, expert_slots=job["slots"]) as lm:
+    ids, _ = reference_tokens(folder)
+    nbytes = offloaded.model_nbytes(folder)
+    budget = {"device": nbytes * job["slots"] // MIXTURE["num_experts"] + (24 << 20) + workspace_nbytes(),
+              "host": nbytes // 2 if job["source"] == "disk" else nbytes + (24 << 20)}
+
+    def look(lm: Any) -> Row:
         tiers = {w.tier for w in lm.plan.weights if w.pool_slots}
-        same = all(torch.equal(lm.generate(ids, max_new_tokens=24, eos_token_id=None), expected) for _ in range(2))
-        times: list[float] = []
-        lm.generate(ids, max_new_tokens=24, eos_token_id=None, on_token=lambda _: times.append(time.perf_counter()))
+        steps = step_row(token_times(lm, ids, 24), 3)
         lm.start_trace()
         lm.generate(ids, max_new_tokens=24, eos_token_id=None)
         fetched = sum(n for (lane, _, _), _, _, n in lm.trace._kept() if lane == RETURN) / 23  # decode steps
-        row: Row = {"streamed_nbytes": lm.plan.prediction.streamed_nbytes, "same": same, "tiers": sorted(tiers),
-                    "fetched_nbytes": fetched, "step_s": step_times(times)[0],
-                    "predicted_step_s": lm.plan.prediction.decode_time_s}
-    row |= peak_within(budget["device"], before)
-    if job["source"] not in tiers:
-        return row | {"failed": f"pools of tables on {sorted(tiers)}"}
-    return row if same else row | {"failed": "other tokens than transformers'"}
+        row = steps | {"tiers": sorted(tiers), "fetched_nbytes": fetched,
+                       "predicted_step_s": lm.plan.prediction.decode_time_s}
+        return row if job["source"] in tiers else row | {"failed": f"pools of tables on {sorted(tiers)}"}
+
+    return compare_tokens(folder, machine, budget, look, expert_slots=job["slots"])
 
 
 def check_ways(scratch: Path, machine: Any, job: Row) -> Row:
-    """Greedy tokens by every way of keeping caches and of making steps, what is let go poisoned, against transformers
-    on the GPU; twice, as the second answer finds what the first left."""
-    from forebay.api import wrap
-
-    folder = saved_model(scratch, WINDOWED if job["windowed"] else SMALL, torch.float32)
-    ids, expected = reference_tokens(folder)
-    nbytes = weights_nbytes(folder)
-    budget = {"device": 4 * nbytes + (64 << 20), "host": 4 * nbytes + (64 << 20)}
-    before, os.environ["FOREBAY_POISON"] = begin_peak(), "1"
-    try:
-        with wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, **WAYS[job["way"]]) as lm:
-            same = all(torch.equal(lm.generate(ids, max_new_tokens=24, eos_token_id=None), expected) for _ in range(2))
-            row: Row = {"streamed_nbytes": lm.plan.prediction.streamed_nbytes, "same": same, "asked": WAYS[job["way"]]}
-    finally:
-        del os.environ["FOREBAY_POISON"]
-    row |= peak_within(budget["device"], before)
-    return row if same else row | {"failed": f"other tokens than transformers' with {WAYS[job['way']]}"}
+    """Tokens by every way of keeping caches and of making steps, what is let go poisoned."""
+    folder, way = saved_model(scratch, WINDOWED if job["windowed"] else SMALL, torch.float32), WAYS[job["way"]]
+    with patch.dict(os.environ, FOREBAY_POISON="1"):
+        budget = dict.fromkeys(("device", "host"), 4 * offloaded.model_nbytes(folder) + (64 << 20))
+        return compare_tokens(folder, machine, budget, lambda _: {"asked": way}, **way)
 
 
 def check_formats(scratch: Path, machine: Any, job: Row) -> Row:
@@ -184,7 +179,7 @@ def check_formats(scratch: Path, machine: Any, job: Row) -> Row:
 
     exact = job["cache"] == "kv4"
     folder = saved_model(scratch, FORMATS, torch.float32 if exact else torch.bfloat16, job["weights"])
-    nbytes, limit = weights_nbytes(folder), EXACT_LIMIT if exact else LOGITS_LIMIT
+    nbytes, limit = offloaded.model_nbytes(folder), EXACT_LIMIT if exact else LOGITS_LIMIT
     ids = torch.randint(3, SMALL["vocab_size"], (3, 40), generator=torch.Generator().manual_seed(2))
     logits, streamed = [], []
     half = {"device": half_resident(folder, machine, job["cache"]), "host": nbytes + (8 << 20)}
@@ -205,32 +200,23 @@ def check_formats(scratch: Path, machine: Any, job: Row) -> Row:
 
 
 def check_shared(scratch: Path, machine: Any, job: Row) -> Row:
-    """Greedy tokens where steps of the model itself draft in its memory, by weights in fewer bits, against transformers
-    on the GPU."""
-    from unittest.mock import patch
-
+    """Tokens where steps of the model itself draft in its memory, by weights in fewer bits."""
     from forebay import drafted
-    from forebay.api import wrap
     from forebay.rewriter.ir.plan import PlanError
     from forebay.runtime.run.draft_choice import DraftChoice
 
     folder = saved_model(scratch, FORMATS, torch.float32)
-    ids, expected = reference_tokens(folder)
-    nbytes = weights_nbytes(folder)
+    nbytes = offloaded.model_nbytes(folder)
     budget = {"device": half_resident(folder, machine, "native") + nbytes // 3, "host": nbytes + (8 << 20)}
-    before = begin_peak()
+
+    def look(lm: Any) -> Row:
+        tally = lm.tally
+        row: Row = {"offered": tally.offered, "accepted": tally.accepted, "told": lm.steps.drafts.split.told}
+        return row | streams(lm) | ({} if tally.offered else {"failed": f"no drafts: {tally}"})
+
     with (patch.object(drafted, "draft_apart", side_effect=PlanError("no copy has memory of its own")),
-          patch.object(DraftChoice, "_worth", lambda *_: (3, 0.0)),
-          wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, draft=job["weights"],
-               prompt_lookup_num_tokens=3) as lm):  # fmt: skip
-        same = all(torch.equal(lm.generate(ids, max_new_tokens=24, eos_token_id=None), expected) for _ in range(2))
-        tally, streamed, told = lm.tally, lm.plan.prediction.streamed_nbytes, lm.steps.drafts.split.told
-    row: Row = {"streamed_nbytes": streamed, "same": same, "offered": tally.offered, "accepted": tally.accepted,
-                "told": told}  # fmt: skip
-    row |= peak_within(budget["device"], before)
-    if not (streamed and tally.offered):
-        return row | {"failed": f"{streamed} bytes streamed, {tally}"}
-    return row if same else row | {"failed": "other tokens than transformers'"}
+          patch.object(DraftChoice, "_worth", lambda *_: (3, 0.0))):
+        return compare_tokens(folder, machine, budget, look, draft=job["weights"], prompt_lookup_num_tokens=3)
 
 
 def half_resident(folder: Path, machine: Any, cache: str) -> int:
@@ -268,39 +254,36 @@ WORDS = ("part", "source", "weights", "shape", "attention", "contestant")  # tol
 
 def name_of(job: Row) -> str:
     """A job in words."""
-    return ", ".join(str(value) if key in WORDS else f"{key} {value}"
-                     for key, value in job.items())  # fmt: skip
+    return ", ".join(str(value) if key in WORDS else f"{key} {value}" for key, value in job.items())
 
 
 def line(job: Row, row: Row) -> str:
     """A job and what came of it."""
-    head = name_of(job)
+    def ms(key: str) -> str:
+        return f"{1e3 * row[key]:.1f} ms"
+
+    head, told = name_of(job), list[str]()
     if "failed" in row or "skipped" in row:
         return f"{head}: {row.get('skipped') or 'FAILED: ' + row['failed']}"
-    if "same" in row:
-        fetched = "" if "fetched_nbytes" not in row else (
-            f", {row['fetched_nbytes'] / 1024:.0f} KiB fetched, {1e3 * row['step_s']:.2f} ms, predicted "
-            f"{1e3 * row['predicted_step_s']:.2f} ms")
-        return f"{head}: transformers' tokens; {row['streamed_nbytes'] >> 10} KiB streamed a step{fetched}"
-    if "error" in row:
-        return f"{head}: logits differ by {row['error']:.1e}; {row['streamed_nbytes'] >> 10} KiB streamed a step"
-    if "bound_s" in row:
-        link = f", the links' bound {1e3 * row['bound_s']:.1f}, predicted {1e3 * row['predicted_step_s']:.1f} ms"
-    elif "weight_bytes_per_s" in row:
-        link = (f", weights at {row['weight_bytes_per_s'] / 1e9:.0f} GB/s of the memory's "
-                f"{row['memory_bytes_per_s'] / 1e9:.0f}")
-    elif "tally" in row:
-        steps = ", ".join(f"{1e3 * a:.1f} of {1e3 * b:.1f}"
-                          for a, b in zip(row["sizes_s"], row["predicted_s"], strict=True))  # fmt: skip
-        link = f", {row['tally']}, steps by their tokens, of what was predicted: {steps} ms"
+    if "same" in row or "error" in row:
+        told.append(f"logits differ by {row['error']:.1e}" if "error" in row else "transformers' tokens")
+        told.append(f"{row['streamed_nbytes'] >> 10} KiB streamed a step")
+        if "fetched_nbytes" in row:
+            told.append(f"{row['fetched_nbytes'] / 1024:.0f} KiB fetched, {ms('step_s')}")
     else:
-        link = "" if "bytes_per_s" not in row else (
-            f", {row['bytes_per_s'] / 1e9:.1f} GB/s of the link's {row['link_bytes_per_s'] / 1e9:.1f}, predicted "
-            f"{1e3 * row['predicted_step_s']:.1f} ms")
-    if "prefill_s" in row:
-        link += f", prefill {1e3 * row['prefill_s']:.1f} ms"
-    return (f"{head}: {row['tokens_per_s']:.1f} tokens/s, step {1e3 * row['step_s']:.1f} ms{link}, peak "
-            f"{row['peak_nbytes'] >> 20} MiB")  # fmt: skip
+        told.append(f"{row['tokens_per_s']:.1f} tokens/s, step {ms('step_s')}")
+    if "bound_s" in row:
+        told.append(f"the links' bound {ms('bound_s')}")
+    for key, rate, of in (("weight_bytes_per_s", "memory_bytes_per_s", "weights at {} GB/s of the memory's {}"),
+                          ("bytes_per_s", "link_bytes_per_s", "{} GB/s of the link's {}")):
+        if key in row:
+            told.append(of.format(f"{row[key] / 1e9:.1f}", f"{row[rate] / 1e9:.1f}"))
+    if "tally" in row:
+        steps = (f"{1e3 * a:.1f} of {1e3 * b:.1f}" for a, b in zip(row["sizes_s"], row["predicted_s"], strict=True))
+        told.append(f"{row['tally']}, steps by their tokens, of what was predicted: {', '.join(steps)} ms")
+    told += [f"{name} {ms(key)}" for name, key in (("predicted", "predicted_step_s"), ("prefill", "prefill_s"))
+             if key in row]
+    return f"{head}: {', '.join(told)}, peak {row['peak_nbytes'] >> 20} MiB"
 
 
 def main() -> int:

@@ -17,8 +17,9 @@ checkpoints  blocks that keep checkpoints for shares of the tokens, none and all
 prediction   predicted beside measured steps at five budgets: percent of the weights beside what the smallest plan takes
 sweep-blocks forced blocks beside the planner's, each beside its prediction
 sweep-slots  the same of staging slots, their size and the lead of reads, at one budget of `prediction`
-gguf         a GGUF file within shares of its bytes; neurostream; llama.cpp, which maps a copy that nobody else reads.
+gguf         a GGUF file within shares of its bytes; neurostream; llama.cpp, which maps the file.
              Without root the kernel holds nobody to the budget, and the page cache serves who maps files
+large        the same of 8 to 32 billion weights within 2 to 8 GB
 ram          a GGUF file in RAM: Forebay computes in float32 ("packed") or bf16, activations as they are and rounded to
              8 bits; llama.cpp and OpenVINO GenAI by their own clocks, onnxruntime-genai on its own builder's model
 exported     models that `forebay export` wrote for ONNX, compared with the builder's, in float32 and 4 bits
@@ -34,9 +35,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -49,6 +50,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch loads OpenMP
 
 from benchmarks import peers
+from benchmarks.command import arguments, note, write_json
 from benchmarks.contestants import (
     BLOCKS,
     CHECKPOINTS,
@@ -62,12 +64,13 @@ from benchmarks.contestants import (
     Contestant,
     around,
     forced,
+    group_peak,
     remove_limits,
     started,
 )
 from benchmarks.isolated import IsolatedWorker
 from benchmarks.offload_figures import figures, report, summary
-from benchmarks.probes import memory_bytes_per_s, processor
+from benchmarks.probes import ReadWatch, memory_bytes_per_s, processor
 from benchmarks.sources import Sources, known
 from forebay.kernels.build.cache_folder import make_cache_folder
 from forebay.rewriter.ir.byte_sizes import parse_nbytes
@@ -108,14 +111,15 @@ class OffloadCase:
     sweep: str = ""  # "blocks" or "slots" are forced, in addition to the planner's choice
     draw: bool = False  # tokens are drawn by their probabilities
     warm: bool = False  # models stay open from turn to turn, and the first round is not counted
+    most: int = 3600  # seconds of a turn
 
 
 CASES = {
+    "blocks-small": OffloadCase("llama-small,opt-small", "24x96+8", ",".join((*BLOCKS, *OFFLOADED)), "24MB",
+                                whole=True, fits=True),
     "disk": OffloadCase("llama", "1x64+16,8x64+16,32x64+16", ",".join(
         ("forebay bf16 zigzag", "forebay w4 zigzag", *PEERS)), "500MB", 3, whole=True),
     "blocks": OffloadCase("llama,opt", "1x128+32,32x128+32,128x512+32", ",".join((*BLOCKS, *OFFLOADED)), fits=True),
-    "blocks-small": OffloadCase("llama-small,opt-small", "24x96+8", ",".join((*BLOCKS, *OFFLOADED)), "24MB",
-                                whole=True, fits=True),
     "checkpoints": OffloadCase("llama,opt", "16x128+32", ",".join(CHECKPOINTS)),
     "prediction": OffloadCase("smollm2,llama", "1x16+8,8x16+8,32x16+8", ",".join(SHARES), rounds=5, whole=True),
     "sweep-blocks": OffloadCase("llama-medium,opt-medium", "48x256+32", "forebay bf16 zigzag", "60MB", prefill=True,
@@ -123,6 +127,8 @@ CASES = {
     "sweep-slots": OffloadCase("smollm2,llama", "1x16+8", "forebay within 50 %", prefill=True, sweep="slots"),
     "gguf": OffloadCase("qwen3-1b:Q8_0", "1x64+9", "forebay,neurostream,llama.cpp,llama.cpp in RAM", "25%,50%",
                         whole=True, capped=True),
+    "large": OffloadCase("llama3-8b:Q4_0,qwen3-14b:Q4_0,qwen3-32b:Q4_0", "1x64+8", "forebay,llama.cpp", "2GB,4GB,8GB",
+                         3, whole=True, capped=True, most=600),
     "ram": OffloadCase("demo", "1x64+32,1x512+32", "forebay packed,forebay packed int8,forebay in bf16,forebay in bf16 "
                        "int8,llama.cpp in RAM,openvino,openvino bf16,onnxruntime", rounds=5, whole=True),
     "exported": OffloadCase("demo", "1x64+32,1x512+32", "exported,exported float32,onnxruntime,onnxruntime float32",
@@ -132,7 +138,7 @@ CASES = {
 
 
 def main() -> None:
-    args, case = arguments()
+    args, case = asked()
     result: Row = {"processor": processor(), "case": args.case, "arguments": {k: str(v) for k, v in vars(args).items()},
                    "memory_bytes_per_s": memory_bytes_per_s(9), "models": []}
     with tempfile.TemporaryDirectory(prefix="offload-", dir=make_cache_folder()) as scratch:
@@ -142,32 +148,27 @@ def main() -> None:
             sources = Sources(model, Path(scratch))
             for budget in case.budget.split(","):
                 result["models"].append(measure(args, case, model, sources, budget))
+                write_json(args, result)  # a long run may be ended
     result["rows"] = [row for model in result["models"] for row in figures(model, result["memory_bytes_per_s"])]
     result["summary"] = summary(result["rows"])
     report(result)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args, result)
 
 
-def arguments() -> tuple[argparse.Namespace, OffloadCase]:
+def asked() -> tuple[argparse.Namespace, OffloadCase]:
     """The command line, and its case with what it says otherwise."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=CASES)
-    for field in fields(OffloadCase):
-        kind = {"str": str, "int": int}.get(str(field.type))
-        options: Row = {"type": kind} if kind else {"action": argparse.BooleanOptionalAction}
-        parser.add_argument(f"--{field.name}", default=None, help="default: the case's", **options)
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no turn begins")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--processor", choices=LESSER, help="run as on a lesser one")
-    parser.add_argument("--machine", type=Path, help="a saved profile; measured at the start if not given")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
-    args = parser.parse_args()
+    kinds = {"str": str, "int": int, "bool": bool}
+    args = arguments(
+        __doc__, CASES, **{f.name: (kinds[str(f.type)], "default: the case's") for f in fields(OffloadCase)},
+        limit=(math.inf, "seconds after which no turn begins"), threads=(2, "of each"),
+        processor=(str, f"run as on a lesser one: {', '.join(LESSER)}"),
+        machine=(Path, "a saved profile; measured at the start if not given"))
     given = {f.name: getattr(args, f.name) for f in fields(OffloadCase) if getattr(args, f.name) is not None}
     case = replace(CASES[args.case], **given)
-    unknown = [model for model in case.models.split(",") if not known(model)]
-    if unknown := unknown + sorted(set(case.contestants.split(",")) - {*CONTESTANTS}):
-        parser.error(f"no such model or contestant: {', '.join(unknown)}; there are {', '.join(CONTESTANTS)}")
+    unknown = {*case.contestants.split(",")} - {*CONTESTANTS} | {args.processor} - {None, *LESSER}
+    if unknown := unknown | {model for model in case.models.split(",") if not known(model)}:
+        raise SystemExit(f"no such model, contestant or processor: {', '.join(sorted(unknown))}; contestants are "
+                         f"{', '.join(CONTESTANTS)}")
     return args, case
 
 
@@ -184,8 +185,7 @@ def measure(args: argparse.Namespace, case: OffloadCase, model: str, sources: So
     order: Row = {"folder": str(folder), "scratch": str(sources.scratch), "vocab": vocabulary(folder),
                   "dtype": "float32" if sources.file or model == "smollm2" else "bfloat16", "budget": int(nbytes),
                   "machine": str(args.machine or sources.scratch / "machine.json"), "whole": case.whole,
-                  "once": (case.whole or bool(case.sweep)) and not case.warm, "steps": case.steps,
-                  "prefill": case.prefill, "most": MOST, "capped": case.capped, "draw": case.draw}
+                  "steps": case.steps, "prefill": case.prefill, "most": MOST, "capped": case.capped, "draw": case.draw}
     processes = {name: started(name, args.threads, args.processor) for name in (*aside(case), *parts)}
     try:
         return _measured(args, case, model, sources, order, parts, processes)
@@ -228,11 +228,11 @@ def settings(one: Contestant) -> Row:
     return {"name": one.name, "options": dict(one.options), "ram": one.ram, "share": one.share}
 
 
-def ask(processes: dict[str, IsolatedWorker], name: str, do: str, order: Row) -> Row | None:
+def ask(processes: dict[str, IsolatedWorker], name: str, do: str, order: Row, most_s: float = math.inf) -> Row | None:
     """What a process answers; None where it has ended, after which it is asked no more."""
     if name not in processes:
         return None
-    found = processes[name].ask({"do": do, **order})
+    found = processes[name].ask({"do": do, **order}, most_s)
     if "failed" not in found:
         return found
     note(f"{name} failed at {do!r}: {found['failed']}")
@@ -289,13 +289,14 @@ def run_cell(case: OffloadCase, title: str, cell: Cell, plans: list[Row], proces
     """The turns of a cell: those that begin before the time `until`."""
     turns: list[Row] = []
     before: Row = {}
+    once = (case.whole or bool(case.sweep)) and not case.warm
     for r in range(case.rounds):
         for plan in plans[r % len(plans) :] + plans[: r % len(plans)]:
             if time.monotonic() > until:
                 break
             name, process, asked = plan["name"], plan["process"], plan["order_given"]
             before = before or ask(processes, "link", "turn", asked) or {}
-            turn = ask(processes, process, "turn", asked)
+            turn = timed_turn(processes, process, asked, case.most, once)
             after = ask(processes, "link", "turn", asked) or {}
             link, before = around(before, after), after
             if turn is None:
@@ -312,8 +313,19 @@ def run_cell(case: OffloadCase, title: str, cell: Cell, plans: list[Row], proces
     return turns
 
 
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def timed_turn(processes: dict[str, IsolatedWorker], name: str, order: Row, most_s: float, once: bool) -> Row | None:
+    """A turn of a process that has not ended, what a step of it had the disk read, and the most that its group held;
+    with `once` memory is given back after it."""
+    if name not in processes or (process := processes[name].process) is None:
+        return None
+    with ReadWatch(process.pid) as watch:
+        turn = ask(processes, name, "turn", order, most_s)
+    if turn is None:
+        return None
+    if once:
+        ask(processes, name, "rest", order)
+    return turn | {"group_peak": group_peak(watch.pid),
+                   "step_read_nbytes": watch.step_nbytes(sum(turn["steps_s"]), len(turn["steps_s"]))}
 
 
 if __name__ == "__main__":

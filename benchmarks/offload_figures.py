@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+from benchmarks.command import print_table, spread
 from benchmarks.contestants import IN_RAM, OFFLOADED
 
 BINDS = 1.5  # one bound binds where the other is this many times as high
@@ -22,7 +23,7 @@ def figures(model: Row, memory_bytes_per_s: float) -> list[Row]:
     batches = {(plan["cell"], plan["name"]): plan["batch"] for plan in model["plans"]}
 
     def rates(cell: str, name: str) -> list[float]:
-        return [batches[cell, name] / mean(t["steps_s"]) for t in turns.get((cell, name), ())]
+        return [batches[cell, name] / fmean(t["steps_s"]) for t in turns.get((cell, name), ())]
 
     rows = []
     for plan in model["plans"]:
@@ -43,14 +44,16 @@ def figures(model: Row, memory_bytes_per_s: float) -> list[Row]:
             row["prompt_tokens_per_s"] = batch * int(cell.split()[2]) / row["prefill_s"]
             new = int(cell.rpartition("+")[2])
             row["whole_tokens_per_s"] = median(
-                batch * new / (t["prefill_s"] + (new - 1) * mean(t["steps_s"])) for t in found)
+                batch * new / (t["prefill_s"] + (new - 1) * fmean(t["steps_s"])) for t in found)
+        if all("step_read_nbytes" in t for t in found):
+            row |= kernel_counts(found)
         if "tokens" in found[0] and (reference := turns.get((cell, IN_RAM))):
             row["same_tokens"] = same_tokens(found[0]["tokens"], reference[0]["tokens"])
         if plan["ram"] and (nbytes := model["read_nbytes"].get(name)):
             row["memory_tokens_per_s"] = memory_bytes_per_s / nbytes
         if ours:
             # the first step gives the cache its room: it is the prompt's in a prediction
-            errors = [t["predicted_step_s"] / mean(t.get("steady_s") or t["steps_s"]) - 1 for t in found]
+            errors = [t["predicted_step_s"] / fmean(t.get("steady_s") or t["steps_s"]) - 1 for t in found]
             row |= {"step_error": median(errors), "step_error_spread": [min(errors), max(errors)],
                     "predicted_step_s": median(t["predicted_step_s"] for t in found)}
             if "prefill_s" in row:
@@ -72,6 +75,13 @@ def figures(model: Row, memory_bytes_per_s: float) -> list[Row]:
             row["to_planner"] = to_planner(found, turns[cell, plan["process"]], int(cell.rpartition("+")[2]))
         rows.append(row)
     return rows
+
+
+def kernel_counts(turns: Sequence[Row]) -> Row:
+    """What the kernel counted: bytes that a step had the disk read, their share of plain reads, most of the group."""
+    return {"link_share": median(t["step_read_nbytes"] / fmean(t["steps_s"]) / t["link"]["bytes_per_s"] for t in turns),
+            "step_read_nbytes": median(t["step_read_nbytes"] for t in turns),
+            "group_nbytes": max(t["group_peak"] for t in turns)}
 
 
 def to_planner(forced: Sequence[Row], planner: Sequence[Row], new: int) -> float:
@@ -102,10 +112,6 @@ def same_tokens(ours: Sequence[Sequence[int]], reference: Sequence[Sequence[int]
     pairs = list(zip(zip(*ours, strict=True), zip(*reference, strict=True), strict=False))
     same = sum(next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) for a, b in pairs)
     return same / (len(pairs) * len(ours))
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def binds(row: Row) -> str:
@@ -141,38 +147,30 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 def report(result: Row) -> None:
     """Print the rows, then what they say."""
-    head = ["model", "cell", "contestant", "batch", "in", "prefill s", "decode tok/s", "link bound", "in memory",
-            "cores", "memory's", "of the bound", "x peer", "x planner", "with prefill", "prompt tok/s", "peak MB",
-            "objects MB", "page cache MB", "resident MB", "error %", "as in RAM", "MB read", "hits (expected)"]
-    rows = []
-    for r in result["rows"]:
-        bounds = [r[k] for k in ("link_tokens_per_s", "ram_tokens_per_s", "memory_tokens_per_s") if k in r]
-        low, high = r["tokens_per_s_spread"]
-        rows.append([r["model"], r["cell"], r["name"], str(r["batch"]), str(r["micro_batches"]), shown(r, "prefill_s"),
-                     f"{r['tokens_per_s']:.2f} ({low:.2f}..{high:.2f})",
-                     *(shown(r, f"{key}_tokens_per_s") for key in ("link", "ram", "cores", "memory")),
-                     f"{r['tokens_per_s'] / min(bounds):.2f} {binds(r)}" if bounds else "", shown(r, "times_peer"),
-                     *(shown(r, key) for key in ("to_planner", "whole_tokens_per_s", "prompt_tokens_per_s")),
-                     *(f"{r[f'{key}_nbytes'] / 1e6:.0f}" for key in ("peak", "objects", "cached", "resident")),
-                     " ".join(f"{100 * r[k]:+.0f}" for k in ("step_error", "prefill_error") if k in r),
-                     f"{r['same_tokens']:.0%}" if "same_tokens" in r else "",
-                     f"{r['read_nbytes'] / 1e6:.0f}" if r.get("read_nbytes") else "", r.get("hits", "")])
     print(result["processor"])
     for model in result["models"]:
-        reads = [turn["link"]["bytes_per_s"] / 1e9 for turn in model["turns"]]
-        memory = model["machine"]["memory_bytes_per_s"] / 1e9
-        print(f"{model['model']}: plain reads {median(reads):.2f} GB/s ({min(reads):.2f}..{max(reads):.2f}), memory "
-              f"{memory:.1f} GB/s; sequences that fit with their cache on the device: {model['fits'] or 'not asked'}")
-    print_table(head, rows)
+        reads = spread(turn["link"]["bytes_per_s"] / 1e9 for turn in model["turns"])
+        print(f"{model['model']}: plain reads {reads} GB/s, memory {model['machine']['memory_bytes_per_s'] / 1e9:.1f} "
+              f"GB/s; sequences that fit with their cache on the device: {model['fits'] or 'not asked'}")
+    print_table([shown(row) for row in result["rows"]])
     for line in result["summary"]:
         print(line)
 
 
-def shown(row: Row, key: str) -> str:
-    return f"{row[key]:.2f}" if key in row else ""
-
-
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+def shown(r: Row) -> Row:
+    """A row as it is printed: the figures that it has."""
+    bounds = [r[k] for k in ("link_tokens_per_s", "ram_tokens_per_s", "memory_tokens_per_s") if k in r]
+    known = {title: f"{r[key]:.2f}" for title, key in (
+        ("prefill s", "prefill_s"), ("link bound", "link_tokens_per_s"), ("in memory", "ram_tokens_per_s"),
+        ("cores", "cores_tokens_per_s"), ("memory's", "memory_tokens_per_s"), ("x peer", "times_peer"),
+        ("x planner", "to_planner"), ("with prefill", "whole_tokens_per_s"), ("prompt tok/s", "prompt_tokens_per_s"))
+        if key in r}
+    return {"model": r["model"], "cell": r["cell"], "contestant": r["name"], "batch": str(r["batch"]),
+            "in": str(r["micro_batches"]), **known,
+            "decode tok/s": spread((r["tokens_per_s"], *r["tokens_per_s_spread"])),
+            "of the bound": f"{r['tokens_per_s'] / min(bounds):.2f} {binds(r)}" if bounds else "",
+            **{f"{key.replace('_', ' ')} MB": f"{r[f'{key}_nbytes'] / 1e6:.0f}" for key in (
+                "peak", "objects", "cached", "resident", "group", "step_read") if f"{key}_nbytes" in r},
+            "of plain reads": f"{r['link_share']:.0%}" if "link_share" in r else "",
+            "error %": " ".join(f"{100 * r[k]:+.0f}" for k in ("step_error", "prefill_error") if k in r),
+            "as in RAM": f"{r['same_tokens']:.0%}" if "same_tokens" in r else "", "hits (expected)": r.get("hits", "")}

@@ -49,7 +49,7 @@ class StepClock:
         self.cache = cache
         self.times_s: list[float] = []
         self.tokens: list[list[int]] = []
-        self.cached_peak = self.left_after_drop = 0
+        self.cached_peak = 0
         self._start = 0.0
 
     def begin(self) -> None:
@@ -57,7 +57,6 @@ class StepClock:
             if self.times_s:
                 self.cached_peak = max(self.cached_peak, cached)
             self.cache.drop()
-            self.left_after_drop = max(self.left_after_drop, self.cache.nbytes())
         self._start = time.perf_counter()
 
     def end(self, token: torch.Tensor) -> None:

@@ -62,7 +62,7 @@ def drawing(order: Order) -> Order:
 
 def whole_answer(clock: StepClock) -> Order:
     return {"prefill_s": clock.times_s[0], "steps_s": clock.times_s[1:], "steady_s": clock.times_s[2:],
-            "tokens": clock.tokens, "cached_peak": clock.cached_peak, "left_after_drop": clock.left_after_drop}
+            "tokens": clock.tokens, "cached_peak": clock.cached_peak}
 
 
 class PeerEngine:
@@ -86,13 +86,16 @@ class PeerEngine:
                 self.made.turn(order)
 
     def turn(self, order: Order) -> Order:
-        found = self.made.turn(order)
-        gc.collect()
+        found: Order = self.made.turn(order)
         return found
 
-    def close(self, order: Order) -> Order:
+    def rest(self, order: Order) -> Order:
+        if order["capped"]:  # the memory is the next one's
+            self.made = self.at = None
         gc.collect()
         return {}
+
+    close = rest
 
 
 class Transformers:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from benchmarks import llama_cpp
-from benchmarks.command import arguments, write_json
+from benchmarks.command import arguments, listed, write_json
 from benchmarks.random_gguf import rewrite_gguf
 from forebay.commands.evaluate import open_scorer, perplexity
 from forebay.kernels.formats.codebooks import GRIDS
@@ -80,19 +80,20 @@ FORMATS: dict[str, tuple[Wish | None, Options]] = {
        if stored.bits and stored.codebook not in GRIDS},  # those of GGUF files are read alone
     **{f"{name} mse": (Wish(name, rounding="mse"), Options()) for name in ("w4g64", "w4g128")},
     **{name: (None, Options(cache=name)) for name, stored in CACHE_FORMATS.items() if stored.bits},
-    **{name: (None, Options(cache_tier="disk", checkpoints=(1, 1), checkpoint_format=name))
+    # in chunks: a prompt computed at once reads no checkpoint
+    **{name: (None, Options(cache_tier="disk", checkpoints=(1, 1), checkpoint_format=name, prefill_chunk=WINDOW // 4))
        for name in ACTIVATION_FORMATS},
     "w4g32 + kv4": (Wish("w4g32"), Options(cache="kv4")),
     "w4g64 mse + kv4": (Wish("w4g64", rounding="mse"), Options(cache="kv4"))}
 PEERS = {"torchao": (f"torchao int4 g{GROUP}", by_torchao), "hqq": (f"hqq 4 bits g{GROUP}", by_hqq)}
 
 
-def by_programs(model: Path, wish: Wish | None, options: Options, ids: torch.Tensor) -> tuple[float, int]:
-    """Perplexity of ids [T] by a model's Programs, quantized as wished; the bytes of its weights then, or 0."""
-    with tempfile.TemporaryDirectory() as scratch:
-        nbytes = 0 if wish is None else quantize_model(model, folder := Path(scratch), wish).nbytes
-        with open_scorer(folder if wish else model, Budget(2 << 30, disk=scratch), options, context=WINDOW) as lm:
-            return perplexity(lm, ids, WINDOW).perplexity, nbytes
+def by_programs(model: Path, wish: Wish | None, options: Options, ids: torch.Tensor, scratch: str) -> tuple[float, int]:
+    """Perplexity of ids [T] by a model's Programs, quantized as wished, once; the bytes of its weights then, or 0."""
+    folder = Path(scratch) / f"{model.stem}-{wish and wish.weights}-{wish and wish.rounding}"
+    nbytes = 0 if wish is None else quantize_model(model, folder, wish).nbytes
+    with open_scorer(folder if wish else model, Budget(2 << 30, disk=scratch), options, context=WINDOW) as lm:
+        return perplexity(lm, ids, WINDOW).perplexity, nbytes
 
 
 def by_peer(folder: Path, treat: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor) -> float:
@@ -164,40 +165,39 @@ def by_float32(path: Path, ids: torch.Tensor) -> float:
     return by_transformers(model, ids)
 
 
-def of_formats(ids: torch.Tensor, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
+def of_formats(ids: torch.Tensor, folder: Path, args: argparse.Namespace, scratch: str) -> Iterator[Row]:
     """Rows of the formats of weights and caches, then the peers'."""
-    asked = {name: functools.partial(lambda *how: by_programs(folder, *how, ids)[0], *how)
-             for name, how in FORMATS.items()}
+    asked: dict[str, Callable[[], float]] = {
+        name: functools.partial(lambda *how: by_programs(folder, *how, ids, scratch)[0], *how)
+        for name, how in FORMATS.items()}
     asked |= {name: functools.partial(by_peer, folder, treat, ids) for module, (name, treat) in PEERS.items()
               if importlib.util.find_spec(module)}
     if importlib.util.find_spec("xllamacpp"):
         asked["llama.cpp on Q4_1"] = lambda: llama_cpp.perplexity(demo_gguf(), ids, WINDOW, args.threads)
-    wanted, base = ["reference", *filter(None, args.only.split(","))], 0.0
-    for name, measured in asked.items():
-        if name in wanted or not args.only:
-            try:
-                found = measured()
-            except PlanError as error:  # no plan here has that
-                print(f"{name}: {error}", flush=True)
-                continue
-            base = base or found
-            yield {"name": name, "perplexity": found, "ratio": found / base}
+    base = 0.0
+    for name in dict.fromkeys(("reference", *(args.only or asked))):
+        try:
+            found = asked[name]()
+        except PlanError as error:  # no plan here has that
+            print(f"{name}: {error}", flush=True)
+            continue
+        base = base or found
+        yield {"name": name, "perplexity": found, "ratio": found / base}
 
 
-def of_gguf(ids: torch.Tensor, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
+def of_gguf(ids: torch.Tensor, folder: Path, args: argparse.Namespace, scratch: str) -> Iterator[Row]:
     """A row for each type of GGUF."""
     library, kept = llama_cpp.load_library(), Wish(KEEP, head=True, embeddings=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        for kind in args.only.split(",") if args.only else KINDS:
-            write_file(library, path := Path(scratch) / f"{kind}.gguf", kind)
-            (ours, nbytes), int8 = by_programs(path, kept, Options(), ids), math.nan
-            with contextlib.suppress(PlanError):  # nothing here rounds activations to 8 bits
-                int8, _ = by_programs(path, kept, Options(activations="int8"), ids)
-            float32, peer = by_float32(path, ids), llama_cpp.perplexity(path, ids, WINDOW, args.threads)
-            yield {"name": kind, "perplexity": ours, "int8": int8, "float32": float32, "llama_cpp": peer,
-                   "ratio": ours / float32, "to_llama_cpp": ours / peer, "file_nbytes": path.stat().st_size,
-                   "rows_nbytes": nbytes}
-            path.unlink()
+    for kind in args.only or KINDS:
+        write_file(library, path := Path(scratch) / f"{kind}.gguf", kind)
+        (ours, nbytes), int8 = by_programs(path, kept, Options(), ids, scratch), math.nan
+        with contextlib.suppress(PlanError):  # nothing here rounds activations to 8 bits
+            int8, _ = by_programs(path, kept, Options(activations="int8"), ids, scratch)
+        float32, peer = by_float32(path, ids), llama_cpp.perplexity(path, ids, WINDOW, args.threads)
+        yield {"name": kind, "perplexity": ours, "int8": int8, "float32": float32, "llama_cpp": peer,
+               "ratio": ours / float32, "to_llama_cpp": ours / peer, "file_nbytes": path.stat().st_size,
+               "rows_nbytes": nbytes}
+        path.unlink()
 
 
 CASES: dict[str, tuple[Callable[..., Iterator[Row]], int]] = {  # and the tokens of the text
@@ -206,17 +206,17 @@ CASES: dict[str, tuple[Callable[..., Iterator[Row]], int]] = {  # and the tokens
 
 def main() -> None:
     args = arguments(__doc__, CASES, text=(TEXT, "file of text"), tokens=(int, "of the text; default: the case's"),
-                     only=("", "comma-separated names of rows; the reference is always one"), threads=(2, "of each"))
+                     only=(listed(str), "names of rows; the reference is always one"), threads=(2, "of each"))
     torch.set_num_threads(args.threads)
     case, tokens = CASES[args.case]
     folder = resolve_model("demo", dequantize=True)
     ids = text_ids(folder, args.text)[: (args.tokens or tokens) + 1]
     rows, began = [], time.monotonic()
-    for row in case(ids, folder, args):
-        rows.append(row)
-        shown = "  ".join(f"{key} {value:.4f}" for key, value in row.items() if isinstance(value, float))
-        print(f"{row['name']:<24} {shown}  "
-              f"({time.monotonic() - began:.0f} s)", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for row in case(ids, folder, args, scratch):
+            rows.append(row)
+            shown = "  ".join(f"{key} {value:.4f}" for key, value in row.items() if isinstance(value, float))
+            print(f"{row['name']:<24} {shown}  ({time.monotonic() - began:.0f} s)", flush=True)
     write_json(args, rows)
 
 

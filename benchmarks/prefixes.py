@@ -1,4 +1,4 @@
-"""Prompts that begin alike: `python -m benchmarks.prefixes [chat|job] [--model demo] [--budget 2GiB] [--out FILE]`.
+"""Prompts that begin alike: `python -m benchmarks.prefixes [chat|job]`.
 
 chat  A conversation of `--turns` turns over `--tokens` tokens, of which each turn adds as many, in each of WAYS. Timed
       is the time to the first token of a turn, in every way in turns; those that compute all of a prompt take part in
@@ -17,9 +17,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,16 +29,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import forebay
+from benchmarks.command import arguments, write_json
 from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
 
 KEPT = "1GiB"
-
-
-def timed(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -74,8 +67,10 @@ class ForebayTurns:
                                new_tokens=8, **options)
         self.lm.generate(torch.full((1, 8), 7), max_new_tokens=2)
 
-    def answer(self, ids: torch.Tensor) -> None:
+    def answer_s(self, ids: torch.Tensor) -> float:
+        began = time.perf_counter()
         self.lm.generate(ids[None], max_new_tokens=1, do_sample=False, eos_token_id=None)
+        return time.perf_counter() - began
 
     def close(self) -> None:
         self.lm.close()
@@ -102,9 +97,11 @@ class LlamaTurns:
         with urlopen(request) as reply:
             assert json.load(reply)["n_" + action + "d"] > 0
 
-    def answer(self, ids: torch.Tensor) -> None:
+    def answer_s(self, ids: torch.Tensor) -> float:
+        began = time.perf_counter()
         self.server.handle_completions({"prompt": ids.tolist(), "max_tokens": 1, "temperature": 0, "cache_prompt": True,
                                         "id_slot": 0, **self.options})
+        return time.perf_counter() - began
 
     def close(self) -> None:
         if self.kept:
@@ -126,7 +123,7 @@ def measure_chat(given: argparse.Namespace) -> dict[str, Any]:
         for turn in range(1, given.turns + 1):
             prompt = ids[: turn * step]
             rows.append({"turn": turn, "tokens": turn * step} | {
-                f"{name}_s": timed(partial(at.answer, prompt[-step:] if ways[name].alone else prompt))
+                f"{name}_s": at.answer_s(prompt[-step:] if ways[name].alone else prompt)
                 for name, at in answering.items() if not ways[name].whole or turn % 5 == 0})
             print(json.dumps(rows[-1]), flush=True)
         for at in answering.values():
@@ -136,9 +133,7 @@ def measure_chat(given: argparse.Namespace) -> dict[str, Any]:
             if way.kept:
                 began = time.perf_counter()
                 at = opened(way)
-                loaded = time.perf_counter()
-                at.answer(ids)
-                restart[name] = {"opened_s": loaded - began, "turn_s": time.perf_counter() - loaded}
+                restart[name] = {"opened_s": time.perf_counter() - began, "turn_s": at.answer_s(ids)}
                 at.close()
     last = rows[-5:]
     return {"restart": restart, "last_turns_s": {name: median(row[f"{name}_s"] for row in last if f"{name}_s" in row)
@@ -160,30 +155,27 @@ def measure_job(given: argparse.Namespace) -> dict[str, Any]:
             for name, lm in ways.items():
                 if lm.prefixes is not None:
                     lm.prefixes.clear()
-                found[name].append(timed(lambda lm=lm: lm.answer_all(  # type: ignore[misc]
-                    [Request(ids, 1) for ids in lines], Sampling(), frozenset(), on_end=lambda *_: None,
-                    on_step=lambda work: None)))
+                began = time.perf_counter()
+                lm.answer_all([Request(ids, 1) for ids in lines], Sampling(), frozenset(), on_end=lambda *_: None,
+                              on_step=lambda work: None)
+                found[name].append(time.perf_counter() - began)
     row = {name: median(times) for name, times in found.items()}
     return {**row, "ratio": row["without_s"] / row["with_s"], "rounds_s": found}
 
 
+CASES = {"chat": measure_chat, "job": measure_job}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="?", choices=("chat", "job"), default="chat")
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--budget", default="2GiB")
-    parser.add_argument("--gguf", help="the same model for llama.cpp")
-    parser.add_argument("--folder", help="on whose disk prompts are kept")
-    parser.add_argument("--out", type=Path)
-    for name, default in (("turns", 20), ("tokens", 4096), ("lines", 1000), ("shared", 1000), ("own", 32),
-                          ("slots", 16), ("rounds", 3), ("vocab", 49152)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    found = {"which": given.which, "model": given.model, "budget": given.budget, "threads": torch.get_num_threads(),
-             **(measure_chat(given) if given.which == "chat" else measure_job(given))}
+    given = arguments(
+        __doc__, CASES, model=("demo", "to open"), budget=("2GiB", "of its device"),
+        gguf=(str, "the same model for llama.cpp"), folder=(str, "on whose disk prompts are kept"),
+        turns=(20, "of a chat"), tokens=(4096, "of a chat"), lines=(1000, "of a job"), shared=(1000, "tokens of lines"),
+        own=(32, "tokens of a line"), slots=(16, "of the batch"), rounds=(3, "of a job"), vocab=(49152, "tokens drawn"))
+    found = {"which": given.case, "model": given.model, "budget": given.budget, "threads": torch.get_num_threads(),
+             **CASES[given.case](given)}
     print(json.dumps(found))
-    if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(given, found)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,39 @@ class Probe:
         return median(found)
 
 
+class ReadWatch:
+    """Looks every 20 ms at what a process had the disk read, page faults included, while it is entered."""
+
+    PERIOD_S = 0.02
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.seen: list[tuple[float, int]] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> ReadWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._end.wait(self.PERIOD_S):
+            try:
+                text = Path(f"/proc/{self.pid}/io").read_text()
+            except OSError:
+                return
+            self.seen.append((time.monotonic(), int(text.partition("\nread_bytes: ")[2].split()[0])))
+
+    def step_nbytes(self, took_s: float, steps: int) -> float:
+        """Bytes that a step read, of so many at the end that took so long."""
+        at, last = self.seen[-1]
+        return (last - max(nbytes for then, nbytes in self.seen if then <= at - took_s)) / steps
+
+
 def at_pace(machine: Machine, bytes_per_s: float, pace: float) -> Machine:
     """The profile with another rate of reads from disk, and all computation `pace` times as long."""
     links = tuple(replace(x, bandwidth_bytes_per_s=bytes_per_s) if x.src == "disk" else x for x in machine.links)

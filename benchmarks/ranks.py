@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import forebay
-from benchmarks.command import arguments, write_json
+from benchmarks.command import arguments, print_table, spread, write_json
 from benchmarks.probes import Probe, at_pace
 from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
@@ -218,31 +218,26 @@ def _packed(folder: Path, packed: str) -> Path:
 
 def show(rows: Sequence[Row]) -> None:
     """Print two lines per layout."""
-    print(f"{'layout':34} {'step':8} {'predicted ms':>12} {'measured ms (visits)':>26} {'error (visits)':>22} "
-          f"{'exchanges free':>14} {'exchanged':>10} {'streamed':>9}  paces")
-    errors = []
-    for row in rows:
-        for phase in ("prefill", "decode"):
-            times = [v["prefill_s"] if phase == "prefill" else median(v["decode_s"]) for v in row["visits"]]
-            said = [v[f"{phase}_predicted_s"] for v in row["visits"]]
-            found = [p / t - 1 for p, t in zip(said, times, strict=True)]
-            errors.append(abs(median(found)))
-            free = median(v[f"{phase}_free_predicted_s"] for v in row["visits"])
-            paces = "/".join(f"{median(v[name] for v in row['visits']):.2f}"
-                             for name in (f"{phase}_pace", "exchange_pace"))
-            decode = phase == "decode"
-            print(f"{row['cell']:34} {phase:8} {1e3 * median(said):12.1f} "
-                  f"{1e3 * median(times):10.1f} ({1e3 * min(times):.1f}..{1e3 * max(times):.1f})".ljust(84)
-                  + f"{100 * median(found):+6.1f} % ({100 * min(found):+.0f}..{100 * max(found):+.0f})".rjust(22)
-                  + f" {1e3 * free:14.1f} "
-                  + (f"{row['exchanged_nbytes'] / 1e6:7.2f} MB {row['streamed_nbytes'] / 1e6:6.0f} MB"
-                     if decode else " " * 20) + f"  {paces}")
+    errors, lines = [], []
+    for row, phase in itertools.product(rows, ("prefill", "decode")):
+        visits = row["visits"]
+        times = [v["prefill_s"] if phase == "prefill" else median(v["decode_s"]) for v in visits]
+        found = [v[f"{phase}_predicted_s"] / time_s - 1 for v, time_s in zip(visits, times, strict=True)]
+        errors.append(abs(median(found)))
+        free, said, *paces = (median(v[name] for v in visits) for name in (
+            f"{phase}_free_predicted_s", f"{phase}_predicted_s", f"{phase}_pace", "exchange_pace"))
+        moved = {title: f"{row[f'{title}_nbytes'] / 1e6:.2f} MB" for title in ("exchanged", "streamed")}
+        lines.append({"layout": row["cell"], "step": phase, "predicted, ms": 1e3 * said,
+                      "measured, ms (visits)": spread([1e3 * time_s for time_s in times], ".1f"),
+                      "error (visits)": spread(found, "+.1%"), "exchanges free, ms": 1e3 * free,
+                      **(moved if phase == "decode" else {}), "paces": "/".join(f"{pace:.2f}" for pace in paces)})
+    print_table(lines)
     print(f"within {BOUND:.0%}: {sum(e <= BOUND for e in errors)} of {len(errors)}; median error "
-          f"{100 * median(errors):.1f} %, largest {100 * max(errors):.1f} %")
+          f"{median(errors):.1%}, largest {max(errors):.1%}")
 
 
 def main() -> None:
-    args = arguments(__doc__, cells=("", "numbers of layouts, comma-separated; default: all"), prompt=(32, "tokens"),
+    args = arguments(__doc__, cells=([*range(len(CELLS))], "numbers of layouts"), prompt=(32, "tokens"),
                      new=(10, "tokens"), rounds=(5, "visits of each layout"),
                      machine=(Path, "a saved profile; what it lacks is measured at the start"),
                      show=(Path, "print the rows of such a file and measure nothing"))
@@ -260,8 +255,7 @@ def main() -> None:
         measure_machine(folder, quick=True) if rank == 0 else None)[0]
     if not machine.mesh.exchanges:
         machine = replace(machine, mesh=measure_mesh(machine, folder))
-    cells = [CELLS[int(i)] for i in args.cells.split(",")] if args.cells else CELLS
-    rows = measure_cells(cells, folder, machine, args)
+    rows = measure_cells([CELLS[i] for i in args.cells], folder, machine, args)
     if rank == 0:
         if machine.guessed:
             print(f"a cautious guess stands for {'; '.join(machine.guessed)}", file=sys.stderr)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from benchmarks.command import arguments, write_json
+from benchmarks.command import arguments, print_table, spread, write_json
 from benchmarks.probes import processor
 from forebay.kernels.operator import Tensors
 from forebay.kernels.recurrences.linear_recurrence.operator import LINEAR_RECURRENCE
@@ -81,13 +82,13 @@ class MeasuredRecurrence:
     ceiling: list[float] = field(default_factory=list)
     peer_s: list[float] = field(default_factory=list)
 
-    def row(self) -> str:
+    def row(self) -> dict[str, Any]:
+        """Of the table."""
+        call_s = median(self.call_s)
         shares = [self.amount / s / c for s, c in zip(self.call_s, self.ceiling, strict=True)]
-        peer = f"{median(self.peer_s) / median(self.call_s):8.1f}x" if self.peer_s else "-"
-        call_s, ceiling = median(self.call_s), median(self.ceiling)
-        spread = f"({100 * min(shares):.0f}..{100 * max(shares):.0f})"
-        return (f"{self.name:12} {self.unit:5} {1e3 * call_s:8.3g} {self.amount / call_s / 1e9:8.3g} "
-                f"{ceiling / 1e9:8.3g} {100 * median(shares):6.0f} % {spread:10} {peer:>9}")
+        found = {"shape": self.name, "of": self.unit, "ms": 1e3 * call_s, "rate, G/s": self.amount / call_s / 1e9,
+                 "ceiling, G/s": median(self.ceiling) / 1e9, "share": spread(shares, ".0%")}
+        return found | ({"transformers' time": f"{median(self.peer_s) / call_s:.1f}x"} if self.peer_s else {})
 
 
 def timed(call: Callable[[], object], at_least: float = SLICE_S) -> float:
@@ -146,11 +147,9 @@ def measure(name: str, shape: RecurrentShape, turns: int) -> list[MeasuredRecurr
 def main() -> None:
     args = arguments(__doc__, turns=(25, "slices of each"))
     torch.manual_seed(0)
-    print(f"{processor()}, {torch.get_num_threads()} threads; rates in G a second")
-    print("shape        of           ms     rate  ceiling  share (spread)  transformers' time")
+    print(f"{processor()}, {torch.get_num_threads()} threads")
     rows = [row for name, shape in SHAPES.items() for row in measure(name, shape, args.turns)]
-    for row in rows:
-        print(row.row())
+    print_table([row.row() for row in rows])
     write_json(args, [asdict(row) for row in rows])
 
 

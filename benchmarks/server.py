@@ -37,7 +37,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import numpy as np
 
 from benchmarks import server_load as peers
-from benchmarks.command import arguments, write_json
+from benchmarks.command import arguments, print_table, write_json
 from benchmarks.probes import Probe, at_pace, processor
 from benchmarks.server_load import (
     LoadAnswer,
@@ -48,7 +48,6 @@ from benchmarks.server_load import (
     open_loop,
     poisson,
     serving,
-    shared_open_loop,
     text_tokens,
     used_s,
 )
@@ -59,7 +58,7 @@ from forebay.language_model import LanguageModel
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.of_programs import StepTimes, step_times
 from forebay.rewriter.serving.continuous_batching import simulate_slots
-from forebay.rewriter.serving.served import Served, percentile_s
+from forebay.rewriter.serving.served import percentile_s
 from forebay.rewriter.serving.traffic import Arrival
 from forebay.runtime.measure.neighbours import Neighbours
 
@@ -100,10 +99,6 @@ def requests(count: int, rate: float, seed: int, words: Sequence[int]) -> list[L
     return found
 
 
-def arrivals_of(answers: Sequence[LoadAnswer]) -> list[Arrival]:
-    return [Arrival(a.sent_s, a.prompt, a.tokens) for a in sorted(answers, key=lambda a: a.sent_s)]
-
-
 def ended_per_s(last: Sequence[float]) -> float:
     """Requests that end a second between a fifth and four fifths of them."""
     ends = sorted(last)
@@ -116,13 +111,19 @@ def figures(ttft: Any, tpot: Any, last: Sequence[float]) -> dict[str, float]:
             "tpot_p90": percentile_s(tpot, 90), "ended_per_s": ended_per_s(last)}
 
 
-def of_run(answers: Sequence[LoadAnswer]) -> dict[str, float]:
-    return figures(np.array([a.ttft_s for a in answers]), np.array([a.tpot_s for a in answers if a.tokens > 1]),
-                   [a.last_s for a in answers])
+def measured(answers: Sequence[Sequence[LoadAnswer]]) -> dict[str, float]:
+    """Of the answers of all servers."""
+    good = [a for each in answers for a in each if not a.error]
+    return figures(np.array([a.ttft_s for a in good]), np.array([a.tpot_s for a in good if a.tokens > 1]),
+                   [a.last_s for a in good])
 
 
-def of_simulation(run: Served) -> dict[str, float]:
-    return figures(run.ttft_s, run.tpot_s, list(run.last))
+def simulated(answers: Sequence[Sequence[LoadAnswer]], times: StepTimes) -> dict[str, float]:
+    """Of the same requests, at each server by itself."""
+    runs = [simulate_slots([Arrival(a.sent_s, a.prompt, a.tokens) for a in sorted(each, key=lambda a: a.sent_s)
+                            if not a.error], times) for each in answers]
+    return figures(np.concatenate([run.ttft_s for run in runs]), np.concatenate([run.tpot_s for run in runs]),
+                   [last for run in runs for last in run.last])
 
 
 def saturation(times: StepTimes, words: Sequence[int], count: int) -> float:
@@ -144,42 +145,32 @@ def measure_budget(name: str, budget: str, options: argparse.Namespace, words: S
         for share in SHARES:
             pace, rate = probe.pace(), probe.bytes_per_s()
             seen, before, began = Neighbours(), used_s(server), time.monotonic()
-            answers = open_loop(port, requests(options.requests, share * full, 1, words))
+            answers = open_loop([port], requests(options.requests, share * full, 1, words))
             used = (used_s(server) - before) / ((time.monotonic() - began) * len(seen.cores))
-            failed = [a.error for a in answers if a.error]
-            good = [a for a in answers if not a.error]
-            load = arrivals_of(good)
+            failed = [a.error for a in answers[0] if a.error]
             pace, rate = (pace + probe.pace()) / 2, (rate + probe.bytes_per_s()) / 2
             row: Row = {
                 "budget": name, "device_nbytes": nbytes, "batch_slots": batch_slots, "share": share,
-                "rate": share * full, "requests": len(answers), "failed": len(failed),
+                "rate": share * full, "requests": len(answers[0]), "failed": len(failed),
                 "first_failure": failed[0] if failed else "",
                 "pace": pace, "bytes_per_s": rate, "others": max(0.0, seen.share() - used),
-                "measured": of_run(good),
-                "predicted": of_simulation(simulate_slots(load, times)),
-                "at_probed_pace": of_simulation(simulate_slots(load, times_at(lm, rate, pace)))}
+                "measured": measured(answers), "predicted": simulated(answers, times),
+                "at_probed_pace": simulated(answers, times_at(lm, rate, pace))}
             rows.append(row)
-            show(row)
+            show(row, ("measured", "predicted", "at_probed_pace"), f"{name}, {nbytes / 1e6:.0f} MB, {batch_slots} "
+                 f"slots: others took {row['others']:.0%} of the cores, products {pace:.2f} of the profile's, "
+                 f"reads {rate / 1e9:.2f} GB/s")
             full = row["measured"]["ended_per_s"] if share > 1 else full
     return rows
 
 
-def errors(row: Row, key: str = "at_probed_pace") -> dict[str, float]:
-    return {name: value / row["measured"][name] - 1 for name, value in row[key].items()}
-
-
-def show(row: Row) -> None:
-    print(f"{row['budget']} ({row['device_nbytes'] / 1e6:.0f} MB, {row['batch_slots']} slots), "
-          f"{row['share']:g} of full, {row['rate']:.2f} requests/s: {row['requests']} requests, "
-          f"{row['failed']} failed; "
-          f"others took {row['others']:.0%} of the cores", flush=True)
-    print(f"  products {row['pace']:.2f} of the profile's, reads "
-          f"{row['bytes_per_s'] / 1e9:.2f} GB/s")
-    for key in ("measured", "predicted", "at_probed_pace"):
-        parts = [f"{name} {1e3 * value:7.0f} ms" if name != "ended_per_s" else f"{value:6.2f} ended/s"
-                 for name, value in row[key].items()]
-        off = "" if key == "measured" else "  off " + " ".join(f"{e:+.0%}" for e in errors(row, key).values())
-        print(f"  {key:<18}{'  '.join(parts)}{off}", flush=True)
+def show(row: Row, kinds: Sequence[str], title: str) -> None:
+    """Print what a load came to, measured and otherwise, with how far that is off."""
+    print(f"{title}; {row['rate']:.2f} requests/s, {row['failed']} failed", flush=True)
+    print_table([{"of": kind, **{name.replace("_per_s", "/s"): f"{value:.2f}" if "per_s" in name else f"{value:.3f} s"
+                                 for name, value in row[kind].items()},
+                  "off": " ".join(f"{value / row['measured'][name] - 1:+.0%}" for name, value in row[kind].items())}
+                 for kind in kinds])
 
 
 def rounds_of(
@@ -195,21 +186,23 @@ def rounds_of(
             row = peers.peer_figures(closed_loop(server.port, load(server, asked, kind == "spread"), peers.CLIENTS))
             row["others_s"] = sum(other.used_s() for other in servers.values() if other is not server) - idle
             found.setdefault((kind, name), []).append(row)
-            print(f"{number} {kind:<7}{text_of(name, row)}  {row['failed']:.0f} failed, others "
-                  f"{row['others_s']:.1f} s", flush=True)
+            print_table([shown(row) | {"round": str(number), "load": kind, "server": name}])
     return [{"load": kind, "server": name, **{key: median(r[key] for r in rows) for key in rows[0]},
              **peers.memory_nbytes(servers[name].process), "rounds": rows} for (kind, name), rows in found.items()]
 
 
-def text_of(name: str, row: dict[str, float]) -> str:
-    return (f"{name:<32}{row['tokens_per_s']:8.1f} tokens/s  P90 of a request {1e3 * row['latency_p90']:7.0f} ms, TTFT "
-            f"{1e3 * row['ttft_p90']:7.0f} ms, TPOT {1e3 * row['tpot_p90']:7.1f} ms")
+def shown(row: dict[str, Any]) -> Row:
+    """Of the table."""
+    return {"load": row.get("load", ""), "server": row.get("server", ""), "tokens/s": row["tokens_per_s"],
+            **{f"P90 {name.upper()}, ms": 1e3 * row[f"{name}_p90"] for name in ("latency", "ttft", "tpot")},
+            "failed": f"{row['failed']:.0f}", "others, s": row["others_s"],
+            **{f"{name}, MB": row[f"{name}_nbytes"] / 1e6 for name in ("peak", "anonymous") if f"{name}_nbytes" in row}}
 
 
 def measure_rates(options: argparse.Namespace) -> dict[str, Any]:
     """Both budgets under each load."""
     words, rows = text_tokens(), []
-    for name in options.budgets.split(","):
+    for name in options.budgets:
         budget = FULL if name == "full" else f"{planned(FULL, options.machine).plan.arenas['device'] // 2}"
         began = time.monotonic()
         rows += measure_budget(name, budget, options, words)
@@ -225,9 +218,7 @@ def measure_peers(options: argparse.Namespace) -> dict[str, Any]:
     for name, more in peers.TRANSFORMERS.items() if options.transformers else ():
         with contextlib.ExitStack() as stack:
             summary += rounds_of({name: peers.start_transformers(stack, options, *more)}, asked, 1, ["equal"])
-    for row in summary:
-        print(f"{row['load']:<7}{text_of(row['server'], row)}  peak {row['peak_nbytes'] / 1e6:6.0f} MB, "
-              f"{row['anonymous_nbytes'] / 1e6:.0f} of no file")
+    print_table([shown(row) for row in summary])
     return {"processor": processor(), "clients": peers.CLIENTS, "prompt": peers.PROMPT, "answer": peers.ANSWER,
             "spread": peers.SPREAD, "requests": options.requests, "servers": summary}
 
@@ -250,13 +241,10 @@ def serve(
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(serving(FULL, *OPTIONS, "--machine", str(profile), threads=threads))[1]
                  for _ in range(servers)]
-        answers = shared_open_loop(ports, requests(count, rate, 1, words))
-    runs = [simulate_slots(arrivals_of([a for a in each if not a.error]), times) for each in answers]
-    joined = figures(np.concatenate([run.ttft_s for run in runs]), np.concatenate([run.tpot_s for run in runs]),
-                     [last for run in runs for last in run.last])
-    every = [answer for each in answers for answer in each]
-    return {"servers": servers, "threads": threads, "rate": rate, "failed": sum(bool(a.error) for a in every),
-            "measured": of_run([a for a in every if not a.error]), "simulated": joined}
+        answers = open_loop(ports, requests(count, rate, 1, words))
+    return {"servers": servers, "threads": threads, "rate": rate,
+            "failed": sum(bool(a.error) for each in answers for a in each),
+            "measured": measured(answers), "simulated": simulated(answers, times)}
 
 
 def measure_ways(options: argparse.Namespace) -> dict[str, Any]:
@@ -272,11 +260,8 @@ def measure_ways(options: argparse.Namespace) -> dict[str, Any]:
             if share > 1:
                 full = max(row["measured"]["ended_per_s"] for row in at)
             rows += [row | {"share": share} for row in at]
-            for row, kind in ((row, kind) for row in at for kind in ("measured", "simulated")):
-                seen = row[kind]
-                print(f"{row['rate']:6.1f}/s  {row['servers']} x {row['threads']} threads  {kind:9}  "
-                      f"{seen['ended_per_s']:6.2f} ended/s  P90 TTFT {1e3 * seen['ttft_p90']:8.0f} ms  "
-                      f"P90 TPOT {1e3 * seen['tpot_p90']:6.1f} ms  failed {row['failed']}", flush=True)
+            for row in at:
+                show(row, ("measured", "simulated"), f"{row['servers']} x {row['threads']} threads")
     return {"processor": processor(), "rows": rows}
 
 
@@ -285,13 +270,13 @@ CASES = {"rates": (measure_rates, 300), "peers": (measure_peers, 32), "ways": (m
 
 def main() -> None:
     options = arguments(
-        __doc__, CASES, requests=(int, "at each rate, or of a round"), budgets=("full,half", "of rates"),
+        __doc__, CASES, requests=(int, "at each rate, or of a round"), budgets=(["full", "half"], "of rates"),
         machine=(Path, "of rates: a profile in place of this machine's kept one"),
         llama=(str, "a Python that has xllamacpp"), transformers=(str, "a Python that has transformers and fastapi"),
         path=("", "PYTHONPATH for that one"), rounds=(3, "of peers"))
-    measured, count = CASES[options.case]
+    measure, count = CASES[options.case]
     options.requests = options.requests or count
-    write_json(options, measured(options))
+    write_json(options, measure(options))
 
 
 if __name__ == "__main__":

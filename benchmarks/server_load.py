@@ -135,13 +135,8 @@ async def _closed_loop(port: int, requests: Sequence[LoadRequest], clients: int)
     return [answer for answer in found if answer is not None]
 
 
-def open_loop(port: int, requests: Sequence[LoadRequest]) -> list[LoadAnswer]:
-    """Send each at its time, whatever became of the others."""
-    return asyncio.run(_open_loop(port, requests))
-
-
-def shared_open_loop(ports: Sequence[int], requests: Sequence[LoadRequest]) -> list[list[LoadAnswer]]:
-    """Requests at their times to servers in turn; the answers of each."""
+def open_loop(ports: Sequence[int], requests: Sequence[LoadRequest]) -> list[list[LoadAnswer]]:
+    """Send each at its time, whatever became of the others, to the servers in turn; the answers of each."""
     async def all_servers() -> list[list[LoadAnswer]]:
         return await asyncio.gather(*(_open_loop(port, requests[i :: len(ports)]) for i, port in enumerate(ports)))
 

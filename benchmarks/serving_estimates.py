@@ -13,10 +13,9 @@ from __future__ import annotations
 import re
 import subprocess
 from itertools import product
-from statistics import median
 from typing import Any
 
-from benchmarks.command import arguments, write_json
+from benchmarks.command import arguments, print_table, spread, write_json
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS
 from forebay.rewriter.serving.phase_times import shape_times
@@ -25,6 +24,7 @@ PROMPT, ANSWER = 2048, 64
 MODELS = {"llama-3-8b": ("meta-llama/Meta-Llama-3.1-8B", (1, 2, 4, 8)),
           "llama-3-70b": ("meta-llama/Meta-Llama-3.1-70B", (4, 8))}
 BATCHES = (1, 16)
+COLUMNS = ("devices", "batch", "ttft_ms", "tpot_ms", "aiconfigurator_ttft_ms", "aiconfigurator_tpot_ms")
 
 
 def ours(model: str, devices: int, batch: int) -> tuple[float, float]:
@@ -48,18 +48,13 @@ def theirs(command: str, model: str, devices: int, batch: int) -> tuple[float, f
 def main() -> None:
     options = arguments(__doc__, aiconfigurator=("aiconfigurator", "command of its script"))
     rows: list[dict[str, Any]] = []
-    print("| model | devices | batch | TTFT, ms | aiconfigurator | | TPOT, ms | aiconfigurator | |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name, (known_as, sizes) in MODELS.items():
-        for devices, batch in product(sizes, BATCHES):
-            (ttft, tpot), peer = ours(name, devices, batch), theirs(options.aiconfigurator, known_as, devices, batch)
-            rows.append({"model": name, "devices": devices, "batch": batch, "ttft_ms": ttft, "tpot_ms": tpot,
-                         "aiconfigurator_ttft_ms": peer[0], "aiconfigurator_tpot_ms": peer[1]})
-            print(f"| {name} | {devices} | {batch} | {ttft:.4g} | {peer[0]:.4g} | {ttft / peer[0] - 1:+.0%} | "
-                  f"{tpot:.3g} | {peer[1]:.3g} | {tpot / peer[1] - 1:+.0%} |", flush=True)
+        for at in product(sizes, BATCHES):
+            found = *at, *ours(name, *at), *theirs(options.aiconfigurator, known_as, *at)
+            rows.append({"model": name, **dict(zip(COLUMNS, found, strict=True))})
+    print_table(rows)
     for kind in ("ttft", "tpot"):
-        off = [row[f"{kind}_ms"] / row[f"aiconfigurator_{kind}_ms"] - 1 for row in rows]
-        print(f"{kind}: median {median(off):+.0%}, {min(off):+.0%} to {max(off):+.0%}")
+        print(f"{kind}: {spread((row[f'{kind}_ms'] / row[f'aiconfigurator_{kind}_ms'] - 1 for row in rows), '+.0%')}")
     write_json(options, {"prompt": PROMPT, "answer": ANSWER, "rows": rows})
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_cases.offloaded import model_nbytes
 from benchmarks.models import MODELS, model_folder, packed
 from benchmarks.random_gguf import SHAPES, make_gguf
 
@@ -28,7 +29,7 @@ class Sources:
     def __init__(self, model: str, scratch: Path) -> None:
         self.scratch = scratch
         self.name, _, kind = model.partition(":")
-        self.file = gguf_file(self.name, kind, scratch) if self.name not in (*MODELS, "smollm2") else None
+        self.file = gguf_file(self.name, kind, scratch) if kind or self.name not in (*MODELS, "smollm2") else None
         self.kind = kind or "Q4_0"
         self.made: dict[str, ModelForm] = {}
 
@@ -39,7 +40,7 @@ class Sources:
 
     @property
     def nbytes(self) -> int:
-        return sum(p.stat().st_size for p in ((self.file,) if self.file else self.folder.glob("*.safetensors")))
+        return self.file.stat().st_size if self.file else model_nbytes(self.folder)
 
     def of(self, form: str, contestant: str) -> ModelForm:
         """A form of the model, made once; a `copy` is the contestant's own, as it maps the file."""
@@ -65,10 +66,13 @@ class Sources:
         own = sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
         out = self.scratch / f"{file.stem}-{form}"
         if form in ("packed", "half"):
-            wish = Wish("keep", head=True, embeddings=True, dtype=torch.bfloat16 if form == "half" else None)
-            return ModelForm(out, quantize_model(file, out, wish).nbytes * own // sum(sizes.values()))
-        if form in ("gguf", "mapped"):
-            return ModelForm(file if form == "gguf" else Path(shutil.copyfile(file, out)), own)
+            if form == "packed":
+                out = resolve_model(file)
+            else:
+                quantize_model(file, out, Wish("keep", head=True, embeddings=True, dtype=torch.bfloat16))
+            return ModelForm(out, model_nbytes(out) * own // sum(sizes.values()))
+        if form == "gguf":
+            return ModelForm(file, own)
         native = resolve_model("demo" if self.name == "demo" else file, dequantize=True)
         if form.startswith("exported"):
             model, more = native, {}

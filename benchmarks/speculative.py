@@ -19,7 +19,6 @@ import argparse
 import itertools
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -33,7 +32,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import forebay
-from benchmarks.command import arguments, numbers, write_json
+from benchmarks.command import arguments, listed, note, print_table, write_json
 from benchmarks.probes import Probe, at_pace, processor
 from forebay.commands.process_memory import disk_read_nbytes
 from forebay.commands.prompts import load_tokenizer
@@ -75,6 +74,13 @@ OURS: dict[str, dict[str, Any]] = {
 # Meshes, and MB of each rank's budget.
 RANKS = (("2", 2000), ("2", 200), ("stages=2", 2000), ("stages=2", 200))
 
+# Of the table: a figure, and how it is printed.
+COLUMNS = {"within": ("setting", "s"), "text": ("text", "s"), "contestant": ("who", "s"),
+           "tokens/s": ("tokens_per_s", ".2f"), "times plain": ("gain", ".2f"),
+           "tokens/pass": ("tokens_per_pass", ".2f"), "pass/plain pass": ("pass_over_plain", ".2f"),
+           "accepted": ("accepted", ".0%"), "each stands": ("stands", ".0%"), "bytes/token": ("read_per_token", ".2g"),
+           "of predicted": ("measured_over_predicted", ".2f"), "reads, ms": ("reads_alone_ms", ".0f"),
+           "same tokens": ("same_tokens", ".0%")}
 Row = dict[str, Any]
 
 
@@ -141,52 +147,67 @@ def in_dtype(folder: Path, dtype: str, scratch: Path) -> Path:
     return found
 
 
+def settings(args: argparse.Namespace, folder: Path, longest: int, machine: Machine) -> Iterator[tuple[Any, ...]]:
+    """Of each setting its name, the budget, a peer's, the contestants, and what their models are planned for."""
+    fixed: Row = dict(prompt=longest, new_tokens=args.new, machine=machine)
+    if args.ranks:
+        for mesh, megabytes in RANKS:
+            yield (f"{mesh}, {megabytes} MB", megabytes * 10**6, 0, {who: OURS[who] for who in ("plain", "lookup")},
+                   fixed | {"prompt": 128, "mesh": mesh})
+        return
+    for share, slots in itertools.product(args.shares, args.batch_slots or (0,)):
+        work = fixed | ({"batch_slots": slots} if slots else {})
+        with forebay.wrap(folder, 1 << 40, **work) as whole:
+            options = Options(admitted=admitted_at_once(slots)) if slots else whole.options
+            least, nbytes = whole.steps.pipeline.smallest_budget(options), int(share * whole.captured.weight_nbytes)
+        yield f"{100 * share:.0f} %" + (f", {slots} slots" if slots else ""), least + nbytes, nbytes, OURS, work
+
+
 def measure(args: argparse.Namespace, folder: Path, scratch: Path, machine: Machine) -> Iterator[list[Row]]:
-    """All answers of all contestants, in turns, by budget."""
+    """All answers of all contestants, or with slots their jobs, in turns, by setting."""
     tokenizer = load_tokenizer(folder)
-    prompts = {name: tokenizer(TEXTS[name])["input_ids"] for name in args.texts}
-    probe = Probe(folder, machine, args.dtype, 1)
-    for share in args.shares:
-        fixed = dict(prompt=max(map(len, prompts.values())), new_tokens=args.new, machine=machine)
-        with forebay.wrap(folder, 1 << 40, **fixed) as whole:
-            nbytes = whole.captured.weight_nbytes
-            budget = whole.steps.pipeline.smallest_budget(whole.options) + int(share * nbytes)
-        lms = opened(folder, budget, OURS, fixed)
-        peer, rows = Peer(folder, int(share * nbytes), scratch) if args.peer else None, []
+    prompts: dict[str, list[int]] = {name: tokenizer(TEXTS[name])["input_ids"] for name in args.texts}
+    probe = None if args.ranks else Probe(folder, machine, args.dtype, 1)
+    longest = max(map(len, prompts.values()))
+    for setting, budget, peer_nbytes, contestants, work in settings(args, folder, longest, machine):
+        lms = {who: forebay.wrap(folder, budget, **work, **drafts) for who, drafts in contestants.items()}
+        for who, lm in lms.items():
+            note(f"{budget} bytes, {who}: one token takes {lm.plan.prediction.decode_time_s:.3f} s, steps over "
+                 f"{lm.plan.schedule.speculative_steps} {lm.plan.prediction.speculative_times_s} s"
+                 + (f"; {lm.draft_summary}" if "draft" in contestants[who] else ""))
+        peer = Peer(folder, peer_nbytes, scratch) if args.peer else None
+        slots, rows = work.get("batch_slots"), list[Row]()
         for turn in range(args.rounds + 1):  # the first binds programs, and does not count
-            for name, ids in prompts.items() if turn else list(prompts.items())[:1]:
-                found = {who: probed(lm, ids, args.new if turn else 8, probe, machine) for who, lm in lms.items()}
+            for text, ids in {"all": []}.items() if slots else [*prompts.items()][: None if turn else 1]:
+                new = args.new if turn else 8
+                if slots:
+                    found = jobs(lms, [*prompts.values()], slots, new, probe)
+                else:
+                    found = {who: probed(lm, ids, new, probe, machine) for who, lm in lms.items()}
                 if peer is not None and turn:
                     try:
-                        found |= peer.answers(ids, args.new)
+                        found |= peer.answers(ids, new)
                     except NotImplementedError as error:  # what is tied has no room: "Cannot copy out of meta tensor"
                         note(f"  transformers cannot run with so little: {error}")
                         peer = None
                 if turn:
-                    rows += noted(found, setting=f"{100 * share:.0f} %", text=name, round=turn)
-        close(lms)
+                    times = (f"{who} {row['time_s']:.1f} s" for who, row in found.items())
+                    note(f"  {setting}, {text}: {', '.join(times)}")
+                    rows += [row | {"setting": setting, "text": text, "round": turn, "who": who}
+                             for who, row in found.items()]
+        for lm in lms.values():
+            lm.close()
         yield rows
 
 
-def measure_slots(args: argparse.Namespace, folder: Path, scratch: Path, machine: Machine) -> Iterator[list[Row]]:
-    """All jobs of all contestants, in turns, by budget and number of slots."""
-    tokenizer, probe = load_tokenizer(folder), Probe(folder, machine, args.dtype, 1)
-    prompts = [torch.tensor(tokenizer(TEXTS[name])["input_ids"]) for name in args.texts]
-    for share, batch_slots in itertools.product(args.shares, args.batch_slots):
-        fixed: Any = dict(batch_slots=batch_slots, prompt=max(map(len, prompts)), new_tokens=args.new, machine=machine)
-        with forebay.wrap(folder, 1 << 40, **fixed) as whole:
-            least = whole.steps.pipeline.smallest_budget(Options(admitted=admitted_at_once(batch_slots)))
-            budget = least + int(share * whole.captured.weight_nbytes)
-        lms, rows = opened(folder, budget, OURS, fixed), list[Row]()
-        count = batch_slots + -(-batch_slots // 2)
-        asked = [Request(prompts[i % len(prompts)], args.new - 8 * (i % 2)) for i in range(count)]
-        for turn in range(args.rounds + 1):
-            rate = probe.bytes_per_s()
-            found = {who: job(lm, asked if turn else [Request(asked[0].ids, 4)], rate) for who, lm in lms.items()}
-            if turn:
-                rows += noted(found, setting=f"{100 * share:.0f} %, {batch_slots} slots", text="all", round=turn)
-        close(lms)
-        yield rows
+def jobs(lms: Mapping[str, LanguageModel], prompts: list[list[int]], slots: int, new: int, probe: Probe | None
+         ) -> dict[str, Row]:
+    """A job of half as many answers again as there are slots, of everybody."""
+    assert probe is not None
+    asked = [Request(torch.tensor(ids), new - 8 * (i % 2) if new > 8 else 4) for i, ids in zip(
+        range(slots + -(-slots // 2)), itertools.cycle(prompts), strict=False)]
+    rate = probe.bytes_per_s()
+    return {who: job(lm, asked, rate) for who, lm in lms.items()}
 
 
 def job(lm: LanguageModel, asked: list[Request], bytes_per_s: float) -> Row:
@@ -200,43 +221,12 @@ def job(lm: LanguageModel, asked: list[Request], bytes_per_s: float) -> Row:
             "reads_alone_s": lm.plan.prediction.streamed_nbytes / bytes_per_s}
 
 
-def measure_ranks(args: argparse.Namespace, folder: Path, scratch: Path, machine: Machine) -> Iterator[list[Row]]:
-    """Answers of this rank beside the other, in turns, by layout and budget of each rank."""
-    tokenizer = load_tokenizer(folder)
-    for mesh, megabytes in RANKS:
-        fixed = dict(prompt=128, new_tokens=args.new, machine=machine, mesh=mesh)
-        lms, rows = opened(folder, megabytes * 10**6, {who: OURS[who] for who in ("plain", "lookup")}, fixed), []
-        for name, turn in itertools.product(args.texts, range(args.rounds + 1)):
-            ids = tokenizer(TEXTS[name])["input_ids"]
-            found = {who: answer(lm, ids, args.new) for who, lm in lms.items()}
-            if turn:
-                rows += noted(found, setting=f"{mesh}, {megabytes} MB", text=name, round=turn)
-        close(lms)
-        yield rows
-
-
-def opened(folder: Path, budget: int, contestants: Mapping[str, Row], fixed: Row) -> dict[str, LanguageModel]:
-    lms = {who: forebay.wrap(folder, budget, **fixed, **drafts) for who, drafts in contestants.items()}
-    for who, lm in lms.items():
-        note(f"{budget} bytes, {who}: one token takes {lm.plan.prediction.decode_time_s:.3f} s, steps over "
-             f"{lm.plan.schedule.speculative_steps} {lm.plan.prediction.speculative_times_s} s"
-             + (f"; {lm.draft_summary}" if "draft" in contestants[who] else ""))
-    return lms
-
-
-def noted(found: Mapping[str, Row], **where: Any) -> list[Row]:
-    note(f"  {where}: " + ", ".join(f"{who} {row['time_s']:.1f} s" for who, row in found.items()))
-    return [row | where | {"who": who} for who, row in found.items()]
-
-
-def close(lms: Mapping[str, LanguageModel]) -> None:
-    for lm in lms.values():
-        lm.close()
-
-
-def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe, machine: Machine) -> Row:
+def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe | None, machine: Machine) -> Row:
     """An answer, and what its plans predict of a token at the rates of reads and products found before and behind it,
-    for the share of drafted tokens that stood in it; nothing where it drafted by lookup, whose matches have no time."""
+    for the share of drafted tokens that stood in it; nothing on ranks, or where it drafted by lookup, whose matches
+    have no time."""
+    if probe is None:
+        return answer(lm, ids, new)
     paces, rates = [probe.pace()], [probe.bytes_per_s()]
     row = answer(lm, ids, new)
     now = at_pace(machine, (rates[0] + probe.bytes_per_s()) / 2, (paces[0] + probe.pace()) / 2)
@@ -309,49 +299,28 @@ def _agreeing(a: list[int], b: list[int]) -> float:
     return next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a)) / len(a)
 
 
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else format(value, ".2f")
-
-
 def report(lines: list[Row]) -> None:
-    print(f"{'within':<19}{'text':<11}{'contestant':<20}{'tokens/s':>9}{'gain':>7} {'tokens/pass':>12} "
-          f"{'pass/plain pass':>16} {'accepted':>9} {'each stands':>12} {'MB/token':>9} "
-          f"{'of predicted':>13} {'reads, ms':>10}   same")
-    for x in lines:
-        print(f"{x['setting']:<19}{x['text']:<11}{x['who']:<20}{x['tokens_per_s']:>9.2f}{x['gain']:>6.2f}x ", end="")
-        if "tokens_per_pass" in x:
-            print(f"{x['tokens_per_pass']:>12.2f} {x['pass_over_plain']:>16.2f} "
-                  f"{100 * x['accepted']:>7.0f} % {100 * x['stands']:>10.0f} % {x['read_per_token'] / 1e6:>9.0f} "
-                  f"{_ratio(x['measured_over_predicted']):>13} "
-                  f"{_ratio(x['reads_alone_ms']):>10}", end="")
-        else:
-            print(" " * 87, end="")
-        print(f" {100 * x['same_tokens']:>4.0f} %")
+    """Print a table of lines; a cell is empty where a contestant has no such figure."""
+    print_table([{title: x[key] if form == "s" else format(x[key], form) for title, (key, form) in COLUMNS.items()
+                  if x.get(key) is not None} for x in lines])
 
 
 def main() -> None:
     args = arguments(
         __doc__, new=(96, "tokens of each answer"), rounds=(3, "turns of each"),
-        shares=("0.15,0.3,0.5,0.75", "of the weights' bytes"), batch_slots=("", "jobs in so many slots"),
-        ranks=(False, "two ranks, started by torchrun"), texts=(",".join(TEXTS), "by name"),
+        shares=([0.15, 0.3, 0.5, 0.75], "of the weights' bytes"), batch_slots=(listed(int), "jobs in so many slots"),
+        ranks=(False, "two ranks, started by torchrun"), texts=([*TEXTS], "by name"),
         dtype=("float32", "of the weights, or bfloat16"), peer=(False, "transformers beside"),
         quick=(False, "one round at 30 %%, a text of each kind, 48 tokens"), machine=(Path, "a saved machine profile"))
-    args.shares, args.texts = numbers(args.shares), args.texts.split(",")
-    args.batch_slots = [int(slots) for slots in args.batch_slots.split(",") if slots]
     if args.quick:
         args.new, args.rounds, args.shares, args.texts = 48, 1, [0.3], ["copy", "story"]
     if args.ranks:
         torch.set_num_threads(1)
-    way = measure_ranks if args.ranks else measure_slots if args.batch_slots else measure
     first = os.environ.get("RANK", "0") == "0"
     with tempfile.TemporaryDirectory(prefix="forebay-speculative-") as scratch:
         folder, rows = in_dtype(demo_checkpoint(), args.dtype, Path(scratch)), list[Row]()
         machine = load_machine(args.machine) if args.machine else known_machine(folder)
-        for found in way(args, folder, Path(scratch), machine):
+        for found in measure(args, folder, Path(scratch), machine):
             rows += found
             if first:
                 write_json(args, {"processor": processor(), "rows": rows, "table": table(rows)})

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import forebay
-from benchmarks.command import arguments, write_json
+from benchmarks.command import arguments, print_table, spread, write_json
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.checkpoints.packed import open_quantized
@@ -84,12 +84,10 @@ def bundle(args: argparse.Namespace) -> dict[str, Any]:
             began = time.perf_counter()
             subprocess.run([sys.executable, "-c", "import torch"], check=True)
             imports.append(time.perf_counter() - began)
-    for name, times in found.items():
-        clock, processor = zip(*times, strict=True)
-        print(f"{name:<11} {median(clock):6.2f} s to the first token ({min(clock):.2f} .. {max(clock):.2f}), "
-              f"{median(processor):.2f} s of the processor")
+    print_table([{"of": name, **{title: spread(each, ".2f") for title, each in zip(
+        ("first token, s", "processor, s"), zip(*times, strict=True), strict=True)}} for name, times in found.items()])
     ratio = median(b[0] / c[0] for b, c in zip(found["bundle"], found["checkpoint"], strict=True))
-    print(f"plain reads {median(reads):6.2f} s; import torch {median(imports):.2f} s; a bundle takes {ratio:.2f} of "
+    print(f"plain reads {median(reads):.2f} s; import torch {median(imports):.2f} s; a bundle takes {ratio:.2f} of "
           "what its checkpoint takes")
     return {"clock_and_processor_s": found, "read_s": reads, "import_torch_s": imports}
 
@@ -123,26 +121,23 @@ def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, .
 
 def compiled(args: argparse.Namespace) -> dict[str, Any]:
     """Compilations of each depth."""
-    depths, workload = [int(n) for n in args.layers.split(",")], Workload(batch=4, prompt=64, new_tokens=64)
+    depths, workload = args.layers, Workload(batch=4, prompt=64, new_tokens=64)
     compile_once(2, args.hidden, workload)  # imports, registrations, torch's own caches
     seen: dict[int, list[tuple[float, ...]]] = {n: [] for n in depths}
     for number in range(args.rounds):
         for n in depths if number % 2 else depths[::-1]:
             seen[n].append(compile_once(n, args.hidden, workload))
     first = [sum(times) for times in seen[depths[0]]]
-    for n, rounds in seen.items():
-        totals = [sum(times) for times in rounds]
-        ratios = sorted(a / b for a, b in zip(totals, first, strict=True))
-        stages = zip(STAGES, zip(*rounds, strict=True), strict=True)
-        parts = ", ".join(f"{stage} {median(times):.2f}" for stage, times in stages)
-        print(f"{n:4} layers: {median(totals):.2f} s ({min(totals):.2f}..{max(totals):.2f}), "
-              f"{median(ratios):.2f} x {depths[0]} layers ({ratios[0]:.2f}..{ratios[-1]:.2f} round by round); {parts}")
+    print_table([{"layers": str(n), "s": spread(map(sum, rounds), ".2f"),
+                  "times the first": spread((sum(a) / b for a, b in zip(rounds, first, strict=True)), ".2f"),
+                  **{stage: median(times) for stage, times in zip(STAGES, zip(*rounds, strict=True), strict=True)}}
+                 for n, rounds in seen.items()])
     return {"layers": seen}
 
 
 def main() -> None:
     args = arguments(__doc__, ("bundle", "compile"), model=("demo", "of bundle"), budget=("2GB", "of bundle"),
-                     layers=("12,96", "depths to compile; ratios are to the first"),
+                     layers=([12, 96], "depths to compile; ratios are to the first"),
                      hidden=(1024, "of what is compiled"), rounds=(3, "turns of each"))
     write_json(args, bundle(args) if args.case == "bundle" else compiled(args))
 

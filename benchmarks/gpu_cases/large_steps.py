@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases import flexgen, offloaded
-from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_times, weights_nbytes
+from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_row, token_times
 from benchmarks.probes import crossing_nbytes
 
 BLOCK: dict[str, Any] = {"batch": 128, "prompt": 512, "new_tokens": 8}  # whose cache is beyond the device
@@ -35,24 +36,19 @@ def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
 
     shape, dtype = kind_of(job)
     folder, batch = saved_model(scratch, shape, dtype, job["weights"]), job["batch"]
-    budget = {"device": int(offloaded.DEVICE_SHARE * weights_nbytes(folder))}
+    budget = {"device": int(offloaded.DEVICE_SHARE * offloaded.model_nbytes(folder))}
     if job["source"] == "host":
-        budget["host"] = weights_nbytes(folder) + (1 << 30)
+        budget["host"] = offloaded.model_nbytes(folder) + (1 << 30)
     before = begin_peak()
     with wrap(folder, budget, batch=batch, prompt=64, new_tokens=12, machine=machine) as lm:
         ids = prompts(shape, batch, 64)
         lm.generate(ids, max_new_tokens=3, eos_token_id=None)
-        times: list[float] = []
-        lm.generate(ids, max_new_tokens=12, eos_token_id=None, on_token=lambda _: times.append(time.perf_counter()))
-        moved = lm.plan.prediction.streamed_nbytes
-        planned, predicted = lm.plan.prediction.peak_nbytes, lm.plan.prediction.decode_time_s
-    peak = peak_within(budget["device"], before)
-    step_s, spread_s = step_times(times)
+        row, p = step_row(token_times(lm, ids, 12), batch), lm.plan.prediction
     link = machine.link("host", "device") if job["source"] == "host" else machine.link("disk", "host")
-    row = {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": batch / step_s, "moved_nbytes": moved,
-           "bytes_per_s": moved / step_s, "link_bytes_per_s": link.bandwidth_bytes_per_s,
-           "predicted_step_s": predicted, "plan_nbytes": planned} | peak  # fmt: skip
-    return row if moved else row | {"failed": "nothing streamed"}
+    row |= {"moved_nbytes": p.streamed_nbytes, "bytes_per_s": p.streamed_nbytes / row["step_s"],
+            "link_bytes_per_s": link.bandwidth_bytes_per_s, "predicted_step_s": p.decode_time_s,
+            "plan_nbytes": p.peak_nbytes} | peak_within(budget["device"], before)  # fmt: skip
+    return row if p.streamed_nbytes else row | {"failed": "nothing streamed"}
 
 
 def size_s(lm: Any, size: int, turns: int = 8) -> float:
@@ -75,7 +71,7 @@ def measure_peer(scratch: Path, machine: Any, job: Row) -> Row:
 
     folder, batch = saved_model(scratch, offloaded.LARGE, torch.bfloat16), job["batch"]
     _, held = begin_peak()
-    limits = {0: int(offloaded.DEVICE_SHARE * weights_nbytes(folder)), "cpu": "100GB"}
+    limits = {0: int(offloaded.DEVICE_SHARE * offloaded.model_nbytes(folder)), "cpu": "100GB"}
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="auto", max_memory=limits).eval()
     ids = prompts(offloaded.LARGE, batch, 64).to(offloaded.GPU)
     times, cache = [], None
@@ -85,9 +81,7 @@ def measure_peer(scratch: Path, machine: Any, job: Row) -> Row:
             ids, cache = result.logits[:, -1:].argmax(-1).to(offloaded.GPU), result.past_key_values
             torch.cuda.synchronize()
             times.append(time.perf_counter())
-    step_s, spread_s = step_times(times[1:])
-    return {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": batch / step_s,
-            "peak_nbytes": torch.cuda.max_memory_reserved() - held}  # fmt: skip
+    return step_row(times[1:], batch) | {"peak_nbytes": torch.cuda.max_memory_reserved() - held}
 
 
 def measure_flexgen(scratch: Path, machine: Any, job: Row) -> Row:
@@ -102,9 +96,8 @@ def measure_flexgen(scratch: Path, machine: Any, job: Row) -> Row:
     block = {"micro_batches": 8, "cache_on_host": True, "cpu_attention": job["attention"] == "host"} \
         if "attention" in job else {}
     prefill_s, *steps = flexgen.step_times(offloaded.OPT, batch, prompt, new - 1, percent, **block)
-    step_s = statistics.median(steps)
-    return {"step_s": step_s, "spread_s": [min(steps), max(steps)], "tokens_per_s": batch / step_s,
-            "prefill_s": prefill_s, "peak_nbytes": torch.cuda.max_memory_reserved() - held, "lost": True}  # fmt: skip
+    return step_row([*itertools.accumulate(steps, initial=0.0)], batch) | {
+        "prefill_s": prefill_s, "peak_nbytes": torch.cuda.max_memory_reserved() - held, "lost": True}
 
 
 def measure_blocks(scratch: Path, machine: Any, job: Row) -> Row:
@@ -113,7 +106,7 @@ def measure_blocks(scratch: Path, machine: Any, job: Row) -> Row:
 
     shape, dtype = kind_of(job)
     folder = saved_model(scratch, shape, dtype)
-    budget = {"device": int(offloaded.DEVICE_SHARE * weights_nbytes(folder)), "host": 80 << 30}
+    budget = {"device": int(offloaded.DEVICE_SHARE * offloaded.model_nbytes(folder)), "host": 80 << 30}
     before, began = begin_peak(), time.perf_counter()
     with wrap(folder, budget, **BLOCK, machine=machine, slot_nbytes=job.get("slot_nbytes"),
               cpu_attention=job["attention"] == "host" or None) as lm:
@@ -121,14 +114,12 @@ def measure_blocks(scratch: Path, machine: Any, job: Row) -> Row:
         p, s = lm.plan.prediction, lm.plan.schedule
         ids = prompts(shape, BLOCK["batch"], BLOCK["prompt"])
         lm.generate(ids, max_new_tokens=2, eos_token_id=None)
-        began, times = time.perf_counter(), []
-        lm.generate(ids, max_new_tokens=BLOCK["new_tokens"], eos_token_id=None,
-                    on_token=lambda _: times.append(time.perf_counter()))  # fmt: skip
+        began = time.perf_counter()
+        times = token_times(lm, ids, BLOCK["new_tokens"])
         moved, items = crossing_nbytes(lm), Counter(type(item).__name__ for item in lm.session.bound(1).program.step)
-    step_s, spread_s = step_times(times)
     bound_s = max(nbytes / machine.link(*way.split("->")).bandwidth_bytes_per_s for way, nbytes in moved.items()
                   if way != "host->host")
-    row = {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": BLOCK["batch"] / step_s,
+    row = step_row(times, BLOCK["batch"]) | {
            "prefill_s": times[0] - began, "moved_nbytes": moved, "bound_s": bound_s, "planned_s": planned_s,
            "predicted_step_s": p.decode_time_s, "predicted_prefill_s": p.prefill_time_s, "busy_s": p.busy_time_s,
            "block": str(s.batching), "items": dict(items), "slots": s.slots, "slot_nbytes_planned": s.slot_nbytes,
@@ -141,7 +132,7 @@ def measure_speculative(scratch: Path, machine: Any, job: Row) -> Row:
     from forebay.api import wrap
 
     folder, asked = saved_model(scratch, offloaded.LARGE, torch.bfloat16), SPECULATIVE[job["way"]]
-    nbytes = weights_nbytes(folder)
+    nbytes = offloaded.model_nbytes(folder)
     budget = {"device": int(offloaded.DEVICE_SHARE * nbytes), "host": nbytes + (4 << 30)}
     before = begin_peak()
     with wrap(folder, budget, prompt=64, new_tokens=SPEAKS, machine=machine, **asked) as lm:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ def saved_model(scratch: Path, shape: dict[str, int], dtype: torch.dtype, weight
     return packed
 
 
-def weights_nbytes(folder: Path) -> int:
+def model_nbytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
@@ -78,6 +80,15 @@ def peak_within(budget: int, before: tuple[int, int]) -> Row:
     return row | ({"failed": f"took {peak} bytes of the device, the budget is {budget}"} if over else {})
 
 
-def step_times(times: list[float]) -> tuple[float, list[float]]:
+def token_times(lm: Any, ids: torch.Tensor, new: int) -> list[float]:
+    """When each token of an answer was there."""
+    times: list[float] = []
+    lm.generate(ids, max_new_tokens=new, eos_token_id=None, on_token=lambda _: times.append(time.perf_counter()))
+    return times
+
+
+def step_row(times: Sequence[float], batch: int) -> Row:
+    """Median and spread of the steps between tokens, and tokens per second of a batch."""
     steps = [b - a for a, b in itertools.pairwise(times)]
-    return statistics.median(steps), [min(steps), max(steps)]
+    step_s = statistics.median(steps)
+    return {"step_s": step_s, "spread_s": [min(steps), max(steps)], "tokens_per_s": batch / step_s}

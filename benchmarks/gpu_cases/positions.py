@@ -32,43 +32,31 @@ def rotary_work(place: Place) -> Work:
     return Work(f"{tokens} tokens, {heads}x{DIM}", ours, verify, LIMIT, nbytes, aims=(Aim("bandwidth", 0.75),))
 
 
-def kv_append_work(place: Place) -> Work:
+def kv_append_work(place: Place, bits: int = 0) -> Work:
+    """Keys and values as they are, or in rows of so many bits."""
     from forebay.kernels.cache.kv_append.gpu import kv_append
+    from forebay.kernels.cache.kv_append_q.gpu import kv_append_q as kv_append_packed
 
     heads, tokens = place.size(8, 3), place.size(4096, 5)
-    nbytes = 2 * 4 * tokens * heads * DIM
+    packed = (bits, row_sizes.cache_group_size(DIM, bits)) if bits else ()
+    width = row_sizes.cache_row_nbytes(DIM, bits) if bits else DIM
+    nbytes = 2 * tokens * heads * (2 * DIM + (width if bits else 2 * DIM))
     start = torch.tensor([7], device=place.device)
     ks = [k.transpose(1, 2) for k in repeated(lambda: normal(place, 1, tokens, heads, DIM), place.copies(nbytes))]
-    caches = [torch.zeros(2, 1, heads, tokens + 16, DIM, dtype=k.dtype, device=k.device) for k in ks]
-    ours = [functools.partial(kv_append, cache[0], cache[1], k, k, start) for k, cache in zip(ks, caches, strict=True)]
-
-    def verify() -> float:
-        want = torch.stack(append.reference(caches[0][0], caches[0][1], ks[0], ks[0], start))
-        ours[0]()
-        return relative_error(caches[0], want)
-
-    return Work(f"{tokens} tokens, {heads}x{DIM}", ours, verify, 0.0, nbytes, aims=(Aim("bandwidth", 0.75),))
-
-
-def kv_append_q_work(place: Place, bits: int) -> Work:
-    from forebay.kernels.cache.kv_append_q.gpu import kv_append_q as launch
-
-    heads, tokens = place.size(8, 3), place.size(4096, 5)
-    group, row_nbytes = row_sizes.cache_group_size(DIM, bits), row_sizes.cache_row_nbytes(DIM, bits)
-    nbytes = 2 * tokens * heads * (2 * DIM + row_nbytes)
-    start = torch.tensor([7], device=place.device)
-    ks = [k.transpose(1, 2) for k in repeated(lambda: normal(place, 1, tokens, heads, DIM), place.copies(nbytes))]
-    caches = [torch.zeros(2, 1, heads, tokens + 16, row_nbytes, dtype=torch.uint8, device=k.device) for k in ks]
-    ours = [functools.partial(launch, *cache, k, k, start, bits, group) for cache, k in zip(caches, ks, strict=True)]
+    dtype = torch.uint8 if bits else ks[0].dtype
+    caches = [torch.zeros(2, 1, heads, tokens + 16, width, dtype=dtype, device=k.device) for k in ks]
+    launch, reference = (kv_append_packed, kv_append_q.reference) if bits else (kv_append, append.reference)
+    ours = [functools.partial(launch, *cache, k, k, start, *packed) for cache, k in zip(caches, ks, strict=True)]
 
     def verify() -> float:
         """Of the values that rows stand for: a fitted range may be the fp16 number beside the reference's."""
-        want = torch.stack(kv_append_q.reference(*caches[0], ks[0], ks[0], start, bits, group))
+        want = torch.stack(reference(*caches[0], ks[0], ks[0], start, *packed))
         ours[0]()
-        return relative_error(*(kv_append_q.unpack(cache, DIM, bits, group) for cache in (caches[0], want)))
+        both = caches[0], want
+        return relative_error(*((kv_append_q.unpack(cache, DIM, *packed) for cache in both) if bits else both))
 
-    return Work(f"{tokens} tokens, {heads}x{DIM}, kv{bits}", ours, verify, LIMIT, nbytes,
-                aims=(Aim("bandwidth", {4: 0.35, 8: 0.5}[bits]),))  # fmt: skip
+    return Work(f"{tokens} tokens, {heads}x{DIM}{f', kv{bits}' if bits else ''}", ours, verify, LIMIT if bits else 0.0,
+                nbytes, aims=(Aim("bandwidth", {0: 0.75, 4: 0.35, 8: 0.5}[bits]),))  # fmt: skip
 
 
 def activation_append_q_work(place: Place, format: str) -> Work:
@@ -96,7 +84,7 @@ def cases(tiny: bool) -> list[Case]:
     return [
         Case("rotary", rotary_work),
         Case("kv_append", kv_append_work),
-        *(Case("kv_append_q", functools.partial(kv_append_q_work, bits=bits)) for bits in row_sizes.BITS),
+        *(Case("kv_append_q", functools.partial(kv_append_work, bits=bits)) for bits in row_sizes.BITS),
         *(Case("activation_append_q", functools.partial(activation_append_q_work, format=f))
           for f in ACTIVATION_FORMATS),
     ]  # fmt: skip

@@ -75,14 +75,8 @@ def dequantize_rows_work(place: Place, bits: int, transposed: bool) -> Work:
 
 def cases(tiny: bool) -> list[Case]:
     """Both directions, widths and dimensions of a 4096 x 4096 matrix; packed rows of Llama-3-8B's down projection."""
-    return [*_of_groups(), *(Case("dequantize_rows", functools.partial(dequantize_rows_work, bits=b, transposed=t))
-                             for b in (4, 8) for t in (False, True))]  # fmt: skip
-
-
-def _of_groups() -> list[Case]:
-    return [
-        Case(name, functools.partial(work, bits=bits, dim=dim))
-        for name, work in (("quantize", quantize_work), ("dequantize", dequantize_work))
-        for bits in (4, 8)
-        for dim in (-1, 0)
-    ]
+    groups = [Case(name, functools.partial(work, bits=bits, dim=dim))
+              for name, work in (("quantize", quantize_work), ("dequantize", dequantize_work))
+              for bits in (4, 8) for dim in (-1, 0)]
+    return groups + [Case("dequantize_rows", functools.partial(dequantize_rows_work, bits=b, transposed=t))
+                     for b in (4, 8) for t in (False, True)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases import offloaded
-from benchmarks.gpu_cases.offloaded import Row, begin_peak, saved_model, step_times, weights_nbytes
+from benchmarks.gpu_cases.offloaded import Row, begin_peak, model_nbytes, saved_model, step_row, token_times
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
 SHAPES = {  # of SmolLM2-135M and Llama-3-8B, with random weights in bf16
@@ -61,14 +61,12 @@ def by_forebay(folder: Path, machine: Any, job: Row) -> list[float]:
     from forebay.api import wrap
 
     os.environ["FOREBAY_GRAPHS"] = "1" if job["contestant"].endswith("graphs") else "0"
-    nbytes = weights_nbytes(folder)
+    nbytes = model_nbytes(folder)
     budget = {"device": 2 * nbytes + (1 << 30), "host": nbytes + (1 << 30)}
-    steps, times = WARM + STEPS + 1, list[float]()
+    steps = WARM + STEPS + 1
     with wrap(folder, budget, batch=job["batch"], prompt=PROMPT, new_tokens=steps, machine=machine) as lm:
         assert lm.plan.prediction.streamed_nbytes == 0, "the plan streams weights of a model that fits"
-        lm.generate(prompt_of(job), max_new_tokens=steps, eos_token_id=None,
-                    on_token=lambda _: times.append(time.perf_counter()))
-    return times
+        return token_times(lm, prompt_of(job), steps)
 
 
 def measure_resident(scratch: Path, machine: Any, job: Row) -> Row:
@@ -79,8 +77,8 @@ def measure_resident(scratch: Path, machine: Any, job: Row) -> Row:
     _, held = begin_peak()
     ours = job["contestant"].startswith("forebay")
     times = by_forebay(folder, machine, job) if ours else by_transformers(folder, job)
-    step_s, spread_s = step_times(times[WARM:])
-    read_nbytes = weights_nbytes(folder) - 2 * sizes["vocab_size"] * sizes["hidden_size"]  # one row of the embedding
-    return {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": job["batch"] / step_s,
-            "weight_bytes_per_s": read_nbytes / step_s, "peak_nbytes": torch.cuda.max_memory_reserved() - held,
-            "memory_bytes_per_s": machine.tiers["device"].bandwidth_bytes_per_s}  # fmt: skip
+    row = step_row(times[WARM:], job["batch"])
+    read_nbytes = model_nbytes(folder) - 2 * sizes["vocab_size"] * sizes["hidden_size"]  # one row of the embedding
+    return row | {"weight_bytes_per_s": read_nbytes / row["step_s"],
+                  "peak_nbytes": torch.cuda.max_memory_reserved() - held,
+                  "memory_bytes_per_s": machine.tiers["device"].bandwidth_bytes_per_s}  # fmt: skip

@@ -1,10 +1,11 @@
-"""`python -m benchmarks.papers flexgen|hybridserve|bestserve|flashdecoding|pope [--json]`: published tables,
-reproduced."""
+"""`python -m benchmarks.papers NAME [--json]`: published tables, reproduced."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+
+from benchmarks.papers.tables import as_json, as_markdown
 
 PAPERS = ("flexgen", "hybridserve", "bestserve", "flashdecoding", "pope")
 
@@ -14,7 +15,10 @@ def main() -> None:
     parser.add_argument("paper", choices=PAPERS)
     parser.add_argument("--json", action="store_true", help="print JSON rows instead of tables")
     options = parser.parse_args()
-    importlib.import_module(f"benchmarks.papers.{options.paper}").main(options.json)
+    paper = importlib.import_module(f"benchmarks.papers.{options.paper}")
+    print((as_json if options.json else as_markdown)(paper.rows()))
+    for line in paper.remarks() if hasattr(paper, "remarks") and not options.json else ():
+        print(line)
 
 
 if __name__ == "__main__":

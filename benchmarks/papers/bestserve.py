@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.papers.tables import Row, show
+from benchmarks.papers.tables import Row
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS, ModelShape
@@ -117,7 +117,3 @@ def table_4_tpot() -> list[Row]:
 
 def rows() -> list[Row]:
     return [*table_3(), *tables_4_and_5(), *table_4_tpot()]
-
-
-def main(json: bool) -> None:
-    show(rows(), json)

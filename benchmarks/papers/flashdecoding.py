@@ -11,13 +11,14 @@ as the context has. After: buffers are used again, and decoding keeps cache wher
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.papers.tables import Row, show
+from benchmarks.papers.tables import Row
 from forebay.passes.place.allocate_buffers import plan_activations
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import capture_model
@@ -102,25 +103,20 @@ def _flat(captured: CapturedModel, tokens: int) -> torch.fx.GraphModule:
     return inline_blocks(concretise(captured.step, step_inputs(captured, _workload(TOKENS), tokens)))
 
 
-def rows(known: dict[str, Arithmetic]) -> list[Row]:
+@functools.cache
+def known() -> dict[str, Arithmetic]:
+    return {name: measure(config()) for name, (config, _, _) in MODELS.items()}
+
+
+def rows() -> list[Row]:
     """The paper's longest contexts beside the plan's."""
-    found = []
-    for name, (_, before, after) in MODELS.items():
-        one = known[name]
-        found += [Row(TABLE, f"{name} before", "tokens", before, one.before(), BOUND),
-                  Row(TABLE, f"{name} after", "tokens", after, one.after(), BOUND)]
-    return found
+    return [Row(TABLE, f"{name} {phase}", "tokens", paper, getattr(known()[name], phase)(), BOUND)
+            for name, (_, *both) in MODELS.items() for phase, paper in zip(("before", "after"), both, strict=True)]
 
 
-def main(json: bool) -> None:
-    """Print the table, or the same as JSON."""
-    known = {name: measure(config()) for name, (config, _, _) in MODELS.items()}
-    show(rows(known), json)
-    for name, one in () if json else known.items():
-        print(f"{name}: weights {one.weights} bytes; a token's cache {one.cache_per_token}, its activations in a "
-              f"prefill {one.apart_per_token} apart and {one.planned_per_token} planned; activations of a decode step "
-              f"{one.decode}; a prompt of {one.one_pass()} tokens fits in one pass, a longer one in chunks")
-
-
-if __name__ == "__main__":
-    main(False)
+def remarks() -> Iterator[str]:
+    """Lines after the table."""
+    for name, one in known().items():
+        yield (f"{name}: weights {one.weights} bytes; a token's cache {one.cache_per_token}, its activations in a "
+               f"prefill {one.apart_per_token} apart and {one.planned_per_token} planned; activations of a decode step "
+               f"{one.decode}; a prompt of {one.one_pass()} tokens fits in one pass, a longer one in chunks")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.published_runtime import UNPINNED, Runtime, Unpinned, running
-from benchmarks.papers.tables import Row, show
+from benchmarks.papers.tables import Row
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.policy.block_costs import BlockShape
@@ -194,7 +194,3 @@ def misranked(rows: list[Row], margin: float = 0.05) -> list[tuple[str, str]]:
 
 def rows() -> list[Row]:
     return [*table_2(), *table_4(), *other_lengths(), *planned()]
-
-
-def main(as_json: bool) -> None:
-    show(rows(), as_json)

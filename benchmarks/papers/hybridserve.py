@@ -14,7 +14,7 @@ from scipy.optimize import brentq
 
 from benchmarks.papers.flexgen import DEEPSPEED, FLEXGEN
 from benchmarks.papers.published_runtime import UNPINNED, Runtime, running
-from benchmarks.papers.tables import Row, show
+from benchmarks.papers.tables import Row
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.policy.block_costs import BlockShape
@@ -155,7 +155,3 @@ def required_flops(model: str, *, printed: bool) -> float:
 def rows() -> list[Row]:
     figure = figure_12()
     return [*averages(figure), *figure_15(figure), *balances()]
-
-
-def main(json: bool) -> None:
-    show(rows(), json)

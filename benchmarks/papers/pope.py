@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.papers.flexgen_pipeline import scaling
 from benchmarks.papers.flexgen_pipeline import table_3 as flexgen_table_3
-from benchmarks.papers.tables import Row, show
+from benchmarks.papers.tables import Row
 from forebay.rewriter.machine.presets import GIB, PRESETS
 from forebay.rewriter.partition.collectives import ChipMesh, mesh_of
 from forebay.rewriter.partition.layouts import (
@@ -228,8 +228,7 @@ def rows() -> list[Row]:
               for model, pair in scaling().items())]
 
 
-def main(as_json: bool) -> None:
-    show(rows(), as_json)
-    if not as_json:
-        print("Layouts as tokens grow, Figure 3:", ", ".join(switches_3()))
-        print("Layouts as tokens grow, Figure 7:", ", ".join(switches_7()))
+def remarks() -> Iterator[str]:
+    """Lines after the tables."""
+    yield f"Layouts as tokens grow, Figure 3: {', '.join(switches_3())}"
+    yield f"Layouts as tokens grow, Figure 7: {', '.join(switches_7())}"

@@ -47,7 +47,3 @@ def as_markdown(rows: Sequence[Row]) -> str:
                              f"{bound} | {note} |")
         lines.append("")
     return "\n".join(lines)
-
-
-def show(rows: Sequence[Row], json: bool) -> None:
-    print(as_json(rows) if json else as_markdown(rows))

@@ -17,10 +17,12 @@ from benchmarks.offload_figures import (
     figures,
     held_nbytes,
     link_bound_s,
+    report,
     same_tokens,
     summary,
     to_planner,
 )
+from benchmarks.probes import ReadWatch
 from benchmarks.sources import known
 from forebay.rewriter.machine.profile import Machine, save_machine
 
@@ -34,7 +36,7 @@ def order(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     save_machine(Machine.default(), str(machine))
     return {"path": str(make_model(tmp_path / "model", request.param)), "scratch": str(tmp_path), "vocab": 512,
             "machine": str(machine), "budget": BUDGET, **settings(CONTESTANTS["forebay bf16 zigzag"]), "label": "",
-            "batch": 12, "prompt": 64, "new": 8, "steps": 2, "prefill": True, "whole": False, "most": 64, "once": False}
+            "batch": 12, "prompt": 64, "new": 8, "steps": 2, "prefill": True, "whole": False, "most": 64}
 
 
 @pytest.mark.covering(1)
@@ -97,6 +99,27 @@ def test_rates_stand_beside_the_bounds_and_peers_of_their_cell() -> None:
     assert any(line.startswith("predicted within 15 %: 2 of 2") for line in lines) and "1.00 of the budget" in lines[-1]
     assert cores_bound(ours, 0.5) == pytest.approx(ours["cores_tokens_per_s"]) == pytest.approx(1 / (1 / 40 + 0.05))
     assert summary([]) == []
+
+
+def test_a_step_read_what_the_process_read_after_the_first_token() -> None:
+    watch = ReadWatch(0)
+    watch.seen = [(10.0, 100), (12.0, 500), (14.0, 700), (16.0, 900)]  # 4 s of two steps at the end
+    assert watch.step_nbytes(4.0, 2) == 200
+
+
+def test_reads_of_steps_stand_beside_plain_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"model": "8b", "budget": 100, "baselines": {"peer": 10}, "machine": {"memory_bytes_per_s": 1e10},
+             "limited": ["peer"], "read_nbytes": {}, "fits": {},
+             "turns": [turn("peer", step_s, step_read_nbytes=2e8, group_peak=5e7) for step_s in (0.4, 0.2, 0.5)],
+             "plans": [{"cell": "64 x 128 + 32", "name": "peer", "batch": 64, "process": "peer", "forced": False,
+                        "ram": False, "formats": "gguf"}]}
+    (row,) = rows = figures(model, 1e9)
+    assert (row["link_share"], row["step_read_nbytes"], row["group_nbytes"]) == (0.5, 2e8, 5e7)
+    report({"processor": "any", "models": [model], "rows": rows, "summary": summary(rows)})
+    _, reads, *table = capsys.readouterr().out.splitlines()
+    assert reads.startswith("8b: plain reads 1 (1 to 1) GB/s") and len({len(line) for line in table}) == 1
+    assert {title: cell.strip() for title, cell in zip(map(str.strip, table[0].split("|")), table[2].split("|"),
+                                                       strict=True)}["of plain reads"] == "50%"
 
 
 def test_memory_is_counted_above_what_planning_left() -> None:

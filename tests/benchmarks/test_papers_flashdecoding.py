@@ -9,11 +9,11 @@ from benchmarks.papers import flashdecoding
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, flashdecoding.Arithmetic]:
-    return {name: flashdecoding.measure(config()) for name, (config, _, _) in flashdecoding.MODELS.items()}
+    return flashdecoding.known()
 
 
-def test_longest_contexts_are_within_five_percent(known: dict[str, flashdecoding.Arithmetic]) -> None:
-    rows = flashdecoding.rows(known)
+def test_longest_contexts_are_within_five_percent() -> None:
+    rows = flashdecoding.rows()
     assert [row.paper for row in rows] == [320_000, 502_000, 110_000, 128_000]
     assert all(row.holds and row.bound == 0.05 for row in rows), [f"{row.row}: {row.error:+.1%}" for row in rows]
 
