@@ -94,17 +94,14 @@ PEERS = _by_name((*(Contestant(name, name, "copy") for name in OFFLOADED), Conte
 INT8 = {"activations": "int8"}
 # On GGUF files: a peer's options are its precision.
 GGUF = _by_name((
-    Contestant("forebay packed", source="packed", ram=True), Contestant("forebay packed int8", "forebay", "packed",
-                                                                        INT8, True),
-    Contestant("forebay in bf16", source="half", ram=True), Contestant("forebay in bf16 int8", "forebay", "half", INT8,
-                                                                       True),
-    Contestant("llama.cpp in RAM", "llama.cpp", "gguf", ram=True), Contestant("openvino", "openvino", "gguf", ram=True),
-    Contestant("openvino bf16", "openvino", "gguf", {"precision": "bf16"}, True),
-    Contestant("openvino float32", "openvino", "gguf", {"precision": "f32"}, True),
-    Contestant("onnxruntime", "onnxruntime", "onnx", ram=True),
-    Contestant("onnxruntime float32", "onnxruntime", "onnx float32", ram=True),
-    Contestant("exported", "onnxruntime", "exported", ram=True),
-    Contestant("exported float32", "onnxruntime", "exported float32", ram=True),
+    *(Contestant(f"forebay {kept}{' int8' if how else ''}", "forebay", source, how, True)
+      for kept, source in (("packed", "packed"), ("in bf16", "half")) for how in ({}, INT8)),
+    *(Contestant(name, engine, source, {"precision": precision} if precision else {}, True)
+      for name, engine, source, precision in (
+          ("llama.cpp in RAM", "llama.cpp", "gguf", ""), ("openvino", "openvino", "gguf", ""),
+          ("openvino bf16", "openvino", "gguf", "bf16"), ("openvino float32", "openvino", "gguf", "f32"),
+          ("onnxruntime", "onnxruntime", "onnx", ""), ("onnxruntime float32", "onnxruntime", "onnx float32", ""),
+          ("exported", "onnxruntime", "exported", ""), ("exported float32", "onnxruntime", "exported float32", ""))),
     Contestant("forebay", source="packed"), Contestant("neurostream", "neurostream", "gguf"),
     Contestant("llama.cpp", "llama.cpp", "gguf")))
 LONG = _by_name((Contestant("forebay w4 cache on disk", "forebay", "w4", {"cache_tier": "disk"}),))

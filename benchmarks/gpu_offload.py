@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.gpu import STARTED, say
 from benchmarks.gpu_cases import offloaded, resident
 from benchmarks.gpu_cases.large_steps import (
     SPECULATIVE,
@@ -39,7 +40,6 @@ from benchmarks.gpu_cases.large_steps import (
 from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_row, token_times
 from benchmarks.isolated import IsolatedWorker, check_gpu, serve
 
-STARTED = time.monotonic()
 LIMIT_S = 520.0  # of the whole run: a job that is begun late gets what is left of it
 JOB_S = {"resident": 200.0}  # a job that says nothing for so long is killed; the first of 8B saves 16 GB
 OTHERS_S = 100.0
@@ -85,10 +85,6 @@ def jobs() -> list[Row]:
     routed = [{"part": "routed", "source": source, "slots": slots} for source in ("host", "disk") for slots in (3, 8)]
     return (tokens + routed + ways + shared + formats + speed[:3] + peers + opt + speed[3:] + speculative + blocks
             + resident.jobs())  # fmt: skip
-
-
-def say(text: str) -> None:
-    print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
 
 
 @functools.cache

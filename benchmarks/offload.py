@@ -182,7 +182,8 @@ def measure(args: argparse.Namespace, case: OffloadCase, model: str, sources: So
              if peers.installed(CONTESTANTS[name].engine)}
     folder = sources.folder
     nbytes = sources.nbytes * float(budget[:-1]) / 100 if budget.endswith("%") else parse_nbytes(budget)
-    order: Row = {"folder": str(folder), "scratch": str(sources.scratch), "vocab": vocabulary(folder),
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    order: Row = {"folder": str(folder), "scratch": str(sources.scratch), "vocab": vocab,
                   "dtype": "float32" if sources.file or model == "smollm2" else "bfloat16", "budget": int(nbytes),
                   "machine": str(args.machine or sources.scratch / "machine.json"), "whole": case.whole,
                   "steps": case.steps, "prefill": case.prefill, "most": MOST, "capped": case.capped, "draw": case.draw}
@@ -240,10 +241,6 @@ def ask(processes: dict[str, IsolatedWorker], name: str, do: str, order: Row, mo
         raise SystemExit(1)
     processes.pop(name).close()
     return None
-
-
-def vocabulary(folder: Path) -> int:
-    return json.loads((folder / "config.json").read_text())["vocab_size"]
 
 
 def plan_cell(case: OffloadCase, model: str, cell: Cell, order: Row, own: Mapping[str, Row],

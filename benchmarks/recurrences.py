@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -32,6 +32,7 @@ TOKENS, CHUNK = 1024, 64
 STATES = 128 << 20  # bytes of states that a decode step reads: more than caches hold
 SQUARE = 1024
 SLICE_S = 0.1
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,29 +67,13 @@ SHAPES = {
 }
 
 
-@dataclass
-class MeasuredRecurrence:
-    """Seconds of a call, turn by turn, and of the work that bounds it.
-
-    Attributes:
-        amount: Floating-point operations or bytes of a call.
-        ceiling: Operations or bytes per second of the bound, in the same turn.
-    """
-
-    name: str
-    unit: str
-    amount: int
-    call_s: list[float] = field(default_factory=list)
-    ceiling: list[float] = field(default_factory=list)
-    peer_s: list[float] = field(default_factory=list)
-
-    def row(self) -> dict[str, Any]:
-        """Of the table."""
-        call_s = median(self.call_s)
-        shares = [self.amount / s / c for s, c in zip(self.call_s, self.ceiling, strict=True)]
-        found = {"shape": self.name, "of": self.unit, "ms": 1e3 * call_s, "rate, G/s": self.amount / call_s / 1e9,
-                 "ceiling, G/s": median(self.ceiling) / 1e9, "share": spread(shares, ".0%")}
-        return found | ({"transformers' time": f"{median(self.peer_s) / call_s:.1f}x"} if self.peer_s else {})
+def shown(row: Row) -> Row:
+    """Of the table."""
+    call_s, amount = median(row["call_s"]), row["amount"]
+    shares = [amount / s / c for s, c in zip(row["call_s"], row["ceiling"], strict=True)]
+    found = {"shape": row["name"], "of": row["unit"], "ms": 1e3 * call_s, "rate, G/s": amount / call_s / 1e9,
+             "ceiling, G/s": median(row["ceiling"]) / 1e9, "share": spread(shares, ".0%")}
+    return found | ({"transformers' time": f"{median(row['peer_s']) / call_s:.1f}x"} if row["peer_s"] else {})
 
 
 def timed(call: Callable[[], object], at_least: float = SLICE_S) -> float:
@@ -119,8 +104,9 @@ def peer(
     return lambda: function(q, k, v, g=decay, beta=beta, initial_state=state, output_final_state=True)
 
 
-def measure(name: str, shape: RecurrentShape, turns: int) -> list[MeasuredRecurrence]:
-    """A prompt and a decode step, each compared with its ceiling and its peer, in turns."""
+def measure(name: str, shape: RecurrentShape, turns: int) -> list[Row]:
+    """A prompt and a decode step, each compared with its ceiling and its peer, in turns: seconds of a call, of as many
+    operations or bytes, and what the bound gave of these per second."""
     batch = STATES // (4 * shape.heads * shape.width * shape.columns)
     square, numbers = torch.randn(SQUARE, SQUARE), torch.randn(STATES // 4)
     has_peer = shape.corrects and not shape.by_channel
@@ -132,14 +118,14 @@ def measure(name: str, shape: RecurrentShape, turns: int) -> list[MeasuredRecurr
     ):
         call, given = ours(shape, *sizes)
         compared = peer(shape, given, function) if has_peer else None
-        row = MeasuredRecurrence(name, unit, amount)
+        row: Row = {"name": name, "unit": unit, "amount": amount, "call_s": [], "ceiling": [], "peer_s": []}
         for turn in range(turns + 1):
             spent, bound_s = timed(call), timed(bound)
             peer_s = timed(compared) if compared else 0.0
             if turn:  # the first warms up
-                row.call_s.append(spent)
-                row.ceiling.append(bound_amount / bound_s)
-                row.peer_s += [peer_s] if compared else []
+                row["call_s"].append(spent)
+                row["ceiling"].append(bound_amount / bound_s)
+                row["peer_s"] += [peer_s] if compared else []
         made.append(row)
     return made
 
@@ -149,8 +135,8 @@ def main() -> None:
     torch.manual_seed(0)
     print(f"{processor()}, {torch.get_num_threads()} threads")
     rows = [row for name, shape in SHAPES.items() for row in measure(name, shape, args.turns)]
-    print_table([row.row() for row in rows])
-    write_json(args, [asdict(row) for row in rows])
+    print_table([shown(row) for row in rows])
+    write_json(args, rows)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ from benchmarks.server_load import (
     closed_loop,
     load,
     open_loop,
-    poisson,
     serving,
     text_tokens,
     used_s,
@@ -59,7 +58,7 @@ from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.of_programs import StepTimes, step_times
 from forebay.rewriter.serving.continuous_batching import simulate_slots
 from forebay.rewriter.serving.served import percentile_s
-from forebay.rewriter.serving.traffic import Arrival
+from forebay.rewriter.serving.traffic import Arrival, Traffic, arrivals
 from forebay.runtime.measure.neighbours import Neighbours
 
 PROMPTS, ANSWERS = (16, 64), (8, 24)  # tokens, drawn uniformly
@@ -83,18 +82,12 @@ def planned(budget: str, machine: Path | None) -> LanguageModel:
         prompt=PROMPTS[1], new_tokens=ANSWERS[1], machine=machine)).lm
 
 
-def times_at(lm: LanguageModel, bytes_per_s: float, pace: float) -> StepTimes:
-    """What its steps are predicted to take on a machine that reads so fast and whose products take `pace` times what
-    the profile says."""
-    return step_times(lm.plan, lm.steps.program, at_pace(lm.machine, bytes_per_s, pace))
-
-
 def requests(count: int, rate: float, seed: int, words: Sequence[int]) -> list[LoadRequest]:
-    """Completions of slices of a text's tokens; with an infinite rate all at once."""
+    """Completions of slices of a text's tokens, Poisson."""
     chance, found = random.Random(f"{seed} lengths"), []
-    for at_s in poisson(rate, count, seed):
+    for each in arrivals(Traffic(rate, count, 1, 1), seed):
         length, start = chance.randint(*PROMPTS), chance.randrange(len(words) - PROMPTS[1])
-        found.append(LoadRequest(at_s, "/v1/completions", {
+        found.append(LoadRequest(each.at_s, "/v1/completions", {
             "prompt": list(words[start : start + length]), "max_tokens": chance.randint(*ANSWERS), "temperature": 0}))
     return found
 
@@ -155,7 +148,8 @@ def measure_budget(name: str, budget: str, options: argparse.Namespace, words: S
                 "first_failure": failed[0] if failed else "",
                 "pace": pace, "bytes_per_s": rate, "others": max(0.0, seen.share() - used),
                 "measured": measured(answers), "predicted": simulated(answers, times),
-                "at_probed_pace": simulated(answers, times_at(lm, rate, pace))}
+                "at_probed_pace": simulated(answers, step_times(
+                    lm.plan, lm.steps.program, at_pace(lm.machine, rate, pace)))}
             rows.append(row)
             show(row, ("measured", "predicted", "at_probed_pace"), f"{name}, {nbytes / 1e6:.0f} MB, {batch_slots} "
                  f"slots: others took {row['others']:.0%} of the cores, products {pace:.2f} of the profile's, "

@@ -61,14 +61,6 @@ class LoadAnswer:
         return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
-def poisson(rate: float, count: int, seed: int) -> list[float]:
-    source, now, found = random.Random(f"{seed} arrivals"), 0.0, []
-    for _ in range(count):
-        now += source.expovariate(rate)
-        found.append(now)
-    return found
-
-
 async def ask(port: int, request: LoadRequest, began: float) -> LoadAnswer:
     """Send one request and read its stream to the end."""
     body = json.dumps({**request.body, "stream": True, "stream_options": {"include_usage": True}}).encode()

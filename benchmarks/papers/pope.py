@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from forebay.rewriter.predict.estimator import MachineEstimator
 
 # Tables D.2 to D.4. Of "ours" by table: tokens in and out; then batch, PaLM prefill, generate, total, and MT-NLG total,
 # in milliseconds. Of "faster_transformer" by table and system: milliseconds and percent of peak, for rising batches.
+# Of "tables_2_3" a column: model, chips (slices of 8, 16 and 32 are 2x2x2, 2x2x4 and 2x4x4, the TPU v4's topologies),
+# batch, passes (1 for a prompt of 2048 tokens, 64 for that many decode steps), layouts, weights, MFU, latency.
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("pope_tables.json").read_text())
 OURS, FASTER_TRANSFORMER = TABLES["ours"], TABLES["faster_transformer"]
 MACHINE = PRESETS["tpu-v4"]
@@ -88,45 +89,16 @@ def table_1() -> Iterator[Row]:
                       CONTEXT_BOUND)
 
 
-@dataclass(frozen=True)
-class PublishedPass:
-    """A column of Tables 2 and 3: `passes` is 1 for a prompt of 2048 tokens, 64 for that many decode steps."""
-
-    model: str
-    mesh: tuple[int, ...]
-    batch: int
-    passes: int
-    feedforward: Feedforward
-    attention: str
-    weights: str
-    mfu: float
-    latency_s: float
-
-
-# Slices of 8, 16 and 32 chips are 2x2x2, 2x2x4 and 2x4x4 (the TPU v4's topologies).
-TABLES_2_3 = {
-    "Table 2": (PublishedPass("palm-540b", CUBE, 1, 1, "2d", "heads", "int8", 0.43, 0.29),
-                PublishedPass("palm-540b", CUBE, 64, 64, "2d", "batch", "int8", 0.14, 1.82),
-                PublishedPass("palm-540b", CUBE, 512, 1, "xyz", "batch", "bfloat16", 0.76, 85.2),
-                PublishedPass("palm-540b", CUBE, 512, 64, "2d", "batch", "bfloat16", 0.33, 6.0)),
-    "Table 3": (PublishedPass("palm-62b", (2, 2, 4), 1, 1, "2d", "heads", "int8", 0.36, 0.16),
-                PublishedPass("palm-62b", (2, 2, 4), 32, 64, "2d", "batch", "int8", 0.08, 0.73),
-                PublishedPass("palm-62b", (2, 4, 4), 512, 1, "xyz", "batch", "bfloat16", 0.73, 20.2),
-                PublishedPass("palm-62b", (2, 2, 2), 512, 64, "2d", "batch", "bfloat16", 0.37, 5.1)),
-}
-
-
 def tables_2_3() -> Iterator[Row]:
-    for table, columns in TABLES_2_3.items():
-        for case in columns:
-            shape, mesh, decodes = PUBLISHED_SHAPES[case.model], mesh_of(MACHINE, case.mesh), case.passes > 1
-            work = step(case.batch, CONTEXT + case.passes / 2) if decodes else prompt(case.batch, CONTEXT)
-            seconds = case.passes * pass_s(shape, mesh, work, case.feedforward, case.attention, case.weights)
-            tokens = case.batch * (case.passes if decodes else CONTEXT)
-            name = f"{case.model}, {work.name}, batch {case.batch}, {mesh.chips} chips, {case.weights}"
-            yield Row(f"Pope et al., {table}", f"{name}, latency", "s", case.latency_s, seconds, LATENCY_BOUND)
-            yield Row(f"Pope et al., {table}", f"{name}, MFU", "share", case.mfu,
-                      mfu(shape, tokens, seconds, mesh.chips), LATENCY_BOUND)
+    for table, columns in TABLES["tables_2_3"].items():
+        for model, sides, batch, passes, feedforward, attention, weights, share, latency_s in columns:
+            shape, mesh, decodes = PUBLISHED_SHAPES[model], mesh_of(MACHINE, tuple(sides)), passes > 1
+            work = step(batch, CONTEXT + passes / 2) if decodes else prompt(batch, CONTEXT)
+            seconds = passes * pass_s(shape, mesh, work, feedforward, attention, weights)
+            name = f"{model}, {work.name}, batch {batch}, {mesh.chips} chips, {weights}"
+            yield Row(f"Pope et al., {table}", f"{name}, latency", "s", latency_s, seconds, LATENCY_BOUND)
+            yield Row(f"Pope et al., {table}", f"{name}, MFU", "share", share,
+                      mfu(shape, batch * (passes if decodes else CONTEXT), seconds, mesh.chips), LATENCY_BOUND)
 
 
 def switches_3() -> list[str]:
