@@ -20,6 +20,7 @@ sweep-slots  the same of staging slots, their size and the lead of reads, at one
 gguf         a GGUF file within shares of its bytes; neurostream; llama.cpp, which maps the file.
              Without root the kernel holds nobody to the budget, and the page cache serves who maps files
 large        the same of 8 to 32 billion weights within 2 to 8 GB
+long         sampled steps of 32 768 tokens, with the cache in memory and on the disk
 ram          a GGUF file in RAM: Forebay computes in float32 ("packed") or bf16, activations as they are and rounded to
              8 bits; llama.cpp and OpenVINO GenAI by their own clocks, onnxruntime-genai on its own builder's model
 exported     models that `forebay export` wrote for ONNX, compared with the builder's, in float32 and 4 bits
@@ -129,6 +130,8 @@ CASES = {
                         whole=True, capped=True),
     "large": OffloadCase("llama3-8b:Q4_0,qwen3-14b:Q4_0,qwen3-32b:Q4_0", "1x64+8", "forebay,llama.cpp", "2GB,4GB,8GB",
                          3, whole=True, capped=True, most=600),
+    "long": OffloadCase("llama3-8b of 8 layers", "1x32752+16", "forebay w4 zigzag,forebay w4 cache on disk", "4GB",
+                        steps=14, capped=True),
     "ram": OffloadCase("demo", "1x64+32,1x512+32", "forebay packed,forebay packed int8,forebay in bf16,forebay in bf16 "
                        "int8,llama.cpp in RAM,openvino,openvino bf16,onnxruntime", rounds=5, whole=True),
     "exported": OffloadCase("demo", "1x64+32,1x512+32", "exported,exported float32,onnxruntime,onnxruntime float32",

@@ -34,7 +34,7 @@ ways = [job for job in jobs if job["part"] == "ways" and job["windowed"] and job
 few = [jobs[3], *ways, {"part": "shared", "weights": "w8"}, *formats[1:4:2],
        next(j for j in jobs if j.get("cache") == "kv4" != j["weights"] != "native"),
        next(j for j in jobs if j.get("shape") == "opt"),
-       *(j for j in jobs if j["part"] == "blocks" and j["attention"] == "planned"),
+       *(j for j in jobs if j["part"] == "blocks" and j["attention"] == "planned" and "slot_nbytes" not in j),
        *(j for j in jobs if j["part"] == "speculative" and j["way"]),
        next(j for j in jobs if j["part"] == "throughput" and j["source"] == "disk")]
 for job in few:
