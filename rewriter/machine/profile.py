@@ -22,7 +22,7 @@ from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoin
 from forebay.runtime.devices.kind import DeviceKind
 from forebay.runtime.devices.kinds import HOST, kind_of
 
-FORMAT = 3  # of the JSON file; a kept profile of another format is measured anew
+FORMAT = 4  # of the JSON file; a kept profile of another format is measured anew
 TIERS = ("device", "host", "disk")
 HALVES = ("bfloat16", "float16")
 BUSY = 0.15  # of the cores' time: what was timed while others took more is measured again when they do not
@@ -256,14 +256,16 @@ class Machine:
         """Seconds of one matmul of [m, k] with [n, k] transposed.
 
         For each measured m a fit over n and n * k; between measured m the times are interpolated on a log-log scale.
-        Above the largest m time grows in proportion to m, below the smallest it stays. Raises KeyError when `impl` was
-        not measured for `dtype`.
+        Above the largest m time grows in proportion to m, below the smallest it stays. No matmul reads its weight
+        faster than any that was measured did. Raises KeyError when `impl` was not measured for `dtype`.
         """
-        fits = self.gemm_fits().get((impl, self.measured_as(dtype)))
+        measured = self.measured_as(dtype)
+        fits = self.gemm_fits().get((impl, measured))
         if fits is None:
             known = ", ".join(sorted({f"{p.impl}/{p.dtype}" for p in self.gemm})) or "none"
             raise KeyError(f"machine {self.name!r} has no GEMM measured for {impl}/{dtype}; it has: {known}")
-        return on_curve([(m0, fit.time_s(n, n * k)) for m0, fit in fits.items()], m)
+        return max(on_curve([(m0, fit.time_s(n, n * k)) for m0, fit in fits.items()], m),
+                   n * k * self._weight_s[measured])
 
     def gemm_fits(self) -> Mapping[tuple[str, str], Mapping[int, Fit]]:
         """By (impl, dtype), for every measured m in rising order: time over n (rows cost something, however short) and
@@ -278,6 +280,14 @@ class Machine:
         found: dict[tuple[str, str], dict[int, Fit]] = {}
         for impl, dtype, m in sorted(points):
             found.setdefault((impl, dtype), {})[m] = fit_times(points[impl, dtype, m])
+        return found
+
+    @functools.cached_property
+    def _weight_s(self) -> dict[str, float]:
+        """By dtype, the least seconds per number of a weight of any measured matmul."""
+        found: dict[str, float] = {}
+        for p in self.gemm:
+            found[p.dtype] = min(found.get(p.dtype, math.inf), p.time_s / (p.n * p.k))
         return found
 
     def attention_time_s(self, dtype: str, nbytes: float, flops: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -26,8 +25,8 @@ from forebay.runtime.run.arena import Arena
 MANY_ROWS = 64  # of x, whose products only calculate
 SOME_ROWS = 8  # as steps have them: bound by neither alone
 QUICK_TURNS = 2
-TURN_S = 0.02  # each pair is compared within the machine's mood, and before an account of its cores' time is overdrawn
-REST_S = 0.02
+TURN_S = 0.015  # each pair is compared within the machine's mood, and before an account of its cores' time is overdrawn
+REST_S = 0.01
 LONG_TURN_S = 0.8  # several periods of such an account, which last 0.1 s as a rule
 
 
@@ -51,7 +50,7 @@ def measure_contention(
     of the time of all cores (0..1). That is None where others use the cores, which nothing tells apart from it, and
     where it is to be `quick`: it takes seconds."""
     n, k = GEMM_SHAPES[0]
-    calls = {m: itertools.cycle(cold_products(m, n, k, torch.bfloat16))
+    calls = {m: cold_products(m, n, k, torch.bfloat16)
              for m in (1, SOME_ROWS, MANY_ROWS)}  # bound by memory, by neither alone, and by arithmetic
     flow = ReadFlow(path, nbytes, link, memory)
     with contextlib.closing(flow.reader):

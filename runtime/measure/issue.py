@@ -20,7 +20,7 @@ from forebay.runtime.run.arena import Arena
 ROWS = 8  # of x: a product takes longer than a third of a read's latency, so that no wait blocks
 SLOTS = 4
 LAUNCHES = 32  # of a turn
-QUICK_TURNS = 5
+QUICK_TURNS = 3
 
 
 def copy_issue_s(reader: DiskReader, path: str, nbytes: int, memory: Arena, quick: bool) -> float:
@@ -30,7 +30,7 @@ def copy_issue_s(reader: DiskReader, path: str, nbytes: int, memory: Arena, quic
     device = ThreadDevice(reader)
     device.arenas = {"device": memory}
     n, k = GEMM_SHAPES[0]
-    products = itertools.cycle(cold_products(ROWS, n, k, torch.bfloat16))
+    products = cold_products(ROWS, n, k, torch.bfloat16)
     pages = nbytes // PAGE_NBYTES
     issued = [tuple(filter(None, (device.bind(item, None) for item in (
         Copy(DISK, FileSlice(path, i * (pages // SLOTS) * PAGE_NBYTES, PAGE_NBYTES),

@@ -8,13 +8,13 @@ neighbours a second can be slow as a whole, and must not fall on one candidate a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,15 +33,15 @@ from forebay.runtime.run.sampling import most_likely
 MIB = 1 << 20
 GEMM_M = (1, 2, 4, 8, 16, 32, 64, 256)
 QUICK_M = (1, 4, 16, 64, 256)
-QUICK_S = 1.2  # for all kinds of products: on a machine in use the rounds are fewer
+QUICK_S = 0.75  # for all kinds of products: on a machine in use the rounds are fewer
 GEMM_SHAPES = ((2048, 2048), (256, 512), (4096, 512), (1024, 1024), (5632, 2048), (1024, 4096))  # (n, k)
 # Few and small: a short call is more often left alone, and the fastest of many counts.
 QUICK_SHAPES = ((2048, 1024), (256, 1024))
 QUICK_MULTIPLIES = 1 << 27  # of a product, at most: a millisecond
-# Products take turns over weights of so many bytes in all, more than a process keeps in caches: those that stream are
-# cold. The most, unless little memory is free.
-LEAST_COLD_NBYTES, MOST_COLD_NBYTES = 64 * MIB, 256 * MIB
-COLD_SHARE = 8  # of the memory that is free, at most one part in so many
+COLD_NBYTES = 64 * MIB  # products take turns over weights of this total at least: those of a step are cold
+COLD_CACHES = 1.25  # sizes of the last-level cache that they have together, so that none of them stays in it
+COLD_SHARE = 1 / 8  # of the memory that is free, at most
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 LARGEST_NBYTES = 4 * 8 * MIB  # K and V, or a weight, of what is timed
 HOPELESS = 2.5  # an implementation so many times slower than the best of its kind is timed no more: nobody chooses it
 FIRST = 3  # turns of each before any is hopeless
@@ -89,7 +89,7 @@ def call_times_s(
     is timed. `burst_s` gives the seconds of one of so many calls. No round begins after `limit_s`, but for the first.
     """
     began_s = time.monotonic()
-    turns = {key: itertools.cycle(calls) for key, calls in timed.items()}
+    turns = {key: calls if isinstance(calls, Iterator) else itertools.cycle(calls) for key, calls in timed.items()}
     times = _first_times(turns, burst_s)
     best: dict[tuple, float] = {}
     for key, found in times.items():
@@ -126,22 +126,6 @@ def _first_times(
             elif times[key][0] > HOPELESS * best:
                 times[key] += [burst_s(turns[key], 1) for _ in range(FIRST - 1)]
     return times
-
-
-@dataclass(frozen=True)
-class ColdCalls:
-    """Calls over one part of `cold_memory` after the other, without an end, each bound when it is asked for. All kinds
-    go on where the last of any was, so that nothing is in a cache that another has just read."""
-
-    bind: Callable[[torch.Tensor], Call]
-    parts: torch.Tensor
-
-    def __iter__(self) -> Iterator[Call]:
-        memory, nbytes = cold_memory(), self.parts[0].nbytes
-        while True:
-            number = -(-memory.at // nbytes) % len(self.parts)
-            memory.at = (number + 1) * nbytes
-            yield self.bind(self.parts[number])
 
 
 # Products
@@ -193,12 +177,11 @@ def _products(rows: Sequence[int], kind: str, n: int, k: int) -> Iterator[TimedP
         shape = Product(kind, m, n, k)
         rounding = (name for wish in ROUNDED for name in operator.implementations.rounding(shape, wish))
         for impl in (*operator.implementations.candidates(kind), *rounding):
-            yield impl, m, ColdCalls(partial(_bind_product, operator, x, how, out, impl), weights)
+            yield impl, m, ColdCalls(functools.partial(_bound, operator, x, out, how, impl), weights)
 
 
-def _bind_product(
-    operator: Operator, x: torch.Tensor, how: dict[str, Any], out: torch.Tensor, impl: str, weight: torch.Tensor
-) -> Call:
+def _bound(operator: Operator, x: torch.Tensor, out: torch.Tensor, how: dict[str, Any], impl: str,
+           weight: torch.Tensor) -> Call:
     return operator.bind[HOST_KERNELS](Tensors((x, weight, None), how, (out,), impl))
 
 
@@ -212,43 +195,46 @@ def product_of(kind: str, k: int, half: torch.dtype) -> tuple[Operator, dict[str
     return operator, Packing(stored.bits, k, stored.group_size, half, stored.symmetric, stored.codebook)._asdict(), half
 
 
-@dataclass
-class ColdMemory:
-    """Memory that what is timed takes turns over.
-
-    Attributes:
-        arena: The memory.
-        at: The byte at which the next turn of `ColdCalls` begins.
-    """
-
-    arena: Arena
-    at: int = 0
-
-    @property
-    def bytes(self) -> torch.Tensor:
-        """All of it."""
-        return self.arena.bytes
-
-    @property
-    def nbytes(self) -> int:
-        """How much it is."""
-        return self.arena.nbytes
-
-
 @functools.lru_cache(1)
-def cold_memory() -> ColdMemory:
-    """`cold_nbytes` of FILL for what is timed to take turns over, in huge pages as weights are when a plan runs.
+def cold_memory() -> Arena:
+    """Memory of FILL for what is timed to take turns over, in huge pages as weights are when a plan runs.
 
-    Room for two of the largest at least. It is kept until `cold_memory.cache_clear()`.
+    It is larger than the last-level cache, where that is known and memory allows it, and has room for two of the
+    largest at least. It is kept until `cold_memory.cache_clear()`.
     """
-    memory = Arena(max(cold_nbytes(available_nbytes()), 2 * LARGEST_NBYTES))
+    wanted = min(int(COLD_CACHES * last_level_nbytes()), int(COLD_SHARE * available_nbytes()))
+    memory = Arena(max(COLD_NBYTES, 2 * LARGEST_NBYTES, wanted // MIB * MIB))
     memory.bytes.fill_(FILL)
-    return ColdMemory(memory)
+    return memory
 
 
-def cold_nbytes(available: int) -> int:
-    """Bytes of which no cache of a processor keeps much while they are read in turn, of so many that are free."""
-    return max(LEAST_COLD_NBYTES, min(MOST_COLD_NBYTES, available // COLD_SHARE))
+class ColdCalls(Iterator[Call]):
+    """Calls without end, each over the part of `cold_memory` after the one that any such call was last made over: all
+    of the memory lies between two uses of a part, whoever takes turns."""
+
+    reached = 0  # bytes of the memory, up to which a call was last made
+
+    def __init__(self, bind: Callable[[torch.Tensor], Call], parts: torch.Tensor) -> None:
+        self.bind, self.parts, self.nbytes = bind, parts, parts[0].nbytes
+        self.bound: dict[int, Call] = {}
+
+    def __next__(self) -> Call:
+        at = -(-ColdCalls.reached // self.nbytes)
+        at = 0 if at >= len(self.parts) else at
+        ColdCalls.reached = (at + 1) * self.nbytes
+        call = self.bound.get(at)
+        if call is None:
+            call = self.bound[at] = self.bind(self.parts[at])
+        return call
+
+
+def last_level_nbytes() -> int:
+    """Bytes of the processor's largest cache; 0 where the kernel does not tell."""
+    found = [0]
+    for path in CACHES.glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(path.read_text().strip().removesuffix("K")) << 10)
+    return max(found)
 
 
 def _parts(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -258,18 +244,16 @@ def _parts(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return memory.bytes[: count * nbytes].view(dtype).view(count, *shape)
 
 
-def cold_weights(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-    """Weights [count, n, k] for products to take turns over: parts of `cold_memory`."""
-    return _parts(dtype, n, k)
-
-
-def cold_products(m: int, n: int, k: int, dtype: torch.dtype) -> list[Call]:
-    """Products of `m` rows by what a plan would take, one for each of such weights."""
+def cold_products(m: int, n: int, k: int, dtype: torch.dtype, impl: str = "") -> ColdCalls:
+    """Products of `m` rows by an implementation, or by what a plan would take; all are bound before any is timed."""
     from forebay.kernels.products.linear import cpu as linear
 
     x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
-    impl = linear.default_choice(dtype, m, n, k)
-    return [linear.bind_linear(impl, x, weight, None, out) for weight in cold_weights(n, k, dtype)]
+    name = impl or linear.default_choice(dtype, m, n, k)
+    calls = ColdCalls(lambda weight: linear.bind_linear(name, x, weight, None, out), _parts(dtype, n, k))
+    for _ in calls.parts:
+        next(calls)
+    return calls
 
 
 # Attention
@@ -298,7 +282,7 @@ def _caches_here() -> dict[str, tuple[CacheFormat, Operator]]:
             if append is not None and HOST_KERNELS in append.bind}
 
 
-def _attention_calls(kind: str, batch: int, queries: int, tokens: int) -> tuple[int, list[Call]]:
+def _attention_calls(kind: str, batch: int, queries: int, tokens: int) -> tuple[int, ColdCalls]:
     """Bytes of K and V, of a dtype or of packed rows with bfloat16 queries, and calls over parts of
     `cold_memory`."""
     packed = packed_caches().get(kind)
@@ -308,13 +292,15 @@ def _attention_calls(kind: str, batch: int, queries: int, tokens: int) -> tuple[
     dtype = torch.bfloat16 if packed else getattr(torch, kind)
     width = packed.row_nbytes(HEAD_DIM, dtype.itemsize) if packed else HEAD_DIM
     nbytes = 2 * batch * KV_HEADS * tokens * width * (1 if packed else dtype.itemsize)
-    calls: list[Call] = []
-    for k, v in _parts(torch.uint8 if packed else dtype, 2, batch, KV_HEADS, tokens, width)[:64]:
-        q = torch.ones(batch, HEADS, queries, HEAD_DIM, dtype=dtype)
-        out = torch.empty(batch, queries, HEADS, HEAD_DIM, dtype=dtype)
-        start = torch.full((batch,), tokens - queries)
-        calls.append(operator.bind[HOST_KERNELS](Tensors((q, k, v, start, HEAD_DIM**-0.5, 0, 0.0, *how), {}, (out,))))
-    return nbytes, calls
+    bind = operator.bind[HOST_KERNELS]
+    q = torch.ones(batch, HEADS, queries, HEAD_DIM, dtype=dtype)
+    out = torch.empty(batch, queries, HEADS, HEAD_DIM, dtype=dtype)
+    start = torch.full((batch,), tokens - queries)
+
+    def bound(pair: torch.Tensor) -> Call:
+        return bind(Tensors((q, *pair, start, HEAD_DIM**-0.5, 0, 0.0, *how), {}, (out,)))
+
+    return nbytes, ColdCalls(bound, _parts(torch.uint8 if packed else dtype, 2, batch, KV_HEADS, tokens, width))
 
 
 def pack_elements_per_s(quick: bool) -> dict[str, float]:

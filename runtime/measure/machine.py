@@ -120,7 +120,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
     say("kernels", 0.5)
     gemm = own.gemm_points(quick, say)
     say("attention", 0.9)
-    host = MEASURES[HOST.kernels].device_tier(3 if quick else 9)
+    host = MEASURES[HOST.kernels].device_tier(1 if quick else 9)
     device = host if kind.on_host_cores else own.device_tier(3 if quick else 9)  # RAM is measured once
     machine = Machine(
         name=platform.node() or "this machine",

@@ -132,7 +132,7 @@ class ExchangeTurns:
 
 
 def _products_slowed(m: int) -> float:
-    turn = itertools.cycle(cold_products(m, *SHAPE, torch.float32))
+    turn = cold_products(m, *SHAPE, torch.float32)
     count = max(1, int(TURN_S / burst_s(turn, 2)))
     return _slowed(lambda: burst_s(turn, count))
 
@@ -140,7 +140,7 @@ def _products_slowed(m: int) -> float:
 def _overlap_penalty(group: tuple[int, ...], worker: Worker) -> float:
     """Share of exchanges' time by which products beside them take longer, of the rank that is held up most: where cores
     make exchanges, they are not computing. Products, exchanges and both at once take turns; medians."""
-    turn = itertools.cycle(cold_products(ROWS[1], *SHAPE, torch.float32))
+    turn = cold_products(ROWS[1], *SHAPE, torch.float32)
     count = max(from_all(max(1, int(TURN_S / burst_s(turn, 2)))))
     values = torch.ones(2, BESIDE_NBYTES // 4)
     exchange, process_group = EXCHANGES[functional.all_reduce.default], group_of(group)

@@ -23,7 +23,7 @@ FILE_NBYTES = 64 * MIB
 LINK_NBYTES = (64 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB)  # of the writes that the link is fitted to
 BOTH_NBYTES = (64 << 10, MIB, 4 * MIB)  # of those that stand beside reads
 TURN_S = 0.08
-QUICK_TURN_S = 0.02
+QUICK_TURN_S = 0.01
 IN_FLIGHT = 4  # writes at once, as stores of a block's micro-batches are
 # (engine, depth, chunk nbytes) worth trying
 CANDIDATES = (("direct", 2, MIB), ("uring", 4, MIB), ("direct", 4, 4 * MIB))

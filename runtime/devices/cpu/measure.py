@@ -11,6 +11,8 @@ from functools import partial
 import torch
 
 from forebay.kernels.build.process_limits import available_nbytes
+from forebay.kernels.operator import HOST_KERNELS, Tensors
+from forebay.kernels.operators import RMS_NORM
 from forebay.rewriter.machine.profile import Link, Tier
 from forebay.runtime.measure.copies import BUFFER_NBYTES, copy_link, time_s
 from forebay.runtime.measure.kernels import GEMM_SHAPES, MIB, call_s, cold_memory, cold_products, gemm_points
@@ -56,14 +58,15 @@ def device_tier(rounds: int) -> Tier:
 
 
 def dispatch_s(rounds: int) -> float:
-    """Seconds of a launch of a tiny operator behind a product, which leaves nothing of it in the caches."""
+    """Seconds of a launch of a tiny kernel behind a product, which leaves nothing of it in the caches."""
     n, k = GEMM_SHAPES[0]
-    x, products = torch.ones(8), itertools.cycle(cold_products(1, n, k, torch.bfloat16))
+    x, products = torch.ones(1, 8), cold_products(1, n, k, torch.bfloat16)
+    launch = RMS_NORM.bind[HOST_KERNELS](Tensors((x, x[0], 1e-5), {}, (torch.empty_like(x),)))
     found = []
     for _ in range(DISPATCHES * rounds):
         next(products)()
         start = time.perf_counter()
-        torch.add(x, x, out=x)
+        launch()
         found.append(time.perf_counter() - start)
     return settled_s(found)
 

@@ -206,3 +206,14 @@ def test_numbers_beyond_64_bits_are_refused_by_name(field: str, value: int) -> N
     data = json.loads(Machine.default().to_json()) | {field: value}
     with pytest.raises(ValueError, match=f"machine profile.{field}: a number of .* bits; 64 are the most"):
         machine_from_json(json.dumps(data))
+
+
+def test_no_weight_is_read_faster_than_any_that_was_measured() -> None:
+    """A fit through two small weights of one slow kernel would promise more for a large one than memory gives."""
+    points = [GemmPoint("flat", "float32", 1, 2048, 1024, 4e-4), GemmPoint("flat", "float32", 1, 256, 1024, 6e-5),
+              GemmPoint("aten", "float32", 1, 2048, 1024, 5e-4), GemmPoint("aten", "float32", 1, 256, 1024, 4e-4)]
+    machine = dataclasses.replace(Machine.default(), gemm=tuple(points))
+    least = 50_000 * 1024 * 4e-4 / (2048 * 1024)
+    assert machine.gemm_fits()["aten", "float32"][1].time_s(50_000, 50_000 * 1024) < least / 2
+    assert machine.gemm_time_s("aten", "float32", 1, 50_000, 1024) == pytest.approx(least)
+    assert machine.gemm_time_s("aten", "float32", 1, 256, 1024) == pytest.approx(4e-4), "what was measured stays"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from forebay.runtime.measure import kernels as measure_kernels
 from forebay.runtime.measure import machine as measure
 from forebay.runtime.measure import steady
 from forebay.runtime.measure.machine import DiskTrial, choose_trial, measure_machine
-from forebay.runtime.run.arena import Arena
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +30,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Machine, list[tu
     with pytest.MonkeyPatch.context() as patch:  # whatever else runs on this machine: what is believed is tested apart
         patch.setattr(measure, "believable", lambda machine: machine)
         patch.setattr(measure.Neighbours, "share", lambda _: 0.0)
-        patch.setattr(measure_kernels, "LEAST_COLD_NBYTES", 4 << 20)  # in the caches: no figure is looked at
-        patch.setattr(measure_kernels, "MOST_COLD_NBYTES", 4 << 20)
+        patch.setattr(measure_kernels, "COLD_NBYTES", 4 << 20)  # in the caches: no figure is looked at
+        patch.setattr(measure_kernels, "COLD_CACHES", 0)
         patch.setattr(measure_kernels, "QUICK_S", 0.2)
         patch.setattr(steady, "TRIES", 1)  # beside the suite's other work lines fit poorly, and again so
         machine = measure_machine(folder, quick=True, progress=lambda stage, done: stages.append((stage, done)))
@@ -136,24 +133,3 @@ def test_rows_are_timed_by_the_reader_that_looks_them_up(tmp_path: Path, monkeyp
     *_, request_s, issue_s = measure._disk_links(tmp_path, CPU, True, lambda *_: None)
     assert (request_s, issue_s) == (3e-5, 2e-4)
     assert opened == [("direct", 2, 4 << 20), readers_beside()[1], "rows"]
-
-
-def test_less_is_timed_over_where_little_memory_is_free() -> None:
-    mib = 1 << 20
-    assert [measure_kernels.cold_nbytes(n * mib) for n in (1 << 16, 640, 64)] == [256 * mib, 80 * mib, 64 * mib]
-
-
-def test_each_kind_is_timed_over_memory_that_no_other_has_just_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = measure_kernels.ColdMemory(Arena(64 << 10))
-    monkeypatch.setattr(measure_kernels, "cold_memory", lambda: memory)
-    begins: list[tuple[int, int]] = []
-
-    def bound(part: torch.Tensor) -> Any:
-        return lambda: begins.append((part.data_ptr() - memory.arena.address, part.nbytes))
-
-    small, large = (iter(measure_kernels.ColdCalls(bound, memory.bytes.view(-1, nbytes))) for nbytes in (4096, 16384))
-    for turn in (small, large, large, small, small, large, small):
-        next(turn)()
-    found = [(at, at + nbytes) for at, nbytes in begins]
-    assert all(b[0] >= a[1] for a, b in itertools.pairwise(found[:5])), found
-    assert found[5] == (0, 16384) and found[6] == (16384, 20480)  # from the front again
