@@ -30,10 +30,12 @@ from benchmarks.page_cache import PageCache, StepClock
 from benchmarks.probes import Probe, at_pace, fill_cache, moved_nbytes, moved_so_far, write_rate
 from benchmarks.sources import expert_hits
 from forebay.commands.process_memory import MemoryWatch, anonymous_nbytes
+from forebay.rewriter.ir.program import COMPUTE
 from forebay.runtime.disk.page_cache import drop_file
 
 UNLIMITED = 1 << 40
 PACES = {"pace": None, "prefill_pace": 256}  # of products of so many rows (None: of those of a step)
+BUSY = {"pace": "planned_busy", "prefill_pace": "planned_prefill_busy"}  # shares of time in which a plan computes
 READS_S = 0.8  # of plain reads at each pace, between steps of a second or two; less between whole answers
 RATES = ("bytes_per_s", *PACES)
 OFFLOADED = ("disk-map", "accelerate")
@@ -153,7 +155,9 @@ class Forebay:
                 "planned_read_nbytes": read, "planned_written_nbytes": written, "held_nbytes": anonymous_nbytes(),
                 "pool_slots": max(w.pool_slots for w in p.weights), "expected_hits": s.routed.hit_rate,
                 "planned_peak_nbytes": p.prediction.peak_nbytes["device"], "bottleneck": p.prediction.bottleneck,
-                "planned_step_s": p.prediction.decode_time_s, "planned_prefill_s": p.prediction.prefill_time_s}
+                "planned_step_s": p.prediction.decode_time_s, "planned_prefill_s": p.prediction.prefill_time_s,
+                BUSY["pace"]: p.prediction.busy_time_s.get(COMPUTE, 0.0) / p.prediction.decode_time_s,
+                BUSY["prefill_pace"]: p.prediction.prefill_busy_s / p.prediction.prefill_time_s}
 
     def _planned(self, order: Order, batch: int, **more: Any) -> Any:
         from forebay.language_model import LanguageModel
@@ -305,7 +309,7 @@ class LinkNow:
         for pace, rows in PACES.items():
             probe = Probe(Path(order["folder"]), machine, order["dtype"], rows or order["rows"], flat if rows else "")
             with contextlib.closing(probe.reader):
-                found[pace] = probe.pace()
+                found[pace] = probe.pace(order.get(BUSY[pace], 1.0))
                 rates.append(probe.bytes_per_s(0.15 if order["whole"] else READS_S))
         return found | {"bytes_per_s": harmonic_mean(rates),
                         "written_bytes_per_s": write_rate(order["scratch"], machine)}

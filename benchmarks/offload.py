@@ -54,6 +54,7 @@ from benchmarks import peers
 from benchmarks.command import arguments, note, write_json
 from benchmarks.contestants import (
     BLOCKS,
+    BUSY,
     CHECKPOINTS,
     CONTESTANTS,
     EXPERTS,
@@ -288,17 +289,16 @@ def run_cell(case: OffloadCase, title: str, cell: Cell, plans: list[Row], proces
              until: float) -> list[Row]:
     """The turns of a cell: those that begin before the time `until`."""
     turns: list[Row] = []
-    before: Row = {}
     once = (case.whole or bool(case.sweep)) and not case.warm
     for r in range(case.rounds):
         for plan in plans[r % len(plans) :] + plans[: r % len(plans)]:
             if time.monotonic() > until:
                 break
             name, process, asked = plan["name"], plan["process"], plan["order_given"]
-            before = before or ask(processes, "link", "turn", asked) or {}
+            asked = asked | {busy: plan[busy] for busy in BUSY.values() if busy in plan}
+            before = ask(processes, "link", "turn", asked) or {}
             turn = timed_turn(processes, process, asked, case.most, once)
-            after = ask(processes, "link", "turn", asked) or {}
-            link, before = around(before, after), after
+            link = around(before, ask(processes, "link", "turn", asked) or {})
             if turn is None:
                 continue
             if "planned_step_s" in plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import mmap
 import os
 import platform
@@ -13,24 +12,25 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-from forebay.kernels.products.linear.cpu import bind_linear
 from forebay.rewriter.ir.program import Copy, Rows, copy_nbytes, tier_of
 from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.disk.chunks import Write
 from forebay.runtime.disk.reader import KINDS, open_reader, open_writer
 from forebay.runtime.disk.spill_file import SpillFile
-from forebay.runtime.measure.kernels import FILL, GEMM_SHAPES, cold_weights
+from forebay.runtime.measure.kernels import FILL, GEMM_SHAPES, cold_products
 from forebay.runtime.measure.machine import landing_memory, read_time_s
+from forebay.runtime.measure.steady import settled_rate
 from forebay.runtime.run.arena import Arena
 
 MIB = 1 << 20
-PROBE_NBYTES = 128 * MIB
-PROBE_S = 0.15
+PROBE_NBYTES = 16 * MIB  # of a read: about what a step has in flight, into as much memory
+PROBE_S = 0.3
+READS_S = 0.1
+LEAST_BUSY = 0.05
 
 
 class Probe:
@@ -41,39 +41,45 @@ class Probe:
         self.calls: list[tuple[float, Iterator[Any]]] = []  # seconds by the profile, and the product over other weights
         for n, k in GEMM_SHAPES[:3]:
             impl = by or machine.best_gemm(dtype, batch, n, k)
-            weights = cold_weights(n, k, getattr(torch, dtype))
-            x, out = weights.new_ones(batch, k), weights.new_empty(batch, n)
-            products = itertools.cycle([bind_linear(impl, x, w, None, out) for w in weights])
+            products = cold_products(batch, n, k, getattr(torch, dtype), impl)
             self.calls.append((machine.gemm_time_s(impl, dtype, batch, n, k), products))
         self.path = str(max(folder.glob("*.safetensors"), key=os.path.getsize))
         self.size = os.path.getsize(self.path)
         link = machine.link("disk", "device")
         self.reader = open_reader(link.method, link.depth, link.chunk_nbytes)
-        self.memory = landing_memory(64 * MIB)
+        self.latency_s = link.latency_s
+        self.memory = landing_memory(PROBE_NBYTES)
         self.at = 0
 
-    def bytes_per_s(self, least_s: float = 0.0) -> float:
-        """The rate of one read, or of as many as take so many seconds: on a disk that others use too, single ones
-        differ by half."""
-        span, time_s, reads = min(PROBE_NBYTES, self.size // MIB * MIB), 0.0, 0
-        while not reads or time_s < least_s:
+    def bytes_per_s(self, least_s: float = READS_S) -> float:
+        """The rate of reads that take so many seconds, each without its latency, which a step hides by the next read;
+        as in a profile the fastest count where others add to the time of most."""
+        span, times = min(PROBE_NBYTES, self.size // MIB * MIB), list[float]()
+        while sum(times) < least_s:
             if self.at + span > self.size:
                 self.at = 0
-            time_s += read_time_s(self.reader, self.path, self.at, span, self.memory)
+            took_s = read_time_s(self.reader, self.path, self.at, span, self.memory)
+            times.append(max(took_s - self.latency_s, took_s / 2))
             self.at += span
-            reads += 1
-        return reads * span / time_s
+        return settled_rate([span / time_s for time_s in times])
 
-    def pace(self) -> float:
-        """How many times as long as in the profile its products take, one of each shape after the other."""
-        alone = sum(time_s for time_s, _ in self.calls)
-        found: list[float] = []
+    def pace(self, busy: float = 1.0) -> float:
+        """How many times as long as in the profile its products take, one of each shape after the other: the mean, as
+        a step has hundreds of launches and waits for the slow ones too.
+
+        `busy`: the share of the time in which a step computes. Products are so far apart here too, because who rests
+        is given a core at once where others use the cores."""
+        alone = taken = 0.0
         end = time.perf_counter() + PROBE_S
-        while (start := time.perf_counter()) < end:
-            for _, products in self.calls:
+        while not alone or time.perf_counter() < end:
+            for alone_s, products in self.calls:
+                start = time.perf_counter()
                 next(products)()
-            found.append((time.perf_counter() - start) / alone)
-        return median(found)
+                taken += time.perf_counter() - start
+                alone += alone_s
+                if busy < 1:
+                    time.sleep(alone_s * (1 / max(busy, LEAST_BUSY) - 1))
+        return taken / alone
 
 
 class ReadWatch:
