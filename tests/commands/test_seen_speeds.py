@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from forebay.commands import seen_speeds
+from forebay.commands.app import app
 from forebay.commands.seen_speeds import note_speed, seen_line
-from forebay.rewriter.ir.plan import Limits, Plan, Schedule, Workload
+from forebay.rewriter.ir.plan import Limits, Plan, Schedule, Workload, load_plan
+from forebay.rewriter.machine.profile import Machine, save_machine
 
 PLAN = Plan("model", "machine", Limits(1 << 20), Workload(2, 8, 8), Schedule(), ())
 
@@ -34,6 +38,20 @@ def test_the_last_measurement_of_a_plan_is_shown() -> None:
 def test_a_measurement_is_of_one_model_budget_batch_and_cache(other: Plan) -> None:
     note_speed(PLAN, 10, 5.0)
     assert seen_line(other) is None
+
+
+def test_a_plan_that_never_ran_here_is_uncalibrated(llama_checkpoint: Any, tmp_path: Path) -> None:
+    save_machine(Machine.default(), profile := tmp_path / "machine.json")
+
+    def planned() -> str:
+        found = CliRunner().invoke(app, ["plan", str(llama_checkpoint.folder), "--new-tokens", "2", "--save-plan",
+                                         str(tmp_path / "plan.json"), "--machine", str(profile)])
+        assert found.exit_code == 0, found.output
+        return found.output
+
+    assert f"uncalibrated: {seen_speeds.UNSEEN}" in planned()
+    note_speed(load_plan(tmp_path / "plan.json"), 10, 5.0)
+    assert "uncalibrated" not in (again := planned()) and "measured    2 tokens/s" in again
 
 
 def test_few_tokens_are_no_figure() -> None:

@@ -20,7 +20,7 @@ from forebay.commands.options import (
     require_writable,
     with_options,
 )
-from forebay.commands.seen_speeds import seen_line
+from forebay.commands.seen_speeds import UNSEEN, seen_line
 from forebay.commands.terminal import clean_errors, console, say
 from forebay.rewriter.planning.options import Options
 
@@ -207,9 +207,9 @@ def _plan_model(
     if as_json:
         print(made.to_json())
         return
-    for line in filter(None, [seen_line(made)]):
-        print(line)
-    show_plan(made, opened[0], profile)
+    if seen := seen_line(made):
+        print(seen)
+    show_plan(made, opened[0], profile, "" if seen else UNSEEN)
     for line in image_lines(opened[1], opened[0], options, profile.kind.kernels):
         print(line)
     print(*frontier_lines(frontier), sep="\n", end="\n" if len(frontier) > 1 else "")
@@ -349,15 +349,19 @@ def explain(
             say(f"wrote {memory}")
 
 
-def show_plan(made: Plan, captured: CapturedModel | None = None, machine: Machine | None = None) -> None:
-    """Print a plan for a machine to stdout: on a terminal with its layers as a table, elsewhere as plain text."""
+def show_plan(
+    made: Plan, captured: CapturedModel | None = None, machine: Machine | None = None, doubt: str = ""
+) -> None:
+    """Print a plan for a machine to stdout: on a terminal with its layers as a table, elsewhere as plain text.
+
+    `doubt` says why its times were not checked, where the machine itself gives no reason."""
     from forebay.rewriter.ir.byte_sizes import format_nbytes
     from forebay.rewriter.planning.advice import advise
     from forebay.rewriter.report.explain import COLUMNS, collapsed, explain_plan, layer_rows, summarise_plan
 
     advice = advise(made)
-    if machine is not None and machine.uncalibrated:
-        advice.append(f"uncalibrated: {machine.uncalibrated}")
+    if why := (machine.uncalibrated if machine is not None else "") or doubt:
+        advice.append(f"uncalibrated: {why}")
     if not sys.stdout.isatty():
         print(explain_plan(made, captured, advice))
         return

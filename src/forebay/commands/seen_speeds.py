@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 LEAST = 8  # tokens that a figure rests on
 MOST = 256  # plans that are remembered, the latest
 FILE = "decode-speeds.json"
+UNSEEN = "no run of this model, budget and batch was timed here yet"
 
 
 def note_speed(plan: Plan, tokens: int, time_s: float) -> None:
