@@ -1,4 +1,4 @@
-"""Measure this machine: tiers, links and kernels, in about 3 s (quick) or three minutes.
+"""Measure this machine: tiers, links and kernels, in about 4 s (quick) or three minutes.
 
 What fits poorly is measured again. Others that use the cores add time to some repetitions, so the fastest count then.
 
