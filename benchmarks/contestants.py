@@ -315,11 +315,6 @@ class LinkNow:
                         "written_bytes_per_s": write_rate(order["scratch"], machine)}
 
 
-def around(before: Order, after: Order) -> Order:
-    """What the machine did around a turn, from what it did before and after it."""
-    return {key: (before[key] + after[key]) / 2 for key in before}
-
-
 def started(one: str, threads: int, lesser: str | None) -> IsolatedWorker:
     """The process of a contestant, of `link`, or of who is asked for what `fits`."""
     engine = CONTESTANTS[one].engine if one in CONTESTANTS else "forebay" if one == "fits" else one

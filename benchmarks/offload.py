@@ -64,7 +64,6 @@ from benchmarks.contestants import (
     RATES,
     SHARES,
     Contestant,
-    around,
     forced,
     group_peak,
     remove_limits,
@@ -326,6 +325,11 @@ def timed_turn(processes: dict[str, IsolatedWorker], name: str, order: Row, most
         ask(processes, name, "rest", order)
     return turn | {"group_peak": group_peak(watch.pid),
                    "step_read_nbytes": watch.step_nbytes(sum(turn["steps_s"]), len(turn["steps_s"]))}
+
+
+def around(before: Row, after: Row) -> Row:
+    """What the machine did around a turn, from what it did before and after it."""
+    return {key: (before[key] + after[key]) / 2 for key in before}
 
 
 if __name__ == "__main__":

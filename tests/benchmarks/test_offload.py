@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from budgets import WITH_KERNELS
 
-from benchmarks.contestants import CONTESTANTS, RATES, Forebay, around, forced
+from benchmarks.contestants import CONTESTANTS, RATES, Forebay, forced
 from benchmarks.models import RandomShape, make_model
-from benchmarks.offload import CASES, Cell, cells, settings
+from benchmarks.offload import CASES, Cell, around, cells, settings
 from benchmarks.offload_figures import (
     binds,
     cores_bound,
