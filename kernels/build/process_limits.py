@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 PROC = Path("/proc")
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNLIMITED = 1 << 60  # version 1 writes the largest whole number of pages where no limit is set
 # Files of a group by version: limits of its memory, the bytes in use, and the entries of memory.stat that count pages
 # of files, which the kernel takes back before the group is full.
@@ -54,6 +55,12 @@ def memory_limit_nbytes() -> int | None:
     """The smallest memory limit of the groups that hold this process; None where none has one."""
     limits = (_memory_limit(group) for group in _groups("memory"))
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def last_level_nbytes() -> int:
+    """Bytes of the processor's largest cache; 0 where the kernel does not tell."""
+    sizes = (word.removesuffix("K") for path in CACHES.glob("index*/size") for word in _words(path)[:1])
+    return max((int(size) << 10 for size in sizes if size.isdecimal()), default=0)
 
 
 def _core_share(group: _Group) -> float | None:

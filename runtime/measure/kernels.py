@@ -8,19 +8,17 @@ neighbours a second can be slow as a whole, and must not fall on one candidate a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from forebay.kernels.attention.operations import attention_flops
-from forebay.kernels.build.process_limits import available_nbytes
+from forebay.kernels.build.process_limits import available_nbytes, last_level_nbytes
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import TIMED_WEIGHTS, CacheFormat, packed_caches, packed_format
 from forebay.kernels.operator import HOST_KERNELS, ROUNDED, Call, Operator, Product, Tensors
@@ -41,7 +39,6 @@ QUICK_MULTIPLIES = 1 << 27  # of a product, at most: a millisecond
 COLD_NBYTES = 64 * MIB  # products take turns over weights of this total at least: those of a step are cold
 COLD_CACHES = 1.25  # sizes of the last-level cache that they have together, so that none of them stays in it
 COLD_SHARE = 1 / 8  # of the memory that is free, at most
-CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 LARGEST_NBYTES = 4 * 8 * MIB  # K and V, or a weight, of what is timed
 HOPELESS = 2.5  # an implementation so many times slower than the best of its kind is timed no more: nobody chooses it
 FIRST = 3  # turns of each before any is hopeless
@@ -226,15 +223,6 @@ class ColdCalls(Iterator[Call]):
         if call is None:
             call = self.bound[at] = self.bind(self.parts[at])
         return call
-
-
-def last_level_nbytes() -> int:
-    """Bytes of the processor's largest cache; 0 where the kernel does not tell."""
-    found = [0]
-    for path in CACHES.glob("index*/size"):
-        with contextlib.suppress(OSError, ValueError):
-            found.append(int(path.read_text().strip().removesuffix("K")) << 10)
-    return max(found)
 
 
 def _parts(dtype: torch.dtype, *shape: int) -> torch.Tensor:

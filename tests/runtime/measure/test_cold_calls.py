@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forebay.kernels.build import process_limits
 from forebay.kernels.operator import HOST_KERNELS
 from forebay.kernels.operators import RMS_NORM
 from forebay.runtime.devices.cpu import measure as measure_cpu
@@ -63,7 +64,7 @@ def test_cold_memory_is_larger_than_the_caches_where_there_is_room(
         (tmp_path / f"index{level}").mkdir()
         (tmp_path / f"index{level}" / "size").write_text(f"{size}K\n")
     made: list[int] = []
-    monkeypatch.setattr(kernels, "CACHES", tmp_path)
+    monkeypatch.setattr(process_limits, "CACHES", tmp_path)
     monkeypatch.setattr(kernels, "available_nbytes", lambda: free)
     monkeypatch.setattr(kernels, "Arena", lambda nbytes: made.append(nbytes) or Empty())
     kernels.cold_memory.__wrapped__()
