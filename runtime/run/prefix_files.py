@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
-from forebay.rewriter.ir.files import StrPath, written_whole
+from forebay.rewriter.ir.files import StrPath, open_input, written_whole
 from forebay.runtime.disk.open_file import OpenFile
 from forebay.runtime.disk.page_cache import drop_file, in_page_cache_filesystem
 from forebay.runtime.run.prefix_cache import PrefixBlock, PrefixTree
@@ -89,7 +89,7 @@ class PrefixFiles(PrefixTree[FileBlock]):
                 raise
             raise PrefixFolderError(f"{self.folder}: another process keeps its prompts here; name another folder "
                                     "(cache_dir)") from error
-        self._unlock = weakref.finalize(self, os.close, lock)
+        self._unlock = weakref.finalize(self, _unlock, lock, os.getpid())
         self._find()
         self.has_room(())
 
@@ -100,7 +100,8 @@ class PrefixFiles(PrefixTree[FileBlock]):
         used = dict[bytes, int]()
         for entry in os.scandir(self.folder):
             if DRAFT.fullmatch(entry.name):
-                os.unlink(entry)
+                with suppress(OSError):
+                    os.unlink(entry)
             elif (match := NAME.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
                 key, before = map(bytes.fromhex, match.groups())
                 stat = entry.stat()
@@ -161,7 +162,7 @@ class PrefixFiles(PrefixTree[FileBlock]):
 
     def drop(self, key: bytes) -> None:
         """Keep a block no longer: its file goes."""
-        if (pending := self.pending.pop(key, None)) is not None:
+        if (pending := self.pending.pop(key, None)) is not None and not pending[0].cancel():
             with suppress(OSError):
                 pending[0].result()
         with suppress(OSError):
@@ -189,21 +190,28 @@ class PrefixFiles(PrefixTree[FileBlock]):
         left = iter(keys)
         while True:
             for key in islice(left, READ_AHEAD + 1 - len(ahead)):
-                before = self.blocks[key].before
+                block = self.blocks[key]
                 ahead.append((key, self.pending[key][1] if key in self.pending else self._reader.submit(
-                    _read, self._path(key, before), before)))
+                    _read, self._path(key, block.before), block)))
             if not ahead:
                 return
             key, found = ahead.popleft()
             try:
-                block = found.result() if isinstance(found, Future) else found
+                rows = found.result() if isinstance(found, Future) else found
             except OSError as error:
                 LOG.warning("a block of prompts is dropped: %s", error)
                 for each in keys[keys.index(key) :]:
                     if each in self.blocks:
                         self.drop(each)
                 return
-            yield block
+            yield rows
+
+
+def _unlock(lock: int, process: int) -> None:
+    """Give the folder to others, even if a process that was forked still has the file open."""
+    if os.getpid() == process:
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
 
 
 def _checksum(name: str, rows: torch.Tensor) -> bytes:
@@ -213,27 +221,33 @@ def _checksum(name: str, rows: torch.Tensor) -> bytes:
 
 
 def _write(path: Path, rows: torch.Tensor) -> None:
-    """Write a block, whole or not at all; it does not stay in the page cache."""
+    """Write a block, whole or not at all; it does not stay in the page cache. A link or pipe in its place goes."""
+    path.unlink(missing_ok=True)
     with written_whole(path, "wb") as file:
         file.write(rows.numpy().data)
         file.write(_checksum(path.name, rows))
     drop_file(path)
 
 
-def _read(path: Path, before: bytes) -> PrefixBlock:
+def _read(path: Path, block: FileBlock) -> PrefixBlock:
     """Read a block past the page cache. OSError where the file is not what was written."""
+    open_input(path).close()
     file = OpenFile(str(path), not in_page_cache_filesystem(path))
     try:
-        nbytes = os.fstat(file.fd).st_size
-        memory = torch.empty(whole_pages(nbytes) + PAGE_NBYTES, dtype=torch.uint8)
-        skip = -memory.data_ptr() % PAGE_NBYTES
-        done = os.preadv(file.fd, [memory[skip : skip + whole_pages(nbytes)].numpy().data], 0)
+        nbytes, done = os.fstat(file.fd).st_size, 0
+        if whole_pages(nbytes) != block.nbytes:
+            raise OSError(errno.EIO, "the file is damaged", str(path))
+        memory = torch.empty(block.nbytes + PAGE_NBYTES, dtype=torch.uint8)
+        pages = memory[-memory.data_ptr() % PAGE_NBYTES :][: block.nbytes]
+        while got := os.preadv(file.fd, [pages[done:].numpy().data], done):  # at most 2 GiB at a time
+            done += got
+            if done >= nbytes:
+                break
         if not file.direct:
             file.drop(0)
     finally:
         os.close(file.fd)
-    found = memory[skip : skip + nbytes]
-    rows, checksum = found[:-CHECKSUM_NBYTES], found[-CHECKSUM_NBYTES:]
+    rows, checksum = pages[:nbytes][:-CHECKSUM_NBYTES], pages[:nbytes][-CHECKSUM_NBYTES:]
     if done != nbytes or not rows.numel() or _checksum(path.name, rows) != checksum.numpy().tobytes():
         raise OSError(errno.EIO, "the file is damaged", str(path))
-    return PrefixBlock(before, rows)
+    return PrefixBlock(block.before, rows)

@@ -90,6 +90,14 @@ class PrefixReuse:
             if wanted and self.cache.lacks(upto):
                 self.cache.add(upto, self.slots.read(slot, end - self.tokens, end), self._roots[slot])
 
+    def next_unknown(self, ids: torch.Tensor, adapter: str) -> int:
+        """The tokens of ids [P] up to the end of the first whole block that is not known, and that would be kept; 0
+        where there is none."""
+        keys = block_keys(self._root(adapter), ids, self.tokens)
+        known = self.cache.count(keys)
+        wanted = known < len(keys) and self.cache.lacks(keys[: known + 1])
+        return (known + 1) * self.tokens if wanted else 0
+
     def _root(self, adapter: str) -> bytes:
         """The key before the first block of prompts that are computed with an adapter, "" for none."""
         return hashlib.sha256(self.root + adapter.encode()).digest() if adapter else self.root

@@ -48,6 +48,8 @@ class KnownPrefixes(Protocol):
 
     def keep(self, slots: Iterable[int], at: int, tokens: int) -> None: ...
 
+    def next_unknown(self, ids: torch.Tensor, adapter: str) -> int: ...
+
 
 class Session:
     """Holds the arenas of a plan until `close`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,23 @@ def counted(server: Running) -> dict[str, float]:
 def completed(server: Running, prompt: str, **fields: Any) -> tuple[list[str], int]:
     answer = posted(server, "/v1/completions", prompt=prompt, max_tokens=6, temperature=0, **fields)
     return [each["text"] for each in answer["choices"]], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_what_the_next_turn_begins_with_is_computed_meanwhile(folder: Path) -> None:
+    """All whole blocks of a prompt and its answer are known to the prompt that goes on after them."""
+    more = "w1 w2 w30 w31"
+    with serving(folder, planned=opened(folder, "0")) as server:
+        said = completed(server, SYSTEM)[0][0]
+        expected = completed(server, f"{SYSTEM} {said} {more}")[0]
+    known = (len(SYSTEM.split()) + len(said.split())) // 4 * 4
+    assert known > len(SYSTEM.split())
+    with serving(folder, planned=opened(folder, "1MiB")) as server:
+        assert completed(server, SYSTEM) == ([said], 0)
+        each, ends = 0.0, time.monotonic() + 60
+        while each < known // 4 and time.monotonic() < ends:
+            time.sleep(0.01)
+            each = len(server.run.service.lm.prefixes.blocks)
+        assert completed(server, f"{SYSTEM} {said} {more}") == (expected, known)
 
 
 @pytest.fixture(scope="module")

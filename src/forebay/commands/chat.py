@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import sys
 import time
 from dataclasses import replace
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Plan
     from forebay.rewriter.machine.profile import Machine
+    from forebay.runtime.run.next_turns import NextTurns
     from forebay.runtime.run.sampling import Sampling
 
 FIRST_PROMPT = 256  # tokens of conversation that the first plan is for; each further plan is for twice what is needed
@@ -67,6 +69,7 @@ def chat(
         from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids
         from forebay.images.parts import with_images
         from forebay.images.processor import image_prompt, load_processor
+        from forebay.runtime.run.next_turns import NextTurns
         from forebay.runtime.run.sampling import Sampling
 
         processor: Any = None
@@ -84,7 +87,9 @@ def chat(
             messages = conversation(lm, session, system)
             images: list[Any] = []
             told = 0  # of the images those that messages have
-            for turn, line in enumerate(_lines(), sum(each["role"] == "user" for each in messages)):
+            turns = NextTurns()
+            lines = _lines(lambda: compute_ahead(lm, turns, _line_waits))
+            for turn, line in enumerate(lines, sum(each["role"] == "user" for each in messages)):
                 if line.startswith("/image "):
                     images += _image(line, session)
                     continue
@@ -95,7 +100,8 @@ def chat(
                     ids, given = image_prompt(messages, images, processor, template)
                 else:
                     ids, given = prompt_ids(PromptLine(turn, turn, messages=messages), tokenizer, template), {}
-                text = _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed + turn, given)
+                text, new_ids = _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed + turn, given)
+                turns.note([*ids, *new_ids], "")
                 messages.append({"role": "assistant", "content": text})
                 if session is not None:
                     lm.save_session(session, messages)
@@ -211,9 +217,9 @@ def _serves(plan: Plan, options: Options) -> bool:
 def _stream(
     lm: LanguageModel, tokenizer: Any, ids: list[int], new_tokens: int, sampling: Sampling, seed: int,
     images: Mapping[str, Any],
-) -> str:
-    """Print an answer as its tokens come, and to stderr what time it took; returns its text. `images` are what a
-    processor made of those of the prompt."""
+) -> tuple[str, list[int]]:
+    """Print an answer as its tokens come, and to stderr what time it took; returns its text and tokens. `images` are
+    what a processor made of those of the prompt."""
     import torch
 
     from forebay.commands.prompts import JobError, check_ids, ids_text, stop_ids
@@ -251,7 +257,24 @@ def _stream(
         "of decode" + (f" ({(count - 1) / (last - first):.1f} tokens/s)" if count > 1 else "")
         + (f"; {lm.tally}" if lm.tally.steps else ""))
     note_speed(lm.plan, count - 1, last - first)
-    return text
+    return text, made
+
+
+def compute_ahead(lm: LanguageModel, turns: NextTurns, until: Callable[[], bool]) -> None:
+    """Compute what the next prompt begins with, a block at a time, as long as nobody waits for anything else."""
+    import torch
+
+    from forebay.runtime.run.generation import Stop, generate_as_planned
+    from forebay.runtime.run.progress import WorkDone
+    from forebay.runtime.run.sampling import Sampling
+
+    if not turns:
+        return
+    work = lm.plan.workload
+    with lm.running(1, work.prompt, work.new_tokens, continuous=True) as session:
+        while not until() and (request := turns.next(session.prefixes, lm.plan)) is not None:
+            generate_as_planned(session, [request.ids], Sampling(), Stop(1, frozenset(), 0), torch.Generator(),
+                                lambda column: None, WorkDone(), None)
 
 
 def _generate(
@@ -279,11 +302,17 @@ def _generate(
             generate_as_planned(session, rows, sampling, stop, draws, on_token, lm.tally, drafter)
 
 
-def _lines() -> Iterator[str]:
-    """What is typed or piped in, line by line, without the empty ones."""
+def _line_waits() -> bool:
+    """Whether a line was typed."""
+    return bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+def _lines(meanwhile: Callable[[], None]) -> Iterator[str]:
+    """What is typed or piped in, line by line, without the empty ones; `meanwhile` is called before one is typed."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
+            meanwhile()
         line = sys.stdin.readline()
         if not line:
             return

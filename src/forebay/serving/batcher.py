@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -17,11 +18,13 @@ from forebay.drafting import drafting_per_slot
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.turns import SERVER_TURNS, StepTurns
 from forebay.runtime.run.logits_processing import Constraint, TokenLogprobs
+from forebay.runtime.run.next_turns import NextTurns
 from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import Request
 from forebay.runtime.run.room import fits
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import answer_arriving
+from forebay.runtime.run.session import Session
 from forebay.runtime.run.step_inputs import PromptFeatures
 from forebay.serving.answer_text import AnswerText
 from forebay.serving.metrics import Metrics
@@ -108,6 +111,8 @@ class Batcher:
         self.broken: BaseException | None = None
         self.recent: deque[Pending] = deque(maxlen=RECENT)
         self.running: dict[int, Pending] = {}
+        self._turns = NextTurns()
+        self._ahead: set[int] = set()  # numbers of requests that compute what next turns begin with
         self._waiting: deque[Pending] = deque()
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -174,8 +179,8 @@ class Batcher:
                 with (self.lm.running(1, self.prompt, self.new_tokens, continuous=True) as session,
                       drafting_per_slot(self.lm.helper, session) as drafter):
                     self._work, self._since_s = WorkDone(), time.monotonic()
-                    answer_arriving(session, self._arriving, self.eos, on_next=self._next, on_end=self._end,
-                                    on_step=self._stepped, turns=self.turns, drafter=drafter)
+                    answer_arriving(session, partial(self._arriving, session), self.eos, on_next=self._next,
+                                    on_end=self._end, on_step=self._stepped, turns=self.turns, drafter=drafter)
                 ended = True
             except BaseException as error:
                 self._fail(error)
@@ -189,6 +194,7 @@ class Batcher:
             for pending in self.running.values():
                 self._note_end(pending, "failed", Heard(refusal=refusal, tokens=len(pending.answer.ids)))
             self.running.clear()
+            self._ahead.clear()
             if self._failures < TRIES and not self._draining:
                 return
             self.broken = error
@@ -199,14 +205,17 @@ class Batcher:
         while self._waiting:
             self._note_end(self._waiting.popleft(), "refused", Heard(refusal=refusal))
 
-    def _arriving(self, free: int, idle: bool) -> dict[int, Request] | None:
+    def _arriving(self, session: Session, free: int, idle: bool) -> dict[int, Request] | None:
         with self._changed:
+            came: dict[int, Request] = {}
             while idle and not self._waiting and not self._draining:
+                if (ahead := self._turns.next(session.prefixes, self.lm.plan)) is not None:
+                    self._ahead.add(number := next(self._numbers))
+                    return {number: ahead}
                 self._changed.wait()
                 self._since_s = time.monotonic()
             if self._draining:
                 return None
-            came: dict[int, Request] = {}
             while self._waiting and len(came) < free:
                 number, pending = next(self._numbers), self._waiting.popleft()
                 pending.entered_s = time.monotonic()
@@ -216,6 +225,8 @@ class Batcher:
             return came
 
     def _next(self, number: int, token: int) -> bool:
+        if number in self._ahead:
+            return False
         pending = self.running[number]
         if pending.left:
             return False
@@ -234,10 +245,14 @@ class Batcher:
 
     def _end(self, number: int, new: list[int]) -> None:
         self.lm.check_files()
+        self._failures = 0
+        if number in self._ahead:
+            self._ahead.remove(number)
+            return
         with self._changed:
             pending = self.running.pop(number)
-        self._failures = 0
         answer = pending.answer
+        self._turns.note([*pending.ids, *new], pending.adapter)
         if pending.left:
             self._note_end(pending, "left")
             return

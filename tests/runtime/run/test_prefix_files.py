@@ -109,6 +109,54 @@ def test_a_damaged_block_is_dropped_and_may_be_kept_again(tmp_path: Path, spoil:
         assert found(files, "abcd") == 4
 
 
+def test_only_whole_files_in_the_folder_are_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies where a block belongs, such as a link or a pipe, is replaced; a read of a file may come in parts."""
+    first, second, third = keys_of("abc")
+    elsewhere, at = tmp_path / "elsewhere", tmp_path / f"{second.hex()}-{first.hex()}.kv"
+    elsewhere.write_text("mine")
+    at.symlink_to(elsewhere)
+    os.mkfifo(pipe := tmp_path / f"{third.hex()}-{second.hex()}.kv")
+    draft = tmp_path / f".{at.name}.1.2.draft"
+    draft.mkdir()
+    with opened(tmp_path) as files:
+        put(files, "abc")
+        assert elsewhere.read_text() == "mine" and at.is_file() and not at.is_symlink() and found(files, "abc") == 3
+        preadv = os.preadv
+        with monkeypatch.context() as patch:
+            patch.setattr(prefix_files.os, "preadv", lambda fd, into, offset: preadv(
+                fd, [memoryview(into[0]).cast("B")[:PAGE_NBYTES]], offset))
+            assert found(files, "abc") == 3
+        pipe.unlink()
+        os.mkfifo(pipe)
+        os.truncate(at, 1 << 42)
+        assert found(files, "abc") == 1
+        put(files, "abc")
+        assert found(files, "abc") == 3
+        os.unlink(pipe)
+        os.mkfifo(pipe)
+        assert found(files, "abc") == 2
+
+
+def test_a_forked_process_does_not_hold_the_folder(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        if (child := os.fork()) == 0:
+            signal.pause()
+    try:
+        with opened(tmp_path) as files:
+            put(files, "a")
+            if (other := os.fork()) == 0:
+                try:
+                    files._unlock()  # type: ignore[misc]
+                finally:
+                    os._exit(0)
+            os.waitpid(other, 0)
+            with pytest.raises(PrefixFolderError):
+                PrefixFiles(tmp_path, 1).open()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_a_folder_is_kept_by_one_at_a_time(tmp_path: Path) -> None:
     for name in ("notes.txt", ".notes.1.2.draft"):
         (tmp_path / name).write_text("mine")
@@ -160,6 +208,22 @@ def test_steps_do_not_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.M
     assert known == 3
     with opened(tmp_path) as files:
         assert found(files, "abcdef") == 3
+
+
+def test_what_is_dropped_before_it_was_written_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, write = threading.Event(), prefix_files._write
+    monkeypatch.setattr(prefix_files, "_write", lambda path, rows: gate.wait(60) and write(path, rows))
+    with opened(tmp_path, 4) as files:
+        keys = keys_of("abcd")
+        for i in range(1, 5):
+            files.add(keys[:i], PrefixBlock(keys[i - 2] if i > 1 else ROOT, rows_of("abcd"[:i])))
+        for key in keys[:0:-1]:
+            files.drop(key)
+        assert not gate.is_set() and found(files, "abcd") == 1
+        gate.set()
+    assert len(list(tmp_path.glob("*.kv"))) == 1
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_whole_blocks(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ from selection import at_length
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import forebay
+from forebay.commands.chat import compute_ahead
 from forebay.rewriter.ir.alignment import whole_pages
 from forebay.rewriter.ir.turns import StepTurns
 from forebay.rewriter.machine.profile import Machine
+from forebay.runtime.run.next_turns import NextTurns
 from forebay.runtime.run.prefix_cache import PrefixCache, block_keys
 from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import Request
@@ -265,6 +267,32 @@ def test_blocks_may_be_dropped_at_any_time(folders: Folders, tmp_path: Path, blo
             assert ran(lm) == found
             files = list(tmp_path.glob("*.kv"))
             assert len(files) <= max(1, blocks) and lm.prefixes.slower.nbytes <= room
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_what_answers_add_is_computed_before_the_next_prompt_comes(folders: Folders, family: str) -> None:
+    """Block by block until there is something to do; what is known is then as of a prompt."""
+    if family in STATES and Version(T.__version__) < Version("5.23"):
+        pytest.skip("mixers are written in another way")
+    prompt = torch.randint(3, VOCAB, (9,), generator=torch.Generator().manual_seed(1))
+    with opened(folders(family), batch=1) as lm:
+        (told,), _, _ = answers(lm, [prompt])
+        longer = torch.cat((prompt, torch.tensor([token for token, *_ in told]), prompt))
+        expected = answers(lm, [longer])[0]
+    turns, until = NextTurns(), iter([False, True, False, False, False])
+    with opened(folders(family), batch=1, prefix_cache="1MiB") as lm:
+        assert answers(lm, [prompt])[0] == [told]
+        turns.note(longer[:13].tolist(), "")
+        for known in (8, 12, 12):
+            assert lm.session.prefixes.cache.count(block_keys(lm.session.prefixes.root, longer, CHUNK)) * CHUNK == known
+            compute_ahead(lm, turns, lambda: next(until))
+        assert not turns and answers(lm, [longer])[:2] == (expected, [12])
+        turns.note(longer.tolist(), "")
+        lm.prefixes.most_nbytes = lm.prefixes.nbytes  # none is kept any more
+        lm.prefixes.wants = lambda keys: True
+        lm.prefixes.put = lambda keys, block: False
+        compute_ahead(lm, turns, lambda: False)
+        assert not turns
 
 
 def test_a_job_keeps_what_its_prompts_share(folders: Folders) -> None:
