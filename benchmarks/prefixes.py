@@ -1,12 +1,16 @@
-"""Prompts that begin alike: `python -m benchmarks.prefixes [chat|job]`.
+"""Prompts that begin alike: `python -m benchmarks.prefixes [chat|turn|job]`.
 
 chat  A conversation of `--turns` turns over `--tokens` tokens, of which each turn adds as many, in each of WAYS. Timed
       is the time to the first token of a turn, in every way in turns; those that compute all of a prompt take part in
       each fifth turn. Afterwards each way begins anew, with what it has on disk, and answers one turn more ("restart").
       The ceiling is the time of a prompt of the turn's own tokens. llama.cpp keeps the conversation in its slot
       (`cache_prompt`), and saves and restores it as a file.
+turn  A turn of `--own` tokens after a prompt of `--shared` tokens and an answer of `--answer`, in each of TURNS: the
+      answer's tokens were computed before the turn came, or are computed with it, or all are. In turns, `--rounds`
+      times.
 job   A job of `--lines` lines that share a prompt of `--shared` tokens and have `--own` tokens each, with answers of
-      one token: with a prefix cache and without, in turns, `--rounds` times.
+      one token: all lines with a prefix cache, and the first `--plain-lines` without, in turns, `--rounds` times. The
+      ratio is that of the seconds of a line.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -30,10 +35,13 @@ import torch
 
 import forebay
 from benchmarks.command import arguments, write_json
+from forebay.commands.chat import compute_ahead
+from forebay.runtime.run.next_turns import NextTurns
 from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
 
 KEPT = "1GiB"
+TURNS = ("ahead", "with the turn", "without")
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ class LlamaTurns:
         del self.server
 
 
-def measure_chat(given: argparse.Namespace) -> dict[str, Any]:
+def measure_chat(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Seconds of each turn by way, and of one turn more after a restart, which opens the model before its clock
     begins, but reads what is kept of prompts after it."""
     step, rows = given.tokens // given.turns, list[dict[str, Any]]()
@@ -136,18 +144,41 @@ def measure_chat(given: argparse.Namespace) -> dict[str, Any]:
                 restart[name] = {"opened_s": time.perf_counter() - began, "turn_s": at.answer_s(ids)}
                 at.close()
     last = rows[-5:]
-    return {"restart": restart, "last_turns_s": {name: median(row[f"{name}_s"] for row in last if f"{name}_s" in row)
-                                                 for name in ways}, "turns": rows}
+    yield {"restart": restart, "last_turns_s": {name: median(row[f"{name}_s"] for row in last if f"{name}_s" in row)
+                                                for name in ways}, "turns": rows}
 
 
-def measure_job(given: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the job with and without reuse."""
+def measure_turns(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Seconds to the first token of a turn, after each round."""
+    made, found = torch.Generator().manual_seed(0), {name: list[float]() for name in TURNS}
+    with contextlib.ExitStack() as opened:
+        ways = {name: opened.enter_context(forebay.wrap(
+            given.model, given.budget, prompt=given.shared + given.answer + given.own, new_tokens=given.answer,
+            prefix_cache=0 if name == "without" else KEPT)) for name in TURNS}
+        for _ in range(given.rounds):
+            prompt, more = (torch.randint(3, given.vocab, (1, n), generator=made) for n in (given.shared, given.own))
+            for name, lm in ways.items():
+                said = lm.generate(prompt, max_new_tokens=given.answer, do_sample=False, eos_token_id=None)
+                if name == "ahead":
+                    turns = NextTurns()
+                    turns.note(said[0].tolist(), "")
+                    compute_ahead(lm, turns, lambda: False)
+                prompt_and_more, began = torch.cat((said, more), 1), time.perf_counter()
+                lm.generate(prompt_and_more, max_new_tokens=1, do_sample=False, eos_token_id=None)
+                found[name].append(time.perf_counter() - began)
+            yield {"prompt": given.shared, "answer": given.answer, "turn": given.own,
+                   **{f"{name}_s": median(times) for name, times in found.items()}, "rounds_s": found}
+
+
+def measure_job(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Seconds of the job with and without reuse, after each round."""
     made = torch.Generator().manual_seed(0)
     shared = torch.randint(3, given.vocab, (given.shared,), generator=made)
     lines = [torch.cat((shared, torch.randint(3, given.vocab, (given.own,), generator=made)))
              for _ in range(given.lines)]
     sizes = {"batch_slots": given.slots, "prompt": given.shared + given.own, "new_tokens": 2}
     found: dict[str, list[float]] = {"without_s": [], "with_s": []}
+    counts = {"without_s": given.plain_lines, "with_s": given.lines}
     with contextlib.ExitStack() as opened:
         ways = {name: opened.enter_context(forebay.wrap(given.model, given.budget, prefix_cache=kept, **sizes))
                 for name, kept in (("without_s", 0), ("with_s", KEPT))}
@@ -156,26 +187,30 @@ def measure_job(given: argparse.Namespace) -> dict[str, Any]:
                 if lm.prefixes is not None:
                     lm.prefixes.clear()
                 began = time.perf_counter()
-                lm.answer_all([Request(ids, 1) for ids in lines], Sampling(), frozenset(), on_end=lambda *_: None,
-                              on_step=lambda work: None)
+                lm.answer_all([Request(ids, 1) for ids in lines[: counts[name]]], Sampling(), frozenset(),
+                              on_end=lambda *_: None, on_step=lambda work: None)
                 found[name].append(time.perf_counter() - began)
-    row = {name: median(times) for name, times in found.items()}
-    return {**row, "ratio": row["without_s"] / row["with_s"], "rounds_s": found}
+            line = {name: median(times) / counts[name] for name, times in found.items()}
+            yield {"lines": counts, "shared": given.shared, "own": given.own, "of_a_line": line,
+                   "ratio": line["without_s"] / line["with_s"], "rounds_s": found}
 
 
-CASES = {"chat": measure_chat, "job": measure_job}
+CASES = {"chat": measure_chat, "turn": measure_turns, "job": measure_job}
 
 
 def main() -> None:
     given = arguments(
         __doc__, CASES, model=("demo", "to open"), budget=("2GiB", "of its device"),
         gguf=(str, "the same model for llama.cpp"), folder=(str, "on whose disk prompts are kept"),
-        turns=(20, "of a chat"), tokens=(4096, "of a chat"), lines=(1000, "of a job"), shared=(1000, "tokens of lines"),
-        own=(32, "tokens of a line"), slots=(16, "of the batch"), rounds=(3, "of a job"), vocab=(49152, "tokens drawn"))
-    found = {"which": given.case, "model": given.model, "budget": given.budget, "threads": torch.get_num_threads(),
-             **CASES[given.case](given)}
-    print(json.dumps(found))
-    write_json(given, found)
+        turns=(20, "of a chat"), tokens=(4096, "of a chat"), lines=(1000, "of a job"),
+        plain_lines=(40, "without reuse"), shared=(1000, "tokens of lines"), own=(32, "tokens of a line, or turn"),
+        answer=(128, "tokens before a turn"), slots=(16, "of the batch"), rounds=(3, "of a job or turn"),
+        vocab=(49152, "tokens drawn"))
+    for found in CASES[given.case](given):
+        row = {"which": given.case, "model": given.model, "budget": given.budget, "threads": torch.get_num_threads(),
+               **found}
+        print(json.dumps(row), flush=True)
+        write_json(given, row)
 
 
 if __name__ == "__main__":
