@@ -85,11 +85,9 @@ def chat(
         with (ChatTemplate(tokenizer) as template,
               _planned(folder, budget, replace(options, prompt=FIRST_PROMPT)) as lm):
             messages = conversation(lm, session, system)
-            images: list[Any] = []
+            images, turns = list[Any](), NextTurns()
             told = 0  # of the images those that messages have
-            turns = NextTurns()
-            lines = _lines(lambda: compute_ahead(lm, turns, _line_waits))
-            for turn, line in enumerate(lines, sum(each["role"] == "user" for each in messages)):
+            for turn, line in enumerate(_lines(lm, turns), sum(each["role"] == "user" for each in messages)):
                 if line.startswith("/image "):
                     images += _image(line, session)
                     continue
@@ -307,12 +305,12 @@ def _line_waits() -> bool:
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
-def _lines(meanwhile: Callable[[], None]) -> Iterator[str]:
-    """What is typed or piped in, line by line, without the empty ones; `meanwhile` is called before one is typed."""
+def _lines(lm: LanguageModel, turns: NextTurns) -> Iterator[str]:
+    """What is typed or piped in, line by line, without the empty ones; until a line is typed, `turns` are computed."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
-            meanwhile()
+            compute_ahead(lm, turns, _line_waits)
         line = sys.stdin.readline()
         if not line:
             return
