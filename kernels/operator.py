@@ -179,9 +179,14 @@ def _lies(tensor: torch.Tensor, layout: OperandLayout) -> bool:
     return all(stride == n * s for (_, stride), (n, s) in itertools.pairwise(outer))
 
 
+def laid(tensor: torch.Tensor, layout: OperandLayout) -> torch.Tensor:
+    """A tensor, or a copy of it where it does not lie so."""
+    return tensor if _lies(tensor, layout) else tensor.contiguous()
+
+
 def in_columns(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor, or a copy of it where its last dimension has gaps."""
-    return tensor if _lies(tensor, "columns") else tensor.contiguous()
+    return laid(tensor, "columns")
 
 
 def dtype_of(tensor: Any) -> torch.dtype:

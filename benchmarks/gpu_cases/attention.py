@@ -29,7 +29,7 @@ def whole_waves(place: Place, rows: int) -> list[int]:
 
 
 def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: int) -> Work:
-    from forebay.kernels.attention.decode_attention.gpu import decode_attention_contiguous as launch
+    from forebay.kernels.attention.decode_attention.gpu import bind_decode_attention_contiguous as launch
 
     batch, heads, kv_heads = place.size(batch, 2), place.size(heads, 4), place.size(kv_heads, 2)
     context = place.size(context, 150)
@@ -39,10 +39,10 @@ def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: in
     start, scale = torch.full((batch,), context - 1, device=place.device), DIM**-0.5
 
     def calls(softmax: SoftmaxRange) -> list[functools.partial]:
-        return [functools.partial(launch, q, k, v, start, Scoring(scale), out, softmax) for k, v in caches]
+        return [launch(q, k, v, start, Scoring(scale), out, softmax) for k, v in caches]
 
     ours = calls(SHARED)
-    candidates = {f"{splits} splits": [functools.partial(launch, q, k, v, start, Scoring(scale), out, SHARED, splits)
+    candidates = {f"{splits} splits": [launch(q, k, v, start, Scoring(scale), out, SHARED, splits)
                                        for k, v in caches] for splits in whole_waves(place, batch * kv_heads)}
     rivals: dict[str, list] = {"synchronised": calls(SYNCHRONISED)}
     aims = [Aim("bandwidth", 0.85), Aim("synchronised", 1.1)] if context % 64 == 0 else []
@@ -61,7 +61,7 @@ def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: in
 
 
 def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: int, softcap: float) -> Work:
-    from forebay.kernels.attention.prefill_attention.gpu import prefill_attention
+    from forebay.kernels.attention.prefill_attention.gpu import bind_prefill_attention
 
     heads, kv_heads, queries = place.size(heads, 4), place.size(kv_heads, 2), place.size(queries, 37)
     window = place.size(window, min(window, 11))
@@ -72,7 +72,7 @@ def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: 
     start, scale = torch.zeros(1, dtype=torch.int64, device=place.device), DIM**-0.5
     out = torch.empty(1, queries, heads, DIM, dtype=DTYPE, device=place.device)
     scoring = Scoring(scale, window, softcap)
-    ours = [functools.partial(prefill_attention, q, k, v, start, scoring, out) for q in qs]
+    ours = [bind_prefill_attention(q, k, v, start, scoring, out) for q in qs]
     seen = sum(min(i + 1, window or queries) for i in range(queries))
 
     def want() -> torch.Tensor:

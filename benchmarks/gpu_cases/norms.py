@@ -13,8 +13,8 @@ from forebay.kernels.norms.rms_norm import reference as rms
 
 
 def norm_work(place: Place, op: str, rows: int, columns: int) -> Work:
-    from forebay.kernels.norms.layer_norm.gpu import layer_norm
-    from forebay.kernels.norms.rms_norm.gpu import rms_norm
+    from forebay.kernels.norms.layer_norm.gpu import bind_layer_norm
+    from forebay.kernels.norms.rms_norm.gpu import bind_rms_norm
 
     rows, columns = place.size(rows, 3), place.size(columns, 77)
     centred = op == "layer_norm"
@@ -23,8 +23,8 @@ def norm_work(place: Place, op: str, rows: int, columns: int) -> Work:
     given = tuple(normal(place, columns, dtype=dtype) for _ in range(1 + centred))  # a weight, and layer_norm's bias
     xs = list(repeated(lambda: normal(place, rows, columns, dtype=dtype), place.copies(nbytes)))
     outs = [torch.empty_like(x) for x in xs]
-    kernel, reference = (layer_norm, layer.reference) if centred else (rms_norm, rms.reference)
-    ours = [functools.partial(kernel, x, *given, 1e-5, out) for x, out in zip(xs, outs, strict=True)]
+    bind, reference = (bind_layer_norm, layer.reference) if centred else (bind_rms_norm, rms.reference)
+    ours = [bind(x, *given, 1e-5, out) for x, out in zip(xs, outs, strict=True)]
     exact = xs[0] if centred else xs[0].double()
     verify = checked(ours[0], outs[0], lambda: reference(exact, *(part.to(exact.dtype) for part in given), 1e-5))
     torchs = [functools.partial(getattr(functional, op), x, (columns,), *given, eps=1e-5) for x in xs]

@@ -20,22 +20,22 @@ DIM = 128
 
 
 def rotary_work(place: Place) -> Work:
-    from forebay.kernels.positions.rotary.gpu import rotary
+    from forebay.kernels.positions.rotary.gpu import bind_rotary
 
     heads, tokens = place.size(32, 3), place.size(4096, 5)
     nbytes = 2 * tokens * DIM * (2 * heads + 2)
     cos, sin = normal(place, 1, tokens, DIM), normal(place, 1, tokens, DIM)
     xs = [x.transpose(1, 2) for x in repeated(lambda: normal(place, 1, tokens, heads, DIM), place.copies(nbytes))]
     outs = [torch.empty_like(x) for x in xs]
-    ours = [functools.partial(rotary, x, cos, sin, out) for x, out in zip(xs, outs, strict=True)]
+    ours = [bind_rotary(x, cos, sin, out) for x, out in zip(xs, outs, strict=True)]
     verify = checked(ours[0], outs[0], lambda: rotation.reference(xs[0].double(), cos.double(), sin.double()))
     return Work(f"{tokens} tokens, {heads}x{DIM}", ours, verify, LIMIT, nbytes, aims=(Aim("bandwidth", 0.75),))
 
 
 def kv_append_work(place: Place, bits: int = 0) -> Work:
     """Keys and values as they are, or in rows of so many bits."""
-    from forebay.kernels.cache.kv_append.gpu import kv_append
-    from forebay.kernels.cache.kv_append_q.gpu import kv_append_q as kv_append_packed
+    from forebay.kernels.cache.kv_append.gpu import bind_kv_append
+    from forebay.kernels.cache.kv_append_q.gpu import bind_kv_append_q
 
     heads, tokens = place.size(8, 3), place.size(4096, 5)
     packed = (bits, row_sizes.cache_group_size(DIM, bits)) if bits else ()
@@ -45,8 +45,8 @@ def kv_append_work(place: Place, bits: int = 0) -> Work:
     ks = [k.transpose(1, 2) for k in repeated(lambda: normal(place, 1, tokens, heads, DIM), place.copies(nbytes))]
     dtype = torch.uint8 if bits else ks[0].dtype
     caches = [torch.zeros(2, 1, heads, tokens + 16, width, dtype=dtype, device=k.device) for k in ks]
-    launch, reference = (kv_append_packed, kv_append_q.reference) if bits else (kv_append, append.reference)
-    ours = [functools.partial(launch, *cache, k, k, start, *packed) for cache, k in zip(caches, ks, strict=True)]
+    bind, reference = (bind_kv_append_q, kv_append_q.reference) if bits else (bind_kv_append, append.reference)
+    ours = [bind(*cache, k, k, start, *packed) for cache, k in zip(caches, ks, strict=True)]
 
     def verify() -> float:
         """Of the values that rows stand for: a fitted range may be the fp16 number beside the reference's."""

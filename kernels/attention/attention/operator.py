@@ -12,23 +12,19 @@ several queries with `until`, torch's scaled dot product attention does the work
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from forebay.kernels.attention.attention import cpu
-from forebay.kernels.attention.attention.cpu import attention_out
 from forebay.kernels.attention.attention.onnx import attention as attention_onnx
 from forebay.kernels.attention.attention.reference import check, check_heads, reference
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, AttentionExtras, Scoring, SoftmaxRange
 from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
-from forebay.kernels.operator import Call, Operator, Tensors, Use
+from forebay.kernels.define import define_operator
+from forebay.kernels.operator import Call, Use
 
 
-@torch.library.custom_op("forebay::attention", mutates_args=(), device_types="cpu")
-def attention(
+def _attention(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float,
     phi: float = 0.0, low: float = 0.0, high: float = 0.0, sinks: Tensor | None = None, until: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -38,24 +34,6 @@ def attention(
     `sinks` [H] are one score more for each query of a head, with which no value goes (gpt-oss). q and caches
     may be strided. ValueError names the argument that is wrong.
     """
-    check(q, k, v, start, sinks, until)
-    batch, heads, queries, dim = q.shape
-    out = q.new_empty(batch, queries, heads, dim)
-    attention_out(q, k, v, start.contiguous(), scale, window, softcap, out, AttentionExtras(sinks, until))
-    return out
-
-
-@attention.register_kernel("cuda")
-def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, *how: Any) -> Tensor:
-    check(q, k, v, start, how[6] if len(how) > 6 else None)
-    batch, heads, queries, dim = q.shape
-    out = q.new_empty(batch, queries, heads, dim)
-    _bind_cuda(Tensors((q, k, v, start, *how), {}, (out,)))()
-    return out
-
-
-@attention.register_fake
-def _(q: Tensor, k: Tensor, *others: Any) -> Tensor:
     batch, heads, queries, dim = q.shape
     check_heads(heads, k.shape[1])
     return q.new_empty(batch, queries, heads, dim)
@@ -93,10 +71,11 @@ def _bind_cuda(use: Use) -> Call:
     return bind_prefill_attention(q, k, v, start, scoring, out, _sinks(use))
 
 
-ATTENTION = Operator(
-    torch.ops.forebay.attention.default,
-    reference,
-    attention_cost,
+ATTENTION = define_operator(
+    _attention,
+    check=lambda q, k, v, start, *how: check(q, k, v, start, *how[6:]),
+    reference=reference,
+    cost=attention_cost,
     bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
     workspace={"cpu": _workspace, "cuda": gpu_workspace_nbytes},
     layouts={"start": "dense", "sinks": "dense", "until": "dense"},

@@ -23,6 +23,8 @@ from forebay.kernels.gpu_support.cache_tiles import AttendedCache
 OP = "attention_q"
 
 
+
+
 def _check(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, bits: int, group: int, out: Tensor
 ) -> None:

@@ -10,57 +10,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from forebay.kernels.attention.attention_q import cpu
-from forebay.kernels.attention.attention_q.cpu import bind_attention_q
 from forebay.kernels.attention.attention_q.reference import check, reference
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
 from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
-from forebay.kernels.operator import Call, Operator, Tensors, Use, in_columns
+from forebay.kernels.define import define_operator
+from forebay.kernels.operator import Call, Use
 
 
-@torch.library.custom_op("forebay::attention_q", mutates_args=(), device_types="cpu")
-def attention_q(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    start: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    bits: int,
-    group: int,
-    phi: float = 0.0,
-    low: float = 0.0,
-    high: float = 0.0,
+def _attention_q(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scale: float, window: int, softcap: float, bits: int,
+    group: int, phi: float = 0.0, low: float = 0.0, high: float = 0.0,
 ) -> Tensor:
     """q [B, H, S, D], packed caches uint8 [B, Hkv, L, R], start int64 [B] -> [B, S, H, D]; window 0, softcap 0: none.
     phi, low and high as of `forebay::attention`.
 
     q and caches may be strided. ValueError names the argument that is wrong.
     """
-    check(q, k_cache, v_cache, start, bits, group)
-    batch, heads, queries, dim = q.shape
-    out = q.new_empty(batch, queries, heads, dim)
-    caches = in_columns(k_cache), in_columns(v_cache)
-    bind_attention_q(q, *caches, start.contiguous(), Scoring(scale, window, softcap), bits, group, out)()
-    return out
-
-
-@attention_q.register_kernel("cuda")
-def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, *how: Any) -> Tensor:
-    check(q, k_cache, v_cache, start, *how[3:5])
-    batch, heads, queries, dim = q.shape
-    out = q.new_empty(batch, queries, heads, dim)
-    _bind_cuda(Tensors((q, k_cache, v_cache, start, *how), {}, (out,)))()
-    return out
-
-
-@attention_q.register_fake
-def _(q: Tensor, *others: Any) -> Tensor:
     batch, heads, queries, dim = q.shape
     return q.new_empty(batch, queries, heads, dim)
 
@@ -76,10 +45,11 @@ def _bound(use: Use) -> tuple[Any, ...]:
     return *use.args[:4], Scoring(*use.args[4:7]), *use.args[7:9], *use.out
 
 
-ATTENTION_Q = Operator(
-    torch.ops.forebay.attention_q.default,
-    reference,
-    attention_cost,
+ATTENTION_Q = define_operator(
+    _attention_q,
+    check=lambda q, k_cache, v_cache, start, *how: check(q, k_cache, v_cache, start, *how[3:5]),
+    reference=reference,
+    cost=attention_cost,
     bind={"cpu": lambda use: cpu.bind_attention_q(*_bound(use)), "cuda": _bind_cuda},
     workspace={
         "cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)),

@@ -254,14 +254,3 @@ def bind_decode_attention_contiguous(
         check_tensor(op, "sinks", sinks, device=q.device, dtype=q.dtype, shape=q.shape[1:2])
     cache = AttendedCache(contiguous_view(k, v), k.shape[1], k.shape[2], 2 * q.shape[2] * q.dtype.itemsize, start)
     return bind_view(q, cache, scoring, softmax, splits, out, sinks)
-
-
-def decode_attention_contiguous(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: Scoring, out: Tensor,
-    softmax: SoftmaxRange = SYNCHRONISED, splits: int | None = None, sinks: Tensor | None = None,
-) -> None:  # fmt: skip
-    """`forebay::attention` of one query per sequence: q [B, H, D], k, v [B, Hkv, L, D], start int64 [B] -> out as q.
-
-    The query stands at position start[b] and sees positions up to it. fp32, bf16 or fp16; any strides but D's.
-    """
-    bind_decode_attention_contiguous(q, k, v, start, scoring, out, softmax, splits, sinks)()

@@ -217,12 +217,3 @@ def bind_prefill_attention(
         check_tensor(op, "sinks", sinks, device=q.device, dtype=q.dtype, shape=q.shape[1:2])
     cache = AttendedCache(contiguous_view(k, v), k.shape[1], k.shape[2], 2 * q.shape[3] * q.dtype.itemsize, start)
     return bind_view(q, cache, scoring, out, sinks)
-
-
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: Scoring, out: Tensor) -> None:
-    """`forebay::attention`: q [B, H, S, D], caches k, v [B, Hkv, L, D], start int64 [B] -> out [B, S, H, D].
-
-    fp32, bf16 or fp16; any strides but D's. The host is not synchronised, so start is not checked against L. ValueError
-    names the argument that is wrong, before the launch.
-    """
-    bind_prefill_attention(q, k, v, start, scoring, out)()

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.attention.sparse_attention.cpu import bind_sparse_attention, workspace_nbytes
 from forebay.kernels.attention.sparse_attention.reference import check, reference
-from forebay.kernels.operator import Call, Cost, Operator, Use, dtype_of, each_once, nbytes_of
+from forebay.kernels.define import define_operator
+from forebay.kernels.operator import Call, Cost, Use, dtype_of, each_once, nbytes_of
 
 
-@torch.library.custom_op("forebay::sparse_attention", mutates_args=(), device_types="cpu")
-def sparse_attention(
+def _sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, kept: float,
     bits: int = 0, group: int = 0,
 ) -> Tensor:  # fmt: skip
@@ -31,15 +30,6 @@ def sparse_attention(
 
     q and caches may be strided. ValueError names the argument that is wrong.
     """
-    check(q, k, v, start, kept, bits, group)
-    batch, heads, _, dim = q.shape
-    out = q.new_empty(batch, 1, heads, dim)
-    bind_sparse_attention(q, k, v, start.contiguous(), Scoring(scale, window, softcap), kept, bits, group, out)()
-    return out
-
-
-@sparse_attention.register_fake
-def _(q: Tensor, *others: object) -> Tensor:
     batch, heads, queries, dim = q.shape
     return q.new_empty(batch, queries, heads, dim)
 
@@ -72,10 +62,11 @@ def _workspace(use: Use) -> int:
     return workspace_nbytes(batch, heads, k.shape[1], k.shape[2], width, dtype_of(q), _packing(use)[0])
 
 
-SPARSE_ATTENTION = Operator(
-    torch.ops.forebay.sparse_attention.default,
-    reference,
-    _cost,
+SPARSE_ATTENTION = define_operator(
+    _sparse_attention,
+    check=lambda q, k, v, start, scale, window, softcap, *how: check(q, k, v, start, *how),
+    reference=reference,
+    cost=_cost,
     bind={"cpu": _bind},
     workspace={"cpu": _workspace},
     layouts={"start": "dense"},

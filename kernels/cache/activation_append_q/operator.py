@@ -18,10 +18,11 @@ import math
 import torch
 from torch import Tensor
 
-from forebay.kernels.cache.activation_append_q.reference import OP, SCALE_DTYPE, check, fail, pack, reference
+from forebay.kernels.cache.activation_append_q.reference import SCALE_DTYPE, check, fail, pack, reference
 from forebay.kernels.cpu_support import native
+from forebay.kernels.define import define_operator, filling
 from forebay.kernels.formats import packing, row_sizes
-from forebay.kernels.operator import Call, Cost, Operator, Use, nbytes_of
+from forebay.kernels.operator import Call, Cost, Use, nbytes_of
 from forebay.kernels.quantization.quantize import cpu as quantize_cpu
 
 
@@ -52,20 +53,14 @@ def bind_activation_append_q(cache: Tensor, x: Tensor, rows: Tensor, bits: int, 
     return call
 
 
-@torch.library.custom_op(f"forebay::{OP}", mutates_args=("cache",), device_types="cpu")
-def activation_append_q(cache: Tensor, x: Tensor, rows: Tensor, bits: int, group: int) -> None:
+def _activation_append_q(cache: Tensor, x: Tensor, rows: Tensor, bits: int, group: int) -> None:
     """Write x [B, S, H], as codes of `bits` in groups of `group`, into the rows [B, S] of cache [B, L, R].
 
     rows is int64; of tokens with one row any stays. x has any strides, cache contiguous rows. ValueError, before
     anything is written, where a shape, a dtype, a device or a row is wrong; on a GPU rows outside the cache are left
     out.
     """
-    bind_activation_append_q(cache, x, rows, bits, group)()
-
-
-@activation_append_q.register_kernel("cuda")
-def _(cache: Tensor, x: Tensor, rows: Tensor, bits: int, group: int) -> None:
-    _bind_gpu(cache, x, rows, bits, group)()
+    check(cache, x, rows, bits, group)
 
 
 def _bind_gpu(cache: Tensor, x: Tensor, rows: Tensor, bits: int, group: int) -> Call:
@@ -74,11 +69,6 @@ def _bind_gpu(cache: Tensor, x: Tensor, rows: Tensor, bits: int, group: int) -> 
 
     check(cache, x, rows, bits, group)
     return bind(cache, x, rows, bits, group)
-
-
-@activation_append_q.register_fake
-def _(cache: Tensor, x: Tensor, rows: Tensor, bits: int, group: int) -> None:
-    check(cache, x, rows, bits, group)
 
 
 def _cost(use: Use) -> Cost:
@@ -96,10 +86,11 @@ def _cpu_workspace(use: Use) -> int:
     return tokens * cache.shape[2] + nbytes_of(x) + 2 * nbytes_of(rows) + plain
 
 
-ACTIVATION_APPEND_Q = Operator(
-    torch.ops.forebay.activation_append_q.default,
-    reference,
-    _cost,
-    bind={"cpu": lambda use: bind_activation_append_q(*use.args), "cuda": lambda use: _bind_gpu(*use.args)},
+ACTIVATION_APPEND_Q = define_operator(
+    _activation_append_q,
+    writes=("cache",),
+    reference=reference,
+    cost=_cost,
+    bind={"cpu": filling(bind_activation_append_q), "cuda": filling(_bind_gpu)},
     workspace={"cpu": _cpu_workspace},
 )

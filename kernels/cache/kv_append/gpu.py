@@ -77,12 +77,3 @@ def bind_kv_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start
         *k.stride()[:3], *v.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3],
         HEADS=block, D=wide, num_warps=warps,
     ))  # fmt: skip
-
-
-def kv_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
-    """Write k [B, Hkv, S, D] and v into the caches [B, Hkv, L, D] at positions start[b] .. start[b] + S - 1.
-
-    Any strides but D's. A position outside the cache is left out, as its value is not known to the host. ValueError
-    names the argument that is wrong, before the launch.
-    """
-    bind_kv_append(k_cache, v_cache, k, v, start)()

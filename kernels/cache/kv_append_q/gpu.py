@@ -205,15 +205,3 @@ def bind_kv_append_q(
         *strides,
         UNIT=unit_of(*strides), **constants, num_warps=warps,
     ))  # fmt: skip
-
-
-def kv_append_q(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int
-) -> None:
-    """Write k and v [B, Hkv, S, D] into packed rows [B, Hkv, L, R] at positions start[b] .. start[b] + S - 1, or
-    start[b, s].
-
-    Any strides but D's and a row's. A position outside the cache is left out, as its value is not known to the host.
-    ValueError names the argument that is wrong, before the launch.
-    """
-    bind_kv_append_q(k_cache, v_cache, k, v, start, bits, group)()

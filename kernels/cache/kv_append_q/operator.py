@@ -24,33 +24,20 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from forebay.kernels.cache.kv_append_q.cpu import bind_kv_append_q
 from forebay.kernels.cache.kv_append_q.reference import check, reference
-from forebay.kernels.operator import Call, Cost, Operator, Use, nbytes_of
+from forebay.kernels.define import define_operator, filling, on_gpu
+from forebay.kernels.operator import Cost, Use, nbytes_of
 
 
-@torch.library.custom_op("forebay::kv_append_q", mutates_args=("k_cache", "v_cache"), device_types="cpu")
-def kv_append_q(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
+def _kv_append_q(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
     """Write k [B, Hkv, S, D] and v, as codes of `bits`, into the caches [B, Hkv, L, R] at start[b] .. start[b] + S - 1.
 
     start is int64 [B], or [B, S] with a position for each; of several with one any stays. Any strides. ValueError,
     before anything is written, where a shape, a dtype or a position is wrong; on fake tensors only shapes are known.
     """
-    bind_kv_append_q(k_cache, v_cache, k, v, start.contiguous(), bits, group)()
-
-
-@kv_append_q.register_kernel("cuda")
-def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
-    from forebay.kernels.cache.kv_append_q.gpu import kv_append_q as launch
-
-    launch(k_cache, v_cache, k, v, start, bits, group)
-
-
-@kv_append_q.register_fake
-def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
     check(k_cache, v_cache, k, v, start, bits, group)
 
 
@@ -61,17 +48,12 @@ def _cost(use: Use) -> Cost:
     return Cost(0, nbytes_of(k, v, start), rows)
 
 
-def _bind_cuda(use: Use) -> Call:
-    from forebay.kernels.cache.kv_append_q.gpu import bind_kv_append_q as bind
-
-    return bind(*use.args)
-
-
-KV_APPEND_Q = Operator(
-    torch.ops.forebay.kv_append_q.default,
-    reference,
-    _cost,
-    bind={"cpu": lambda use: bind_kv_append_q(*use.args), "cuda": _bind_cuda},
+KV_APPEND_Q = define_operator(
+    _kv_append_q,
+    writes=("k_cache", "v_cache"),
+    reference=reference,
+    cost=_cost,
+    bind={"cpu": filling(bind_kv_append_q), "cuda": on_gpu(f"{__package__}.gpu", "bind_kv_append_q")},
     layouts={"start": "dense"},
     caches=("k_cache", "v_cache"),
 )

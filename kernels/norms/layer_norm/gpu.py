@@ -63,12 +63,3 @@ def bind_layer_norm(
         x, weight, bias, out, rows, columns, sizes[1], sizes[2], *x_strides, *out_strides, eps,
         WEIGHT=weight is not None, BIAS=bias is not None, ROWS=high, COLUMNS=wide, num_warps=warps,
     ))  # fmt: skip
-
-
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: Tensor) -> None:
-    """Fill out [..., H] from x [..., H], weight and bias [H].
-
-    One dtype of fp32, bf16 and fp16; x and out may be strided over their rows, and out may be x itself. H is at most
-    16384. ValueError names the argument that is wrong, before the launch.
-    """
-    bind_layer_norm(x, weight, bias, eps, out)()

@@ -7,43 +7,19 @@ allocates nothing; without a compiler, or for strides that it does not know, tor
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from forebay.kernels.define import define_operator, filling, on_gpu
 from forebay.kernels.norms import onnx
 from forebay.kernels.norms.layer_norm import cpu
 from forebay.kernels.norms.layer_norm.reference import FLOATS, reference
 from forebay.kernels.norms.rms_norm.reference import MAX_COLUMNS
-from forebay.kernels.operator import Call, Operator, Use, each_once, in_columns
+from forebay.kernels.operator import each_once
 
 
-@torch.library.custom_op("forebay::layer_norm", mutates_args=(), device_types="cpu")
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """x [..., H] of any strides -> contiguous [..., H]; ValueError names the argument that is wrong."""
-    out = x.new_empty(x.shape)
-    cpu.bind_layer_norm(x, weight, bias, eps, out)()
-    return out
-
-
-@layer_norm.register_kernel("cuda")
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    from forebay.kernels.norms.layer_norm.gpu import layer_norm as launch
-
-    out = x.new_empty(x.shape)
-    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
-    launch(in_columns(x), weight, bias, eps, out)
-    return out
-
-
-@layer_norm.register_fake
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     return x.new_empty(x.shape)
-
-
-def _bind_cuda(use: Use) -> Call:
-    from forebay.kernels.norms.layer_norm.gpu import bind_layer_norm
-
-    return bind_layer_norm(*(*use.args, *use.out))
 
 
 def _takes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -52,11 +28,11 @@ def _takes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     return dtypes == {x.dtype} and x.dtype in FLOATS and isinstance(x.shape[-1], int) and x.shape[-1] <= MAX_COLUMNS
 
 
-LAYER_NORM = Operator(
-    torch.ops.forebay.layer_norm.default,
-    reference,
-    each_once,
-    bind={"cpu": lambda use: cpu.bind_layer_norm(*(*use.args, *use.out)), "cuda": _bind_cuda},
+LAYER_NORM = define_operator(
+    _layer_norm,
+    reference=reference,
+    cost=each_once,
+    bind={"cpu": filling(cpu.bind_layer_norm), "cuda": on_gpu(f"{__package__}.gpu", "bind_layer_norm")},
     workspace={"cpu": cpu.workspace_nbytes},
     takes=_takes,
     layouts={"x": "columns", "weight": "dense", "bias": "dense"},

@@ -74,12 +74,3 @@ def bind_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Callabl
         x, weight, out, rows, columns, sizes[1], sizes[2], *x_strides, *out_strides, eps,
         ROWS=high, COLUMNS=wide, num_warps=warps,
     ))  # fmt: skip
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Fill out [..., H] from x [..., H] and weight [H].
-
-    One dtype of fp32, bf16 and fp16; x and out may be strided over their rows, and out may be x itself. H is at most
-    16384. ValueError names the argument that is wrong, before the launch.
-    """
-    bind_rms_norm(x, weight, eps, out)()

@@ -88,12 +88,3 @@ def bind_rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Callable[[]
         x, cos, sin, out, queries, heads, *x.stride()[:3], *table_strides(cos), *table_strides(sin), *out.stride()[:3],
         D=dim, HALF=half, HEADS=block, num_warps=warps,
     ))  # fmt: skip
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """Fill out [B, H, S, D] from x of that shape and cos, sin [B or 1, S, D]; any strides but D's, one dtype.
-
-    out may be x itself: a program reads both halves of a head before it writes either. ValueError names the argument
-    that is wrong, before the launch.
-    """
-    bind_rotary(x, cos, sin, out)()

@@ -20,6 +20,7 @@ are used as stored, q * scale + low in fp32; the product is rounded to the dtype
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,22 +56,16 @@ def linear_q(
 
 
 @linear_q.register_fake
-def _(
-    x: Tensor, rows: Tensor, bias: Tensor | None, multiplier: Tensor | None, residual: Tensor | None, activation: str,
-    bits: int, in_features: int, group_size: int, scale_dtype: torch.dtype, symmetric: bool = False,
-    codebook: str = "",
-) -> Tensor:  # fmt: skip
+def _(x: Tensor, rows: Tensor, *others: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows.shape[0])
 
 
 @linear_q.register_kernel("cuda")
 def _(
     x: Tensor, rows: Tensor, bias: Tensor | None, multiplier: Tensor | None, residual: Tensor | None, activation: str,
-    bits: int, in_features: int, group_size: int, scale_dtype: torch.dtype, symmetric: bool = False,
-    codebook: str = "",
-) -> Tensor:  # fmt: skip
-    stored = Packing(bits, in_features, group_size, scale_dtype, symmetric, codebook)
-    after = After(activation, multiplier, residual)
+    *packing: Any,
+) -> Tensor:
+    stored, after = Packing(*packing), After(activation, multiplier, residual)
     check(x, rows, bias, stored, after)
     from forebay.kernels.products.linear_q import gpu
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,15 +55,3 @@ def bind_dequantize_rows(rows: Tensor, *how: Any, out: Tensor) -> Callable[[], N
         fail(OP, "rows", f"and out must have leading dimensions of one stride, got {rows.stride()}, {out.stride()}")
     stored = Packing(bits, in_features, group_size, scale_dtype, symmetric, codebook)
     return bound(dequantize_call(matrix, stored, transposed, into))
-
-
-def dequantize_rows(
-    rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool, symmetric: bool = False, codebook: str = "",
-) -> Tensor:
-    """rows uint8 [..., R] -> [..., K] of dtype, or [N, R] -> [K, N] if transposed."""
-    shape = (in_features, math.prod(rows.shape[:-1])) if transposed else (*rows.shape[:-1], in_features)
-    out = rows.new_empty(shape, dtype=dtype)
-    how = in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric, codebook
-    bind_dequantize_rows(rows, *how, out=out)()
-    return out

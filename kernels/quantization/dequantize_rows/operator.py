@@ -12,40 +12,19 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.cpu_support import native
-from forebay.kernels.operator import Call, Operator, Use, each_once, in_columns
+from forebay.kernels.define import define_operator
+from forebay.kernels.operator import Call, Use, each_once
 from forebay.kernels.quantization.dequantize_rows.cpu import bind_dequantize_rows, workspace_nbytes
 from forebay.kernels.quantization.dequantize_rows.onnx import dequantize_rows as dequantize_rows_onnx
 from forebay.kernels.quantization.dequantize_rows.reference import check, reference
 from forebay.kernels.quantization.quantize.cpu import NATIVE_MAX_GROUP
 
 
-@torch.library.custom_op("forebay::dequantize_rows", mutates_args=(), device_types="cpu")
-def dequantize_rows(
+def _dequantize_rows(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
     transposed: bool, symmetric: bool = False, codebook: str = "",
 ) -> Tensor:
     """rows uint8 [..., R] -> [..., K] of dtype; with transposed, rows [N, R] -> [K, N]."""
-    check(rows, in_features, bits, group_size, transposed, symmetric)
-    rows = in_columns(rows)
-    return reference(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric, codebook)
-
-
-@dequantize_rows.register_kernel("cuda")
-def _(
-    rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool, symmetric: bool = False, codebook: str = "",
-) -> Tensor:
-    from forebay.kernels.quantization.dequantize_rows import gpu
-
-    rows = in_columns(rows)
-    return gpu.dequantize_rows(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric, codebook)
-
-
-@dequantize_rows.register_fake
-def _(
-    rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool, symmetric: bool = False, codebook: str = "",
-) -> Tensor:
     shape = (in_features, rows.shape[0]) if transposed else (*rows.shape[:-1], in_features)
     return rows.new_empty(shape, dtype=dtype)
 
@@ -63,10 +42,12 @@ def _workspace(use: Use) -> int:
     return workspace_nbytes(math.prod(rows.shape[:-1]), in_features, group_size)
 
 
-DEQUANTIZE_ROWS = Operator(
-    torch.ops.forebay.dequantize_rows.default,
-    reference,
-    each_once,
+DEQUANTIZE_ROWS = define_operator(
+    _dequantize_rows,
+    check=lambda rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric, codebook: check(
+        rows, in_features, bits, group_size, transposed, symmetric),
+    reference=reference,
+    cost=each_once,
     bind={"cpu": lambda use: bind_dequantize_rows(*use.args, out=use.out[0]), "cuda": _bind_cuda},
     workspace={"cpu": _workspace},
     layouts={"rows": "columns"},

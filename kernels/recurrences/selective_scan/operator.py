@@ -10,45 +10,20 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
-from forebay.kernels.operator import Call, Cost, Operator, Tensors, Use, in_columns, nbytes_of
+from forebay.kernels.define import define_operator, filling, on_gpu
+from forebay.kernels.operator import Cost, Use, nbytes_of
 from forebay.kernels.recurrences.selective_scan.cpu import bind_selective_scan
 from forebay.kernels.recurrences.selective_scan.reference import reference
 
 
-@torch.library.custom_op("forebay::selective_scan", mutates_args=("state",), device_types="cpu")
-def selective_scan(
+def _selective_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, start: Tensor, count: Tensor
 ) -> Tensor:
     """x, dt [B, S, C], a [C, N], b, c [B, S, N], state [B, C, N], all float32; start and count int64 [B] -> contiguous
     [B, S, C]. ValueError names what is wrong."""
-    out = torch.empty(x.shape)
-    bind_selective_scan(x, dt, a.contiguous(), in_columns(b), in_columns(c), state, start, count, out)()
-    return out
-
-
-@selective_scan.register_kernel("cuda")
-def _(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, start: Tensor, count: Tensor
-) -> Tensor:
-    out = x.new_empty(x.shape)
-    _bind_cuda(Tensors((x, dt, a.contiguous(), in_columns(b), in_columns(c), state, start, count), {}, (out,)))()
-    return out
-
-
-@selective_scan.register_fake
-def _(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, start: Tensor, count: Tensor
-) -> Tensor:
     return x.new_empty(x.shape)
-
-
-def _bind_cuda(use: Use) -> Call:
-    from forebay.kernels.recurrences.selective_scan.gpu import bind_selective_scan as bind
-
-    return bind(*use.args, *use.out)
 
 
 def _cost(use: Use) -> Cost:
@@ -56,11 +31,12 @@ def _cost(use: Use) -> Cost:
     return Cost(6 * math.prod(state.shape) * x.shape[1], nbytes_of(*use.args), nbytes_of(*use.out, state))
 
 
-SELECTIVE_SCAN = Operator(
-    torch.ops.forebay.selective_scan.default,
-    reference,
-    _cost,
-    bind={"cpu": lambda use: bind_selective_scan(*use.args, *use.out), "cuda": _bind_cuda},
+SELECTIVE_SCAN = define_operator(
+    _selective_scan,
+    writes=("state",),
+    reference=reference,
+    cost=_cost,
+    bind={"cpu": filling(bind_selective_scan), "cuda": on_gpu(f"{__package__}.gpu", "bind_selective_scan")},
     layouts={**dict.fromkeys(("b", "c"), "columns"),
              **dict.fromkeys(("a", "state", "start", "count"), "dense")},
 )

@@ -65,9 +65,7 @@ DIFFERENT = {
 }
 
 
-def job_settings(
-    checkpoint: Checkpoint, tokenizer: Any, ask: Ask, options: Options, *, chat: bool
-) -> dict[str, Any]:
+def job_settings(checkpoint: Checkpoint, tokenizer: Any, ask: Ask, options: Options, *, chat: bool) -> dict[str, Any]:
     """What answers depend on beside their prompts, as the settings file has it; the batch is noted when it is known
     (`AnswerFile.note_batch`)."""
     template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)

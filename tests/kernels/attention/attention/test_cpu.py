@@ -11,12 +11,13 @@ from torch import Tensor
 from forebay.kernels import operators
 from forebay.kernels.attention.attention import cpu as module
 from forebay.kernels.attention.attention.cpu import attention_out, bind_attention, workspace_nbytes
-from forebay.kernels.attention.attention.operator import attention
+from forebay.kernels.attention.attention.operator import ATTENTION
 from forebay.kernels.attention.attention.reference import reference
 from forebay.kernels.attention.scoring import AttentionExtras
 from forebay.kernels.build.compile import compiler
 from forebay.kernels.cpu_support import native
 
+attention = ATTENTION.overload
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 

@@ -15,7 +15,7 @@ from filled_caches import LIMIT, relative_error
 
 from forebay.kernels.attention.attention.operator import ATTENTION
 from forebay.kernels.attention.attention.reference import reference
-from forebay.kernels.attention.decode_attention.gpu import decode_attention_contiguous
+from forebay.kernels.attention.decode_attention.gpu import bind_decode_attention_contiguous
 from forebay.kernels.attention.decode_attention.gpu_merge import MERGED
 from forebay.kernels.attention.scoring import HELD, SYNCHRONISED, AttentionExtras, Scoring, SoftmaxRange
 from forebay.kernels.operator import Tensors
@@ -47,6 +47,6 @@ def test_sinks_with_the_shares_of_a_long_sequence(softmax: SoftmaxRange) -> None
     q, sinks = torch.randn(1, 4, 16).half(), SINKS.half()
     k, v = torch.randn(2, 1, 1, length, 16).half().unbind()
     start, out = torch.tensor([length - 1]), torch.full((1, 4, 16), torch.nan, dtype=torch.float16)
-    decode_attention_contiguous(q, k, v, start, Scoring(0.25), out, softmax, splits, sinks)
+    bind_decode_attention_contiguous(q, k, v, start, Scoring(0.25), out, softmax, splits, sinks)()
     wanted = reference(q[:, :, None], k, v, start, 0.25, extras=AttentionExtras(sinks))[:, 0]
     assert relative_error(out, wanted) < LIMIT[torch.float16]

@@ -45,7 +45,7 @@ def test_append_writes_the_bits_of_the_reference(
         args = make(start, new, bits, dim, group, dtype)
         args[2][0, 0, 0] = 0  # a constant group, rotated or not
         want = kv_append_q_reference.reference(*args)
-        kv_append_q_operator.kv_append_q(*args)
+        kv_append_q_operator.KV_APPEND_Q.overload(*args)
         assert torch.equal(args[0], want[0]) and torch.equal(args[1], want[1])
         for b, begin in enumerate(start):
             k = args[2][b].float() @ rotation(dim)
@@ -74,7 +74,7 @@ def test_rows_are_rotated_by_orthogonal_blocks(path: str, dim: int) -> None:
     """8-bit rows read back near the original, so what `unpack` undoes is what the rows hold."""
     group = row_sizes.cache_group_size(dim, 8)
     args = make([2], 3, 8, dim, group)
-    kv_append_q_operator.kv_append_q(*args)
+    kv_append_q_operator.KV_APPEND_Q.overload(*args)
     rows = args[1][0, :, 2:5]
     held = quantize.dequantize_reference(*packing.unpack_rows(rows, dim, 8, group, torch.float16), 8, group, -1, dim)
     assert (held - args[3][0] @ rotation(dim)).abs().max() < 0.02
@@ -86,7 +86,7 @@ def test_four_bits_bear_a_channel_ten_times_as_large(path: str) -> None:
     args = make([0], 64, 4, 64, 32)
     k = args[2]
     k[..., [5, 40]] += 12.0
-    kv_append_q_operator.kv_append_q(*args)
+    kv_append_q_operator.KV_APPEND_Q.overload(*args)
 
     def error(read: Tensor) -> float:
         return (read.view(-1, 64) - k.reshape(-1, 64)).square().mean().item()
@@ -106,7 +106,7 @@ def test_what_cannot_be_held_reads_back_as_nan(path: str) -> None:
     args = make([0], 4, 8, dim=64, group=32)
     k = args[2]
     k[0, 0, 0, 1], k[0, 0, 1, 2], k[0, 1, 2, 45], k[0, 1, 3, 0] = torch.nan, torch.inf, -torch.inf, 1e30
-    kv_append_q_operator.kv_append_q(*args)
+    kv_append_q_operator.KV_APPEND_Q.overload(*args)
     lost = kv_append_q_reference.unpack(args[0][:, :, :4], 64, 8, 32).isnan().view(2, 4, 2, 32)
     assert torch.equal(lost.all(-1), lost.any(-1))
     assert lost.all(-1).nonzero().tolist() == [[0, 0, 0], [0, 1, 0], [1, 2, 1], [1, 3, 0]]
@@ -138,7 +138,7 @@ def test_attention_matches_float64(
     # The torch path rounds the unpacked cache to q's dtype, too.
     assert (out.double() - want).abs().max() < TOLERANCE[dtype] * (2 if path == "torch" else 1)
     assert (wide[..., :2] == 7).all() and (wide[..., 22:] == 7).all()
-    found = attention_q_operator.attention_q(q, k_cache, v_cache, begin, 0.3, window, softcap, bits, group)
+    found = attention_q_operator.ATTENTION_Q.overload(q, k_cache, v_cache, begin, 0.3, window, softcap, bits, group)
     assert torch.equal(found, out)
 
 
@@ -181,7 +181,7 @@ def test_append_refuses_by_name(index: int, argument: str, bad: Tensor | int) ->
     args: list = list(make([0], 1, 8))
     args[index] = bad
     with pytest.raises(ValueError, match=f"kv_append_q: {argument}"):
-        kv_append_q_operator.kv_append_q(*args)
+        kv_append_q_operator.KV_APPEND_Q.overload(*args)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_attention_refuses_by_name(path: str, argument: str, bad: Tensor) -> Non
     }
     given[argument] = bad
     with pytest.raises(ValueError, match=f"attention_q: {argument} "):
-        attention_q_operator.attention_q(**given, scale=1.0, window=0, softcap=0.0, bits=8, group=20)
+        attention_q_operator.ATTENTION_Q.overload(**given, scale=1.0, window=0, softcap=0.0, bits=8, group=20)
 
 
 def test_usual_groups_divide_heads_and_waste_little() -> None:
@@ -242,7 +242,8 @@ def test_token_by_token_is_as_head_by_head(bits: int, heads: int, queries: int, 
     start = [(37 * i) % 201 for i in range(4 * torch.get_num_threads() + 3)]
     new = max(start) + queries
     k_cache, v_cache, k, v, _, bits, group = make([0] * len(start), new, bits, 32, 32)
-    kv_append_q_operator.kv_append_q(k_cache, v_cache, k, v, torch.zeros(len(start), dtype=torch.int64), bits, group)
+    begin = torch.zeros(len(start), dtype=torch.int64)
+    kv_append_q_operator.KV_APPEND_Q.overload(k_cache, v_cache, k, v, begin, bits, group)
     q = torch.randn(len(start), queries, heads, 32).transpose(1, 2)
     beside = torch.stack((k_cache, v_cache), 1).permute(0, 3, 1, 2, 4).contiguous()  # [B, L, 2, Hkv, R]
     tokens = [beside[:, :, side].transpose(1, 2) for side in (0, 1)]

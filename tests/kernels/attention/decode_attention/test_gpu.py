@@ -104,7 +104,7 @@ def test_nan_and_infinity_do_as_torch(value: float, where: str, scores: SoftmaxR
     else:
         (k if where == "k" else v)[0, 0, 7, 5] = value
     out = torch.full_like(q, 7.0)
-    gpu.decode_attention_contiguous(q, k, v, torch.tensor([39]), Scoring(0.25), out, scores, splits=2)
+    gpu.bind_decode_attention_contiguous(q, k, v, torch.tensor([39]), Scoring(0.25), out, scores, splits=2)()
     wanted = attention.reference(q[:, :, None], k, v, torch.tensor([39]), 0.25, dtype=torch.float32)[:, 0]
     assert torch.equal(out.isnan(), wanted.isnan()) and torch.equal(out.isposinf(), wanted.isposinf())
     assert torch.equal(out.isneginf(), wanted.isneginf())
@@ -126,7 +126,7 @@ def test_contiguous_caches_of_any_strides(dtype: torch.dtype) -> None:
     start = torch.tensor([49, 0])
     for window in (0, 13):
         out = torch.full_like(q, math.nan)
-        gpu.decode_attention_contiguous(q, k, v, start, Scoring(0.3, window), out)
+        gpu.bind_decode_attention_contiguous(q, k, v, start, Scoring(0.3, window), out)()
         wanted = attention.reference(q[:, :, None], k, v, start, 0.3, window)[:, 0]
         assert relative_error(out, wanted) <= LIMIT[dtype]
 
@@ -138,7 +138,8 @@ def test_bad_arguments_are_named_before_a_launch(monkeypatch: pytest.MonkeyPatch
 
     def call(q: torch.Tensor = good, out: torch.Tensor | None = None, **changed: torch.Tensor) -> None:
         values = {"k": cache.k, "v": cache.v, "start": cache.start} | changed
-        gpu.decode_attention_contiguous(q, *values.values(), Scoring(1.0), torch.empty_like(q) if out is None else out)
+        out = torch.empty_like(q) if out is None else out
+        gpu.bind_decode_attention_contiguous(q, *values.values(), Scoring(1.0), out)()
 
     for name, wrong in (
         ("k", lambda: call(good.bfloat16())),

@@ -43,7 +43,7 @@ def test_matches_the_definition(
             cache[b, :, begin + queries :] = math.nan
             cache[b, :, : max(0, attention.first_seen(begin, window))] = math.nan
     out = torch.full((2, queries, heads, dim), math.nan, dtype=dtype)
-    gpu.prefill_attention(q, k, v, start, Scoring(dim**-0.5, window, softcap), out)
+    gpu.bind_prefill_attention(q, k, v, start, Scoring(dim**-0.5, window, softcap), out)()
     wanted = attention.reference(q, k.nan_to_num(), v.nan_to_num(), start, dim**-0.5, window, softcap)
     assert relative_error(out, wanted) <= LIMIT[dtype]
 
@@ -51,7 +51,7 @@ def test_matches_the_definition(
 def test_scores_that_overflow_exp() -> None:
     q, k, v = made(torch.float16, 1, 2, 1, 20, 20, 32)
     out = torch.full((1, 20, 2, 32), math.nan, dtype=torch.float16)
-    gpu.prefill_attention(q * 30, k * 30, v, torch.tensor([0]), Scoring(1.0), out)
+    gpu.bind_prefill_attention(q * 30, k * 30, v, torch.tensor([0]), Scoring(1.0), out)()
     assert relative_error(out, attention.reference(q * 30, k * 30, v, torch.tensor([0]), 1.0)) <= 1e-3
 
 
@@ -61,7 +61,7 @@ def test_nan_and_infinity_do_as_torch(value: float, where: str) -> None:
     q, k, v = (t.abs() + 0.1 for t in made(torch.bfloat16, 1, 1, 1, 20, 20, 16))
     {"q": q, "k": k, "v": v}[where][0, 0, 7, 5] = value
     out = torch.full((1, 20, 1, 16), 7.0, dtype=torch.bfloat16)
-    gpu.prefill_attention(q, k, v, torch.tensor([0]), Scoring(0.25), out)
+    gpu.bind_prefill_attention(q, k, v, torch.tensor([0]), Scoring(0.25), out)()
     wanted = attention.reference(q, k, v, torch.tensor([0]), 0.25, dtype=torch.float32)
     # What a query does not see is multiplied by 0 or not at all, as the tiles fall: torch's kernels differ there too.
     seen = slice(7, None) if where == "v" else slice(None)
@@ -85,4 +85,4 @@ def test_bad_arguments_are_named_before_a_launch(monkeypatch: pytest.MonkeyPatch
     }
     for name, arguments in cases.items():
         with pytest.raises(ValueError, match=f"^prefill_attention: {name} "):
-            gpu.prefill_attention(*arguments)
+            gpu.bind_prefill_attention(*arguments)()

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from forebay.kernels import operators
 from forebay.kernels.cache.kv_append.cpu import bind_kv_append
-from forebay.kernels.cache.kv_append.operator import kv_append
+from forebay.kernels.cache.kv_append.operator import KV_APPEND
 from forebay.kernels.cache.kv_append.reference import reference
+
+kv_append = KV_APPEND.overload
 
 
 def make(start: list[int], new: int, length: int = 11, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:

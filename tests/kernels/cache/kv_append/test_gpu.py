@@ -9,7 +9,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
-from forebay.kernels.cache.kv_append.gpu import kv_append
+from forebay.kernels.cache.kv_append.gpu import bind_kv_append
 from forebay.kernels.cache.kv_append.reference import reference
 
 
@@ -21,14 +21,14 @@ def test_equals_reference(queries: int, dtype: torch.dtype) -> None:
     k, v = torch.randn(2, queries, 3, 16).to(dtype).transpose(1, 2), torch.randn(2, 3, queries, 24).to(dtype)
     start = torch.tensor([0, 9 - queries])
     want = reference(k_cache, v_cache, k, v, start)
-    kv_append(k_cache, v_cache, k, v, start)
+    bind_kv_append(k_cache, v_cache, k, v, start)()
     assert torch.equal(k_cache, want[0]) and torch.equal(v_cache, want[1])
 
 
 def test_positions_outside_are_left_out() -> None:
     k_cache, v_cache = torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8)
     new = torch.ones(2, 1, 3, 8)
-    kv_append(k_cache, v_cache, new, new, torch.tensor([2, -2]))
+    bind_kv_append(k_cache, v_cache, new, new, torch.tensor([2, -2]))()
     kept = torch.tensor([[0.0, 0, 1, 1], [1, 0, 0, 0]])
     assert torch.equal(k_cache[:, 0, :, 0], kept) and torch.equal(v_cache, k_cache)
 
@@ -45,5 +45,5 @@ def test_bad_arguments_are_named() -> None:
     }
     for message, arguments in bad.items():
         with pytest.raises(ValueError, match=f"kv_append: {message}"):
-            kv_append(*arguments)
+            bind_kv_append(*arguments)()
     assert not cache.any()

@@ -53,7 +53,7 @@ def test_rows_are_those_of_the_reference(dim: int, bits: int, group: int, dtype:
     args = made(dim, bits, group, dtype)
     args[2][0, 0, 0] = 0.75  # a constant group where it is not rotated
     wanted = op.reference(*args)
-    gpu.kv_append_q(*args)
+    gpu.bind_kv_append_q(*args)()
     for cache, want, x in zip(args[:2], wanted, args[2:4], strict=True):
         if bits == 8:
             assert torch.equal(cache, want)
@@ -71,7 +71,7 @@ def test_rows_are_those_of_the_reference(dim: int, bits: int, group: int, dtype:
 def test_ranges_are_fitted() -> None:
     """The error is what the reference's fit leaves, below that of plain ranges."""
     args = made(64, 4, 32, torch.float32, (0,), 7)
-    gpu.kv_append_q(*args)
+    gpu.bind_kv_append_q(*args)()
     for cache, x in zip(args[:2], args[2:4], strict=True):
         rows = op._hadamard(x.reshape(-1, 64)) * op._factors(64)[0]
         plain = packing.pack_rows(*quantize_reference(rows, 4, 32, 1, torch.float16), align=4)
@@ -81,7 +81,7 @@ def test_ranges_are_fitted() -> None:
 
 def test_positions_outside_are_left_out() -> None:
     args = made(64, 8, 64, torch.float16, (6, -1))
-    gpu.kv_append_q(*args)
+    gpu.bind_kv_append_q(*args)()
     rows = op.pack(args[2], 8, 64)
     assert torch.equal(args[0][0, :, 6], rows[0, :, 0]) and torch.equal(args[0][1, :, 0], rows[1, :, 1])
     assert (args[0][0, :, :6] == 0xFF).all() and (args[0][1, :, 1:] == 0xFF).all()
@@ -93,7 +93,7 @@ def test_what_cannot_be_held_reads_back_as_nan(bits: int) -> None:
     args = made(64, bits, 32, torch.float32, (0,), 4)
     k = args[2]
     k[0, 0, 0, 1], k[0, 0, 1, 2], k[0, 1, 2, 45], k[0, 1, 3, 0] = math.nan, math.inf, -math.inf, 1e30
-    gpu.kv_append_q(*args)
+    gpu.bind_kv_append_q(*args)()
     lost = values(args[0], args).isnan().view(3, 4, 2, 32)
     assert torch.equal(lost.all(-1), lost.any(-1))
     assert lost.all(-1).nonzero().tolist() == [[0, 0, 0], [0, 1, 0], [1, 2, 1], [1, 3, 0]]

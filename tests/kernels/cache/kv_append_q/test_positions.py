@@ -50,17 +50,17 @@ def test_on_the_cpu(path: str, bits: int) -> None:
 def test_on_a_gpu(bits: int) -> None:
     """Interpreted; a position outside the cache is left out."""
     pytest.importorskip("triton")
-    from forebay.kernels.cache.kv_append_q.gpu import kv_append_q
+    from forebay.kernels.cache.kv_append_q.gpu import bind_kv_append_q
 
     arguments, before = made(bits), made(bits)
     singles = [cache.clone() for cache in before[:2]]
     for s in range(3):
-        kv_append_q(*singles, *(x[:, :, s : s + 1] for x in before[2:4]), PLACES[:, s].contiguous(), *before[5:])
-    kv_append_q(*arguments)
+        bind_kv_append_q(*singles, *(x[:, :, s : s + 1] for x in before[2:4]), PLACES[:, s].contiguous(), *before[5:])()
+    bind_kv_append_q(*arguments)()
     assert all(map(torch.equal, arguments[:2], singles))
     outside = made(bits)
     outside[4] = torch.tensor([[7, -1, 3], [1, 6, 2]])
-    kv_append_q(*outside)
+    bind_kv_append_q(*outside)()
     assert torch.equal(outside[0][0, :, 3], singles[0][0, :, 3]) and (outside[0][0, :, [0, 1, 5, 6]] == 0xFF).all()
 
 

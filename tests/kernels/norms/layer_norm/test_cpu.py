@@ -10,9 +10,10 @@ from torch.nn.functional import layer_norm as torch_layer_norm
 
 from forebay.kernels.build import compile
 from forebay.kernels.norms.layer_norm.cpu import bind_layer_norm
-from forebay.kernels.norms.layer_norm.operator import layer_norm
+from forebay.kernels.norms.layer_norm.operator import LAYER_NORM
 from forebay.kernels.norms.layer_norm.reference import reference
 
+layer_norm = LAYER_NORM.overload
 DTYPES = tuple(LIMITS)
 needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 

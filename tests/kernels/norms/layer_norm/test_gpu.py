@@ -10,7 +10,7 @@ import pytest
 import torch
 from closeness import LIMITS, assert_near, poisoned
 
-from forebay.kernels.norms.layer_norm.gpu import layer_norm
+from forebay.kernels.norms.layer_norm.gpu import bind_layer_norm
 from forebay.kernels.norms.layer_norm.operator import LAYER_NORM
 from forebay.kernels.norms.layer_norm.reference import reference
 from forebay.kernels.operator import Tensors
@@ -23,7 +23,7 @@ def test_near_reference(shape: tuple[int, ...], affine: bool, dtype: torch.dtype
     torch.manual_seed(0)
     x, out = (torch.randn(shape) + 3).to(dtype), poisoned(*shape, dtype=dtype)
     weight, bias = torch.randn(2, shape[-1]).to(dtype).unbind() if affine else (None, None)
-    layer_norm(x, weight, bias, 1e-5, out)
+    bind_layer_norm(x, weight, bias, 1e-5, out)()
     assert_near(out, reference(x, weight, bias, 1e-5))
 
 
@@ -31,7 +31,7 @@ def test_special_values_as_torch() -> None:
     x = torch.randn(4, 9)
     x[0, 3], x[1, 2], x[2] = torch.nan, torch.inf, 5
     out = poisoned(4, 9, dtype=torch.float32)
-    layer_norm(x, None, None, 1e-5, out)
+    bind_layer_norm(x, None, None, 1e-5, out)()
     torch.testing.assert_close(out, torch.nn.functional.layer_norm(x, (9,)), equal_nan=True)
 
 
@@ -45,7 +45,7 @@ def test_bad_arguments_are_named() -> None:
     }
     for message, arguments in bad.items():
         with pytest.raises(ValueError, match=message):
-            layer_norm(*arguments)
+            bind_layer_norm(*arguments)()
     assert out.isnan().all()
 
 

@@ -8,8 +8,10 @@ from closeness import LIMITS, assert_near
 from torch.library import opcheck
 
 from forebay.kernels import operators
-from forebay.kernels.norms.layer_norm.operator import layer_norm
+from forebay.kernels.norms.layer_norm.operator import LAYER_NORM
 from forebay.kernels.norms.layer_norm.reference import reference
+
+layer_norm = LAYER_NORM.overload
 
 
 @pytest.mark.parametrize("dtype", tuple(LIMITS))

@@ -10,9 +10,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from forebay.kernels.build import compile
 from forebay.kernels.norms.rms_norm import reference as module
 from forebay.kernels.norms.rms_norm.cpu import bind_rms_norm
-from forebay.kernels.norms.rms_norm.operator import rms_norm
+from forebay.kernels.norms.rms_norm.operator import RMS_NORM
 from forebay.kernels.norms.rms_norm.reference import reference
 
+rms_norm = RMS_NORM.overload
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Sums are taken in another order than torch's: y may round to its neighbour, and weight * y once more.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from closeness import LIMITS, assert_near, poisoned
 
-from forebay.kernels.norms.rms_norm.gpu import MAX_COLUMNS, rms_norm
+from forebay.kernels.norms.rms_norm.gpu import MAX_COLUMNS, bind_rms_norm
 from forebay.kernels.norms.rms_norm.reference import reference
 
 DTYPES = tuple(LIMITS)
@@ -21,7 +21,7 @@ DTYPES = tuple(LIMITS)
 def test_near_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight, out = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype), poisoned(*shape, dtype=dtype)
-    rms_norm(x, weight, 1e-5, out)
+    bind_rms_norm(x, weight, 1e-5, out)()
     assert_near(out, reference(x.double(), weight.double(), 1e-5))
 
 
@@ -31,7 +31,7 @@ def test_heads_of_a_transposed_slice_and_in_place() -> None:
     heads = wide[..., : 4 * 16].view(2, 3, 4, 16).transpose(1, 2)
     weight, rest = torch.randn(16).half(), wide[..., 64:].clone()
     want = reference(heads.double(), weight.double(), 1e-6)
-    rms_norm(heads, weight, 1e-6, heads)
+    bind_rms_norm(heads, weight, 1e-6, heads)()
     assert_near(heads, want)
     assert torch.equal(wide[..., 64:], rest)
 
@@ -40,7 +40,7 @@ def test_special_values_as_torch() -> None:
     x = torch.ones(4, 9)
     x[0, 3], x[1, 2], x[2] = torch.nan, torch.inf, 0
     weight, out = torch.ones(9), poisoned(4, 9, dtype=torch.float32)
-    rms_norm(x, weight, 0.0, out)
+    bind_rms_norm(x, weight, 0.0, out)()
     torch.testing.assert_close(out, reference(x, weight, 0.0), equal_nan=True)
 
 
@@ -57,5 +57,5 @@ def test_bad_arguments_are_named() -> None:
     }
     for message, arguments in bad.items():
         with pytest.raises(ValueError, match=f"rms_norm: .*{message}"):
-            rms_norm(*arguments)
+            bind_rms_norm(*arguments)()
     assert out.isnan().all()

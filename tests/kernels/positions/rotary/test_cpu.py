@@ -9,7 +9,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from forebay.kernels.build import compile
 from forebay.kernels.positions.rotary.cpu import bind_rotary
-from forebay.kernels.positions.rotary.operator import rotary
+from forebay.kernels.positions.rotary.operator import ROTARY
+
+rotary = ROTARY.overload
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from closeness import LIMITS, assert_near, poisoned
 
-from forebay.kernels.positions.rotary.gpu import rotary
+from forebay.kernels.positions.rotary.gpu import bind_rotary
 from forebay.kernels.positions.rotary.reference import reference
 
 
@@ -23,21 +23,21 @@ def test_near_reference(shape: tuple[int, int, int, int], dtype: torch.dtype) ->
     out = poisoned(batch, queries, heads, dim, dtype=dtype).transpose(1, 2)
     for rows in {1, batch}:
         cos, sin = torch.randn(2, rows, queries, dim).to(dtype).unbind()
-        rotary(x, cos, sin, out)
+        bind_rotary(x, cos, sin, out)()
         assert_near(out, reference(x.double(), cos.double(), sin.double()))
 
 
 def test_in_place() -> None:
     x, cos, sin = torch.randn(2, 3, 4, 16), torch.randn(1, 4, 16), torch.randn(1, 4, 16)
     want = reference(x, cos, sin)
-    rotary(x, cos, sin, x)
+    bind_rotary(x, cos, sin, x)()
     torch.testing.assert_close(x, want)
 
 
 def test_special_values_as_torch() -> None:
     x, cos, sin = torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8), torch.randn(1, 3, 8)
     x[0, 0, 0, 1], x[0, 1, 2, 7], out = torch.nan, torch.inf, poisoned(1, 2, 3, 8, dtype=torch.float32)
-    rotary(x, cos, sin, out)
+    bind_rotary(x, cos, sin, out)()
     torch.testing.assert_close(out, reference(x, cos, sin), equal_nan=True)
 
 
@@ -53,5 +53,5 @@ def test_bad_arguments_are_named() -> None:
     }
     for message, arguments in bad.items():
         with pytest.raises(ValueError, match=f"rotary: .*{message}"):
-            rotary(*arguments)
+            bind_rotary(*arguments)()
     assert out.isnan().all()
