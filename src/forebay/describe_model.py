@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forebay.commands.prompts import JobError, load_tokenizer, stop_ids
-from forebay.commands.terminal import message_of
+from forebay.commands.prompts import load_tokenizer, stop_ids
+from forebay.commands.terminal import JobError, message_of
 from forebay.exported.bundle import is_bundle, read_bundle
 from forebay.open_model import open_graphs
 from forebay.rewriter.capture.experts import TABLE, experts_layout

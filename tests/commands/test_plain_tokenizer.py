@@ -11,7 +11,8 @@ import pytest
 
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.plain_tokenizer import plain_tokenizer
-from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids, takes_chats
+from forebay.commands.prompts import PromptLine, load_tokenizer, prompt_ids, takes_chats
+from forebay.commands.terminal import JobError
 from forebay.huggingface.served import asks_nothing_more
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 

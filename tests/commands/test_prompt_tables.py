@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from forebay.commands.jobs import AnswerFile
-from forebay.commands.prompts import BadLine, JobError, PromptLine, read_requests
+from forebay.commands.prompts import BadLine, PromptLine, read_requests
+from forebay.commands.terminal import JobError
 
 
 def asked(requests: list[PromptLine]) -> list[tuple[Any, ...]]:

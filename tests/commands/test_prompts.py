@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forebay.commands.plain_tokenizer import plain_tokenizer
-from forebay.commands.prompts import JobError, PromptLine, encode, load_tokenizer
+from forebay.commands.prompts import PromptLine, encode, load_tokenizer
+from forebay.commands.terminal import JobError
 
 
 @pytest.fixture

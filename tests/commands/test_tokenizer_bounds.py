@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from forebay.commands.app import app
 from forebay.commands.plain_tokenizer import plain_tokenizer
-from forebay.commands.prompts import BadPrompt, JobError, ids_text, load_tokenizer, text_ids
+from forebay.commands.prompts import BadPrompt, ids_text, load_tokenizer, text_ids
+from forebay.commands.terminal import JobError
 from forebay.commands.tokenizer_bounds import KINDS, MOST_GROWTH, check_steps
 from forebay.rewriter.checkpoints.named_errors import panicking
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from typer.testing import CliRunner, Result
 
 from forebay.commands.evaluate import eval_command, next_word_accuracy, open_scorer, perplexity, read_passages
-from forebay.commands.prompts import JobError
+from forebay.commands.terminal import JobError
 from forebay.rewriter.ir.plan import Budget
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.rewriter.planning.options import Options

@@ -18,7 +18,6 @@ from forebay.commands.jobs import AnswerFile, Ask, Interrupted, run_job
 from forebay.commands.process_memory import MemoryWatch, anonymous_nbytes
 from forebay.commands.prompts import (
     BadLine,
-    JobError,
     Prompt,
     PromptLine,
     encode,
@@ -26,6 +25,7 @@ from forebay.commands.prompts import (
     read_requests,
     stop_ids,
 )
+from forebay.commands.terminal import JobError
 from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling

@@ -22,7 +22,8 @@ import forebay
 from forebay.commands.app import app
 from forebay.commands.chat import conversation
 from forebay.commands.plan_job import common_tokens, with_reuse
-from forebay.commands.prompts import JobError, Prompt, PromptLine
+from forebay.commands.prompts import Prompt, PromptLine
+from forebay.commands.terminal import JobError
 from forebay.prefix_identity import PrefixIdentity
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.machine.profile import Machine, save_machine

@@ -21,7 +21,8 @@ from forebay.commands import render_chats
 from forebay.commands.chat_template import MOST_CHARACTERS
 from forebay.commands.evaluate import _read_texts
 from forebay.commands.plain_tokenizer import plain_tokenizer
-from forebay.commands.prompts import JobError, PromptLine, encode, load_tokenizer
+from forebay.commands.prompts import PromptLine, encode, load_tokenizer
+from forebay.commands.terminal import JobError
 from forebay.huggingface.served import asks_nothing_more
 from forebay.kernels.build.cache_folder import cache_folder
 from forebay.rewriter.checkpoints.conversions import list_conversions

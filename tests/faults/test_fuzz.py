@@ -26,8 +26,8 @@ from budgets import attention_nbytes
 from selection import ALL
 
 from forebay.commands.jobs import AnswerFile
-from forebay.commands.prompts import JobError, read_requests
-from forebay.commands.terminal import message_of
+from forebay.commands.prompts import read_requests
+from forebay.commands.terminal import JobError, message_of
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
 from forebay.prefix_identity import PrefixIdentity

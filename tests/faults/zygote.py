@@ -26,8 +26,8 @@ import typer
 
 from forebay.commands.app import app
 from forebay.commands.jobs import AnswerFile, Ask, run_job
-from forebay.commands.prompts import JobError, Prompt, PromptLine, load_tokenizer
-from forebay.commands.terminal import clean_errors
+from forebay.commands.prompts import Prompt, PromptLine, load_tokenizer
+from forebay.commands.terminal import JobError, clean_errors
 from forebay.kernels.cpu_support import native
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model

@@ -56,8 +56,8 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=F
 def _options(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Version of the package.")] = False,
-    verbose: Annotated[int, typer.Option("-v", "--verbose", count=True, help="Log of planning and loading on stderr; "
-                                         "-vv: of compilation as well. May come after the command.")] = 0,
+    verbose: Annotated[int, typer.Option("-v", "--verbose", count=True,
+        help="Log of planning and loading on stderr; -vv: of compilation as well. May come after the command.")] = 0,
 ) -> None:
     context.with_resource(printable_output())
     if version:

@@ -7,35 +7,28 @@ from typing import Annotated
 
 import typer
 
-from forebay.commands.options import ModelArgument, model_folder, with_options
-from forebay.commands.terminal import clean_errors, say
+from forebay.commands.options import ModelArgument, in_input, in_output, model_folder, panel_option, with_options
+from forebay.commands.terminal import JobError, clean_errors, say
 from forebay.rewriter.planning.options import Options
+
+in_memory = panel_option("Memory")
 
 
 @with_options(only=("adapter", "dequantize"))
 def calibrate_command(
     model: ModelArgument,
-    prompts: Annotated[Path, typer.Option(
-        help='JSONL file of prompts: {"prompt": "…"} or {"messages": […]}.',
-        rich_help_panel="Input")],
-    output: Annotated[Path, typer.Option(help="JSON file for the calibration.", rich_help_panel="Output")],
+    prompts: Annotated[Path, in_input(help='JSONL file of prompts: {"prompt": "…"} or {"messages": […]}.')],
+    output: Annotated[Path, in_output(help="JSON file for the calibration.")],
     options: Options,
-    budget: Annotated[str, typer.Option(
-        "--budget", metavar="TIER=SIZE,…",
-        help="Memory to use, by tier: 2GB, or device=120MiB,host=2GB,disk=/path.",
-        rich_help_panel="Memory")],
-    experts: Annotated[bool, typer.Option(
-        "--experts", help="Routing of experts, and hits of their pools, instead of scores.", rich_help_panel="Output")
-    ] = False,
-    tokens: Annotated[int, typer.Option(min=1,
-        help="Most tokens of each prompt to read.",
-        rich_help_panel="Input")] = 512,
-    chat: Annotated[bool | None, typer.Option("--chat/--no-chat",
+    budget: Annotated[str, in_memory("--budget", metavar="TIER=SIZE,…",
+        help="Memory to use, by tier: 2GB, or device=120MiB,host=2GB,disk=/path.")],
+    experts: Annotated[bool, in_output("--experts",
+        help="Routing of experts, and hits of their pools, instead of scores.")] = False,
+    tokens: Annotated[int, in_input(min=1, help="Most tokens of each prompt to read.")] = 512,
+    chat: Annotated[bool | None, in_input("--chat/--no-chat",
         help="Chat template of the model around each prompt. Default: where the model has one.",
-        show_default=False, rich_help_panel="Input")] = None,
-    dtype: Annotated[str, typer.Option(
-        help="Dtype of the printed ranges: fp16 or bf16.",
-        rich_help_panel="Output")] = "bf16",
+        show_default=False)] = None,
+    dtype: Annotated[str, in_output(help="Dtype of the printed ranges: fp16 or bf16.")] = "bf16",
     debug: Annotated[bool, typer.Option("--debug", help="Full tracebacks of errors.")] = False,
 ) -> None:  # fmt: skip
     """Measure attention scores, or the routing of experts, on real prompts.
@@ -47,7 +40,7 @@ def calibrate_command(
 
         from forebay.calibrate import calibrate
         from forebay.calibrate_experts import calibrate_experts
-        from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, takes_chats
+        from forebay.commands.prompts import encode, load_tokenizer, read_requests, takes_chats
         from forebay.rewriter.checkpoints.config import read_config
 
         chosen = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype)

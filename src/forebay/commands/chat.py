@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import typer
-
 from forebay.commands.machine import machine_profile
 from forebay.commands.options import (
     BudgetOption,
     DebugOption,
     ModelArgument,
+    in_input,
+    in_sampling,
     model_folder,
     named_budget,
     prepare_draft,
@@ -23,7 +23,7 @@ from forebay.commands.options import (
     with_options,
 )
 from forebay.commands.seen_speeds import note_speed
-from forebay.commands.terminal import clean_errors, console, print_answer, say
+from forebay.commands.terminal import JobError, clean_errors, console, print_answer, say
 from forebay.rewriter.planning.options import Options, check_choices
 
 if TYPE_CHECKING:
@@ -47,26 +47,19 @@ def chat(
     model: ModelArgument,
     options: Options,
     budget: BudgetOption = None,
-    system: Annotated[str | None, typer.Option(
-        help="System message before the conversation.",
-        rich_help_panel="Input")] = None,
-    session: Annotated[Path | None, typer.Option(
-        help="File that keeps the conversation, and the KV cache of its prompts, from one run to the next.",
-        rich_help_panel="Input")] = None,
-    temperature: Annotated[float, typer.Option(
-        help="Temperature of sampling; 0 takes the most likely tokens.",
-        rich_help_panel="Sampling")] = 0.7,
-    top_p: Annotated[float, typer.Option(
-        help="Probability mass of the tokens to sample from.",
-        rich_help_panel="Sampling")] = 0.9,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel="Sampling")] = 0,
+    system: Annotated[str | None, in_input(help="System message before the conversation.")] = None,
+    session: Annotated[Path | None, in_input(
+        help="File that keeps the conversation, and the KV cache of its prompts, from one run to the next.")] = None,
+    temperature: Annotated[float, in_sampling(help="Temperature of sampling; 0 takes the most likely tokens.")] = 0.7,
+    top_p: Annotated[float, in_sampling(help="Probability mass of the tokens to sample from.")] = 0.9,
+    seed: Annotated[int, in_sampling(help="Seed of sampling.")] = 0,
     debug: DebugOption = False,
 ) -> None:
     """Chat with MODEL until the end of the input (Ctrl-D). A line /image FILE adds an image to the next message."""
     with clean_errors(debug):
         from forebay.commands.chat_template import ChatTemplate
         from forebay.commands.plain_tokenizer import plain_tokenizer
-        from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids
+        from forebay.commands.prompts import PromptLine, load_tokenizer, prompt_ids
         from forebay.images.parts import with_images
         from forebay.images.processor import image_prompt, load_processor
         from forebay.runtime.run.next_turns import NextTurns
@@ -107,8 +100,6 @@ def chat(
 
 def _image(line: str, session: Path | None) -> list[Any]:
     """The image that a line names; none, and it says why, where that cannot be."""
-    from forebay.commands.prompts import JobError
-
     if session is not None:
         say("a session keeps text alone: leave --session out")
         return []
@@ -121,8 +112,6 @@ def _image(line: str, session: Path | None) -> list[Any]:
 
 def conversation(lm: LanguageModel, session: Path | None, system: str | None) -> list[dict[str, Any]]:
     """The messages of a session's file, if there is one; else of a new conversation."""
-    from forebay.commands.prompts import JobError
-
     begun = [] if system is None else [{"role": "system", "content": system}]
     if session is None or not session.exists():
         return begun
@@ -144,7 +133,7 @@ def answer_one(
     """
     from forebay.commands.chat_template import ChatTemplate
     from forebay.commands.plain_tokenizer import plain_tokenizer
-    from forebay.commands.prompts import JobError, PromptLine, load_tokenizer, prompt_ids, takes_chats
+    from forebay.commands.prompts import PromptLine, load_tokenizer, prompt_ids, takes_chats
     from forebay.exported.bundle import is_bundle
     from forebay.exported.start import stored_plan
 
@@ -220,7 +209,7 @@ def _stream(
     what a processor made of those of the prompt."""
     import torch
 
-    from forebay.commands.prompts import JobError, check_ids, ids_text, stop_ids
+    from forebay.commands.prompts import check_ids, ids_text, stop_ids
 
     check_ids(ids, None, lm.captured.vocab_size)
     limit = lm.captured.max_positions

@@ -8,20 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from forebay.commands.options import (
     BudgetOption,
     DebugOption,
     ModelArgument,
+    in_input,
+    in_output,
     model_folder,
     named_budget,
+    panel_option,
     require_writable,
 )
-from forebay.commands.terminal import clean_errors, progress_bar, say
+from forebay.commands.terminal import JobError, clean_errors, progress_bar, say
 
 if TYPE_CHECKING:
     from forebay.embedding.embedder import Embedder
+
+in_batch = panel_option("Batch")
 
 PART = 1024  # texts between two notes of how far a job is
 SETTINGS_SUFFIX = ".settings"  # out.npy.settings says what the embeddings were made of
@@ -30,14 +33,13 @@ COLUMN = "text"
 
 def embed_command(
     model: ModelArgument,
-    source: Annotated[Path, typer.Option("--input",
-        help="Texts: JSON lines, CSV, TSV, Parquet, or a saved data set.", rich_help_panel="Input")],
-    output: Annotated[Path, typer.Option(help="NumPy file of float32 [texts, width].", rich_help_panel="Output")],
+    source: Annotated[Path, in_input("--input", help="Texts: JSON lines, CSV, TSV, Parquet, or a saved data set.")],
+    output: Annotated[Path, in_output(help="NumPy file of float32 [texts, width].")],
     budget: BudgetOption = None,
-    column: Annotated[str, typer.Option(help="Column of the texts.", rich_help_panel="Input")] = COLUMN,
-    prompt_name: Annotated[str | None, typer.Option(
-        help="Name of the model's prompt in front of each text, such as query.", rich_help_panel="Input")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts at once at most.", rich_help_panel="Batch")] = 32,
+    column: Annotated[str, in_input(help="Column of the texts.")] = COLUMN,
+    prompt_name: Annotated[str | None, in_input(
+        help="Name of the model's prompt in front of each text, such as query.")] = None,
+    batch_size: Annotated[int, in_batch(min=1, help="Texts at once at most.")] = 32,
     debug: DebugOption = False,
 ) -> None:
     """Write the embeddings of the texts of a file. The same command resumes an interrupted job.
@@ -45,7 +47,6 @@ def embed_command(
     Exit code: 0 done, 2 failed, 130 interrupted.
     """
     with clean_errors(debug):
-        from forebay.commands.prompts import JobError
         from forebay.embedding.embedder import Embedder
 
         require_writable(output, "--output")
@@ -63,7 +64,6 @@ def embed_command(
 def _texts(source: Path, column: str) -> list[str]:
     """The texts of a file. JobError where it cannot be read, or a row has none."""
     from forebay.commands.prompt_tables import TableError, open_table
-    from forebay.commands.prompts import JobError
 
     texts = []
     try:
@@ -86,7 +86,6 @@ def _embed(
     """Write the embeddings, from where an earlier job of the same texts ended."""
     import numpy as np
 
-    from forebay.commands.prompts import JobError
     from forebay.rewriter.checkpoints.packed_writer import write_json
     from forebay.rewriter.ir.files import read_input
 

@@ -6,7 +6,7 @@ import wave
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.commands.terminal import print_answer
+from forebay.commands.terminal import JobError, print_answer
 from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.planning.options import Options
 
@@ -44,7 +44,6 @@ def _load_extractor(folder: Path) -> Any:
     """The folder's own feature extractor; JobError where it has none that works."""
     from transformers import AutoFeatureExtractor
 
-    from forebay.commands.prompts import JobError
     from forebay.rewriter.checkpoints.config import LOCAL_ONLY
 
     try:
@@ -67,7 +66,6 @@ def read_wave(path: Path, rate: int) -> Any:
 
     import numpy as np
 
-    from forebay.commands.prompts import JobError
     from forebay.rewriter.ir.files import read_input
 
     convert = f"convert it: ffmpeg -i {path} -ar {rate} -ac 1 -c:a pcm_s16le out.wav"

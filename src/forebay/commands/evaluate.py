@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
-import typer
 
-from forebay.commands.options import BudgetOption, DebugOption, ModelArgument, model_folder, with_options
-from forebay.commands.prompts import JobError, load_tokenizer, text_ids
-from forebay.commands.terminal import clean_errors, console, progress_bar
+from forebay.commands.options import (
+    BudgetOption,
+    DebugOption,
+    ModelArgument,
+    in_input,
+    in_output,
+    model_folder,
+    with_options,
+)
+from forebay.commands.prompts import load_tokenizer, text_ids
+from forebay.commands.terminal import JobError, clean_errors, console, progress_bar
 from forebay.rewriter.ir.files import read_input_text
 from forebay.rewriter.planning.options import Options
 
@@ -209,21 +216,13 @@ def _passage(text: str, tokenizer: Any) -> Passage:
 def eval_command(
     model: ModelArgument,
     options: Options,
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text file for perplexity.", rich_help_panel="Input")] = None,
-    words: Annotated[Path | None, typer.Option(
-        help='JSONL file of {"text": "…"} for last-word accuracy.', rich_help_panel="Input")] = None,
+    text: Annotated[Path | None, in_input(help="UTF-8 text file for perplexity.")] = None,
+    words: Annotated[Path | None, in_input(help='JSONL file of {"text": "…"} for last-word accuracy.')] = None,
     budget: BudgetOption = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens of a window.", rich_help_panel="Input")] = CONTEXT,
-    stride: Annotated[int | None, typer.Option(min=1,
-        help="Tokens from window to window. Default: --context.",
-        rich_help_panel="Input")]
-    = None,
-    tokens: Annotated[int | None, typer.Option(min=2,
-        help="Most tokens of the text to read. Default: all.",
-        rich_help_panel="Input")] = None,
-    as_json: Annotated[bool, typer.Option("--json",
-        help="Result as JSON on stdout.",
-        rich_help_panel="Output")] = False,
+    context: Annotated[int, in_input(min=2, help="Tokens of a window.")] = CONTEXT,
+    stride: Annotated[int | None, in_input(min=1, help="Tokens from window to window. Default: --context.")] = None,
+    tokens: Annotated[int | None, in_input(min=2, help="Most tokens of the text to read. Default: all.")] = None,
+    as_json: Annotated[bool, in_output("--json", help="Result as JSON on stdout.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Measure perplexity or last-word accuracy of MODEL within a budget.

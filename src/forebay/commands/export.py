@@ -19,14 +19,10 @@ def export_command(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write. It appears whole or not at all.")],
     options: Options,
-    format: Annotated[str, typer.Option(
-        help="Format: bundle (a model to every other command), onnx, pt2 (torch.export), or aoti "
-             "(compiled for this processor).")]
-    = "bundle",
-    dialect: Annotated[str, typer.Option(
-        help="ONNX dialect: microsoft (onnxruntime's operators, with onnxruntime-genai's config), "
-             "standard, or static (caches of a fixed length).")]
-    = "microsoft",
+    format: Annotated[str, typer.Option(help="Format: bundle (a model to every other command), onnx, pt2 "
+             "(torch.export), or aoti (compiled for this processor).")] = "bundle",
+    dialect: Annotated[str, typer.Option(help="ONNX dialect: microsoft (onnxruntime's operators, with "
+             "onnxruntime-genai's config), standard, or static (caches of a fixed length).")] = "microsoft",
     budget: BudgetOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replacement of an earlier export.")] = False,
     debug: DebugOption = False,

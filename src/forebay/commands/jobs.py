@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import torch
 
 from forebay.commands.batch_answers import BatchAnswer
-from forebay.commands.prompts import QUESTION, JobError, Prompt, PromptLine
+from forebay.commands.prompts import QUESTION, Prompt, PromptLine
+from forebay.commands.terminal import JobError
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, tokenizer_checksum
 from forebay.rewriter.checkpoints.packed import is_quantized

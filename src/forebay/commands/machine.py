@@ -11,7 +11,7 @@ import typer
 
 from forebay.commands.mesh import all_ranks, say_mesh, with_mesh
 from forebay.commands.options import DebugOption
-from forebay.commands.terminal import clean_errors, console, progress_bar, say
+from forebay.commands.terminal import JobError, clean_errors, console, progress_bar, say
 
 if TYPE_CHECKING:
     from forebay.rewriter.machine.profile import Machine
@@ -26,12 +26,11 @@ def machine_command(
     measure: Annotated[bool, typer.Option("--measure", help="New measurement, about three minutes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Profile as JSON on stdout.")] = False,
     mesh: Annotated[bool, typer.Option("--mesh", help="Measurement of collectives between the processes of torchrun, "
-                                       "about 10 s. The profile keeps it.")] = False,
+             "about 10 s. The profile keeps it.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Measure this machine's memory, disk and processor once, and show the profile."""
     with clean_errors(debug), all_ranks(mesh) as first:
-        from forebay.commands.prompts import JobError
         from forebay.rewriter.ir.byte_sizes import format_nbytes
         from forebay.rewriter.machine.quality import GOOD_R2
         from forebay.runtime.measure.kept import kept_machine, machine_cache_path

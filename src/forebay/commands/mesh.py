@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.commands.ranks import among_ranks
-from forebay.commands.terminal import progress_bar
+from forebay.commands.terminal import JobError, progress_bar
 from forebay.runtime.comm.launched import ranks_launched
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ def all_ranks(mesh: bool) -> Iterator[bool]:
         yield True
         return
     if ranks_launched() < 2:
-        from forebay.commands.prompts import JobError
-
         raise JobError("--mesh measures what processes exchange, and this one is alone; start as many as the mesh will "
                        "have: torchrun --nproc-per-node=2 --no-python forebay machine --mesh")
     with among_ranks(None, None):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forebay.commands.terminal import clean_errors, progress_bar, say
+from forebay.commands.terminal import JobError, clean_errors, progress_bar, say
 from forebay.rewriter.planning.options import OPTIONS, OptionRecord, make_options
 
 if TYPE_CHECKING:
@@ -23,10 +23,17 @@ if TYPE_CHECKING:
 MODEL_HELP = "Folder with a safetensors checkpoint, .gguf file, bundle, name on the Hugging Face Hub, or 'demo'."
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 BudgetOption = Annotated[str | None, typer.Option(
-    "--budget", metavar="TIER=SIZE,…",
-        help="Memory to use, by tier: 2GB, or device=120MiB,host=2GB,disk=/path. Default: half of the free memory.",
-        rich_help_panel="Memory")]
+    "--budget", metavar="TIER=SIZE,…", rich_help_panel="Memory",
+    help="Memory to use, by tier: 2GB, or device=120MiB,host=2GB,disk=/path. Default: half of the free memory.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Full tracebacks of errors.")]
+
+
+def panel_option(title: str) -> Callable[..., Any]:
+    """`typer.Option` for the options that a command's help groups under a title."""
+    return functools.partial(typer.Option, rich_help_panel=title)
+
+
+in_input, in_output, in_sampling = map(panel_option, ("Input", "Output", "Sampling"))
 
 
 def named_budget(budget: str | None, machine: Machine | None = None) -> Budget:
@@ -124,8 +131,6 @@ def _converting() -> Iterator[Callable[[int, int], None]]:
 
 def require_writable(path: Path | None, option: str) -> None:
     """Raise JobError unless the file that an option names can be written; to be told before the work, not behind it."""
-    from forebay.commands.prompts import JobError
-
     if path is None:
         return
     reason = ""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forebay.commands.options import DebugOption, require_writable
-from forebay.commands.terminal import clean_errors
+from forebay.commands.options import DebugOption, in_output, require_writable
+from forebay.commands.terminal import JobError, clean_errors
 
 if TYPE_CHECKING:
     from forebay.rewriter.partition.choose import Choice, PartitionProblem, RunLayouts
@@ -21,11 +21,9 @@ SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # sequences of the fronti
 def partition(
     model: Annotated[str, typer.Argument(metavar="NAME|FILE",
         help="Preset model such as palm-540b, or a config.json.")],
-    mesh: Annotated[list[str], typer.Option(
-        metavar="AxBxC",
+    mesh: Annotated[list[str], typer.Option(metavar="AxBxC",
         help="Chips along each axis, e.g. 4x4x4 or 8. The layout is for the first mesh, the frontier for all.")],
-    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="Chip: a preset or a machine profile.")]
-    = "tpu-v4",
+    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="Chip: a preset or a machine profile.")] = "tpu-v4",
     links: Annotated[str | None, typer.Option(metavar="GB/S,…",
         help="Bandwidth of a chip along each axis. Default: the machine's interconnect.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE",
@@ -38,21 +36,16 @@ def partition(
     parallel: Annotated[bool | None, typer.Option("--parallel/--serial",
         help="Parallel attention and feed-forward. Default: the model's.")] = None,
     pareto: Annotated[Path | None, typer.Option(metavar="OUT.png",
-        help="Picture file of the frontier; a JSON file is written too.")]
-    = None,
+        help="Picture file of the frontier; a JSON file is written too.")] = None,
     plans: Annotated[Path | None, typer.Option(metavar="FOLDER",
-        help="Folder for the plan of each rank. The model must then be a folder with weights.")]
-    = None,
-    as_json: Annotated[bool, typer.Option("--json",
-        help="Result as JSON on stdout.",
-        rich_help_panel="Output")] = False,
+        help="Folder for the plan of each rank. The model must then be a folder with weights.")] = None,
+    as_json: Annotated[bool, in_output("--json", help="Result as JSON on stdout.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Choose layouts of a model over several chips, and predict cost against latency."""
     with clean_errors(debug):
         from forebay.commands.partition_frontier import draw_cost, frontier_of
         from forebay.commands.partition_launch import launched, write_plans
-        from forebay.commands.prompts import JobError
 
         require_writable(pareto, "--pareto")
         try:

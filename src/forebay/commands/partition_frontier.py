@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.commands.curves import draw_curves
-from forebay.commands.prompts import JobError
+from forebay.commands.terminal import JobError
 from forebay.rewriter.partition.choose import PartitionError, PartitionProblem, choose
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forebay.commands.terminal import JobError
+
 if TYPE_CHECKING:
     from forebay.rewriter.partition.choose import PartitionProblem, RunLayouts
 
@@ -35,7 +37,6 @@ def launched(model: str, problem: PartitionProblem, ways: Sequence[RunLayouts]) 
 
 def _refusals(model: str, problem: PartitionProblem, ways: Sequence[RunLayouts]) -> Iterator[str | None]:
     """Why a model cannot be divided in each of `ways`; None where it can."""
-    from forebay.commands.prompts import JobError
     from forebay.read_mesh import read_mesh
     from forebay.rewriter.pipeline.shard_captured import shard_captured
     from forebay.rewriter.predict.model_shapes import capture_config, load_config
@@ -76,7 +77,6 @@ def write_plans(
     layout runs, which says `why`, or the model is no folder."""
     from forebay.commands.options import model_folder
     from forebay.commands.plan_ranks import plans_of_ranks, save_ranks
-    from forebay.commands.prompts import JobError
     from forebay.open_model import open_model
     from forebay.rewriter.ir.plan import Budget, Workload
     from forebay.rewriter.machine.presets import load_machine_or_preset

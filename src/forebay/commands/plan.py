@@ -14,8 +14,10 @@ from forebay.commands.options import (
     MODEL_HELP,
     BudgetOption,
     DebugOption,
+    in_output,
     model_folder,
     named_budget,
+    panel_option,
     prepare_draft,
     require_writable,
     with_options,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from forebay.rewriter.ir.plan import Budget, Plan, Workload
     from forebay.rewriter.machine.profile import Machine
 
-
+in_model_and_machine, in_search = map(panel_option, ("Model and machine", "Search (with --config)"))
 PROMPT = 64  # tokens, where none are named
 EXPLORED = ("batch", "prompt", "new_tokens", "typical", "machine")  # what a search by closed forms alone goes by
 
@@ -40,63 +42,32 @@ EXPLORED = ("batch", "prompt", "new_tokens", "typical", "machine")  # what a sea
 def plan(
     options: Options,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    config: Annotated[str | None, typer.Option(
-        metavar="FILE|NAME",
-        help="A config.json or a preset model such as opt-30b, instead of MODEL. Needs no weights; "
-             "--budget takes sizes of all tiers.",
-        rich_help_panel="Model and machine")] = None,
-    weights: Annotated[str, typer.Option(
-        metavar="FORMAT",
-        help="With --config: weights in rows of w4g64, w8g32 and so on, as forebay quantize writes them. Default: the "
-             "config's own dtype.", show_default=False,
-        rich_help_panel="Model and machine")] = "",
+    config: Annotated[str | None, in_model_and_machine(metavar="FILE|NAME",
+        help="A config.json or a preset model such as opt-30b, instead of MODEL. Needs no weights; --budget takes "
+             "sizes of all tiers.")] = None,
+    weights: Annotated[str, in_model_and_machine(metavar="FORMAT", help="With --config: weights in rows of w4g64, "
+             "w8g32 and so on, as forebay quantize writes them. Default: the config's own dtype.",
+        show_default=False)] = "",
     budget: BudgetOption = None,
-    rank: Annotated[int | None, typer.Option(min=0,
-        help="Rank whose plan is shown, with --mesh. Default: 0. --save-plan writes all ranks' plans into a "
-             "folder.",
-        rich_help_panel="Output")] = None,
-    objective: Annotated[str, typer.Option(
-        help="With --config: throughput, latency, or budget, the least device memory for "
-             "--tokens-per-s.",
-        rich_help_panel="Search (with --config)")]
-    = "throughput",
-    latency: Annotated[float | None, typer.Option(
-        metavar="SECONDS",
-        help="With --config: most seconds for a whole batch.",
-        rich_help_panel="Search (with --config)")] = None,
-    tokens_per_s: Annotated[float | None, typer.Option(
-        help="With --objective budget: throughput to reach.",
-        rich_help_panel="Search (with --config)")]
-    = None,
-    explore: Annotated[bool, typer.Option(
-        "--explore",
-        help="With --config: search of policies by closed forms alone. It is wider than plans that "
-             "run: any share of every tensor on every tier.",
-        rich_help_panel="Search (with --config)")] = False,
-    quantize: Annotated[bool, typer.Option("--quantize",
-        help="With --explore: 4-bit weights and cache as well.",
-        rich_help_panel="Search (with --config)")]
-    = False,
-    recompute: Annotated[bool, typer.Option(
-        help="With --explore: activation checkpoints, from which keys and values are recomputed.",
-        rich_help_panel="Search (with --config)")] = True,
-    diagonal: Annotated[bool, typer.Option("--diagonal",
-        help="With --explore: the diagonal schedule as well.",
-        rich_help_panel="Search (with --config)")]
-    = False,
-    pareto: Annotated[Path | None, typer.Option(
-        metavar="OUT.png",
-        help="Table and picture (.png, .svg) of latency against throughput, from one sequence to many. "
-             "A JSON file is written too.",
-        rich_help_panel="Output")]
-    = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Plan as JSON on stdout.", rich_help_panel="Output")] = False,
-    save_plan: Annotated[Path | None, typer.Option(
-        help="File for the plan; of ranks a folder.", rich_help_panel="Output")] = None,
-    picture: Annotated[Path | None, typer.Option(
-        metavar="OUT.png",
-        help="Picture of a decode step: streams and memory over time, and a roofline.",
-        rich_help_panel="Output")] = None,
+    rank: Annotated[int | None, in_output(min=0, help="Rank whose plan is shown, with --mesh. Default: 0. --save-plan "
+             "writes all ranks' plans into a folder.")] = None,
+    objective: Annotated[str, in_search(help="With --config: throughput, latency, or budget, the least device memory "
+             "for --tokens-per-s.")] = "throughput",
+    latency: Annotated[float | None, in_search(metavar="SECONDS",
+        help="With --config: most seconds for a whole batch.")] = None,
+    tokens_per_s: Annotated[float | None, in_search(help="With --objective budget: throughput to reach.")] = None,
+    explore: Annotated[bool, in_search("--explore", help="With --config: search of policies by closed forms alone. It "
+             "is wider than plans that run: any share of every tensor on every tier.")] = False,
+    quantize: Annotated[bool, in_search("--quantize", help="With --explore: 4-bit weights and cache as well.")] = False,
+    recompute: Annotated[bool, in_search(
+        help="With --explore: activation checkpoints, from which keys and values are recomputed.")] = True,
+    diagonal: Annotated[bool, in_search("--diagonal", help="With --explore: the diagonal schedule as well.")] = False,
+    pareto: Annotated[Path | None, in_output(metavar="OUT.png", help="Table and picture (.png, .svg) of latency "
+             "against throughput, from one sequence to many. A JSON file is written too.")] = None,
+    as_json: Annotated[bool, in_output("--json", help="Plan as JSON on stdout.")] = False,
+    save_plan: Annotated[Path | None, in_output(help="File for the plan; of ranks a folder.")] = None,
+    picture: Annotated[Path | None, in_output(metavar="OUT.png",
+        help="Picture of a decode step: streams and memory over time, and a roofline.")] = None,
     debug: DebugOption = False,
 ) -> None:
     """Show memory, speed and bottleneck of a run before it starts. Reads no weight.

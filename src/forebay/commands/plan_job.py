@@ -9,8 +9,8 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
-from forebay.commands.prompts import BadLine, JobError, Prompt, PromptLine
-from forebay.commands.terminal import console, say
+from forebay.commands.prompts import BadLine, Prompt, PromptLine
+from forebay.commands.terminal import JobError, console, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,20 +11,15 @@ from typing import Any
 from forebay.commands.batch_requests import BatchRequest, read_batch_request
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.prompt_tables import TableError, carried, open_table
+from forebay.commands.terminal import JobError
 from forebay.commands.tokenizer_bounds import UnboundedTokenizer, check_folder, check_loaded
 from forebay.images.parts import has_images, take_sources
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos, require_regular_files
 from forebay.rewriter.checkpoints.identity import TOKENIZER_FILES
 from forebay.rewriter.checkpoints.named_errors import panicking
 from forebay.rewriter.checkpoints.records import CheckpointError
-from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.one_thread import one_thread
 from forebay.runtime.run.sampling import Sampling
-
-
-class JobError(PrintableError, ValueError):
-    """A job that cannot start or go on; the message says what to do. Answers already written stay."""
-
 
 QUESTION = ("prompt", "messages", "max_new_tokens", "adapter")  # of a line: what its answer depends on, and repeats
 ANSWER = ("id", *QUESTION, "text", "tokens", "prompt_tokens", "finish")  # what an answer has of its own

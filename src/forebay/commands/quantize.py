@@ -19,29 +19,22 @@ if TYPE_CHECKING:
 def quantize_command(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write. An unfinished one is finished.")],
-    weights: Annotated[str | None, typer.Option(
-        help="Format of the linear layers: w4g32, w4g64, w4g128, w8, w8g32, fp8, mxfp4, nf4, native, or "
-             "keep (a GGUF file's own). An s at the end, as in w4g32s, is symmetric.")] = None,
-    bits: Annotated[float | None, typer.Option(
-        help="Bits for each value, in place of --weights: each matrix gets the format with which the model loses "
-             "least on --text, e.g. 4.5. Scales and padding count.")] = None,
-    text: Annotated[Path | None, typer.Option(
-        metavar="FILE", exists=True, dir_okay=False,
+    weights: Annotated[str | None, typer.Option(help="Format of the linear layers: w4g32, w4g64, w4g128, w8, w8g32, "
+             "fp8, mxfp4, nf4, native, or keep (a GGUF file's own). An s at the end, as in w4g32s, "
+             "is symmetric.")] = None,
+    bits: Annotated[float | None, typer.Option(help="Bits for each value, in place of --weights: each matrix gets the "
+             "format with which the model loses least on --text, e.g. 4.5. Scales and padding count.")] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False,
         help="Text file on which --bits measures the loss: its first 1024 tokens.")] = None,
-    override: Annotated[list[str] | None, typer.Option(
-        metavar="PATTERN=FORMAT",
-        help="Format of weights whose names match, e.g. '*.down_proj.*=w8'. May be repeated; the last "
-             "match counts.")] = None,
-    rounding: Annotated[str, typer.Option(
-        help="Rounding: minmax, mse (ranges with the least squared error), or symmetric (as other "
-             "runtimes compute fastest).")]
-    = "minmax",
+    override: Annotated[list[str] | None, typer.Option(metavar="PATTERN=FORMAT",
+        help="Format of weights whose names match, e.g. '*.down_proj.*=w8'. May be repeated; the last match "
+             "counts.")] = None,
+    rounding: Annotated[str, typer.Option(help="Rounding: minmax, mse (ranges with the least squared error), or "
+             "symmetric (as other runtimes compute fastest).")] = "minmax",
     head: Annotated[bool, typer.Option("--head", help="Quantize the output head as well.")] = False,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize the token embedding as well.")] = False,
-    dtype: Annotated[str | None, typer.Option(
-        metavar="DTYPE",
-        help="Dtype of computing and cache: bfloat16, float16 or float32. Default: the stored one; of "
-             "a quantized GGUF file float32 on a CPU.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Dtype of computing and cache: bfloat16, float16 "
+             "or float32. Default: the stored one; of a quantized GGUF file float32 on a CPU.")] = None,
     shard_size: Annotated[str, typer.Option(
         help="Size of a file of weights, e.g. 1GiB. Smaller files lose less to an interruption.")] = "1GiB",
     debug: Annotated[bool, typer.Option("--debug", help="Full tracebacks of errors.")] = False,

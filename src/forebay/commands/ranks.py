@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from forebay.commands.terminal import FAILED, say
+from forebay.commands.terminal import FAILED, JobError, say
 from forebay.rewriter.planning.options import MeshShape
 from forebay.runtime.comm.launched import ranks_launched
 
@@ -63,7 +63,6 @@ def of_this_rank(mesh: str | None, path: Path | None, option: str) -> Path | Non
     import torch.distributed as dist
 
     from forebay.commands.plan_ranks import make_folder, rank_path
-    from forebay.commands.prompts import JobError
 
     if path.is_file():
         raise JobError(f"{option} {path} is a file; each rank has a plan of its own: name the folder of all")

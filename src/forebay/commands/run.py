@@ -19,15 +19,19 @@ from forebay.commands.options import (
     BudgetOption,
     DebugOption,
     ModelArgument,
+    in_input,
+    in_output,
+    in_sampling,
     model_folder,
     named_budget,
+    panel_option,
     prepare_draft,
     require_writable,
     with_options,
 )
 from forebay.commands.ranks import among_ranks, as_first_rank, of_this_rank
 from forebay.commands.seen_speeds import note_speed
-from forebay.commands.terminal import clean_errors, console, say, stopping
+from forebay.commands.terminal import JobError, clean_errors, console, say, stopping
 from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from forebay.commands.prompts import Prompt
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Plan
+
+in_memory = panel_option("Memory")
 
 SOME_UNANSWERED = 3  # exit code
 NEW_TOKENS = 512  # of an answer to a prompt of a file, where nobody says
@@ -50,64 +56,40 @@ def run(
     options: Options,
     prompt: Annotated[str | None, typer.Argument(metavar='["PROMPT"]', help="One prompt, answered on the terminal.")]
     = None,
-    prompts: Annotated[Path | None, typer.Option(
-        help='Prompts: JSON lines, CSV, TSV, Parquet, or a saved data set. A row has "prompt" or "messages", and '
-             'may have "id" and "max_new_tokens"; or it is of OpenAI\'s batch form.',
-        rich_help_panel="Input")] = None,
-    image: Annotated[list[str] | None, typer.Option(
-        help="Image file in front of the prompt; repeat for several.",
-        rich_help_panel="Input")] = None,
-    column: Annotated[str | None, typer.Option(
-        help='Column of the prompts. Default: "prompt" or "messages".', show_default=False,
-        rich_help_panel="Input")] = None,
-    system: Annotated[str | None, typer.Option(
-        help="System message before each prompt of a file.", rich_help_panel="Input")] = None,
-    output: Annotated[Path | None, typer.Option(
-        help="JSONL file of answers. Prompts that it already answers are skipped.", rich_help_panel="Output")] = None,
+    prompts: Annotated[Path | None, in_input(help="Prompts: JSON lines, CSV, TSV, Parquet, or a saved data set. A row "
+             "has \"prompt\" or \"messages\", and may have \"id\" and \"max_new_tokens\"; or it is of OpenAI's batch "
+             "form.")] = None,
+    image: Annotated[list[str] | None, in_input(help="Image file in front of the prompt; repeat for several.")] = None,
+    column: Annotated[str | None, in_input(help='Column of the prompts. Default: "prompt" or "messages".',
+        show_default=False)] = None,
+    system: Annotated[str | None, in_input(help="System message before each prompt of a file.")] = None,
+    output: Annotated[Path | None, in_output(
+        help="JSONL file of answers. Prompts that it already answers are skipped.")] = None,
     budget: BudgetOption = None,
-    plan: Annotated[Path | None, typer.Option(
-        help="Saved plan to replay; on several ranks a folder of plans.",
-        rich_help_panel="Memory")]
-    = None,
-    save_plan: Annotated[Path | None, typer.Option(
-        help="File for the plan; on several ranks a folder.",
-        rich_help_panel="Output")] = None,
-    trace: Annotated[Path | None, typer.Option(
-        help="File for a trace of planned and actual steps, for ui.perfetto.dev.",
-        rich_help_panel="Output")] = None,
-    picture: Annotated[Path | None, typer.Option(
-        metavar="OUT.png", help="Picture of the memory over time, planned and measured.",
-        rich_help_panel="Output")] = None,
-    chat: Annotated[bool | None, typer.Option("--chat/--no-chat",
+    plan: Annotated[Path | None, in_memory(help="Saved plan to replay; on several ranks a folder of plans.")] = None,
+    save_plan: Annotated[Path | None, in_output(help="File for the plan; on several ranks a folder.")] = None,
+    trace: Annotated[Path | None, in_output(
+        help="File for a trace of planned and actual steps, for ui.perfetto.dev.")] = None,
+    picture: Annotated[Path | None, in_output(
+        metavar="OUT.png", help="Picture of the memory over time, planned and measured.")] = None,
+    chat: Annotated[bool | None, in_input("--chat/--no-chat",
         help="Chat template of the model around each prompt. Default: where the model has one.",
-        show_default=False, rich_help_panel="Input")] = None,
-    sample: Annotated[bool, typer.Option("--sample",
-        help="Sampled tokens instead of the most likely ones.",
-        rich_help_panel="Sampling")] = False,
-    temperature: Annotated[float | None, typer.Option(
-        help="Temperature of sampling. Implies --sample.",
-        rich_help_panel="Sampling")] = None,
-    top_k: Annotated[int | None, typer.Option(
-        help="Number of most likely tokens to sample from; 0: all. Implies --sample.",
-        rich_help_panel="Sampling")] = None,
-    top_p: Annotated[float | None, typer.Option(
-        help="Probability mass of the tokens to sample from. Implies --sample.",
-        rich_help_panel="Sampling")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel="Sampling")] = 0,
-    unordered: Annotated[bool, typer.Option("--unordered",
-        help="Answers in the order in which they end, not sorted as the prompts are once all are there.",
-        rich_help_panel="Output")] = False,
-    json_schema: Annotated[Path | None, typer.Option(
-        help="File with a JSON schema that answers hold to.", rich_help_panel="Output")] = None,
-    force: Annotated[bool, typer.Option("--force",
-        help="Resume even if the existing answers have other settings.",
-        rich_help_panel="Output")] = False,
-    verify: Annotated[bool, typer.Option("--verify",
-        help="Comparison of every weight of a quantized model with its checksum, before the run.",
-        rich_help_panel="Input")] = False,
-    as_json: Annotated[bool, typer.Option("--json",
-        help="Measurements as JSON on stdout.",
-        rich_help_panel="Output")] = False,
+        show_default=False)] = None,
+    sample: Annotated[bool, in_sampling("--sample", help="Sampled tokens instead of the most likely ones.")] = False,
+    temperature: Annotated[float | None, in_sampling(help="Temperature of sampling. Implies --sample.")] = None,
+    top_k: Annotated[int | None, in_sampling(
+        help="Number of most likely tokens to sample from; 0: all. Implies --sample.")] = None,
+    top_p: Annotated[float | None, in_sampling(
+        help="Probability mass of the tokens to sample from. Implies --sample.")] = None,
+    seed: Annotated[int, in_sampling(help="Seed of sampling.")] = 0,
+    unordered: Annotated[bool, in_output("--unordered",
+        help="Answers in the order in which they end, not sorted as the prompts are once all are there.")] = False,
+    json_schema: Annotated[Path | None, in_output(help="File with a JSON schema that answers hold to.")] = None,
+    force: Annotated[bool, in_output("--force",
+        help="Resume even if the existing answers have other settings.")] = False,
+    verify: Annotated[bool, in_input("--verify",
+        help="Comparison of every weight of a quantized model with its checksum, before the run.")] = False,
+    as_json: Annotated[bool, in_output("--json", help="Measurements as JSON on stdout.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Answer one prompt, or a file of prompts. The same command resumes an interrupted job.
@@ -120,7 +102,6 @@ def run(
     with clean_errors(debug), among_ranks(options.mesh, output) as (mesh, output):
         from forebay.commands.chat import answer_one
         from forebay.commands.encoder_decoder import answer_encoded
-        from forebay.commands.prompts import JobError
         from forebay.commands.serve_texts import refuse_embedders
         from forebay.modules.encoder_decoder import is_encoder_decoder
         from forebay.runtime.run.sampling import Sampling

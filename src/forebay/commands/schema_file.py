@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from forebay.commands.prompts import JobError
+from forebay.commands.terminal import JobError
 from forebay.rewriter.ir.files import read_input
 from forebay.structured_output import OutputGrammar, check_grammar
 

@@ -16,15 +16,18 @@ from forebay.commands.options import (
     ModelArgument,
     model_folder,
     named_budget,
+    panel_option,
     prepare_draft,
     with_options,
 )
-from forebay.commands.terminal import FAILED, clean_errors, console, reason_of, say
+from forebay.commands.terminal import FAILED, JobError, clean_errors, console, reason_of, say
 from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Budget
+
+in_network, in_goals, in_images = map(panel_option, ("Network", "Goals", "Images"))
 
 PREFIX_CACHE = "256MiB"  # of prompts that need not be computed again
 
@@ -36,45 +39,27 @@ def serve(
     model: ModelArgument,
     options: Options,
     budget: BudgetOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel="Network")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535,
-        help="Port; 0: any free one.",
-        rich_help_panel="Network")] = 8000,
-    api_key: Annotated[str | None, typer.Option(envvar="FOREBAY_API_KEY", show_envvar=True,
-                                                help="Key that requests must carry.",
-        rich_help_panel="Network")] = None,
-    name: Annotated[str | None, typer.Option(
-        help="Model name for clients. Default: MODEL's own.",
-        rich_help_panel="Network")] = None,
-    ttft: Annotated[float | None, typer.Option(metavar="MS",
-        help="Goal: milliseconds to the first token, for 90 % of requests.",
-        rich_help_panel="Goals")]
-    = None,
-    tpot: Annotated[float | None, typer.Option(metavar="MS",
-        help="Goal: milliseconds per further token, for 90 % of requests.",
-        rich_help_panel="Goals")]
-    = None,
-    isl: Annotated[int | None, typer.Option(min=1,
-        help="Typical prompt of the goals, in tokens. Default: --prompt.",
-        rich_help_panel="Goals")] = None,
-    osl: Annotated[int | None, typer.Option(min=1,
-        help="Typical answer of the goals, in tokens. Default: --new-tokens.",
-        rich_help_panel="Goals")] = None,
-    queue: Annotated[int, typer.Option(min=0,
-        help="Requests that may wait; more get status 429.",
-        rich_help_panel="Network")] = 64,
-    grace: Annotated[float, typer.Option(min=0,
-        help="Seconds to finish running requests after a stop signal.",
-        rich_help_panel="Network")] = 300.0,
-    strict: Annotated[bool, typer.Option("--strict",
-        help="Refuse requests with fields that are not served, which are otherwise passed over.",
-        rich_help_panel="Network")] = False,
-    image_memory: Annotated[str | None, typer.Option(metavar="SIZE",
-        help="Memory of the budget for the vision tower. Default: images are refused.",
-        rich_help_panel="Images")] = None,
-    image_files: Annotated[bool, typer.Option("--image-files",
-        help="Images from files of this machine too, which requests name; else data URLs alone.",
-        rich_help_panel="Images")] = False,
+    host: Annotated[str, in_network(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, in_network(min=0, max=65535, help="Port; 0: any free one.")] = 8000,
+    api_key: Annotated[str | None, in_network(envvar="FOREBAY_API_KEY", show_envvar=True,
+        help="Key that requests must carry.")] = None,
+    name: Annotated[str | None, in_network(help="Model name for clients. Default: MODEL's own.")] = None,
+    ttft: Annotated[float | None, in_goals(metavar="MS",
+        help="Goal: milliseconds to the first token, for 90 % of requests.")] = None,
+    tpot: Annotated[float | None, in_goals(metavar="MS",
+        help="Goal: milliseconds per further token, for 90 % of requests.")] = None,
+    isl: Annotated[int | None, in_goals(min=1,
+        help="Typical prompt of the goals, in tokens. Default: --prompt.")] = None,
+    osl: Annotated[int | None, in_goals(min=1,
+        help="Typical answer of the goals, in tokens. Default: --new-tokens.")] = None,
+    queue: Annotated[int, in_network(min=0, help="Requests that may wait; more get status 429.")] = 64,
+    grace: Annotated[float, in_network(min=0, help="Seconds to finish running requests after a stop signal.")] = 300.0,
+    strict: Annotated[bool, in_network("--strict",
+        help="Refuse requests with fields that are not served, which are otherwise passed over.")] = False,
+    image_memory: Annotated[str | None, in_images(metavar="SIZE",
+        help="Memory of the budget for the vision tower. Default: images are refused.")] = None,
+    image_files: Annotated[bool, in_images("--image-files",
+        help="Images from files of this machine too, which requests name; else data URLs alone.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Serve MODEL to OpenAI clients within a budget, until Ctrl-C or SIGTERM.
@@ -86,7 +71,7 @@ def serve(
     """
     with clean_errors(debug):
         from forebay.commands.plan_serving import plan_serving
-        from forebay.commands.prompts import JobError, load_tokenizer, stop_ids
+        from forebay.commands.prompts import load_tokenizer, stop_ids
         from forebay.commands.serve_texts import reads_texts, serve_texts
         from forebay.serving.requests import default_sampling
         from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
@@ -150,7 +135,6 @@ def serve(
 
 def _without_images(sizes: Budget, memory: str | None, *, files: bool) -> tuple[Budget, int]:
     """The budget of the language model, and bytes for images. JobError where they do not go together."""
-    from forebay.commands.prompts import JobError
     from forebay.rewriter.ir.byte_sizes import parse_nbytes
 
     if memory is None:
@@ -165,7 +149,6 @@ def _without_images(sizes: Budget, memory: str | None, *, files: bool) -> tuple[
 
 def _check_tower(lm: LanguageModel, image_nbytes: int) -> None:
     """JobError for memory in which the model's tower cannot be run; ValueError for a model without one."""
-    from forebay.commands.prompts import JobError
     from forebay.rewriter.ir.byte_sizes import format_nbytes
 
     if image_nbytes and lm.tower.plan.weight_nbytes >= image_nbytes:
@@ -174,15 +157,12 @@ def _check_tower(lm: LanguageModel, image_nbytes: int) -> None:
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> Exception:
-    from forebay.commands.prompts import JobError
-
     return JobError(f"cannot listen at {host} port {port}: {error.strerror}; name another --port or --host")
 
 
 def _goals(prompt: int, new_tokens: int, given: tuple[float | None, float | None, int | None, int | None]) -> Any:
     """What --ttft, --tpot, --isl and --osl ask for; None without them. JobError where they do not go together."""
     from forebay.commands.plan_serving import ServingGoals
-    from forebay.commands.prompts import JobError
 
     ttft, tpot, isl, osl = given
     if ttft is None and tpot is None:

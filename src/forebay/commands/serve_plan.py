@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forebay.commands.options import DebugOption
-from forebay.commands.terminal import clean_errors, console, progress_bar
+from forebay.commands.options import DebugOption, in_output, panel_option
+from forebay.commands.terminal import JobError, clean_errors, console, progress_bar
 from forebay.rewriter.ir.files import read_input_text, write_text
 
 if TYPE_CHECKING:
     from forebay.rewriter.machine.profile import Machine
     from forebay.rewriter.serving.goodput import Goodput, Measured, Prices, ServiceLevel
     from forebay.rewriter.serving.strategies import ServiceWanted
+
+in_service, in_workload, in_offloading, in_simulation = map(
+    panel_option, ("Service", "Workload", "Offloading", "Simulation"))
 
 RATES = 9  # points of the picture against the rate, from a tenth of the goodput to 1.3 times it
 
@@ -40,77 +43,41 @@ class LoadWanted:
 
 
 def serve_plan(
-    model: Annotated[str, typer.Option(metavar="NAME|FILE",
-                                       help="Preset model such as llama-3-8b, or a config.json.",
-        rich_help_panel="Service")],
-    machine: Annotated[str | None, typer.Option(
-        metavar="NAME|FILE", help="Device: a preset such as h100, or a machine profile. Default: this machine.")]
-    = None,
-    gpus: Annotated[int, typer.Option(min=1, help="Most devices of the service.", rich_help_panel="Service")] = 8,
-    rate: Annotated[float | None, typer.Option(
-        help="Requests per second to serve. Default: the most that can be served.",
-        rich_help_panel="Workload")]
-    = None,
-    isl: Annotated[int | None, typer.Option(
-        help="Mean prompt, in tokens. Default: 2048.",
-        rich_help_panel="Workload")] = None,
-    osl: Annotated[int | None, typer.Option(
-        help="Mean answer, in tokens. Default: 64.",
-        rich_help_panel="Workload")] = None,
-    ttft: Annotated[float | None, typer.Option(metavar="MS",
-        help="Goal: milliseconds to the first token. Default: 1500.",
-        rich_help_panel="Workload")] = None,
-    tpot: Annotated[float | None, typer.Option(metavar="MS",
-        help="Goal: milliseconds per further token. Default: 70.",
-        rich_help_panel="Workload")] = None,
-    workload: Annotated[Path | None, typer.Option(
-        metavar="YAML",
-        help="YAML file of the workload: rate, isl, osl, ttft, tpot, percentile, arrival_cv, "
-             "length_cv, shared_prefix, trace. Options win over it.",
-        rich_help_panel="Workload")] = None,
-    tp: Annotated[str, typer.Option(metavar="N,…",
-        help="Devices per instance to try.",
-        rich_help_panel="Service")] = "1,2,4,8",
-    instances: Annotated[int, typer.Option(min=1, max=64,
-        help="Most instances to try.",
-        rich_help_panel="Service")] = 5,
+    model: Annotated[str, in_service(metavar="NAME|FILE", help="Preset model such as llama-3-8b, or a config.json.")],
+    machine: Annotated[str | None, typer.Option(metavar="NAME|FILE",
+        help="Device: a preset such as h100, or a machine profile. Default: this machine.")] = None,
+    gpus: Annotated[int, in_service(min=1, help="Most devices of the service.")] = 8,
+    rate: Annotated[float | None, in_workload(
+        help="Requests per second to serve. Default: the most that can be served.")] = None,
+    isl: Annotated[int | None, in_workload(help="Mean prompt, in tokens. Default: 2048.")] = None,
+    osl: Annotated[int | None, in_workload(help="Mean answer, in tokens. Default: 64.")] = None,
+    ttft: Annotated[float | None, in_workload(metavar="MS",
+        help="Goal: milliseconds to the first token. Default: 1500.")] = None,
+    tpot: Annotated[float | None, in_workload(metavar="MS",
+        help="Goal: milliseconds per further token. Default: 70.")] = None,
+    workload: Annotated[Path | None, in_workload(metavar="YAML", help="YAML file of the workload: rate, isl, osl, "
+             "ttft, tpot, percentile, arrival_cv, length_cv, shared_prefix, trace. Options win over it.")] = None,
+    tp: Annotated[str, in_service(metavar="N,…", help="Devices per instance to try.")] = "1,2,4,8",
+    instances: Annotated[int, in_service(min=1, max=64, help="Most instances to try.")] = 5,
     batch: Annotated[int, typer.Option(min=1, help="Sequences decoded at once by an instance.")] = 16,
-    prefill_batch: Annotated[int, typer.Option(min=1, help="Prompts computed at once.", rich_help_panel="Service")] = 4,
-    chunk: Annotated[int, typer.Option(min=0,
-        help="Tokens of a step with chunks of prompts next to decoding; 0: whole prompts first.",
-        rich_help_panel="Service")] = 0,
-    budget: Annotated[str | None, typer.Option(metavar="SIZE",
-        help="Memory of one device that streams weights, which then competes too.",
-        rich_help_panel="Offloading")]
-    = None,
-    price: Annotated[float | None, typer.Option(
-        help="Price of a device per hour, for costs per million tokens.",
-        rich_help_panel="Service")] = None,
-    offload_machine: Annotated[str | None, typer.Option(
-        metavar="NAME|FILE",
-        help="Machine of the device that streams weights, which then competes too. Default: --machine.",
-        rich_help_panel="Offloading")]
-    = None,
-    offload_price: Annotated[float | None, typer.Option(
-        help="Price of that device per hour. Default: --price.",
-        rich_help_panel="Offloading")] = None,
-    requests: Annotated[int, typer.Option(min=2, max=1_000_000,
-        help="Requests per simulation.",
-        rich_help_panel="Simulation")] = 500,
-    runs: Annotated[int, typer.Option(min=1, max=10,
-        help="Simulations per service, with different arrivals.",
-        rich_help_panel="Simulation")] = 3,
-    paper: Annotated[bool, typer.Option("--paper",
-        help="BestServe's own operators, efficiencies and simulators. Llama only; without a limit of "
-             "memory.",
-        rich_help_panel="Simulation")] = False,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.", rich_help_panel="Simulation")] = 0,
-    save_dir: Annotated[Path | None, typer.Option(
-        help="Folder for pictures, the best service's plan, and launch scripts.",
-        rich_help_panel="Output")] = None,
-    as_json: Annotated[bool, typer.Option("--json",
-        help="Result as JSON on stdout.",
-        rich_help_panel="Output")] = False,
+    prefill_batch: Annotated[int, in_service(min=1, help="Prompts computed at once.")] = 4,
+    chunk: Annotated[int, in_service(min=0,
+        help="Tokens of a step with chunks of prompts next to decoding; 0: whole prompts first.")] = 0,
+    budget: Annotated[str | None, in_offloading(metavar="SIZE",
+        help="Memory of one device that streams weights, which then competes too.")] = None,
+    price: Annotated[float | None, in_service(help="Price of a device per hour, for costs per million tokens.")] = None,
+    offload_machine: Annotated[str | None, in_offloading(metavar="NAME|FILE",
+        help="Machine of the device that streams weights, which then competes too. Default: --machine.")] = None,
+    offload_price: Annotated[float | None, in_offloading(
+        help="Price of that device per hour. Default: --price.")] = None,
+    requests: Annotated[int, in_simulation(min=2, max=1_000_000, help="Requests per simulation.")] = 500,
+    runs: Annotated[int, in_simulation(min=1, max=10, help="Simulations per service, with different arrivals.")] = 3,
+    paper: Annotated[bool, in_simulation("--paper",
+        help="BestServe's own operators, efficiencies and simulators. Llama only; without a limit of memory.")] = False,
+    jobs: Annotated[int, in_simulation(min=0, help="Processes; 0: one per core.")] = 0,
+    save_dir: Annotated[Path | None, in_output(
+        help="Folder for pictures, the best service's plan, and launch scripts.")] = None,
+    as_json: Annotated[bool, in_output("--json", help="Result as JSON on stdout.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Simulate services of a model and rank them by goodput.
@@ -119,7 +86,6 @@ def serve_plan(
     Long: most of it is the options, one by one.
     """
     with clean_errors(debug):
-        from forebay.commands.prompts import JobError
         from forebay.rewriter.machine.presets import PresetError
         from forebay.rewriter.predict.model_shapes import ModelError
         from forebay.rewriter.serving.traffic import TrafficError
@@ -153,8 +119,6 @@ def serve_plan(
 
 def _load(path: Path | None, given: dict[str, Any]) -> LoadWanted:
     """The YAML file's fields, and over them the options; JobError names a field that is wrong."""
-    from forebay.commands.prompts import JobError
-
     read: Any = {}
     if path is not None:
         import yaml
@@ -222,7 +186,6 @@ def _machine(machine: str | None) -> Machine:
 
 def _prices(price: float | None, offloading: float | None) -> Prices | None:
     """None where no price is named; JobError for one that is none."""
-    from forebay.commands.prompts import JobError
     from forebay.rewriter.serving.goodput import Prices
 
     for name, value in (("--price", price), ("--offload-price", offloading)):
@@ -242,8 +205,6 @@ def _level(load: LoadWanted, runs: int) -> ServiceLevel:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    from forebay.commands.prompts import JobError
-
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= 1024 for part in parts):
         raise JobError(f"--tp: {text!r} is not a list of numbers of devices such as 1,2,4,8")
@@ -252,8 +213,6 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _refuse_with_paper(given: dict[str, Any]) -> None:
     """JobError for what BestServe's simulators have no place for: it would change nothing."""
-    from forebay.commands.prompts import JobError
-
     for name, value in given.items():
         if value:
             raise JobError(f"{name}: --paper computes whole prompts where all weights are held; leave one of both "

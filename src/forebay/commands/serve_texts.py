@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forebay.commands.terminal import say
+from forebay.commands.terminal import JobError, say
 
 if TYPE_CHECKING:
     from forebay.embedding.embedder import TextModel
@@ -28,7 +28,6 @@ def reads_texts(folder: Path) -> bool:
 
 def refuse_embedders(folder: Path) -> None:
     """JobError for a folder of a model that makes embeddings, where text is asked for."""
-    from forebay.commands.prompts import JobError
     from forebay.embedding.sentence_files import is_embedder
 
     if is_embedder(folder):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from forebay.rewriter.ir.printable import PrintableStream, printable, unfiltered
+from forebay.rewriter.ir.printable import PrintableError, PrintableStream, printable, unfiltered
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +25,10 @@ SHORT = {errno.ENOMEM: NO_MEMORY, errno.EAGAIN: NO_THREADS,
          errno.EMFILE: "too many files are open; raise the limit (ulimit -n)",
          errno.ENFILE: "the system has too many files open; end other programs"}
 FAILED = 2  # exit code; 128 + the signal's number for a job that was interrupted
+
+
+class JobError(PrintableError, ValueError):
+    """A job that cannot start or go on; the message says what to do. Answers already written stay."""
 
 
 @contextmanager
@@ -88,7 +92,6 @@ def message_of(error: Exception) -> str | None:
         return NO_MEMORY
     if isinstance(error, RuntimeError) and str(error).startswith("can't start new thread"):
         return NO_THREADS
-    from forebay.commands.prompts import JobError
     from forebay.exported.errors import ExportError
     from forebay.passes.lower.launches import LoweringError
     from forebay.passes.shard.split import ShardError

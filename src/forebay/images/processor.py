@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from forebay.commands.chat_template import ChatTemplate
-from forebay.commands.prompts import BadPrompt, JobError
+from forebay.commands.prompts import BadPrompt
+from forebay.commands.terminal import JobError
 from forebay.commands.tokenizer_bounds import check_folder
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, require_regular_files
 from forebay.rewriter.ir.files import read_input

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from forebay.commands.prompts import JobError
+from forebay.commands.terminal import JobError
 from forebay.images.chats import ImageChats
 from forebay.rewriter.ir.plan import PlanError
 from forebay.serving.refusal import Refusal

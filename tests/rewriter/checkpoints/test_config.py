@@ -16,7 +16,8 @@ from tokenizers import models as tokenizer_models
 from transformers import GPTJConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
 
 import forebay
-from forebay.commands.prompts import JobError, load_tokenizer
+from forebay.commands.prompts import load_tokenizer
+from forebay.commands.terminal import JobError
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
 from forebay.rewriter.checkpoints.config import meta_model, read_config, read_generation_config
 from forebay.rewriter.checkpoints.gguf import convert_gguf
