@@ -27,7 +27,7 @@ import torch
 
 from forebay.kernels.formats import packing, row_sizes
 from forebay.kernels.formats.table import weight_format, weight_name
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_metadata, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_metadata, read_rows, read_tensor
 from forebay.rewriter.checkpoints.coded import GROUPS, CodedTensor, fp8_matrix
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord, log_once
 from forebay.rewriter.checkpoints.scheme import HQQ, Scheme
@@ -40,7 +40,8 @@ FoundMatrices = tuple[list[CodedTensor], set[str]]  # matrices, and the names of
 
 @dataclass(frozen=True)
 class AffineTensor(CodedTensor):
-    """A matrix of codes; its scales and lows, fp32 [N, g], are held, and codes are read a few rows at a time."""
+    """A matrix of codes; its scales and lows, fp32 [N, g] or scales [N], are held, and codes are read a few rows at a
+    time."""
 
     scales: torch.Tensor
     lows: torch.Tensor | None
@@ -168,7 +169,7 @@ def _hqq(parts: MatrixParts, settings: Mapping[str, Any], dtype: torch.dtype) ->
         while first < last:
             field, begin = divmod(first, each)
             end = min(each, begin + last - first)
-            stored = read_tensor(held.part(begin * own, (end - begin) * own, torch.uint8, (end - begin, own)))
+            stored = read_rows(held, begin, end, own)
             found.append(stored >> (8 - bits * (field + 1)) & ((1 << bits) - 1))
             first += end - begin
         return torch.cat(found).view(upper - lower, k)
@@ -222,7 +223,7 @@ def _torchao(parts: MatrixParts, kind: str, data: Mapping[str, Any], dtype: torc
         if zero is None or scale.dim() != 2:
             parts.wrong("lacks zero points, or scales of two dimensions")
         def nibbles(lower: int, upper: int) -> torch.Tensor:
-            return packing.unpack_codes(_bytes(held, lower, upper), 4) ^ 8
+            return packing.unpack_codes(read_rows(held, lower, upper), 4) ^ 8
 
         codes = MatrixCodes((n, 2 * width), 4, nibbles)
         return parts.affine(dtype, codes, scale.t(), zero.t() - 8 * scale.t())
@@ -231,7 +232,7 @@ def _torchao(parts: MatrixParts, kind: str, data: Mapping[str, Any], dtype: torc
     middle = 1 << (bits - 1)
 
     def read(lower: int, upper: int) -> torch.Tensor:
-        found = _bytes(held, lower, upper).view(torch.int8).short() + middle
+        found = read_rows(held, lower, upper).view(torch.int8).short() + middle
         if bool(((found < 0) | (found >= 2 * middle)).any()):
             parts.wrong(f"has codes that {bits} bits do not hold")
         return found.to(torch.uint8)
@@ -253,8 +254,3 @@ def _block(parts: MatrixParts, data: Mapping[str, Any]) -> tuple[int, int]:
     if not isinstance(found, list) or len(found) != 2 or not all(type(each) is int and each > 0 for each in found):
         parts.wrong(f"has block_size {found!r}, where two numbers above 0 are read")
     return found[0], found[1]
-
-
-def _bytes(record: TensorRecord, lower: int, upper: int) -> torch.Tensor:
-    width = record.shape[1]
-    return read_tensor(record.part(lower * width, (upper - lower) * width, torch.uint8, (upper - lower, width)))

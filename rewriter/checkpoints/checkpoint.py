@@ -151,6 +151,14 @@ def read_tensor(record: TensorRecord) -> torch.Tensor:
     return data.view(record.dtype).reshape(record.shape)
 
 
+def read_rows(
+    record: TensorRecord, lower: int, upper: int, width: int | None = None, dtype: torch.dtype = torch.uint8
+) -> torch.Tensor:
+    """Rows [lower, upper) of a tensor of single bytes; a row has `width` of them, or the last dimension's."""
+    size = record.shape[-1] if width is None else width
+    return read_tensor(record.part(lower * size, (upper - lower) * size, dtype, (upper - lower, size)))
+
+
 def read_header(path: str | os.PathLike[str]) -> dict[str, TensorRecord]:
     """The tensors of one safetensors file in file order, its header proved consistent with its size."""
     header, start, size = _header_object(path)

@@ -25,7 +25,7 @@ import torch
 from forebay.kernels.formats import codebooks, packing, row_sizes
 from forebay.kernels.formats.table import Format, weight_format, weight_name
 from forebay.kernels.quantization.quantize.reference import dequantize_reference
-from forebay.rewriter.checkpoints.checkpoint import read_tensor
+from forebay.rewriter.checkpoints.checkpoint import read_rows, read_tensor
 from forebay.rewriter.checkpoints.mxfp4 import e8m0_scales
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord, log_once
 from forebay.rewriter.checkpoints.source_tensor import ReadRows
@@ -191,8 +191,7 @@ class _StoredMatrix:
         groups = row_sizes.group_count(k, group)
 
         def parts(lower: int, upper: int) -> tuple[torch.Tensor, torch.Tensor]:
-            count = upper - lower
-            codes = read_tensor(record.part(lower * k, count * k, torch.uint8, (count, k)))
+            codes = read_rows(record, lower, upper)
             of = torch.arange(groups) * group // columns
             return (torch.nn.functional.pad(codes, (0, groups * group - k)),
                     scale[torch.arange(lower, upper) // rows][:, of])
@@ -213,9 +212,7 @@ class _StoredMatrix:
             self.wrong(f"has weight_global_scale {list(over.shape)}, where one number is read")
 
         def parts(lower: int, upper: int) -> tuple[torch.Tensor, torch.Tensor]:
-            count = upper - lower
-            codes = read_tensor(record.part(lower * width, count * width, torch.uint8, (count, width)))
-            held = read_tensor(scales.part(lower * each, count * each, torch.uint8, (count, each)))
+            codes, held = read_rows(record, lower, upper), read_rows(scales, lower, upper, each)
             if method == "mxfp4":
                 return codes, e8m0_scales(held, self.name)
             return codes, held.view(torch.float8_e4m3fn).float() / over.view(())
@@ -257,7 +254,7 @@ class _StoredMatrix:
 
         def parts(lower: int, upper: int) -> tuple[torch.Tensor, torch.Tensor]:
             count = upper - lower
-            codes = read_tensor(record.part(lower * k // 2, count * k // 2, torch.uint8, (count, k // 2)))
+            codes = read_rows(record, lower, upper, k // 2)
             at = torch.arange(lower * groups, upper * groups) * group // size
             return codes >> 4 | codes << 4, most[at].view(count, groups)
 

@@ -14,47 +14,22 @@ Layouts: bitsandbytes' Linear8bitLt, transformers' BitLinear and AutoBitLinear.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from forebay.kernels.formats import packing, row_sizes
+from forebay.kernels.formats import row_sizes
 from forebay.kernels.formats.table import weight_format, weight_name
-from forebay.rewriter.checkpoints.checkpoint import read_tensor
-from forebay.rewriter.checkpoints.coded import GROUPS, CodedTensor
+from forebay.rewriter.checkpoints.affine import AffineTensor
+from forebay.rewriter.checkpoints.checkpoint import read_rows, read_tensor
+from forebay.rewriter.checkpoints.coded import GROUPS
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord, log_once
 from forebay.rewriter.checkpoints.scheme import BITNET, INT8
-from forebay.rewriter.checkpoints.source_tensor import ReadRows
-
-LEAST_FP16 = 2.0**-14  # scales below lose bits in fp16
-
-
-@dataclass(frozen=True)
-class IntegerTensor(CodedTensor):
-    """A matrix of codes around the middle one."""
-
-    scales: torch.Tensor  # fp32 [N]
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        some = self.scales[self.scales > 0]
-        held = ((some >= LEAST_FP16) & (some <= torch.finfo(torch.float16).max)).all()
-        return torch.float16 if bool(held) else torch.bfloat16
-
-    def repacked(self, scale_dtype: torch.dtype | None = None) -> ReadRows:
-        return lambda lower, upper: packing.pack_rows(*self._row_parts(lower, upper, scale_dtype))
-
-    def _row_parts(
-        self, lower: int, upper: int, scale_dtype: torch.dtype | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        codes, scale = self.parts(lower, upper)
-        return packing.pack_codes(codes, self.stored.bits), scale.to(scale_dtype or self.scale_dtype), None
 
 
 def integer_tensors(
     tensors: Mapping[str, TensorRecord], method: str, divides: bool, dtype: torch.dtype, folder: Path
-) -> tuple[list[IntegerTensor], set[str]]:
+) -> tuple[list[AffineTensor], set[str]]:
     """The quantized matrices of a checkpoint, and the names of what they consist of. CheckpointError for parts that are
     missing or do not fit together.
 
@@ -89,7 +64,7 @@ def integer_tensors(
 
 def _made(
     name: str, record: TensorRecord, scale: torch.Tensor, method: str, divides: bool, dtype: torch.dtype, folder: Path
-) -> IntegerTensor:
+) -> AffineTensor:
     fields, bits = (1, 8) if method == INT8 else (4, 4)
     stored_rows, k = record.shape
     n, wanted = stored_rows * fields, record.shape[0] if method == INT8 else 1
@@ -104,19 +79,17 @@ def _made(
 
     def parts(lower: int, upper: int) -> tuple[torch.Tensor, torch.Tensor]:
         if method == INT8:
-            held = read_tensor(record.part(lower * k, (upper - lower) * k, torch.int8, (upper - lower, k)))
-            codes = (held.short() + 128).to(torch.uint8)
+            codes = (read_rows(record, lower, upper, dtype=torch.int8).short() + 128).to(torch.uint8)
         else:
             codes = torch.cat([_ternary(record, i, lower, upper) for i in range(fields)])
         return codes, scales[lower:upper, None].expand(-1, k // group)
 
-    return IntegerTensor(name, dtype, (n, k), weight_format(weight_name(bits, group, True)), parts, scales)
+    stored = weight_format(weight_name(bits, group, True))
+    return AffineTensor(name, dtype, (n, k), stored, parts, scales, None)
 
 
 def _ternary(record: TensorRecord, field: int, lower: int, upper: int) -> torch.Tensor:
     """Codes around 8 of the outputs [lower, upper) that lie in one field of the stored rows."""
-    rows, k = record.shape
-    first, last = max(lower - field * rows, 0), min(upper - field * rows, rows)
-    count = max(0, last - first)
-    held = read_tensor(record.part(min(first, rows) * k, count * k, torch.uint8, (count, k)))
-    return (held >> (2 * field) & 3) + 7
+    rows = record.shape[0]
+    first = min(max(lower - field * rows, 0), rows)
+    return (read_rows(record, first, max(first, min(upper - field * rows, rows))) >> (2 * field) & 3) + 7

@@ -17,7 +17,7 @@ import torch
 
 from forebay.kernels.formats import packing
 from forebay.kernels.formats.codebooks import codebook_values
-from forebay.rewriter.checkpoints.checkpoint import read_tensor
+from forebay.rewriter.checkpoints.checkpoint import read_rows
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.source_tensor import ReadRows
 
@@ -99,10 +99,8 @@ class Mxfp4Tensor:
 
     def _read(self, lower: int, upper: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed codes uint8 [n, K / 2] and scales float32 [n, K / 32] of some outputs."""
-        groups, count = self.scales.shape[-1], upper - lower
-        width = groups * GROUP // 2
-        codes = read_tensor(self.blocks.part(lower * width, count * width, torch.uint8, (count, width)))
-        exponents = read_tensor(self.scales.part(lower * groups, count * groups, torch.uint8, (count, groups)))
+        codes = read_rows(self.blocks, lower, upper, self.scales.shape[-1] * GROUP // 2)
+        exponents = read_rows(self.scales, lower, upper)
         return codes, e8m0_scales(exponents, f"{self.scales.path}: {self.scales.name}")
 
 
