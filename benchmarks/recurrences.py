@@ -1,17 +1,19 @@
 """Recurrences on the CPU, compared with their ceilings: `python -m benchmarks.recurrences`.
 
-Each row is `forebay::linear_recurrence` in the shape of a model's layer. A prompt of 1024 tokens is bound by the rate
-of matrix products: its floating-point operations are those of its chunks, and the ceiling is torch's product of two
-square matrices. One token for each of many sequences is bound by memory: the bytes are those of the states, read and
-written, and the ceiling is torch scaling as many numbers in place. transformers' torch functions are the peer where
-they are functions of their own (gated delta rule). All take turns in slices of equal length; figures are medians.
+Each row is an operator in the shape of a model's layer. A prompt of 1024 tokens of `forebay::linear_recurrence` is
+bound by the rate of matrix products: its floating-point operations are those of its chunks, and the ceiling is torch's
+product of two square matrices. The other operators multiply no matrices. One token for each of many sequences is bound
+by memory: the bytes are those of the states, read and written, and those of the token where they are not few (short
+convolutions, RWKV-4); the ceiling is torch scaling as many numbers in place. transformers' torch functions are the peer
+where they are functions of their own (gated delta rule). All take turns in slices of equal length; figures are medians.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, starmap
 from statistics import median
 from typing import Any
 
@@ -25,8 +27,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from benchmarks.command import arguments, print_table, spread, write_json
 from benchmarks.probes import processor
-from forebay.kernels.operator import Tensors
-from forebay.kernels.recurrences.linear_recurrence.operator import LINEAR_RECURRENCE
+from forebay.kernels.operator import Operator, Tensors
+from forebay.kernels.operators import LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV, WKV
 
 TOKENS, CHUNK = 1024, 64
 STATES = 128 << 20  # bytes of states that a decode step reads: more than caches hold
@@ -104,37 +106,86 @@ def peer(
     return lambda: function(q, k, v, g=decay, beta=beta, initial_state=state, output_final_state=True)
 
 
-def measure(name: str, shape: RecurrentShape, turns: int) -> list[Row]:
-    """A prompt and a decode step, each compared with its ceiling and its peer, in turns: seconds of a call, of as many
-    operations or bytes, and what the bound gave of these per second."""
-    batch = STATES // (4 * shape.heads * shape.width * shape.columns)
-    square, numbers = torch.randn(SQUARE, SQUARE), torch.randn(STATES // 4)
-    has_peer = shape.corrects and not shape.by_channel
-    made = []
-    for unit, amount, sizes, bound, bound_amount, function in (
-        ("FLOP", shape.flops(TOKENS), (1, TOKENS), lambda: square @ square, 2 * SQUARE**3,
-         torch_chunk_gated_delta_rule),
-        ("byte", 2 * STATES, (batch, 1), lambda: numbers.mul_(1.0), 2 * STATES, torch_recurrent_gated_delta_rule),
-    ):
-        call, given = ours(shape, *sizes)
-        compared = peer(shape, given, function) if has_peer else None
-        row: Row = {"name": name, "unit": unit, "amount": amount, "call_s": [], "ceiling": [], "peer_s": []}
+@dataclass(frozen=True)
+class BoundedCall:
+    """A call, how much it does, and what bounds it."""
+
+    name: str
+    unit: str
+    amount: int
+    call: Callable[[], object]
+    bound: Callable[[], object]
+    bound_amount: int
+    peer: Callable[[], object] | None = None
+
+    def measure(self, turns: int) -> Row:
+        """The call, its ceiling and its peer in turns."""
+        row: Row = {"name": self.name, "unit": self.unit, "amount": self.amount, "call_s": [], "ceiling": [],
+                    "peer_s": []}
         for turn in range(turns + 1):
-            spent, bound_s = timed(call), timed(bound)
-            peer_s = timed(compared) if compared else 0.0
+            spent, bound_s = timed(self.call), timed(self.bound)
+            peer_s = timed(self.peer) if self.peer else 0.0
             if turn:  # the first warms up
                 row["call_s"].append(spent)
-                row["ceiling"].append(bound_amount / bound_s)
-                row["peer_s"] += [peer_s] if compared else []
-        made.append(row)
-    return made
+                row["ceiling"].append(self.bound_amount / bound_s)
+                row["peer_s"] += [peer_s] if self.peer else []
+        return row
+
+
+def scaling() -> tuple[Callable[[], object], int]:
+    """torch scaling numbers in place, and the bytes that it reads and writes."""
+    numbers = torch.randn(STATES // 4)
+    return lambda: numbers.mul_(1.0), 2 * STATES
+
+
+def chunked_and_stepped(name: str, shape: RecurrentShape) -> Iterator[BoundedCall]:
+    """A prompt and a decode step of a linear recurrence."""
+    square = torch.randn(SQUARE, SQUARE)
+    batch = STATES // (4 * shape.heads * shape.width * shape.columns)
+    prompt, step = (1, TOKENS), (batch, 1)
+    for unit, amount, sizes, bound, function in (
+        ("FLOP", shape.flops(TOKENS), prompt, (lambda: square @ square, 2 * SQUARE**3), torch_chunk_gated_delta_rule),
+        ("byte", 2 * STATES, step, scaling(), torch_recurrent_gated_delta_rule),
+    ):
+        call, given = ours(shape, *sizes)
+        compared = peer(shape, given, function) if shape.corrects and not shape.by_channel else None
+        yield BoundedCall(name, unit, amount, call, *bound, compared)
+
+
+def stepped(name: str, operator: Operator, width: int, arguments: Callable[[int], tuple[object, ...]], state: int,
+            token: int = 0, dtype: torch.dtype = torch.float32, rest: tuple[object, ...] = ()) -> BoundedCall:
+    """A decode step of another operator over `width` channels, of each of which a sequence keeps `state` numbers, and
+    a token has `token` that count. `arguments` makes those before the state, for a batch."""
+    batch = STATES // (dtype.itemsize * width * state)
+    given, shape = arguments(batch), (width, state) if operator is SELECTIVE_SCAN else (state, width)
+    held, one = torch.rand(batch, *shape).to(dtype), torch.ones(batch, dtype=torch.int64)
+    out = torch.empty(batch, 1, width, dtype=dtype)
+    call = operator.bind["cpu"](Tensors((*given, held, one, one, *rest), {}, (out,)))
+    return BoundedCall(name, "byte", 2 * held.nbytes + token * out.nbytes, call, *scaling())
+
+
+def others() -> Iterator[BoundedCall]:
+    """Decode steps in the shapes of Falcon-Mamba, Qwen3-Next's and LFM2's convolutions, and RWKV-4."""
+    draw = torch.randn
+    yield stepped("Mamba", SELECTIVE_SCAN, 8192, lambda b: (
+        draw(b, 1, 8192), draw(b, 1, 8192).abs(), -draw(8192, 16).abs(), draw(b, 1, 16), draw(b, 1, 16)), 16)
+    for name, width, taps, dtype, rest in (
+        ("conv 4 f32", 8192, 4, torch.float32, ("silu",)), ("conv 4 bf16", 8192, 4, torch.bfloat16, ("silu",)),
+        ("conv 3 bf16", 2048, 3, torch.bfloat16, ()),
+    ):
+        def made(b: int, width: int = width, taps: int = taps, dtype: torch.dtype = dtype) -> tuple[object, ...]:
+            return draw(b, 1, width).to(dtype), draw(width, taps).to(dtype), None
+        yield stepped(name, SHORT_CONV, width, made, taps - 1, 2, dtype, rest)
+    yield stepped("RWKV-4", WKV, 4096, lambda b: (
+        draw(b, 1, 4096), draw(b, 1, 4096), -draw(4096).abs(), draw(4096)), 3, 3)
 
 
 def main() -> None:
     args = arguments(__doc__, turns=(25, "slices of each"))
     torch.manual_seed(0)
     print(f"{processor()}, {torch.get_num_threads()} threads")
-    rows = [row for name, shape in SHAPES.items() for row in measure(name, shape, args.turns)]
+    works = chain(chain.from_iterable(starmap(chunked_and_stepped, SHAPES.items())), others())
+    rows = [work.measure(args.turns) for work in works]
     print_table([shown(row) for row in rows])
     write_json(args, rows)
 

@@ -21,12 +21,11 @@ constexpr int MOST_ROWS = 10;  // 20 of 32: with more gcc 12 moves pointers to m
 constexpr int MOST_ROWS = 6;   // 12 of 16
 #endif
 
-// Element i of weight row j is at panel[i * PANEL + j]. c[m, PANEL] += x[m, k] times a panel.
+// Element i of weight row j is at panel[i * ps + j]. acc[MB, PANEL] += x[MB, k] times a panel.
 template <int MB>
-FB_INLINE void panel_block(const float* x, int64_t xs, const float* panel, int64_t k, float* c, int64_t cs) {
-  vf acc[MB][2] = {};
+FB_INLINE void panel_sums(const float* x, int64_t xs, const float* panel, int64_t ps, int64_t k, vf (&acc)[MB][2]) {
   for (int64_t i = 0; i < k; ++i) {
-    const vf w0 = load(panel + i * PANEL), w1 = load(panel + i * PANEL + VL);
+    const vf w0 = load(panel + i * ps), w1 = load(panel + i * ps + VL);
     FB_UNROLL for (int m = 0; m < MB; ++m) {
       vf xv = x[m * xs + i] - vf{};
       keep(xv);
@@ -34,6 +33,14 @@ FB_INLINE void panel_block(const float* x, int64_t xs, const float* panel, int64
       acc[m][1] += xv * w1;
     }
   }
+}
+
+// c[MB, PANEL] += x[MB, k] times a panel.
+template <int MB>
+FB_INLINE void panel_block(const float* x, int64_t xs, const float* panel, int64_t k, float* c, int64_t cs,
+                           int64_t ps = PANEL) {
+  vf acc[MB][2] = {};
+  panel_sums<MB>(x, xs, panel, ps, k, acc);
   FB_UNROLL for (int m = 0; m < MB; ++m)
     FB_UNROLL for (int n = 0; n < 2; ++n) store(c + m * cs + n * VL, load(c + m * cs + n * VL) + acc[m][n]);
 }

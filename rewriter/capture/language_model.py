@@ -153,10 +153,11 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
 def _refuse_mixers(cls: type[PreTrainedModel], adopted: int) -> None:
     """CaptureError for a class whose layers mix tokens in ways of their own; `adopted` modules call our operators."""
     from forebay.rewriter.capture.own_attention import FAMILIES
+    from forebay.rewriter.capture.recurrences import has_known_mixers
 
     if adopted or cls.__name__ in FAMILIES:
         return
-    if cls._is_stateful:
+    if cls._is_stateful and not has_known_mixers(cls):
         raise CaptureError("its layers keep a state by code of their own, which calls none of the convolutions, "
                            "recurrences and scans that have an operator here")
     if not cls._supports_attention_backend:

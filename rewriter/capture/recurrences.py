@@ -8,6 +8,7 @@ none of them are in `recurrent_families.py`.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
@@ -39,6 +40,16 @@ def adopt_recurrences(model: nn.Module) -> int:
             vars(module)["forward"] = calling(module, forward, called)
             found += 1
     return found
+
+
+def has_known_mixers(cls: type[nn.Module]) -> bool:
+    """Whether the file of a model's class has mixers that call what ours replace, though its layers may be others."""
+    for found in vars(sys.modules[cls.__module__]).values():
+        if isinstance(found, type) and issubclass(found, nn.Module):
+            forward: Any = inspect.unwrap(found.forward)
+            if isinstance(forward, FunctionType) and FUNCTIONS.keys() & set(forward.__code__.co_names):
+                return True
+    return False
 
 
 def calling(module: nn.Module, forward: FunctionType, ours: Mapping[str, Any]) -> MethodType:

@@ -154,18 +154,19 @@ def _checking(captured: CapturedModel) -> CapturedModel:
 def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
     """PlanError for what the states of a layer cannot do."""
     if batching.cache.staged:
-        require_states(captured.states, "pageable", "plan.schedule.batching.cache.tier")
-        for field, value in (("admission.sequences", batching.admitted), ("cache.cpu_attention",
-                                                                          batching.cache.cpu_attention)):
+        require_states(captured.states, "pageable", "cache_tier, policy or plan.schedule.batching.cache.tier")
+        for name, field, value in (("batch_slots", "admission.sequences", batching.admitted),
+                                   ("cpu_attention", "cache.cpu_attention", batching.cache.cpu_attention)):
             if value and not rewindable(captured.states):
-                raise PlanError(f"plan.schedule.batching.{field}: {value} goes with a cache on the tier "
-                                f"{batching.cache.tier} where layers keep K and V alone, and here some keep states "
-                                "that move whole; leave one of them out")
+                raise PlanError(f"{name} or plan.schedule.batching.{field}: the cache is to lie on the tier "
+                                f"{batching.cache.tier}, from where states of some layers move whole; leave {name} "
+                                "out, or name no slower tier by cache_tier or policy")
     if batching.admitted:
-        require_states(captured.states, "reorderable", "plan.schedule.batching.admission.sequences")
+        require_states(captured.states, "reorderable", "batch_slots or plan.schedule.batching.admission.sequences")
         if any(isinstance(spec, LentKVState) for states in captured.states for spec in states):
-            raise PlanError("plan.schedule.batching.admission.sequences: several layers read the keys and values of "
-                            "one, and copies for sequences that are admitted are made layer by layer; leave it out")
+            raise PlanError("batch_slots or plan.schedule.batching.admission.sequences: several layers read the keys "
+                            "and values of one, and copies for sequences that are admitted are made layer by layer; "
+                            "leave it out")
     sizes = batching.speculation.steps
     if sizes and REPLAY not in sizes and not rewindable(captured.states):
         raise PlanError(f"plan.schedule.batching.speculation.steps: states of this model cannot take a token back, and "

@@ -138,7 +138,8 @@ def test_narrow_dtypes_stay_near(tmp_path: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"cache": "kv8"}, "the rows of latent attention are both"),
-    ({"cache_tier": "disk"}, "latent, which is not pageable")])
+    ({"cache_tier": "disk"}, "^cache_tier, policy or .*latent, which is not pageable"),
+    ({"policy": (100, 0, 50, 50, 100, 0)}, "^cache_tier, policy or .*latent, which is not pageable")])
 def test_what_rows_cannot_do_is_refused_by_name(saved: Saved, options: dict[str, Any], message: str) -> None:
     folder, _ = saved("minicpm3")
     with pytest.raises(PlanError, match=message):

@@ -82,10 +82,10 @@ LENGTHS = (11, 6, 1)
 SHAPE = {"prompt": PROMPT, "new_tokens": NEW}
 
 
-def small(family: str, dtype: torch.dtype = torch.float32) -> Any:
+def small(family: str, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
     """A model with random weights, large enough that states show."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **others})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -324,9 +324,10 @@ def test_bf16_stays_near(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"cache_tier": "disk", "batch_slots": 8}, "admission.sequences: 1 goes with a cache on the tier disk where layers "
-     "keep K and V alone"),
-    ({"cache_tier": "host", "cpu_attention": True}, "cache.cpu_attention: True goes with a cache on the tier host"),
+    ({"cache_tier": "disk", "batch_slots": 8}, "^batch_slots or .*sequences: the cache is to lie on the tier disk, "
+     "from where states .* leave batch_slots out"),
+    ({"policy": (100, 0, 0, 100, 100, 0), "batch_slots": 8}, "^batch_slots or .* tier host, .* cache_tier or policy"),
+    ({"cache_tier": "host", "cpu_attention": True}, "^cpu_attention or .*: the cache is to lie on the tier host"),
     ({"draft": "itself"}, "draft: layer 0 keeps a state of kind convolution, which is not rewindable"),
     ({"checkpoints": True}, "checkpoints")], ids=str)  # fmt: skip
 def test_what_states_cannot_do_is_refused_by_name(saved: Saved, options: dict[str, Any], message: str) -> None:
@@ -335,6 +336,15 @@ def test_what_states_cannot_do_is_refused_by_name(saved: Saved, options: dict[st
         options = {"draft": folder}
     with pytest.raises(PlanError, match=message):
         forebay.wrap(folder, {"device": 1 << 30, "host": 1 << 20, "disk": folder}, **SHAPE, **options)
+
+
+def test_a_family_with_states_may_have_attention_alone(saved: Saved, tmp_path: Path) -> None:
+    model, (*_, ids, mask, _) = small("qwen3_next", layer_types=["full_attention"] * 3), saved("qwen3_next")
+    model.save_pretrained(tmp_path)
+    with forebay.wrap(tmp_path, 1 << 30, batch=3, **SHAPE) as lm:
+        found = tokens(lm, ids, mask)
+    want = [greedy(model, row[PROMPT - n :]) for row, n in zip(ids, LENGTHS, strict=True)]
+    assert torch.equal(found, torch.stack(want))
 
 
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
