@@ -186,5 +186,5 @@ RECURRENT = (
         "ZayaCCAProjection": ("forward", _compressed), "ZayaDecoderLayer": ("forward", _zaya_layer),
         "ZayaModel": ("forward", _zaya)}),
     Family("DeepseekV4ForCausalLM", refused="its layers attend to a window of tokens and to compressed ones before it "
-           "by one softmax, for which there is no operator here"),
+           "by one softmax, for which there is no operator here; an indexer picks the compressed ones for each query"),
 )
