@@ -155,9 +155,9 @@ def _refuse_mixers(cls: type[PreTrainedModel], adopted: int) -> None:
     from forebay.rewriter.capture.own_attention import FAMILIES
     from forebay.rewriter.capture.recurrences import has_known_mixers
 
-    if adopted or cls.__name__ in FAMILIES:
+    if adopted or cls.__name__ in FAMILIES or has_known_mixers(cls):
         return
-    if cls._is_stateful and not has_known_mixers(cls):
+    if cls._is_stateful:
         raise CaptureError("its layers keep a state by code of their own, which calls none of the convolutions, "
                            "recurrences and scans that have an operator here")
     if not cls._supports_attention_backend:
