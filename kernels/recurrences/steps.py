@@ -61,3 +61,8 @@ def begun(state: Tensor, start: Tensor) -> Tensor:
 def real(count: Tensor, t: int, dim: int) -> Tensor:
     """Whether token t of each sequence is real, [B, 1, ...] of so many dimensions."""
     return (t < count).view(-1, *[1] * (dim - 1))
+
+
+def put_real(out: Tensor, t: int, count: Tensor, made: Tensor) -> None:
+    """The results of token t, `made`, where it is real: out begins as zeros."""
+    out[:, t] = torch.where(real(count, t, made.dim()), made, 0)

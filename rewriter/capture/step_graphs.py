@@ -158,9 +158,9 @@ def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
         for name, field, value in (("batch_slots", "admission.sequences", batching.admitted),
                                    ("cpu_attention", "cache.cpu_attention", batching.cache.cpu_attention)):
             if value and not rewindable(captured.states):
-                raise PlanError(f"{name} or plan.schedule.batching.{field}: the cache is to lie on the tier "
-                                f"{batching.cache.tier}, from where states of some layers move whole; leave {name} "
-                                "out, or name no slower tier by cache_tier or policy")
+                raise PlanError(f"{name} or plan.schedule.batching.{field}: the cache lies on the tier "
+                                f"{batching.cache.tier}, from where some states move whole; leave {name} out, or "
+                                "name no slower tier by cache_tier or policy")
     if batching.admitted:
         require_states(captured.states, "reorderable", "batch_slots or plan.schedule.batching.admission.sequences")
         if any(isinstance(spec, LentKVState) for states in captured.states for spec in states):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forebay.kernels.recurrences.steps import begun, check, failing, real
+from forebay.kernels.recurrences.steps import begun, check, failing, put_real, real
 
 fail = failing("linear_recurrence")
 
@@ -27,7 +27,7 @@ def reference(
             value = beta[:, t, :, None].double() * (value - torch.einsum("bhkv,bhk->bhv", new, k[:, t]))
         new = new + k[:, t, ..., None] * value[:, :, None]
         held = torch.where(real(count, t, 4), new, held)
-        out[:, t] = torch.einsum("bhkv,bhk->bhv", new, q[:, t]) * real(count, t, 3)
+        put_real(out, t, count, torch.einsum("bhkv,bhk->bhv", new, q[:, t]))
     return out, held
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forebay.kernels.recurrences.steps import begun, check, failing, real
+from forebay.kernels.recurrences.steps import begun, check, failing, put_real, real
 
 fail = failing("selective_scan")
 
@@ -19,7 +19,7 @@ def reference(
     for t in range(x.shape[1]):
         new = torch.exp(dt[:, t, :, None] * a) * held + (dt[:, t] * x[:, t])[..., None] * b[:, t, None]
         held = torch.where(real(count, t, 3), new, held)
-        out[:, t] = (new * c[:, t, None]).sum(-1) * real(count, t, 2)
+        put_real(out, t, count, (new * c[:, t, None]).sum(-1))
     return out, held
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forebay.kernels.recurrences.steps import check, failing, real
+from forebay.kernels.recurrences.steps import check, failing, put_real, real
 
 fail = failing("wkv")
 EMPTY = -1e38  # the exponent of a sequence that begins: whatever is scaled by it is nothing
@@ -23,7 +23,7 @@ def reference(
         above, below, exponent = held.unbind(1)
         most = torch.maximum(exponent, k[:, t] + bonus)
         old, new = (exponent - most).exp(), (k[:, t] + bonus - most).exp()
-        out[:, t] = (old * above + new * v[:, t]) / (old * below + new) * real(count, t, 2)
+        put_real(out, t, count, (old * above + new * v[:, t]) / (old * below + new))
         most = torch.maximum(exponent + log_decay, k[:, t])
         old, new = (exponent + log_decay - most).exp(), (k[:, t] - most).exp()
         after = torch.stack((old * above + new * v[:, t], old * below + new, most), 1)
