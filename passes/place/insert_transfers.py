@@ -39,6 +39,8 @@ def insert_transfers(gm: fx.GraphModule, plan: Plan) -> None:
                 continue  # the block reads it, and has a graph of its own
             if placement.gather and _is_lookup(user, node):
                 replaced[user] = _replace_lookup(graph, user, node)
+            elif placement.on_host and reads_table(user, node):
+                continue  # the host computes it where the table lies: `delegate_launches`
             elif placement.pool_slots and reads_table(user, node):
                 replaced[user] = _replace_experts(graph, user, placement.pool_slots, plan.schedule)
             elif placement.tile_rows and placement.tile_rows < node.meta["val"].shape[0] and tileable(user, node):

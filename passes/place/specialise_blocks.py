@@ -39,7 +39,7 @@ def _placement(call: fx.Node, plan: Plan) -> tuple:
             found.append(None if name is None else first.setdefault(name, i))
         else:
             w = plan.weight(name)
-            found.append((w.tier, w.tile_rows, w.gather, w.pool_slots, w.format, first.setdefault(name, i)))
+            found.append((w.tier, w.tile_rows, w.gather, w.pool_slots, w.on_host, w.format, first.setdefault(name, i)))
     return tuple(found)
 
 

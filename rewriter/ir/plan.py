@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from forebay.kernels.formats.table import cache_format, weight_format
+from forebay.rewriter.ir.budget import Budget as Budget
+from forebay.rewriter.ir.budget import Limits
 from forebay.rewriter.ir.files import StrPath, read_input, write_text
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.printable import PrintableError
@@ -28,31 +30,6 @@ MOVING = ("activation", "io")  # kinds of buffers that come and go within a step
 
 class PlanError(PrintableError, ValueError):
     """A plan, budget or plan file that cannot be used; the message says which field and what would work."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bytes per tier that a Program may use for everything together; None is no limit."""
-
-    device: int
-    host: int | None = 0
-
-    @property
-    def limits(self) -> Limits:
-        """The bytes alone."""
-        return Limits(self.device, self.host)
-
-    def hold(self, other: Limits) -> bool:
-        """Whether what keeps to `other` keeps to these."""
-        room = self.host is None or (other.host is not None and self.host >= other.host)
-        return room and self.device >= other.device
-
-
-@dataclass(frozen=True)
-class Budget(Limits):
-    """What a run may use: `Limits`, and the folder for weights that move out of memory."""
-
-    disk: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +86,8 @@ class WeightPlacement:
 
     `tier` device: resident. Otherwise it streams: in tiles of `tile_rows` rows (0: whole), or, with `gather`, only the
     rows that a lookup names, or, in the steps of `Schedule.routed`, only experts that a router names and that are not
-    in a pool of `pool_slots`. `nbytes` counts the stored format.
+    in a pool of `pool_slots`. With `on_host` these steps compute with it in host memory, where it lies. `nbytes`
+    counts the stored format.
     """
 
     name: str
@@ -119,6 +97,12 @@ class WeightPlacement:
     tile_rows: int = 0
     gather: bool = False
     pool_slots: int = 0
+    on_host: bool = False
+
+    @property
+    def routed(self) -> bool:
+        """Whether the steps of `Schedule.routed` read of it what a router names."""
+        return self.pool_slots > 0 or self.on_host
 
 
 @dataclass(frozen=True)
@@ -257,7 +241,7 @@ class Plan:
         """The plan as a step over `tokens` tokens per sequence sees it: with its buffers, block and pools."""
         schedule, weights = replace(self.schedule, batching=self.schedule.batching.of_step(tokens)), self.weights
         if tokens not in schedule.routed.steps:
-            weights = tuple(replace(w, pool_slots=0) if w.pool_slots else w for w in weights)
+            weights = tuple(replace(w, pool_slots=0, on_host=False) if w.routed else w for w in weights)
         return replace(self, schedule=schedule, weights=weights, buffers=self.buffers_of(schedule.phase_of(tokens)))
 
     def nbytes_on(self, tier: str) -> int:
@@ -309,6 +293,19 @@ def _validate_batching(plan: Plan) -> None:
     if s.batching.admitted and s.prefill_chunks[-1] == 1:
         raise PlanError("plan.schedule.prefill_chunks: with plan.schedule.batching.admission.sequences a step over 1 "
                         "token decodes; the shortest chunk must be 2")
+
+
+def _validate_apart(plan: Plan) -> None:
+    """Buffers that keep their contents lie apart."""
+    for phase in ("prefill", "decode", "speculative"):
+        below: BufferPlacement | None = None  # of those that keep their contents, the one that reaches highest
+        kept = [b for b in plan.buffers_of(phase) if b.kind in KEPT and b.nbytes]
+        for b in sorted(kept, key=lambda b: (b.arena, b.offset)):
+            if below is not None and below.arena == b.arena and b.offset < below.offset + below.nbytes:
+                raise PlanError(f"plan.buffers: {below.name} and {b.name} both lie at offset {b.offset} of the "
+                                f"{b.arena} arena in phase {phase} ({below.name} takes nbytes {below.nbytes}), and "
+                                "both are of kinds that keep their contents")
+            below = b
 
 
 def _validate_cache(plan: Plan) -> None:
@@ -383,18 +380,11 @@ def validate(plan: Plan) -> None:
         if w.nbytes < 0 or w.tile_rows < 0 or w.pool_slots < 0:
             raise PlanError(f"{at}: negative size")
     _validate_cache(plan)
-    if fault := s.routed.fault(s.step_sizes, [w.tier for w in plan.weights if w.pool_slots], s.host_hop,
-                              s.batching.micro_batches):
+    if fault := s.routed.fault(s.step_sizes, [w.tier for w in plan.weights if w.pool_slots], [
+            "pool" if w.pool_slots else w.tier for w in plan.weights if w.on_host], s.host_hop,
+            s.batching.micro_batches):
         raise PlanError(f"plan.{fault}")
     for i, b in enumerate(plan.buffers):
         if b.offset < 0 or b.nbytes < 0:
             raise PlanError(f"plan.buffers[{i}]: negative offset or size")
-    for phase in ("prefill", "decode", "speculative"):
-        below: BufferPlacement | None = None  # of those that keep their contents, the one that reaches highest
-        kept = [b for b in plan.buffers_of(phase) if b.kind in KEPT and b.nbytes]
-        for b in sorted(kept, key=lambda b: (b.arena, b.offset)):
-            if below is not None and below.arena == b.arena and b.offset < below.offset + below.nbytes:
-                raise PlanError(f"plan.buffers: {below.name} and {b.name} both lie at offset {b.offset} of the "
-                                f"{b.arena} arena in phase {phase} ({below.name} takes nbytes {below.nbytes}), and "
-                                "both are of kinds that keep their contents")
-            below = b
+    _validate_apart(plan)

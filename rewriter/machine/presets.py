@@ -53,11 +53,12 @@ def _check_links(machine: Machine) -> None:
 def _sheet(
     name: str, device_kind: str, *, nbytes: tuple[int, int, int], read: float, up: float, down: float,
     disk: tuple[float, float], attention: float, host_attention: float, product_flops: float, attention_flops: float,
-    peaks: tuple[float, float, float], sources: dict[str, str],
+    peaks: tuple[float, float, float], sources: dict[str, str], host_products: tuple[float, float] = (0.0, 0.0),
 ) -> Machine:
     """A machine from rates in bytes and operations per second; `sources` by short names, spread over the paths.
 
-    nbytes: of device, host and disk; disk: reading and writing; peaks: operations, memory, interconnect.
+    nbytes: of device, host and disk; disk: reading and writing; peaks: operations, memory, interconnect; host_products:
+    bytes of experts, and operations, of the host's cores (0: it does not compute with them).
     """
     links = (Link("host", "device", up, 1e-5, "pinned"), Link("device", "host", down, 1e-5, "pinned"),
              Link("disk", "host", disk[0], 1e-4, "direct"), Link("host", "disk", disk[1], 1e-4, "write"))
@@ -69,6 +70,7 @@ def _sheet(
         "links.device.host.bandwidth_bytes_per_s": "down", "links.disk.host.bandwidth_bytes_per_s": "disk read",
         "links.host.disk.bandwidth_bytes_per_s": "disk write", "attention_bytes_per_s": "attention",
         "host_attention_bytes_per_s": "host attention", "product_flops": "products",
+        "host_product_bytes_per_s.bfloat16": "host products", "host_product_flops": "host operations",
         "attention_flops": "prompt attention", "peak_flops": "peak", "peak_memory_bytes_per_s": "peak memory",
         "interconnect_bytes_per_s": "interconnect"}
     found = {path: sources[short] for path, short in paths.items() if short in sources}
@@ -81,27 +83,32 @@ def _sheet(
     return Machine(
         name, "", {}, 1, 1, device_kind, tiers, links, (), read / 2, 5e-6, attention, copy_issue_s=0.0,
         host_attention_bytes_per_s=host_attention, product_flops=product_flops, attention_flops=attention_flops,
-        peak_flops=peaks[0], peak_memory_bytes_per_s=peaks[1], interconnect_bytes_per_s=peaks[2], sources=found)
+        host_product_bytes_per_s={"bfloat16": host_products[0]} if host_products[0] else {},
+        host_product_flops=host_products[1], peak_flops=peaks[0], peak_memory_bytes_per_s=peaks[1],
+         interconnect_bytes_per_s=peaks[2], sources=found)
 
 
 def _gpu(
     name: str, device_kind: str, *, device_gb: float, peak_tflops: float, peak_gb_per_s: float,
     link: tuple[float, str], host_gib: int, disk: tuple[int, float, float], interconnect_gb_per_s: float, sheet: str,
-    host: str,
+    host: str, memory: tuple[float, str], cores: int,
 ) -> Machine:
     """A preset from a data sheet, with attained rates that are stated assumptions, the same for every such preset."""
     up, link_source = link[0] * 1e9, link[1]
-    flops, memory = peak_tflops * 1e12, peak_gb_per_s * 1e9
+    flops, read = peak_tflops * 1e12, peak_gb_per_s * 1e9
     share = "assumed share of the peak: "
     return _sheet(
-        name, device_kind, nbytes=(int(0.94 * device_gb * 1e9), host_gib * GIB, int(disk[0] * 1e9)), read=0.8 * memory,
-        up=up, down=up, disk=(disk[1] * 1e9, disk[2] * 1e9), attention=0.6 * memory, host_attention=9e9,
-        product_flops=0.7 * flops, attention_flops=0.2 * flops, peaks=(flops, memory, interconnect_gb_per_s * 1e9),
+        name, device_kind, nbytes=(int(0.94 * device_gb * 1e9), host_gib * GIB, int(disk[0] * 1e9)), read=0.8 * read,
+        up=up, down=up, disk=(disk[1] * 1e9, disk[2] * 1e9), attention=0.6 * read, host_attention=9e9,
+        product_flops=0.7 * flops, attention_flops=0.2 * flops, peaks=(flops, read, interconnect_gb_per_s * 1e9),
+        host_products=(0.7e9 * memory[0], 0.5 * cores * 3e9 * 32),
         sources={
             "device": f"{sheet}; 94 % of it, the rest is the runtime's", "host": host, "disk": host,
             "read": share + "0.8, streaming reads", "up": link_source, "down": link_source, "disk read": host,
             "disk write": host, "attention": share + "0.6, decode attention",
             "host attention": "as on the T4 preset's host (fitted there)",
+            "host products": f"{share}0.7 of {memory[0]:g} GB/s ({memory[1]}, assumed)",
+            "host operations": f"{share}0.5 of {cores} cores (assumed) at 3 GHz, 32 operations a cycle with AVX2",
             "products": share + "0.7, large half-precision products",
             "prompt attention": share + "0.2, fused causal attention (0.4 with what the mask leaves out)",
             "peak": sheet, "peak memory": sheet, "interconnect": sheet})
@@ -159,34 +166,46 @@ T4 = _sheet(
 _PCIE4 = (25.0, "PCIe 4.0 x16: 31.5 GB/s raw, 25 attained by pinned copies (assumed, 0.8)")
 _PCIE5 = (50.0, "PCIe 5.0 x16: 63 GB/s raw, 50 attained by pinned copies (assumed, 0.8)")
 _HOST = "assumed host: two sockets, one NVMe disk"
-_ASCEND = _gpu("ascend-910b3", "Ascend 910B3", device_gb=64, peak_tflops=313, peak_gb_per_s=1600, link=_PCIE4,
+_DDR4 = (204.8, "one socket with eight channels of DDR4-3200")
+_DDR5 = (307.2, "one socket with eight channels of DDR5-4800")
+_TWO_CHANNELS = (89.6, "two channels of DDR5-5600")
+_ASCEND = _gpu("ascend-910b3", "Ascend 910B3",
+         memory=_DDR4, cores=32, device_gb=64, peak_tflops=313, peak_gb_per_s=1600, link=_PCIE4,
                host_gib=1024, disk=(3800, 6.0, 3.0), interconnect_gb_per_s=90,
                sheet="BestServe, section 4.1 (313 TFLOPS, 90 GB/s); memory 64 GB", host=_HOST)
 PRESETS: dict[str, Machine] = {machine.name: machine for machine in (
     T4,
-    _gpu("rtx3090", "NVIDIA GeForce RTX 3090", device_gb=24, peak_tflops=71, peak_gb_per_s=936, link=_PCIE4,
+    _gpu("rtx3090", "NVIDIA GeForce RTX 3090",
+         memory=_DDR4, cores=32, device_gb=24, peak_tflops=71, peak_gb_per_s=936, link=_PCIE4,
          host_gib=125, disk=(1000, 2.0, 1.0), interconnect_gb_per_s=0, sheet="NVIDIA GA102 white paper",
          host="FlexGen, Table 12 (125 GB, 1 TB SSD); disk rates as in its section 6 (assumed)"),
-    _gpu("rtx4090", "NVIDIA GeForce RTX 4090", device_gb=24, peak_tflops=165.2, peak_gb_per_s=1008, link=_PCIE4,
+    _gpu("rtx4090", "NVIDIA GeForce RTX 4090",
+         memory=_DDR4, cores=32, device_gb=24, peak_tflops=165.2, peak_gb_per_s=1008, link=_PCIE4,
          host_gib=821, disk=(2000, 5.0, 3.0), interconnect_gb_per_s=0, sheet="NVIDIA Ada white paper",
          host="HybridServe, section 5.1 (882 GB); disk assumed, PCIe 4.0 NVMe"),
-    _gpu("rtx4060-laptop", "NVIDIA GeForce RTX 4060 Laptop GPU", device_gb=8, peak_tflops=46.2, peak_gb_per_s=256,
+    _gpu("rtx4060-laptop", "NVIDIA GeForce RTX 4060 Laptop GPU",
+         memory=_TWO_CHANNELS, cores=8, device_gb=8, peak_tflops=46.2, peak_gb_per_s=256,
          link=(12.5, "PCIe 4.0 x8: 15.8 GB/s raw, 12.5 attained by pinned copies (assumed, 0.8)"), host_gib=12,
          disk=(500, 5.0, 3.0), interconnect_gb_per_s=0,
          sheet="NVIDIA Ada, AD107: 3072 CUDA cores at 1.88 GHz; 128 bits of GDDR6 at 16 Gbit/s",
          host="assumed: a laptop with 16 GB, 12 GiB of it free, and a PCIe 4.0 NVMe disk"),
-    _gpu("rtx5090", "NVIDIA GeForce RTX 5090", device_gb=32, peak_tflops=209.5, peak_gb_per_s=1792, link=_PCIE5,
+    _gpu("rtx5090", "NVIDIA GeForce RTX 5090",
+         memory=_TWO_CHANNELS, cores=16, device_gb=32, peak_tflops=209.5, peak_gb_per_s=1792, link=_PCIE5,
          host_gib=60, disk=(2000, 10.0, 6.0), interconnect_gb_per_s=0, sheet="NVIDIA RTX Blackwell white paper",
          host="assumed: a desktop with 64 GB and a PCIe 5.0 NVMe disk"),
     _laptop("laptop-16gb", 16, 8, 5600, (5.0, 3.0)), _laptop("laptop-32gb", 32, 8, 5600, (5.0, 3.0)),
-    _gpu("a100-80g", "NVIDIA A100-SXM4-80GB", device_gb=80, peak_tflops=312, peak_gb_per_s=2039, link=_PCIE4,
+    _gpu("a100-80g", "NVIDIA A100-SXM4-80GB",
+         memory=_DDR4, cores=32, device_gb=80, peak_tflops=312, peak_gb_per_s=2039, link=_PCIE4,
          host_gib=1024, disk=(3800, 6.0, 3.0), interconnect_gb_per_s=300, sheet="NVIDIA A100 data sheet", host=_HOST),
-    _gpu("h100", "NVIDIA H100 80GB HBM3", device_gb=80, peak_tflops=989, peak_gb_per_s=3350, link=_PCIE5,
+    _gpu("h100", "NVIDIA H100 80GB HBM3",
+         memory=_DDR5, cores=48, device_gb=80, peak_tflops=989, peak_gb_per_s=3350, link=_PCIE5,
          host_gib=1024, disk=(3800, 12.0, 6.0), interconnect_gb_per_s=450, sheet="NVIDIA H100 SXM data sheet",
          host=_HOST),
-    _gpu("h200", "NVIDIA H200", device_gb=141, peak_tflops=989, peak_gb_per_s=4800, link=_PCIE5, host_gib=1024,
+    _gpu("h200", "NVIDIA H200",
+         memory=_DDR5, cores=48, device_gb=141, peak_tflops=989, peak_gb_per_s=4800, link=_PCIE5, host_gib=1024,
          disk=(3800, 12.0, 6.0), interconnect_gb_per_s=450, sheet="NVIDIA H200 SXM data sheet", host=_HOST),
-    _gpu("tpu-v4", "TPU v4", device_gb=32 * GIB / 1e9, peak_tflops=275, peak_gb_per_s=1200,
+    _gpu("tpu-v4", "TPU v4",
+         memory=_DDR4, cores=32, device_gb=32 * GIB / 1e9, peak_tflops=275, peak_gb_per_s=1200,
          link=(12.5, "assumed: PCIe 3.0 x16, 12.5 GB/s attained"), host_gib=256, disk=(1000, 2.0, 1.0),
          interconnect_gb_per_s=270, sheet="Pope et al. 2022, section 4 (TPU v4: 275 TFLOPS, 32 GiB, 1200 GB/s, "
                                           "270 GB/s interconnect)", host="assumed host"),

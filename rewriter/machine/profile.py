@@ -72,6 +72,9 @@ class Machine:
     row_request_s: seconds of each further read of a row gather.
     attention_bytes_per_s: bytes of K and V per second in decode attention of one long sequence.
     host_attention_bytes_per_s: the same on the host of a GPU (0: it does not compute).
+    host_product_bytes_per_s: by dtype or packed format, bytes of experts that the host of a GPU multiplies by per
+        second, for one token (none: it does not compute).
+    host_product_flops: operations per second of its matmuls of many rows (0: bytes bind).
     product_flops: operations per second of large matmuls, for dtypes without points (0: bytes bind).
     attention_flops: the same of attention over whole prompts.
     reads_core_share: share of all cores' time that a second of disk reads takes (0..1). A processor copies, and a
@@ -108,6 +111,8 @@ class Machine:
     copy_issue_s: float = CPU_COPY_ISSUE_S
     row_request_s: float = ROW_REQUEST_S
     host_attention_bytes_per_s: float = 0.0
+    host_product_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    host_product_flops: float = 0.0
     product_flops: float = 0.0
     attention_flops: float = 0.0
     peak_flops: float = 0.0
@@ -126,8 +131,8 @@ class Machine:
         for name in ("cores", "threads", "memory_bytes_per_s", "attention_bytes_per_s"):
             _positive(name, getattr(self, name))
         for name in ("dispatch_s", "choice_elements_per_s", "copy_issue_s", "row_request_s",
-                     "host_attention_bytes_per_s", "product_flops", "attention_flops", "peak_flops",
-                     "peak_memory_bytes_per_s", "interconnect_bytes_per_s", "others_share"):
+                     "host_attention_bytes_per_s", "host_product_flops", "product_flops", "attention_flops",
+                     "peak_flops", "peak_memory_bytes_per_s", "interconnect_bytes_per_s", "others_share"):
             _not_negative(name, getattr(self, name))
         for tier in ("device", "disk"):
             _require(tier in self.tiers, f"tiers.{tier}", "is missing", sorted(self.tiers))
@@ -152,6 +157,8 @@ class Machine:
                 _positive(f"attention[{i}].{name}", getattr(seen, name))
         for cache, rate in self.pack_elements_per_s.items():
             _positive(f"pack_elements_per_s.{cache}", rate)
+        for kind, rate in self.host_product_bytes_per_s.items():
+            _positive(f"host_product_bytes_per_s.{kind}", rate)
         for name, factor in vars(self.contention).items():
             _require(math.isfinite(factor) and factor >= 1, f"contention.{name}", "must be at least 1", factor)
         _require(0 <= self.reads_core_share <= 1, "reads_core_share", "must lie between 0 and 1", self.reads_core_share)
@@ -182,6 +189,7 @@ class Machine:
         for link in self.links:
             at = f"links.{link.src}.{link.dst}"
             found |= {f"{at}.bandwidth_bytes_per_s": link.bandwidth_bytes_per_s, f"{at}.latency_s": link.latency_s}
+        found |= {f"host_product_bytes_per_s.{kind}": rate for kind, rate in self.host_product_bytes_per_s.items()}
         return found | {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "float"}
 
     def source(self, number: str) -> str:

@@ -8,7 +8,7 @@ from forebay.passes.fuse.fuse_residual import fuse_residual
 from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
 from forebay.passes.fuse.fuse_rotary import fuse_rotary
 from forebay.passes.fuse.fuse_swiglu import fuse_swiglu
-from forebay.passes.lower.delegate_attention import delegate_attention
+from forebay.passes.lower.delegate_launches import delegate_launches
 from forebay.passes.lower.hoist_gathers import hoist_gathers
 from forebay.passes.lower.hoist_prefetch import hoist_prefetch
 from forebay.passes.lower.lower import lower
@@ -63,8 +63,8 @@ PASSES: list[Pass] = [
     # on the step as a list of launches, where the order of the whole step can be seen
     Pass(lower, "lowered", "whole step", "every value has its address: graphs become launches, layers laid end to end"),
     Pass(share_maximum, "lowered", "draft", "blocks are recorded for many layers: only launches are a layer's own"),
-    Pass(delegate_attention, "lowered", "draft",
-         "launches stand in the order of turns: those over caches in host memory leave the device's stream"),
+    Pass(delegate_launches, "lowered", "draft",
+         "launches stand in the order of turns: those over host memory leave the device's stream"),
     Pass(hoist_gathers, "lowered", "draft", "gathers cross the borders of layers, and what is fetched for them too"),
     Pass(feature_steps, "lowered", "draft", "what features add from outside is hoisted and proved as the rest is"),
     Pass(hoist_prefetch, "lowered", "draft", "copies cross the borders of layers", optional=True),

@@ -137,7 +137,7 @@ class ScheduleSearch:
         if not self.planned:
             if len(self.refused) == 1:
                 raise self.refused[0][1]
-            raise min(self.refused, key=lambda pair: pair[0].smallest_budget(options))[1]
+            raise min(self.refused, key=lambda pair: _smallest_budget(pair[0], options))[1]
         best = min(self.planned, key=lambda pair: latency_s(pair[1]))
         return self.tried(best, [feature.improve for feature in FEATURES])
 
@@ -186,6 +186,14 @@ class ScheduleSearch:
             some = [way for way in ways if way.batching.cache.cpu_attention == attends]
             known += _try_near(some, known, lambda way: self._simulated(way.pipeline.with_batching(way.batching),
                                                                         options))
+
+
+def _smallest_budget(pipeline: Pipeline, options: Options) -> float:
+    """The least device budget in bytes that a schedule has a plan for; inf where none is enough."""
+    try:
+        return pipeline.smallest_budget(options)
+    except PlanError:
+        return math.inf
 
 
 def closed_form_way(task: PlanTask, spill_nbytes: int) -> Way | None:

@@ -109,24 +109,29 @@ def advise(plan: Plan) -> list[str]:
 
 
 def _of_experts(plan: Plan, compute: float) -> list[str]:
-    """The same where decode steps read experts by name, which runs beside few products: what more memory would give, by
-    the share of experts that pools would hold, and a faster disk, or link to a GPU."""
+    """The same where decode steps read experts by name, or the host computes with them, which runs beside few products:
+    what more memory would give, by the share of experts that pools would hold, and a faster disk, link to a GPU, or
+    CPU."""
     step, busy = plan.prediction.decode_time_s, plan.prediction.busy_time_s
     lanes = {lane: busy.get(own, 0.0) or busy.get(other, 0.0)  # the closed form tells these from no other copies
              for lane, own, other in (("disk", LOOKUP, DISK), ("link", RETURN, UPLOAD))}
-    read, lane = sum(lanes.values()), max(lanes, key=lanes.__getitem__)
+    read = sum(lanes.values())
+    lanes["CPU"] = busy.get(ATTEND, 0.0) if any(w.on_host for w in plan.weights) else 0.0
+    lane = max(lanes, key=lanes.__getitem__)
     routed = plan.schedule.routed
     pools = sum(b.nbytes for b in plan.buffers if b.kind == "pool")
     tables = sum(w.nbytes for w in plan.weights if w.pool_slots)
+    elsewhere = sum(w.nbytes for w in plan.weights if w.routed) - pools
     then = hits_within(routed.measured, min(1.0, 2 * (pools / tables if routed.measured else routed.hit_rate)))
     less = (then - routed.hit_rate) / (1 - routed.hit_rate) if routed.hit_rate < 1 else 0.0
-    twice, all_ = (format_nbytes(plan.budget.device + more) for more in (min(pools, tables - pools), tables - pools))
+    twice, all_ = (format_nbytes(plan.budget.device + more) for more in (min(pools, tables - pools), elsewhere))
     found = [(step / max(1e-9, step - read * less), f"a device budget of {twice}, for pools of twice as many experts "
               f"({100 * then:.0f} % hits),"),
-             (step / max(1e-9, step - read), f"a device budget of {all_}, in which all experts stay,"),
+             (step / max(1e-9, step - read - lanes["CPU"]), f"a device budget of {all_}, in which all experts stay,"),
              (step / (step - lanes[lane] / 2), f"a {lane} twice as fast")]
-    first = (f"{lane if read > compute else 'compute'}-bound: reads of experts take {100 * read / step:.0f} % of the "
-             f"step, computation {100 * compute / step:.0f} %")
+    there = f"the CPU {100 * lanes['CPU'] / step:.0f} %, " if lanes["CPU"] else ""
+    first = (f"{lane if read + lanes['CPU'] > compute else 'compute'}-bound: reads of experts take "
+             f"{100 * read / step:.0f} % of the step, {there}computation {100 * compute / step:.0f} %")
     return [first] + [f"{what} would give {times:.1f}x" for times, what in sorted(found, reverse=True)
                       if times >= MIN_GAIN]
 

@@ -150,6 +150,8 @@ def _check_weights(plan: Plan, needs: ModelNeeds) -> None:
         if w.pool_slots and not (is_table(use) and w.pool_slots < use.rows):
             raise PlanError(f"{at}.pool_slots: {w.name} has {use.rows} rows, and is {'' if is_table(use) else 'no '}"
                             "table of experts; only a table has a pool, of fewer of them")
+        if w.on_host and not is_table(use):
+            raise PlanError(f"{at}.on_host: {w.name} is no table of experts, and the host computes with those alone")
         pools = [b.nbytes for b in plan.buffers if b.name == w.name + POOL]
         room = pool_room(w.nbytes // max(1, use.rows), needs.host_hop)
         if pools != ([w.pool_slots * room] if w.pool_slots else []):

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from forebay.kernels.formats.slot_state import ITEMSIZE, slot_state
+from forebay.kernels.formats.table import weight_format
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned
 from forebay.rewriter.ir.plan import Plan, PlanError
+from forebay.rewriter.ir.program import dtype_itemsize
 from forebay.rewriter.ir.schedule.routed_fetch import (
     LANDING,
+    OPERANDS,
     POOL,
     RESULTS,
     ROUTING,
@@ -19,8 +22,9 @@ from forebay.rewriter.ir.schedule.routed_fetch import (
     pool_room,
 )
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
+from forebay.rewriter.predict.closed_form import Rates
 
-RESULT_NBYTES = 4  # of a number that a pick gives
+NUMBER_NBYTES = 4  # of a number of a token, and of one that a pick gives, at most
 GAIN = 0.8  # by name a step reads at most this share of a table: what it reads has less to run beside than tiles have
 
 
@@ -47,7 +51,7 @@ def pool_buffers(
     most = 0
     for use, slots in slots_of:
         picks = picks_of(use) * tokens
-        most = max(most, picks * use.outputs * RESULT_NBYTES)
+        most = max(most, picks * use.outputs * NUMBER_NBYTES)
         yield use.name + POOL, "pool", slots * pool_room(use.nbytes // use.rows, hop)
         places = 0 if hop else use.rows * ITEMSIZE
         yield use.name + ROUTING, "routing", places + slot_state(slots, use.rows, picks, hop).nbytes
@@ -59,18 +63,53 @@ def pool_buffers(
 class ExpertPools:
     """The tables that may have pools, all of as many slots, and the tokens in all of each step that may read experts by
     name, by its tokens per sequence; of decode steps first. Hits as they were `measured` (`hits_within`). With `hop`
-    experts come from host memory, where tables lie, or by way of it."""
+    experts come from host memory, where tables lie, or by way of it; the host computes with those `on_host`, for which
+    it takes a `workspace`."""
 
     tables: tuple[WeightUse, ...]
     tokens: Mapping[int, int]
     measured: tuple[float, ...] = ()
     hop: bool = False
+    on_host: tuple[WeightUse, ...] = ()
+    workspace: int = 0
 
-    def beside(self, whole: int) -> ExpertPools:
-        """The pools where so many of the tables, spread evenly, lie on the device as they are."""
+    def beside(self, whole: int, on_host: int = 0) -> ExpertPools:
+        """The pools where so many of the tables lie on the device as they are, and the host computes with so many of
+        the others, each spread evenly."""
+        rest = _spread(self.tables, whole)[1]
+        there, pooled = _spread(rest, on_host)
+        return replace(self, tables=pooled, on_host=there)
+
+    @property
+    def on_host_nbytes(self) -> int:
+        """Bytes of host memory that what it computes with takes, with operands and workspace."""
+        if not self.on_host:
+            return 0
+        tokens = max(self.tokens[size] for size in self.routed(0).steps)
+        return (sum(aligned(u.nbytes) for u in self.on_host) + aligned(operands_nbytes(self.on_host, tokens))
+                + self.workspace)
+
+    def host_s(self, rates: Rates, size: int) -> float:
+        """Seconds in which the host is expected to compute with experts in a step, operands and results included."""
+        return sum(2 * rates.upload_latency_s + rates.host_product_s(*_host_work(u, self.tokens[size]))
+                   for u in self.on_host)
+
+    def shares(self, room: int, host_room: int, asked: int | None) -> Iterator[tuple[int, int]]:
+        """How many tables may lie on the device as they are within so much room, and with how many of the others the
+        host may compute: none, as many as its memory holds, or as many as were `asked` for."""
         count = len(self.tables)
-        return replace(self, tables=tuple(
-            u for i, u in enumerate(self.tables) if (i + 1) * whole // count == i * whole // count)) if whole else self
+        table = max(1, self.tables_nbytes // count)
+        if not asked:
+            yield from ((whole, 0) for whole in self.whole_counts(room, host_room))
+        if asked == 0 or not self.hop:
+            return
+        most = max(0, min(count - (asked or 1), room // table))
+        for whole in dict.fromkeys((most, *self.whole_counts(room, host_room))):
+            held = asked or min(count - whole, host_room // table)
+            for on_host in dict.fromkeys((held, held - (not asked and self.beside(
+                    whole, held).on_host_nbytes > host_room))):
+                if 0 < on_host <= count - whole:
+                    yield whole, on_host
 
     @property
     def tables_nbytes(self) -> int:
@@ -110,12 +149,12 @@ class ExpertPools:
 
     def routed(self, slots: int) -> RoutedFetch:
         """The steps that read experts by name; decode steps among them."""
-        if not slots:
+        if not slots and not self.on_host:
             return RoutedFetch()
-        hits = hits_within(self.measured, slots / max(u.rows for u in self.tables))
+        hits = hits_within(self.measured, slots / max(u.rows for u in self.tables)) if slots else 0.0
         steps = [size for size, tokens in self.tokens.items() if size == 1 or all(
-            (1 - hits) * named_of(u, tokens) <= GAIN * u.rows for u in self.tables)]
-        return RoutedFetch(tuple(sorted(steps)), hits, self.measured)
+            (1 - hits) * named_of(u, tokens) <= GAIN * u.rows for u in (*self.tables, *self.on_host))]
+        return RoutedFetch(tuple(sorted(steps)), hits, self.measured if slots else ())
 
     def nbytes(self, slots: int) -> int:
         """Bytes of the device that pools of so many slots take."""
@@ -139,11 +178,35 @@ class ExpertPools:
         return sum(u.nbytes / u.rows * routed.missed(u.rows, u.share * u.rows, self.tokens[size]) for u in self.tables)
 
 
-def pools_of(
-    products: Sequence[WeightUse], tokens: Mapping[int, int], measured: tuple[float, ...], hop: bool
-) -> ExpertPools:
+def _spread(tables: tuple[WeightUse, ...], some: int) -> tuple[tuple[WeightUse, ...], tuple[WeightUse, ...]]:
+    """So many of the tables, spread evenly, and the others."""
+    parts: dict[bool, list[WeightUse]] = {True: [], False: []}
+    for i, u in enumerate(tables):
+        parts[(i + 1) * some // len(tables) > i * some // len(tables)].append(u)
+    return tuple(parts[True]), tuple(parts[False])
+
+
+def _host_work(use: WeightUse, tokens: int) -> tuple[str, float, float]:
+    """The dtype or format of the experts that a step over so many tokens in all names, their bytes, and operations."""
+    packed, entry = weight_format(use.format), use.nbytes / use.rows
+    bits = packed.bits or 8 * dtype_itemsize(use.dtype)
+    return (use.format if packed.bits else use.dtype, named_of(use, tokens) * entry,
+            2 * tokens * use.share * use.rows * entry * 8 / bits)
+
+
+def operands_nbytes(tables: Iterable[WeightUse], tokens: int) -> int:
+    """Bytes of host memory for what a launch of the host over one of the tables is given, and makes: of each token
+    numbers in and out, and of each pick its expert and weight."""
+    return max(2 * aligned(tokens * u.outputs * NUMBER_NBYTES) + aligned(tokens * picks_of(u) * ITEMSIZE)
+               + aligned(tokens * picks_of(u) * NUMBER_NBYTES) for u in tables)
+
+
+def pools_of(products: Sequence[WeightUse], tokens: Mapping[int, int], measured: tuple[float, ...], needs: ModelNeeds
+             ) -> ExpertPools:
     """The pools that tables among products may have."""
-    return ExpertPools(tuple(filter(is_table, products)), tokens, measured, hop)
+    tables, hop = tuple(filter(is_table, products)), needs.host_hop
+    workspace = max(needs.need(size).multiplying for size in tokens) if hop and tables else 0
+    return ExpertPools(tables, tokens, measured, hop, workspace=workspace)
 
 
 def expert_buffers(plan: Plan, needs: ModelNeeds) -> Iterator[tuple[str, str, str, int, int]]:
@@ -163,3 +226,5 @@ def expert_buffers(plan: Plan, needs: ModelNeeds) -> Iterator[tuple[str, str, st
     landing = max((w.pool_slots * (w.nbytes // uses[w.name].rows) for w in pools if w.tier == "disk"), default=0)
     if hop and landing:
         yield LANDING, "io", "host", landing, PAGE_NBYTES
+    if on_host := [uses[w.name] for w in plan.weights if w.on_host]:
+        yield OPERANDS, "io", "host", operands_nbytes(on_host, tokens), ALIGNMENT

@@ -24,9 +24,10 @@ def unplaced(node: fx.Node, result: int = 0) -> TensorRef:
     return TensorRef("device", 0, str(value.dtype)[6:], tuple(value.shape), tuple(value.stride()), "")
 
 
-def phase_workspace(launches: Mapping[int, Sequence[Launch]], tokens: int, prefill: bool) -> tuple[int, int, int]:
+def phase_workspace(launches: Mapping[int, Sequence[Launch]], tokens: int, prefill: bool) -> tuple[int, int, int, int]:
     """Bytes of workspace of steps over `tokens` tokens and over one, from their `launches`: of all of them, of those
-    that remain where the host attends for all but a `prefill`, and of what it then takes."""
+    that remain where the host attends for all but a `prefill`, of what it then takes, and of what it takes where it
+    computes with experts in steps over `tokens`."""
     every = [launch for n in {1, tokens} for launch in launches[n]]
     staying, there = [launch for launch in launches[tokens] if prefill], 0
     for launch in launches[1] if prefill else every:
@@ -35,7 +36,9 @@ def phase_workspace(launches: Mapping[int, Sequence[Launch]], tokens: int, prefi
             there = max(there, operator.workspace_nbytes(launch, HOST.kernels))
         else:
             staying.append(launch)
-    return workspace_nbytes(every), workspace_nbytes(staying), there
+    experts = (operators.EXPERTS.workspace_nbytes(launch, HOST.kernels) for launch in launches[tokens]
+               if operators.find(launch.op) is operators.EXPERTS)
+    return workspace_nbytes(every), workspace_nbytes(staying), there, max(experts, default=0)
 
 
 def product_launch(product: Product, impl: str, device: DeviceKind, activations: str = "float16") -> Launch:

@@ -42,7 +42,8 @@ class WeightUse:
 class PhaseNeed:
     """What a step over chunks of this many tokens takes beside weights and cache, in bytes; for the activations also
     their `layout`, with addresses from 0 on, and the matrix products that it makes. Where the host attends for all
-    but a prefill, only `computing` of the workspace is the device's, and `attending` the host's."""
+    but a prefill, only `computing` of the workspace is the device's, and `attending` the host's. `multiplying` is what
+    experts take of the host, where it computes with them."""
 
     activations: int
     workspace: int
@@ -50,6 +51,7 @@ class PhaseNeed:
     products: tuple[ProductUse, ...] = ()
     computing: int = 0
     attending: int = 0
+    multiplying: int = 0
 
 
 @dataclass(frozen=True)

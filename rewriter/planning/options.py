@@ -146,6 +146,9 @@ class Options:
     expert_slots: int | None = field(default=None, metadata=option(
         COUNT, "Experts of each layer that stay in memory; decode steps read the missing ones (0: tables stream whole)",
         WEIGHTS, otherwise=PLANNER, planned=lambda plan: max(w.pool_slots for w in plan.weights)))
+    cpu_experts: int | None = field(default=None, metadata=option(
+        COUNT, "Layers whose experts decode steps compute on the CPU instead of the GPU, where they lie in host "
+        "memory (0: none)", WEIGHTS, otherwise=PLANNER, planned=lambda plan: sum(w.on_host for w in plan.weights)))
     prefill_chunk: int | None = field(default=None, metadata=option(
         SIZE, "Tokens of a prompt that a step computes", WEIGHTS, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.prefill_chunk,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
 from forebay.rewriter.ir.byte_sizes import format_nbytes
-from forebay.rewriter.ir.plan import Budget, Limits, Plan, PlanError, Prediction, Schedule, WeightPlacement, Workload
+from forebay.rewriter.ir.plan import Budget, Limits, Plan, PlanError, Prediction, Schedule, Workload
 from forebay.rewriter.ir.prefill_chunks import SHORTEST_CHUNK, chunk_sizes, chunk_steps, halvings
 from forebay.rewriter.ir.program import DISK, UPLOAD
 from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
@@ -19,7 +19,8 @@ from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 from forebay.rewriter.planning.options import Options, make_options
 from forebay.rewriter.planning.spread_resident import halving_order, spread_resident
 from forebay.rewriter.planning.step_streams import ChunkRoom, StepStreams, WeightKinds, kinds_of, with_pools
-from forebay.rewriter.planning.tiles import most_tiles, room_beside_slots, tile_rows_of
+from forebay.rewriter.planning.tiles import most_tiles, room_beside_slots
+from forebay.rewriter.planning.weight_places import fill_host, place_weight
 
 # What may be chosen. None of it depends on the budget, so that whatever works with less works with more.
 SLOTS = (1, 2, 3, 4, 6, 8)
@@ -37,6 +38,8 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
     for resident weights. They are compared by `Rates.step_time_s`, and none of them gets worse with more budget.
     """
     needs.refuse_sparse_values()
+    if options.cpu_experts and not needs.host_hop:
+        raise PlanError(f"cpu_experts={options.cpu_experts}: without a GPU the CPU computes all experts; leave it out")
     kinds, held = kinds_of(needs, workload, options.expert_hits), needs.host_nbytes
     if budget.host is not None and held > budget.host:
         raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the {format_nbytes(held)} ({held} "
@@ -49,8 +52,9 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
         smallest, parts = smallest_budget(needs, workload, options)
         hidden = needs.feature_nbytes(options.prefill_chunk or _shortest(needs, workload.prompt), "host")
         shared = (options.weight_shares or (0, 0))[1]
-        if budget.device >= smallest and (budget.host or hidden or shared):
+        if budget.device >= smallest and (budget.host or hidden or shared or options.cpu_experts):
             what = "hidden states that wait there" if hidden else f"{shared:.0%} of the weights" if shared else (
+                f"experts of {options.cpu_experts} layers" if options.cpu_experts else
                 "slots that copies from disk pass through on their way to the device")
             instead = "name a smaller share" if shared else "leave the host budget out"
             raise PlanError(f"budget.host: {format_nbytes(budget.host or 0)} cannot hold the {what}; give more, or "
@@ -75,7 +79,7 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> 
     kinds = kinds_of(needs, workload, options.expert_hits)
     least = replace(options, prefill_chunk=options.prefill_chunk or _shortest(needs, workload.prompt))
 
-    in_host = (options.expert_slots and needs.host_hop) or (options.weight_shares or (0, 0))[1]
+    in_host = ((options.expert_slots or options.cpu_experts) and needs.host_hop) or (options.weight_shares or (0, 0))[1]
     host = 1 << 60 if in_host else None  # on a GPU pools are filled from there
 
     def fits(nbytes: int) -> Iterator[ChunkRoom]:
@@ -109,9 +113,9 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> 
 
 def refuse_forced(needs: ModelNeeds, budget: Budget, workload: Workload, options: Options) -> None:
     """Raise PlanError, naming what is forced, for a budget that would be enough without it."""
-    if options.expert_slots and not any(map(is_table, needs.uses)):
-        raise PlanError(f"expert_slots={options.expert_slots}: the model has no experts that steps could read by name; "
-                        "leave it out")
+    for name in ("expert_slots", "cpu_experts"):
+        if (asked := getattr(options, name)) and not any(map(is_table, needs.uses)):
+            raise PlanError(f"{name}={asked}: the model has no experts that steps could read by name; leave it out")
     free, _ = smallest_budget(needs, workload, make_options(dict.fromkeys(forceable(options)), options))
     needed, _ = smallest_budget(needs, workload, options)
     if free <= budget.device < needed:
@@ -145,7 +149,8 @@ def _candidates(
         held = cached + needs.feature_nbytes(chunk, "host")
         if room < 0 or (budget.host is not None and held > budget.host):
             continue
-        for slots, slot in ((0, 0),) if kinds.products_nbytes <= min(room, most) else choices:
+        stays = kinds.products_nbytes <= min(room, most) and not options.cpu_experts
+        for slots, slot in ((0, 0),) if stays else choices:
             left = room - slots * slot_stride(slot)
             if left < 0 or (hops and held + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
                 continue
@@ -155,10 +160,10 @@ def _candidates(
             if left < 0 or (options.weight_shares is not None and not (
                     left >= most and _host_room(needs, budget, fit) == host_most)):
                 continue
-            if not slots or not options.expert_slots:
+            if not slots or not (options.expert_slots or options.cpu_experts):
                 yield fit
             if slots and kinds.pools.tables:
-                yield from with_pools(fit, kinds, options, _host_room(needs, budget, fit))
+                yield from with_pools(fit, kinds, options, _host_room(needs, budget, fit), needs.rates.multiplies)
 
 
 def _asked_shares(needs: ModelNeeds, kinds: WeightKinds, options: Options) -> tuple[int, int]:
@@ -186,7 +191,7 @@ def _cheapest(
     def cost(fit: ChunkRoom, nbytes: int) -> float:
         steps = dict(prefill_steps(fit.chunk))
         room, tables = _host_room(needs, budget, fit), 0
-        if fit.pool_slots:
+        if fit.by_name:
             tables, room = _host_tables(kinds, fit, room)
         held = min(max(0, nbytes - kinds.tied_nbytes), room)
         streams = StepStreams(needs.rates, kinds, needs.batching.micro_batches.fetches, nbytes, held, fit, tables)
@@ -194,11 +199,11 @@ def _cheapest(
         return sum(count * streams.step_time_s(tokens) for tokens, count in steps.items())
 
     def exact(fit: ChunkRoom, bound: float) -> float:
-        pools = fit.pool_slots > 0
+        pools = fit.by_name
         return bound if not fit.slots else cost(fit, whole[pools] - kept(fit.room, pools))
 
     whole = {pools: sum(aligned(u.nbytes) for u in kinds.streaming(pools)) for pools in (False, True)}
-    bounds = [(cost(fit, max(0, whole[fit.pool_slots > 0] - fit.room) if fit.slots else 0), i)
+    bounds = [(cost(fit, max(0, whole[fit.by_name] - fit.room) if fit.slots else 0), i)
               for i, fit in enumerate(fits)]
     best, least = None, math.inf
     for bound, i in sorted(bounds):
@@ -233,8 +238,9 @@ def _resident(kinds: WeightKinds, fit: ChunkRoom) -> set[str]:
     """Names of the weights that stay on the device."""
     chosen = {u.name for u in kinds.pinned}
     if fit.slots:
-        chosen |= {u.name for u in kinds.pools.tables} - {u.name for u in kinds.pools.beside(fit.whole).tables}
-        return chosen | {u.name for u in spread_resident(kinds.streaming(fit.pool_slots > 0), fit.room)}
+        pools = kinds.pools.beside(fit.whole, fit.on_host)
+        chosen |= {u.name for u in kinds.pools.tables} - {u.name for u in (*pools.tables, *pools.on_host)}
+        return chosen | {u.name for u in spread_resident(kinds.streaming(fit.by_name), fit.room)}
     chosen |= {u.name for u in kinds.products}
     room = fit.room - kinds.products_nbytes
     for u in kinds.tables:  # these come last: on disk they cost little
@@ -266,7 +272,8 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: ChunkRoom) -> int:
 def _host_tables(kinds: WeightKinds, fit: ChunkRoom, room: int) -> tuple[int, int]:
     """Of so many bytes of host memory those for tables that have pools, and those for other weights: what is left where
     no experts land on their way from disk."""
-    pools = kinds.pools.beside(fit.whole)
+    pools = kinds.pools.beside(fit.whole, fit.on_host)
+    room -= pools.on_host_nbytes
     if not fit.pool_slots or not pools.hop:
         return 0, room
     held = pools.held_nbytes(room, fit.pool_slots)
@@ -279,17 +286,17 @@ def _planned(
     fit: ChunkRoom,
 ) -> Plan:
     """The plan that spends the budget as `fit` says."""
-    resident = _resident(kinds, fit)
-    weights = [_place(u, u.name in resident, fit, needs.weight_tier) for u in needs.uses]
+    resident, pools = _resident(kinds, fit), kinds.pools.beside(fit.whole, fit.on_host)
+    weights = [place_weight(u, u.name in resident, fit, needs.weight_tier, u in pools.on_host) for u in needs.uses]
     tables, rest = _host_tables(kinds, fit, _host_room(needs, budget, fit))
-    weights = _fill_host(_fill_host(weights, tables, True), rest)
+    weights = fill_host(fill_host(weights, tables, True), rest)
     rows = {u.name: u.rows for u in needs.uses if u.product}
     piece = max((w.nbytes // rows[w.name] * (w.tile_rows or rows[w.name])
                  for w in weights if w.tier != "device" and w.name in rows), default=0)
     chunks = chunk_sizes(fit.chunk, needs.speculative)
     lead = min(options.lead or fit.slots, fit.slots)
     schedule = Schedule(fit.slots, piece, lead, chunks, needs.host_hop, needs.batching,
-                        kinds.pools.beside(fit.whole).routed(fit.pool_slots))
+                        pools.routed(fit.pool_slots))
     plan = Plan(needs.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
                 cache_format=needs.cache_format, score_ranges=options.score_ranges)
     upper, overlays = _upper(needs, fit.chunk)
@@ -303,7 +310,7 @@ def _planned(
 def _predicted(needs: ModelNeeds, kinds: WeightKinds, plan: Plan, fit: ChunkRoom) -> Prediction:
     """What the closed form expects of a plan; the simulator's word, once there are Programs, takes its place."""
     s, streamed = plan.schedule, [w for w, u in zip(plan.weights, needs.uses, strict=True)
-                                  if w.tier != "device" and not w.pool_slots and u.product]
+                                  if w.tier != "device" and not w.routed and u.product]
     streams = StepStreams(needs.rates, kinds, needs.batching.micro_batches.fetches, sum(w.nbytes for w in streamed),
                        sum(w.nbytes for w in streamed if w.tier == "host"), fit,
                        sum(aligned(w.nbytes) for w in plan.weights if w.pool_slots and w.tier == "host"))
@@ -312,11 +319,12 @@ def _predicted(needs: ModelNeeds, kinds: WeightKinds, plan: Plan, fit: ChunkRoom
     step_s = {tokens: streams.step_time_s(tokens) + rates.device_attend_s(tokens) for tokens in (1, *chunks)}
     busy = rates.busy_s(1, *streams.moved(1))
     for stream, seconds in streams.named_s(1).items():
-        busy[stream] += seconds
+        busy[stream] = busy.get(stream, 0.0) + seconds
     if needs.weight_tier == "host":
         busy[UPLOAD] = busy.pop(DISK)
     beside = {"device": needs.workspace(s.prefill_chunk),
-              "host": needs.host_nbytes - (needs.staged.host_nbytes if needs.staged is not None else 0)}
+              "host": needs.host_nbytes - (needs.staged.host_nbytes if needs.staged is not None else 0)
+              + streams.pools.workspace * (fit.on_host > 0)}
     peak = {tier: size + beside.get(tier, 0) for tier, size in plan.arenas.items()}
     prefill_s = sum(count * step_s[tokens] for tokens, count in chunks.items())
     return Prediction(prefill_s, step_s[1], {stream: t for stream, t in busy.items() if t},
@@ -374,22 +382,3 @@ def _slot_choices(kinds: WeightKinds, options: Options, needs: ModelNeeds) -> li
     least = {slot: max(least_slots, most_tiles(products, slot)) for slot in sizes}
     return [(least[slot] + ahead, slot) for slot in sizes
             for ahead in dict.fromkeys((0, 1, 2, least[slot] // 2, least[slot]))]
-
-
-def _place(u: WeightUse, resident: bool, fit: ChunkRoom, tier: str) -> WeightPlacement:
-    if resident:
-        return WeightPlacement(u.name, "device", u.nbytes, u.format)
-    tile_rows = tile_rows_of(u, fit.slot_nbytes) if u.product else 0
-    return WeightPlacement(u.name, tier, u.nbytes, u.format, tile_rows=tile_rows, gather=u.lookup,  # type: ignore[arg-type]
-                           pool_slots=fit.pool_slots if is_table(u) else 0)
-
-
-def _fill_host(weights: list[WeightPlacement], room: int, pools: bool = False) -> list[WeightPlacement]:
-    """Move weights with `pools`, or without, from disk to host memory while it lasts, last those of which few rows are
-    read at a time."""
-    away = set()
-    for w in sorted(weights, key=lambda w: w.gather):
-        if w.tier == "disk" and (w.pool_slots > 0) == pools and aligned(w.nbytes) <= room:
-            room -= aligned(w.nbytes)
-            away.add(w.name)
-    return [replace(w, tier="host") if w.name in away else w for w in weights]

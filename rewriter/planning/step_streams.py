@@ -9,7 +9,7 @@ from functools import cached_property
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
 from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.ir.program import DISK, UPLOAD
+from forebay.rewriter.ir.program import ATTEND, DISK, UPLOAD
 from forebay.rewriter.planning.expert_pools import ExpertPools, pools_of
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 from forebay.rewriter.planning.options import Options
@@ -49,8 +49,7 @@ def kinds_of(needs: ModelNeeds, workload: Workload, expert_hits: tuple[float, ..
     streamed, batching = {u.name for u in products}, needs.batching
     by_name = needs.weight_tier == "disk" and batching.micro_batches.count == 1
     pools = pools_of(products if by_name else (), {
-        size: size * batching.sequences(workload.batch, size) for size in (1, *needs.speculative)}, expert_hits,
-        needs.host_hop)
+        size: size * batching.sequences(workload.batch, size) for size in (1, *needs.speculative)}, expert_hits, needs)
     dense = tuple(u for u in products if u not in pools.tables)
     return WeightKinds(pinned, products, dense, tables, sum(aligned(u.nbytes) for u in pinned),
                   sum(aligned(u.nbytes) for u in products),
@@ -66,8 +65,8 @@ def _pinned(u: WeightUse) -> bool:
 @dataclass(frozen=True)
 class ChunkRoom:
     """What one prefill chunk leaves: `room` bytes for resident weights beside staging slots and pools of so many slots;
-    without staging slots nothing streams. Of the tables of experts `whole` lie on the device beside pools. Host memory
-    holds at most `host_most` bytes of weights."""
+    without staging slots nothing streams. Of the tables of experts `whole` lie on the device beside pools, and the host
+    computes with `on_host` where they lie. Host memory holds at most `host_most` bytes of weights."""
 
     chunk: int
     room: int
@@ -76,24 +75,41 @@ class ChunkRoom:
     pool_slots: int = 0
     whole: int = 0
     host_most: int = 1 << 60
+    on_host: int = 0
+
+    @property
+    def by_name(self) -> bool:
+        """Whether steps read experts by name."""
+        return self.pool_slots > 0 or self.on_host > 0
 
 
-def with_pools(fit: ChunkRoom, kinds: WeightKinds, options: Options, host_room: int) -> Iterator[ChunkRoom]:
+def with_pools(
+    fit: ChunkRoom, kinds: WeightKinds, options: Options, host_room: int, multiplies: bool
+) -> Iterator[ChunkRoom]:
     """Ways to spend the room on pools: on what the other weights leave, at least on as many slots as are worth a look.
-    On a GPU also on whole tables, where host memory has `host_room` for others."""
-    if not kinds.pools.tables or options.expert_slots == 0:
+    On a GPU also on whole tables, where host memory has `host_room` for others. The host computes with some of these
+    where it is known how fast it `multiplies`, or `options` ask for it."""
+    dense, known = sum(aligned(u.nbytes) for u in kinds.dense), kinds.pools
+    asked = 0 if options.cpu_experts is None and not multiplies else options.cpu_experts
+    if options.expert_slots == 0 and asked == 0:
         return
-    dense = sum(aligned(u.nbytes) for u in kinds.dense)
-    for whole in kinds.pools.whole_counts(fit.room - dense, host_room):
-        pools = kinds.pools.beside(whole)
-        room, lands = fit.room - kinds.pools.tables_nbytes + pools.tables_nbytes, pools.tables_nbytes > host_room
-        if room < 0 or not pools.tables:
+    for whole, on_host in known.shares(fit.room - dense, host_room, asked):
+        pools = known.beside(whole, on_host)
+        there = sum(aligned(u.nbytes) for u in pools.on_host)
+        room = fit.room - known.tables_nbytes + pools.tables_nbytes + there
+        left_there = host_room - pools.on_host_nbytes
+        if room < 0 or (on_host and left_there < 0):
             continue
+        if not pools.tables and on_host and not options.expert_slots:
+            yield replace(fit, room=room, whole=whole, on_host=on_host)
+        if not pools.tables or options.expert_slots == 0:
+            continue
+        lands = pools.tables_nbytes > left_there
         most, counts = pools.slots_within(max(0, room - dense), 1), pools.least_slots()
         for slots in dict.fromkeys([options.expert_slots] if options.expert_slots else (max(n, most) for n in counts)):
             if (slots <= pools.most_slots and (left := room - pools.nbytes(slots)) >= 0
-                    and (not lands or pools.landing_nbytes(slots) <= host_room)):
-                yield replace(fit, room=left, pool_slots=slots, whole=whole)
+                    and (not lands or pools.landing_nbytes(slots) <= left_there)):
+                yield replace(fit, room=left, pool_slots=slots, whole=whole, on_host=on_host)
 
 
 @dataclass(frozen=True)
@@ -112,14 +128,15 @@ class StepStreams:
     @cached_property
     def pools(self) -> ExpertPools:
         """The pools that there are."""
-        return self.kinds.pools.beside(self.fit.whole)
+        return self.kinds.pools.beside(self.fit.whole, self.fit.on_host)
 
     def moved(self, tokens: int) -> tuple[int, float, int]:
         """Bytes that a step streams through staging slots, in so many copies, and those of them from host memory."""
         kinds, nbytes, held = self.kinds, self.fetches * self.nbytes, self.fetches * self.held
-        if self.fit.pool_slots and not self._by_name(tokens):
-            nbytes += self.pools.tables_nbytes
-            held += self.tables_held
+        if self.fit.by_name and not self._by_name(tokens):
+            there = sum(aligned(u.nbytes) for u in self.pools.on_host)
+            nbytes += self.pools.tables_nbytes + there
+            held += self.tables_held + there
         copies = nbytes / kinds.products_nbytes * kinds.tiles(self.fit.slot_nbytes) if nbytes else 0.0
         return nbytes, copies, held
 
@@ -128,11 +145,12 @@ class StepStreams:
         return self.pools.read_nbytes(self.fit.pool_slots, tokens) if self._by_name(tokens) else 0.0
 
     def named_s(self, tokens: int) -> dict[str, float]:
-        """Seconds of reading these from disk, and of bringing them to a GPU; latencies are beside that."""
+        """Seconds of reading these from disk, of bringing them to a GPU, and of the host with others; no latencies."""
         nbytes, hop = self.named_nbytes(tokens), self.pools.hop
         share = self.tables_held / self.pools.tables_nbytes if nbytes else 0.0
         return {DISK: (1 - share) * nbytes / self.rates.bytes_per_s,
-                UPLOAD: nbytes / self.rates.upload_bytes_per_s if hop else 0.0}
+                UPLOAD: nbytes / self.rates.upload_bytes_per_s if hop else 0.0,
+                ATTEND: self.pools.host_s(self.rates, tokens) if self._by_name(tokens) else 0.0}
 
     def step_time_s(self, tokens: int) -> float:
         """Seconds of a step; at most, as if nothing were computed while experts are read by name, layer by layer."""
@@ -144,4 +162,4 @@ class StepStreams:
                 + sum(self.named_s(tokens).values()) + reads * latency_s)
 
     def _by_name(self, tokens: int) -> bool:
-        return self.fit.pool_slots > 0 and tokens in self.pools.routed(self.fit.pool_slots).steps
+        return self.fit.by_name and tokens in self.pools.routed(self.fit.pool_slots).steps

@@ -14,7 +14,13 @@ from forebay.rewriter.ir.program import ATTEND, COMPUTE, DISK, DOWNLOAD, LOAD, R
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S
 from forebay.rewriter.predict.estimator import Estimator, side_by_side_s
-from forebay.rewriter.predict.item_costs import host_attend_s, over_tokens, work_time_s
+from forebay.rewriter.predict.item_costs import (
+    GUESSED_BYTES_PER_S,
+    host_attend_s,
+    host_product_s,
+    over_tokens,
+    work_time_s,
+)
 
 # Of plans whose predictions are so close that they cannot be told apart, the one that reads less: a prefill of 32 x 64
 # tokens, which computes for 28 s, was to read its weights once per token, 64 times over, for a gain of 1 %.
@@ -69,7 +75,8 @@ class Rates:
     `core_share` is what a second of the disk takes of the cores' time. compute_s gives the seconds of all products of a
     step over so many tokens per sequence, and of issuing its launches, attend_s those of its attention, which schedules
     have alike, `moves` what of its caches moves, at the seconds per byte of `cache_byte_s`; over what the host attends,
-    it takes `host_attend_s` for so many bytes.
+    it takes `host_attend_s` for so many bytes. `host_product_s` gives the seconds in which the host multiplies by
+    weights of a dtype or format and so many bytes, for so many operations: a guess unless it `multiplies`.
     """
 
     bytes_per_s: float = 1.5e9
@@ -86,6 +93,8 @@ class Rates:
     cache_byte_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     host_attend_s: Callable[[float], float] = lambda nbytes: 0.0
     core_share: float = 0.0
+    host_product_s: Callable[[str, float, float], float] = lambda kind, nbytes, flops: nbytes / GUESSED_BYTES_PER_S
+    multiplies: bool = False
 
     def device_attend_s(self, tokens: int) -> float:
         """Seconds of the attention that the device does in a step."""
@@ -181,4 +190,6 @@ def rates_of(
     return Rates(1 / times.byte_s(*link), times.latency_s(*link), times.copy_issue_s + launches_s,
                  times.slowed(0.5), times.slows(0.5), compute_s, upload, upload_latency_s, link[1] == "host", attend_s,
                  cache_byte_s=between, host_attend_s=lambda nbytes: host_attend_s(nbytes, times),
-                 core_share=times.reads_core_share)
+                 core_share=times.reads_core_share,
+                 host_product_s=lambda kind, nbytes, flops: host_product_s(kind, nbytes, flops, times),
+                 multiplies=math.isfinite(times.host_product_s("bfloat16", 1.0, 1.0)))

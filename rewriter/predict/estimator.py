@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from forebay.kernels.formats.table import packed_format
+from forebay.rewriter.ir.program import dtype_itemsize
 from forebay.rewriter.machine.profile import Machine
 
 # Of each copy beside a GPU whose profile lacks the number: what it, its waits and its record take of the thread that
@@ -52,6 +55,10 @@ class Estimator(Protocol):
 
     def host_attention_s(self, nbytes: float) -> float:
         """The same on a host beside a GPU; inf where it does not compute."""
+
+    def host_product_s(self, kind: str, nbytes: float, flops: float) -> float:
+        """Matmuls of a host beside a GPU with `nbytes` of weights of a dtype or packed format; inf where it does not
+        compute."""
 
     def touch_s(self, nbytes: float) -> float:
         """Pointwise work on the device that reads and writes so many bytes."""
@@ -147,6 +154,10 @@ class MachineEstimator:
         rate = self.machine.attention_bytes_per_s if self.serial else self.machine.host_attention_bytes_per_s
         return nbytes / rate if rate else math.inf
 
+    def host_product_s(self, kind: str, nbytes: float, flops: float) -> float:
+        rate, most = _rate_alike(self.machine.host_product_bytes_per_s, kind), self.machine.host_product_flops
+        return max(nbytes / rate, flops / most if most else 0.0) if rate else math.inf
+
     def touch_s(self, nbytes: float) -> float:
         return nbytes / (2 * self.machine.memory_bytes_per_s)  # a copy moves each byte twice
 
@@ -198,6 +209,14 @@ class MachineEstimator:
     @property
     def _read_bytes_per_s(self) -> float:
         return self.machine.tiers["device"].bandwidth_bytes_per_s or 2 * self.machine.memory_bytes_per_s
+
+
+def _rate_alike(rates: Mapping[str, float], kind: str) -> float:
+    """The rate of a dtype or packed format: where it has none that of one of as many bits, or the least of all."""
+    bits = {known: packed.bits if (packed := packed_format(known)) else 8 * dtype_itemsize(known)
+            for known in (kind, *rates)}
+    alike = [rate for known, rate in rates.items() if bits[known] == bits[kind]]
+    return rates.get(kind) or min(alike or rates.values(), default=0.0)
 
 
 def side_by_side_s(compute: float, stream: float, slowed: float, slows: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -35,7 +36,7 @@ from forebay.rewriter.predict.estimator import Estimator
 
 aten = torch.ops.aten
 # these read as much as they write
-GUESSED_BYTES_PER_S = 5e9  # of K and V, by a host's cores
+GUESSED_BYTES_PER_S = 5e9  # of K and V, or of weights, by a host's cores
 LOOKUPS = frozenset(map(str, (aten.embedding.out, aten.gather.out, aten.index_select.out)))
 APPENDS = frozenset((called(aten.index_copy_.default),))  # they write as much as they read, into something larger
 
@@ -104,6 +105,9 @@ def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> 
     if item.stream == COLLECT:
         return times.exchange_s(item.op.split(".")[1], len(ranks_of(item.args[-1])), sum(s.nbytes for s in item.writes))
     operator = find(item.op)
+    if operator is EXPERTS and item.stream == ATTEND:
+        work = _experts_work(item)
+        return host_product_s(work.kind, work.held, EXPERTS.cost(item).flops, times)
     if operator is not None and operator.timed_as == "attention" and item.stream == ATTEND:
         return host_attend_s(_attended(item, operator, seen)[0], times)
     return (times.dispatch_s if times.serial else 0.0) + work_time_s(item, times, seen)
@@ -118,7 +122,8 @@ def work_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> fl
     if operator is not None and operator.timed_as == "attention":
         return _attention_time_s(item, operator, times, seen)
     if operator is EXPERTS:
-        return _experts_time_s(item, times)
+        work = _experts_work(item)
+        return times.product_s(*work[:-1], nbytes=work.held)
     time_s = times.touch_s(touched_nbytes(item))
     if operator is not None and operator.appends:
         values = sum(math.prod(ref.shape) for ref in _tensors(item) if ref.dtype not in ("uint8", "int64"))
@@ -126,8 +131,25 @@ def work_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> fl
     return time_s
 
 
-def _experts_time_s(item: Launch, times: Estimator) -> float:
-    """That of one product, of as many rows as each expert has, with all that the experts read hold."""
+class _ExpertsWork(NamedTuple):
+    """A launch over experts as one product of m rows by n rows of k columns, with all that the experts hold.
+
+    Attributes:
+        kind: The weights' dtype or packed format.
+        m: Rows that each expert has.
+        n: Rows of the experts that are read.
+        k: Columns.
+        held: Their bytes.
+    """
+
+    kind: str
+    m: int
+    n: int
+    k: int
+    held: int
+
+
+def _experts_work(item: Launch) -> _ExpertsWork:
     given, cost = arguments_of(item.args), EXPERTS.cost(item)
     held = max(1, cost.read_nbytes - nbytes_of(given.x, given.index, given.weights))
     hidden, units = given.x.shape[-1], 2 * given.inner if given.form.gated else given.inner
@@ -135,7 +157,7 @@ def _experts_time_s(item: Launch, times: Estimator) -> float:
     elements = held * (units + given.inner) * hidden / entry
     kind = given.stored.up.packing(hidden).format if given.stored.packed else given.table.dtype
     rows = cost.flops / 2 / max(1.0, elements)
-    return times.product_s(kind, max(1, round(rows)), max(1, round(elements / hidden)), hidden, nbytes=held)
+    return _ExpertsWork(kind, max(1, round(rows)), max(1, round(elements / hidden)), hidden, held)
 
 
 def over_tokens(item: Launch, tokens: int) -> Launch:
@@ -162,6 +184,13 @@ def over_tokens(item: Launch, tokens: int) -> Launch:
 def host_attend_s(nbytes: float, times: Estimator) -> float:
     """Seconds of the host's attention over so many bytes, by a guess where nobody knows its rate but it is forced."""
     known = times.host_attention_s(nbytes)
+    return known if math.isfinite(known) else nbytes / GUESSED_BYTES_PER_S
+
+
+def host_product_s(kind: str, nbytes: float, flops: float, times: Estimator) -> float:
+    """Seconds of the host's matmuls with so many bytes of weights, by a guess where nobody knows its rate but they are
+    forced."""
+    known = times.host_product_s(kind, nbytes, flops)
     return known if math.isfinite(known) else nbytes / GUESSED_BYTES_PER_S
 
 

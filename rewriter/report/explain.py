@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan, WeightPlacement, Workload
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.ir.printable import printable
-from forebay.rewriter.ir.program import DISK, LOOKUP, RETURN, UPLOAD
+from forebay.rewriter.ir.program import ATTEND, DISK, LOOKUP, RETURN, UPLOAD
 from forebay.rewriter.ir.state import rewindable
 from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.predict.simulate import CORES
@@ -149,21 +149,35 @@ def _kept(plan: Plan, captured: CapturedModel | None) -> str:
 
 
 def _experts(plan: Plan) -> str:
-    """How many experts pools hold, and what a decode step is expected to find there and to read."""
+    """How many experts pools hold, what a decode step is expected to find there and to read, and with which of them the
+    CPU computes."""
     tables, routed, p = [w for w in plan.weights if w.pool_slots], plan.schedule.routed, plan.prediction
+    on_host = list(_host_experts(plan))
+    if not tables:
+        return f"\n{'':<10}".join(on_host)
     pools = sum(b.nbytes for b in plan.buffers if b.kind == "pool")
     share = pools / max(1, sum(w.nbytes for w in tables))
     how = "measured" if routed.measured else "assumed"
     why = "on the prompts of the calibration" if routed.measured else "as if the router preferred nobody"
     lines = [f"{tables[0].pool_slots} of each of {len(tables)} layers stay in pools of {format_nbytes(pools)} "
              f"({100 * share:.0f} %)", "decode steps read those that the router names and that are not there",
-             f"{how}: {100 * routed.hit_rate:.0f} % are there, {why}"]
+             f"{how}: {100 * routed.hit_rate:.0f} % are there, {why}", *on_host]
     on_disk = any(w.tier == "disk" for w in tables)
     for lane, streams in (("disk", (LOOKUP, DISK) if on_disk else ()), ("link", (RETURN, UPLOAD))):
         if busy_s := sum(p.busy_time_s.get(stream, 0.0) for stream in streams):
             lines.append(f"the {lane} takes {1000 * busy_s:.3g} ms of a step, which reads "
                          f"{format_nbytes(p.streamed_nbytes)}: at most {plan.workload.batch / busy_s:.3g} tokens/s")
     return f"\n{'':<10}".join(lines)
+
+
+def _host_experts(plan: Plan) -> Iterator[str]:
+    """With which experts the host computes, and how long."""
+    there, busy_s = [w for w in plan.weights if w.on_host], plan.prediction.busy_time_s.get(ATTEND, 0.0)
+    if there:
+        yield (f"the CPU computes those of {len(there)} layers in decode steps, where "
+               f"{format_nbytes(sum(w.nbytes for w in there))} of them lie in host memory")
+    if there and busy_s:
+        yield f"the CPU takes {1000 * busy_s:.3g} ms of a step: at most {plan.workload.batch / busy_s:.3g} tokens/s"
 
 
 def _typical(work: Workload) -> str:

@@ -22,7 +22,9 @@ from forebay.kernels.build.process_limits import available_nbytes, last_level_nb
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import TIMED_WEIGHTS, CacheFormat, packed_caches, packed_format
 from forebay.kernels.operator import HOST_KERNELS, ROUNDED, Call, Operator, Product, Tensors
-from forebay.kernels.operators import ATTENTION, find, product_with
+from forebay.kernels.operators import ATTENTION, EXPERTS, find, product_with
+from forebay.kernels.products.experts.entries import entry_parts, table_shape
+from forebay.kernels.products.experts.reference import Form, Storage, Stored
 from forebay.rewriter.machine.points import AttentionPoint, GemmPoint, intensity
 from forebay.runtime.measure.steady import settled_s, steady_times
 from forebay.runtime.run.arena import Arena
@@ -50,6 +52,9 @@ ATTENTION_SHAPES = ((1, 1, 128), (8, 1, 128), (32, 1, 128), (1, 1, 4096), (8, 1,
                     (1, 64, 1024), (1, 256, 512))
 QUICK_ATTENTION = ((1, 1, 128), (8, 1, 1024), (1, 64, 64), (1, 256, 512))
 KV_HEADS, HEADS, HEAD_DIM = 8, 16, 64
+HOST_KINDS = ("float32", "bfloat16", "w8g64", "w4g64")
+EXPERT_HIDDEN, EXPERT_INNER, PICKED = 2048, 512, 2  # picked experts of float32 are 24 MiB
+MANY_ROWS = 64  # of each of the experts
 FILL = 0x11  # a small number in any dtype, and code 1 of small scales in packed rows; nothing is subnormal
 
 TimedProduct = tuple[str, int, Iterable[Call]]  # implementation, rows of x, calls over weights outside the caches
@@ -303,6 +308,38 @@ def pack_elements_per_s(quick: bool) -> dict[str, float]:
         given = keys, values, k, v, start, *packed.arguments(HEAD_DIM).values()
         timed["flat", name] = [append.bind[HOST_KERNELS](Tensors(given, {}, ()))]
     return {name: 2 * k.numel() / t for (_, name), t in call_times_s(timed, 9 if quick else 15).items()}
+
+
+# Experts of the host beside a GPU
+
+
+def host_product_rates(quick: bool) -> tuple[dict[str, float], float]:
+    """Bytes per second at which our CPU kernels multiply one token by its experts, by dtype and packed format, and
+    operations per second for so many tokens that all experts have many rows."""
+    timed: dict[tuple, Iterable[Call]] = {}
+    nbytes = {}
+    for kind in HOST_KINDS:
+        nbytes[kind], timed["flat", kind] = _experts_calls(kind, 1)
+    _, timed["flat", "many"] = _experts_calls("bfloat16", MANY_ROWS)
+    times = call_times_s(timed, 9 if quick else 15)
+    flops = 2 * MANY_ROWS * PICKED * 3 * EXPERT_HIDDEN * EXPERT_INNER
+    return {kind: nbytes[kind] / times["flat", kind] for kind in HOST_KINDS}, flops / times["flat", "many"]
+
+
+def _experts_calls(kind: str, tokens: int) -> tuple[int, list[Call]]:
+    """Bytes of the experts that one token picks, of a dtype or packed format, and calls over parts of `cold_memory`, by
+    as many tokens."""
+    packed, dtype = packed_format(kind), torch.bfloat16 if packed_format(kind) else getattr(torch, kind)
+    how = Stored() if packed is None else Stored(packed.bits, packed.group_size, symmetric=packed.symmetric)
+    stored, form = Storage(how, how), Form()
+    parts = entry_parts(EXPERT_HIDDEN, EXPERT_INNER, form, stored, False, dtype)
+    x = torch.ones(tokens, EXPERT_HIDDEN, dtype=dtype)
+    index = torch.arange(PICKED).expand(tokens, PICKED).contiguous()
+    weights, out = torch.ones(tokens, PICKED, dtype=dtype), torch.empty_like(x)
+    tables = _parts(parts[0].dtype, *table_shape(PICKED, parts))
+    args = EXPERT_INNER, False, *form, *stored.up, *stored.down
+    return tables[0].nbytes, [EXPERTS.bind[HOST_KERNELS](Tensors((x, index, weights, table, *args), {}, (out,)))
+                              for table in tables]
 
 
 def choice_elements_per_s(quick: bool) -> float:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -44,6 +44,7 @@ from forebay.runtime.measure.kernels import (
     attention_points,
     choice_elements_per_s,
     cold_memory,
+    host_product_rates,
     pack_elements_per_s,
 )
 from forebay.runtime.measure.neighbours import Neighbours
@@ -142,6 +143,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
         both_ways=both_ways,
         pack_elements_per_s=pack_elements_per_s(quick) if kind.on_host_cores else {},
         choice_elements_per_s=choice_elements_per_s(quick),
+        **(_host_rates(quick, rounds) if not kind.on_host_cores else {}),
         copy_issue_s=issue_s if kind.on_host_cores else measure_cuda.copy_issue_s(rounds),
         row_request_s=request_s,
         others_share=neighbours.share(),
@@ -151,6 +153,13 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
     machine.validate()
     say("done", 1.0)
     return machine
+
+
+def _host_rates(quick: bool, rounds: int) -> dict[str, Any]:
+    """What the cores beside a GPU compute at, by the profile's field."""
+    rates, flops = host_product_rates(quick)
+    return {"host_attention_bytes_per_s": MEASURES[HOST.kernels].attention_bytes_per_s(rounds),
+            "host_product_bytes_per_s": rates, "host_product_flops": flops}
 
 
 def versions() -> dict[str, str]:

@@ -129,15 +129,17 @@ def _gpu_workspace(use: Use) -> int:
 
 
 def _cost(use: Use) -> Cost:
-    """Of a part of the experts its share of picks, and as many of them read as these may be of."""
+    """Of a part of the experts its share of picks, and as many of them read as are picked where none is preferred."""
     given = arguments_of(use.args)
     units, entries = 2 * given.inner if given.form.gated else given.inner, given.table.shape[0]
     picks, count = math.prod(given.index.shape), max(1, _count(use))
-    picks = -(-picks * count // use.kwargs.get("among", count))
-    most, picked = float(entries), float(picks * entries // count)  # experts that are read at most, and picks of them
+    among, each = use.kwargs.get("among", count), given.index.shape[-1]
+    share = entries / count  # of the experts that are there
     if "entries" in use.kwargs:  # the table is of places at which experts may begin
-        most, picked = (use.kwargs.get("share", 1.0) * n for n in (count, picks))
-    read = nbytes_of(given.table) // max(1, entries) * min(picked, most)
+        share = use.kwargs.get("share", 1.0)
+    picked = share * picks * count / among
+    named = share * count * (1 - (1 - min(1.0, each / among)) ** (picks // max(1, each)))
+    read = nbytes_of(given.table) // max(1, entries) * named
     return Cost(round(2 * picked * (units + given.inner) * given.x.shape[-1]),
                 round(read) + nbytes_of(given.x, given.index, given.weights), nbytes_of(*use.out))
 

@@ -11,6 +11,7 @@ from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 
 POOL, ROUTING = ".pool", ".routing"  # end the names of a table's buffers: experts in slots, and which these are
 RESULTS = "experts.results"  # the buffer, of all layers, of what each pick of a step gave
+OPERANDS = "operands.experts"  # host memory for what the host's launches over tables read and write beside these
 LANDING = "host_experts"  # where experts of files lie on their way to a GPU's pool
 
 PLACE_NBYTES = 8  # where an expert begins in its slot is counted in so many bytes
@@ -49,21 +50,29 @@ class RoutedFetch:
         """Experts that a step over so many tokens in all is expected to read of a table."""
         return (1 - self.hit_rate) * named_experts(experts, picks, tokens)
 
-    def fault(self, step_sizes: Sequence[int], tiers: Sequence[str], hop: bool, micro_batches: MicroBatches) -> str:
+    def fault(
+        self, step_sizes: Sequence[int], tiers: Sequence[str], on_host: Sequence[str], hop: bool,
+        micro_batches: MicroBatches
+    ) -> str:
         """What contradicts the steps that there are, or where the tables lie that have pools, as the field and why; ""
-        for nothing. `hop`: the device cannot read the disk."""
-        if list(self.steps) != sorted({*self.steps} & {*step_sizes}) or bool(self.steps) != bool(tiers):
+        for nothing. `on_host`: where those lie with which the host computes. `hop`: the device cannot read the disk."""
+        by_name = bool(on_host or tiers)
+        if list(self.steps) != sorted({*self.steps} & {*step_sizes}) or bool(self.steps) != by_name:
             return (f"schedule.routed.steps: {list(self.steps)} must be among the steps over {sorted(step_sizes)} "
-                    "tokens, the smallest first; some where there are pools (plan.weights[].pool_slots), else none")
+                    "tokens, the smallest first; some where there are pools (plan.weights[].pool_slots) or experts of "
+                    "the host (plan.weights[].on_host), else none")
         if not 0 <= self.hit_rate <= 1 or (self.hit_rate and not tiers):
             return f"schedule.routed.hit_rate: {self.hit_rate} must be a share, and 0 without pools"
         if list(self.measured) != sorted(self.measured) or any(not 0 <= hits <= 1 for hits in self.measured):
             return f"schedule.routed.measured: {list(self.measured)} must be shares, in ascending order"
         if {*tiers} - ({"host", "disk"} if hop else {"disk"}):
             return f"weights[].pool_slots: only tables on {'host or disk' if hop else 'the tier disk'} have pools"
-        if tiers and micro_batches.count > 1:
+        if {*on_host} - ({"host"} if hop else set()):
+            return ("weights[].on_host: the CPU computes only with tables on the tier host that have no pool, where "
+                    "the device is a GPU")
+        if by_name and micro_batches.count > 1:
             return (f"schedule.batching.micro_batches.count: {micro_batches.count} must be 1 where experts are read by "
-                    "name for a whole batch (plan.weights[].pool_slots)")
+                    "name for a whole batch (plan.weights[].pool_slots, plan.weights[].on_host)")
         return ""
 
 

@@ -213,7 +213,9 @@ def test_a_pool_counts_its_experts_not_the_places_where_they_may_begin(share: fl
     places = torch.empty(1).expand(1000, table.shape[1])
     how = {"entries": torch.zeros(6, dtype=torch.int64), "count": 6, "share": share}
     pooled = EXPERTS.cost(Tensors((*args[:3], places, *args[4:]), how, (each.x,)))
-    assert whole.read_nbytes - pooled.read_nbytes == table.nbytes * (1 - share)
+    named, small = 6 * (1 - (1 - 2 / 6) ** 12), sum(t.nbytes for t in args[:3])
+    assert whole.read_nbytes - small == round(named * table[0].nbytes)
+    assert pooled.read_nbytes - small == round(share * named * table[0].nbytes)
 
 
 @pytest.mark.parametrize(("name", "change"), [

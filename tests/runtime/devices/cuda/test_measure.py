@@ -11,6 +11,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import contextlib
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -241,4 +242,12 @@ def test_the_profile_of_a_gpu_holds_what_was_measured_on_it(tmp_path: Path, monk
     assert MachineEstimator(replace(machine, copy_issue_s=0.0)).copy_issue_s == 2e-5, "of profiles that lack it"
     assert machine.tiers["device"].bandwidth_bytes_per_s == 4e12 and machine.tiers["device"].capacity_nbytes == 1 << 37
     assert 0 < machine.tiers["host"].bandwidth_bytes_per_s < 1e12, "that of RAM"
+    rates, times = machine.host_product_bytes_per_s, MachineEstimator(machine)
+    assert all(1e6 < rate < 1e12 for rate in (*rates.values(), machine.host_attention_bytes_per_s)), "of its cores"
+    assert times.host_product_s("w4g64", rates["w4g64"], 0.0) == pytest.approx(1.0)
+    assert times.host_product_s("bfloat16", 1.0, 3 * machine.host_product_flops) == pytest.approx(3.0)
+    assert times.host_product_s("w4g32", rates["w4g64"], 0.0) == pytest.approx(1.0), "of as many bits"
+    some = MachineEstimator(replace(machine, host_product_bytes_per_s={"float32": 4.0, "w8g64": 2.0}))
+    assert some.host_product_s("w4g64", 4.0, 0.0) == pytest.approx(2.0), "the least of all"
+    assert math.isinf(MachineEstimator(Machine.default()).host_product_s("bfloat16", 1.0, 1.0))
     assert (machine.gemm, machine.attention, machine.device_kind) == ((point,), (), NAME)

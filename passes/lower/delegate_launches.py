@@ -1,4 +1,4 @@
-"""Let the host attend over caches that lie in its memory: only queries, new keys and values, and the result cross."""
+"""Let the host compute with what lies in its memory, caches and tables of experts: only operands and results cross."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.kernels.operator import HOST_KERNELS
-from forebay.kernels.operators import find
+from forebay.kernels.operators import EXPERTS, find
 from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.cache_layout import OPERANDS
 from forebay.rewriter.ir.draft import Arrive, Draft, Evict, Fetch, Lookup, Mark, Move, Outgoing, Store
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import ATTEND, HOST, Item, Launch, Release, Span, TensorRef, span_of
+from forebay.rewriter.ir.schedule.routed_fetch import OPERANDS as EXPERT_OPERANDS
 
 
-def delegate_attention(draft: Draft, plan: Plan) -> None:
-    """Move every launch that touches a cache in host memory to the host's own stream, over copies of its operands: a
+def delegate_launches(draft: Draft, plan: Plan) -> None:
+    """Move every launch that touches host memory to the host's own stream, over copies of its operands: a
     Store before it, and an Evict where the operand's memory is wanted back; a result comes back by a Fetch, issued one
     result ahead of its reader, so that the device computes for other micro-batches meanwhile. A draft without such
     launches is left as it is. ValueError where the plan's host memory is too small for a turn's operands."""
@@ -57,7 +58,9 @@ class _Delegating:
 
     def _move(self, launch: Launch) -> None:
         """The launch on the host's stream."""
-        turn = f"{OPERANDS}{launch.label.rpartition('@')[2] if '@' in launch.label else 0}"
+        operator = find(launch.op)
+        turn = EXPERT_OPERANDS if operator is EXPERTS else (
+            f"{OPERANDS}{launch.label.rpartition('@')[2] if '@' in launch.label else 0}")
         written = {(s.offset, s.buffer) for s in launch.writes}
         here: dict[TensorRef, TensorRef] = {}
         spans: dict[tuple[int, str], Span] = {}
@@ -80,7 +83,6 @@ class _Delegating:
         def moved(given: tuple[Span, ...]) -> tuple[Span, ...]:
             return tuple(s if s.arena == HOST else spans[s.offset, s.buffer] for s in given)
 
-        operator = find(launch.op)
         workspace = launch.workspace_nbytes if operator is None else operator.workspace_nbytes(launch, HOST_KERNELS)
         self.items.append(Launch(
             ATTEND, launch.op, _moved(launch.args, here), {k: _moved(v, here) for k, v in launch.kwargs.items()},
@@ -98,7 +100,7 @@ class _Delegating:
         at = self.used.get(turn, 0)
         self.used[turn] = at + aligned(span.nbytes)
         if self.used[turn] > b.nbytes:
-            raise ValueError(f"delegate_attention: the operands of layer {layer} take more than {b.name} of {b.nbytes} "
+            raise ValueError(f"delegate_launches: the operands of layer {layer} take more than {b.name} of {b.nbytes} "
                              "bytes")
         return Span(b.arena, b.offset + at, span.nbytes, f"{turn}:{layer}:{at}")
 
