@@ -72,8 +72,7 @@ class Machine:
     row_request_s: seconds of each further read of a row gather.
     attention_bytes_per_s: bytes of K and V per second in decode attention of one long sequence.
     host_attention_bytes_per_s: the same on the host of a GPU (0: it does not compute).
-    host_product_bytes_per_s: by dtype or packed format, bytes of experts that the host of a GPU multiplies by per
-        second, for one token (none: it does not compute).
+    host_product_bytes_per_s: the same of its matmuls with a token's experts, by dtype or packed format (none: as 0).
     host_product_flops: operations per second of its matmuls of many rows (0: bytes bind).
     product_flops: operations per second of large matmuls, for dtypes without points (0: bytes bind).
     attention_flops: the same of attention over whole prompts.
@@ -155,10 +154,9 @@ class Machine:
         for i, seen in enumerate(self.attention):
             for name in ("nbytes", "flops", "time_s"):
                 _positive(f"attention[{i}].{name}", getattr(seen, name))
-        for cache, rate in self.pack_elements_per_s.items():
-            _positive(f"pack_elements_per_s.{cache}", rate)
-        for kind, rate in self.host_product_bytes_per_s.items():
-            _positive(f"host_product_bytes_per_s.{kind}", rate)
+        for name in ("pack_elements_per_s", "host_product_bytes_per_s"):
+            for kind, rate in getattr(self, name).items():
+                _positive(f"{name}.{kind}", rate)
         for name, factor in vars(self.contention).items():
             _require(math.isfinite(factor) and factor >= 1, f"contention.{name}", "must be at least 1", factor)
         _require(0 <= self.reads_core_share <= 1, "reads_core_share", "must lie between 0 and 1", self.reads_core_share)
@@ -343,16 +341,13 @@ class Machine:
         gemm = tuple(
             GemmPoint(impl, dtype, m, n, k, max(itemsize * n * k / rate, 2 * m * n * k / flops))
             for dtype, (impl, itemsize, rate, flops) in sizes.items()
-            for n, k in ((2048, 2048), (5632, 2048))
-            for m in (1, 2, 4, 8, 16, 32, 64, 256)
-        )
+            for n, k in ((2048, 2048), (5632, 2048)) for m in (1, 2, 4, 8, 16, 32, 64, 256))
         links = (
             Link("disk", "device", 1.5e9, 2e-4, "direct", 2, 4 << 20),
             Link("device", "disk", 0.5e9, 1e-3, "write"),
             Link("disk", "host", 1.5e9, 2e-4, "direct", 2, 4 << 20),
             Link("host", "disk", 0.5e9, 1e-3, "write"),
-            Link("host", "device", 4e9, 1e-6, "memcpy"),
-            Link("device", "host", 4e9, 1e-6, "memcpy"),
+            Link("host", "device", 4e9, 1e-6, "memcpy"), Link("device", "host", 4e9, 1e-6, "memcpy"),
         )
         tiers = {"device": Tier(4 << 30, memory), "host": Tier(4 << 30, memory), "disk": Tier(32 << 30, 0.0)}
         return Machine("default-guess", "", {}, 2, 2, HOST.name, tiers, links, gemm, 4e9, 5e-6, 4e9,

@@ -40,6 +40,7 @@ from forebay.rewriter.planning.option_kinds import (
     one_of,
     pair,
 )
+from forebay.rewriter.planning.policy import placed_by
 
 if TYPE_CHECKING:
     import torch
@@ -286,25 +287,6 @@ class Options:
 
 OPTIONS: dict[str, OptionRecord] = {
     each.name: replace(each.metadata["option"], default=each.default) for each in fields(Options) if each.metadata}
-
-
-def placed_by(policy: Sequence[float] | None) -> dict[str, Any]:
-    """The options that put things where a policy has them.
-
-    Args:
-        policy: Six percentages, as `Options.policy` has them; or None.
-
-    Source:
-        FlexGen, section 4.2: wg, wc, cg, cc, hg, hc.
-    """
-    if policy is None:
-        return {}
-    placed: dict[str, Any] = {"weight_shares": (policy[0] / 100, policy[1] / 100)}
-    for name, (device, host) in (("cache", policy[2:4]), ("hidden", policy[4:])):
-        placed[f"{name}_tier"] = "device" if device == 100 else "host" if device + host == 100 else "disk"
-        if 0 < device < 100 or (0 < host < 100 - device):
-            placed[f"{name}_shares"] = device / 100, 0.0 if device + host == 100 else host / 100
-    return placed
 
 
 def register_option(name: str, record: OptionRecord) -> None:

@@ -326,7 +326,7 @@ def host_product_rates(quick: bool) -> tuple[dict[str, float], float]:
     return {kind: nbytes[kind] / times["flat", kind] for kind in HOST_KINDS}, flops / times["flat", "many"]
 
 
-def _experts_calls(kind: str, tokens: int) -> tuple[int, list[Call]]:
+def _experts_calls(kind: str, tokens: int) -> tuple[int, ColdCalls]:
     """Bytes of the experts that one token picks, of a dtype or packed format, and calls over parts of `cold_memory`, by
     as many tokens."""
     packed, dtype = packed_format(kind), torch.bfloat16 if packed_format(kind) else getattr(torch, kind)
@@ -338,8 +338,11 @@ def _experts_calls(kind: str, tokens: int) -> tuple[int, list[Call]]:
     weights, out = torch.ones(tokens, PICKED, dtype=dtype), torch.empty_like(x)
     tables = _parts(parts[0].dtype, *table_shape(PICKED, parts))
     args = EXPERT_INNER, False, *form, *stored.up, *stored.down
-    return tables[0].nbytes, [EXPERTS.bind[HOST_KERNELS](Tensors((x, index, weights, table, *args), {}, (out,)))
-                              for table in tables]
+
+    def bind(table: torch.Tensor) -> Call:
+        return EXPERTS.bind[HOST_KERNELS](Tensors((x, index, weights, table, *args), {}, (out,)))
+
+    return tables[0].nbytes, ColdCalls(bind, tables)
 
 
 def choice_elements_per_s(quick: bool) -> float:

@@ -11,7 +11,8 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import forebay
 from forebay.rewriter.ir.plan import PlanError, load_plan
-from forebay.rewriter.planning.options import Options, placed_by
+from forebay.rewriter.planning.options import Options
+from forebay.rewriter.planning.policy import placed_by
 from forebay.rewriter.planning.step_streams import SMALL_NBYTES
 
 SIZES: dict[str, Any] = {"batch": 4, "prompt": 6, "new_tokens": 4}
