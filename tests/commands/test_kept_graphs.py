@@ -22,10 +22,13 @@ import forebay.commands.plan_config as planning
 import forebay.kept_graphs as kept_graphs
 import forebay.open_model as opening
 from forebay.api import wrap
+from forebay.commands.plan_serving import plan_serving
 from forebay.rewriter.capture.family import FAMILIES, Family
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.checkpoints.records import log_once
+from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import pass_list
+from forebay.rewriter.planning.options import Options
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -57,6 +60,20 @@ def captures_nothing(patch: pytest.MonkeyPatch, module: Any = opening, name: str
         raise AssertionError("captured again")
 
     patch.setattr(module, name, refuse)
+
+
+def test_a_server_starts_from_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, asked = saved(tmp_path / "model"), Options(prompt=8, new_tokens=6, batch_slots=2, machine=Machine.default())
+    plans = []
+    for again in (False, True):
+        if again:
+            captures_nothing(monkeypatch)
+        with plan_serving(folder, "2MiB", asked).lm as lm:
+            plans.append(lm.plan)
+            answered = lm.generate(IDS, max_new_tokens=6, do_sample=False)[0].tolist()
+    assert plans[0] == plans[1]
+    assert answered == AutoModelForCausalLM.from_pretrained(folder).generate(
+        IDS, max_new_tokens=6, do_sample=False)[0].tolist()
 
 
 @pytest.mark.parametrize("options", [{}, {"cache": "kv8"}, {"micro_batches": 2, "batch": 2}, {"batch_slots": 2}])
@@ -92,6 +109,7 @@ def test_the_second_start_imports_little(tmp_path: Path) -> None:
     expected = answer(folder)
     code = f"""import sys, torch
 from forebay.api import wrap
+from forebay.commands.plan_serving import plan_serving
 from forebay.runtime.run.run_once import run_once
 lm = wrap({str(folder)!r}, "2MiB", prompt=8, new_tokens=6)
 _ = lm.session

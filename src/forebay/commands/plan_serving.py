@@ -77,7 +77,7 @@ def plan_serving(
     batch_slots, prompt, new_tokens = options.batch_slots or 1, options.prompt or 1, options.new_tokens or 1
     typical = (min(goals.prompt, prompt), min(goals.output, new_tokens)) if goals is not None else (0, 0)
     planned = replace(options, admitted=admitted_at_once(batch_slots), machine=machine_profile(options, folder))
-    opened = open_model(folder, embeds=images)
+    opened = open_model(folder, embeds=images, keep=options.of_one_model)
     planned = image_options(planned, opened[0], prompt)
     lm = build_model(opened, sizes, Workload(batch_slots, prompt, new_tokens, *typical), planned, choose)
     return ServingChoice(lm, chosen[-1].turns, chosen[-1].rate)
