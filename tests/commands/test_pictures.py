@@ -11,8 +11,10 @@ import pytest
 from serving.served import save_model
 
 from forebay.api import wrap
-from forebay.commands.pictures import draw_run, throughput_roofs
+from forebay.commands.options import require_picture
+from forebay.commands.pictures import draw_run, draw_step, throughput_roofs
 from forebay.commands.process_memory import MemoryWatch
+from forebay.commands.terminal import JobError
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import Program
 from forebay.rewriter.machine.profile import Machine
@@ -45,6 +47,25 @@ def test_no_step_is_faster_than_what_each_resource_allows(planned: Step) -> None
     halved = replace(machine, links=tuple(replace(x, bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / 2)
                                           for x in machine.links))
     assert throughput_roofs(plan, program, halved)["disk"][0] == pytest.approx(roofs["disk"][0] / 2)
+
+
+def test_experts_that_a_router_names_have_no_roofline(planned: Step, tmp_path: Path) -> None:
+    plan, program, machine = planned
+    routed = replace(plan, weights=(*plan.weights[:-1], replace(plan.weights[-1], tier="disk", pool_slots=1)))
+    for given, drawn in ((plan, True), (routed, False)):
+        draw_step(given, program, machine, tmp_path / "step.svg")
+        text = (tmp_path / "step.svg").read_text()
+        assert ("<!-- this plan -->" in text) == drawn and ("depends on its router" in text) != drawn
+
+
+def test_an_ending_is_refused_before_the_work(tmp_path: Path) -> None:
+    for name in ("a.png", "a.SVG", "a"):
+        require_picture(tmp_path / name, "--picture")
+    require_picture(None, "--picture")
+    with pytest.raises(JobError, match=r"--picture: cannot write the picture .*a\.xyz; name a file .*\.png"):
+        require_picture(tmp_path / "a.xyz", "--picture")
+    with pytest.raises(JobError, match="is no folder"):
+        require_picture(tmp_path / "none" / "a.png", "--picture")
 
 
 def test_samples_of_memory_are_bounded_and_cover_the_run() -> None:

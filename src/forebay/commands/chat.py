@@ -205,8 +205,8 @@ def _stream(
     lm: LanguageModel, tokenizer: Any, ids: list[int], new_tokens: int, sampling: Sampling, seed: int,
     images: Mapping[str, Any],
 ) -> tuple[str, list[int]]:
-    """Print an answer as its tokens come, and to stderr what time it took; returns its text and tokens. `images` are
-    what a processor made of those of the prompt."""
+    """Print an answer as its tokens come, and its time to stderr; returns its text and tokens. `images` are the
+    processor's features of the prompt's images."""
     import torch
 
     from forebay.commands.prompts import check_ids, ids_text, stop_ids
@@ -248,7 +248,7 @@ def _stream(
 
 
 def compute_ahead(lm: LanguageModel, turns: NextTurns, until: Callable[[], bool]) -> None:
-    """Compute what the next prompt begins with, a block at a time, as long as nobody waits for anything else."""
+    """Compute the beginning of the next prompt, a block at a time, until `until` says that something else waits."""
     import torch
 
     from forebay.runtime.run.generation import Stop, generate_as_planned

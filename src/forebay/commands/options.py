@@ -130,7 +130,7 @@ def _converting() -> Iterator[Callable[[int, int], None]]:
 
 
 def require_writable(path: Path | None, option: str) -> None:
-    """Raise JobError unless the file that an option names can be written; to be told before the work, not behind it."""
+    """Raise JobError unless the file that an option names can be written, so that the error comes before the work."""
     if path is None:
         return
     reason = ""
@@ -142,3 +142,16 @@ def require_writable(path: Path | None, option: str) -> None:
         reason = "cannot be written: permission denied"
     if reason:
         raise JobError(f"{option}: {path} {reason}; name another file")
+
+
+def require_picture(path: Path | None, option: str) -> None:
+    """Raise JobError unless a picture can be written to the file that an option names."""
+    require_writable(path, option)
+    if path is None or not path.suffix:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    endings = FigureCanvasAgg.filetypes
+    if path.suffix[1:].lower() not in endings:
+        raise JobError(f"{option}: cannot write the picture {path}; name a file that ends with one of "
+                       + ", ".join(f".{ending}" for ending in sorted(endings)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forebay.commands.options import DebugOption, in_output, require_writable
+from forebay.commands.options import DebugOption, in_output, require_picture
 from forebay.commands.terminal import JobError, clean_errors
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def partition(
         from forebay.commands.partition_frontier import draw_cost, frontier_of
         from forebay.commands.partition_launch import launched, write_plans
 
-        require_writable(pareto, "--pareto")
+        require_picture(pareto, "--pareto")
         try:
             problems = [_problem(model, text, machine, links, memory, weights, parallel, (batch, prompt, new_tokens))
                         for text in mesh]

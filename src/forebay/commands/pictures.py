@@ -58,7 +58,8 @@ def draw_step(plan: Plan, program: Program, machine: Machine, path: str | Path) 
     """Write a picture of one decode step as predicted.
 
     Above the work of each stream over time. Below on the left the memory over the step, stacked by kind, with the
-    budget; on the right the throughput that disk, memory and computation allow by the number of sequences.
+    budget; on the right the throughput that disk, memory and computation allow by the number of sequences. Experts that
+    a router names have no such limits.
 
     Args:
         plan: The plan of the step.
@@ -80,7 +81,11 @@ def draw_step(plan: Plan, program: Program, machine: Machine, path: str | Path) 
     axes["lanes"].set(title=f"a decode step of {1e3 * line.time_s:.0f} ms, bound by {line.bottleneck}", xlabel="ms",
                       xlim=(0, 1e3 * line.time_s))
     _draw_live(axes["memory"], plan)
-    _draw_roofs(axes["roofs"], plan, throughput_roofs(plan, program, machine), line.time_s)
+    if any(w.routed for w in plan.weights):
+        axes["roofs"].set_title("no roofline: what a step reads depends on its router", fontsize=10)
+        axes["roofs"].set_axis_off()
+    else:
+        _draw_roofs(axes["roofs"], plan, throughput_roofs(plan, program, machine), line.time_s)
     _save(figure, path)
 
 
@@ -90,7 +95,7 @@ def draw_run(plan: Plan, memory: MemoryWatch, constant_nbytes: int, path: str | 
     Args:
         plan: The plan that ran.
         memory: The samples of the run: anonymous memory of the process and cached pages of the model's files.
-        constant_nbytes: What the process takes in addition to the budget.
+        constant_nbytes: Memory of the process in addition to the budget.
         path: A file whose ending matplotlib can write.
 
     Raises:
@@ -191,7 +196,7 @@ def _draw_roofs(axis: Any, plan: Plan, roofs: dict[str, tuple[float, float]], ti
     for name, (each, most) in roofs.items():
         axis.plot(batches, [min(each * batch, most) for batch in batches], color=colours[name], label=name)
     axis.plot([plan.workload.batch], [plan.workload.batch / time_s], "o", color="black", label="this plan")
-    axis.set(title="what each resource allows", xlabel="sequences in the batch", ylabel="tokens/s", xscale="log",
+    axis.set(title="limit of each resource", xlabel="sequences in the batch", ylabel="tokens/s", xscale="log",
              yscale="log")
     axis.legend(frameon=False, fontsize=8)
 

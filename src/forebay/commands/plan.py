@@ -19,6 +19,7 @@ from forebay.commands.options import (
     named_budget,
     panel_option,
     prepare_draft,
+    require_picture,
     require_writable,
     with_options,
 )
@@ -156,8 +157,8 @@ def _plan_model(
     check_choices(workload, options)
     require_writable(save, "--save-plan")
     picture, pareto = pictures
-    require_writable(picture, "--picture")
-    require_writable(pareto, "--pareto")
+    require_picture(picture, "--picture")
+    require_picture(pareto, "--pareto")
     folder = model_folder(model, options)
     profile = machine_profile(options, folder)
     with console().status("capturing the model"):

@@ -26,6 +26,7 @@ from forebay.commands.options import (
     named_budget,
     panel_option,
     prepare_draft,
+    require_picture,
     require_writable,
     with_options,
 )
@@ -160,7 +161,7 @@ def run(
             exported.budget.device, exported.budget.host)
         require_spill_folder(sizes.disk)
         require_writable(trace, "--trace")
-        require_writable(picture, "--picture")
+        require_picture(picture, "--picture")
         require_writable(save_plan, "--save-plan")
         if saved is not None and saved.budget != sizes.limits:
             raise PlanError(f"the plan {plan} was made for {saved.budget}, not for --budget {budget}; leave one out")
@@ -256,8 +257,8 @@ def _answer(
     lm: LanguageModel, encoded: list[Prompt], answers: jobs.AnswerFile, ask: jobs.Ask, tokenizer: Any,
     records: tuple[Path | None, Path | None], as_json: bool, images: JobImages | None,
 ) -> None:
-    """Run the job with a progress bar, then say what was planned and what was measured; `records` are the files for its
-    trace and its picture."""
+    """Run the job with a progress bar, then print planned and measured figures; `records` are the files for its trace
+    and its picture."""
     from forebay.commands import jobs
     from forebay.commands.chat_template import ChatTemplate
     from forebay.commands.job_measures import Spent, constant_nbytes, job_measures, measures_text
