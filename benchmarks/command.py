@@ -18,7 +18,7 @@ def arguments(doc: str | None, cases: Iterable[str] = (), **options: tuple[Any, 
         doc: The module's docstring.
         cases: Names that a positional argument may have.
         options: By name a default, or a type where there is none, and the help. A flag is False by default; with the
-            type bool it is None, or what is said. Of a list the values have commas between them.
+            type bool it is None unless it is given. Values of a list are separated by commas.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if names := tuple(cases):
@@ -38,7 +38,7 @@ def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def write_json(args: argparse.Namespace, found: Any) -> None:
-    """Write what was found, where a file is asked for."""
+    """Write the measurements to the file of `--json`, if it is given."""
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

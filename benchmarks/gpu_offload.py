@@ -101,8 +101,8 @@ def reference_tokens(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 def compare_tokens(folder: Path, machine: Any, budget: dict[str, int], look: Callable[[Any], Row] = lambda _: {},
                    **options: Any) -> Row:
-    """Whether greedy tokens are transformers' on the GPU, twice, as the second answer finds what the first left; with
-    what `look` says of the model then, which may be why it `failed`."""
+    """Whether two greedy answers on the GPU have transformers' tokens; the second begins with the state that the first
+    left. `look` describes the model afterwards, and may say why it `failed`."""
     from forebay.api import wrap
 
     ids, expected = reference_tokens(folder)
@@ -160,7 +160,7 @@ def check_routed(scratch: Path, machine: Any, job: Row) -> Row:
 
 
 def check_ways(scratch: Path, machine: Any, job: Row) -> Row:
-    """Tokens by every way of keeping caches and of making steps, what is let go poisoned."""
+    """Tokens for each placement of caches and kind of step; freed memory is poisoned."""
     folder, way = saved_model(scratch, WINDOWED if job["windowed"] else SMALL, torch.float32), WAYS[job["way"]]
     with patch.dict(os.environ, FOREBAY_POISON="1"):
         budget = dict.fromkeys(("device", "host"), 4 * offloaded.model_nbytes(folder) + (64 << 20))

@@ -24,8 +24,8 @@ long         sampled steps of 32 768 tokens, with the cache in memory and on the
 ram          a GGUF file in RAM: Forebay computes in float32 ("packed") or bf16, activations as they are and rounded to
              8 bits; llama.cpp and OpenVINO GenAI by their own clocks, onnxruntime-genai on its own builder's model
 exported     models that `forebay export` wrote for ONNX, compared with the builder's, in float32 and 4 bits
-experts      a mixture of experts read by name, as planned, beside tables that stream. Tokens are drawn, because greedy
-             answers of random weights repeat themselves; models stay open, and the first round fills their pools
+experts      a mixture of experts read by name, as planned, compared with tables that stream. Tokens are drawn, because
+             greedy answers of random weights repeat themselves; models stay open, and the first round fills their pools
 
 `peak` is anonymous memory above what the process had when it had planned (`objects`; for peers both are above their
 imports), `resident` the growth of the process, pages of files included. With `--processor haswell` (or skylake-avx512)
@@ -313,8 +313,8 @@ def run_cell(case: OffloadCase, title: str, cell: Cell, plans: list[Row], proces
 
 
 def timed_turn(processes: dict[str, IsolatedWorker], name: str, order: Row, most_s: float, once: bool) -> Row | None:
-    """A turn of a process that has not ended, what a step of it had the disk read, and the most that its group held;
-    with `once` memory is given back after it."""
+    """A turn of a process, with the bytes that a step read from disk and the peak memory of its group; None if the
+    process has ended. With `once` its memory is given back."""
     if name not in processes or (process := processes[name].process) is None:
         return None
     with ReadWatch(process.pid) as watch:

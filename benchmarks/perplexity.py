@@ -73,7 +73,7 @@ def by_hqq(w: torch.Tensor) -> torch.Tensor:
     return Quantizer.dequantize(packed, meta).reshape(w.shape)
 
 
-# What is done to the weights, and what Programs are planned with; rows of checkpoints are made from them again.
+# The format of the weights and the options of the plan. Rows of checkpoints are packed again.
 FORMATS: dict[str, tuple[Wish | None, Options]] = {
     "reference": (None, Options()),
     **{name: (Wish(name), Options()) for name, stored in WEIGHT_FORMATS.items()

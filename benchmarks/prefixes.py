@@ -1,10 +1,10 @@
 """Prompts that begin alike: `python -m benchmarks.prefixes [chat|turn|job]`.
 
-chat  A conversation of `--turns` turns over `--tokens` tokens, of which each turn adds as many, in each of WAYS. Timed
-      is the time to the first token of a turn, in every way in turns; those that compute all of a prompt take part in
-      each fifth turn. Afterwards each way begins anew, with what it has on disk, and answers one turn more ("restart").
-      The ceiling is the time of a prompt of the turn's own tokens. llama.cpp keeps the conversation in its slot
-      (`cache_prompt`), and saves and restores it as a file.
+chat  A conversation of `--turns` equal turns over `--tokens` tokens, in each of WAYS. The ways alternate, and the time
+      to the first token of each turn counts; those that compute all of a prompt take part in each fifth turn.
+      Afterwards each way begins anew, with its files on disk, and answers one more turn ("restart"). The ceiling is the
+      time of a prompt of the turn's own tokens. llama.cpp keeps the conversation in its slot (`cache_prompt`), and
+      saves and restores it as a file.
 turn  A turn of `--own` tokens after a prompt of `--shared` tokens and an answer of `--answer`, in each of TURNS: the
       answer's tokens were computed before the turn came, or are computed with it, or all are. In turns, `--rounds`
       times.
@@ -118,8 +118,8 @@ class LlamaTurns:
 
 
 def measure_chat(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Seconds of each turn by way, and of one turn more after a restart, which opens the model before its clock
-    begins, but reads what is kept of prompts after it."""
+    """Seconds of each turn by way, and of one more turn after a restart. The model is open before the clock of that
+    turn begins; kept prompts are read after it."""
     step, rows = given.tokens // given.turns, list[dict[str, Any]]()
     ids = torch.randint(3, given.vocab, (given.tokens + step,), generator=torch.Generator().manual_seed(0))
     ways = {name: way for name, way in WAYS.items() if given.gguf or not way.llama}

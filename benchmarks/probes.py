@@ -52,8 +52,8 @@ class Probe:
         self.at = 0
 
     def bytes_per_s(self, least_s: float = READS_S) -> float:
-        """The rate of reads that take so many seconds, each without its latency, which a step hides by the next read;
-        as in a profile the fastest count where others add to the time of most."""
+        """The rate of reads over so many seconds. The latency of a read is left out, because the next read of a step
+        hides it. As in a profile, the fastest count where others slow most of them."""
         span, times = min(PROBE_NBYTES, self.size // MIB * MIB), list[float]()
         while sum(times) < least_s:
             if self.at + span > self.size:

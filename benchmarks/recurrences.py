@@ -154,8 +154,8 @@ def chunked_and_stepped(name: str, shape: RecurrentShape) -> Iterator[BoundedCal
 
 def stepped(name: str, operator: Operator, width: int, arguments: Callable[[int], tuple[object, ...]], state: int,
             token: int = 0, dtype: torch.dtype = torch.float32, rest: tuple[object, ...] = ()) -> BoundedCall:
-    """A decode step of another operator over `width` channels, of each of which a sequence keeps `state` numbers, and
-    a token has `token` that count. `arguments` makes those before the state, for a batch."""
+    """A decode step of another operator over `width` channels. A channel has a state of `state` numbers, and `token`
+    numbers of a token that count. `arguments` makes the arguments before the state, for a batch."""
     batch = STATES // (dtype.itemsize * width * state)
     given, shape = arguments(batch), (width, state) if operator is SELECTIVE_SCAN else (state, width)
     held, one = torch.rand(batch, *shape).to(dtype), torch.ones(batch, dtype=torch.int64)

@@ -27,8 +27,8 @@ from forebay.rewriter.predict.estimator import MachineEstimator
 
 # Tables D.2 to D.4. Of "ours" by table: tokens in and out; then batch, PaLM prefill, generate, total, and MT-NLG total,
 # in milliseconds. Of "faster_transformer" by table and system: milliseconds and percent of peak, for rising batches.
-# Of "tables_2_3" a column: model, chips (slices of 8, 16 and 32 are 2x2x2, 2x2x4 and 2x4x4, the TPU v4's topologies),
-# batch, passes (1 for a prompt of 2048 tokens, 64 for that many decode steps), layouts, weights, MFU, latency.
+# Columns of "tables_2_3": model, chips, batch, passes, layouts, weights, MFU, latency. Slices of 8, 16 and 32 have the
+# TPU v4's topologies 2x2x2, 2x2x4 and 2x4x4. One pass is a prompt of 2048 tokens, 64 are decode steps.
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("pope_tables.json").read_text())
 OURS, FASTER_TRANSFORMER = TABLES["ours"], TABLES["faster_transformer"]
 MACHINE = PRESETS["tpu-v4"]
