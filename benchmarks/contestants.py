@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import os
 import re
 import sys
@@ -45,7 +44,6 @@ LIBGOMP_SPINS = "300000"  # its default, with which llama.cpp is several times f
 LESSER = {"haswell": ("AVX2", "avx2"), "skylake-avx512": ("AVX512_CORE", "avx512")}
 ROOM = 150 << 20  # above a budget, in the kernel's limit
 GROUPS = Path("/sys/fs/cgroup")
-SWEPT_SIZES = (2, 4, 8, 16, 32, 64)  # of forced micro-batches
 Order = dict[str, Any]
 
 
@@ -53,8 +51,7 @@ Order = dict[str, Any]
 class Contestant:
     """An engine, what it opens (a name of `benchmarks.sources`), and the options that Forebay is planned with.
 
-    `ram` has no budget. `share` in percent: the budget is the smallest plan's, and so much of the weights. Contestants
-    of one `process` are plans of one model.
+    `ram` has no budget. `share` in percent: the budget is the smallest plan's, and so much of the weights.
     """
 
     name: str
@@ -63,7 +60,6 @@ class Contestant:
     options: Mapping[str, Any] = field(default_factory=dict)
     ram: bool = False
     share: int | None = None
-    process: str = ""
 
     @property
     def formats(self) -> str:
@@ -75,20 +71,16 @@ def _by_name(contestants: Iterable[Contestant]) -> dict[str, Contestant]:
     return {one.name: one for one in contestants}
 
 
-def _block(weights: str, cache: str, order: str, ram: bool = False, kept: tuple[int, int] | None = None) -> Contestant:
-    """Weights as they are (`bf16`) or `w4`, the format of the cache, the order of the block; checkpoints of a share of
-    the tokens (0/1: of none) instead of the planner's, all on the disk."""
+def _block(weights: str, cache: str, order: str, ram: bool = False) -> Contestant:
+    """Weights as they are (`bf16`) or `w4`, the format of the cache, the order of the block."""
     formats = weights + ("" if cache == "native" else f"+{cache}")
-    more = {} if kept is None else {"checkpoints": kept, "cache_tier": "disk"}
-    name = f"ram {formats}" if ram else f"forebay {formats} {order}"
-    return Contestant(name if kept is None else f"{name} checkpoints {kept[0]}/{kept[1]}", "forebay", weights,
-                      {"cache": cache, "order": order} | more, ram)
+    return Contestant(f"ram {formats}" if ram else f"forebay {formats} {order}", "forebay", weights,
+                      {"cache": cache, "order": order}, ram)
 
 
 FORMATS = (("bf16", "native"), ("w4", "native"), ("w4", "kv4"))
 BLOCKS = _by_name((*(_block(*formats, order) for formats in FORMATS for order in ("zigzag", "row")),
                    *(_block(*formats, "zigzag", ram=True) for formats in FORMATS)))
-CHECKPOINTS = _by_name(_block("bf16", "native", "zigzag", kept=kept) for kept in ((0, 1), (1, 4), (1, 2), (1, 1)))
 SHARES = _by_name(Contestant(f"forebay within {share} %", share=share) for share in (100, 75, 50, 30, 15))
 EXPERTS = _by_name((Contestant("pools", options={"calibration": "answers"}),
                     Contestant("all experts", options={"expert_slots": 0})))
@@ -107,24 +99,7 @@ GGUF = _by_name((
     Contestant("forebay", source="packed"), Contestant("neurostream", "neurostream", "gguf"),
     Contestant("llama.cpp", "llama.cpp", "gguf")))
 LONG = _by_name((Contestant("forebay w4 cache on disk", "forebay", "w4", {"cache_tier": "disk"}),))
-CONTESTANTS = BLOCKS | CHECKPOINTS | SHARES | EXPERTS | PEERS | GGUF | LONG
-
-
-def forced(kind: str, batch: int, base: str) -> dict[str, Contestant]:
-    """Schedules that are forced in the place of the planner's for the contestant `base`: `blocks` of sequences, by
-    sizes of micro-batches, staging slots of the cache and sizes of those of weights, in both orders; or staging `slots`
-    of weights, their size and the lead of reads."""
-    counts, of = sorted({-(-batch // size) for size in SWEPT_SIZES if size <= batch}), CONTESTANTS[base]
-    found: dict[str, Order] = {
-        f"{slots} x {mib} MiB, lead {lead}": {"slots": slots, "slot_nbytes": mib << 20, "lead": lead}
-        for slots, mib in itertools.product((2, 4, 8), (1, 2, 4, 8)) for lead in (slots // 2, slots)}
-    if kind == "blocks":
-        found = {f"{n} micro-batches, {staged} slots, weights' of {mib} MiB": {
-            "micro_batches": n, "cache_slots": staged, "slot_nbytes": mib << 20}
-            for n, staged, mib in itertools.product(counts, (2, 3), (1, 2, 4))}
-        found |= {f"{n} micro-batches, row": {"micro_batches": n, "order": "row"} for n in counts}
-    return {name: Contestant(name, "forebay", of.source, {**of.options, **options}, of.ram, of.share, base)
-            for name, options in found.items()}
+CONTESTANTS = BLOCKS | SHARES | EXPERTS | PEERS | GGUF | LONG
 
 
 class Forebay:
@@ -166,8 +141,6 @@ class Forebay:
         from forebay.rewriter.planning.options import Options
 
         options = order["options"] | more
-        if "checkpoints" in options:
-            options["checkpoints"] = tuple(options["checkpoints"])
         if "calibration" in options:
             options["expert_hits"] = expert_hits(Path(self.folder), order["budget"])
             del options["calibration"]

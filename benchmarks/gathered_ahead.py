@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-import transformers as T
-
 from benchmarks.command import arguments, print_table, write_json
+from benchmarks.models import RandomShape, config_of
 from forebay.read_mesh import read_mesh
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.ir.graph import CapturedModel
@@ -26,15 +24,9 @@ from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.ranks import RankLine, simulate_ranks
 
+LLAMA = RandomShape(4096, 6, 32, 8, 11008)
 WAYS = [f"{mesh},gather_buffers={n}" for mesh in ("tensor=2,layout=xyz", "tensor=2x2,layout=x", "tensor=2x2,layout=xyz")
         for n in (0, 2, 4)] + [f"tensor=2x2,layout=2d,gather_chunks={n}" for n in (1, 2, 4)]
-
-
-def llama() -> CapturedModel:
-    config = T.LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=6, num_attention_heads=32,
-                           num_key_value_heads=8, vocab_size=32000, dtype=torch.bfloat16)
-    found: CapturedModel = capture_model(config)
-    return found
 
 
 def simulated(captured: CapturedModel, mesh: str, work: Workload, machine: Machine) -> RankLine:
@@ -52,7 +44,7 @@ def main() -> None:
                       gb_per_s=(200.0, "of a link"), latency_us=(10.0, "of a collective"))
     links = tuple(ExchangeLink(kind, 2, 1e9 * asked.gb_per_s, 1e-6 * asked.latency_us) for kind in RING_STEPS)
     machine = replace(PRESETS[asked.machine], mesh=MeshLinks(2, "nccl", "", links, overlap_penalty=0.0))
-    captured, work, rows = llama(), Workload(asked.batch, asked.prompt, 2), []
+    captured, work, rows = capture_model(config_of(LLAMA)), Workload(asked.batch, asked.prompt, 2), []
     for mesh in WAYS:
         line = simulated(captured, mesh, work, machine)
         rows.append({"mesh": mesh, "step_ms": 1e3 * line.time_s, "products_ms": 1e3 * line.compute_s,

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,16 +40,16 @@ from benchmarks.gpu_cases.large_steps import (
 )
 from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_row, token_times
 from benchmarks.isolated import IsolatedWorker, check_gpu, serve
+from benchmarks.models import RandomShape
 
 LIMIT_S = 520.0  # of the whole run: a job that is begun late gets what is left of it
 JOB_S = {"resident": 200.0}  # a job that says nothing for so long is killed; the first of 8B saves 16 GB
 OTHERS_S = 100.0
 LEAST_S = 20.0  # with less than this left none is begun
-SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
-         "intermediate_size": 704, "vocab_size": 2048}  # fmt: skip
-FORMATS = SMALL | {"num_hidden_layers": 16}  # whose weights in 4 bits are larger than what products take beside them
-WINDOWED = SMALL | {"sliding_window": 16}  # a Mistral
-MIXTURE = SMALL | {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 704, "head_dim": 32}  # a Qwen3
+SMALL = RandomShape(256, 4, 8, 2, 704, 2048)
+FORMATS = replace(SMALL, layers=16)  # whose weights in 4 bits are larger than what products take beside them
+WINDOWED = replace(SMALL, family="mistral", window=16)
+MIXTURE = replace(SMALL, family="qwen3_moe", experts=16, picks=2)
 WAYS: tuple[dict[str, Any], ...] = (  # in which caches and steps differ
     {"cache_tier": "host"}, {"cache_tier": "disk"}, {"cache_tier": "host", "cpu_attention": True},
     {"cache_tier": "disk", "micro_batches": 3, "order": "row"}, {"cache_tier": "host", "checkpoints": (1, 2)},
@@ -93,7 +94,7 @@ def reference_tokens(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(offloaded.GPU).eval()
-    ids = torch.randint(3, SMALL["vocab_size"], (3, 12), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, SMALL.vocab, (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         return ids, model.generate(ids.to(offloaded.GPU), max_new_tokens=24, do_sample=False, pad_token_id=0,
                                    eos_token_id=None).cpu()  # fmt: skip
@@ -143,7 +144,7 @@ def check_routed(scratch: Path, machine: Any, job: Row) -> Row:
     folder = saved_model(scratch, MIXTURE, torch.float32)
     ids, _ = reference_tokens(folder)
     nbytes = offloaded.model_nbytes(folder)
-    budget = {"device": nbytes * job["slots"] // MIXTURE["num_experts"] + (24 << 20) + workspace_nbytes(),
+    budget = {"device": nbytes * job["slots"] // MIXTURE.experts + (24 << 20) + workspace_nbytes(),
               "host": nbytes // 2 if job["source"] == "disk" else nbytes + (24 << 20)}
 
     def look(lm: Any) -> Row:
@@ -176,7 +177,7 @@ def check_formats(scratch: Path, machine: Any, job: Row) -> Row:
     exact = job["cache"] == "kv4"
     folder = saved_model(scratch, FORMATS, torch.float32 if exact else torch.bfloat16, job["weights"])
     nbytes, limit = offloaded.model_nbytes(folder), EXACT_LIMIT if exact else LOGITS_LIMIT
-    ids = torch.randint(3, SMALL["vocab_size"], (3, 40), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(3, SMALL.vocab, (3, 40), generator=torch.Generator().manual_seed(2))
     logits, streamed = [], []
     half = {"device": half_resident(folder, machine, job["cache"]), "host": nbytes + (8 << 20)}
     peak: Row = {}

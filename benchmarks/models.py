@@ -27,9 +27,9 @@ POSITIONS = 2048
 class RandomShape:
     """Sizes of a model; the default is the Llama of 1.77 GB that most measurements are made on.
 
-    `family` is `llama` (grouped queries), `opt` (a key and a value for each query head, biases, tied embeddings) or
-    `qwen3_moe`, whose layers have so many `experts` of `intermediate` units, of which a token picks `picks`. With
-    `skew` routers prefer some: the row of expert e is (e + 1)**-skew times as long.
+    `family` is a model type of transformers: `opt` has a key and a value for each query head, and biases. Layers of
+    `qwen3_moe` have so many `experts` of `intermediate` units, of which a token picks `picks`. With `skew` routers
+    prefer some: the row of expert e is (e + 1)**-skew times as long. A `window` is a Mistral's.
     """
 
     hidden: int = 2048
@@ -44,6 +44,8 @@ class RandomShape:
     skew: float = 0.0
     head_dim: int = 0  # 0: hidden / heads
     positions: int = POSITIONS
+    tied: bool = False  # the head's weights are the embedding's
+    window: int = 0
 
     @property
     def head(self) -> int:
@@ -53,7 +55,7 @@ class RandomShape:
     @property
     def title(self) -> str:
         """What a folder is called."""
-        *sizes, family, experts, picks, skew, _, positions = astuple(self)
+        *sizes, family, experts, picks, skew, _, positions, _, _ = astuple(self)
         others = (experts, picks, skew) if experts else () if positions == POSITIONS else (f"{positions}-positions",)
         return "-".join(map(str, (family, *sizes, *others)))
 
@@ -61,13 +63,14 @@ class RandomShape:
 MODELS = {
     "llama3-8b": RandomShape(4096, 32, 32, 8, 14336, 128256),
     "llama3-8b of 8 layers": RandomShape(4096, 8, 32, 8, 14336, positions=131072),
-    "llama": RandomShape(), "opt": RandomShape(2048, 14, 32, 32, 8192, 50272, "opt"),
+    "llama": RandomShape(), "opt": RandomShape(2048, 14, 32, 32, 8192, 50272, "opt", tied=True),
     "llama-medium": RandomShape(1024, 8, 8, 4, 2816, 8192),
-    "opt-medium": RandomShape(1024, 7, 16, 16, 4096, 8192, "opt"),
+    "opt-medium": RandomShape(1024, 7, 16, 16, 4096, 8192, "opt", tied=True),
     "qwen3-moe": RandomShape(2048, 4, 32, 4, 768, 32000, "qwen3_moe", 128, 8),
     "qwen3-moe-skewed": RandomShape(2048, 4, 32, 4, 768, 32000, "qwen3_moe", 128, 8, 0.5),
     "qwen3-moe-small": RandomShape(512, 4, 8, 4, 128, 2048, "qwen3_moe", 32, 4),
-    "llama-small": RandomShape(512, 6, 8, 4, 1408, 8192), "opt-small": RandomShape(512, 6, 8, 8, 2048, 8192, "opt")}
+    "llama-small": RandomShape(512, 6, 8, 4, 1408, 8192),
+    "opt-small": RandomShape(512, 6, 8, 8, 2048, 8192, "opt", tied=True)}
 
 
 def model_folder(name: str) -> Path:
@@ -87,13 +90,15 @@ def packed(folder: Path) -> Path:
     return found
 
 
-def make_model(folder: Path, shape: RandomShape = RandomShape()) -> Path:
-    """Make a checkpoint of `shape` in `folder`, which is left alone if it is complete. Vectors are 1, biases 0."""
+def make_model(folder: Path, shape: RandomShape = RandomShape(), dtype: torch.dtype = torch.bfloat16,
+               device: str = "cpu") -> Path:
+    """Make a checkpoint of `shape` in `folder`, which is left alone if it is complete. Vectors are 1, biases 0. Numbers
+    are drawn on `device`."""
     index = folder / "model.safetensors.index.json"  # written last: an interrupted run leaves a folder to make anew
     if index.exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    generator, config = torch.Generator().manual_seed(0), _config(shape)
+    generator, config = torch.Generator(device).manual_seed(0), config_of(shape, dtype)
     shard: dict[str, torch.Tensor] = {}
     places: dict[str, str] = {}
     held = total = 0
@@ -105,17 +110,17 @@ def make_model(folder: Path, shape: RandomShape = RandomShape()) -> Path:
         shard.clear()
 
     for name, size in _tensors(config):
-        value = torch.empty(size, dtype=torch.bfloat16)
+        value = torch.empty(size, dtype=dtype, device=device)
         if len(size) == 1:
             value.fill_(0 if name.endswith("bias") else 1)
         else:
             value.normal_(0, SPREAD, generator=generator)
         if name.endswith("mlp.gate.weight"):
-            value *= (torch.arange(1, shape.experts + 1) ** -shape.skew)[:, None]
+            value *= (torch.arange(1, shape.experts + 1, device=device) ** -shape.skew)[:, None]
         if held + value.nbytes > SHARD_NBYTES:
             flush()
             held = 0
-        shard[name] = value
+        shard[name] = value.cpu()
         held, total = held + value.nbytes, total + value.nbytes
     flush()
     config.save_pretrained(folder)
@@ -123,17 +128,20 @@ def make_model(folder: Path, shape: RandomShape = RandomShape()) -> Path:
     return folder
 
 
-def _config(shape: RandomShape) -> Any:
+def config_of(shape: RandomShape, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The config of transformers."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     sizes: dict[str, Any] = dict(
         architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.family]], hidden_size=shape.hidden,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, vocab_size=shape.vocab,
-        max_position_embeddings=shape.positions, eos_token_id=2, dtype="bfloat16")
+        max_position_embeddings=shape.positions, eos_token_id=2, dtype=dtype, tie_word_embeddings=shape.tied)
     if shape.family == "opt":
         return AutoConfig.for_model("opt", ffn_dim=shape.intermediate, word_embed_proj_dim=shape.hidden, **sizes)
-    sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head, "tie_word_embeddings": False}
+    sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head}
+    if shape.window:
+        sizes["sliding_window"] = shape.window
     if shape.experts:
         sizes |= {"moe_intermediate_size": shape.intermediate, "num_experts": shape.experts,
                   "num_experts_per_tok": shape.picks, "norm_topk_prob": True}

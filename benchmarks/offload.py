@@ -13,10 +13,7 @@ blocks       many sequences, whose weights and cache exceed the budget, by sampl
              each order, weights and cache as they are, in 4 bits (w4) and in both (w4+kv4); the same wholly in memory,
              which is what the processor allows; peers with the largest batch whose cache fits the budget
 blocks-small whole answers of small models: minutes
-checkpoints  blocks that keep checkpoints for shares of the tokens, none and all
 prediction   predicted beside measured steps at five budgets: percent of the weights beside what the smallest plan takes
-sweep-blocks forced blocks beside the planner's, each beside its prediction
-sweep-slots  the same of staging slots, their size and the lead of reads, at one budget of `prediction`
 gguf         a GGUF file within shares of its bytes; neurostream; llama.cpp, which maps the file.
              Without root the kernel holds nobody to the budget, and the page cache serves who maps files
 large        the same of 8 to 32 billion weights within 2 to 8 GB
@@ -55,7 +52,6 @@ from benchmarks.command import arguments, note, write_json
 from benchmarks.contestants import (
     BLOCKS,
     BUSY,
-    CHECKPOINTS,
     CONTESTANTS,
     EXPERTS,
     LESSER,
@@ -64,7 +60,6 @@ from benchmarks.contestants import (
     RATES,
     SHARES,
     Contestant,
-    forced,
     group_peak,
     remove_limits,
     started,
@@ -109,7 +104,6 @@ class OffloadCase:
     steps: int = 3  # of a sampled answer
     prefill: bool = False  # sample the prefill too
     capped: bool = False  # the kernel holds processes to the budget and 150 MiB
-    sweep: str = ""  # "blocks" or "slots" are forced, in addition to the planner's choice
     draw: bool = False  # tokens are drawn by their probabilities
     warm: bool = False  # models stay open from turn to turn, and the first round is not counted
     most: int = 3600  # seconds of a turn
@@ -121,11 +115,7 @@ CASES = {
     "disk": OffloadCase("llama", "1x64+16,8x64+16,32x64+16", ",".join(
         ("forebay bf16 zigzag", "forebay w4 zigzag", *PEERS)), "500MB", 3, whole=True),
     "blocks": OffloadCase("llama,opt", "1x128+32,32x128+32,128x512+32", ",".join((*BLOCKS, *OFFLOADED)), fits=True),
-    "checkpoints": OffloadCase("llama,opt", "16x128+32", ",".join(CHECKPOINTS)),
     "prediction": OffloadCase("smollm2,llama", "1x16+8,8x16+8,32x16+8", ",".join(SHARES), rounds=5, whole=True),
-    "sweep-blocks": OffloadCase("llama-medium,opt-medium", "48x256+32", "forebay bf16 zigzag", "60MB", prefill=True,
-                                sweep="blocks"),
-    "sweep-slots": OffloadCase("smollm2,llama", "1x16+8", "forebay within 50 %", prefill=True, sweep="slots"),
     "gguf": OffloadCase("qwen3-1b:Q8_0", "1x64+9", "forebay,neurostream,llama.cpp,llama.cpp in RAM", "25%,50%",
                         whole=True, capped=True),
     "large": OffloadCase("llama3-8b:Q4_0,qwen3-14b:Q4_0,qwen3-32b:Q4_0", "1x64+8", "forebay,llama.cpp", "2GB,4GB,8GB",
@@ -249,12 +239,8 @@ def ask(processes: dict[str, IsolatedWorker], name: str, do: str, order: Row, mo
 def plan_cell(case: OffloadCase, model: str, cell: Cell, order: Row, own: Mapping[str, Row],
               parts: Mapping[str, Contestant], processes: dict[str, IsolatedWorker], fits: Row) -> list[Row]:
     """What everybody plans for a cell, with what it was asked (`order_given`)."""
-    cast = dict(parts)
-    for name in parts if case.sweep else ():
-        cast |= forced(case.sweep, cell.batch, name)
-
     def shaped(one: Contestant) -> Row:
-        given = order | own[one.process or one.name] | settings(one)
+        given = order | own[one.name] | settings(one)
         return given | {
             "batch": min(cell.batch, RAM_BATCH) if one.ram else cell.batch, "prompt": cell.prompt, "new": cell.new,
             "steps": 1 if one.options.get("order") == "row" else case.steps, "rows": min(cell.batch, 64),
@@ -267,48 +253,45 @@ def plan_cell(case: OffloadCase, model: str, cell: Cell, order: Row, own: Mappin
         note(f"{model}: {fits[key]} sequences of {key} fit with their cache on the device")
 
     def planned(one: Contestant) -> Row | None:
-        asked, process = shaped(one), one.process or one.name
+        asked = shaped(one)
         if one.name in OFFLOADED:
             asked["batch"] = max(1, min(cell.batch, fits.get(key, cell.batch)))
-        found = ask(processes, process, "plan", asked)
+        found = ask(processes, one.name, "plan", asked)
         if found is not None and "refused" in found:
             note(f"{model}, {cell.name}, {one.name}: {found['refused']}")
             return None
         return None if found is None else found | {
-            "name": one.name, "cell": cell.name, "process": process, "forced": bool(one.process), "ram": one.ram,
-            "formats": one.formats, "order_given": asked}
+            "name": one.name, "cell": cell.name, "ram": one.ram, "formats": one.formats, "order_given": asked}
 
-    if case.sweep:  # many plans of one process
-        return [plan for one in cast.values() if (plan := planned(one))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # nothing is timed yet
-        return [plan for plan in pool.map(planned, cast.values()) if plan]
+        return [plan for plan in pool.map(planned, parts.values()) if plan]
 
 
 def run_cell(case: OffloadCase, title: str, cell: Cell, plans: list[Row], processes: dict[str, IsolatedWorker],
              until: float) -> list[Row]:
     """The turns of a cell: those that begin before the time `until`."""
     turns: list[Row] = []
-    once = (case.whole or bool(case.sweep)) and not case.warm
+    once = case.whole and not case.warm
     for r in range(case.rounds):
         for plan in plans[r % len(plans) :] + plans[: r % len(plans)]:
             if time.monotonic() > until:
                 break
-            name, process, asked = plan["name"], plan["process"], plan["order_given"]
+            name, asked = plan["name"], plan["order_given"]
             asked = asked | {busy: plan[busy] for busy in BUSY.values() if busy in plan}
             before = ask(processes, "link", "turn", asked) or {}
-            turn = timed_turn(processes, process, asked, case.most, once)
+            turn = timed_turn(processes, name, asked, case.most, once)
             link = around(before, ask(processes, "link", "turn", asked) or {})
             if turn is None:
                 continue
             if "planned_step_s" in plan:
-                turn |= ask(processes, process, "predicted", asked | {rate: link[rate] for rate in RATES}) or {}
+                turn |= ask(processes, name, "predicted", asked | {rate: link[rate] for rate in RATES}) or {}
             if r or not case.warm:
                 turns.append(turn | {"name": name, "cell": cell.name, "round": r, "link": link})
             predicted = f" of {turn['predicted_step_s']:.3f} predicted" if "predicted_step_s" in turn else ""
             note(f"{title}, {name}: step {median(turn['steps_s']):.3f} s{predicted}, reads "
                  f"{link['bytes_per_s'] / 1e9:.2f} GB/s, pace {link['pace']:.2f}")
     for plan in plans:
-        ask(processes, plan["process"], "close", plan["order_given"])
+        ask(processes, plan["name"], "close", plan["order_given"])
     return turns
 
 

@@ -31,10 +31,10 @@ def figures(model: Row, memory_bytes_per_s: float) -> list[Row]:
         if not (found := turns.get(at)):  # the time was up
             continue
         ours, batch, own = "planned_step_s" in plan, plan["batch"], rates(cell, name)
-        held = held_nbytes(model, plan["process"])
+        held = held_nbytes(model, name)
         row: Row = {"model": model["model"], "cell": cell, "name": name, "batch": batch, "tokens_per_s": median(own),
                     "tokens_per_s_spread": [min(own), max(own)], "micro_batches": plan.get("micro_batches", 1),
-                    "objects_nbytes": held - model["baselines"][plan["process"]],
+                    "objects_nbytes": held - model["baselines"][name],
                     "budget": plan.get("budget", model["budget"]),
                     "peak_nbytes": max(t["peak"] for t in found) - held,
                     "cached_nbytes": max(t.get("cached_peak", 0) for t in found), "limited": name in model["limited"],
@@ -71,8 +71,6 @@ def figures(model: Row, memory_bytes_per_s: float) -> list[Row]:
                 row["cores_tokens_per_s"] = cores_bound(row, model["machine"].get("reads_core_share", 0.0))
             if peers := [rate for peer in OFFLOADED for rate in rates(cell, peer)]:
                 row["times_peer"] = row["tokens_per_s"] / max(peers)
-        if plan["forced"] and (cell, plan["process"]) in turns:
-            row["to_planner"] = to_planner(found, turns[cell, plan["process"]], int(cell.rpartition("+")[2]))
         rows.append(row)
     return rows
 
@@ -82,12 +80,6 @@ def kernel_counts(turns: Sequence[Row]) -> Row:
     return {"link_share": median(t["step_read_nbytes"] / fmean(t["steps_s"]) / t["link"]["bytes_per_s"] for t in turns),
             "step_read_nbytes": median(t["step_read_nbytes"] for t in turns),
             "group_nbytes": max(t["group_peak"] for t in turns)}
-
-
-def to_planner(forced: Sequence[Row], planner: Sequence[Row], new: int) -> float:
-    """How many times as long an answer of so many tokens takes as the planner's in the same round: the median."""
-    ends = [[turn["prefill_s"] + (new - 1) * median(turn["steps_s"]) for turn in turns] for turns in (forced, planner)]
-    return median(a / b for a, b in zip(*ends, strict=False))  # the time may be up between them
 
 
 def link_bound_s(plan: Row, link: Row) -> float:
@@ -136,11 +128,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
         within = sum(error <= WITHIN for error in errors)
         found.append(f"predicted within 15 %: {within} of {len(errors)}; median error {100 * median(errors):.1f} %, "
                      f"largest {100 * max(errors):.1f} %")
-    if beside := [r["to_planner"] for r in rows if "to_planner" in r]:
-        found.append(f"the planner's schedule is {100 * (1 / min(beside) - 1):.1f} % above the best of {len(beside)} "
-                     "forced ones")
     over = [r["peak_nbytes"] / r["budget"] for r in blocks]
-    if over and not beside:  # the plans of a sweep are all in one process
+    if over:
         found.append(f"peak memory of Forebay's blocks: at most {max(over):.2f} of the budget")
     return found
 
@@ -163,7 +152,7 @@ def shown(r: Row) -> Row:
     known = {title: f"{r[key]:.2f}" for title, key in (
         ("prefill s", "prefill_s"), ("link bound", "link_tokens_per_s"), ("in memory", "ram_tokens_per_s"),
         ("cores", "cores_tokens_per_s"), ("memory's", "memory_tokens_per_s"), ("x peer", "times_peer"),
-        ("x planner", "to_planner"), ("with prefill", "whole_tokens_per_s"), ("prompt tok/s", "prompt_tokens_per_s"))
+        ("with prefill", "whole_tokens_per_s"), ("prompt tok/s", "prompt_tokens_per_s"))
         if key in r}
     return {"model": r["model"], "cell": r["cell"], "contestant": r["name"], "batch": str(r["batch"]),
             "in": str(r["micro_batches"]), **known,

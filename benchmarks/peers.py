@@ -98,6 +98,15 @@ class PeerEngine:
     close = rest
 
 
+def decode(model: Any, ids: torch.Tensor, new_tokens: int, clock: StepClock, cache: Any = None) -> None:
+    """A bare loop over the forward of a transformers model: `generate` does more, which is not counted."""
+    for _ in range(new_tokens):
+        clock.begin()
+        result = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        ids, cache = result.logits[:, -1].argmax(-1, keepdim=True).to(ids.device), result.past_key_values
+        clock.end(ids[:, 0])
+
+
 class Transformers:
     """A transformers model in bf16: `disk-map` by device_map="auto", `accelerate` by load_checkpoint_and_dispatch, both
     with the memory limit and disk offload; or wholly in memory. The page cache is dropped before every step."""
@@ -136,22 +145,13 @@ class Transformers:
         with torch.inference_mode(), contextlib.closing(cache):
             if order["whole"]:
                 cache.drop()
-                self.generate(ids[:, :2], 2, StepClock(cache))  # what it leaves in the page cache is there from now on
-                self.generate(ids, order["new"], clock)
+                decode(self.model, ids[:, :2], 2, StepClock(cache))  # leaves its pages in the page cache from now on
+                decode(self.model, ids, order["new"], clock)
                 return whole_answer(clock)
             count = min(order["steps"], order["new"] - 2)
             at = order["prompt"] + (order["new"] - count - 1) // 2
-            self.generate(ids[:, :1], count + 1, clock, self.made_cache(order["batch"], at))
+            decode(self.model, ids[:, :1], count + 1, clock, self.made_cache(order["batch"], at))
             return {"steps_s": clock.times_s[1:], "cached_peak": clock.cached_peak}
-
-    def generate(self, ids: torch.Tensor, new_tokens: int, clock: StepClock, cache: Any = None) -> None:
-        """A bare loop over the model's forward: what transformers' generate does in addition is not counted."""
-        for _ in range(new_tokens):
-            clock.begin()
-            result = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            ids = result.logits[:, -1].argmax(-1, keepdim=True)
-            cache = result.past_key_values
-            clock.end(ids[:, 0])
 
     def made_cache(self, batch: int, tokens: int) -> Any:
         import transformers

@@ -1,4 +1,4 @@
-"""Prompts that begin alike: `python -m benchmarks.prefixes [chat|turn|job]`.
+"""Prompts that begin alike: `python -m benchmarks.prefixes [chat|turn]`.
 
 chat  A conversation of `--turns` equal turns over `--tokens` tokens, in each of WAYS. The ways alternate, and the time
       to the first token of each turn counts; those that compute all of a prompt take part in each fifth turn.
@@ -8,9 +8,6 @@ chat  A conversation of `--turns` equal turns over `--tokens` tokens, in each of
 turn  A turn of `--own` tokens after a prompt of `--shared` tokens and an answer of `--answer`, in each of TURNS: the
       answer's tokens were computed before the turn came, or are computed with it, or all are. In turns, `--rounds`
       times.
-job   A job of `--lines` lines that share a prompt of `--shared` tokens and have `--own` tokens each, with answers of
-      one token: all lines with a prefix cache, and the first `--plain-lines` without, in turns, `--rounds` times. The
-      ratio is that of the seconds of a line.
 """
 
 from __future__ import annotations
@@ -37,8 +34,6 @@ import forebay
 from benchmarks.command import arguments, write_json
 from forebay.commands.chat import compute_ahead
 from forebay.runtime.run.next_turns import NextTurns
-from forebay.runtime.run.request import Request
-from forebay.runtime.run.sampling import Sampling
 
 KEPT = "1GiB"
 TURNS = ("ahead", "with the turn", "without")
@@ -170,41 +165,15 @@ def measure_turns(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                    **{f"{name}_s": median(times) for name, times in found.items()}, "rounds_s": found}
 
 
-def measure_job(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Seconds of the job with and without reuse, after each round."""
-    made = torch.Generator().manual_seed(0)
-    shared = torch.randint(3, given.vocab, (given.shared,), generator=made)
-    lines = [torch.cat((shared, torch.randint(3, given.vocab, (given.own,), generator=made)))
-             for _ in range(given.lines)]
-    sizes = {"batch_slots": given.slots, "prompt": given.shared + given.own, "new_tokens": 2}
-    found: dict[str, list[float]] = {"without_s": [], "with_s": []}
-    counts = {"without_s": given.plain_lines, "with_s": given.lines}
-    with contextlib.ExitStack() as opened:
-        ways = {name: opened.enter_context(forebay.wrap(given.model, given.budget, prefix_cache=kept, **sizes))
-                for name, kept in (("without_s", 0), ("with_s", KEPT))}
-        for _ in range(given.rounds):
-            for name, lm in ways.items():
-                if lm.prefixes is not None:
-                    lm.prefixes.clear()
-                began = time.perf_counter()
-                lm.answer_all([Request(ids, 1) for ids in lines[: counts[name]]], Sampling(), frozenset(),
-                              on_end=lambda *_: None, on_step=lambda work: None)
-                found[name].append(time.perf_counter() - began)
-            line = {name: median(times) / counts[name] for name, times in found.items()}
-            yield {"lines": counts, "shared": given.shared, "own": given.own, "of_a_line": line,
-                   "ratio": line["without_s"] / line["with_s"], "rounds_s": found}
-
-
-CASES = {"chat": measure_chat, "turn": measure_turns, "job": measure_job}
+CASES = {"chat": measure_chat, "turn": measure_turns}
 
 
 def main() -> None:
     given = arguments(
         __doc__, CASES, model=("demo", "to open"), budget=("2GiB", "of its device"),
         gguf=(str, "the same model for llama.cpp"), folder=(str, "on whose disk prompts are kept"),
-        turns=(20, "of a chat"), tokens=(4096, "of a chat"), lines=(1000, "of a job"),
-        plain_lines=(40, "without reuse"), shared=(1000, "tokens of lines"), own=(32, "tokens of a line, or turn"),
-        answer=(128, "tokens before a turn"), slots=(16, "of the batch"), rounds=(3, "of a job or turn"),
+        turns=(20, "of a chat"), tokens=(4096, "of a chat"), shared=(1000, "tokens of a turn's prompt"),
+        own=(32, "tokens of a turn"), answer=(128, "tokens before a turn"), rounds=(3, "of a turn"),
         vocab=(49152, "tokens drawn"))
     for found in CASES[given.case](given):
         row = {"which": given.case, "model": given.model, "budget": given.budget, "threads": torch.get_num_threads(),

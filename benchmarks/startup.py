@@ -22,8 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 import forebay
 from benchmarks.command import arguments, print_table, spread, write_json
+from benchmarks.models import RandomShape, config_of
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.checkpoints.packed import open_quantized
@@ -94,11 +97,7 @@ def bundle(args: argparse.Namespace) -> dict[str, Any]:
 
 def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, ...]:
     """Seconds per stage; the budget is half of the weights, so that the other half streams."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-                         num_key_value_heads=hidden // 128, intermediate_size=hidden * 11 // 4, vocab_size=4096,
-                         tie_word_embeddings=False)
+    config = config_of(RandomShape(hidden, layers, hidden // 64, hidden // 128, hidden * 11 // 4, 4096), torch.float32)
     gc.collect()
     times = [time.perf_counter()]
     captured = rewrite_captured(capture_model(config), Switches())
@@ -111,7 +110,7 @@ def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, .
     pipeline = Pipeline(source, workload, Machine.default(), Switches())
     times.append(time.perf_counter())
     cache = sum(pipeline.needs.cache.values())
-    plan = pipeline.plan(Budget(end // 2 + cache + (16 << 20)), Options())
+    plan = pipeline.plan(Budget(end // 2 + cache + min(16 << 20, end // 4)), Options())
     for tokens in {1, plan.schedule.prefill_chunk}:
         pipeline.program(plan, tokens)
     times.append(time.perf_counter())

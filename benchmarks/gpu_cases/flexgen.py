@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from typing import Any
+
+from benchmarks.models import RandomShape
 
 MISSING = "flexgen is not installed (pip install flexgen==0.1.8)"
 
@@ -17,7 +18,7 @@ def installed() -> bool:
     return True
 
 
-def step_times(shape: Mapping[str, int], batch: int, prompt: int, steps: int, gpu_percent: int,
+def step_times(shape: RandomShape, batch: int, prompt: int, steps: int, gpu_percent: int,
                micro_batches: int = 1, cache_on_host: bool = False, cpu_attention: bool = False) -> list[float]:
     """Seconds of a prefill of `prompt` tokens and of each decode step after it, of an OPT of this shape in fp16 with
     `gpu_percent` of each weight on the GPU and the rest in pinned memory, activations on the GPU; the cache there too,
@@ -30,9 +31,8 @@ def step_times(shape: Mapping[str, int], batch: int, prompt: int, steps: int, gp
     from flexgen.timer import timers
     from flexgen.utils import ExecutionEnv
 
-    heads, hidden = shape["num_attention_heads"], shape["hidden_size"]
-    config = OptConfig(name="opt-6.7b", num_hidden_layers=shape["num_hidden_layers"], n_head=heads, hidden_size=hidden,
-                       input_dim=hidden, ffn_embed_dim=shape["ffn_dim"], vocab_size=shape["vocab_size"])
+    config = OptConfig(name="opt-6.7b", num_hidden_layers=shape.layers, n_head=shape.heads, hidden_size=shape.hidden,
+                       input_dim=shape.hidden, ffn_embed_dim=shape.intermediate, vocab_size=shape.vocab)
     packing: Any = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)
     cached = 0 if cache_on_host else 100  # percent on the GPU
     policy = Policy(batch // micro_batches, micro_batches, gpu_percent, 100 - gpu_percent, cached, 100 - cached, 100, 0,
@@ -43,7 +43,7 @@ def step_times(shape: Mapping[str, int], batch: int, prompt: int, steps: int, gp
         env = ExecutionEnv.create(folder)
         try:
             model = OptLM(config, env, "_DUMMY_", policy)
-            ids = np.random.default_rng(3).integers(3, shape["vocab_size"], (batch, prompt))
+            ids = np.random.default_rng(3).integers(3, shape.vocab, (batch, prompt))
             model.generate(ids, max_new_tokens=1)
             timers("generate").reset()
             model.generate(ids, max_new_tokens=steps + 1)

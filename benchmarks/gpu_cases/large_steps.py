@@ -13,6 +13,9 @@ import torch
 
 from benchmarks.gpu_cases import flexgen, offloaded
 from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_row, token_times
+from benchmarks.models import RandomShape
+from benchmarks.page_cache import StepClock
+from benchmarks.peers import decode
 from benchmarks.probes import crossing_nbytes
 
 BLOCK: dict[str, Any] = {"batch": 128, "prompt": 512, "new_tokens": 8}  # whose cache is beyond the device
@@ -20,14 +23,14 @@ SPECULATIVE: tuple[dict[str, Any], ...] = ({}, {"prompt_lookup_num_tokens": 7}, 
 SPEAKS = 96  # tokens of an answer with drafts
 
 
-def kind_of(job: Row) -> tuple[dict[str, int], torch.dtype]:
+def kind_of(job: Row) -> tuple[RandomShape, torch.dtype]:
     """The shape and dtype of a job's large model."""
     return (offloaded.OPT, torch.float16) if job.get("shape") == "opt" else (offloaded.LARGE, torch.bfloat16)
 
 
-def prompts(shape: dict[str, int], batch: int, length: int) -> torch.Tensor:
+def prompts(shape: RandomShape, batch: int, length: int) -> torch.Tensor:
     """Random prompts [batch, length], the same each time."""
-    return torch.randint(3, shape["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(3))
+    return torch.randint(3, shape.vocab, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
 def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
@@ -74,14 +77,10 @@ def measure_peer(scratch: Path, machine: Any, job: Row) -> Row:
     limits = {0: int(offloaded.DEVICE_SHARE * offloaded.model_nbytes(folder)), "cpu": "100GB"}
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="auto", max_memory=limits).eval()
     ids = prompts(offloaded.LARGE, batch, 64).to(offloaded.GPU)
-    times, cache = [], None
     with torch.inference_mode():
-        for _ in range(12):
-            result = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            ids, cache = result.logits[:, -1:].argmax(-1).to(offloaded.GPU), result.past_key_values
-            torch.cuda.synchronize()
-            times.append(time.perf_counter())
-    return step_row(times[1:], batch) | {"peak_nbytes": torch.cuda.max_memory_reserved() - held}
+        decode(model, ids, 12, clock := StepClock())
+    row = step_row([*itertools.accumulate(clock.times_s[1:])], batch)
+    return row | {"peak_nbytes": torch.cuda.max_memory_reserved() - held}
 
 
 def measure_flexgen(scratch: Path, machine: Any, job: Row) -> Row:

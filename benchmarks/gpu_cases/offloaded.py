@@ -11,43 +11,22 @@ from typing import Any
 
 import torch
 
+from benchmarks.models import RandomShape, make_model
 from forebay.runtime.devices.cuda.kind import CUDA
 
 GPU = CUDA.name
 # What generating takes on the caller's stream beside what is planned: logits and chosen tokens, one small segment.
 CALLER_NBYTES = 2 << 20
-LARGE = {"hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
-         "intermediate_size": 14336, "vocab_size": 32000}  # fmt: skip
-OPT = {"hidden_size": 4096, "num_hidden_layers": 10, "num_attention_heads": 32, "ffn_dim": 16384,
-       "vocab_size": 50272, "word_embed_proj_dim": 4096}  # fmt: skip
+LARGE = RandomShape(4096, 8, 32, 8, 14336, 32000)
+OPT = RandomShape(4096, 10, 32, 32, 16384, 50272, "opt")
 DEVICE_SHARE = 0.375  # of the large model's bytes (4 GB in bf16), for Forebay and the peer
 Row = dict[str, Any]
 
 
-def saved_model(scratch: Path, shape: dict[str, int], dtype: torch.dtype, weights: str = "native") -> Path:
-    """A random-weight Llama (or OPT, Mistral or Qwen3 mixture of experts) of this shape as a safetensors checkpoint,
-    made once; quantized, where weights say so."""
-    kinds = {"ffn_dim": "opt", "sliding_window": "mistral", "num_experts": "qwen3_moe"}
-    kind_of = next((kind for field, kind in kinds.items() if field in shape), "llama")
-    name = f"{kind_of}-{shape['hidden_size']}-{shape['num_hidden_layers']}-{str(dtype)[6:]}"
-    folder = scratch / name
-    if not (folder / "config.json").exists():
-        import transformers as of
-
-        torch.manual_seed(0)
-        kind: Any = {"opt": (of.OPTConfig, of.OPTForCausalLM), "llama": (of.LlamaConfig, of.LlamaForCausalLM),
-                     "mistral": (of.MistralConfig, of.MistralForCausalLM),
-                     "qwen3_moe": (of.Qwen3MoeConfig, of.Qwen3MoeForCausalLM)}[kind_of]
-        config = kind[0](**shape, tie_word_embeddings=False, max_position_embeddings=2048)
-        config.dtype = dtype
-        before = torch.get_default_dtype()
-        with torch.device(GPU):
-            torch.set_default_dtype(dtype)
-            model = kind[1](config)
-            torch.set_default_dtype(before)
-        model.save_pretrained(folder)
-        del model
-        torch.cuda.empty_cache()
+def saved_model(scratch: Path, shape: RandomShape, dtype: torch.dtype, weights: str = "native") -> Path:
+    """A random-weight checkpoint of this shape, made once; quantized, where weights say so."""
+    name = f"{shape.title}-{shape.window}-{str(dtype)[6:]}"
+    folder = make_model(scratch / name, shape, dtype, GPU)
     if weights == "native":
         return folder
     from forebay.rewriter.checkpoints.quantize import Wish, quantize_model

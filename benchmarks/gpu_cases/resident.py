@@ -11,14 +11,11 @@ import torch
 
 from benchmarks.gpu_cases import offloaded
 from benchmarks.gpu_cases.offloaded import Row, begin_peak, model_nbytes, saved_model, step_row, token_times
+from benchmarks.models import RandomShape
 
-HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
 SHAPES = {  # of SmolLM2-135M and Llama-3-8B, with random weights in bf16
-    "135M": {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-             "intermediate_size": 1536, "vocab_size": 49152},
-    "8B": {"hidden_size": 4096, "num_hidden_layers": 32, **HEADS},
-    "8B, 8 layers": {"hidden_size": 4096, "num_hidden_layers": 8, **HEADS},
-}  # fmt: skip
+    "135M": RandomShape(576, 30, 9, 3, 1536, 49152), "8B": RandomShape(4096, 32, 32, 8, 14336, 128256),
+    "8B, 8 layers": RandomShape(4096, 8, 32, 8, 14336, 128256)}
 PROMPT, STEPS, WARM = 64, 32, 4  # tokens of a prompt, steps that are timed, steps before that
 CONTESTANTS = ("eager", "inductor", "forebay, launches", "forebay, graphs")
 
@@ -31,7 +28,7 @@ def jobs() -> list[Row]:
 
 def prompt_of(job: Row) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
-    return torch.randint(3, SHAPES[job["shape"]]["vocab_size"], (job["batch"], PROMPT), generator=generator)
+    return torch.randint(3, SHAPES[job["shape"]].vocab, (job["batch"], PROMPT), generator=generator)
 
 
 def by_transformers(folder: Path, job: Row) -> list[float]:
@@ -78,7 +75,7 @@ def measure_resident(scratch: Path, machine: Any, job: Row) -> Row:
     ours = job["contestant"].startswith("forebay")
     times = by_forebay(folder, machine, job) if ours else by_transformers(folder, job)
     row = step_row(times[WARM:], job["batch"])
-    read_nbytes = model_nbytes(folder) - 2 * sizes["vocab_size"] * sizes["hidden_size"]  # one row of the embedding
+    read_nbytes = model_nbytes(folder) - 2 * sizes.vocab * sizes.hidden  # one row of the embedding
     return row | {"weight_bytes_per_s": read_nbytes / row["step_s"],
                   "peak_nbytes": torch.cuda.max_memory_reserved() - held,
                   "memory_bytes_per_s": machine.tiers["device"].bandwidth_bytes_per_s}  # fmt: skip

@@ -12,12 +12,13 @@ as the context has. After: buffers are used again, and decoding keeps cache wher
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from benchmarks.models import RandomShape, config_of
 from benchmarks.papers.tables import Row
 from forebay.passes.place.allocate_buffers import plan_activations
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
@@ -37,25 +38,9 @@ TABLE = "FlashDecoding++Next VI-C4: longest context on one A100 80GB, fp16, one 
 BOUND = 0.05
 
 
-def _llama3_8b() -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-                       num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=1 << 20,
-                       tie_word_embeddings=False)
-
-
-def _qwen15_7b() -> Any:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(vocab_size=151936, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-                       num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=1 << 20,
-                       tie_word_embeddings=False)
-
-
-MODELS: dict[str, tuple[Callable[[], Any], int, int]] = {  # shape; the paper's longest contexts before and after
-    "Llama3-8B": (_llama3_8b, 320_000, 502_000),
-    "Qwen1.5-7B": (_qwen15_7b, 110_000, 128_000),
+MODELS = {  # shape; the paper's longest contexts before and after
+    "Llama3-8B": (RandomShape(4096, 32, 32, 8, 14336, 128256, positions=1 << 20), 320_000, 502_000),
+    "Qwen1.5-7B": (RandomShape(4096, 32, 32, 32, 11008, 151936, "qwen2", positions=1 << 20), 110_000, 128_000),
 }
 
 
@@ -105,7 +90,7 @@ def _flat(captured: CapturedModel, tokens: int) -> torch.fx.GraphModule:
 
 @functools.cache
 def known() -> dict[str, Arithmetic]:
-    return {name: measure(config()) for name, (config, _, _) in MODELS.items()}
+    return {name: measure(config_of(shape)) for name, (shape, _, _) in MODELS.items()}
 
 
 def rows() -> list[Row]:

@@ -12,19 +12,20 @@ from forked import run_code
 CODE = """
 import sys, pytest, torch, benchmarks.gpu_offload as bench
 from benchmarks.gpu_cases import large_steps, offloaded, resident
+from benchmarks.models import RandomShape
 from captured_once import share_graphs
+from dataclasses import replace
 from pathlib import Path
 from forebay.rewriter.machine.profile import Machine
 
 share_graphs(pytest.MonkeyPatch())  # budgets are looked for by planning the same models ten times
 offloaded.GPU, offloaded.LARGE, offloaded.DEVICE_SHARE = "cpu", bench.SMALL, 0.8
 large_steps.BLOCK, large_steps.SPEAKS = {"batch": 6, "prompt": 24, "new_tokens": 5}, 12
-offloaded.OPT |= {"hidden_size": 64, "word_embed_proj_dim": 64, "num_hidden_layers": 4, "ffn_dim": 192,
-                  "num_attention_heads": 4, "vocab_size": 512}
+offloaded.OPT = RandomShape(64, 4, 4, 4, 192, 512, "opt")
 torch.cuda.reset_peak_memory_stats = torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None
 torch.cuda.max_memory_reserved = torch.cuda.memory_reserved = lambda: 0
 torch.cuda.mem_get_info = lambda: (1 << 30, 3 << 30)
-resident.SHAPES["135M"], resident.STEPS = bench.SMALL | {"num_hidden_layers": 2}, 3
+resident.SHAPES["135M"], resident.STEPS = replace(bench.SMALL, layers=2), 3
 machine = Machine.default()
 Machine.link = lambda self, src, dst, find=Machine.link: find(self, "disk", "device")  # the only one here
 jobs = bench.jobs()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from budgets import WITH_KERNELS
 
-from benchmarks.contestants import CONTESTANTS, RATES, Forebay, forced
+from benchmarks.contestants import CONTESTANTS, RATES, Forebay
 from benchmarks.models import RandomShape, make_model
 from benchmarks.offload import CASES, Cell, around, cells, settings
 from benchmarks.offload_figures import (
@@ -20,7 +20,6 @@ from benchmarks.offload_figures import (
     report,
     same_tokens,
     summary,
-    to_planner,
 )
 from benchmarks.probes import ReadWatch
 from benchmarks.sources import known
@@ -85,8 +84,8 @@ def test_rates_stand_beside_the_bounds_and_peers_of_their_cell() -> None:
              "machine": {"reads_core_share": 0.5}, "limited": [], "read_nbytes": {names[1]: 25},
              "turns": [turn(names[0], 8.0, 7.2), turn(names[1], 1.6, 1.6), turn(names[2], 4.0)],
              "plans": [{"cell": "64 x 128 + 32", "name": name, "batch": batch, "planned_read_nbytes": 6e9,
-                        "planned_written_nbytes": 0.2e9, "cache": "disk", "process": name, "forced": False,
-                        "ram": name.startswith("ram"), "formats": "bf16"} | planned
+                        "planned_written_nbytes": 0.2e9, "cache": "disk", "ram": name.startswith("ram"),
+                        "formats": "bf16"} | planned
                        for name, batch, planned in zip(names, (64, 64, 8), (*[{"planned_step_s": 1.0}] * 2, {}),
                                                        strict=True)]}
     ours, ram, peer = figures(model, 1000.0)
@@ -111,8 +110,7 @@ def test_reads_of_steps_stand_beside_plain_reads(capsys: pytest.CaptureFixture[s
     model = {"model": "8b", "budget": 100, "baselines": {"peer": 10}, "machine": {"memory_bytes_per_s": 1e10},
              "limited": ["peer"], "read_nbytes": {}, "fits": {},
              "turns": [turn("peer", step_s, step_read_nbytes=2e8, group_peak=5e7) for step_s in (0.4, 0.2, 0.5)],
-             "plans": [{"cell": "64 x 128 + 32", "name": "peer", "batch": 64, "process": "peer", "forced": False,
-                        "ram": False, "formats": "gguf"}]}
+             "plans": [{"cell": "64 x 128 + 32", "name": "peer", "batch": 64, "ram": False, "formats": "gguf"}]}
     (row,) = rows = figures(model, 1e9)
     assert (row["link_share"], row["step_read_nbytes"], row["group_nbytes"]) == (0.5, 2e8, 5e7)
     report({"processor": "any", "models": [model], "rows": rows, "summary": summary(rows)})
@@ -151,16 +149,3 @@ def test_a_budget_by_share_is_so_much_of_the_weights_beside_the_smallest_plan(or
     weights = sum(weight.nbytes for weight in ours.lm.plan.weights)
     assert much - little == weights * 50 // 100 - weights * 15 // 100
     ours.close()
-
-
-def test_a_forced_schedule_stands_to_the_planners_as_the_median_of_their_rounds() -> None:
-    forced, planner = ([{"steps_s": [step, 9.0, 0.0], "prefill_s": 10.0} for step in steps]
-                       for steps in ((2.0, 4.0, 1.0), (1.0, 1.0, 1.0)))
-    assert to_planner(forced, planner, 11) == 30 / 20
-
-
-def test_forced_blocks_are_enough_and_within_the_batch() -> None:
-    found = forced("blocks", 48, "forebay bf16 zigzag")
-    assert len(found) >= 24 and all(2 <= one.options["micro_batches"] <= 24 for one in found.values())
-    slots = [one.options for one in forced("slots", 1, "forebay within 50 %").values()]
-    assert len(slots) >= 20 and all(one["lead"] <= one["slots"] for one in slots)
