@@ -1,7 +1,7 @@
 """Prompts that begin alike: `python -m benchmarks.prefixes [chat|turn]`.
 
 chat  A conversation of `--turns` equal turns over `--tokens` tokens, in each of WAYS. The ways alternate, and the time
-      to the first token of each turn counts; those that compute all of a prompt take part in each fifth turn.
+      to the first token of each turn counts; those that compute all of a prompt take part in each fifth turn and the last.
       Afterwards each way begins anew, with its files on disk, and answers one more turn ("restart"). The ceiling is the
       time of a prompt of the turn's own tokens. llama.cpp keeps the conversation in its slot (`cache_prompt`), and
       saves and restores it as a file.
@@ -127,7 +127,7 @@ def measure_chat(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             prompt = ids[: turn * step]
             rows.append({"turn": turn, "tokens": turn * step} | {
                 f"{name}_s": at.answer_s(prompt[-step:] if ways[name].alone else prompt)
-                for name, at in answering.items() if not ways[name].whole or turn % 5 == 0})
+                for name, at in answering.items() if not ways[name].whole or turn % 5 == 0 or turn == given.turns})
             print(json.dumps(rows[-1]), flush=True)
         for at in answering.values():
             at.close()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from scipy.optimize import brentq
 
+from benchmarks.papers.cache_balance import CacheBalance, fill_host, layer_times
 from benchmarks.papers.flexgen import DEEPSPEED, FLEXGEN
 from benchmarks.papers.published_runtime import UNPINNED, Runtime, running
 from benchmarks.papers.tables import Row
@@ -21,7 +22,6 @@ from forebay.rewriter.policy.block_costs import BlockShape
 from forebay.rewriter.policy.placement import NO_CHECKPOINTS, Closed, place
 from forebay.rewriter.policy.policy_search import Problem
 from forebay.rewriter.policy.shares import shares
-from forebay.rewriter.predict.activation_ratio import CacheBalance, Line, fill_host, layer_times
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS
 
@@ -120,15 +120,15 @@ def balance(model: str, machine: Machine, *, printed: bool) -> CacheBalance:
     otherwise loading checkpoints and the forward pass count too.
     """
     shape = PRESET_MODELS[model]
-    times = layer_times(shape, MachineEstimator(machine), batch=BATCH, context=PROMPTS[-1] + NEW_TOKENS / 2)
+    times = layer_times(shape, MachineEstimator(machine), BATCH, PROMPTS[-1] + NEW_TOKENS / 2)
     if printed:
-        times = replace(times, forward_s=0.0, load_checkpoint=Line(0.0))
+        times = replace(times, forward_s=0.0, load_checkpoint_s=0.0)
     size = MICRO_BATCHES[0]
     problem = Problem(shape, machine, PROMPTS[-1], NEW_TOKENS, runs=running(HYBRID, UNPINNED[MACHINE]))
     work = problem.costs(BlockShape(size, BATCH // size))
     free = work.capacity["device"] - float(work.memory["device"] @ shares((0, 1, 0), (0, 1, 0), (0, 1, 0)))
     held = max(0.0, free) / (shape.n_layers * times.checkpoint_nbytes)
-    return fill_host(times, work.capacity["host"] - shape.weight_nbytes, shape.n_layers, device_tokens=held)
+    return fill_host(times, work.capacity["host"] - shape.weight_nbytes, shape.n_layers, held)
 
 
 def balances() -> Iterator[Row]:
@@ -136,10 +136,10 @@ def balances() -> Iterator[Row]:
     machine = PRESETS[MACHINE]
     for model, paper in RATIOS.items():
         yield Row("HybridServe, section 5.5: KV blocks per checkpoint block, Algorithm 1 as printed", model, "blocks",
-                  paper, balance(model, machine, printed=True).kv_to_checkpoint_tokens, BOUND)
+                  paper, balance(model, machine, printed=True).tokens_ratio, BOUND)
     for model, paper in RATIOS.items():
         yield Row("HybridServe, section 5.5: host bytes of K and V per byte of checkpoints, everything counted", model,
-                  "bytes", paper, balance(model, machine, printed=False).kv_to_checkpoint_nbytes)
+                  "bytes", paper, balance(model, machine, printed=False).nbytes_ratio)
 
 
 def required_flops(model: str, *, printed: bool) -> float:
@@ -147,7 +147,7 @@ def required_flops(model: str, *, printed: bool) -> float:
 
     def excess(flops: float) -> float:
         found = balance(model, replace(PRESETS[MACHINE], product_flops=flops, peak_flops=0.0), printed=printed)
-        return (found.kv_to_checkpoint_tokens if printed else found.kv_to_checkpoint_nbytes) - RATIOS[model]
+        return (found.tokens_ratio if printed else found.nbytes_ratio) - RATIOS[model]
 
     return float(brentq(excess, 2e13, 4e14, rtol=1e-6))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.predict.activation_ratio import SHARES
+from forebay.rewriter.predict.checkpoint_shares import SHARES
 from forebay.rewriter.predict.closed_form import CacheMoves, Rates
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, ModelError, ModelShape

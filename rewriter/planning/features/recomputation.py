@@ -11,7 +11,7 @@ from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.schedule.recomputation import Recomputation
 from forebay.rewriter.planning.features.feature import ScheduleFeature, ScheduleRequest, Trial
 from forebay.rewriter.planning.objective import latency_s
-from forebay.rewriter.predict.activation_ratio import SHARES
+from forebay.rewriter.predict.checkpoint_shares import SHARES
 
 LINKS = ((DISK, LOAD, WRITE), UPWARD, (DOWNLOAD,))  # streams that share a link
 
