@@ -1,10 +1,10 @@
 """Prompts that begin alike: `python -m benchmarks.prefixes [chat|turn]`.
 
 chat  A conversation of `--turns` equal turns over `--tokens` tokens, in each of WAYS. The ways alternate, and the time
-      to the first token of each turn counts; those that compute all of a prompt take part in each fifth turn and the last.
-      Afterwards each way begins anew, with its files on disk, and answers one more turn ("restart"). The ceiling is the
-      time of a prompt of the turn's own tokens. llama.cpp keeps the conversation in its slot (`cache_prompt`), and
-      saves and restores it as a file.
+      to the first token of each turn counts; those that compute all of a prompt take part in each fifth turn and the
+      last. Afterwards each way begins anew, with its files on disk, and answers one more turn ("restart"). The ceiling
+      is the time of a prompt of the turn's own tokens. llama.cpp keeps the conversation in its slot (`cache_prompt`),
+      and saves and restores it as a file.
 turn  A turn of `--own` tokens after a prompt of `--shared` tokens and an answer of `--answer`, in each of TURNS: the
       answer's tokens were computed before the turn came, or are computed with it, or all are. In turns, `--rounds`
       times.
