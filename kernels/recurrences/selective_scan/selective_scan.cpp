@@ -21,57 +21,141 @@ extern "C" struct SelectiveScanArgs {
 
 namespace {
 
-constexpr int64_t BLOCK = 16;  // channels of a task: a cache line of each token
+constexpr int64_t DECAYS = 1 << 14;  // numbers of `a` that a task meets all its sequences with: a small part of L2
+constexpr int64_t AHEAD = 512;       // numbers of the state between one that is used and one that is called in
+constexpr float LOG2_E = 1.44269504f;
 
-// `n` numbers of the state of a channel, from `from` on, over all tokens; results are added to those of the numbers
-// before them.
-template <int NV> void numbers_of(const SelectiveScanArgs& s, int64_t b, int64_t channel, int64_t from, int n) {
+// Lane j: the sum of the lanes of v[j]. Vectors two by two keep the sums of two lanes each, of one lane that is of the
+// first and one of the second; then those four by four, and so on.
+FB_INLINE vf lane_sums(vf (&v)[VL]) {
+#if defined(__AVX512F__)
+  return (vf)sums_of(reinterpret_cast<const __m512(&)[16]>(v));
+#else
+  FB_UNROLL for (int step = 1; step < VL; step *= 2) {
+    vi own, other;
+    for (int i = 0; i < VL; ++i) own[i] = i & step ? VL + i : i, other[i] = own[i] ^ step;
+    FB_UNROLL for (int j = 0; j < VL; j += 2 * step)
+      v[j] = __builtin_shuffle(v[j], v[j + step], own) + __builtin_shuffle(v[j], v[j + step], other);
+  }
+  return v[0];
+#endif
+}
+
+// 2^x for x <= 0, relative error 2e-7; below -125 the result is 0. Where x is a product that is contracted, it is not
+// rounded before the nearest integer is taken off.
+FB_INLINE vf exp2_nonpositive(vf x) {
+  const vf magic = vf{} + 12583039.0f;  // 1.5 * 2^23, and 127 for the exponent's bits
+  const vf shifted = x + magic;
+  const vf r = x - (shifted - magic);
+  vf p = vf{} + 1.53375820e-4f;
+  p = p * r + 1.33998651e-3f;
+  p = p * r + 9.61851956e-3f;
+  p = p * r + 5.55032899e-2f;
+  p = p * r + 2.40226466e-1f;
+  p = p * r + 6.93147206e-1f;
+  p = p * r + 1.0f;
+  const vf y = p * (vf)((vu)shifted << 23);
+  return shifted < magic - 125.0f ? vf{} : y;
+}
+
+// Vector i of a row of n numbers, of which the last vector may have fewer than VL: its other lanes are 0.
+template <bool WHOLE> FB_INLINE vf read(const float* row, int i, int n) {
+  if (WHOLE) return load(row + i * VL);
+  const int left = std::clamp(n - i * VL, 0, VL);
+#if defined(__AVX512F__)
+  return (vf)_mm512_maskz_loadu_ps(__mmask16((1u << left) - 1), row + i * VL);
+#else
+  return left == VL ? load(row + i * VL) : load_partial(row + i * VL, left);
+#endif
+}
+template <bool WHOLE> FB_INLINE void write(float* row, int i, int n, vf v) {
+  const int left = WHOLE ? VL : std::clamp(n - i * VL, 0, VL);
+  if (left == VL) return store(row + i * VL, v);
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(row + i * VL, __mmask16((1u << left) - 1), (__m512)v);
+#else
+  store_partial(row + i * VL, v, left);
+#endif
+}
+
+// v, and 0 from lane n on: a token that is not finite is seen there too.
+FB_INLINE vf within(vf v, int n) {
+  for (int i = std::max(0, n); i < VL; ++i) v[i] = 0.0f;
+  return v;
+}
+
+// Channels [first, first + n) of a sequence, at most VL, and numbers [from, from + wide) of their states. Results are
+// added to those of the numbers before these.
+template <int NV, bool WHOLE>
+void numbers_of(const SelectiveScanArgs& s, int64_t b, int64_t first, int n, int64_t from, int wide) {
   const int64_t count = std::min(std::max<int64_t>(s.count[b], 0), s.tokens);
-  const auto read = [&](const float* p, int i) {
-    const int left = n - i * VL;
-    return left >= VL ? load(p + i * VL) : load_partial(p + i * VL, std::max(0, left));
-  };
-  float* state = s.state + (b * s.channels + channel) * s.width + from;
-  vf held[NV], a[NV];
-  FB_UNROLL for (int i = 0; i < NV; ++i) {
-    held[i] = s.start[b] ? read(state, i) : vf{};
-    a[i] = read(s.a + channel * s.width + from, i);
-  }
-  const float* x = s.x + b * s.x_batch + channel * s.x_channel;
-  const float* dt = s.dt + b * s.dt_batch + channel * s.dt_channel;
-  float* out = s.out + b * s.out_batch + channel * s.out_channel;
+  const float* a = s.a + first * s.width + from;
+  float* state = s.state + (b * s.channels + first) * s.width + from;
+  const float* x = s.x + b * s.x_batch + first * s.x_channel;
+  const float* dt = s.dt + b * s.dt_batch + first * s.dt_channel;
+  float* out = s.out + b * s.out_batch + first * s.out_channel;
+  if (!s.start[b])
+    for (int i = 0; i < n; ++i) std::fill_n(state + i * s.width, wide, 0.0f);
   for (int64_t t = 0; t < count; ++t) {
-    const float by = dt[t * s.dt_token], given = by * x[t * s.x_token];
     const float *bt = s.b + b * s.b_batch + t * s.b_token + from, *ct = s.c + b * s.c_batch + t * s.c_token + from;
-    vf sum = {};
-    FB_UNROLL for (int i = 0; i < NV; ++i) {
-      held[i] = exp_nonpositive(by * a[i]) * held[i] + given * read(bt, i);
-      sum += held[i] * read(ct, i);
+    vf by_b[NV], by_c[NV], sums[VL] = {};
+    FB_UNROLL for (int i = 0; i < NV; ++i) by_b[i] = read<WHOLE>(bt, i, wide), by_c[i] = read<WHOLE>(ct, i, wide);
+    alignas(64) float scale[VL], given[VL];
+    const float *xt = x + t * s.x_token, *dtt = dt + t * s.dt_token;
+    if (n == VL && s.x_channel == 1 && s.dt_channel == 1) {
+      store(scale, load(dtt) * LOG2_E), store(given, load(dtt) * load(xt));
+    } else {
+      for (int j = 0; j < n; ++j) {
+        scale[j] = dtt[j * s.dt_channel] * LOG2_E;
+        given[j] = dtt[j * s.dt_channel] * xt[j * s.x_channel];
+      }
     }
-    out[t * s.out_token] = (from ? out[t * s.out_token] : 0.0f) + lane_sum(sum);
+    for (int j = 0; j < n; ++j) {
+      float* held = state + j * s.width;
+      FB_UNROLL for (int i = 0; i < NV; ++i) {
+        const vf decay = exp2_nonpositive(scale[j] * read<WHOLE>(a + j * s.width, i, wide));
+        const vf now = decay * read<WHOLE>(held, i, wide) + given[j] * by_b[i];
+        write<WHOLE>(held, i, wide, now);
+        sums[j] += WHOLE ? now * by_c[i] : within(now * by_c[i], wide - i * VL);
+        __builtin_prefetch(held + i * VL + AHEAD, 0, 2);
+      }
+    }
+    const vf sum = lane_sums(sums);
+    float* to = out + t * s.out_token;
+    if (n == VL && s.out_channel == 1 && !from) {
+      store(to, sum);
+      continue;
+    }
+    for (int j = 0; j < n; ++j) to[j * s.out_channel] = (from ? to[j * s.out_channel] : 0.0f) + sum[j];
   }
-  for (int64_t t = count; t < s.tokens; ++t) out[t * s.out_token] = 0.0f;
-  FB_UNROLL for (int i = 0; i < NV; ++i) {
-    const int left = n - i * VL;
-    if (left >= VL) store(state + i * VL, held[i]);
-    else if (left > 0) store_partial(state + i * VL, held[i], left);
-  }
+  for (int64_t t = count; t < s.tokens; ++t)
+    for (int j = 0; j < n; ++j) out[t * s.out_token + j * s.out_channel] = 0.0f;
+}
+
+template <int NV> void row_of(const SelectiveScanArgs& s, int64_t b, int64_t first, int n, int64_t from, int numbers) {
+  if (numbers == NV * VL) numbers_of<NV, true>(s, b, first, n, from, numbers);
+  else numbers_of<NV, false>(s, b, first, n, from, numbers);
 }
 
 }  // namespace
 
 // Needs b and c dense in their last dimension, and a dense state and a.
 extern "C" int forebay_selective_scan(const SelectiveScanArgs* s, float*, int64_t, int threads) {
-  const int64_t blocks = (s->channels + BLOCK - 1) / BLOCK, numbers = s->batch * s->channels * s->width;
-  parallel_for(s->batch * blocks, threads, numbers * (s->tokens + 1) / 4, [&](int64_t i) {
-    const int64_t first = i % blocks * BLOCK, last = std::min(s->channels, first + BLOCK);
-    for (int64_t channel = first; channel < last; ++channel)
-      for (int64_t from = 0; from < s->width; from += 4 * VL) {
-        const int n = int(std::min<int64_t>(4 * VL, s->width - from));
-        if (n > 2 * VL) numbers_of<4>(*s, i / blocks, channel, from, n);
-        else if (n > VL) numbers_of<2>(*s, i / blocks, channel, from, n);
-        else numbers_of<1>(*s, i / blocks, channel, from, n);
-      }
+  const int64_t numbers = s->batch * s->channels * s->width, wanted = 4 * threads;
+  if (!numbers) return 0;
+  const int64_t cut = (wanted + s->batch - 1) / s->batch, most = std::max<int64_t>(1, DECAYS / VL / s->width);
+  const int64_t span = std::min(most, (s->channels + cut * VL - 1) / (cut * VL)) * VL;
+  const int64_t spans = (s->channels + span - 1) / span, runs = std::min(s->batch, (wanted + spans - 1) / spans);
+  parallel_for(runs * spans, threads, numbers * (s->tokens + 1) / 8, [&](int64_t task) {
+    const int64_t begin = task % spans * span, end = std::min(s->channels, begin + span), run = task / spans;
+    for (int64_t b = s->batch * run / runs; b < s->batch * (run + 1) / runs; ++b)
+      for (int64_t first = begin; first < end; first += VL)
+        for (int64_t from = 0; from < s->width; from += 4 * VL) {
+          const int left = int(std::min<int64_t>(4 * VL, s->width - from)), n = int(std::min<int64_t>(VL, end - first));
+          if (left > 2 * VL) row_of<4>(*s, b, first, n, from, left);
+          else if (left > VL) row_of<2>(*s, b, first, n, from, left);
+          else row_of<1>(*s, b, first, n, from, left);
+        }
   });
   return 0;
 }

@@ -1,5 +1,6 @@
 // A causal convolution of a few taps along the tokens, a channel at a time, behind the rows that a sequence keeps.
 #include <algorithm>
+#include <type_traits>
 
 #include "team.h"
 #include "vector_math.h"
@@ -20,8 +21,13 @@ extern "C" struct ShortConvArgs {
 
 namespace {
 
-constexpr int TAPS = 16;       // whose weights stay in registers or near; more are read again
-constexpr int64_t BLOCK = 64;  // channels of a task
+constexpr int TAPS = 16;             // whose weights stay in registers or near; more are read again
+constexpr int64_t BLOCK = 64;        // channels of a task
+constexpr int64_t TURNED = 1 << 15;  // weights of a task of single tokens, turned: a small part of L2
+constexpr int64_t APART = 16;        // between their rows, which else would share sets of L1
+constexpr int64_t AHEAD = 1024;      // bytes of a row between those in use and those that are called in
+
+template <class T> using Raw = std::conditional_t<sizeof(T) == 4, vf, vh>;
 
 // The row of inputs `at` tokens behind the first, of the state where it is negative; null for a row of zeros.
 template <class T> struct Rows {
@@ -38,20 +44,26 @@ template <class T> struct Rows {
 
 template <class T, bool WHOLE> FB_INLINE vf read(const T* p, int n) { return WHOLE ? load(p) : load_partial(p, n); }
 
-// The weights of VL channels of 4 taps each, a vector of every tap: two by two from the first and the second half of
-// the channels, then from both.
-template <class T> FB_INLINE void four_taps(const T* weight, vf (&to)[TAPS]) {
-  vi at[2], halves[2];
-  for (int i = 0; i < VL; ++i)
-    for (int second = 0; second < 2; ++second) {
-      at[second][i] = i % (VL / 2) * 4 + 2 * second + i / (VL / 2);
-      halves[second][i] = i % (VL / 2) + second * (VL / 2) + i / (VL / 2) * VL;
+// The weights of VL channels, a vector of each tap, TAPS at most. Lanes of KNOWN taps, if not 0, are picked from one
+// vector after another.
+template <class T, int KNOWN> FB_INLINE void turned_taps(const T* weight, int64_t taps, vf* to) {
+  if constexpr (KNOWN == 0) {
+    for (int64_t j = 0; j < std::min<int64_t>(taps, TAPS); ++j)
+      for (int i = 0; i < VL; ++i) to[j][i] = load_one(weight + i * taps + j);
+  } else {
+    vf w[KNOWN];
+    FB_UNROLL for (int j = 0; j < KNOWN; ++j) w[j] = load(weight + j * VL);
+    FB_UNROLL for (int j = 0; j < KNOWN; ++j) {
+      to[j] = w[0];
+      FB_UNROLL for (int from = 0; from < KNOWN; ++from) {
+        vi lanes;
+        for (int i = 0; i < VL; ++i) {
+          const int at = i * KNOWN + j;
+          lanes[i] = at / VL == from ? VL + at % VL : i;
+        }
+        to[j] = __builtin_shuffle(to[j], w[from], lanes);
+      }
     }
-  const vf w[4] = {load(weight), load(weight + VL), load(weight + 2 * VL), load(weight + 3 * VL)};
-  for (int second = 0; second < 2; ++second) {
-    const vf low = __builtin_shuffle(w[0], w[1], at[second]), high = __builtin_shuffle(w[2], w[3], at[second]);
-    to[2 * second] = __builtin_shuffle(low, high, halves[0]);
-    to[2 * second + 1] = __builtin_shuffle(low, high, halves[1]);
   }
 }
 
@@ -69,7 +81,7 @@ template <class T, bool WHOLE, int KNOWN> void channels_of(const ShortConvArgs& 
     return v;
   };
   vf w[TAPS];
-  if (WHOLE && KNOWN == 4) four_taps(weight, w);
+  if constexpr (WHOLE) turned_taps<T, KNOWN>(weight, taps, w);
   else
     for (int64_t j = 0; j < std::min<int64_t>(taps, TAPS); ++j) w[j] = weights(j);
   const vf bias = a.bias ? read<T, WHOLE>(static_cast<const T*>(a.bias) + c, n) : vf{};
@@ -92,14 +104,98 @@ template <class T, bool WHOLE, int KNOWN> void channels_of(const ShortConvArgs& 
   }
 }
 
+// A row of each tap: those of the state from `state` on, and `x`. What a vector of channels reads is read before it
+// writes, as rows may lie whole pages apart, where processors take one for another.
+template <class T, int KNOWN>
+FB_INLINE void one_vector(const ShortConvArgs& a, const float* weights, int64_t stride, const T* bias, const T* x,
+                          T* state, T* out) {
+  const int64_t taps = KNOWN ? KNOWN : a.taps;
+  Raw<T> row[KNOWN ? KNOWN : TAPS];
+  FB_UNROLL for (int64_t j = 0; j < taps; ++j)
+    std::memcpy(&row[j], j + 1 < taps ? state + j * a.channels : x, sizeof row[0]);
+  vf sum = bias ? load(bias) : vf{};
+  FB_UNROLL for (int64_t j = 0; j < taps; ++j)
+    sum += load(reinterpret_cast<const T*>(&row[j])) * load(weights + j * stride);
+  FB_UNROLL for (int64_t j = 1; j < taps; ++j) std::memcpy(state + (j - 1) * a.channels, &row[j], sizeof row[0]);
+  if (a.activation) sum = activate(SILU, rounded(out, sum));
+  store_whole(out, sum);
+}
+
+// One token of each of sequences [b0, b1) over channels [c0, c1), whole vectors: their weights are turned once. Rows
+// are walked as far as can be, as processors look ahead in them. Sequences that begin or end are left to `others`.
+template <class T, int KNOWN, class F>
+void one_token(const ShortConvArgs& a, int64_t b0, int64_t b1, int64_t c0, int64_t c1, const F& others) {
+  constexpr int64_t LINE = 64 / sizeof(T), LATER = AHEAD / sizeof(T);
+  alignas(64) float turned[TURNED];
+  const int64_t taps = KNOWN ? KNOWN : a.taps, stride = c1 - c0 + APART;
+  for (int64_t c = c0; c < c1; c += VL) {
+    vf w[KNOWN ? KNOWN : TAPS];
+    turned_taps<T, KNOWN>(static_cast<const T*>(a.weight) + c * taps, taps, w);
+    FB_UNROLL for (int64_t j = 0; j < taps; ++j) store(turned + j * stride + c - c0, w[j]);
+  }
+  const T* bias = static_cast<const T*>(a.bias);
+  for (int64_t b = b0; b < b1; ++b) {
+    if (a.count[b] < 1 || a.start[b] == 0) {
+      others(b);
+      continue;
+    }
+    const T* x = static_cast<const T*>(a.x) + b * a.x_batch;
+    T* state = static_cast<T*>(a.state) + b * (taps - 1) * a.channels;
+    T* out = static_cast<T*>(a.out) + b * a.out_batch;
+    const auto vector_at = [&](int64_t c) {
+      one_vector<T, KNOWN>(a, turned + c - c0, stride, bias ? bias + c : nullptr, x + c, state + c, out + c);
+    };
+    int64_t c = c0;
+    for (; c + LINE <= c1; c += LINE) {
+      FB_UNROLL for (int64_t j = 0; j + 1 < taps; ++j) __builtin_prefetch(state + j * a.channels + c + LATER, 0, 2);
+      __builtin_prefetch(x + c + LATER, 0, 2);
+      __builtin_prefetch(out + c + LATER, 1, 2);
+      FB_UNROLL for (int i = 0; i < LINE; i += VL) vector_at(c + i);
+    }
+    for (; c < c1; c += VL) vector_at(c);
+  }
+}
+
+template <class T> void channels_between(const ShortConvArgs& a, int64_t b, int64_t c, int64_t end) {
+  const auto whole = [&](auto taps) {
+    for (; c + VL <= end; c += VL) channels_of<T, true, decltype(taps)::value>(a, b, c, VL);
+  };
+  switch (a.taps) {
+    case 2: whole(std::integral_constant<int, 2>{}); break;
+    case 3: whole(std::integral_constant<int, 3>{}); break;
+    case 4: whole(std::integral_constant<int, 4>{}); break;
+    default: whole(std::integral_constant<int, 0>{});
+  }
+  if (c < end) channels_of<T, false, 0>(a, b, c, int(end - c));
+}
+
+template <class T, int KNOWN> void short_steps(const ShortConvArgs& a, int threads) {
+  if (!a.batch) return;
+  const int64_t most = (TURNED / (KNOWN ? KNOWN : a.taps) - APART) / VL * VL, wanted = 4 * threads;
+  const int64_t cut = (wanted + a.batch - 1) / a.batch, part = (a.channels + cut - 1) / cut;
+  const int64_t span = std::min(most, std::max<int64_t>(1, (part + BLOCK - 1) / BLOCK) * BLOCK);
+  const int64_t spans = (a.channels + span - 1) / span;
+  const int64_t runs = std::min(a.batch, wanted / std::max<int64_t>(1, spans) + 1);
+  parallel_for(runs * spans, threads, a.batch * a.channels * a.taps / 4, [&](int64_t i) {
+    const int64_t run = i / spans, c0 = i % spans * span, end = std::min(a.channels, c0 + span);
+    const int64_t b0 = a.batch * run / runs, b1 = a.batch * (run + 1) / runs, c1 = end - (end - c0) % VL;
+    one_token<T, KNOWN>(a, b0, b1, c0, c1, [&](int64_t b) { channels_between<T>(a, b, c0, c1); });
+    for (int64_t b = b0; b < b1 && c1 < end; ++b) channels_between<T>(a, b, c1, end);
+  });
+}
+
 template <class T> void short_conv(const ShortConvArgs& a, int threads) {
+  if (a.tokens == 1 && a.taps <= TAPS) {
+    switch (a.taps) {
+      case 2: return short_steps<T, 2>(a, threads);
+      case 3: return short_steps<T, 3>(a, threads);
+      case 4: return short_steps<T, 4>(a, threads);
+      default: return short_steps<T, 0>(a, threads);
+    }
+  }
   const int64_t blocks = (a.channels + BLOCK - 1) / BLOCK;
   parallel_for(a.batch * blocks, threads, a.batch * a.channels * (a.tokens + 2) * a.taps / 8, [&](int64_t i) {
-    const int64_t b = i / blocks, end = std::min(a.channels, (i % blocks + 1) * BLOCK);
-    int64_t c = i % blocks * BLOCK;
-    for (; c + VL <= end && a.taps == 4; c += VL) channels_of<T, true, 4>(a, b, c, VL);
-    for (; c + VL <= end; c += VL) channels_of<T, true, 0>(a, b, c, VL);
-    if (c < end) channels_of<T, false, 0>(a, b, c, int(end - c));
+    channels_between<T>(a, i / blocks, i % blocks * BLOCK, std::min(a.channels, (i % blocks + 1) * BLOCK));
   });
 }
 

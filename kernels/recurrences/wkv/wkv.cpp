@@ -18,7 +18,8 @@ extern "C" struct WkvArgs {
 
 namespace {
 
-constexpr int64_t BLOCK = 64;  // channels of a task
+constexpr int64_t BLOCK = 64;   // channels of a task
+constexpr int64_t AHEAD = 256;  // between channels in use and those whose lines are called in
 
 struct Sums { vf above, below, exponent; };
 
@@ -46,6 +47,10 @@ template <bool WHOLE> void channels_of(const WkvArgs& a, int64_t b, int64_t c, i
     put(out + t * a.out_token, seen.above / seen.below);
     s = with_token({s.above, s.below, s.exponent + decay}, k, v);
   }
+  for (int row = 0; row < 3; ++row) __builtin_prefetch(state + row * a.channels + AHEAD, 0, 2);
+  __builtin_prefetch(a.k + b * a.k_batch + c + AHEAD, 0, 2);
+  __builtin_prefetch(a.v + b * a.v_batch + c + AHEAD, 0, 2);
+  __builtin_prefetch(out + AHEAD, 1, 2);
   for (int64_t t = count; t < a.tokens; ++t) put(out + t * a.out_token, vf{});
   put(state, s.above);
   put(state + a.channels, s.below);

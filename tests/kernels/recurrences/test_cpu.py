@@ -100,6 +100,8 @@ CASES = {
     "conv 1 tap": short_conv(5, 1), "conv many taps": short_conv(70, 19),
     "conv bf16": short_conv(150, 4, torch.bfloat16),
     "conv fp16": short_conv(40, 4, torch.float16, silu=False),
+    "conv 2 taps": short_conv(200, 2, torch.float16), "conv 3 taps": short_conv(130, 3, torch.bfloat16, silu=False),
+    "conv wide": short_conv(16500, 2, bias=False, tokens=2),
     "delta rule": linear(4, 2, 16, 32), "delta rule odd": linear(3, 1, 13, 37), "one number": linear(6, 1, 1, 1, False),
     "by channel": linear(2, 1, 24, 70, by_channel=True), "by channel odd": linear(2, 2, 5, 16, by_channel=True),
     "ssd": linear(4, 4, 16, 64, beta=False), "ssd by channel": linear(2, 1, 18, 8, beta=False, by_channel=True),
