@@ -13,7 +13,7 @@ from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.prefill import chunk_spans, chunks, image_groups, prefill
 from forebay.runtime.run.room import refuse_crossing
 from forebay.runtime.run.session import Session
-from forebay.runtime.run.step_inputs import Features, counted_positions
+from forebay.runtime.run.step_inputs import Features, counted_positions, shift_after
 
 SCRATCH_NBYTES = 1 << 20  # at most so much of the cache is copied aside at once where rows change places
 
@@ -173,7 +173,7 @@ def position_shift(features: Features | None) -> torch.Tensor | None:
     they are the count."""
     if features is None or "positions" not in features:
         return None
-    return torch.stack([row.max() + 1 - len(row) for row in features["positions"]])
+    return torch.tensor([shift_after(row) for row in features["positions"]])
 
 
 def require_movable_rows(plan: Plan, parts: int) -> None:

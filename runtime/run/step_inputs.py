@@ -32,7 +32,13 @@ class PromptFeatures:
     def position_shift(self) -> int:
         """How far rotary positions after the prompt are beyond the count of its tokens."""
         rows = self.values.get("positions")
-        return 0 if rows is None else int(rows.max()) + 1 - len(rows)
+        return 0 if rows is None else shift_after(rows)
+
+
+def shift_after(positions: torch.Tensor) -> int:
+    """How far the position after a prompt's [P, 3] is beyond P. It follows the last token: times within a video may be
+    later than the text behind it."""
+    return int(positions[-1].max()) + 1 - len(positions)
 
 
 def joined_features(lengths: Sequence[int], given: Sequence[PromptFeatures | None]) -> Features | None:

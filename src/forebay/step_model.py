@@ -22,6 +22,7 @@ from forebay.runtime.run.session import Session
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
+    from forebay.images.modalities import Features, Modality
     from forebay.images.tower import ImageTower
 
 OnToken = Callable[[torch.Tensor], None]
@@ -68,7 +69,7 @@ class StepModel(Protocol):
 
     def image_features(
         self, given: Mapping[str, torch.Tensor], call: ModelCall
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> dict[Modality, Features]: ...
 
     def giving(self, gives: Gives, embeds: bool = False) -> StepModel: ...
 

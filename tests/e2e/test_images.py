@@ -15,6 +15,7 @@ from selection import ALL
 import forebay
 from forebay.build_model import build_model
 from forebay.images import prompts as image_prompts
+from forebay.images.modalities import IMAGES
 from forebay.images.open_tower import image_options
 from forebay.images.tower import ImageTower
 from forebay.open_model import open_model
@@ -192,7 +193,7 @@ def test_a_tower_holds_a_layer_at_a_time(tmp_path: Path) -> None:
     given = cases("internvl", whole)["two"]
     with torch.no_grad():
         wanted = whole.model.get_image_features(given["pixel_values"]).pooler_output
-    assert torch.equal(tower.features(given, 1 << 20)[0], wanted.reshape(-1, wanted.shape[-1]))
+    assert torch.equal(tower.features(given, 1 << 20)[IMAGES][0], wanted.reshape(-1, wanted.shape[-1]))
     plan, roomy, least = tower.plan, tower.peak_nbytes, tower.least_nbytes
     tower.features(given, plan.weight_nbytes + plan.layer_nbytes)  # without room for the next layer
     peak = tower.peak_nbytes
@@ -253,8 +254,7 @@ def test_arguments_without_pixels_are_left_to_others() -> None:
     options = {"mm_token_type_ids": zeros, "token_type_ids": zeros, "image_sizes": [[1, 1]], "pixel_values": None}
     assert image_prompts.take_image_inputs(options) == {}
     assert set(options) == {"token_type_ids", "image_sizes", "pixel_values"}
-    for name in ("pixel_values_videos", "input_features"):
-        with pytest.raises(ValueError, match=f"{name}: .* are not taken; give text and images"):
-            image_prompts.take_image_inputs({name: zeros})
+    with pytest.raises(ValueError, match="input_features: recordings are not taken; give text, images and videos"):
+        image_prompts.take_image_inputs({"input_features": zeros})
     marked = {"mm_token_type_ids": zeros + 1}
     assert image_prompts.take_image_inputs(marked) == {} and marked, "tokens of images without images"

@@ -1,4 +1,4 @@
-"""Images among the arguments of `generate`, as transformers' processors give them, in the prompts of a call."""
+"""Images and videos among the arguments of `generate`, as transformers' processors give them, in a call's prompts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from forebay.call_turns import ModelCall
 from forebay.huggingface.inputs import Prompts
+from forebay.images.modalities import MODALITIES, Features, Modality
 from forebay.rewriter.checkpoints.text_model import MULTIMODAL
 from forebay.runtime.run.step_inputs import PromptFeatures
 from forebay.step_model import StepModel
@@ -19,34 +20,33 @@ if TYPE_CHECKING:
 
     from forebay.images.tower import ImageTower
 
-PIXELS = "pixel_values"
-# What processors give with pixels.
-BESIDE = ("image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "token_type_ids",
-          "image_position_ids", "batch_num_images")
-OTHERS = {"pixel_values_videos": "videos", "input_features": "recordings"}
-TYPES = "mm_token_type_ids"
+# Sizes by which positions in three dimensions are made.
+POSITIONED = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+TYPES = ("mm_token_type_ids", "token_type_ids")
+SOUNDS = "input_features"
 
 
 def take_image_inputs(options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What a processor made of images, taken out of the arguments of a call; nothing where there are none. Then types
-    of tokens that are all text go, and other arguments stay, for others to take or refuse. ValueError for videos and
+    """What a processor made of images and videos, taken out of the arguments of a call; nothing where there are none.
+    Then types of tokens that are all text go, and other arguments stay, for others to take or refuse. ValueError for
     sounds."""
-    for name, kind in OTHERS.items():
-        if options.get(name) is not None:
-            raise ValueError(f"{name}: {kind} are not taken; give text and images")
-    if options.get(PIXELS) is None:
-        types = options.get(TYPES)
+    if options.get(SOUNDS) is not None:
+        raise ValueError(f"{SOUNDS}: recordings are not taken; give text, images and videos")
+    seen = [each for each in MODALITIES if options.get(each.pixels) is not None]
+    if not seen:
+        types = options.get(TYPES[0])
         if types is not None and not torch.as_tensor(types).any():
-            options.pop(TYPES)
+            options.pop(TYPES[0])
         return {}
-    given = {name: options.pop(name, None) for name in (PIXELS, TYPES, *BESIDE)}
+    names = [*TYPES, *(name for each in seen for name in (each.pixels, *each.beside))]
+    given = {name: options.pop(name, None) for name in names}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def see_images(
     lm: StepModel, call: ModelCall, prompts: Prompts, images: Mapping[str, torch.Tensor], continued: bool = False
 ) -> Prompts:
-    """Put the embeddings of images where prompts have tokens for them.
+    """Put the embeddings of images and videos where prompts have tokens for them.
 
     Args:
         lm: The model.
@@ -59,10 +59,11 @@ def see_images(
         ValueError: The model takes no images, or others than these.
         PlanError: The budget has no room for the tower, or for so many images.
     """
+    pixels = next(each.pixels for each in MODALITIES if each.pixels in images)
     if continued:
-        raise ValueError(f"{PIXELS}: images are taken with whole prompts alone; leave past_key_values out")
+        raise ValueError(f"{pixels}: images are taken with whole prompts alone; leave past_key_values out")
     if prompts.embeds is not None:
-        raise ValueError(f"{PIXELS}: give images or inputs_embeds, not both")
+        raise ValueError(f"{pixels}: give images or inputs_embeds, not both")
     tower, given = lm.tower, lm.image_features(images, call)
     return _placed(lm.config, tower, prompts, images, given)
 
@@ -91,28 +92,39 @@ def prompt_features(
 
 def _placed(
     config: PreTrainedConfig, tower: ImageTower, prompts: Prompts, images: Mapping[str, torch.Tensor],
-    given: tuple[torch.Tensor, torch.Tensor],
+    given: Mapping[Modality, Features],
 ) -> Prompts:
-    """Prompts with what the tower gives of images at their tokens."""
-    embeds, added = given
-    token = config.image_token_id
-    placed = (prompts.ids == token) & prompts.mask
-    if int(placed.sum()) != len(embeds):
-        raise ValueError(f"{PIXELS}: the prompts have {int(placed.sum())} tokens for images (id {token}), and the "
-                         f"images make {len(embeds)} embeddings: give all that the processor makes of text and images")
-    features = {"inputs_embeds": _at(placed, embeds)}
-    if added.shape[1]:
-        features["deepstack"] = _at(placed, added)
+    """Prompts with what the tower gives of images and videos at their tokens."""
+    kinds = torch.zeros_like(prompts.ids, dtype=torch.int32)
+    features: dict[str, torch.Tensor] = {}
+    for modality, (embeds, added) in given.items():
+        placed = _tokens(config, modality, prompts, len(embeds))
+        kinds += placed * modality.kind
+        for name, rows in (("inputs_embeds", embeds), ("deepstack", added)):
+            if rows.shape[1]:
+                features[name] = features.get(name, 0) + _at(placed, rows)
+    placed = kinds > 0
     if hasattr(tower.base, "get_rope_index"):
+        sizes = {name: torch.as_tensor(images[name]) for name in POSITIONED if name in images}
         positions, _ = tower.base.get_rope_index(
-            prompts.ids, mm_token_type_ids=placed.int(), attention_mask=prompts.mask.long(),
-            image_grid_thw=torch.as_tensor(images["image_grid_thw"]))
+            prompts.ids, mm_token_type_ids=kinds, attention_mask=prompts.mask.long(), **sizes)
         features["positions"] = positions.permute(1, 2, 0)
     known = MULTIMODAL[config.model_type]
     if known.group_layers(config):
         features["until"] = _lengths(prompts.mask) if known.whole else _ends(placed, prompts.mask)
         _require_within(features["until"], prompts.mask, getattr(config.get_text_config(), "sliding_window", None))
     return replace(prompts, features=features, placed=placed)
+
+
+def _tokens(config: PreTrainedConfig, modality: Modality, prompts: Prompts, count: int) -> torch.Tensor:
+    """[B, T] where prompts have tokens for a modality; ValueError where they are not as many as its embeddings."""
+    token = getattr(config, modality.token)
+    placed = (prompts.ids == token) & prompts.mask
+    if int(placed.sum()) != count:
+        raise ValueError(f"{modality.pixels}: the prompts have {int(placed.sum())} tokens for {modality.name} (id "
+                         f"{token}), and the {modality.name} make {count} embeddings: give all that the processor "
+                         f"makes of text and {modality.name}")
+    return placed
 
 
 def _ends(placed: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -134,8 +146,8 @@ def _require_within(until: torch.Tensor, mask: torch.Tensor, window: int | None)
     """ValueError for an image that sees itself beyond a window, which attention here does not reach over."""
     longest = int((until - mask.cumsum(1)).max()) + 1
     if window and longest > window:
-        raise ValueError(f"{PIXELS}: an image of {longest} tokens is longer than the model's window of {window}; give "
-                         "images apart from each other, or smaller ones")
+        raise ValueError(f"pixel_values: an image of {longest} tokens is longer than the model's window of {window}; "
+                         "give images apart from each other, or smaller ones")
 
 
 def _at(placed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from forebay.images.modalities import MODALITIES, Features, Modality
 from forebay.modules.streamed_module import StreamedModule, missing_weights, stored_records
 from forebay.rewriter.capture.language_model import fill_constants
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
@@ -25,7 +25,8 @@ from forebay.rewriter.one_thread import one_thread
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-NEEDED = ("image_grid_thw", "image_position_ids")  # inputs whose default is of no use
+# Inputs whose default is of no use.
+NEEDED = ("image_grid_thw", "image_position_ids", "video_grid_thw", "video_position_ids", "num_frames_per_video")
 OF_AUDIO = ("audio_tower", "embed_audio")
 
 
@@ -64,41 +65,43 @@ class ImageTower:
         return (f"{format_nbytes(plan.nbytes)} of a vision tower, read once per batch of images before the prefill; "
                 f"{format_nbytes(plan.weight_nbytes)} at a time ({plan.layers} layers in turn), and activations")
 
-    @cached_property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of what a processor gives of images."""
-        taken = inspect.signature(self.base.get_image_features).parameters
-        return tuple(name for name in taken if name not in ("self", "kwargs") and not name.startswith("vision_feature"))
-
-    @cached_property
-    def _needed(self) -> tuple[str, ...]:
-        taken = inspect.signature(self.base.get_image_features).parameters
-        return tuple(name for name in self.inputs if taken[name].default is inspect.Parameter.empty or name in NEEDED)
-
-    def features(self, given: Mapping[str, torch.Tensor], budget_nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the tower over images.
+    def features(self, given: Mapping[str, torch.Tensor], budget_nbytes: int) -> dict[Modality, Features]:
+        """Run the tower over images and videos.
 
         Args:
-            given: The `inputs`, as transformers' processor makes them.
+            given: As transformers' processor makes them.
             budget_nbytes: For weights and activations together.
 
         Returns:
-            Embeddings [N, H] of the tokens of all images in their order, and what is added after the first layers,
-            [N, layers H].
+            By each modality that is given, in their order, embeddings [N, H] of all its tokens, and features
+            [N, layers H] that are added after the first layers.
 
         Raises:
-            ValueError: One of the `inputs` is missing.
+            ValueError: A part of what the processor makes is missing, or the model takes no videos.
             PlanError: The budget has no room for the weights, or for the activations of so many images.
         """
-        if missing := [name for name in self._needed if name not in given]:
-            raise ValueError(f"pixel_values: this model needs {missing[0]} too: give all that the processor makes")
-        images = {name: torch.as_tensor(given[name]) for name in self.inputs if name in given}
-        images = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in images.items()}
+        asked = {each: self._inputs(each, given) for each in MODALITIES if each.pixels in given}
         with self._streamed.running(budget_nbytes):
-            found: Any = self.base.get_image_features(**images)
-            embeds, *added = (_rows(each) for each in (
-                self._embeddings(found), *(getattr(found, "deepstack_features", None) or ())))
-            del found
+            return {each: self._features(each, inputs) for each, inputs in asked.items()}
+
+    def _inputs(self, modality: Modality, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Arguments of the base model's method for a modality."""
+        method = getattr(self.base, modality.method, None)
+        if method is None:
+            raise ValueError(f"{modality.name}: a model of type {self.config.model_type!r} takes no {modality.pixels}; "
+                             "give frames as images")
+        taken = inspect.signature(method).parameters
+        for name, parameter in taken.items():
+            optional = parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD
+            if name not in given and (not optional or name in NEEDED):
+                raise ValueError(f"{modality.pixels}: this model needs {name} too: give all that the processor makes")
+        values = {name: torch.as_tensor(given[name]) for name in taken if name in given}
+        return {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in values.items()}
+
+    def _features(self, modality: Modality, inputs: Mapping[str, torch.Tensor]) -> Features:
+        found: Any = getattr(self.base, modality.method)(**inputs)
+        embeds, *added = (_rows(each) for each in (
+            self._embeddings(found), *(getattr(found, "deepstack_features", None) or ())))
         return embeds, torch.cat(added, 1) if added else embeds[:, :0]
 
     def _embeddings(self, found: Any) -> Any:
