@@ -255,32 +255,12 @@ def name_of(job: Row) -> str:
 
 
 def line(job: Row, row: Row) -> str:
-    """A job and what came of it."""
-    def ms(key: str) -> str:
-        return f"{1e3 * row[key]:.1f} ms"
-
-    head, told = name_of(job), list[str]()
+    """A job and what came of it: its numbers and words."""
     if "failed" in row or "skipped" in row:
-        return f"{head}: {row.get('skipped') or 'FAILED: ' + row['failed']}"
-    if "same" in row or "error" in row:
-        told.append(f"logits differ by {row['error']:.1e}" if "error" in row else "transformers' tokens")
-        told.append(f"{row['streamed_nbytes'] >> 10} KiB streamed a step")
-        if "fetched_nbytes" in row:
-            told.append(f"{row['fetched_nbytes'] / 1024:.0f} KiB fetched, {ms('step_s')}")
-    else:
-        told.append(f"{row['tokens_per_s']:.1f} tokens/s, step {ms('step_s')}")
-    if "bound_s" in row:
-        told.append(f"the links' bound {ms('bound_s')}")
-    for key, rate, of in (("weight_bytes_per_s", "memory_bytes_per_s", "weights at {} GB/s of the memory's {}"),
-                          ("bytes_per_s", "link_bytes_per_s", "{} GB/s of the link's {}")):
-        if key in row:
-            told.append(of.format(f"{row[key] / 1e9:.1f}", f"{row[rate] / 1e9:.1f}"))
-    if "tally" in row:
-        steps = (f"{1e3 * a:.1f} of {1e3 * b:.1f}" for a, b in zip(row["sizes_s"], row["predicted_s"], strict=True))
-        told.append(f"{row['tally']}, steps by their tokens, of what was predicted: {', '.join(steps)} ms")
-    told += [f"{name} {ms(key)}" for name, key in (("predicted", "predicted_step_s"), ("prefill", "prefill_s"))
-             if key in row]
-    return f"{head}: {', '.join(told)}, peak {row['peak_nbytes'] >> 20} MiB"
+        return f"{name_of(job)}: {row.get('skipped') or 'FAILED: ' + row['failed']}"
+    shown = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in row.items()
+             if isinstance(value, (int, float, str))}
+    return f"{name_of(job)}: {', '.join(f'{key} {value}' for key, value in shown.items())}"
 
 
 def main() -> int:

@@ -8,21 +8,16 @@ steps are predicted. Peers that are not installed are left out. transformers and
 (`max_memory`); each maps a copy of the checkpoint of its own, as mapped pages cannot be dropped from the page cache,
 which happens before each of their steps, outside its time.
 
-disk         whole answers of a Llama of 1.77 GB beside transformers' and Accelerate's disk offload, and wholly in RAM
-blocks       many sequences, whose weights and cache exceed the budget, by sampled steps (`contestants`): the block in
-             each order, weights and cache as they are, in 4 bits (w4) and in both (w4+kv4); the same wholly in memory,
-             which is what the processor allows; peers with the largest batch whose cache fits the budget
-blocks-small whole answers of small models: minutes
-prediction   predicted beside measured steps at five budgets: percent of the weights beside what the smallest plan takes
-gguf         a GGUF file within shares of its bytes; neurostream; llama.cpp, which maps the file.
-             Without root the kernel holds nobody to the budget, and the page cache serves who maps files
-large        the same of 8 to 32 billion weights within 2 to 8 GB
-long         sampled steps of 32 768 tokens, with the cache in memory and on the disk
-ram          a GGUF file in RAM: Forebay computes in float32 ("packed") or bf16, activations as they are and rounded to
-             8 bits; llama.cpp and OpenVINO GenAI by their own clocks, onnxruntime-genai on its own builder's model
-exported     models that `forebay export` wrote for ONNX, compared with the builder's, in float32 and 4 bits
-experts      a mixture of experts read by name, as planned, compared with tables that stream. Tokens are drawn, because
-             greedy answers of random weights repeat themselves; models stay open, and the first round fills their pools
+benchmarks/README.md lists the cases. In addition:
+
+blocks       the block in each order, weights and cache as they are, in 4 bits (w4) and in both (w4+kv4); the same
+             wholly in memory; peers with the largest batch whose cache fits the budget
+prediction   budgets in percent of the weights beside what the smallest plan takes
+gguf, large  without root the kernel holds nobody to the budget, and the page cache serves who maps files
+ram          Forebay computes in float32 ("packed") or bf16, activations as they are and rounded to 8 bits; llama.cpp
+             and OpenVINO GenAI run by their own clocks, onnxruntime-genai on its own builder's model
+experts      tokens are drawn, because greedy answers of random weights repeat themselves; models stay open, and the
+             first round fills their pools
 
 `peak` is anonymous memory above what the process had when it had planned (`objects`; for peers both are above their
 imports), `resident` the growth of the process, pages of files included. With `--processor haswell` (or skylake-avx512)

@@ -110,7 +110,7 @@ def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, .
     pipeline = Pipeline(source, workload, Machine.default(), Switches())
     times.append(time.perf_counter())
     cache = sum(pipeline.needs.cache.values())
-    plan = pipeline.plan(Budget(end // 2 + cache + min(16 << 20, end // 4)), Options())
+    plan = pipeline.plan(Budget(end // 2 + cache + min(16 << 20, end // 8)), Options())
     for tokens in {1, plan.schedule.prefill_chunk}:
         pipeline.program(plan, tokens)
     times.append(time.perf_counter())

@@ -27,9 +27,6 @@ def load_machine_or_preset(machine: str) -> Machine:
     if not path.exists():
         raise PresetError(f"{machine!r} is neither a file nor a machine preset; presets are {', '.join(PRESETS)}")
     text = read_input_text(path)
-    if '"gemm_flops"' in text:
-        raise PresetError(f"{machine}: a preset of an older release; write it again from this one's presets, as "
-                          "rewriter/machine/presets.py has them")
     try:
         found = machine_from_json(text)
         _check_links(found)

@@ -102,17 +102,14 @@ def check_prediction(said: Prediction, found: Prediction, same_machine: bool) ->
         return
     times = {"prefill_time_s": (said.prefill_time_s, found.prefill_time_s),
              "decode_time_s": (said.decode_time_s, found.decode_time_s)}
-    if len(said.speculative_times_s) != len(found.speculative_times_s):
-        raise PlanError(f"plan.prediction.speculative_times_s: the plan has {len(said.speculative_times_s)}, its "
-                        f"schedule {len(found.speculative_times_s)} such steps; {again}")
     if said.prefill_busy_s:
         times["prefill_busy_s"] = said.prefill_busy_s, found.prefill_busy_s
-    if len(said.speculative_busy_s) not in (0, len(found.speculative_busy_s)):  # none: an earlier release made it
-        raise PlanError(f"plan.prediction.speculative_busy_s: the plan has {len(said.speculative_busy_s)}, its "
-                        f"schedule {len(found.speculative_busy_s)} such steps; {again}")
     for name in ("speculative_times_s", "speculative_busy_s"):
-        for i, pair in enumerate(zip(getattr(said, name), getattr(found, name), strict=False)):
-            times[f"{name}[{i}]"] = pair
+        planned, counted = getattr(said, name), getattr(found, name)
+        if len(planned) != len(counted):
+            raise PlanError(f"plan.prediction.{name}: the plan has {len(planned)}, its schedule {len(counted)} such "
+                            f"steps; {again}")
+        times |= {f"{name}[{i}]": pair for i, pair in enumerate(zip(planned, counted, strict=True))}
     for lane in (*found.busy_time_s, *said.busy_time_s):
         times[f"busy_time_s.{lane}"] = said.busy_time_s.get(lane, -1.0), found.busy_time_s.get(lane, -1.0)
     for name, (a, b) in times.items():

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
-from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict
+from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, plan_from_dict
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.check_plan import check_prediction
 from forebay.rewriter.planning.options import Options
 
 Opened = Callable[[dict[str, Any] | None], LanguageModel]
@@ -108,3 +110,15 @@ def test_edited_plans_are_refused_by_field(opened: Opened, saved: str, edit: Cal
 
 def test_a_plan_as_it_was_saved_is_taken(opened: Opened, saved: str) -> None:
     assert opened(json.loads(saved)).plan.to_json() == saved
+
+
+@pytest.mark.parametrize("field", ["speculative_times_s", "speculative_busy_s"])
+def test_a_prediction_has_a_time_for_each_kind_of_step_and_the_programs_own(field: str) -> None:
+    found = Prediction(decode_time_s=1.0, speculative_times_s=(1.1, 1.2), speculative_busy_s=(0.1, 0.2))
+    check_prediction(found, found, same_machine=True)
+    for wrong in ((), (1.1,), (1.1, 1.2, 1.3)):
+        with pytest.raises(PlanError, match=rf"prediction\.{field}: the plan has {len(wrong)}, its schedule 2"):
+            check_prediction(replace(found, **{field: wrong}), found, same_machine=True)
+    with pytest.raises(PlanError, match=rf"prediction\.{field}\[1\]"):
+        check_prediction(replace(found, **{field: (getattr(found, field)[0], 9.0)}), found, same_machine=True)
+    check_prediction(replace(found, **{field: ()}), found, same_machine=False)
