@@ -200,10 +200,11 @@ class Machine:
         if not self.gemm:
             return "times rest on data sheets and assumed shares of them"
         if self.guessed:
-            return f"{len(self.guessed)} rates are guesses; `forebay machine --measure` on a quiet machine ends that"
+            count = "1 rate is a guess" if len(self.guessed) == 1 else f"{len(self.guessed)} rates are guesses"
+            return f"{count}; run `forebay machine --measure` on a quiet machine to measure them"
         if self.others_share > BUSY:
             return (f"others used {self.others_share:.0%} of the cores while this machine was measured; "
-                    "`forebay machine --measure` on a quiet machine ends that")
+                    "run `forebay machine --measure` on a quiet machine to measure it again")
         return ""
 
     @property

@@ -95,10 +95,10 @@ def advise(plan: Plan) -> list[str]:
     if plan.cache_format == "native" and lane.cache_s:
         found.append((gain(lane.weights_s + lane.cache_s * CACHE_BITS / _cache_bits(plan)), PACK_CACHE))
     elsewhere = p.streamed_nbytes + sum(b.nbytes for b in plan.buffers if b.kind == "cache" and b.arena != "device")
-    found.append((gain(0.0), f"a device budget of {format_nbytes(plan.budget.device + elsewhere)}, in which all "
-                             "stays,"))
+    found.append((gain(0.0), f"a device budget of {format_nbytes(plan.budget.device + elsewhere)}, which holds "
+                             "all weights and the KV cache,"))
     if lane.name != "host":
-        found.append((gain(lane.time_s / 2), "a link twice as fast"))
+        found.append((gain(lane.time_s / 2), f"a {lane.name} twice as fast"))
     if lane.weights_s > compute:  # sequences share the weights that stream
         found.append((min(2.0, 2 * gain(lane.time_s + lane.cache_s, 2 * compute)), "twice the sequences at once"))
     bound = "compute" if compute >= lane.time_s else lane.name
@@ -143,7 +143,7 @@ def _drafts(plan: Plan, ratio: float, compute: float, lane: _Lane) -> tuple[floa
     resident = sum(w.nbytes for w in plan.weights if w.tier == "device")
     rows = ratio * streamed / (1 - ratio)  # of all that streams then
     chance = 1 - (1 - COPY_STANDS[SMALL_WEIGHTS.bits]) * (streamed + rows) / (streamed + resident)
-    text = f"drafts in 4 bits (--draft w4), of which {100 * chance:.0f} % are right,"
+    text = f"drafts in 4 bits (--draft w4), {100 * chance:.0f} % of them accepted,"
     if rows > resident or batching.cache.staged or (
             batching.micro_batches.count > 1 or plan.workload.batch > DRAFTED_FOR):
         return 1.0, text

@@ -141,15 +141,15 @@ class Options:
         SHARES, "Shares of the weights on the device and in host memory; the rest streams from disk", WEIGHTS,
         otherwise=PLANNER, planned=lambda plan: "places of its own"))
     policy: tuple[float, ...] | None = field(default=None, metadata=option(
-        POLICY, "FlexGen's policy: percentages of weights, KV cache and hidden states, of each on the device and in "
-        "host memory; the rest is on disk. In place of weight_shares, cache_shares and hidden_shares", WEIGHTS,
+        POLICY, "FlexGen's policy: two percentages (device, host memory) each for weights, KV cache and hidden "
+        "states; the rest is on disk. In place of weight_shares, cache_shares and hidden_shares", WEIGHTS,
         otherwise=PLANNER, planned=lambda plan: "places of its own"))
     expert_slots: int | None = field(default=None, metadata=option(
         COUNT, "Experts of each layer that stay in memory; decode steps read the missing ones (0: tables stream whole)",
         WEIGHTS, otherwise=PLANNER, planned=lambda plan: max(w.pool_slots for w in plan.weights)))
     cpu_experts: int | None = field(default=None, metadata=option(
-        COUNT, "Layers whose experts decode steps compute on the CPU instead of the GPU, where they lie in host "
-        "memory (0: none)", WEIGHTS, otherwise=PLANNER, planned=lambda plan: sum(w.on_host for w in plan.weights)))
+        COUNT, "Layers whose experts the CPU computes in decode steps, from host memory, instead of the GPU (0: "
+        "none)", WEIGHTS, otherwise=PLANNER, planned=lambda plan: sum(w.on_host for w in plan.weights)))
     prefill_chunk: int | None = field(default=None, metadata=option(
         SIZE, "Tokens of a prompt that a step computes", WEIGHTS, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.prefill_chunk,
@@ -177,8 +177,8 @@ class Options:
         FLAG, "Decode attention on the CPU, where the KV cache lies in host memory", CACHE, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.batching.cache.cpu_attention))
     checkpoints: tuple[int, int] | None = field(default=None, metadata=option(
-        pair("so many stretches of tokens of every so many"), "Activation checkpoints: so many stretches of "
-        "tokens, of every so many, recompute keys and values (0,1: none)", CACHE,
+        pair("A stretches of tokens of every B"), "Activation checkpoints: A,B recomputes keys "
+        "and values in A of every B stretches of tokens (0,1: none)", CACHE,
         planned=lambda plan: (plan.schedule.batching.recomputation.checkpoints,
                               plan.schedule.batching.recomputation.period),
         as_planned=lambda value, plan: value if value[0] else (0, 0)))
@@ -188,12 +188,12 @@ class Options:
         SHARE, "Share of a sequence's tokens whose values decode steps read", CACHE, answers=True,
         planned=lambda plan: plan.schedule.batching.sparsity.values))
     prefix_cache: int | str | None = field(default=None, metadata=option(
-        NBYTES_OR_NONE, "Memory, besides the budget, for the KV cache of prompts that others may begin with", CACHE,
-        otherwise="0; jobs whose prompts begin alike 256MiB"))
+        NBYTES_OR_NONE, "Memory outside the budget for the KV cache of prompts, which later prompts may share", CACHE,
+        otherwise="0; 256MiB for jobs whose prompts begin alike"))
     cache_dir: str | os.PathLike[str] | None = field(default=None, metadata=option(
         FOLDER, "Folder that keeps the KV cache of prompts for later prompts and runs", CACHE, otherwise="none"))
     cache_dir_size: int | str | None = field(default=None, metadata=option(
-        NBYTES, "Most bytes in the folder of `cache_dir`", CACHE, otherwise="8GiB"))
+        NBYTES, "Largest size of the folder of `cache_dir`", CACHE, otherwise="8GiB"))
     calibration: str | os.PathLike[str] | None = field(default=None, metadata=option(
         PATH, "File of `forebay calibrate`: attention scores, for a shared softmax maximum on a GPU, or routing of "
         "experts (`--experts`)", CACHE))
@@ -205,8 +205,8 @@ class Options:
         SHARES, "Shares of the hidden states on the device and in host memory; the rest is on the hidden tier", HIDDEN))
 
     prompt_lookup_num_tokens: int | Literal["auto"] | None = field(default=None, metadata=option(
-        SIZE_OR_AUTO, "Most tokens of prompt lookup that a step checks (auto: as many as pay). Answers are "
-        "the same", SPECULATION,
+        SIZE_OR_AUTO, "Most tokens of prompt lookup that a step checks (auto: as many as pay). Answers "
+        "stay the same", SPECULATION,
         planned=lambda plan: None if plan.schedule.speculative_steps else "no step that checks drafts",
         as_planned=lambda value, plan: None if value == "auto" else value))
     draft: str | os.PathLike[str] | None = field(default=None, metadata=option(
@@ -214,8 +214,8 @@ class Options:
         "or w4)", SPECULATION))
 
     adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = field(default=None, metadata=option(
-        ADAPTERS, "LoRA adapter on top of the model, a folder as PEFT saves it; or several by name, of which each "
-        "request has one", SOURCE, otherwise="none"))
+        ADAPTERS, "LoRA adapter on top of the model, a folder as PEFT saves it; or several by name, one for each "
+        "request", SOURCE, otherwise="none"))
     dequantize: bool = field(default=False, metadata=option(
         FLAG, "Quantized weights of a GGUF file expanded to float32", SOURCE))
     machine: Machine | str | os.PathLike[str] | None = field(default=None, metadata=option(

@@ -47,10 +47,15 @@ class LayerRow:
     formats: tuple[str, ...]
 
 
-def explain_plan(plan: Plan, captured: CapturedModel | None = None, advice: Sequence[str] = ()) -> str:
-    """The whole plan as plain text of at most 110 columns, predicted speed and `advice` first; `captured` gives the
-    exact layers instead of their numbers in the weights' names, and the rows of each matrix."""
-    parts = [_answer(plan, advice), _head(plan, captured), _table(layer_rows(plan, captured)), _arenas(plan)]
+def explain_plan(
+    plan: Plan, captured: CapturedModel | None = None, advice: Sequence[str] = (), *, brief: bool = False
+) -> str:
+    """Format the whole plan as plain text of at most 140 columns, predicted speed and `advice` first.
+
+    `captured` gives the exact layers instead of their numbers in the weights' names, and the rows of each matrix. A
+    `brief` table has one row for neighboring layers of one size.
+    """
+    parts = [_answer(plan, advice), _head(plan, captured), _table(layer_rows(plan, captured), brief), _arenas(plan)]
     return printable("\n\n".join(part for part in parts if part))
 
 
@@ -65,14 +70,32 @@ def _answer(plan: Plan, advice: Sequence[str]) -> str:
     return "\n".join(part for part in (_prediction(plan), *lines) if part)
 
 
-def collapsed(rows: Sequence[LayerRow]) -> list[LayerRow]:
-    """The rows with neighbors that differ in their number alone as one: `0-29 x30`."""
-    runs: list[list[LayerRow]] = []
+def table_cells(rows: Sequence[LayerRow], *, brief: bool) -> list[list[str]]:
+    """Return the cells of the table: titles, a line for each group of equal neighbors (`0-29 x30`), and totals.
+
+    Neighbors are equal if they differ in their number alone. In a `brief` table also where only their placement
+    differs, which is then a range (`10.0..25.0 MiB`).
+    """
+    sums = {name: sum(getattr(r, name) for r in rows) for name in COLUMNS.values()}
+    shown = {title: name for title, name in COLUMNS.items() if sums[name] or name in ("resident", "from_disk")}
+    lines = [["layer", *shown, "format"]]
+    for group in _groups(rows, brief):
+        title = group[0].title if len(group) == 1 else f"{group[0].title}-{group[-1].title} x{len(group)}"
+        cells = (_range(name, [getattr(row, name) for row in group]) for name in shown.values())
+        lines.append([title, *cells, "+".join(group[0].formats)])
+    return [*lines, ["total", *(_cell(name, sums[name]) for name in shown.values()), ""]]
+
+
+def _groups(rows: Sequence[LayerRow], brief: bool) -> list[list[LayerRow]]:
+    """Group layers with their equal neighbors."""
+    def key(row: LayerRow) -> object:
+        return (row.weights, row.nbytes, row.formats) if brief else replace(row, title="")
+
+    groups: list[list[LayerRow]] = []
     for row in rows:
-        same = runs and row.title.isdigit() and replace(runs[-1][-1], title="") == replace(row, title="")
-        runs[-1].append(row) if same else runs.append([row])
-    return [run[0] if len(run) == 1 else replace(run[0], title=f"{run[0].title}-{run[-1].title} x{len(run)}")
-            for run in runs]
+        same = groups and row.title.isdigit() and key(groups[-1][-1]) == key(row)
+        groups[-1].append(row) if same else groups.append([row])
+    return groups
 
 
 def layer_rows(plan: Plan, captured: CapturedModel | None = None) -> list[LayerRow]:
@@ -158,9 +181,9 @@ def _experts(plan: Plan) -> str:
     pools = sum(b.nbytes for b in plan.buffers if b.kind == "pool")
     share = pools / max(1, sum(w.nbytes for w in tables))
     how = "measured" if routed.measured else "assumed"
-    why = "on the prompts of the calibration" if routed.measured else "as if the router preferred nobody"
+    why = "on the prompts of the calibration" if routed.measured else "if the router picks all equally often"
     lines = [f"{tables[0].pool_slots} of each of {len(tables)} layers stay in pools of {format_nbytes(pools)} "
-             f"({100 * share:.0f} %)", "decode steps read those that the router names and that are not there",
+             f"({100 * share:.0f} %)", "decode steps read the missing ones of the experts that the router picks",
              f"{how}: {100 * routed.hit_rate:.0f} % are there, {why}", *on_host]
     on_disk = any(w.tier == "disk" for w in tables)
     for lane, streams in (("disk", (LOOKUP, DISK) if on_disk else ()), ("link", (RETURN, UPLOAD))):
@@ -211,15 +234,10 @@ def _schedule(plan: Plan) -> str:
     return text
 
 
-def _table(rows: Sequence[LayerRow]) -> str:
+def _table(rows: Sequence[LayerRow], brief: bool) -> str:
     if not rows:
         return ""
-    sums = {name: sum(getattr(r, name) for r in rows) for name in COLUMNS.values()}
-    shown = {title: name for title, name in COLUMNS.items() if sums[name] or name in ("resident", "from_disk")}
-    lines = [["layer", *shown, "format"]]
-    for r in collapsed(rows):
-        lines.append([r.title, *(_cell(name, getattr(r, name)) for name in shown.values()), "+".join(r.formats)])
-    lines.append(["total", *(_cell(name, sums[name]) for name in shown.values()), ""])
+    lines = table_cells(rows, brief=brief)
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     left = (0, len(widths) - 1)
     return "\n".join("  ".join(
@@ -229,6 +247,17 @@ def _table(rows: Sequence[LayerRow]) -> str:
 
 def _cell(name: str, value: int) -> str:
     return "-" if not value else str(value) if name in ("weights", "copies") else format_nbytes(value)
+
+
+def _range(name: str, values: Sequence[int]) -> str:
+    """Format the least and the largest of some values, or the one that they all have."""
+    low, high = _cell(name, min(values)), _cell(name, max(values))
+    if low == high:
+        return low
+    number, _, unit = low.partition(" ")
+    if not min(values):
+        return f"0..{high}"
+    return f"{number if unit and high.endswith(f' {unit}') else low}..{high}"
 
 
 def _arenas(plan: Plan) -> str:
@@ -242,19 +271,19 @@ def _arenas(plan: Plan) -> str:
 
 
 def _meeting(plan: Plan, arena: str) -> list[str]:
-    """Where cache and activations of each phase end, growing towards each other, and when they would meet."""
+    """Format the room between cache and activations of each phase, which grow towards each other."""
     meeting = meeting_of(plan)
     moving = phases(plan, arena)
     if arena != "device" or meeting is None or "decode" not in moving:
         return []
-    lines = [f"decode     cache ends at byte {meeting.cache_top:,}, activations begin at {meeting.activation_base:,}: "
-             f"they would meet at {meeting.tokens:,} tokens"]
+    lines = [f"decode     cache below byte {meeting.cache_top:,}, activations above byte {meeting.activation_base:,}: "
+             f"room for {meeting.tokens:,} tokens per sequence"]
     if plan.prefill_overlays_kv_cache and "prefill" in moving:
         top = max(b.offset + b.nbytes for b in lasting(plan, arena, "prefill"))
         base = min(b.offset for b in moving["prefill"])
         lent = max(0, meeting.cache_top - base)
-        lines.append(f"prefill    cache ends at byte {top:,}, activations begin at {base:,}: {format_nbytes(lent)} of "
-                     "them is cache later")
+        lines.append(f"prefill    cache below byte {top:,}, activations above byte {base:,}: {format_nbytes(lent)} of "
+                     "activations overlay the later cache")
     return lines
 
 

@@ -8,9 +8,10 @@ HEAD = """# Options
 
 For users: each option of a plan, by its name in Python. The same names are keywords of `wrap(model, budget, **options)`
 and fields of `forebay.Options`, which `wrap(model, budget, options)` takes. Commands that plan have them with dashes:
-`cache_tier` is `--cache-tier`, a pair is written `2,3`, and what a command sets itself it does not have.
-`torch.compile(…, options={…})` has `slots`, `slot_nbytes`, `lead` and `machine`. None, the default of most, leaves the
-choice to the planner. An option is best left out: a plan that is made without it is compared with those that have it.
+`cache_tier` is `--cache-tier`, and a pair is written `2,3`. A command lacks the options that it sets itself.
+`torch.compile(…, options={…})` has `slots`, `slot_nbytes`, `lead` and `machine`. None, the default of most options,
+leaves the choice to the planner. Leave an option out where you can: the planner then compares plans with and without
+it.
 
 `python -m forebay.rewriter.report.options_page` writes this page from the table in `rewriter/planning/options.py`.
 """

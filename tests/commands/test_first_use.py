@@ -70,7 +70,7 @@ def test_a_process_is_as_large_as_plan_said(tmp_path: Path) -> None:
     said = subprocess.run([*command, "plan", "demo", "--budget", "150MB", "--prompt", "16", "--new-tokens", "8"],
                           capture_output=True, text=True, check=True).stdout
     line = next(line for line in said.splitlines() if line.startswith("process "))
-    expected, python, planned, beside = (float(x) for x in re.findall(r"([\d.]+) MiB", line))
+    expected, planned, python, beside = (float(x) for x in re.findall(r"([\d.]+) MiB", line))
     assert expected == pytest.approx(python + planned + beside, abs=0.3)
     ran = subprocess.run([*command, "run", "demo", "--prompts", str(tmp_path / "in.jsonl"), "--output",
                           str(tmp_path / "out.jsonl"), "--budget", "150MB", "--new-tokens", "8", "--json"],

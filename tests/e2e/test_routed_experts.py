@@ -215,7 +215,7 @@ def test_predicted_bytes_are_those_of_a_router_that_prefers_nobody(saved: Saved)
         program, entry = lm.steps.program(1), 3 * 64 * 32 * 4
         named = EXPERTS * (1 - (1 - 2 / EXPERTS) ** 3)
         assert lm.plan.schedule.routed.hit_rate == 4 / EXPERTS
-        assert "assumed: 50 % are there, as if the router preferred nobody" in explain_plan(lm.plan)
+        assert "assumed: 50 % are there, if the router picks all equally often" in explain_plan(lm.plan)
         assert lm.plan.prediction.streamed_nbytes == program.moved_nbytes() == round(3 * named * 0.5 * entry)
 
 

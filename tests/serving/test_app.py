@@ -293,7 +293,7 @@ def test_a_single_place_checks_what_is_looked_up(
         assert [each.choices[0].text for each in found] == expected and drawn[0].choices == drawn[1].choices
         counts = dict(line.rsplit(" ", 1) for line in server.send("GET", "/metrics")[1].decode().splitlines()
                       if not line.startswith("#"))
-    checked = sum(int(counts[f'forebay_drafted_tokens_total{{kind="{kind}"}}']) for kind in ("stood", "refused"))
+    checked = sum(int(counts[f'forebay_drafted_tokens_total{{kind="{kind}"}}']) for kind in ("accepted", "refused"))
     assert checked and int(counts['forebay_steps_total{kind="decode"}']) < sum(
         each.usage.completion_tokens for each in (*drawn, *found) if each.usage is not None)
 
@@ -321,7 +321,7 @@ def test_a_draft_serves_requests_in_all_places(
 
             with ThreadPoolExecutor(5) as asking:
                 texts.append(list(asking.map(ask, range(12))))
-            stood = 'forebay_drafted_tokens_total{kind="stood"} '
+            stood = 'forebay_drafted_tokens_total{kind="accepted"} '
             counts = [int(line.removeprefix(stood)) for line in server.send("GET", "/metrics")[1].decode().splitlines()
                       if line.startswith(stood)]
             assert bool(counts and counts[0]) is (each is lm)

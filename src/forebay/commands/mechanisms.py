@@ -13,10 +13,10 @@ class Mechanism(NamedTuple):
 
     Attributes:
         name: The mechanism, with the paper's section.
-        option: How a user turns it on.
-        shown: What shows that it is on.
+        option: The option that turns it on.
+        shown: The output that shows that it is on.
         figure: Its figure, measured or predicted, beside the paper's.
-        absent: What of it is not there.
+        absent: The missing part, if any.
     """
 
     name: str
@@ -40,8 +40,8 @@ MECHANISMS: dict[str, tuple[Mechanism, ...]] = {
             "`--policy 20,80,0,100,0,100` with `--micro-batches`; or the planner within `--budget "
             "device=…,host=…,disk=…`",
             "`explain`, columns by tier and row `cache`",
-            "measured: H200, OPT at 128 x 512, 432 tokens/s for FlexGen's 279; predicted: that policy of OPT-30B on"
-            " its T4 in 6 micro-batches, 7.6 for 7.3, and the planner's own choice 8.2",
+            "measured: H200, OPT at 128 x 512, 432 tokens/s, FlexGen 279; predicted: that policy of OPT-30B on"
+            " its T4 in 6 micro-batches, 7.6 tokens/s (published 7.3), and the planner's own choice 8.2",
         ),
         Mechanism(
             "linear program for the policy (4.3)",
@@ -52,9 +52,9 @@ MECHANISMS: dict[str, tuple[Mechanism, ...]] = {
         ),
         Mechanism(
             "CPU attention (4.1)",
-            "`--cpu-attention`, or the planner beside a GPU",
+            "`--cpu-attention`, or the planner's choice with a GPU",
             "stream `attend`",
-            "measured: H200, 372 tokens/s for FlexGen's 125",
+            "measured: H200, 372 tokens/s, FlexGen 125",
         ),
         Mechanism(
             "4-bit weights and cache (5)",
@@ -81,7 +81,7 @@ MECHANISMS: dict[str, tuple[Mechanism, ...]] = {
             "activation checkpoints next to K and V (4.1)",
             "the planner; `--checkpoints`",
             "`explain`, row `checkpoints`",
-            "predicted: Figure 12, 2.03 for 2.19",
+            "predicted: Figure 12, ratio 2.03 (published 2.19)",
         ),
         Mechanism(
             "the share of checkpoints (4.3, Algorithm 1)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,8 @@ EXPLORED = ("batch", "prompt", "new_tokens", "typical", "machine")  # what a sea
 
 
 @with_options(leave=("batch_slots", "plan"), said={
-    "batch": "1; with --config: searched", "prompt": "64; with --config: 512", "new_tokens": "64; with --config: 32"})
+    "batch": "1; with --objective, --latency or --pareto: searched",
+    "prompt": "64; with --config: 512", "new_tokens": "64; with --config: 32"})
 def plan(
     options: Options,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
@@ -53,7 +55,7 @@ def plan(
     rank: Annotated[int | None, in_output(min=0, help="Rank whose plan is shown, with --mesh. Default: 0. --save-plan "
              "writes all ranks' plans into a folder.")] = None,
     objective: Annotated[str, in_search(help="With --config: throughput, latency, or budget, the least device memory "
-             "for --tokens-per-s.")] = "throughput",
+             "for --tokens-per-s. Default: none, one sequence.", show_default=False)] = "",
     latency: Annotated[float | None, in_search(metavar="SECONDS",
         help="With --config: most seconds for a whole batch.")] = None,
     tokens_per_s: Annotated[float | None, in_search(help="With --objective budget: throughput to reach.")] = None,
@@ -87,8 +89,10 @@ def plan(
         if config is not None:
             _refuse({f"--{name}": name in asked for name in ("adapter", "calibration", "draft", "dequantize", "mesh")},
                     "is for the weights of a MODEL")
-            request = _request(config, options, budget, objective=objective, latency_s=latency,
+            request = _request(config, options, budget, objective=objective or "throughput", latency_s=latency,
                                tokens_per_s=tokens_per_s, weights=weights)
+            if not (options.batch or objective or latency or tokens_per_s or explore or pareto):
+                request = replace(request, batch=1)
             if explore:
                 _refuse({f"--{name.replace('_', '-')}": name not in EXPLORED for name in asked}
                         | {"--save-plan": save_plan, "--weights": weights},
@@ -101,7 +105,7 @@ def plan(
         if config is not None:
             _plan_config(request, options, as_json, save_plan, pareto)
             return
-        _refuse({"--objective": objective != "throughput", "--latency": latency is not None, "--explore": explore,
+        _refuse({"--objective": objective, "--latency": latency is not None, "--explore": explore,
                  "--tokens-per-s": tokens_per_s is not None}, "needs --config")
         assert model is not None
         options = replace(options, new_tokens=options.new_tokens or 64)
@@ -181,16 +185,15 @@ def _plan_model(
         return
     if seen := seen_line(made):
         print(seen)
-    show_plan(made, opened[0], profile, "" if seen else UNSEEN)
+    show_plan(made, opened[0], profile, "" if seen else UNSEEN, brief=_is_brief())
     for line in image_lines(opened[1], opened[0], options, profile.kind.kernels):
         print(line)
     print(*frontier_lines(frontier), sep="\n", end="\n" if len(frontier) > 1 else "")
     python, peak = anonymous_nbytes(), sum(made.prediction.peak_nbytes.values())
     beside = beside_nbytes(calls_of(steps.pipeline, made))
-    print(f"process     {format_nbytes(python + peak + beside)} of anonymous memory expected at the peak: "
-          f"{format_nbytes(python)} that Python and its imports hold, measured here, without a tokenizer, the "
-          f"{format_nbytes(peak)} that are planned, which the budget counts, and "
-          f"{format_nbytes(beside)} for threads and what is kept ready for each launch and copy")
+    print(f"process     {format_nbytes(python + peak + beside)} expected at the peak, as anonymous memory: "
+          f"{format_nbytes(peak)} planned within the budget, {format_nbytes(python)} for Python and its imports "
+          f"(measured; without a tokenizer), {format_nbytes(beside)} for threads and prepared launches and copies")
     print(f"smallest    a device budget of {format_nbytes(smallest)} ({smallest} bytes) would still work")
 
 
@@ -222,7 +225,7 @@ def _plan_mesh(
     if as_json:
         print(plan.to_json())
         return
-    show_plan(plan, captured, profile)
+    show_plan(plan, captured, profile, brief=_is_brief())
     print(*step_lines(made, profile), sep="\n")
 
 
@@ -295,7 +298,12 @@ def _plan_config(request: PlanRequest, options: Options, as_json: bool, save: Pa
         print(json.dumps(plan_data(found, request), indent=1))
         return
     print(plan_text(found))
-    show_plan(found.plan, found.captured, request.known_machine)
+    show_plan(found.plan, found.captured, request.known_machine, brief=_is_brief())
+
+
+def _is_brief() -> bool:
+    """Return whether the command runs without -v, which shows each layer."""
+    return not logging.getLogger("forebay").isEnabledFor(logging.INFO)
 
 
 def explain(
@@ -322,37 +330,31 @@ def explain(
 
 
 def show_plan(
-    made: Plan, captured: CapturedModel | None = None, machine: Machine | None = None, doubt: str = ""
+    made: Plan, captured: CapturedModel | None = None, machine: Machine | None = None, doubt: str = "", *,
+    brief: bool = False,
 ) -> None:
     """Print a plan for a machine to stdout: on a terminal with its layers as a table, elsewhere as plain text.
 
-    `doubt` says why its times were not checked, where the machine itself gives no reason."""
-    from forebay.rewriter.ir.byte_sizes import format_nbytes
+    `doubt` says why its times were not checked, where the machine itself gives no reason. A `brief` table has one row
+    for neighboring layers of one size."""
     from forebay.rewriter.planning.advice import advise
-    from forebay.rewriter.report.explain import COLUMNS, collapsed, explain_plan, layer_rows, summarise_plan
+    from forebay.rewriter.report.explain import explain_plan, layer_rows, summarise_plan, table_cells
 
     advice = advise(made)
     if why := (machine.uncalibrated if machine is not None else "") or doubt:
         advice.append(f"uncalibrated: {why}")
     if not sys.stdout.isatty():
-        print(explain_plan(made, captured, advice))
+        print(explain_plan(made, captured, advice, brief=brief))
         return
     from rich.table import Table
 
-    rows = layer_rows(made, captured)
-    shown = {title: name for title, name in COLUMNS.items() if any(getattr(row, name) for row in rows)}
+    titles, *lines, totals = table_cells(layer_rows(made, captured), brief=brief)
     table = Table(show_footer=True)
-    table.add_column("layer", "total", overflow="fold")
-
-    def cell(name: str, value: int) -> str:
-        return "-" if not value else str(value) if name in ("weights", "copies") else format_nbytes(value)
-
-    for title, name in shown.items():
-        table.add_column(title, cell(name, sum(getattr(row, name) for row in rows)), justify="right",
-                         no_wrap=True)
-    table.add_column("format", overflow="fold")
-    for row in collapsed(rows):
-        table.add_row(row.title, *(cell(name, getattr(row, name)) for name in shown.values()), "+".join(row.formats))
+    for title, total in zip(titles, totals, strict=True):
+        text = title in ("layer", "format")
+        table.add_column(title, total, justify="left" if text else "right", overflow="fold", no_wrap=not text)
+    for line in lines:
+        table.add_row(*line)
     terminal = console(stderr=False)
     terminal.print(summarise_plan(made, captured, advice), soft_wrap=True)
     terminal.print(table)

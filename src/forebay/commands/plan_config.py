@@ -191,10 +191,10 @@ def plan_data(found: ConfigPlan, request: PlanRequest) -> dict[str, Any]:
 
 
 def plan_text(found: ConfigPlan) -> str:
-    """The first lines of what is printed: which of the two this is, and what it is predicted to do."""
+    """Format the first lines: model, machine, workload and predicted throughput."""
     plan, work = found.plan, found.plan.workload
-    lines = [f"a plan, as it would run: {found.model} on {plan.machine}, {work.batch} sequences, prompt {work.prompt}, "
-             f"{work.new_tokens} new tokens",
+    lines = [f"a plan, as it would run: {found.model} on {plan.machine}, {sequences(work.batch)}, "
+             f"prompt {work.prompt}, {work.new_tokens} new tokens",
              f"predicted   {tokens_per_s(plan):.3g} tokens/s; {format_seconds(latency_s(plan))} for all sequences"]
     if not found.complete:
         lines.append(f"            by the closed form: {step_copies(plan)} copies a step, lowered only for --save-plan")
@@ -202,9 +202,14 @@ def plan_text(found: ConfigPlan) -> str:
 
 
 def frontier_lines(points: Sequence[Point]) -> list[str]:
-    """A line per point of a frontier of more than one."""
-    return [f"frontier    {size:5} sequences  {time_s:10.4g} s  {rate:10.4g} tokens/s" for time_s, rate, size in points
-            if len(points) > 1]
+    """Format the points of a frontier of more than one, a line each."""
+    return [f"frontier    {sequences(size):>14} {format_seconds(time_s):>12} {rate:10.3g} tokens/s"
+            for time_s, rate, size in points if len(points) > 1]
+
+
+def sequences(count: int) -> str:
+    """Format a number of sequences."""
+    return "1 sequence" if count == 1 else f"{count} sequences"
 
 
 def frontier_data(points: Sequence[Point]) -> list[dict[str, float]]:

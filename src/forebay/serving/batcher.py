@@ -272,6 +272,6 @@ class Batcher:
     def _stepped(self, work: WorkDone) -> None:
         before, self._work = self._work, replace(work)
         since_s, self._since_s = self._since_s, time.monotonic()
-        stood, checked = work.accepted - before.accepted, work.offered - before.offered
+        accepted, checked = work.accepted - before.accepted, work.offered - before.offered
         self.metrics.steps(work.prefills - before.prefills, work.decodes - before.decodes, self._since_s - since_s)
-        self.metrics.drafts(stood, checked - stood)
+        self.metrics.drafts(accepted, checked - accepted)

@@ -64,9 +64,9 @@ class Metrics:
             self._steps[kind] += prefills or decodes
             self._step_s[kind] += time_s  # type: ignore[assignment]
 
-    def drafts(self, stood: int, refused: int) -> None:
+    def drafts(self, accepted: int, refused: int) -> None:
         with self._lock:
-            self._drafted["stood"] += stood
+            self._drafted["accepted"] += accepted
             self._drafted["refused"] += refused
 
     def text(self, gauges: Mapping[str, tuple[str, Mapping[str, float]]]) -> str:

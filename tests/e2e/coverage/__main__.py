@@ -91,7 +91,7 @@ def page(kept: dict[str, dict[str, dict[str, str]]], versions: dict[str, str]) -
                   ", ".join(equal) + "."]
         others = [(name, row) for name, row in rows.items() if row["result"] != "equal"]
         if others:
-            lines += ["", "| others | | what is said |", "|---|---|---|"]
+            lines += ["", "| Others | | Message |", "|---|---|---|"]
             lines += [f"| {name} | {row['result']} | {row['reason'].replace('|', '¦')} |" for name, row in others]
     return "\n".join(lines) + "\n"
 

@@ -19,9 +19,9 @@ def plan(compute: float, disk: float, dtype: str = "bfloat16", resident: int = 0
 def test_a_disk_bound_step_gains_in_proportion_to_bytes_until_computation_binds() -> None:
     first, *rest = advise(plan(0.1, 1.0))
     assert first == "disk-bound: copies are busy 100 % of the step, computation 10 %"
-    assert rest == ["a device budget of 2.9 KiB, in which all stays, would give 10.0x",
+    assert rest == ["a device budget of 2.9 KiB, which holds all weights and the KV cache, would give 10.0x",
                     "w4g64 weights (forebay quantize) would give 3.6x", "twice the sequences at once would give 2.0x",
-                    "a link twice as fast would give 2.0x"]
+                    "a disk twice as fast would give 2.0x"]
 
 
 @pytest.mark.parametrize(("dtype", "resident", "gain"), [("float32", 0, "7.1x"), ("bfloat16", 200, "7.3x")])
@@ -33,7 +33,7 @@ def test_drafts_in_4_bits_gain_where_their_rows_have_room() -> None:
     """1000 bytes stream for 1 s, 3000 stay: 391 of these make room for rows of all 1391 that then stream."""
     (drafts,) = [line for line in advise(plan(0.01, 1.0, resident=3000)) if "drafts" in line]
     # a pass takes 1.391 s and 15 drafted tokens 0.15, of which 1 - 0.25 * 1391 / 4000 = 91 % are right: 8.8 tokens
-    assert drafts == "drafts in 4 bits (--draft w4), of which 91 % are right, would give 5.7x"
+    assert drafts == "drafts in 4 bits (--draft w4), 91 % of them accepted, would give 5.7x"
     for other in (plan(0.01, 1.0, resident=300), plan(0.9, 1.0, resident=3000),
                   replace(plan(0.01, 1.0, resident=3000), workload=Workload(batch=8))):
         assert not any("drafts" in line for line in advise(other))
@@ -66,4 +66,5 @@ def test_a_host_that_attends_may_bind() -> None:
     attended = replace(plan(0.2, 0.1), prediction=Prediction(1.0, 1.0, {"compute": 0.2, "attend": 0.9}, 0))
     first, *rest = advise(attended)
     assert first == "host-bound: attention on the host is busy 90 % of the step, computation 20 %"
-    assert not any("link" in line for line in rest) and any("in which all stays" in line for line in rest)
+    assert not any("twice as fast" in line for line in rest)
+    assert any("which holds all weights and the KV cache" in line for line in rest)

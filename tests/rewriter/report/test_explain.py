@@ -22,7 +22,6 @@ from forebay.rewriter.predict.simulate import CORES
 from forebay.rewriter.report.explain import (
     OUTSIDE,
     LayerRow,
-    collapsed,
     explain_plan,
     kind_nbytes,
     layer_numbers,
@@ -30,6 +29,7 @@ from forebay.rewriter.report.explain import (
     memory_timeline,
     peak_nbytes,
     summarise_plan,
+    table_cells,
 )
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -137,8 +137,8 @@ def test_lent_cache_is_shown_in_both_its_lengths(tmp_path: Path) -> None:
         kind_nbytes(_plan(), "device")[kind] for kind in ("cache", "activation"))
     assert sum(kinds.values()) <= plan.arenas["device"]
     text = summarise_plan(plan)
-    assert "decode     cache ends at byte 5,246,976, activations begin at 5,246,976: they would meet at 80" in text
-    assert "prefill    cache ends at byte 4,722,688, activations begin at 4,722,688: 512.0 KiB of them" in text
+    assert "decode     cache below byte 5,246,976, activations above byte 5,246,976: room for 80 tokens" in text
+    assert "prefill    cache below byte 4,722,688, activations above byte 4,722,688: 512.0 KiB of activations" in text
     lines = memory_timeline(plan).splitlines()
     assert sum("K cache: 1, 512.0 KiB during prefill" in line for line in lines) == 1
     assert sum(line.endswith("K cache: 1, 1.0 MiB") for line in lines) == 1
@@ -184,7 +184,19 @@ def test_layers_that_differ_in_their_number_alone_are_one_row() -> None:
     rows = [LayerRow(title, 2, 10, 4, 0, 6, 0, 1, ("native",)) for title in ("0", "1", "2")]
     rows += [replace(rows[0], title="3", resident=10, from_disk=0), replace(rows[0], title="4"),
              LayerRow("norm", 1, 10, 10, 0, 0, 0, 0, ("native",)), LayerRow("head", 1, 10, 10, 0, 0, 0, 0, ("native",))]
-    assert [row.title for row in collapsed(rows)] == ["0-2 x3", "3", "4", "norm", "head"]
+    titles = [line[0] for line in table_cells(rows, brief=False)]
+    assert titles == ["layer", "0-2 x3", "3", "4", "norm", "head", "total"]
+
+
+def test_a_brief_table_has_ranges_for_layers_of_one_size() -> None:
+    rows = [LayerRow(str(i), 2, 4 * MIB, kept * KIB, 0, 4 * MIB - kept * KIB, 0, i, ("native",))
+            for i, kept in enumerate((1, 512, 3072, 3072))]
+    rows += [replace(rows[0], title="4", nbytes=5 * MIB), replace(rows[0], title="norm", nbytes=5 * MIB)]
+    titles, *lines, totals = table_cells(rows, brief=True)
+    assert [line[0] for line in lines] == ["0-3 x4", "4", "norm"]
+    shown = dict(zip(titles, lines[0], strict=True))
+    assert (shown["bytes"], shown["resident"], shown["from disk"]) == ("4.0 MiB", "1.0 KiB..3.0 MiB", "1.0..4.0 MiB")
+    assert shown["copies"] == "0..3" and totals == table_cells(rows, brief=False)[-1]
 
 
 def test_the_answer_comes_first_and_advice_with_it() -> None:
