@@ -39,8 +39,8 @@ def gives_every_position(captured: CapturedModel) -> bool:
 
 
 def _ends(captured: CapturedModel) -> tuple[fx.Node, ...] | None:
-    """What chooses the token in front of the head, and what takes its logits, or the memory that a stage is handed them
-    in; None where a step does otherwise."""
+    """Find the node that chooses the token in front of the head, and the one that takes its logits, or the memory that
+    a stage is handed them in; None where a step does otherwise."""
     if captured.gives != "last" or any(node.target == "length" for node in captured.step.graph.find_nodes(
             op="placeholder")):
         return None

@@ -25,7 +25,7 @@ Replacement = tuple[str, Callable[[Any], Callable[..., Any]]]
 
 @dataclass(frozen=True)
 class Family:
-    """What capture must know of a family.
+    """Facts about a model family that capture needs.
 
     Attributes:
         model: The name of the class of its causal language models.
@@ -88,7 +88,7 @@ def adopt_family(model: nn.Module) -> None:
 
 
 def outer_inputs(model: nn.Module, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the model's forward is given beside tokens: their positions [B, S], where it takes any. A mask of four
+    """Inputs of the model's forward besides tokens: their positions [B, S], where it takes any. A mask of four
     dimensions is passed on as it is, and nobody reads it."""
     taken = inspect.signature(model.forward).parameters
     if "position_ids" in taken:

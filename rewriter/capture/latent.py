@@ -21,7 +21,7 @@ from forebay.rewriter.ir.state import LatentState
 
 
 class Latent:
-    """What attention does before and after it meets rows, of the module that it belongs to."""
+    """Steps of latent attention before and after it reads cache rows, for one module."""
 
     def __init__(self, module: Any) -> None:
         matrix = module.kv_b_proj

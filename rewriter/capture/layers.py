@@ -117,7 +117,7 @@ class LayerCall:
 
 
 class LayerCalls:
-    """What the layers were called with in one forward pass of the outer model."""
+    """Arguments of the layers in one forward pass of the outer model."""
 
     def __init__(self) -> None:
         self.clear()

@@ -31,8 +31,8 @@ _answers: OrderedDict[tuple[object, ...], tuple[Any, ...]] = OrderedDict()  # op
 
 
 def run_on_meta(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What `target` gives for these operands, tensors among them on the meta device: by a rule, by what torch answered
-    for operands of the same layouts, or by asking it."""
+    """Run `target` for these operands, tensors among them on the meta device: by a rule, by what torch answered for
+    operands of the same layouts, or by asking it."""
     known = layout_of(target, args, kwargs)
     if known is not None:
         return known
@@ -64,7 +64,8 @@ def _depends_on_layouts_alone(target: object) -> bool:
 
 
 def _described(value: Any) -> Any:
-    """What tells operands apart: layouts of tensors, and numbers with their type, for 1, 1.0 and True are equal."""
+    """Return a key that distinguishes operands: layouts of tensors, and numbers with their type, for 1, 1.0 and True
+    are equal."""
     if isinstance(value, torch.Tensor):
         return (value.shape, value.stride(), value.dtype, value.storage_offset(), value.device, value.requires_grad)
     if isinstance(value, (list, tuple)):

@@ -336,7 +336,8 @@ def join(
 
 
 def _kept_states(blocks: list[_TracedBlock]) -> tuple[tuple[StateSpec, ...], ...]:
-    """What each layer keeps: keys and values that several layers read belong to the one that makes them."""
+    """Return the states that each layer keeps: keys and values that several layers read belong to the one that makes
+    them."""
     lent = {spec.source for block in blocks for spec in block.states if isinstance(spec, BorrowedKVState)}
     return tuple(tuple(LentKVState(**vars(spec)) if i in lent and isinstance(spec, KVState) else spec
                        for spec in block.states if not isinstance(spec, BorrowedKVState))

@@ -12,8 +12,8 @@ from forebay.rewriter.capture.layers import CaptureError
 
 
 class LayerType(NamedTuple):
-    """What a layer sees: all tokens, a window before each, or its chunk; and the attribute of the config that says of
-    how many tokens."""
+    """Tokens that a layer sees: all tokens, a window before each, or its chunk; and the attribute of the config that
+    says of how many tokens."""
 
     sees: Literal["all", "window", "chunk"]
     size: str = ""
@@ -76,7 +76,7 @@ def mark_patterns(config: Any, layers: list[nn.Module], more: Mapping[str, Layer
 
 
 def window_of(module: nn.Module, given: int | None) -> int:
-    """What `forebay::attention` takes as window, for a module that asks for a sliding window `given`."""
+    """Return the window for `forebay::attention`, for a module that asks for a sliding window `given`."""
     pattern: Pattern | None = vars(module).get("attention_pattern")
     if pattern is None:
         return int(given or 0)

@@ -1,4 +1,4 @@
-"""What torch keeps of a trace for the life of the process, given up when the trace is read."""
+"""Release memory that torch otherwise keeps of a trace for the life of the process."""
 
 from __future__ import annotations
 

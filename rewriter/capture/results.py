@@ -1,4 +1,4 @@
-"""What a captured module gives back: which memory each result lies in, and how it is laid out there."""
+"""Results of a captured module: which memory each result lies in, and how it is laid out there."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ _length: ContextVar[torch.Tensor] = ContextVar("forebay_length")
 
 @dataclass(frozen=True)
 class Following:
-    """What follows the length of a call: nothing, or tables of which `unlimited` ones reach to any position. A cache
-    that was begun within `rope_switch_length` tokens is computed anew beyond them (0: never)."""
+    """Rotary tables that follow the length of a call: nothing, or tables of which `unlimited` ones reach to any
+    position. A cache that was begun within `rope_switch_length` tokens is computed anew beyond them (0: never)."""
 
     length: bool = False
     unlimited: bool = False

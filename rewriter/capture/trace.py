@@ -49,7 +49,7 @@ _BATCH, _SEQ, _LEN = Dim("B", min=1), Dim("S", min=1), Dim("L", min=1)
 
 @dataclass(frozen=True)
 class _TrialRun:
-    """What one run of a layer over fake tensors showed."""
+    """Observations of one run of a layer over fake tensors."""
 
     returned: int  # elements of the tuple it returns, 0 if it returns the bare hidden state
     states: tuple[StateSpec, ...]

@@ -33,7 +33,7 @@ CHATS = ("chat_template.jinja", f"{TEMPLATES}/*.jinja")
 
 
 class MadeOf(NamedTuple):
-    """What an adapted model is made of.
+    """The parts of an adapted model.
 
     Attributes:
         base: Its folder.
@@ -47,7 +47,7 @@ class MadeOf(NamedTuple):
 
 
 def made_of(folder: Path) -> MadeOf | None:
-    """What an adapted model is made of; None for other folders."""
+    """Return the parts of an adapted model; None for other folders."""
     path = folder / ADAPTED
     if not path.is_file():
         return None

@@ -75,7 +75,7 @@ class MatrixCodes(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixParts:
-    """What a matrix consists of, by the names of its parts."""
+    """The parts of a quantized matrix, by name."""
 
     name: str
     folder: Path

@@ -178,7 +178,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorRecord]:
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """What one safetensors file says of itself, beside its tensors."""
+    """Read the metadata of one safetensors file."""
     found = _header_object(path)[0].get("__metadata__")
     return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
 

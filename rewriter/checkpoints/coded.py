@@ -133,7 +133,7 @@ def fp8_matrix(
 
 @dataclass(frozen=True)
 class _StoredMatrix:
-    """What a matrix consists of."""
+    """The stored parts of a matrix."""
 
     name: str
     dtype: torch.dtype

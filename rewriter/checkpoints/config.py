@@ -155,8 +155,8 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 @one_thread
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """What the model in `folder` is to be asked for unless told otherwise: of generation_config.json where there is
-    one, else of config.json, as transformers reads them. CheckpointError for a file that cannot be read as such."""
+    """Read the default generation settings of the model in `folder`: of generation_config.json where there is one, else
+    of config.json, as transformers reads them. CheckpointError for a file that cannot be read as such."""
     from transformers import GenerationConfig
 
     require_regular_files(folder)

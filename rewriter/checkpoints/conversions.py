@@ -31,7 +31,7 @@ class Converted:
 
 
 def list_conversions() -> list[Converted]:
-    """What the cache holds, the largest first."""
+    """List the conversions in the cache, the largest first."""
     models = cache_folder() / MODELS
     names = set()
     for folder in models.iterdir() if models.is_dir() else ():

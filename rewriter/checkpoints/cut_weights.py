@@ -12,7 +12,7 @@ from forebay.rewriter.ir.share import Ranges, WeightCut, count
 
 
 def cut_spec(spec: WeightSpec, cut: WeightCut, name: str) -> WeightSpec:
-    """What the model has of a weight on this rank, under `name`."""
+    """Return the spec of this rank's part of a weight, under `name`."""
     shape = list(spec.shape)
     for dim, held in cut:
         shape[dim] = count(held)

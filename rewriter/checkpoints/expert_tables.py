@@ -22,8 +22,8 @@ from forebay.rewriter.ir.program import Band
 
 
 class WeightPiece(NamedTuple):
-    """What a tensor is a part of: the model's parameter, and of its rows for one expert the piece with this number. A
-    parameter without experts counts as that of expert 0."""
+    """The parameter that a tensor is a part of: the model's parameter, and of its rows for one expert the piece with
+    this number. A parameter without experts counts as that of expert 0."""
 
     parameter: str
     expert: int
@@ -113,7 +113,8 @@ def joined_record(
 
 
 def _packed_entries(spec: WeightSpec, made_of: Iterable[TensorRecord], nbytes: int) -> Packed | None:
-    """What entries of so many bytes mean that are made of packed rows; None where they hold values as they are."""
+    """Return the format of entries of so many bytes that are made of packed rows; None where they hold values as they
+    are."""
     found = [record.packed for record in made_of if record.packed is not None]
     if found and len(found) != 2:
         raise CheckpointError(f"of the matrices of {spec.name} some are packed and some are not; quantize the model "
@@ -132,7 +133,7 @@ def table_of(spec: WeightSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
 def _homes(
     part: Part, source: str, count: int, stored: Mapping[str, Sequence[TensorRecord]], prefix: str, folder: Path
 ) -> Callable[[int], list[tuple[TensorRecord, int, int]]]:
-    """What gives the bytes of a part, by expert: records, offsets in their files, and sizes."""
+    """Find the bytes of a part, by expert: records, offsets in their files, and sizes."""
     names = spellings(source, prefix)
 
     def called(expert: int) -> str:

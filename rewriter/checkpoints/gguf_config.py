@@ -104,7 +104,7 @@ def _fields(header: GgufHeader) -> dict[str, Any]:
 
 
 def _head_fields(header: GgufHeader, table: Architecture, found: dict[str, Any]) -> dict[str, Any]:
-    """What is said of heads and of their rotation."""
+    """Return the config's fields for heads and their rotation."""
     layers, width, heads = (int(read_value(header, key)) for key in
                             ("block_count", "embedding_length", "attention.head_count"))
     if heads < 1:
@@ -232,7 +232,7 @@ def _rope(header: GgufHeader, table: Architecture, head_dim: int) -> dict[str, A
 
 
 def _scaling(header: GgufHeader, theta: float, dims: int) -> dict[str, Any]:
-    """What transformers calls the file's scaling of rotary frequencies."""
+    """Return transformers' name for the file's scaling of rotary frequencies."""
     named = f"{header.architecture}.{keys.SCALING}"
     how = header.get(keys.SCALING)
     how = "linear" if how is None else how

@@ -1,4 +1,4 @@
-"""What a model folder holds beside weights, from a GGUF model: its config, its tokenizer, and what ends an answer."""
+"""Files of a model folder, made from a GGUF model: config, tokenizer, and the tokens that end an answer."""
 
 from __future__ import annotations
 

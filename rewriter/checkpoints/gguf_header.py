@@ -55,7 +55,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What is said about a model before its weights.
+    """The part of a GGUF file before its weights.
 
     Attributes:
         path: the file, of a split model the first one.

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of a tensor's values, undone.
+"""Undo llama.cpp's reordering of a tensor's values.
 
 Source: `modify_tensors` of each architecture's class in llama.cpp, conversion/.
 """
@@ -23,8 +23,8 @@ TILED = frozenset({"qwen35", "qwen35moe"})  # heads of values in another order, 
 
 
 def undo_order(architecture: str, name: str, config: Mapping[str, Any]) -> Change | None:
-    """What gives a tensor's values as the model has them, but for their shape; None where they are those of the file.
-    `name` is the tensor's, `config` the model's."""
+    """Return a function that gives a tensor's values as the model has them, except for their shape; None where they are
+    those of the file. `name` is the tensor's, `config` the model's."""
     part = re.sub(r"^blk\.\d+\.", "", name)
     if architecture in PAIRED and part.startswith(("attn_q.", "attn_k.")):
         return _unpaired(config["num_attention_heads" if part.startswith("attn_q.") else "num_key_value_heads"])

@@ -78,14 +78,15 @@ def _weight(placed: PlacedParameter, dtype: torch.dtype) -> SourceTensor:
 
 
 def _compute_dtype(header: GgufHeader) -> torch.dtype:
-    """What a model computes in: the type that its matrices have, if all have one of 16 bits, else `other_dtype`."""
+    """Return the dtype in which a model computes: the type that its matrices have, if all have one of 16 bits, else
+    `other_dtype`."""
     kinds = {tensor.kind.name for tensor in header.tensors if len(tensor.shape) > 1}
     return PLAIN.get(next(iter(kinds)), other_dtype()) if len(kinds) == 1 else other_dtype()
 
 
 def other_dtype() -> torch.dtype:
-    """What a model of quantized tensors computes in on this machine: float32, or beside a GPU, whose products of packed
-    rows take inputs of 16 bits, bfloat16."""
+    """Return the dtype in which a model of quantized tensors computes on this machine: float32, or beside a GPU, whose
+    products of packed rows take inputs of 16 bits, bfloat16."""
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata says of its model, or why that is not usable."""
+"""Read a GGUF file's metadata, or explain why it is not usable."""
 
 from __future__ import annotations
 

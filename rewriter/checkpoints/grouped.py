@@ -69,8 +69,8 @@ GroupParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def quantization_settings(folder: Path) -> Mapping[str, Any] | None:
-    """What config.json says of quantized weights, or a file of its own beside it; None where nothing does. Whoever
-    reads the config tells if it is damaged."""
+    """Read the settings of quantized weights from config.json, or from a separate file next to it; None without any.
+    Whoever reads the config tells if it is damaged."""
     try:
         config = json.loads(read_input(folder / "config.json"))
         found = config.get("quantization_config") or config.get("compression_config")

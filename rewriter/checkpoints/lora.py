@@ -47,7 +47,7 @@ ReadTensor = Callable[[], torch.Tensor]
 
 @dataclass
 class LoraModule:
-    """What an adapter has for one module, by the module's name in the model that was trained.
+    """An adapter's tensors for one module, by the module's name in the model that was trained.
 
     Attributes:
         scale: Multiplies B A.

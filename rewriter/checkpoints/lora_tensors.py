@@ -219,7 +219,7 @@ class _LoraNumbers:
         return self.read("lora_magnitude_vector", (self.sizes[1],)) / norms
 
     def shift(self, bias: str) -> torch.Tensor:
-        """What is added to each output."""
+        """Bias that is added to each output."""
         found = torch.zeros(self.sizes[1])
         if "lora_B.bias" in self.module.parts:
             found += self.read("lora_B.bias", (self.sizes[1],)) * self.module.scale

@@ -13,7 +13,7 @@ from forebay.rewriter.one_thread import one_thread
 
 @dataclass(frozen=True)
 class Matrix:
-    """What a weight matrix is to the model: the names it goes by, its role, and whether it lies as [inputs, outputs].
+    """A weight matrix of the model: its names, its role, and whether it lies as [inputs, outputs].
 
     Roles: `linear`; `experts`, of all experts of a layer; `head`, the output head; `embedding`, of tokens; `tied`, both
     of these; `table`, looked up by something else than tokens.

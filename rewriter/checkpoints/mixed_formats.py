@@ -44,7 +44,7 @@ class Mixture:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What formats depend on, as JSON."""
+        """Settings on which the chosen formats depend, as JSON."""
         return {"bits": self.bits, "text": hashlib.sha256(self.text.encode()).hexdigest()}
 
 

@@ -38,7 +38,7 @@ def pack_config(captured: CapturedModel, model: nn.Module, format: str) -> Captu
 
 
 def _packed(spec: WeightSpec, matrix: Matrix, format: str) -> Packed:
-    """What the rows of a weight would mean; of a table of experts, those of its two matrices."""
+    """Return the format of a weight's packed rows; for a table of experts, of both matrices."""
     stored = parse_format(format)
 
     def of(shape: tuple[int, ...]) -> Packed:

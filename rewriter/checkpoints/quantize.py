@@ -49,10 +49,10 @@ MIXED = "mixed"  # each matrix in the format that `Wish.mixture` leads to
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked: a format for all matrices of linear layers, exceptions by name pattern, later ones winning, and
-    whether the output head and the token embedding are included; `head_format` is another for the head. The rounding
-    "symmetric" means the symmetric ones of all these formats, which are always rounded so. `dtype`: what the model is
-    to compute in, None for what its weights are stored in."""
+    """The requested formats: a format for all matrices of linear layers, exceptions by name pattern, later ones
+    winning, and whether the output head and the token embedding are included; `head_format` is another for the head.
+    The rounding "symmetric" means the symmetric ones of all these formats, which are always rounded so. `dtype`: what
+    the model is to compute in, None for what its weights are stored in."""
 
     weights: str
     overrides: tuple[tuple[str, str], ...] = ()

@@ -45,7 +45,7 @@ PIECE_NBYTES = 4 << 20  # float32 bytes quantized at a time
 
 @dataclass(frozen=True)
 class QuantizeSource:
-    """What is quantized: its tensors, the model's first name for each, and the model on the meta device. `prepare`
+    """A model to quantize: its tensors, the model's first name for each, and the model on the meta device. `prepare`
     writes the model's other files into a folder; `states` are those of the files that are read."""
 
     tensors: Sequence[SourceTensor]

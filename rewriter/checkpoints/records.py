@@ -1,4 +1,4 @@
-"""What is known of a stored tensor: where it lies, and what its bytes mean."""
+"""Records of stored tensors: place in a file, and format of the bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parse_format(name: str) -> Format:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What the rows of a quantized weight mean: a matrix of `shape` and `dtype` in the model, groups along its inputs;
+    """The format of a quantized weight's rows: a matrix of `shape` and `dtype` in the model, groups along its inputs;
     or one for each expert of a layer, the first dimension, whose rows lie one after the other.
 
     `transposed`: the model holds it as [inputs, outputs] (GPT-2's Conv1D); rows are outputs always. Whether rows have
@@ -66,7 +66,7 @@ class Packed:
 
     @property
     def rows(self) -> Packing:
-        """What the rows mean."""
+        """The format of the rows."""
         stored = parse_format(self.format)
         return Packing(self.bits, self.in_features, self.group_size, self.scale_dtype, stored.symmetric,
                        stored.codebook)
@@ -104,7 +104,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class AddedTensors:
-    """What adapters add to a model.
+    """Tensors that adapters add to a model.
 
     Attributes:
         tensors: By the captured model's names.

@@ -244,7 +244,8 @@ def _packed_from(folder: Path) -> Path | None:
 
 
 def source_state(path: Path) -> list[int]:
-    """What a folder or a GGUF file was when it was converted; of a split model, what its parts were, in order."""
+    """Return the state of a folder or a GGUF file at conversion; for a split model, the states of its parts, in
+    order."""
     parts = gguf_parts(path) if path.suffix == ".gguf" else (path,)
     return [number for part in parts for number in file_state(part)]
 

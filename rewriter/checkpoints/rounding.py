@@ -21,7 +21,7 @@ def pack_values(values: torch.Tensor, stored: Format, rounding: str, scale_dtype
 
 
 def round_rows(values: torch.Tensor, stored: Format, rounding: str, scale_dtype: torch.dtype) -> torch.Tensor:
-    """What the rows of `pack_values` give back, in float32."""
+    """Return the values that the rows of `pack_values` stand for, in float32."""
     values = values.contiguous()
     scale_dtype = torch.bfloat16 if stored.codebook else scale_dtype
     rows = pack_values(values, stored, rounding, scale_dtype)

@@ -27,7 +27,7 @@ class SourceTensor(Protocol):
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """What the scales and lows of `repacked` rows are of."""
+        """The dtype of scales and lows in `repacked` rows."""
 
     def nearest(self) -> str:
         """The weight format to round it to where it is quantized in a way that none holds exactly, or ""."""

@@ -1,4 +1,4 @@
-"""What a stored tensor may be called, whether it is the weight that the model wants, and whether two are the same."""
+"""Match stored tensors: possible names, whether one is the weight that the model wants, and whether two are equal."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Multimodal:
-    """What is known of a kind of multimodal models.
+    """Facts about one kind of multimodal model.
 
     Attributes:
         text: Where the language model lies in the whole one.

@@ -1,4 +1,4 @@
-"""What memory and files are cut along."""
+"""Alignment of memory and files."""
 
 PAGE_NBYTES = 4096  # direct reads want offset, length and address aligned to the disk's logical block: 512 or 4096
 # A further read of a lookup took 30 to 50 us on two cores; 32 KiB more in one take 8 at 4 GB/s, and 40 at 0.8.

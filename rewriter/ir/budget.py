@@ -1,4 +1,4 @@
-"""What memory a plan may take."""
+"""Memory that a plan may use."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Budget(Limits):
-    """What a run may use: `Limits`, and the folder for weights that move out of memory."""
+    """The memory and folder that a run may use: `Limits`, and the folder for weights that move out of memory."""
 
     disk: str | None = None

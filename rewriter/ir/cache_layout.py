@@ -54,7 +54,7 @@ MOST_PADDED = 1.125  # times the bytes of K and V, for checkpoints of twice as m
 
 
 class OperandSizes(NamedTuple):
-    """What a block's operators over caches are given beside the caches, and give: bytes of both, the copies that take
+    """Operands and results of a block's operators over caches, without the caches: bytes of both, the copies that take
     them between the tiers, and host bytes to hold them."""
 
     given_nbytes: int
@@ -146,8 +146,8 @@ class StagedLayer:
         return self.block_nbytes // WORD
 
     def entering_nbytes(self, tier: str) -> int:
-        """What a sequence that enters takes of the buffer `admitted`: all of a cache on the device, of others the
-        tails."""
+        """Return the bytes of the buffer `admitted` for an admitted sequence: all of a cache on the device, of others
+        the tails."""
         return (self.nbytes if tier == "device" else self.tail_nbytes) // self.sequences
 
     def as_blocks(self, place: Span | BufferPlacement, buffer: str, first: int, count: int) -> TensorRef:

@@ -1,4 +1,4 @@
-"""What a weight holds that is a table of experts: which parameters of the model its entries are made of."""
+"""Tables of experts: weights whose entries are made of several parameters of the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forebay.kernels.formats.entry_part import Part
 
 @dataclass(frozen=True)
 class ExpertTable:
-    """What a table holds.
+    """The content of a table of experts.
 
     Attributes:
         count: Experts.

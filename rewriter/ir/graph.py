@@ -1,4 +1,4 @@
-"""What capture hands on: fx graphs with named inputs, and the few typed objects that ride on their nodes."""
+"""The results of capture: fx graphs with named inputs, and the few typed objects on their nodes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class RowFormat:
     down: RowFormat | None = None
 
     def packing(self, in_features: int | None = None) -> Packing:
-        """What the rows mean, or those of so many input features."""
+        """The format of the rows, or of rows over so many input features."""
         return Packing(self.bits, self.in_features if in_features is None else in_features, self.group_size,
                        self.scale_dtype, self.symmetric, self.codebook)
 
@@ -171,7 +171,8 @@ class CapturedModel:
 
     @property
     def rounded_to(self) -> str:
-        """What products of packed weights may round to: a model of bf16 does so with all that it computes."""
+        """Return the dtype to which matmuls of packed weights may round activations: a model of bf16 does so with all
+        that it computes."""
         return "bf16" if self.activations == "native" and self.dtype == torch.bfloat16 else self.activations
 
     @property

@@ -34,8 +34,8 @@ class PlanError(PrintableError, ValueError):
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of the model: sequences at once, and tokens of the longest prompt and answer, for which there is
-    room. Times are of usual ones, the means (0: as the longest); medians know nothing of the few that are long."""
+    """The workload of a model: sequences at once, and tokens of the longest prompt and answer, for which there is room.
+    Times are of usual ones, the means (0: as the longest); medians know nothing of the few that are long."""
 
     batch: int = 1
     prompt: int = 64
@@ -179,7 +179,7 @@ class GemmChoice:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the cost model expects: seconds per step and per busy lane, bytes per tier at the peak."""
+    """The cost model's prediction: seconds per step and per busy lane, bytes per tier at the peak."""
 
     prefill_time_s: float = 0.0
     decode_time_s: float = 0.0

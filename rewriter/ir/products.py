@@ -138,7 +138,8 @@ def reads_table(user: fx.Node, weight: fx.Node) -> bool:
 
 
 def experts_among(table: Any) -> dict[str, int]:
-    """What a launch is told where routers pick from more experts than a table has, as other ranks have the rest."""
+    """Return the argument of a launch whose router picks from more experts than its table has: other ranks have the
+    rest."""
     mark = table.meta.get(META)
     return {"among": mark.among} if isinstance(mark, WeightInput) and mark.among else {}
 

@@ -115,7 +115,7 @@ class FileSlice:
         return FileSlice(self.path, self.offset, nbytes, tuple(found))
 
     def rows(self, row_nbytes: int) -> Callable[[int], FileSlice]:
-        """What gives each row of so many bytes, without a look at those before it."""
+        """Return a function that gives each row of so many bytes, without reading earlier rows."""
         starts = [0, *itertools.accumulate(band.count * band.row_nbytes for band in self.bands)]
 
         def row(number: int) -> FileSlice:

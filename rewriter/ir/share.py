@@ -1,4 +1,4 @@
-"""What one of several ranks that run a model together has of it."""
+"""One rank's share of a model that several ranks run together."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class RankShare:
 
     @property
     def prefilling(self) -> RankShare:
-        """What a rank is in the layers of a prefill for which weights are gathered."""
+        """The rank's role in the layers of a prefill whose weights are gathered."""
         return replace(self, layout="1d", gathered=(), beyond=self.gathered)
 
     @property

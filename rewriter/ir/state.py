@@ -1,4 +1,4 @@
-"""What a layer keeps of each sequence from step to step.
+"""States that a layer keeps for each sequence from step to step.
 
 A *kind* of state is a class of specs, which `register_state` makes known. Capture, planner, staging, generation and
 export ask a spec for its tensors and for what may be done with it; only the kind's own operators know what they hold.
@@ -196,8 +196,8 @@ class LatentState(StateSpec):
 @register_state
 @dataclass(frozen=True)
 class CheckpointState(StateSpec):
-    """What is kept of some tokens in place of their K and V: `width` elements of a dtype, or of packed rows, whose
-    bytes are then counted as elements of dtype uint8."""
+    """Activation checkpoints that some tokens keep in place of K and V: `width` elements of a dtype, or of packed rows,
+    whose bytes are then counted as elements of dtype uint8."""
 
     kind = "checkpoint"
     rewindable = pageable = True
@@ -232,7 +232,7 @@ class ConvolutionState(StateSpec):
 @register_state
 @dataclass(frozen=True)
 class RecurrentState(StateSpec):
-    """What a recurrence keeps of a sequence, however long: `sizes` numbers of fp32; `part` tells one of a layer from
+    """The state of a recurrence, of one size for any length: `sizes` numbers of fp32; `part` tells one of a layer from
     others."""
 
     kind = "recurrent"

@@ -17,9 +17,9 @@ InputLayout = tuple[torch.dtype, tuple[int | str, ...]]  # dtype and shape, with
 
 
 def symbolic_value(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What `target` gives for values of symbolic sizes. Composite operators are Python's: torch 2.11's own `linear`
-    asks for sizes that are no numbers. What was asked before of values of the same sizes, in the graphs of one model,
-    is given again: ranks, layers and pieces ask for much the same, and each takes milliseconds."""
+    """Compute the result of `target` for values of symbolic sizes. Composite operators are Python's: torch 2.11's own
+    `linear` asks for sizes that are no numbers. What was asked before of values of the same sizes, in the graphs of one
+    model, is given again: ranks, layers and pieces ask for much the same, and each takes milliseconds."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -1,1 +1,1 @@
-"""What machines can do: measured profiles, and presets of machines that are not here."""
+"""Machine profiles: measured ones, and presets from data sheets."""

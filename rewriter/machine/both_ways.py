@@ -1,4 +1,4 @@
-"""What reading and writing do to each other on a disk."""
+"""The slowdown of reads and writes next to each other on a disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of a mesh do to each other: exchanges, and computing at the same time."""
+"""Measured costs among the ranks of a mesh: exchanges, and slowdowns while all compute."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ExchangeLink:
 
 @dataclass(frozen=True)
 class MeshLinks:
-    """What was measured on `ranks` ranks over `backend`; nothing was where there are no exchanges.
+    """Measurements on `ranks` ranks over `backend`; without exchanges nothing was measured.
 
     Attributes:
         memory_slowed: How many times as long matmuls that memory bounds take while all ranks compute.

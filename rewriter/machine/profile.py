@@ -1,4 +1,4 @@
-"""What a machine can do, measured here or read off data sheets: tiers, links and kernels; JSON both ways, validated on
+"""A machine's profile, measured here or read off data sheets: tiers, links and kernels; JSON both ways, validated on
 load."""
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Choice:
 
     @property
     def margin_nbytes(self) -> float:
-        """What is left of a chip's memory; below 0 what it lacks."""
+        """Free bytes of a chip's memory; negative where they do not suffice."""
         return self.capacity_nbytes - self.nbytes
 
     @property
@@ -192,7 +192,7 @@ class RunLayouts:
 
 
 def ways_here(problem: PartitionProblem) -> list[RunLayouts]:
-    """What ranks run here (`run_together`) and fits, the fastest first."""
+    """Return the layouts that fit and that ranks can run here (`run_together`), the fastest first."""
     options, fixed = options_of(problem), _outside(problem)
     room = problem.capacity_nbytes - _weights_nbytes(problem, options, fixed)
     floor = max(cost.working_nbytes for cost in fixed.values())

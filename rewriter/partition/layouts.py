@@ -1,4 +1,4 @@
-"""What a layer takes in each layout: products, attention and collectives of one chip, and what it holds."""
+"""Costs of a layer in each layout: matmuls, attention, collectives and memory of one chip."""
 
 from __future__ import annotations
 
@@ -278,8 +278,8 @@ def _in_chunks(item: Collective, chunks: int) -> list[Collective]:
 
 
 def _added_up(moved: Sequence[Collective]) -> Iterator[Collective]:
-    """What a chunk of a product's sums is exchanged by: the scatter, and of what the next product is given the gather
-    too, which needs nothing else."""
+    """Return the collectives that exchange a chunk of a matmul's sums: the scatter, and of what the next product is
+    given the gather too, which needs nothing else."""
     for item in moved:
         if item.kind == "reduce-scatter":
             yield item

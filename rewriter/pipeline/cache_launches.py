@@ -14,7 +14,7 @@ from forebay.rewriter.planning.launch_memory import unplaced
 
 
 def cache_launches(step: fx.GraphModule) -> list[tuple[int, Launch]]:
-    """What the blocks of a step graph, or it itself, do with caches: launches that are not placed yet, and how many
+    """Return the launches over caches in a step graph and its blocks: launches that are not placed yet, and how many
     are like each."""
     calls = Counter(call.target for call in step.graph.find_nodes(op="call_module"))
     graphs = [(1, step), *((count, step.get_submodule(str(target))) for target, count in calls.items())]

@@ -19,10 +19,10 @@ MIN_SPEEDUP = 1.05  # times as fast as without a draft: what is predicted to gai
 
 @dataclass(frozen=True)
 class DraftedPlan:
-    """What was chosen: the model's plan, the pipeline of its Programs, and the plan of the model that drafts, None
-    where none does. Both plans' budgets together are within the one that was given; `told` says what was compared.
-    Where steps of the model itself draft, in its own memory, `shared` has them, and no other model does. `time_s` are
-    the predicted seconds of an answer, and `plain_time_s` those of a token without a draft."""
+    """The chosen plans of a model and its draft: the model's plan, the pipeline of its Programs, and the plan of the
+    model that drafts, None where none does. Both plans' budgets together are within the one that was given; `told` says
+    what was compared. Where steps of the model itself draft, in its own memory, `shared` has them, and no other model
+    does. `time_s` are the predicted seconds of an answer, and `plain_time_s` those of a token without a draft."""
 
     pipeline: Pipeline
     plan: Plan
@@ -158,7 +158,7 @@ def _size_of_draft(draft: Pipeline, budget: Budget, options: Options) -> Budget:
 
 
 def _lacking(part: Budget, model: tuple[Pipeline, Options], budget: Budget) -> str:
-    """What a device budget is short of beside the `part` of a draft; "" where it is not that."""
+    """Return the shortage of a device budget next to the `part` of a draft, as text; "" for other errors."""
     try:
         least = checking_drafts(*model).smallest_budget(model[1])
     except PlanError:
@@ -176,7 +176,7 @@ def _without(host: int | None, taken: int | None) -> int | None:
 
 
 def _told(plain: Plan, way: DraftWay) -> str:
-    """What both take, the draft its part of the budget, and what is expected of it, in a line or two."""
+    """Describe both models' memory and the expected gain of the draft, in a line or two."""
     p, d, without_s = way.plan.prediction, way.draft.prediction, plain.prediction.decode_time_s
     whose = "" if way.shared is None else "steps of its own, which share its cache and what is resident: "
     streams = f", of which {format_nbytes(d.streamed_nbytes)} stream for each token" if d.streamed_nbytes else ""

@@ -25,8 +25,9 @@ FromAll = Callable[[list[Any]], list[Any]]  # of what some ranks say, what all s
 
 @dataclass(frozen=True)
 class Steps:
-    """What ranks must have alike of their plans: which steps there are, in which order each computes what, and in what
-    format caches keep it. Where a rank's weights and caches lie, and in what pieces they come, is its own affair."""
+    """The settings that the plans of all ranks must share: which steps there are, in which order each computes what,
+    and in what format caches keep it. Where a rank's weights and caches lie, and in what pieces they come, is its own
+    affair."""
 
     workload: Workload
     micro_batches: int
@@ -47,18 +48,18 @@ class Steps:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """What takes less memory comes first."""
+        """Sort key: less memory comes first."""
         return self.workload.batch // self.micro_batches, self.prefill_chunk, self.workload.batch
 
     def wished(self, options: Options) -> Options:
-        """What is wished, with these steps."""
+        """Return the options with these steps."""
         return replace(options, micro_batches=self.micro_batches, order=self.order, admitted=self.admitted or None,
                        prefill_chunk=self.prefill_chunk, gather_buffers=self.gather_buffers)
 
 
 @dataclass(frozen=True)
 class RankPlanner:
-    """What plans one rank's part of a model."""
+    """Planner of one rank's part of a model."""
 
     share: RankShare
     task: PlanTask
@@ -70,7 +71,7 @@ class RankPlanner:
         return choose(self.task.for_batch(-(-workload.batch // together) * together))
 
     def with_steps(self, asked: Steps) -> PlanTask:
-        """What is to be planned, with these steps."""
+        """Return the task with these steps."""
         return replace(self.task, workload=asked.workload, options=asked.wished(self.task.options))
 
     def follow(self, asked: Steps) -> Planned:
@@ -143,7 +144,7 @@ def require_alike(plans: Sequence[Any]) -> None:
 
 
 def _tried(make: Callable[[], Planned]) -> Planned | str:
-    """What is made, or in words why not."""
+    """Return the plan, or the reason for its failure as text."""
     try:
         return make()
     except PlanError as error:
@@ -167,8 +168,9 @@ def _with_chunks(pipeline: Pipeline, plan: Plan, chunks: tuple[int, ...]) -> Pla
 
 
 def rank_options(share: RankShare, options: Options) -> Options:
-    """What is wished of a rank. PlanError for what ranks cannot do: hidden states of a stage that leave the device,
-    which the next stage may still read; where each attends for sequences of its own, what moves these or their caches.
+    """Return the options for one rank. PlanError for what ranks cannot do: hidden states of a stage that leave the
+    device, which the next stage may still read; where each attends for sequences of its own, what moves these or their
+    caches.
     """
     if share.gather_buffers is not None:
         options = replace(options, gather_buffers=share.gather_buffers)

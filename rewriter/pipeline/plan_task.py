@@ -1,4 +1,4 @@
-"""What is to be planned: a model's graphs, the budget, the workload, what is asked for, and the machine."""
+"""A planning task: a model's graphs, the budget, the workload, the options, and the machine."""
 
 from __future__ import annotations
 

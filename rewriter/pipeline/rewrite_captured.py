@@ -95,7 +95,7 @@ def _check_activations(captured: CapturedModel, activations: str) -> None:
 
 @dataclass(frozen=True)
 class _MadeOnce:
-    """What a block may ask of `captured`, which is rewritten; each is made once."""
+    """Rewritten variants of `captured`, each made once, when a block needs it."""
 
     captured: CapturedModel
     switches: Switches

@@ -1,4 +1,4 @@
-"""What steps of each size take beside weights and cache: layouts of activations, workspace, matrix products."""
+"""Needs of steps of each size besides weights and cache: activations, workspace, matmuls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class StepAnalysis:
         return not self.each_layer and attends == self.graphs.batching.cache.cpu_attention
 
     def need(self, tokens: int) -> PhaseNeed:
-        """What a step over `tokens` tokens takes beside weights and cache; its workspace is decode steps' too."""
+        """Return the memory of a step over `tokens` tokens besides weights and cache; its workspace also covers decode
+        steps."""
         known = self.needs.get(tokens)
         if known is None:
             if self.graphs.sample is not None and not self.each_layer:
@@ -65,7 +66,8 @@ class StepAnalysis:
         return layout
 
     def best_gemm(self, shape: Shape, most: int | None = None) -> str:
-        """What computes a product; on a CPU with at most `most` bytes of workspace, if anything does."""
+        """Choose the implementation of a matmul; on a CPU one with at most `most` bytes of workspace, if there is
+        one."""
         product = Product(*shape)
         if self.machine.kind.on_host_cores:
             return best_product(product, self.machine, self.graphs.activations, most)

@@ -190,7 +190,7 @@ class Pipeline:
         return f"{self.machine.name} #{hashlib.sha256(known.encode()).hexdigest()[:12]}"
 
     def need(self, tokens: int) -> PhaseNeed:
-        """What a step over `tokens` tokens takes beside weights and cache."""
+        """Return the memory of a step over `tokens` tokens besides weights and cache."""
         return self.steps.need(tokens)
 
     def _step(self, plan: Plan, tokens: int) -> fx.GraphModule:
@@ -219,7 +219,7 @@ class Pipeline:
             plan, self.need(tokens).products, self.needs.layers, self.steps.layout(tokens).representatives)}
 
     def _implementations(self, plan: Plan) -> dict[str, tuple[str, ...]]:
-        """What may compute products of each dtype or format here; on a GPU whatever its kernels can be named."""
+        """Return the implementations of matmuls here, by dtype or format; on a GPU all that its kernels name."""
         if not self.machine.kind.on_host_cores:
             return {}
         return {dtype: known_names(dtype) for dtype, *_ in self._shapes(plan)}
@@ -233,12 +233,13 @@ class Pipeline:
         return plan
 
     def _predicted(self, plan: Plan) -> Prediction:
-        """What the Programs of `plan` are expected to take on this machine."""
+        """Predict the times of the Programs of `plan` on this machine."""
         return predict(plan, partial(self.program, plan), self.machine, self.growth(plan))
 
     def _runs(self, plan: Plan) -> Callable[[Draft | Program], RunStep] | None:
-        """What runs a step of `plan` for comparison: its copies placed, if they are not, and one after the other. None
-        for a GPU, and where the graph is of some of the sequences or caches come to the device for their turns."""
+        """Return a function that runs a step of `plan` for comparison: its copies placed, if they are not, and one
+        after the other. None for a GPU, and where the graph is of some of the sequences or caches come to the device
+        for their turns."""
         batching = plan.schedule.batching
         if not self.machine.kind.on_host_cores or (
                 batching.micro_batches.count > 1 or batching.admitted or batching.cache.staged):

@@ -1,1 +1,1 @@
-"""What goes where, and when: the Plan made, checked, advised on."""
+"""Make, check and advise on plans."""

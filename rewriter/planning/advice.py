@@ -1,4 +1,4 @@
-"""What binds the decode step of a plan that runs, and what would move it: figured from the plan's own prediction."""
+"""The bottleneck of a plan's decode step and the changes that would help, from the plan's own prediction."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MIN_GAIN = 1.05  # what moves less is not said
 
 @dataclass(frozen=True)
 class _Lane:
-    """What moves on one path, or attends on the host, beside the computation: seconds of a step for weights and for
+    """Work next to the computation, of one link or of attention on the host: seconds of a step for weights and for
     caches."""
 
     name: str
@@ -137,7 +137,7 @@ def _of_experts(plan: Plan, compute: float) -> list[str]:
 
 
 def _drafts(plan: Plan, ratio: float, compute: float, lane: _Lane) -> tuple[float, str]:
-    """What steps of the model itself would give that draft by 4-bit rows of what streams, in the place of resident
+    """Predict the gain of drafts by the model itself, with 4-bit rows of what streams, in the place of resident
     weights, a step over several tokens taking what one takes (Leviathan et al. 2023, equation 1), and the text."""
     batching, streamed = plan.schedule.batching, plan.prediction.streamed_nbytes
     resident = sum(w.nbytes for w in plan.weights if w.tier == "device")

@@ -24,7 +24,7 @@ SAME_TIME = 1e-6  # relative: the simulator's own sums, in another order
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a buffer must be, apart from where it lies."""
+    """The required properties of a buffer, without its address."""
 
     kind: str
     arena: str

@@ -1,4 +1,4 @@
-"""What the planner needs to know, read off a step graph."""
+"""Facts about a step graph that the planner needs."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ def _reading(node: fx.Node, order: dict[fx.Node, int]) -> _Reading | None:
 
 
 def _picked(readings: Sequence[_Reading]) -> tuple[float, int, int]:
-    """What share of a weight each row meets, how many numbers an expert of it gives, and how many a row may pick."""
+    """Return the share of a weight that each row uses, the size of an expert's result, and the experts that a row may
+    pick."""
     outputs = max((r.outputs for r in readings), default=0)
     if not all(r.picks for r in readings):
         return 1.0, outputs, 0

@@ -1,4 +1,4 @@
-"""What the planner must know of a model: its weights as graphs use them, its cache, what steps take beside them."""
+"""Facts about a model that the planner needs: uses of weights, cache, and other memory of steps."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class WeightUse:
 
 @dataclass(frozen=True)
 class PhaseNeed:
-    """What a step over chunks of this many tokens takes beside weights and cache, in bytes; for the activations also
-    their `layout`, with addresses from 0 on, and the matrix products that it makes. Where the host attends for all
-    but a prefill, only `computing` of the workspace is the device's, and `attending` the host's. `multiplying` is what
+    """Bytes of a step over chunks of this many tokens, besides weights and cache; for the activations also their
+    `layout`, with addresses from 0 on, and the matrix products that it makes. Where the host attends for all but a
+    prefill, only `computing` of the workspace is the device's, and `attending` the host's. `multiplying` is what
     experts take of the host, where it computes with them."""
 
     activations: int
@@ -56,7 +56,7 @@ class PhaseNeed:
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What the planner must know of a model and workload. `uses` stand in the order a step reads them."""
+    """Facts about a model and workload that the planner needs. `uses` stand in the order a step reads them."""
 
     fingerprint: str
     uses: Sequence[WeightUse]

@@ -1,4 +1,4 @@
-"""What plans are compared by: seconds, tokens per second, and what is asked of them."""
+"""Measures by which plans are compared: seconds, tokens per second, and the user's objective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What values options take: what is wrong with one, and how the command line writes it."""
+"""Kinds of option values: how each is checked, and how the command line writes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forebay.rewriter.ir.plan import Plan, PlanError, load_plan
 
 @dataclass(frozen=True)
 class OptionKind:
-    """What values an option takes, None apart, which leaves it out.
+    """The values that an option takes. None leaves the option out.
 
     words: what they are, for pages: "a whole number of at least 1".
     metavar: how help names one.
@@ -73,7 +73,7 @@ def _wrong_policy(value: Any) -> str:
 
 
 def _known_to(formats: Callable[[str], object]) -> Callable[[Any], str]:
-    """What is wrong with a name that a table of formats does not have."""
+    """Return the error for a name that a table of formats lacks."""
     def wrong(value: Any) -> str:
         try:
             if value != "native":

@@ -89,7 +89,7 @@ class OptionRecord:
 
 
 def option(kind: OptionKind, help: str, group: str, **more: Any) -> dict[str, OptionRecord]:
-    """What a field of `Options` carries: its record, but for name and default, which the field has."""
+    """Make the metadata of a field of `Options`: its record, but for name and default, which the field has."""
     return {"option": OptionRecord(kind, help, group, **more)}
 
 
@@ -101,7 +101,7 @@ def activations_of(plan: Plan) -> Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is asked of a plan; PlanError, under the option's name, for a value that is none.
+    """Options of a plan. An invalid value raises PlanError with the option's name.
 
     Those who plan are given the same record, and sizes of the call in a `Workload`: it changes from call to call."""
 
@@ -280,7 +280,7 @@ class Options:
                        activations=activations_of(plan) if plan.gemm else self.activations)
 
     def output_agnostic(self) -> Options:
-        """What is asked for whatever steps give."""
+        """Return the options that hold for steps with any kind of result."""
         return Options(cache=self.cache, score_ranges=self.score_ranges, expert_hits=self.expert_hits,
                        sparse_values=self.sparse_values, activations=self.activations)
 

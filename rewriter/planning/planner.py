@@ -308,7 +308,7 @@ def _planned(
 
 
 def _predicted(needs: ModelNeeds, kinds: WeightKinds, plan: Plan, fit: ChunkRoom) -> Prediction:
-    """What the closed form expects of a plan; the simulator's word, once there are Programs, takes its place."""
+    """Predict a plan by the closed form; the simulator's word, once there are Programs, takes its place."""
     s, streamed = plan.schedule, [w for w, u in zip(plan.weights, needs.uses, strict=True)
                                   if w.tier != "device" and not w.routed and u.product]
     streams = StepStreams(needs.rates, kinds, needs.batching.micro_batches.fetches, sum(w.nbytes for w in streamed),

@@ -1,5 +1,4 @@
-"""What is staged, a cache off the device or one for a prefill of some sequences alone, takes of each tier, and what of
-it a step moves."""
+"""Staged caches (off the device, or of admitted sequences alone): memory on each tier, and bytes that a step moves."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ class StagedCache:
                 yield name, "io", arena, nbytes, ALIGNMENT
 
     def moves(self, work: Workload, tokens: int) -> CacheMoves:
-        """What a step over `tokens` tokens usually moves."""
+        """Return the bytes that a step over `tokens` tokens typically moves."""
         batching, nbytes, copies = self.batching, dict[tuple[str, str], float](), 0
         on_host, whole = 0.0, sum(len(self.tiers[i]) * layer.nbytes for i, layer in self.layers.items())
         some = batching.sequences(work.batch,
@@ -102,9 +101,9 @@ class StagedCache:
 
 
 def staged_cache(layers: Mapping[int, StagedLayer], batching: BatchSchedule, host_hop: bool = False) -> StagedCache:
-    """What the caches of all micro-batches of `block` take, from the `layers` of one; with `host_hop` what comes from
-    the disk passes through host memory. PlanError where more of them are to lie on faster tiers than there are, or
-    sequences enter and a layer's lie apart."""
+    """Return the memory of the caches of all micro-batches of `block`, from the `layers` of one; with `host_hop` what
+    comes from the disk passes through host memory. PlanError where more of them are to lie on faster tiers than there
+    are, or sequences enter and a layer's lie apart."""
     count, cache, admitted = batching.micro_batches.count, batching.cache, batching.admitted
     faster, unit = cache.on_device + cache.on_host, batching.placement_granularity
     if faster > len(layers) * count:
@@ -140,8 +139,8 @@ def staged_cache(layers: Mapping[int, StagedLayer], batching: BatchSchedule, hos
 
 
 def staged_places(step: fx.GraphModule, batching: BatchSchedule, prompt: int) -> StagedCache | None:
-    """What the rows of a cache on the device take that a prefill of some sequences alone stages, from the decode step
-    graph of one micro-batch; prompts are of at most `prompt` tokens. None where all enter at once."""
+    """Return the memory of cache rows on the device that a prefill of some sequences stages, from the decode step graph
+    of one micro-batch; prompts are of at most `prompt` tokens. None where all enter at once."""
     admitted = batching.admitted
     if batching.cache.staged or not admitted:
         return None

@@ -1,4 +1,4 @@
-"""What a model's weights are to the planner, ways to spend a budget on them, and what steps then stream."""
+"""A model's weights for the planner, ways to divide a budget among them, and the bytes that steps then stream."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def _pinned(u: WeightUse) -> bool:
 
 @dataclass(frozen=True)
 class ChunkRoom:
-    """What one prefill chunk leaves: `room` bytes for resident weights beside staging slots and pools of so many slots;
-    without staging slots nothing streams. Of the tables of experts `whole` lie on the device beside pools, and the host
-    computes with `on_host` where they lie. Host memory holds at most `host_most` bytes of weights."""
+    """The room that one prefill chunk leaves: `room` bytes for resident weights beside staging slots and pools of so
+    many slots; without staging slots nothing streams. Of the tables of experts `whole` lie on the device beside pools,
+    and the host computes with `on_host` where they lie. Host memory holds at most `host_most` bytes of weights."""
 
     chunk: int
     room: int
@@ -114,8 +114,8 @@ def with_pools(
 
 @dataclass(frozen=True)
 class StepStreams:
-    """What steps stream: in each `fetches` times `nbytes`, `held` of them from host memory; beside that the tables of
-    experts, which have pools in `fit`, whole or by name, `tables_held` bytes of them from host memory."""
+    """The bytes that steps stream: in each `fetches` times `nbytes`, `held` of them from host memory; beside that the
+    tables of experts, which have pools in `fit`, whole or by name, `tables_held` bytes of them from host memory."""
 
     rates: Rates
     kinds: WeightKinds

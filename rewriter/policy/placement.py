@@ -50,7 +50,8 @@ class RoundedPlacement(Placement):
 
 @dataclass(frozen=True)
 class Goal:
-    """What to minimise: the time, or the bytes on `tier` (whose capacity then does not count) within `time_s`."""
+    """The quantity to minimize: the time, or the bytes on `tier` (whose capacity then does not count) within
+    `time_s`."""
 
     tier: str = ""
     time_s: float = np.inf
@@ -131,8 +132,8 @@ def round_placement(costs: BlockCosts, items: list[Indivisible], *, closed: Clos
 
 
 def items_of(model: ModelShape, sequences: int, tokens: int) -> list[Indivisible]:
-    """What may lie apart: weights (equal ones together), cache blocks of 16 tokens of one sequence in every layer,
-    and the activations of each sequence."""
+    """Return the tensors that may lie on different tiers: weights (equal ones together), cache blocks of 16 tokens of
+    one sequence in every layer, and the activations of each sequence."""
     items = []
     for stage in (ATTENTION, MLP):
         total = sum(k.count * k.elements(stage) for k in model.layers)

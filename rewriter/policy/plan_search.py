@@ -19,8 +19,8 @@ TARGET = 0.01  # the least budget for a throughput is found to this part of itse
 
 @dataclass(frozen=True)
 class Lowered:
-    """What the search may make a Plan of with K, V and activations on the device: one micro-batch (more are wished for,
-    not searched), step after step. Those with caches on slower tiers are `ScheduleSearch`'s."""
+    """Blocks that can become a Plan with K, V and activations on the device: one micro-batch (more are wished for, not
+    searched), step after step. Those with caches on slower tiers are `ScheduleSearch`'s."""
 
     micro_batches: tuple[int, ...] = (1,)
 

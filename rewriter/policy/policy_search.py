@@ -35,8 +35,8 @@ ROUNDING = 1.02  # no rounded placement of a block this much slower than the bes
 
 @dataclass(frozen=True)
 class Space:
-    """What the search may choose from. `batch` fixes the sequences of a block, `largest` bounds them; `closed`
-    pairs of tensor and tier hold nothing.
+    """The search space. `batch` fixes the sequences of a block, `largest` bounds them; `closed` pairs of tensor and
+    tier hold nothing.
 
     A diagonal order moves as much as a zig-zag one and needs less memory, so the model always prefers it: ask for it
     where the runtime has it, and zig-zag is left out.
@@ -85,7 +85,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Policy:
-    """What was chosen: the block, where everything lies, and the seconds the bound and the whole placement take."""
+    """The chosen policy: the block, where everything lies, and the seconds the bound and the whole placement take."""
 
     problem: Problem
     block: BlockShape
@@ -211,7 +211,7 @@ def _token_time(candidate: _Candidate) -> float:
 
 
 def _floor_s(costs: BlockCosts) -> float:
-    """What the block takes wherever things lie: a bound that needs no LP."""
+    """Return the least seconds of the block for any placement: a bound that needs no LP."""
     return sum(p.count * max(0.0, *(float(row @ ONE) for row in p.rows())) for p in costs.pieces)
 
 

@@ -1,4 +1,4 @@
-"""What a plan would cost, from an estimator and a model's weights alone: so that many can be compared."""
+"""The cost of a plan by a closed form, cheap enough to compare many plans."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CACHE_STREAMS = {("disk", "device"): LOAD, ("host", "device"): RETURN, ("device"
 
 @dataclass(frozen=True)
 class Rates:
-    """What streaming and computing cost on a machine; the default is a cautious guess that computes in no time.
+    """The costs of streaming and computing on a machine; the default is a cautious guess that computes in no time.
 
     bytes_per_s and latency_s are of the link that weights stream over; upload_bytes_per_s and upload_latency_s are
     those of what lies in host memory, and with `hop` of what passes through it; launch_s is what one copy more costs

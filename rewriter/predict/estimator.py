@@ -17,7 +17,7 @@ ISSUED_S = 2e-5
 
 
 class Estimator(Protocol):
-    """What every prediction asks; another one than the machine's own may stand in its place.
+    """The costs behind every prediction; another estimator may replace the machine's own.
 
     Bytes and operations are counts, m, n and k those of a product [m, k] times [n, k] transposed; tiers are "device",
     "host" and "disk". All times are in seconds.
@@ -70,7 +70,7 @@ class Estimator(Protocol):
         """A byte more in a copy from tier to tier; KeyError names the links there are."""
 
     def latency_s(self, src: str, dst: str) -> float:
-        """What a copy takes beside its bytes."""
+        """Return the fixed time of a copy, in seconds."""
 
     def exchange_s(self, kind: str, ranks: int, nbytes: float) -> float:
         """An exchange of a kind (torch's name) that leaves so many bytes on each rank, once all are there."""

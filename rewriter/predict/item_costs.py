@@ -114,7 +114,7 @@ def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> 
 
 
 def work_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> float:
-    """What computes a launch on the device, without what issuing it takes."""
+    """Return the time that a launch computes on the device, without the time to issue it."""
     operator = find(item.op)
     if operator is not None and operator.implementations is not None:
         shape = operator.implementations.shape(item)

@@ -1,4 +1,4 @@
-"""What a cost model needs of a model, bytes and operations per layer: from captured graphs or a config's numbers."""
+"""Sizes of models for the cost model, bytes and operations per layer: from captured graphs or a config's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan is expected to take, by its Programs on the virtual device."""
+"""Predictions of a plan by its Programs on the virtual device."""
 
 from __future__ import annotations
 

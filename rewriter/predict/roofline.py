@@ -20,8 +20,8 @@ class RooflineOperator:
 
 @dataclass(frozen=True)
 class Module:
-    """What is dispatched together: its operators, seconds the host takes to launch them, and bytes-per-link time of
-    what it then exchanges with other devices."""
+    """Operators that are dispatched together: its operators, seconds the host takes to launch them, and bytes-per-link
+    time of what it then exchanges with other devices."""
 
     name: str
     operators: tuple[RooflineOperator, ...]

@@ -74,7 +74,7 @@ def simulate(program: Program, machine: Machine, steps: int = STEPS, times: Esti
 
 
 def item_cost(item: Item, times: Estimator, seen: Mapping[int, float] | None = None) -> ItemCost:
-    """What an item costs on the virtual device, alone and beside others; `seen` as of a Program."""
+    """Return an item's cost on the virtual device, alone and next to others; `seen` as of a Program."""
     time_s = item_time_s(item, times, seen)
     if isinstance(item, Launch):
         share = times.memory_share(touched_nbytes(item), time_s)

@@ -160,7 +160,7 @@ def _head(plan: Plan, captured: CapturedModel | None) -> str:
 
 
 def _kept(plan: Plan, captured: CapturedModel | None) -> str:
-    """What the cache takes, told apart from states that do not grow with the context."""
+    """Format the bytes of the cache, and of states that do not grow with the context."""
     cache = sum(x.nbytes for x in plan.buffers_of("decode") if x.kind == "cache")
     states = 0 if captured is None else plan.workload.batch * sum(
         spec.sequence_nbytes for layer in captured.states for spec in layer)

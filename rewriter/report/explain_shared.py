@@ -1,4 +1,4 @@
-"""What a draft's step in the memory of a model's plan shares with it, and what is its own."""
+"""The memory of a draft step inside a model's plan: shared parts, and its own."""
 
 from __future__ import annotations
 

@@ -149,7 +149,8 @@ def find_goodput(strategy: Strategy, service: ServiceWanted, level: ServiceLevel
 def greatest_rate(
     found: Simulated, traffic: Traffic, level: ServiceLevel, instances: int = 1
 ) -> tuple[Measured, float]:
-    """What is measured at the greatest rate that keeps `level`, and that rate; 0, and the lowest rate's, if none does.
+    """Find the greatest rate that keeps `level`, with its measurements; rate 0 and those of the lowest rate if none
+    does.
 
     By bisection between a rate that is served and one that is not (Algorithm 8). The loop printed there runs while the
     bounds are *nearer* than the tolerance, that is never; here it runs until they are. Its upper bound, 1.2 over the
@@ -185,7 +186,8 @@ class Prices:
         return self.offloading if strategy.offloaded else strategy.devices * self.device
 
     def per_million(self, one: Goodput, output: int) -> float:
-        """What a million tokens of answers, `output` each, cost at its goodput; inf where nothing is served."""
+        """Return the cost of a million answer tokens, `output` per request, at the goodput; inf where nothing is
+        served."""
         tokens_per_s = one.rate * output
         return self.per_hour(one.strategy) / 3600 / tokens_per_s * 1e6 if tokens_per_s else float("inf")
 

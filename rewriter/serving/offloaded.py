@@ -16,8 +16,9 @@ SLOTS = 2  # layers in staging: one that computes, one that arrives; of caches t
 
 @dataclass(frozen=True)
 class Streamed:
-    """What one device streams each step: bytes of weights, how many of them from host memory, in so many copies; the
-    tokens of cache that there are, in host memory if `staged`, and of these the share kept as checkpoints."""
+    """The bytes that one device streams in each step: bytes of weights, how many of them from host memory, in so many
+    copies; the tokens of cache that there are, in host memory if `staged`, and of these the share kept as
+    checkpoints."""
 
     nbytes: int
     from_host_nbytes: int
@@ -72,7 +73,7 @@ def with_checkpoints(model: ModelShape, machine: Machine, away: Streamed, batch:
 
 @dataclass(frozen=True)
 class _CacheTraffic:
-    """What a step does to a cache in host memory: bytes that come and go, and what is made again of checkpoints."""
+    """A step's traffic of a cache in host memory: bytes in and out, and work to recompute from checkpoints."""
 
     model: ModelShape
     times: MachineEstimator

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., float])
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """What simulators ask of a model on an instance; all in seconds.
+    """Times of a model on an instance, for simulators; all in seconds.
 
     `prefill_s(batch, tokens, context)`: `batch` prompts of which `tokens` each are new, the last of them attending over
     `context`. `decode_s(batch, context)`: one token more of `batch` sequences with `context` tokens each on average.

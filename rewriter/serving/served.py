@@ -1,4 +1,4 @@
-"""What a simulation gives: when each request came, had its first token and its last; and percentiles of it."""
+"""Results of a simulation: arrival, first and last token of each request, and percentiles."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class ServiceWanted:
-    """What is asked for: a model, a machine that each device is, traffic, and limits of an instance.
+    """The requested service: a model, a machine that each device is, traffic, and limits of an instance.
 
     `prefill_batch` prompts are computed at once, `batch` sequences decode at once (Table 4's 4 and 16); with `paper`
     BestServe's operators and simulators, which know no memory, else the machine's attained rates and single steps.
@@ -134,7 +134,7 @@ def _offloaded(strategy: Strategy, service: ServiceWanted, request: Arrival) -> 
 
 
 def streams(strategy: Strategy, service: ServiceWanted) -> Streamed:
-    """What a device that offloads streams; ModelError where it holds too little."""
+    """Return the bytes that an offloading device streams; ModelError where it holds too little."""
     if service.paper:
         raise ModelError("the paper's costs know no streaming; leave --paper out to compare with offloading")
     machine, traffic = service.streams_on, service.traffic

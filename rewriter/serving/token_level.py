@@ -19,8 +19,8 @@ Role = Literal["both", "prefill", "decode"]
 
 @dataclass(frozen=True)
 class InstanceLimits:
-    """What an instance takes at once: sequences (of a prefill instance: prompts in one batch), tokens in its cache, in
-    blocks of `block`, and tokens of prompts in one step.
+    """The limits of an instance at one time: sequences (of a prefill instance: prompts in one batch), tokens in its
+    cache, in blocks of `block`, and tokens of prompts in one step.
 
     With `chunk` a step takes that many tokens: one of each sequence that decodes, the rest of one prompt; 0 prefills
     whole prompts, before anything decodes. All prompts begin with the same `shared_prefix` tokens, which an instance

@@ -1,4 +1,4 @@
-"""What every pass must leave behind (passes/README.md), checked on the graphs themselves."""
+"""Check the invariants of passes (passes/README.md) on graphs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def at_small_sizes(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Unsound(Exception):
-    """What is wrong with one graph."""
+    """An error in one graph."""
 
 
 def _graphs(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
@@ -85,8 +85,8 @@ def _graphs(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
 
 
 def _structure(gm: fx.GraphModule, inner: bool) -> None:
-    """What holds whether sizes are fixed or not: fx's own rules, no calls within blocks, a value on every node, marks
-    where they belong."""
+    """Check the rules that hold with fixed and symbolic sizes: fx's own rules, no calls within blocks, a value on every
+    node, marks where they belong."""
     try:
         gm.graph.lint()
     except Exception as error:

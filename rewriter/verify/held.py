@@ -77,7 +77,7 @@ def owners_of(run: TouchedRun) -> list[str | None]:
 
 
 def difference(before: dict[str, list[str | None]], after: dict[str, list[str | None]]) -> str:
-    """What of the memory has another owner, of what was owned before and is now."""
+    """Return the memory whose owner changed."""
     for arena, owners in before.items():
         for a, b in zip(owners, after[arena], strict=True):
             if a != b:

@@ -46,7 +46,7 @@ Extents = dict[tuple[Any, ...], tuple[int, int]]
 
 
 class ItemFault(ValueError):
-    """What is wrong with an item; the message names it."""
+    """An error in an item, which the message names."""
 
 
 def check_sizes(program: Program, budget: Mapping[str, int | None]) -> None:
@@ -91,7 +91,7 @@ def check_items(program: Program) -> None:
 
 
 def _check_memory(spans: Iterable[Span], label: str, files: Collection[str]) -> None:
-    """What is computed with, or says what to copy, lies in memory."""
+    """Check that operands, and tensors that name rows to copy, lie in memory."""
     for span in spans:
         if span.arena in files:
             raise ItemFault(f"{label} touches {span_text(span)}, which is a file: only copies reach it")
@@ -279,7 +279,8 @@ def writes_in_part(copy: Copy) -> bool:
 
 
 def copy_spans(copy: Copy) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """What a copy reads in arenas and spill files, and what it may write: its target, then the room around it."""
+    """Return the spans that a copy reads in arenas and spill files, and those that it may write: its target, then the
+    room around it."""
     source, dst, (before, after) = place_of(copy.src), place_of(copy.dst), copy.room
     assert isinstance(dst, Span)
     reads: tuple[Span, ...] = (source,) if isinstance(source, Span) else ()

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Lookout(Protocol):
-    """What knows whether the other ranks live."""
+    """Watcher of the other ranks."""
 
     def fault(self) -> BaseException | None: ...
 
@@ -21,5 +21,5 @@ def look_out(lookout: Lookout | None) -> None:
 
 
 def rank_fault() -> BaseException | None:
-    """What is wrong with another rank; None while all are heard of, and where there are none."""
+    """Return the failure of another rank; None while all are heard of, and where there are none."""
     return None if _lookout is None else _lookout.fault()

@@ -1,4 +1,4 @@
-"""What torchrun says to a process that it starts."""
+"""The settings that torchrun passes to a process."""
 
 from __future__ import annotations
 

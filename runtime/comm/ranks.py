@@ -54,7 +54,7 @@ def tell_others(error: BaseException) -> None:
 
 
 def from_all(value: T) -> list[T]:
-    """What each rank gives, by rank. RankFault names a rank that fails meanwhile, or is out of reach."""
+    """Gather a value from each rank, by rank. RankFault names a rank that fails meanwhile, or is out of reach."""
     found: list[Any] = [None] * dist.get_world_size()
     failed: list[Exception] = []
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has one of its own

@@ -46,7 +46,7 @@ class RankWatch:
         atexit.register(self.close)  # a thread that Python ends within a call of the store takes the process down
 
     def fault(self) -> RankFault | None:
-        """What is wrong with another rank, or with the link to all; None while all are heard of."""
+        """Return the failure of another rank, or of the connection to all; None while all are heard of."""
         now = time.monotonic()
         if now - self._heard <= SILENT_S:
             self._doubted = None

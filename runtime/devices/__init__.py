@@ -1,1 +1,1 @@
-"""What executes items: threads, CUDA streams, a virtual clock."""
+"""Devices that execute items: threads, CUDA streams, a virtual clock."""

@@ -1,4 +1,4 @@
-"""What the executor asks of a device: memory, and items made ready to issue."""
+"""The interface between executor and device: memory, and items made ready to issue."""
 
 from __future__ import annotations
 

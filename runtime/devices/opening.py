@@ -1,4 +1,4 @@
-"""What every device is opened with."""
+"""The arguments with which every device is opened."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class Opening:
     trace: Trace | None = None
 
     def shared(self) -> dict[str, Any]:
-        """What a `StreamedDevice` is given beside the reader of weights."""
+        """Arguments of a `StreamedDevice` besides the reader of weights."""
         return {"lookups": self.lookups, "loads": self.loads, "spill": self.spill, "trace": self.trace,
                 "poison": self.switches.poison, "sync": self.switches.sync}

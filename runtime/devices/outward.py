@@ -1,4 +1,4 @@
-"""What devices share about copies to and from spill files, and of rows that are named when the copy runs."""
+"""Shared code of devices for copies to and from spill files, and of rows that are named at run time."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class SpillFault(RuntimeFault):
 
 
 class NamedRows:
-    """What copies move whose rows tensors name when they run. What a table of one step says to one layer's copy it says
-    to those of all: it is read anew, and thought about where it says something else than the last time."""
+    """The rows of copies that tensors name at run time. What a table of one step says to one layer's copy it says to
+    those of all: it is read anew, and thought about where it says something else than the last time."""
 
     def __init__(self, tensor: Callable[[TensorRef], torch.Tensor]) -> None:
         self._tensor = tensor
@@ -71,8 +71,8 @@ class NamedRows:
             self._told[other] = None if raw is None or at < 0 else raw[at : at + math.prod(other.shape)].copy()
 
     def known(self, item: Copy) -> tuple[RowRun, ...] | None:
-        """What the copy is to move by what was told of the tensors that name it; None where one of them holds what a
-        step computes, and must be read when the copy runs."""
+        """Return the rows to copy, from the tensors that name them; None where one of them holds what a step computes,
+        and must be read when the copy runs."""
         rows, inward = _named_end(item)
         if rows is None:
             return ((0, 0, item.src.nbytes),)
@@ -81,7 +81,7 @@ class NamedRows:
         return self._found(rows, inward, item.label, held) if len(held) == len(said) else None
 
     def _found(self, rows: Rows, inward: bool, label: str, said: list[np.ndarray]) -> tuple[RowRun, ...]:
-        """What to move where the tensors that tell it hold this."""
+        """Return the rows to copy for these values of the naming tensors."""
         index = None if rows.index is None else said[0].reshape(-1)
         named = rows.rows if index is None else index.size
         count = named if rows.count is None else int(said[-1].item())

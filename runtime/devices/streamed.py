@@ -1,4 +1,4 @@
-"""What devices share that issue a Program's items themselves: readers, spill files, workers, and which item is what."""
+"""Shared code of devices that issue a Program's items themselves: readers, spill files, workers, kinds of items."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class StreamedDevice:
         return done if self.trace is None else self.trace.until(item, nbytes, done)
 
     def _fault(self) -> BaseException | None:
-        """What ended a thread that copies, reads or writes; None while all live."""
+        """Return the error that ended a thread that copies, reads or writes; None while all live."""
         return first_fault((*self.workers.values(), *self.readers.values(), self.spill))
 
     def _close_all(self, *threads: Worker | DiskReader) -> None:

@@ -39,7 +39,7 @@ class Engine(Protocol):
 
 
 def first_fault(engines: Iterable[Engine | None]) -> BaseException | None:
-    """What ended one of the engines; None while all of them live."""
+    """Return the error that ended one of the engines; None while all of them live."""
     return next((fault for engine in engines if engine is not None and (fault := engine.fault()) is not None), None)
 
 

@@ -81,7 +81,8 @@ def _of_cores_s(step: list[tuple], core_share: float) -> float:
 
 
 def _prepared(items: Iterable[Item], cost: CostOf, clock: _StreamClock) -> list[tuple]:
-    """What each item does to the clock, with its cost and its stream's queue looked up: a step runs several times."""
+    """Prepare the effect of each item on the clock, with its cost and its stream's queue looked up: a step runs several
+    times."""
     found: list[tuple] = []
     queue_of, add = clock.queue_of, found.append
     for item in items:
@@ -120,7 +121,7 @@ class _StreamClock:
         return self.queues.setdefault(stream, deque())
 
     def queued(self) -> list[list[float]]:
-        """What the copies of each queue still take, to a nanosecond; -1 for marks."""
+        """Return the remaining time of each queue's copies, to a nanosecond; -1 for marks."""
         return [[round(x.left, 9) if type(x) is _Under else -1.0 for x in queue] for queue in self.queues.values()]
 
     def run(self, items: list[tuple]) -> None:

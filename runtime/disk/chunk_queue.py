@@ -40,14 +40,14 @@ class ReaderBrokenError(RuntimeError):
 
 
 def told_as(error: BaseException | None) -> BaseException | None:
-    """What to tell those who wait of `error`: of the SystemExit that ends a thread that it did, since raised in theirs
-    it would end the process without a word."""
+    """Return the error for waiting callers, in place of `error`: of the SystemExit that ends a thread that it did,
+    since raised in theirs it would end the process without a word."""
     return ReaderBrokenError("the disk reader's thread has ended") if isinstance(error, SystemExit) else error
 
 
 class Task:
-    """What is to be read, or written to `spill`, whenever it is asked for; `chunks` and `file` are known once the file
-    has been opened."""
+    """A read, or a write to `spill`, that may be submitted many times; `chunks` and `file` are known once the file has
+    been opened."""
 
     __slots__ = ("chunks", "file", "nbytes", "offset", "on_done", "path", "spill", "split")
 

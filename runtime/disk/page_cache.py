@@ -1,4 +1,4 @@
-"""What the kernel's page cache holds of a file: count it, drop it, and tell file systems that live in it."""
+"""Count and drop a file's pages in the kernel's page cache, and recognize file systems that live in it."""
 
 from __future__ import annotations
 

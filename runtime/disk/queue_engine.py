@@ -1,4 +1,4 @@
-"""What engines share that work through one queue of chunks: how reads and writes come to it, faults, the end."""
+"""Shared code of engines with one queue of chunks: submission of reads and writes, faults, shutdown."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class QueueEngine:
         """Tell threads that wait for something else than the queue."""
 
     def fault(self) -> BaseException | None:
-        """What ended a thread; see `DiskReader`."""
+        """The error that ended a thread; see `DiskReader`."""
         if self._queue.error is None and not self._queue.closed and not all(t.is_alive() for t in self._threads):
             return RuntimeError("a thread that reads the disk has ended")
         return self._queue.error

@@ -52,7 +52,7 @@ class DiskReader(Protocol):
         """Gather `rows` of the table at `offset` to `address`, one after the other; a repeated row is read once."""
 
     def fault(self) -> BaseException | None:
-        """What ended the engine's threads, so that no read will be done any more; None while they live, or once the
+        """The error that ended the engine's threads, after which no read completes; None while they live, or once the
         reader is closed."""
 
     def close(self) -> None:

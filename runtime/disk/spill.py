@@ -52,7 +52,7 @@ class SpillSpace:
         return self._writer
 
     def fault(self) -> BaseException | None:
-        """What ended the engine that writes; None while it lives, or before there is one."""
+        """The error that ended the writing engine; None while it lives, or before there is one."""
         return None if self._writer is None else self._writer.fault()
 
     def close(self) -> None:

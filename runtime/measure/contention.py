@@ -1,4 +1,4 @@
-"""What computing and reads from disk do to each other: at once, and over a second, in which they share the cores."""
+"""Contention of computing and reads from disk: at once, and over a second, in which they share the cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a copy costs the thread that computes."""
+"""The time that a copy takes from the computing thread."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ StageProgress = Callable[[str, float], None]
 
 
 class DeviceMeasures(Protocol):
-    """What a device's folder measures of it: its `measure.py`."""
+    """The measurements of a device's folder, in its `measure.py`."""
 
     def links(self, read: Link, write: Link, quick: bool) -> list[Link]: ...
 
@@ -92,7 +92,7 @@ MEASURES: dict[str, DeviceMeasures] = {HOST.kernels: measure_cpu, CUDA.kernels: 
 
 @dataclass(frozen=True)
 class DiskTrial:
-    """What one engine configuration did on cold reads: bytes per second, and the cores it kept busy meanwhile."""
+    """The result of one engine configuration on cold reads: bytes per second, and the cores it kept busy meanwhile."""
 
     kind: str
     depth: int
@@ -156,14 +156,14 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
 
 
 def _host_rates(quick: bool, rounds: int) -> dict[str, Any]:
-    """What the cores beside a GPU compute at, by the profile's field."""
+    """Measure the rates of the host's cores next to a GPU, by the profile's field."""
     rates, flops = host_product_rates(quick)
     return {"host_attention_bytes_per_s": MEASURES[HOST.kernels].attention_bytes_per_s(rounds),
             "host_product_bytes_per_s": rates, "host_product_flops": flops}
 
 
 def versions() -> dict[str, str]:
-    """What times depend on besides the machine: software, by name."""
+    """Return the versions of software on which times depend, by name."""
     try:
         own = importlib.metadata.version("forebay")
     except importlib.metadata.PackageNotFoundError:

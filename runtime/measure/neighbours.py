@@ -1,4 +1,4 @@
-"""What others make of the cores while something is measured."""
+"""The load of other processes on the cores during a measurement."""
 
 from __future__ import annotations
 

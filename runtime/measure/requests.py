@@ -1,4 +1,4 @@
-"""What a request to the disk costs beside its bytes."""
+"""The fixed cost of a request to the disk."""
 
 from __future__ import annotations
 

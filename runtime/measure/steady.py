@@ -59,8 +59,8 @@ def steady_times(
     timed: Mapping[Key, Timed], measure: Callable[[dict[Key, Timed]], Mapping[Key, float]],
     line: Callable[[Key], tuple[Hashable, tuple[float, ...]]], tries: int | None = None,
 ) -> dict[Key, float]:
-    """What `measure` gives for each entry of `timed`, up to `tries` (TRIES) times for those on a line that fits poorly:
-    the best fit counts. `line` says on which line an entry lies, and where, as `fit_times` takes it."""
+    """Measure each entry of `timed`, up to `tries` (TRIES) times for those on a line that fits poorly: the best fit
+    counts. `line` says on which line an entry lies, and where, as `fit_times` takes it."""
     found = dict(measure(dict(timed)))
     for _ in range((tries or TRIES) - 1):
         before = _fits(found, line)

@@ -1,4 +1,4 @@
-"""What a session's cache holds of a sequence, copied out of its batch slot and back into any.
+"""Copy a sequence's cache out of its batch slot and back into any slot.
 
 A cache on the device has rows of tokens; one on slower tiers has blocks of tokens, which move as they lie. States that
 have no row for each token move whole.

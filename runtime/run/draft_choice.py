@@ -1,4 +1,4 @@
-"""What is drafted next for sequences that run, and how much of it a step checks: what is expected to pay."""
+"""Choice of the next drafts of running sequences, and of the number that a step checks, by expected gain."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class DraftChoice:
     def _drafts(
         self, held: Mapping[int, torch.Tensor], most: Mapping[int, int], times_s: Mapping[int, float]
     ) -> dict[int, Drafted]:
-        """What may follow: where each drafted token takes time, what followed the last tokens before is taken instead
+        """Return the drafts: where each drafted token takes time, what followed the last tokens before is taken instead
         if that is expected to give as many tokens per second."""
         if not self.drafter.token_time_s:
             return self.drafter.draft(held, most)

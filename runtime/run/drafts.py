@@ -59,7 +59,7 @@ def alike(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class PromptLookup:
-    """What followed the last tokens of a sequence where they stood before, in its prompt or answer (Saxena, prompt
+    """Drafts of the tokens that followed an earlier occurrence of the last tokens, in prompt or answer (Saxena, prompt
     lookup decoding, 2023): behind the longest match of at most `LONGEST_MATCH` tokens, of those the latest. `kind` is
     its length."""
 

@@ -32,7 +32,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class EachAnswer:
-    """What more is asked for each answer.
+    """Further settings of each answer.
 
     Attributes:
         constrain: Makes what constrains it.

@@ -1,4 +1,4 @@
-"""What changes a sequence's logits before its next token is chosen: penalties, biases and constraints; and the log
+"""Processing of a sequence's logits before its next token is chosen: penalties, biases and constraints; and the log
 probabilities that the model gave."""
 
 from __future__ import annotations

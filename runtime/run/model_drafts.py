@@ -19,10 +19,10 @@ KNOWN = 64  # checked tokens that weigh as much as what was expected of them
 
 
 class ModelDrafter:
-    """What the model of `session` says comes next, most likely or drawn by `sampling` from each row's own `draws`, with
-    the distributions that tokens were drawn from. It stops where a further token would seldom stand, by what it gave
-    those before (`DraftCalibration`); these are offered whatever they were given, else draws would not be fair. Its
-    cache holds prompts and answers so far, in the rows that they have in the larger model's batch; of drafts that were
+    """Drafts by the model of `session`, most likely or drawn by `sampling` from each row's own `draws`, with the
+    distributions that tokens were drawn from. It stops where a further token would seldom stand, by what it gave those
+    before (`DraftCalibration`); these are offered whatever they were given, else draws would not be fair. Its cache
+    holds prompts and answers so far, in the rows that they have in the larger model's batch; of drafts that were
     refused, and of sequences that have left their rows, it takes the tokens back by not counting them. What it lacks is
     fed token by token, or computed as a prompt where that is expected to be faster: in its row alone where the plan
     admits sequences one after the other, else all rows anew. Sequences beyond the plan's room get no drafts. `right`

@@ -27,7 +27,7 @@ class TreeBlock(Protocol):
 
 @dataclass(frozen=True)
 class PrefixBlock:
-    """What a session's cache holds of one block of tokens.
+    """The cache content of one block of tokens.
 
     Attributes:
         before: The key of the block before it; of the first one the root.

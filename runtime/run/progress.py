@@ -1,4 +1,4 @@
-"""What was done so far, in steps and tokens."""
+"""Progress so far, in steps and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop that generates tokens is asked for."""
+"""Requests to the loop that generates tokens."""
 
 from __future__ import annotations
 

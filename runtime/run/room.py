@@ -1,4 +1,4 @@
-"""What a plan has room for: prompts and answers in the slots of its batch."""
+"""The room of a plan: prompts and answers in the slots of its batch."""
 
 from __future__ import annotations
 

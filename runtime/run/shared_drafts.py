@@ -14,9 +14,9 @@ from forebay.runtime.run.step_inputs import StepInputs
 
 
 class SharedDrafter(ModelDrafter):
-    """What the step that drafts in the memory of `session` (`SharedDraft`) says comes next. Its cache is the model's:
-    of prompts and answers it lacks only the last token, and what it writes behind is checked, and written anew, by the
-    step that comes (as in SubSpec, arXiv 2509.18344)."""
+    """Drafts by the step that shares the memory of `session` (`SharedDraft`). Its cache is the model's: of prompts and
+    answers it lacks only the last token, and what it writes behind is checked, and written anew, by the step that comes
+    (as in SubSpec, arXiv 2509.18344)."""
 
     def __init__(
         self, session: Session, sampling: Sampling, draws: Sequence[Draws] = (), chance: float = 0.5

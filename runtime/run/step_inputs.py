@@ -18,7 +18,7 @@ def counted_positions(start: torch.Tensor, tokens: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PromptFeatures:
-    """What is computed in place of some tokens of a prompt, as those of images.
+    """Embeddings in place of some tokens of a prompt, such as image tokens.
 
     Attributes:
         placed: [P] bool, which tokens these are.

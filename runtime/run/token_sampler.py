@@ -14,7 +14,7 @@ from forebay.runtime.run.sampling import Sampling, choose, drawn, most_likely
 
 
 class TokenSampler:
-    """What follows in `requests`, by number, of whose answers `new` has the tokens so far.
+    """Sampler of the next tokens of `requests`, by number; `new` has the tokens of each answer so far.
 
     Attributes:
         columns: Whether each step draws one column of tokens for all rows of `call`.
@@ -116,7 +116,7 @@ class TokenSampler:
                          self._constraint(number), drafted)
 
     def _constraint(self, number: int) -> Constraint | None:
-        """What constrains a request's tokens, from when it is first asked for."""
+        """Return the constraint of a request's tokens, made on first use."""
         make = self.requests[number].constraint
         if make is not None and number not in self.constraints:
             self.constraints[number] = make()
@@ -151,7 +151,7 @@ class TokenSampler:
         return choose(rows, sampling, drawn).tolist()
 
     def _draws(self, number: int) -> Draws:
-        """What draws a request's tokens, as `choose` takes it."""
+        """Return the random source of a request's tokens, for `choose`."""
         return self.call.generator if self.call is not None and self.columns else [self._generator(number)]
 
     def _generator(self, number: int) -> torch.Generator:

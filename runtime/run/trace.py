@@ -40,8 +40,8 @@ class Trace:
         self._lock = threading.Lock()
 
     def noting(self, lane: str, label: str, link: TierPair | None = None) -> Callable[[float, int], None]:
-        """What notes that a span of this name, begun at the given `time.perf_counter()`, ends now, having brought so
-        many bytes."""
+        """Return a function that records the end of a span of this name, from its begin (`time.perf_counter()`) and its
+        bytes."""
         with self._lock:
             name = self._names.setdefault((lane, label, link), len(self._names))
         lock, clock, spans, zero, room = self._lock, time.perf_counter, self._spans.data, self.zero, self.room
@@ -59,8 +59,8 @@ class Trace:
         return self.noting(item.stream, item.label, (tier_of(item.src), tier_of(item.dst)))
 
     def under_way(self, item: Copy, nbytes: int, done: OnDone) -> tuple[Call, OnDone]:
-        """What to call when a copy begins, and `done` for it: notes its span, and its bytes if they arrive, when it
-        ends. For any number of times, first begun first ended."""
+        """Return a function to call when a copy begins, and `done` for it: it records the span, and its bytes if they
+        arrive, when it ends. For any number of times, first begun first ended."""
         note, clock, starts = self.noting_copy(item), time.perf_counter, deque[float]()
 
         def traced(error: BaseException | None) -> None:

@@ -14,7 +14,7 @@ class Admission:
     sequences: int = 0
 
     def fault(self, batch: int) -> str:
-        """What contradicts itself, as the field and why; "" for nothing."""
+        """Return the first contradiction, as the field and the reason; "" for none."""
         return "" if 0 <= self.sequences <= batch else (
             f"admission.sequences: {self.sequences} is not between 0 and the batch of {batch} (plan.workload.batch)")
 

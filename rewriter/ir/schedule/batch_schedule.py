@@ -120,7 +120,7 @@ class BatchSchedule:
         return self.hidden.regions(self.micro_batches.count)
 
     def fault(self, batch: int) -> str:
-        """What contradicts itself for a batch of so many sequences, as the field and why; "" for nothing."""
+        """Return the first contradiction for a batch of so many sequences, as the field and the reason; "" for none."""
         return (self.cache.fault() or self.gathering.fault() or self.recomputation.fault(self.cache)
                 or self.hidden.fault(self.micro_batches, self.admission) or self.micro_batches.fault(batch)
                 or self.admission.fault(batch))

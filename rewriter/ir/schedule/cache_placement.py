@@ -31,7 +31,7 @@ class CachePlacement:
         return self.tier != "device"
 
     def fault(self) -> str:
-        """What contradicts itself, as the field and why; "" for nothing."""
+        """Return the first contradiction, as the field and the reason; "" for none."""
         if self.staged and (self.slots < 1 or self.block_tokens < 1):
             return f"cache: a cache on the tier {self.tier} needs slots and block_tokens of at least 1"
         given = {name: getattr(self, name) for name in ("slots", "block_tokens", "on_device", "on_host",

@@ -13,5 +13,5 @@ class GatherAhead:
     buffers: int = 0
 
     def fault(self) -> str:
-        """What contradicts itself, as the field and why; "" for nothing."""
+        """Return the first contradiction, as the field and the reason; "" for none."""
         return f"gathering.buffers: {self.buffers} must not be below 0" if self.buffers < 0 else ""

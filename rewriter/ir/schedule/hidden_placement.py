@@ -35,7 +35,7 @@ class HiddenPlacement:
         return [next(staying) if home == "device" else kept + next(away) % slots for home in homes]
 
     def fault(self, micro_batches: MicroBatches, admission: Admission) -> str:
-        """What contradicts itself, as the field and why; "" for nothing."""
+        """Return the first contradiction, as the field and the reason; "" for none."""
         counts = {name: value for name, value in asdict(self).items() if name != "tier"}
         if self.tier == "device":
             return next((f"hidden.{name}: {given} is for hidden states that leave the device (hidden.tier)"

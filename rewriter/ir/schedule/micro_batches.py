@@ -21,7 +21,7 @@ class MicroBatches:
         return self.order == "zigzag" and self.count > 1
 
     def fault(self, batch: int) -> str:
-        """What contradicts itself, as the field and why; "" for nothing."""
+        """Return the first contradiction, as the field and the reason; "" for none."""
         return "" if batch % self.count == 0 else (
             f"micro_batches.count: {self.count} do not divide a batch of {batch} (plan.workload.batch)")
 

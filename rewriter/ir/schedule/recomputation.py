@@ -27,7 +27,7 @@ class Recomputation:
         return (stretch + 1) * self.checkpoints // self.period > stretch * self.checkpoints // self.period
 
     def fault(self, cache: CachePlacement) -> str:
-        """What contradicts itself, as the field and why; "" for nothing."""
+        """Return the first contradiction, as the field and the reason; "" for none."""
         if self.checkpoints < 0 or (self.checkpoints and not cache.staged):
             return cache.further_off("recomputation.checkpoints", self.checkpoints)
         try:

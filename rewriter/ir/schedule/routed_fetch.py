@@ -54,8 +54,9 @@ class RoutedFetch:
         self, step_sizes: Sequence[int], tiers: Sequence[str], on_host: Sequence[str], hop: bool,
         micro_batches: MicroBatches
     ) -> str:
-        """What contradicts the steps that there are, or where the tables lie that have pools, as the field and why; ""
-        for nothing. `on_host`: where those lie with which the host computes. `hop`: the device cannot read the disk."""
+        """Return the first contradiction with the steps or with the tiers of tables that have pools, as the field and
+        the reason; "" for none. `on_host`: where those lie with which the host computes. `hop`: the device cannot read
+        the disk."""
         by_name = bool(on_host or tiers)
         if list(self.steps) != sorted({*self.steps} & {*step_sizes}) or bool(self.steps) != by_name:
             return (f"schedule.routed.steps: {list(self.steps)} must be among the steps over {sorted(step_sizes)} "

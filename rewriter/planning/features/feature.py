@@ -36,7 +36,7 @@ class ScheduleRequest:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a feature tries other schedules with.
+    """The tools with which a feature tries other schedules.
 
     Attributes:
         simulate: The plan of a schedule (and of other options, where they are given), whose Programs are simulated;

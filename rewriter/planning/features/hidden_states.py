@@ -1,4 +1,5 @@
-"""What hidden states that leave the device between turns take of the other tiers, and what a prefill step moves."""
+"""Hidden states that leave the device between turns: their memory on other tiers, and the bytes that a prefill
+moves."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def hidden_buffers(batching: BatchSchedule, layout: Layout | None, host_hop: boo
 
 
 def hidden_moves(moves: CacheMoves, layout: Layout | None, batching: BatchSchedule, layers: int) -> CacheMoves:
-    """What a step moves with the hidden states of `layout` beside its caches: in each layer all of a region comes, and
-    the largest of its buffers, which the layer changes, goes."""
+    """Return the bytes that a step moves with the hidden states of `layout`, without caches: in each layer all of a
+    region comes, and the largest of its buffers, which the layer changes, goes."""
     own = region_buffers(layout.buffers.values(), batching) if layout is not None else {}
     if not own:
         return moves
