@@ -1,5 +1,5 @@
-"""What an operator's meaning in ONNX is written with: values by name, and the graph that they are put into. A meaning
-is a function of the operator's arguments, values where they are tensors; it needs no ONNX package itself."""
+"""Tools to write an operator's meaning in ONNX: values by name, and the graph that they are put into. A meaning is a
+function of the operator's arguments, values where they are tensors; it needs no ONNX package itself."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class OnnxGraph(Protocol):
         """Two values of one shape, added, unless an operator that follows adds them itself (`summands`)."""
 
     def summands(self, value: str, *others: str) -> tuple[str, str] | None:
-        """What `sum` adds to give `value`, for an operator that adds them itself and gives `value` as well (`named`),
-        and stands in the sum's place. None where one of the `others` that it reads is younger."""
+        """Return the operands that `sum` adds to make `value`, for an operator that adds them itself and gives `value`
+        as well (`named`), and stands in the sum's place. None where one of the `others` that it reads is younger."""
 
     def constant(self, value: Any, dtype: torch.dtype = torch.int64) -> str:
         """A number, or a list of them."""
@@ -66,7 +66,7 @@ class OnnxGraph(Protocol):
         """The list that `constant` was given for a value."""
 
     def once(self, key: object, make: Callable[[], str]) -> str:
-        """What `make` gave for an equal key before, made only once."""
+        """Return the result of `make` for a key, made only once."""
 
     def transposed(self, weight: OnnxValue) -> str:
         """A matrix [N, K] as [K, N]."""
@@ -90,7 +90,7 @@ class OnnxGraph(Protocol):
         """Let `new` [B, Hkv, S, D] be what follows in a cache."""
 
     def appended(self, cache: OnnxValue) -> tuple[str, str]:
-        """What a cache held before this step, and what follows."""
+        """Return a cache's earlier content with the new rows appended."""
 
     def present(self, cache: OnnxValue, value: str) -> None:
         """Let `value` be what the cache holds after this step."""

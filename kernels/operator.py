@@ -119,7 +119,7 @@ class Operator:
 
     @cached_property
     def name(self) -> str:
-        """As a Launch has it: "forebay.linear"."""
+        """The operator's name in a Launch: "forebay.linear"."""
         return str(self.overload).removesuffix(".default")
 
     @cached_property
@@ -139,7 +139,7 @@ class Operator:
         return bool(self.caches and self.writes)
 
     def argument(self, args: tuple[Any, ...], name: str) -> Any:
-        """What positional arguments hold for `name`; the schema's default where they end before it."""
+        """Return the value of `name` among positional arguments; the schema's default where they end before it."""
         place = self.arguments.index(name)
         return args[place] if place < len(args) else self.overload._schema.arguments[place].default_value
 
@@ -149,7 +149,7 @@ class Operator:
                    if isinstance(value := self.argument(args, name), torch.Tensor))
 
     def given_caches(self, args: tuple[Any, ...]) -> list[Any]:
-        """What positional arguments hold for K and V; nothing of an operator that touches no cache."""
+        """Return K and V among positional arguments; nothing for an operator that touches no cache."""
         return [self.argument(args, name) for name in self.caches]
 
     def cache_format(self, args: tuple[Any, ...]) -> str:

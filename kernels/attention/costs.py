@@ -1,4 +1,4 @@
-"""What attention over a whole cache costs, and takes beside its operands, whatever the cache is made of."""
+"""Cost and workspace of attention over a whole cache, for any cache format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES
 
 
 def attention_cost(use: Use) -> Cost:
-    """As if every sequence were as long as the cache, and saw all of it: fits of measured times count so too."""
+    """Return the cost as if every sequence were as long as the cache, and saw all of it: fits of measured times count
+    so too."""
     q, k = use.args[:2]
     batch, heads, queries, width = q.shape
     return each_once(use)._replace(flops=int(attention_flops(batch, heads, queries, k.shape[2], width)))

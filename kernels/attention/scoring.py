@@ -26,8 +26,8 @@ class SoftmaxRange(NamedTuple):
 
 
 class AttentionExtras(NamedTuple):
-    """What attention may be given beside q and caches: `sinks` [H], one score more for each query of a head, with which
-    no value goes; `until` [B, S], where the positions end that each query sees."""
+    """Optional arguments of attention besides q and caches: `sinks` [H], one score more for each query of a head, with
+    which no value goes; `until` [B, S], where the positions end that each query sees."""
 
     sinks: torch.Tensor | None = None
     until: torch.Tensor | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Library:
-    """What a shared library is made of: its sources, the flags they take, folders of headers searched after a source's
+    """The parts of a shared library: its sources, the flags they take, folders of headers searched after a source's
     own, whether its code differs between processors (NATIVE is then one of the flags), and more flags of the linker."""
 
     name: str

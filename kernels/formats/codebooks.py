@@ -44,7 +44,7 @@ CODEBOOKS = ("", "e4m3", *FOURS)
 
 @functools.cache
 def codebook_values(codebook: str) -> Tensor:
-    """What each code stands for, in fp32."""
+    """Return the value of each code, in fp32."""
     if codebook == "e4m3":
         return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     return torch.tensor(FOURS[codebook], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What an entry of a table of experts is made of."""
+"""Parts of an entry in a table of experts."""
 
 from __future__ import annotations
 

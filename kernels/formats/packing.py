@@ -31,8 +31,8 @@ SCALE_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Packing(NamedTuple):
-    """What the packed rows of a weight [N, K] mean: bits of a code, K, elements that share scale and low, whether the
-    lows follow from the scales, and the codebook that codes are places in."""
+    """The format of the packed rows of a weight [N, K]: bits of a code, K, elements that share scale and low, whether
+    the lows follow from the scales, and the codebook that codes are places in."""
 
     bits: int
     in_features: int

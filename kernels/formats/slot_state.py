@@ -1,4 +1,4 @@
-"""What is known of the slots that hold some experts of a table, and what a step is to fetch into them.
+"""The state of slots that hold some experts of a table, and the experts that a step fetches into them.
 
 Two rows of int64 numbers. The state: of each slot the expert in it, counted from 1 (0: none); of each expert how often
 steps named it, those long ago counting less. Zeros mean that all slots are empty. And what a step is told: of each of
@@ -71,11 +71,11 @@ class SlotState(NamedTuple):
         return (self.numbers + self.told) * ITEMSIZE
 
     def want(self, number: int) -> int:
-        """Where a round's experts to fetch begin, one for each slot, in what a step is told."""
+        """Return the offset of a round's experts to fetch, one for each slot, in the step's index tensor."""
         return number * self.numbers
 
     def entries(self, number: int) -> int:
-        """Where a round's places of experts begin there, one for each expert."""
+        """Return the offset of a round's places of experts there, one for each expert."""
         return self.want(number) + self.slots
 
 

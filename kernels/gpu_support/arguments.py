@@ -1,4 +1,4 @@
-"""What every launcher of this folder asks of its tensors; failures are ValueErrors that name op and argument."""
+"""Checks of tensors in every launcher of this folder; failures are ValueErrors that name op and argument."""
 
 from __future__ import annotations
 

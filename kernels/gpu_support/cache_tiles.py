@@ -156,7 +156,7 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class CacheView:
-    """Where a kernel finds K and V: pointers, strides of sequence, head and row, and constants."""
+    """A kernel's view of K and V: pointers, strides of sequence, head and row, and constants."""
 
     pointers: tuple[Tensor, Tensor]  # k, v
     strides: tuple[int, ...]  # of k: sequence, head, row; of v
@@ -166,7 +166,7 @@ class CacheView:
 
 
 class AttendedCache(NamedTuple):
-    """What a launch attends over: `kv_heads` heads of at most `capacity` positions of position_nbytes each.
+    """The cache that a launch attends over: `kv_heads` heads of at most `capacity` positions of position_nbytes each.
 
     The first query of sequence b stands at position start[b].
     """

@@ -16,7 +16,7 @@ _IQ1, _IQ2, _IQ3 = tl.constexpr(FOURS["iq1"][:8]), tl.constexpr(FOURS["iq2"][:8]
 
 @triton.jit
 def number_of(code, CODEBOOK: tl.constexpr):
-    """What int32 codes stand for, in fp32."""
+    """Return the values of int32 codes, in fp32."""
     if CODEBOOK <= E2M1:
         MANTISSA: tl.constexpr = 3 if CODEBOOK == E4M3 else 1
         BIAS: tl.constexpr = 7 if CODEBOOK == E4M3 else 1

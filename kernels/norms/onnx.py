@@ -33,5 +33,5 @@ def layer_norm(g: OnnxGraph, x: OnnxValue, weight: str | None, bias: str | None,
 
 
 def _summands(g: OnnxGraph, x: OnnxValue, *others: str) -> tuple[str, str] | None:
-    """What a norm of onnxruntime's own may add itself to give x, which it gives as its fourth result."""
+    """Return the operands that onnxruntime's own norm may add to make x, its fourth result."""
     return g.summands(x, *others) if len(x.shape) == 3 and x.dtype == torch.float32 else None

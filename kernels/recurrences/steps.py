@@ -1,5 +1,5 @@
-"""What recurrences share: `start` [B], the tokens of each sequence before these, and `count` [B], those here that are
-real.
+"""Shared arguments of recurrences: `start` [B], the tokens of each sequence before these, and `count` [B], those here
+that are real.
 
 A sequence whose start is 0 begins from a state of zeros, whatever its state holds. Tokens from `count` on leave the
 state as it is, and their results are zeros.
@@ -17,7 +17,7 @@ Fail = Callable[[str, str], NoReturn]
 
 
 def failing(operator: str) -> Fail:
-    """What raises ValueError, naming the operator and the argument that is wrong."""
+    """Return a function that raises ValueError with the operator and the wrong argument."""
     def fail(argument: str, problem: str) -> NoReturn:
         raise ValueError(f"{operator}: {argument} {problem}")
 

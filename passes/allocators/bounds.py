@@ -1,4 +1,4 @@
-"""What is known before any offset is chosen: the peak of live bytes, and the moments that matter."""
+"""Bounds that hold before any offset is chosen: the peak of live bytes, and the moments that matter."""
 
 from __future__ import annotations
 

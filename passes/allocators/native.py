@@ -56,7 +56,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def _refuse_shortage(found: Any, function: object, given: tuple[object, ...]) -> Any:
-    """What a function gave; MemoryError where that is that it had no memory."""
+    """Return a function's result; MemoryError if it reports a lack of memory."""
     if found == NO_MEMORY:
         raise MemoryError("to place buffers")
     return found

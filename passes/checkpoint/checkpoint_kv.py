@@ -135,7 +135,7 @@ def _width(node: fx.Node) -> int:
 
 
 def _kept(node: fx.Node, stored: Format) -> CheckpointState:
-    """What is kept of a token of a value."""
+    """Return the part of a value that is kept for a token."""
     dtype, width = _value(node).dtype, _width(node)
     if not stored.bits:
         return CheckpointState(width, dtype)
@@ -164,7 +164,7 @@ def _positions(step: fx.GraphModule) -> fx.Node | None:
 
 
 def _given(step: fx.GraphModule, call: fx.Node, name: str) -> fx.Node:
-    """What a call gives for a placeholder of its block."""
+    """Return a call's argument for a placeholder of its block."""
     names = [n.name for n in _block(step, call.target).graph.find_nodes(op="placeholder")]
     found = call.args[names.index(name)]
     assert isinstance(found, fx.Node)
@@ -279,7 +279,7 @@ def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str], stored: F
         write.over_rows(slice_, env, token, rows)
 
         def part(node: fx.Node, first: Any, last: Any) -> tuple[fx.Node, int]:
-            """Of a value over all rows those from `first` on, [B, …] again; and the dimension of tokens."""
+            """Return the rows of a value from `first` on, [B, …] again; and the dimension of tokens."""
             sizes = list(map(str, _value(node).shape))
             dim = sizes.index(str(length)) if str(length) in sizes else sizes.index(str(batch * length))
             found = write(aten.slice.Tensor, env[node], dim, first, last)

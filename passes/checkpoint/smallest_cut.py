@@ -1,4 +1,4 @@
-"""What to keep of a layer so that K and V can be made again: a minimum cut of the graph that makes them.
+"""The values of a layer to keep so that K and V can be recomputed: a minimum cut of the graph that makes them.
 
 Each value that depends on the tokens can be kept, at its bytes per token, or made again from what is kept before it,
 at a price (HybridServe, section 4.1, keeps the input of the projections; which value that is, and whether it is smaller
@@ -27,8 +27,8 @@ Price = Callable[[fx.Node], float]
 
 @dataclass(frozen=True)
 class Cut:
-    """Of a block graph: the `kept` values from which `made` ones are computed again, in the graph's order, up to the
-    keys and values that `append` stores; bytes per token of what is kept, and of K and V."""
+    """A cut of a block graph: the `kept` values from which `made` ones are computed again, in the graph's order, up to
+    the keys and values that `append` stores; bytes per token of what is kept, and of K and V."""
 
     append: fx.Node
     kept: tuple[fx.Node, ...]

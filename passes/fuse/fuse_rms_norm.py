@@ -58,7 +58,7 @@ def _match(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
 
 
 def _through_cast(node: fx.Node) -> fx.Node:
-    """What a change of dtype was applied to, else the node itself."""
+    """Return the operand of a dtype cast, else the node itself."""
     source = node.args[0] if node.target in CASTS else node
     return source if isinstance(source, fx.Node) else node
 

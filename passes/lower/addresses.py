@@ -1,5 +1,5 @@
-"""Where the values of a graph lie: symbols stand for the memory that differs from layer to layer, or from micro-batch
-to micro-batch."""
+"""Addresses of a graph's values: symbols stand for the memory that differs from layer to layer, or from micro-batch to
+micro-batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Addresses:
         self._refs: dict[tuple[fx.Node, int], TensorRef] = {}
 
     def ref(self, node: fx.Node, result: int = 0) -> TensorRef:
-        """Where a node's value lies; `result` picks one of several."""
+        """Return the memory of a node's value; `result` picks one of several."""
         known = self._refs.get((node, result))
         if known is None:
             value = values_of(node)[result]
@@ -80,7 +80,7 @@ class Addresses:
         return found
 
     def gathered(self, node: fx.Node) -> Span:
-        """Where a weight is gathered ahead."""
+        """Return the memory of a weight that is gathered ahead."""
         symbol = f"{GATHERED}{self.ahead[node]}"
         return Span(symbol, 0, values_of(node)[0].untyped_storage().nbytes(), symbol)
 
@@ -104,8 +104,8 @@ class Addresses:
 
 
 def micro_batch_symbols(layout: Layout, number: int, batching: BatchSchedule) -> dict[str, Address]:
-    """What the symbols of planned buffers stand for during a turn of micro-batch `number` of `block`. Contents go by
-    its name, so that nobody takes them for those of another that uses the same memory."""
+    """Return the values of the symbols of planned buffers during a turn of micro-batch `number` of `block`. Contents go
+    by its name, so that nobody takes them for those of another that uses the same memory."""
     count, region = batching.micro_batches.count, batching.hidden_regions()[number]
     if count == 1:
         return {ACTIVATION + b.name: (b.arena, b.offset, b.name) for b in layout.buffers.values()}

@@ -95,7 +95,7 @@ class _Delegating:
             self.used[turn] = 0  # the turn's last launch: the next one begins anew
 
     def _room(self, turn: str, layer: int, span: Span) -> Span:
-        """Where in its turn's host memory an operand or result lies."""
+        """Return the place of an operand or result in its turn's host memory."""
         b = next(b for b in self.plan.buffers if b.name == turn)
         at = self.used.get(turn, 0)
         self.used[turn] = at + aligned(span.nbytes)

@@ -66,7 +66,7 @@ class _Stamp:
     lookups: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def of_turn(self, micro_batch: int) -> dict[str, Address]:
-        """What the symbols stand for in a turn of this micro-batch."""
+        """Return the values of the symbols in a turn of this micro-batch."""
         parts = {symbol: (arena, offset + micro_batch * nbytes, buffer)
                  for symbol, ((arena, offset, buffer), nbytes) in self.cache.items()}
         return self.symbols | parts
@@ -147,7 +147,7 @@ class _Lowering:
                         draft.outputs[f"out{i}"] = settled(self._boundary(value), outer.symbols)
 
     def _boundary(self, node: fx.Node) -> TensorRef:
-        """Where an input or output lies, of all micro-batches together: one after the other along the first
+        """Return the memory of an input or output of all micro-batches together: one after the other along the first
         dimension."""
         ref: TensorRef = settled(self.outer.ref(node), self.activations[0])
         if self.count == 1:
@@ -267,7 +267,7 @@ class _Lowering:
                 self._gather(entry, instance, symbols, k)
 
     def _ring_place(self, nbytes: int) -> Address:
-        """Where a weight is gathered that may come before it is read: behind the one before it, as all take turns."""
+        """Return the memory of a weight that is gathered ahead: after the previous one, because all take turns."""
         ring = self.layout.buffers[GATHER_BUFFER]
         if self.ring_at + nbytes > ring.nbytes:
             self.ring_at = 0
@@ -298,7 +298,7 @@ class _Lowering:
         self.draft.items.append(Fetch(index))
 
     def _away(self, weight: str, lower: int, nbytes: int) -> FileSlice | Span:
-        """Where bytes of a weight lie that is not on the device."""
+        """Return the place of a weight's bytes off the device."""
         if self.plan.weight(weight).tier == "disk":
             spec = self.files.get(weight)
             if spec is None:

@@ -183,13 +183,13 @@ class _Offloading:
         return fetches
 
     def _home(self, name: str) -> Span:
-        """Where contents wait between turns."""
+        """Return the place of contents between turns."""
         home, offset = self.home[name]
         return Span(home.arena, offset, self.extents[name].nbytes, home.name)
 
 
 def _touched(item: object) -> tuple[list[Span], list[Span]]:
-    """What an item of a draft reads and writes of the device's memory."""
+    """Return the device memory that an item of a draft reads and writes."""
     if isinstance(item, Launch):
         return list(item.reads), list(item.writes)
     if isinstance(item, Lookup):

@@ -378,8 +378,8 @@ def _place_offload(draft: Draft) -> list[Span]:
 def landing_of(
     source: FileSlice | Span | None, slot: BufferPlacement, nbytes: int, buffer: str, itemsize: int = 1
 ) -> tuple[Span, tuple[int, int]]:
-    """Where in a slot bytes land, and the room around them: what comes from a file lies congruent with it to a page,
-    where elements stay aligned, so that it can be read in place. ValueError where they do not fit."""
+    """Return the place in a slot where bytes land, and the room around them: what comes from a file lies congruent with
+    it to a page, where elements stay aligned, so that it can be read in place. ValueError where they do not fit."""
     shift = after = 0
     begin = 0 if source is None else source.page_offset if isinstance(source, FileSlice) else source.offset
     if source is not None and begin % itemsize == 0:
@@ -391,7 +391,7 @@ def landing_of(
 
 
 def _among(span: Span, named: FileSlice | Rows | Span) -> Rows | Span:
-    """Of what lies in `span`, the rows that are named in a table of as many, or all of it where none are."""
+    """Return the named rows of `span`, a table of as many rows, or all of it where none are named."""
     return replace(named, table=span) if isinstance(named, Rows) else span
 
 

@@ -54,7 +54,7 @@ class PooledExperts:
         self.told_at = self.placed + self.sizes.numbers
 
     def assign(self) -> Launch:
-        """What tells each round its experts."""
+        """The launch that assigns experts to each round."""
         index, places = self.operands[1], self._numbers(0, self.placed) if self.placed else None
         kept = self._numbers(self.placed, self.sizes.numbers), self._numbers(self.told_at, self.sizes.told)
         written = tuple(map(span_of, kept))
@@ -71,7 +71,7 @@ class PooledExperts:
                          (self.unit // self.table.itemsize, 1), symbol)
 
     def rounds(self) -> Iterator[Round]:
-        """What each round brings, and computes."""
+        """The copies and launches of each round."""
         sizes, out, pool, results = self.sizes, self.ref(self.node), self.pool(), self._results()
         entries = [self._numbers(self.told_at + sizes.entries(i), self.experts) for i in range(sizes.rounds + 1)]
         want = [self._numbers(self.told_at + sizes.want(i), sizes.slots) for i in range(sizes.rounds + 1)]

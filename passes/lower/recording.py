@@ -1,4 +1,4 @@
-"""What a graph does, recorded once with symbols for the memory that differs from use to use."""
+"""Recording of a graph's launches, made once with symbols for the memory that differs from use to use."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ Entry = Recorded | Gather | Fetched | Staging | Ahead | Release | Arrive | Free 
 
 @dataclass
 class Recording:
-    """What one graph, or a piece of one, does, and where its results lie; `settled` for each micro-batch."""
+    """The launches of one graph, or of a piece of one, and where its results lie; `settled` for each micro-batch."""
 
     entries: tuple[Entry, ...]
     results: tuple[Address, ...] = ()
@@ -149,7 +149,7 @@ class Recorder:
             self.ends.setdefault(last_reader(node), []).append(node)
 
     def record(self, nodes: list[fx.Node]) -> list[Recording]:
-        """What these nodes do, which follow those recorded before, in one piece or several."""
+        """Record these nodes, which follow the recorded ones, in one piece or several."""
         pieces: list[Recording] = []
         self.entries = []
         results: tuple[Address, ...] = ()

@@ -102,7 +102,7 @@ class CacheStaging:
         return not self.layers or self.layers[mark.layer].holds(mark)
 
     def offset(self, mark: StateInput) -> int:
-        """Where a tensor of a layer's states begins in what is staged."""
+        """Return the offset of a layer's state tensor in the staged memory."""
         if self.layers:
             return self.layers[mark.layer].offset(mark)
         values = self.rows[mark.layer]

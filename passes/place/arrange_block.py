@@ -31,7 +31,8 @@ class Arrangement:
 def outlive_turns(
     nodes: Sequence[fx.Node], live: Mapping[str, tuple[int, int]], batching: BatchSchedule
 ) -> frozenset[str]:
-    """Of buffers that live over [first, last] of a flat graph's nodes, those that another micro-batch's turn meets.
+    """Return the buffers, alive over [first, last] of a flat graph's nodes, that live across another micro-batch's
+    turn.
 
     In zigzag order turns end where a layer ends; outside the layers also within each operator that reads a matrix,
     which may come in tiles that all micro-batches use in turn, behind a lookup and around what stages hand on; and

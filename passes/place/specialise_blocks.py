@@ -29,8 +29,8 @@ def specialise_blocks(gm: fx.GraphModule, plan: Plan) -> None:
 
 
 def _placement(call: fx.Node, plan: Plan) -> tuple:
-    """What tells one layer's block from another's of the same kind: for each weight how it is placed, and which of the
-    call's arguments are the same weight."""
+    """Return a key that tells one layer's block from another of the same kind: for each weight how it is placed, and
+    which of the call's arguments are the same weight."""
     found: list[object] = []
     first: dict[str, int] = {}
     for i, arg in enumerate(call.args):

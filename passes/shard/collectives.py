@@ -75,8 +75,8 @@ class Collectives:
 
     def scattered(self, values: Sequence[fx.Node], parts: ByRank, axes: tuple[int, ...], like: fx.Node
                   ) -> list[fx.Node]:
-        """Of values that are to be added up over the ranks along `axes` the sums of this rank's parts, in one exchange.
-        Each value has the indices that any of these ranks is to have."""
+        """Return the sums of this rank's parts of values that are added up over the ranks along `axes`, in one
+        exchange. Each value has the indices that any of these ranks is to have."""
         each = widest(parts)
         whole = [ranges(piece for theirs in parts for piece in theirs[i]) for i in range(len(values))]
         chunks = [self._filled([(value, positions(held, part)) for value, held, part in
@@ -93,16 +93,16 @@ class Collectives:
 
     def joined(self, values: Sequence[fx.Node], held: Sequence[Ranges], parts: ByRank, axes: tuple[int, ...],
                like: fx.Node) -> fx.Node:
-        """Of values of which this rank has the indices `held` those that are in any `parts` of the ranks along `axes`,
-        in one exchange, as each has them, [ranks, ...]: `beside_each_other` puts them together."""
+        """Return the indices of values that are in any `parts` of the ranks along `axes`, in one exchange; this rank
+        has `held`, as each has them, [ranks, ...]: `beside_each_other` puts them together."""
         each = widest(parts)
         own = [(value, ranges(positions(mine, part))) for value, mine, part in zip(
             values, held, parts[self.share.index(axes)], strict=True)]
         return self.every(self._filled(own, each, like), axes, like)
 
     def of_sequences(self, values: Sequence[fx.Node], parts: ByRank, like: fx.Node) -> list[fx.Node]:
-        """Of values [sequences, ..., features] of which each rank has some features of all sequences, all features of
-        this rank's sequences, in one exchange."""
+        """Return all features of this rank's sequences, in one exchange, from values [sequences, ..., features] of
+        which each rank has some features of all sequences."""
         each = widest(parts)
         own = [(value, ((0, count(part)),)) for value, part in zip(values, parts[self.share.index(self.share.axes)],
                                                                    strict=True)]
@@ -121,7 +121,8 @@ class Collectives:
         return self.dense(self.call(aten.slice.Tensor, (made, -1, 0, own), like), like)
 
     def _passed(self, value: fx.Node, like: fx.Node) -> fx.Node:
-        """Of a value whose rows are as many for each rank, [ranks, rows, ...]: what each has for this one."""
+        """Return the rows that each rank has for this one, of a value with equal rows for each rank, [ranks, rows,
+        ...]."""
         axes = self.share.axes
         ranks, group = self.share.size(axes), group_name(self.share.group(axes))
         rows, *sizes = self.sizes(value, like)
@@ -188,7 +189,7 @@ def widest(parts: ByRank) -> int:
 
 
 def positions(held: Ranges, part: Ranges) -> Ranges:
-    """Where the indices of `part` lie among those `held`, all of which are there."""
+    """Return the positions of the indices of `part` among those `held`, which has them all."""
     found = []
     for first, end in part:
         before = sum(b - a for a, b in held if b <= first)

@@ -1,4 +1,4 @@
-"""What of a graph's weights and caches a rank has."""
+"""A rank's parts of a graph's weights and caches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forebay.rewriter.ir.share import WeightCut
 
 @dataclass
 class Cuts:
-    """What a graph's weights and caches are on a rank: cuts by the weight's name in the graph; by the placeholder of a
+    """A rank's parts of a graph's weights and caches: cuts by the weight's name in the graph; by the placeholder of a
     cache or a state the dimension that is cut (`heads`), and what is left of it; `rows` are further placeholders, which
     are rows of another one's weight; `along` are the mesh's axes that each cut dimension of a weight is divided by; of
     weights `in_pieces` there are so many, in their place."""

@@ -61,7 +61,8 @@ def unknown(node: fx.Node) -> ShardError:
 
 
 def over_cache(node: fx.Node) -> list[fx.Node]:
-    """What an operator over a cache is given with heads in dimension 1, beside the cache; nothing for other nodes."""
+    """Return the operands of an operator over a cache that have heads in dimension 1, without the cache; none for other
+    nodes."""
     caches = caches_of(node)
     return [n for n in node.all_input_nodes if n not in caches and len(shape_of(n)) == 4] if caches else []
 
@@ -210,7 +211,7 @@ class Demand:
         return found[0] if node is attends else found[1]
 
     def _leave_nothing_out(self) -> None:
-        """Of a product whose result falls into pieces, those that nobody divides are wanted whole."""
+        """Want whole the pieces of a matmul's result that no rank divides."""
         for node in list(self.wanted):
             for parts in node.users:
                 wanted = self.wanted[node]

@@ -130,7 +130,7 @@ class Divided(RankInputs):
         self.env[node] = self.call(target, tuple(args), node, kwargs, node.name)  # type: ignore[arg-type]
 
     def _apart(self, node: fx.Node) -> None:
-        """What a rank computes for its own sequences, once it has all features of what products made."""
+        """Compute attention for a rank's own sequences, once it has all features of the projections."""
         for product in node.all_input_nodes:
             if product in self.apart.entering and product not in self.sequences.own:
                 beside = [n for n in self.apart.entering if self.levels[n] == self.levels[product]]
@@ -140,7 +140,7 @@ class Divided(RankInputs):
         self.env[node] = self.sequences.computed(node)
 
     def _experts(self, node: fx.Node, held: Ranges) -> None:
-        """What a rank's experts give, added up over the ranks. Picks of others' experts have no entry in its table."""
+        """Add up the results of all ranks' experts. Picks of others' experts have no entry in its table."""
         index: Any = EXPERTS.argument(node.args, "index")
         own = self.call(aten.sub.Tensor, (self.env[index], held[0][0]), node) if held[0][0] else self.env[index]
         args = map_aggregate(node.args, lambda n: own if n is index else self.env.get(n, n))  # type: ignore[arg-type, call-overload]
@@ -260,8 +260,7 @@ class Divided(RankInputs):
         self.arriving |= dict.fromkeys(pieces, (every, pieces, parts))
 
     def _entered(self, node: fx.Node, piece: int) -> fx.Node:
-        """What a piece of a product reads. It is put together here, so that exchanges behind its own are on their
-        way."""
+        """Return the input of a piece of a matmul. It is joined here, so that later exchanges are already under way."""
         if (node, piece) not in self.entered:
             every, pieces, parts = self.arriving[node, piece]
             made = self.exchange.beside_each_other(every, parts, node)
@@ -305,7 +304,7 @@ class Divided(RankInputs):
         return self.call(node.target, map_aggregate(node.args, lambda n: env.get(n, n)), node, name=node.name)  # type: ignore[arg-type, call-overload]
 
     def _of_piece(self, bias: fx.Node, node: fx.Node, piece: int) -> fx.Node:
-        """What a piece of a product adds, of what the whole does."""
+        """Return the part of the bias for a piece of a matmul."""
         every = range(self.loop.pieces)
         whole, part = (ranges(part for i in pieces for theirs in self._portions(node, i) for part in theirs)
                        for pieces in (every, (piece,)))

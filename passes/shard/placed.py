@@ -98,7 +98,7 @@ class RankSplits:
         return self._told(self._passed_on(node, split))
 
     def _joined(self, node: fx.Node, like: Split) -> Split:
-        """Of what is put together along the dimension that ranks divide, the part of each operand."""
+        """Return the part of each operand of a concatenation along the dimension that ranks divide."""
         held, first = list[tuple[int, int]](), 0
         for operand in node.args[0]:  # type: ignore[union-attr]
             split, size = self.split[operand], shape_of(operand)[like.dim]  # type: ignore[index, arg-type]

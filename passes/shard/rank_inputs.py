@@ -27,7 +27,7 @@ ROWS = ".rows"  # ends the name of a weight that is rows of another, which is re
 
 
 class RankInputs:
-    """What a rank has of one graph's weights and caches, and what of them products read: `peers` say how the ranks
+    """A rank's parts of one graph's weights and caches, and the parts that matmuls read: `peers` say how the ranks
     along the wide axis have each value, `split` how this one does. Products that are as far from a layer's input
     exchange together, those whose sums are added up as `loop` says; what ranks along the wide axis have of a product's
     input is gathered as `gathers` says, in whole `units` of a weight's input features. Where weights are `stored` in
@@ -62,7 +62,7 @@ class RankInputs:
         self.sequences = OwnSequences(apart, self.all_sequences, share, self.exchange, self.graph, self.env)
 
     def _cut_inputs(self) -> None:
-        """What of weights and caches a rank has, before any node is made: placeholders come first."""
+        """Cut weights and caches for a rank, before any node is made: placeholders come first."""
         for node, (x, weight, bias, transposed) in self.products.items():
             rows, columns = self._sides(node, x)
             out, into = (1, 0) if transposed else (0, 1)
@@ -182,7 +182,7 @@ class RankInputs:
 
     @staticmethod
     def _of_peers(splits: Sequence[Split | None]) -> Ranges:
-        """What ranks along the wide axis have together."""
+        """Return the union of the parts of ranks along the wide axis."""
         return ranges(piece for split in splits if split is not None for piece in split.held)
 
     def _cut(self, weight: fx.Node, cut: WeightCut, along: dict[int, tuple[int, ...]]) -> None:

@@ -105,7 +105,7 @@ class OwnSequences:
         return copy_node(self.graph, node, {operand: self._operand(operand) for operand in node.all_input_nodes})
 
     def left(self, node: fx.Node, parts: Iterable[Ranges]) -> fx.Node:
-        """Of a value for these sequences this rank's part of the features, for all sequences."""
+        """Return this rank's part of the features for all sequences, of a value for these sequences."""
         return self.exchange.of_features(self.env[node], list(parts), node)
 
     def _operand(self, node: fx.Node) -> fx.Node:

@@ -24,8 +24,8 @@ class ShardError(ValueError):
 
 @dataclass(frozen=True)
 class Split:
-    """Of dimension `dim` of a value a rank has the indices `held`, of `size` in all; along the mesh's `axes` ranks have
-    others."""
+    """A part of a value: a rank has the indices `held` of dimension `dim`, of `size` in all; ranks along the mesh's
+    `axes` have others."""
 
     dim: int
     held: Ranges
@@ -37,20 +37,20 @@ class Split:
         return count(self.held)
 
     def among(self, first: int, length: int) -> Split:
-        """Of the part [first, first + length) of the dimension."""
+        """Return the split of the part [first, first + length) of the dimension."""
         cut = ((max(a, first) - first, min(b, first + length) - first) for a, b in self.held)
         return replace(self, held=ranges(cut), size=length)
 
     def within(self, first: int, size: int) -> Split:
-        """Of a dimension of `size`, of which this is the part from `first` on."""
+        """Return the split of a dimension of `size`, whose part from `first` on this is."""
         return replace(self, held=tuple((a + first, b + first) for a, b in self.held), size=size)
 
     def times(self, inner: int, dim: int) -> Split:
-        """Where each index becomes `inner` neighbours."""
+        """Return the split after each index becomes `inner` neighbors."""
         return Split(dim, tuple((a * inner, b * inner) for a, b in self.held), self.size * inner, self.axes)
 
     def over(self, inner: int, dim: int, who: fx.Node) -> Split:
-        """Where `inner` neighbours become an index."""
+        """Return the split after `inner` neighbors become one index."""
         if self.size % inner or any(edge % inner for piece in self.held for edge in piece):
             raise ShardError(f"{who.name}: a rank's part {self.held} of {self.size} cuts through pieces of {inner} "
                              "that belong together; take another number of ranks")
@@ -58,7 +58,7 @@ class Split:
 
 
 def together(one: Split | None, other: Split, who: fx.Node) -> Split:
-    """What must be there where both parts are wanted."""
+    """Return the union of two parts."""
     if one is None:
         return other
     if (one.dim, one.size, one.axes) != (other.dim, other.size, other.axes):
@@ -207,7 +207,7 @@ def _one_group(
 
 
 def sizes_of(node: fx.Node) -> Sequence[int]:
-    """Where the pieces of a split or chunk begin along its dimension, and where the last ends."""
+    """Return the starts of a split's or chunk's pieces along its dimension, and the end of the last."""
     source, given = node.args[:2]
     dim = split_dim(node)
     size = shape_of(source)[dim]  # type: ignore[arg-type]

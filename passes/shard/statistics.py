@@ -63,7 +63,7 @@ def normed(node: fx.Node, x: fx.Node, split: Split, exchange: Collectives) -> fx
 
 def weighted(node: fx.Node, made: fx.Node, vectors: Sequence[fx.Node | None], dtype: torch.dtype, exchange: Collectives
              ) -> fx.Node:
-    """What a norm gives of `normed`, `vectors` being these parts of its weight and its bias."""
+    """Apply a norm's weight and bias (`vectors`, the parts of this rank) to `normed`."""
     call: Callable[..., fx.Node] = exchange.call
     if vectors[0] is not None:
         made = call(aten.mul.Tensor, (made, vectors[0]), node)
@@ -73,7 +73,7 @@ def weighted(node: fx.Node, made: fx.Node, vectors: Sequence[fx.Node | None], dt
 
 
 def epsilon_of(node: fx.Node) -> float:
-    """What a norm adds to the variance."""
+    """Return the epsilon of a norm."""
     at = 4 if node.target is aten.layer_norm.default else 3
     found: Any = node.args[at] if len(node.args) > at else node.kwargs.get("eps")
     if found is None:

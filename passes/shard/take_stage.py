@@ -62,7 +62,7 @@ class _Staged:
         self.gm.graph = self.graph
 
     def _handed_on(self, border: int) -> fx.Node:
-        """What layers before number `border` made and what follows reads."""
+        """Return the values that cross from the layers before number `border` to later ones."""
         depth: dict[fx.Node, int] = {}  # layers that a value comes from
         crossing: dict[fx.Node, None] = {}
         layers = 0
@@ -78,7 +78,7 @@ class _Staged:
         return next(iter(crossing))
 
     def _needed(self) -> set[fx.Node]:
-        """What the stage computes with, and from."""
+        """Return the nodes that the stage computes, and their inputs."""
         needed: set[fx.Node] = set()
         pending = [self.made]
         while pending:

@@ -101,7 +101,8 @@ def layout_of(target: object, args: Sequence[Any], kwargs: dict[str, Any]) -> to
 
 
 def _pointwise(operands: Sequence[Any], floating: bool) -> torch.Tensor | None:
-    """Of contiguous tensors of one dtype, and numbers that do not change it."""
+    """Return the layout of a pointwise result, for contiguous tensors of one dtype, and numbers that do not change
+    it."""
     tensors = [x for x in operands if isinstance(x, torch.Tensor)]
     if not tensors or not _plain(tensors):
         return None
@@ -149,7 +150,7 @@ def _embedding(weight: torch.Tensor, indices: torch.Tensor, *others: Any, **name
 
 
 def _arange(*bounds: Any, dtype: torch.dtype | None = None, **others: Any) -> torch.Tensor | None:
-    """Of whole numbers: end, or start and end, or start, end and step."""
+    """Return the layout of a range of whole numbers: end, or start and end, or start, end and step."""
     if not all(type(n) is int for n in bounds) or others.get("layout") not in (None, torch.strided):
         return None
     if len(bounds) == 3 and bounds[2] == 0:

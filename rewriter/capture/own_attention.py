@@ -214,7 +214,8 @@ def _jetmoe(module: Any) -> Callable[..., Any]:
 
 
 def _shared_kv(module: Any) -> Callable[..., Any]:
-    """Of Gemma 3n's and Gemma 4's last layers, which attend over keys and values of an earlier one of their type."""
+    """Replace attention in Gemma 3n's and Gemma 4's last layers, which attend over keys and values of an earlier
+    layer."""
     config, kind = module.config, module.layer_type
     if not hasattr(config, "kv_sharing_modes"):
         require_release("layers that share keys and values")

@@ -31,7 +31,7 @@ def _stored(spec: WeightSpec, cut: WeightCut) -> RowFormat:
 
 
 def _sides(spec: WeightSpec, cut: WeightCut) -> tuple[Ranges | None, Ranges | None]:
-    """Of a stored matrix the output and the input features that a rank has; None for all."""
+    """Return the output and input features of a stored matrix that a rank has; None for all."""
     found = dict(cut)
     turned = spec.stored is not None and spec.stored.transposed
     return (found.get(1), found.get(0)) if turned else (found.get(0), found.get(1))
@@ -63,8 +63,8 @@ def cut_file(spec: WeightSpec, cut: WeightCut, file: FileSlice) -> FileSlice:
 
 
 def _packed_pieces(stored: RowFormat, into: Ranges, name: str) -> tuple[tuple[int, int], ...]:
-    """Of a packed row those of whole groups: their codes, scales and lows, and as many bytes behind, which mean
-    nothing, as rows are padded by."""
+    """Return the pieces of a packed row for whole groups: codes, scales and lows, and the padding of rows after
+    them."""
     size, bits = stored.group_size, stored.bits
     if any(edge % size and edge != stored.in_features for piece in into for edge in piece):
         raise ValueError(f"{name}: a rank would have {into} of {stored.in_features} input features, which cut a group "

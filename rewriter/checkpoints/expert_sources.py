@@ -35,7 +35,7 @@ class StackedTensor:
         return found.pop() if len(found) == 1 else torch.bfloat16
 
     def format(self) -> str:
-        """That of all pieces; "" where they differ."""
+        """The format of all pieces; "" where they differ."""
         found = {piece.format() for piece in self.pieces}
         return found.pop() if len(found) == 1 else ""
 

@@ -71,7 +71,7 @@ def piece_names(converters: Sequence[Any]) -> Callable[[str], str]:
 def table_record(
     spec: WeightSpec, stored: Mapping[str, Sequence[TensorRecord]], prefix: str, folder: Path
 ) -> TensorRecord:
-    """Where the entries of a table lie.
+    """Return the place of a table's entries.
 
     Args:
         spec: The table as the model has it.
@@ -101,8 +101,8 @@ def table_record(
 def joined_record(
     spec: WeightSpec, stored: Mapping[str, Sequence[TensorRecord]], prefix: str, folder: Path
 ) -> TensorRecord | None:
-    """Where a weight lies that the checkpoint has in several tensors, the rows of one after the other's; None where it
-    has no such tensor. The rest is as for `table_record`."""
+    """Return the place of a weight that the checkpoint has in several tensors, the rows of one after the other's; None
+    where it has no such tensor. The rest is as for `table_record`."""
     if not any(WeightPiece(name, 0, 0).name in stored for name in spellings(spec.name, prefix)):
         return None
     part = Part(spec.name, 0, spec.shape, spec.dtype)

@@ -74,7 +74,7 @@ def _signed(places: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 
 def iq2_xxs(blocks: GridBlocks) -> GridParts:
-    """Of each 32 values four entries of a byte, then 4 times 7 signs and the factor in a word."""
+    """Decode each 32 values: four entries of a byte, then 4 times 7 signs and the factor in a word."""
     words = _words(blocks, 2, 66, np.uint32).reshape(len(blocks), 8, 2)
     entries = words[..., 0].copy().view(np.uint8).reshape(len(blocks), 32)
     signs = _seven_signs()[words[..., 1:] >> np.array([0, 7, 14, 21], np.uint32) & 127]

@@ -34,7 +34,7 @@ PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", r
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies.
+    """The place of a tensor.
 
     Attributes:
         name: the name in the file.

@@ -131,7 +131,7 @@ def _fetch(model: HubModel, where: str) -> Path:
 
 
 def _chosen(model: HubModel, files: Sequence[str]) -> list[str]:
-    """Those files of a repository that a model needs."""
+    """Return the files of a repository that a model needs."""
     absent = [file for file in _parts(model.file) if file not in files] if model.file else []
     ggufs = sorted(file for file in files if file.endswith(".gguf"))
     weights = [file for file in files if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", file)]

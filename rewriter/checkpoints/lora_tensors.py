@@ -133,7 +133,7 @@ class _Base:
         return own
 
     def record(self, name: str) -> TensorRecord:
-        """Where the base has a parameter, under any name of its storage."""
+        """Return the base's record of a parameter, under any name of its storage."""
         ties = [tied for tied, each in self.parameters.items() if each is self.parameters[name]]
         for spelled in (each for tied in (name, *ties) for each in spellings(tied, self.prefix)):
             if spelled in self.stored:

@@ -29,7 +29,7 @@ IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 
 
 def file_slices(records: Mapping[str, TensorRecord]) -> dict[str, FileSlice]:
-    """Where each weight lies, from `weight_records`."""
+    """Return the file slice of each weight, from `weight_records`."""
     return {name: FileSlice(each.path, each.offset, each.nbytes, each.bands) for name, each in records.items()}
 
 

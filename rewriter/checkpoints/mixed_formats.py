@@ -131,7 +131,7 @@ class _Losses:
                 self.losses[stored.name] += float((change.square_() * weights).sum(dtype=torch.float64)) / 2
 
     def candidates(self) -> list[FormatCost]:
-        """Those formats to which no other is better and smaller."""
+        """Return the formats to which no other is both better and smaller."""
         found: list[FormatCost] = []
         for each in sorted((self._candidate(f) for f in self.formats), key=lambda c: (c.nbytes, c.loss)):
             if not found or each.loss < found[-1].loss:

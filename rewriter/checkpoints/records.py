@@ -78,7 +78,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Where one tensor lies: `nbytes` bytes at the absolute byte `offset` of the file `path`.
+    """The place of one tensor: `nbytes` bytes at the absolute byte `offset` of the file `path`.
 
     `dtype` and `shape` are those of the bytes; of a quantized weight, `packed` says what they mean. `opaque` names the
     dtype of a tensor that nothing here computes with; `dtype` and `shape` are then those of plain bytes. What is put

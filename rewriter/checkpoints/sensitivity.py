@@ -198,7 +198,8 @@ def _noted_rows(name: str, note: Note) -> Callable[..., None]:
 
 
 def _noted_experts(own: str, name: str, matrix: Matrix, note: Note) -> Callable[..., None]:
-    """Of experts, whose products are the module's own affair, the gradient of all tokens together is squared."""
+    """Note gradients of experts. Their module multiplies by itself, so the gradient of all tokens together is
+    squared."""
     def hook(module: Any, given: Any) -> None:
         def arrived(weight: torch.Tensor) -> None:
             assert weight.grad is not None

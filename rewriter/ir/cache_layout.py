@@ -165,7 +165,7 @@ class StagedLayer:
         return mark.tensor in dict(self.tensors) if self.tensors else mark.kind in (KVState.kind, CheckpointState.kind)
 
     def offset(self, mark: StateInput) -> int:
-        """Where a tensor of the layer's states begins in a slot: K, then V within each token, checkpoints behind both.
+        """Return the offset of a layer's state tensor in a slot: K, then V within each token, checkpoints behind both.
         """
         if self.tensors:
             return dict(self.tensors)[mark.tensor]

@@ -1,4 +1,4 @@
-"""Where a plan's cache and its activations, which grow towards each other, would meet."""
+"""The meeting point of a plan's cache and its activations, which grow towards each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forebay.rewriter.ir.plan import Plan
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the cache, which grows up, would meet a decode step's activations, which grow down.
+    """The meeting point of the cache, which grows up, and a decode step's activations, which grow down.
 
     `cache_top` and `activation_base` are byte addresses of the device arena: where the planned cache ends, and the
     lowest activation. With `sequences` sequences they would meet at `tokens` cached tokens each.
@@ -22,7 +22,8 @@ class Meeting:
 
 
 def meeting_of(plan: Plan) -> Meeting | None:
-    """Where cache and activations of a decode step of `plan` would meet; None without a cache on the device."""
+    """Return the meeting point of cache and activations in a decode step of `plan`; None without a cache on the
+    device."""
     here = [b for b in plan.buffers_of("decode") if b.arena == "device"]
     cache = [b for b in here if b.kind == "cache" and not plan.schedule.batching.cache.staged]
     if not cache:

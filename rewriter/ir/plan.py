@@ -82,7 +82,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class WeightPlacement:
-    """Where one weight lives and how it is consumed; what is not on the disk has a buffer of its name.
+    """The tier of one weight and how it is read; a weight that is not on disk has a buffer of its name.
 
     `tier` device: resident. Otherwise it streams: in tiles of `tile_rows` rows (0: whole), or, with `gather`, only the
     rows that a lookup names, or, in the steps of `Schedule.routed`, only experts that a router names and that are not

@@ -135,8 +135,8 @@ class FileSlice:
 
     @property
     def page_offset(self) -> int:
-        """Where in a page memory for these bytes best begins: most of them then lie there as they do in their file,
-        which lets direct reads bring them without a copy."""
+        """Return the best offset in a page for memory of these bytes: most of them then lie there as they do in their
+        file, which lets direct reads bring them without a copy."""
         if not self.bands:
             return self.offset % PAGE_NBYTES
         found, at = Counter[int](), 0
@@ -160,7 +160,7 @@ class FileSlice:
 
 @record
 class Rows:
-    """Those rows of `table` that int64 tensors name when the copy runs; its other end lies densely, row after row.
+    """The rows of `table` that int64 tensors name when the copy runs; its other end lies densely, row after row.
 
     Row i of the other end is row index[i] of the table (without `index`: row i); where `skips`, one with a negative
     number is left out. With `count` [1] only the first count[0] rows are moved. What is left out keeps what it held in

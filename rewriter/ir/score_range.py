@@ -1,4 +1,4 @@
-"""Where a layer's scores of attention lie, so that partial softmaxes can share a maximum."""
+"""The ranges of a layer's attention scores, so that partial softmaxes can share a maximum."""
 
 from __future__ import annotations
 

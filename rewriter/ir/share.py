@@ -65,17 +65,17 @@ class RankShare:
 
     @property
     def pieces(self) -> int:
-        """Those of each weight whose product is exchanged in parts."""
+        """Pieces of each weight whose matmul is exchanged in parts."""
         return max(self.chunks)
 
     @property
     def gather_pieces(self) -> int:
-        """Those of each weight whose product's input is gathered in parts."""
+        """Pieces of each weight whose matmul's input is gathered in parts."""
         return max(self.gather_chunks)
 
     @property
     def ranks(self) -> int:
-        """Those of all stages."""
+        """The ranks of all stages."""
         return self.stages * self.beside
 
     @property
@@ -89,7 +89,7 @@ class RankShare:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Those along which there is more than one rank that computes with this one."""
+        """The axes along which more than one rank that computes with this one."""
         return tuple(i for i, size in enumerate(self.shape) if size > 1 and i not in self.beyond)
 
     @property

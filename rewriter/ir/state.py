@@ -259,7 +259,8 @@ class ScanState(RecurrentState):
 @register_state
 @dataclass(frozen=True)
 class WkvState(StateSpec):
-    """Of each channel a weighted sum of values, the sum of the weights, and the exponent by which both are scaled."""
+    """The state of `wkv`. Each channel has a weighted sum of values, the sum of the weights, and the exponent by which
+    both are scaled."""
 
     kind = "wkv"
     operators = (WKV.name,)

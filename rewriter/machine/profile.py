@@ -191,7 +191,7 @@ class Machine:
         return found | {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "float"}
 
     def source(self, number: str) -> str:
-        """Where a number is from, by its path."""
+        """Return the source of a number, by its path."""
         return self.sources.get(number, f"measured by forebay machine on {self.date or 'an unknown day'}")
 
     @property

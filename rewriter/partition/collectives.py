@@ -166,8 +166,8 @@ def collective_s(item: Collective, mesh: ChipMesh) -> float:
 
 
 def _measured_s(item: Collective, mesh: ChipMesh, links: MeshLinks) -> float:
-    """As ranks make it, over all its axes at once: partial sums of a layer and the next one's input in one all-reduce,
-    of which each has half."""
+    """Return the measured time of a collective over all its axes at once, as ranks run it: partial sums of a layer and
+    the next one's input in one all-reduce, of which each has half."""
     ranks = mesh.size(item.axes)
     if ranks == 1:
         return 0.0

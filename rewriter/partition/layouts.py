@@ -80,9 +80,9 @@ class ChipLayout:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Of one layer on one chip. `compute_s` and `memory_s` are what operations and bytes alone would take; `time_s`
-    has the slower of the two of every product, and all collectives but those of weights, which run beside the products
-    of the layer before: they need nothing of it. Of those of activations `hidden_s` run beside products too.
+    """The cost of one layer on one chip. `compute_s` and `memory_s` are what operations and bytes alone would take;
+    `time_s` has the slower of the two of every product, and all collectives but those of weights, which run beside the
+    products of the layer before: they need nothing of it. Of those of activations `hidden_s` run beside products too.
     `working_nbytes`: activations, and weights while they are gathered, of this layer and the next."""
 
     time_s: float
@@ -156,8 +156,8 @@ def layouts(mesh: ChipMesh, work: PhaseWork) -> Iterator[ChipLayout]:
 
 @dataclass(frozen=True)
 class ProductCost:
-    """Of a layer's products on one chip, for so many rows: `fetched_s` of `communication_s` is that of weights, and
-    `hidden_s` of it runs beside products."""
+    """The cost of a layer's matmuls on one chip, for so many rows: `fetched_s` of `communication_s` is that of weights,
+    and `hidden_s` of it runs beside products."""
 
     time_s: float
     compute_s: float
@@ -172,7 +172,7 @@ class ProductCost:
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Of a layer's attention on one chip: over `cache_nbytes` of K and V."""
+    """The cost of a layer's attention on one chip: over `cache_nbytes` of K and V."""
 
     time_s: float
     compute_s: float
@@ -278,8 +278,8 @@ def _in_chunks(item: Collective, chunks: int) -> list[Collective]:
 
 
 def _added_up(moved: Sequence[Collective]) -> Iterator[Collective]:
-    """Return the collectives that exchange a chunk of a matmul's sums: the scatter, and of what the next product is
-    given the gather too, which needs nothing else."""
+    """Return the collectives that exchange a chunk of a matmul's sums: the scatter, and the gather of the next matmul's
+    input, which needs nothing else."""
     for item in moved:
         if item.kind == "reduce-scatter":
             yield item

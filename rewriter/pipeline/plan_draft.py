@@ -59,10 +59,10 @@ class DraftWay:
 def plan_draft(
     model: tuple[Pipeline, Plan, Options], ways: Sequence[Callable[[], DraftWay]]
 ) -> DraftedPlan:
-    """Of the ways to draft for a model, with its plan without a draft, take the one whose answer is predicted to take
-    least time, where it takes less than without. As texts differ, and what the draft has of the budget slows every
-    step, it must pay with the square of the expected chance too. With a number of drafted tokens in the model's options
-    one is taken whatever it costs; PlanError where there is none."""
+    """Choose the way to draft for a model, given its plan without a draft: the one with the least predicted time of an
+    answer, where it takes less than without. As texts differ, and what the draft has of the budget slows every step, it
+    must pay with the square of the expected chance too. With a number of drafted tokens in the model's options one is
+    taken whatever it costs; PlanError where there is none."""
     pipeline, plain, options = model
     forced, plain_token_s = isinstance(options.prompt_lookup_num_tokens, int), plain.prediction.decode_time_s
     plain_s = answer_time_s(plain, plain_token_s)

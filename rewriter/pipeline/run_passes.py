@@ -117,8 +117,8 @@ class Stage:
 
 
 def _contents(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
-    """All that passes may change of a step graph and of the blocks that it calls, as the very objects that are there:
-    fx puts new ones in the place of those that change."""
+    """Return the parts of a step graph and its blocks that passes may change, as the very objects: fx puts new ones in
+    the place of those that change."""
     return [part for graph in (gm, *block_graphs(gm).values()) for node in graph.graph.nodes
             for part in ((graph, node, node.target, node.args, node.kwargs), (*node.meta, *node.meta.values()))]
 

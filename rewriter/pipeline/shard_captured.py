@@ -134,14 +134,14 @@ def stage_begins(captured: CapturedModel, stages: int) -> tuple[int, ...]:
 
 
 def cut_evenly(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Where so many runs of neighbours begin, none empty, of which the largest is as small as can be."""
+    """Return the starts of so many runs of neighbors, none empty, whose largest is as small as possible."""
     limits = sorted({sum(sizes[first:end]) for first in range(len(sizes)) for end in range(first + 1, len(sizes) + 1)})
     return next(begins for limit in limits if (begins := _filled(sizes, stages, limit)) is not None)
 
 
 def _filled(sizes: Sequence[int], stages: int, limit: int) -> tuple[int, ...] | None:
-    """Where stages begin that each take at most `limit` of these sizes, the first ones as many as they can; None where
-    that does not hold all."""
+    """Return the starts of stages that each take at most `limit` of these sizes, the first ones as many as they can;
+    None where that does not hold all."""
     begins = [0]
     for left in range(stages - 1, 0, -1):
         end = begins[-1] + 1
@@ -161,7 +161,7 @@ def _read_behind(step: fx.GraphModule) -> set[str]:
 
 
 def rank_files(captured: CapturedModel, parts: WeightParts, files: Mapping[str, FileSlice]) -> dict[str, FileSlice]:
-    """Where a rank's weights lie in the files of the whole model, `captured`."""
+    """Return the places of a rank's weights in the files of the whole model, `captured`."""
     cut = {name: cut_file(captured.weights[source], how, files[source]) for name, (source, how) in parts.items()}
     return {**files, **cut}
 

@@ -16,7 +16,7 @@ def known_names(weight: str) -> tuple[str, ...]:
 
 
 def rounding_names(weight: str, activations: str) -> tuple[str, ...]:
-    """Those that round to `activations` where there are many rows of them."""
+    """Return the implementations that round to `activations` for many rows."""
     return _choice(weight).rounding(Product(weight, MANY_ROWS, 1, 1), activations)
 
 

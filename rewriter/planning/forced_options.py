@@ -14,7 +14,7 @@ def forceable(options: Options) -> list[str]:
 
 
 def forced(options: Options) -> str:
-    """Those that were given, with their values."""
+    """Return the given options, with their values."""
     return ", ".join(f"{name}={value}" for name in forceable(options) if (value := getattr(options, name))
                      and not (options.policy and name == "weight_shares"))
 

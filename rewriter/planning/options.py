@@ -313,7 +313,8 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def told_activations(activations: Activations, dtype: torch.dtype) -> Activations:
-    """As settings tell them: rounding to bf16 is nothing to a model that computes in it."""
+    """Return the activations for a job's settings: rounding to bf16 changes nothing in a model that computes in
+    bf16."""
     return "native" if activations == "bf16" and str(dtype) == "torch.bfloat16" else activations
 
 

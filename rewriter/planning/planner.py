@@ -270,8 +270,8 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: ChunkRoom) -> int:
 
 
 def _host_tables(kinds: WeightKinds, fit: ChunkRoom, room: int) -> tuple[int, int]:
-    """Of so many bytes of host memory those for tables that have pools, and those for other weights: what is left where
-    no experts land on their way from disk."""
+    """Divide host memory between tables that have pools and other weights: what is left where no experts land on their
+    way from disk."""
     pools = kinds.pools.beside(fit.whole, fit.on_host)
     room -= pools.on_host_nbytes
     if not fit.pool_slots or not pools.hop:

@@ -1,4 +1,4 @@
-"""Where weights lie that a way to spend the budget does not keep on the device."""
+"""Tiers of the weights that do not stay on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where weights, cache and activations lie: the placement LP, and an exact pass over whole tensors and blocks."""
+"""Placement of weights, cache and activations: the placement LP, and an exact pass over whole tensors and blocks."""
 
 from __future__ import annotations
 

@@ -33,15 +33,15 @@ class Estimator(Protocol):
 
     @property
     def dispatch_s(self) -> float:
-        """Of the issuing thread, per launch."""
+        """Seconds of the issuing thread per launch."""
 
     @property
     def copy_issue_s(self) -> float:
-        """Of the issuing thread, per copy."""
+        """Seconds of the issuing thread per copy."""
 
     @property
     def row_request_s(self) -> float:
-        """Of each further read of a lookup by row."""
+        """Seconds of each further read of a row gather."""
 
     def work_s(self, flops: float, nbytes: float) -> float:
         """Matrix work nobody measured: the longer of its operations and its traffic (the roofline)."""
@@ -100,7 +100,7 @@ class Estimator(Protocol):
 
     @property
     def reads_core_share(self) -> float:
-        """Of the time of all cores, what a second of copies from or to disk takes (0..1), where they compute too."""
+        """Share (0..1) of all cores' time that copies from or to disk take, where the cores compute too."""
 
     def both_ways(self, nbytes: int) -> tuple[float, float]:
         """How many times as long a write of so many bytes to disk takes beside reads, and reads beside it."""

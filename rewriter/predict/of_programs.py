@@ -60,7 +60,7 @@ class StepTimes:
     seconds: Mapping[int, tuple[float, float]]
 
     def chunk_for(self, tokens: int) -> int:
-        """As `Schedule.chunk_for`."""
+        """Return `Schedule.chunk_for`."""
         return min((c for c in self.chunks if c >= tokens), default=self.chunks[0])
 
     def decode_s(self, seen: float) -> float:
@@ -85,7 +85,8 @@ class _Blind(MachineEstimator):
 
 
 def step_times(plan: Plan, program: Callable[[int], Program], machine: Machine) -> StepTimes:
-    """Those of `plan`, whose step over so many tokens is `program`, on `machine`, each behind others of its kind."""
+    """Predict the step times of `plan` on `machine`; `program` gives its step over so many tokens, each run after
+    others of its kind."""
     s, w = plan.schedule, plan.workload
     programs = {tokens: program(tokens) for tokens in (1, *s.prefill_chunks)}
     seconds = {tokens: (simulate(each, machine, times=_Blind(machine)).time_s,

@@ -31,7 +31,7 @@ class RankLine:
 
 @dataclass(frozen=True)
 class BusyBeside:
-    """Of the time in which a rank computes, the share (0..1) in which others do; and of that in which it reads."""
+    """Shares (0..1) of a rank's computing time, and of its reading time, in which other ranks do the same."""
 
     computing: float = 0.0
     reading: float = 0.0

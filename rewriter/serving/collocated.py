@@ -70,7 +70,7 @@ def collocated(
 def _next_event(
     requests: Sequence[Arrival], begin: int, prefilled: list[tuple[float, int]], own: list[_Both], batch: int
 ) -> float:
-    """When a prefill or an answer can next begin (section 3.4.4.2)."""
+    """Return the next time at which a prefill or an answer can begin (section 3.4.4.2)."""
     found = []
     if begin < len(requests):
         found.append(max(requests[begin].at_s, min(instance.prefill_end for instance in own)))

@@ -177,7 +177,7 @@ def greatest_rate(
 
 @dataclass(frozen=True)
 class Prices:
-    """Of an hour of a device, and of the device that offloads, in any currency."""
+    """Prices per hour of a device, and of the offloading device, in any currency."""
 
     device: float = 1.0
     offloading: float = 1.0

@@ -28,7 +28,8 @@ class TableSymbols:
 
 
 def symbols(layer: LayerShape, batch: float, tokens: float, context: float, tensor_parallel: int) -> TableSymbols:
-    """Those of `batch` sequences of `tokens` new tokens that attend over `context`, of a layer with a gated MLP."""
+    """Return the symbols for `batch` sequences of `tokens` new tokens that attend over `context`, of a layer with a
+    gated MLP."""
     return TableSymbols(batch, tokens, context, layer.hidden, layer.mlp_flops // (6 * layer.hidden), layer.heads,
                         layer.kv_heads, tensor_parallel)
 

@@ -65,8 +65,8 @@ def streamed(model: ModelShape, machine: Machine, cache_tokens: int, budget_nbyt
 
 
 def with_checkpoints(model: ModelShape, machine: Machine, away: Streamed, batch: int, context: float) -> Streamed:
-    """Of a staged cache the share that is kept as checkpoints: none, or of those that are planned the one with which
-    steps of `batch` sequences with `context` tokens each are shortest."""
+    """Choose the share of a staged cache to keep as checkpoints: none, or the planned share with which steps of `batch`
+    sequences with `context` tokens each are shortest."""
     ways = [replace(away, checkpoints=share) for share in (0.0, *(kept / period for kept, period in SHARES))]
     return min(ways, key=lambda way: offloaded_times(model, machine, way).decode_s(batch, context))
 
@@ -80,7 +80,7 @@ class _CacheTraffic:
     share: float  # of tokens, that are kept as checkpoints
 
     def nbytes(self, batch: float, tokens: float) -> float:
-        """Of so many tokens each of `batch` sequences, over all layers."""
+        """Return the bytes of so many tokens of each of `batch` sequences, over all layers."""
         return self.model.itemsize * sum(
             kind.count * batch * (min(tokens, kind.window) if kind.window else tokens)
             * ((1 - self.share) * kind.kv_elements + self.share * kind.hidden) for kind in self.model.layers)

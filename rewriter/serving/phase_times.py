@@ -96,7 +96,7 @@ class _Sharded:
     known: dict[tuple[float, float], list[float]] = field(default_factory=dict)  # products, by rows and sequences
 
     def products_s(self, rows: float, sequences: float) -> list[float]:
-        """Of the head, then of a layer of each kind, with what it exchanges and pointwise traffic."""
+        """Return seconds of the head, then of a layer of each kind, with its exchanges and pointwise traffic."""
         if (rows, sequences) not in self.known:
             model, dtype = self.model, self.model.dtype
             found = [outside_cost(model, self.mesh, sequences, self.times, dtype).time_s]

@@ -42,7 +42,8 @@ def prompts_s(batch: Sequence[Arrival], times: PhaseTimes) -> float:
 def prefill_ends(
     requests: Sequence[Arrival], times: PhaseTimes, instances: int, batch: int, source: random.Random
 ) -> list[float]:
-    """When each prompt is done (Algorithm 2): an idle instance, any of them, takes those that wait, up to `batch`."""
+    """Return the end of each prompt (Algorithm 2): an idle instance, any of them, takes those that wait, up to
+    `batch`."""
     idle, ends, begin, now = [0.0] * instances, [0.0] * len(requests), 0, 0.0
     while begin < len(requests):
         now = max(now, min(idle), requests[begin].at_s)
@@ -58,8 +59,8 @@ def decode_ends(
     requests: Sequence[Arrival], ready: Sequence[float], times: PhaseTimes, instances: int, boxes: int,
     source: random.Random,
 ) -> list[float]:
-    """When each answer is done (Algorithm 3): an instance has `boxes`, one for an answer; who is ready first gets the
-    first free one. T_idle as printed is infinite where an instance is idle; here time goes on to the next event."""
+    """Return the end of each answer (Algorithm 3): an instance has `boxes`, one for an answer; who is ready first gets
+    the first free one. T_idle as printed is infinite where an instance is idle; here time goes on to the next event."""
     busy: list[list[float]] = [[] for _ in range(instances)]
     ends, now = [0.0] * len(requests), 0.0
     for i in sorted(range(len(requests)), key=lambda i: (ready[i], i)):

@@ -113,7 +113,8 @@ def simulated(strategy: Strategy, service: ServiceWanted) -> Simulated:
 
 
 def _limits(service: ServiceWanted, batch: int, held: int) -> InstanceLimits:
-    """Of an instance that holds so many tokens of cache; a prefill takes no more than `prefill_batch` mean prompts."""
+    """Return the limits of an instance that holds so many tokens of cache; a prefill takes no more than `prefill_batch`
+    mean prompts."""
     return InstanceLimits(batch, held, service.prefill_batch * service.traffic.prompt, service.chunk,
                   shared_prefix=service.shared_prefix)
 
@@ -157,9 +158,9 @@ def request_tokens(request: Arrival) -> int:
 def strategies(
     service: ServiceWanted, devices: int, tensor_parallel: Sequence[int] = (1, 2, 4, 8), instances: int = 5
 ) -> tuple[list[Strategy], dict[str, str]]:
-    """All that use at most so many devices and instances and can serve (section 3.5), and why others cannot, by the
-    devices of an instance or "offloaded". One device that streams is among them where the model does not fit one, or a
-    budget was given."""
+    """List the strategies for at most so many devices and instances that can serve (section 3.5), and why others
+    cannot, by the devices of an instance or "offloaded". One device that streams is among them where the model does not
+    fit one, or a budget was given."""
     found: list[Strategy] = []
     refused: dict[str, str] = {}
     for t in tensor_parallel:

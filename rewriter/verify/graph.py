@@ -140,7 +140,7 @@ def _value(node: fx.Node) -> None:
 
 
 def _state(node: fx.Node) -> tuple[Any, ...]:
-    """All that `_value` looks at, as the very objects that are there."""
+    """Return the parts that `_value` reads, as the very objects."""
     base = node.meta.get("alias_of")
     shown = [node, *node.all_input_nodes, *([] if base is None else [base])]
     return (node.target, node.args, node.kwargs, *shown, *(each.meta["val"] for each in shown),

@@ -76,7 +76,7 @@ def verify_program(program: Program, budget: Mapping[str, int | None] | None = N
 
 
 def _sharing(items: list[PreparedItem]) -> list[PreparedItem]:
-    """Those that order others, or touch memory that not launches alone do."""
+    """Return the items that order others, or touch memory that copies also touch."""
     return [entry for entry in items if entry[2].shared or entry[3].shared or type(entry[0]) in (Record, Wait)]
 
 

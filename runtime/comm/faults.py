@@ -1,4 +1,4 @@
-"""Who looks after the other ranks, for those that wait; without torch.distributed, which one alone never loads."""
+"""Watchers of other ranks, for those that wait; without torch.distributed, which a single process never loads."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ def local_rank(rank: int) -> int:
 
 
 def ranks_here(ranks: int) -> int:
-    """Of so many ranks those that run on this machine; all where nobody says."""
+    """Return how many of these ranks run on this machine; all where torchrun does not say."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def store_place() -> str:
-    """Where the store is by which ranks find each other, as far as that is said."""
+    """Return the address of the store by which ranks find each other, as far as torchrun gives it."""
     host = os.environ.get("MASTER_ADDR")
     return f" at {host}" if host else ""

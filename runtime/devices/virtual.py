@@ -162,9 +162,9 @@ class VirtualDevice:
 def run_on_streams(
     program: Program, cost: CostOf, steps: int, between_s: float = 0.0
 ) -> tuple[list[float], list[TimedSpan]]:
-    """When the first step began on the compute stream and each ended, and all spans, where launches and copies only
-    join the queues of their streams. Each step ends with `between_s` seconds in which nothing is launched, once all
-    that was launched is done."""
+    """Return when the first step began on the compute stream and each ended, and all spans, where launches and copies
+    only join the queues of their streams. Each step ends with `between_s` seconds in which nothing is launched, once
+    all that was launched is done."""
     device = VirtualDevice(cost)
     prologue = [c for i in program.prologue if (c := device.bind(i, None)) is not None]
     step = [c for i in program.step if (c := device.bind(i, None)) is not None]

@@ -22,10 +22,10 @@ def run_ranks(
     programs: Sequence[Program], costs: Sequence[CostOf], steps: int, between_s: Sequence[float],
     overlap_penalty: float = 0.0,
 ) -> list[tuple[list[float], list[TimedSpan]]]:
-    """As `run_on_threads`, of each rank: when its first step began and each ended, and its spans. An exchange begins
-    once all that take part have posted it and are done with those that they posted before, and ends for all at once;
-    who waits for it goes on reading, and who computes meanwhile takes `overlap_penalty` of the time longer. ValueError
-    where ranks would wait for each other for ever."""
+    """Run the Programs of all ranks like `run_on_threads`: when each rank's first step began and each step ended, and
+    its spans. An exchange begins once all that take part have posted it and are done with those that they posted
+    before, and ends for all at once; who waits for it goes on reading, and who computes meanwhile takes
+    `overlap_penalty` of the time longer. ValueError where ranks would wait for each other for ever."""
     board = _Board([_exchanges(program) for program in programs])
     clocks = [_RankClock(rank, board, overlap_penalty) for rank in range(len(programs))]
     running = [clock.all_steps(program, cost, steps, rest)
@@ -47,7 +47,7 @@ def _exchanges(program: Program) -> list[tuple[int, ...]]:
 
 
 class _Board:
-    """When each rank posted each exchange, and when those ended whose ranks have all posted them."""
+    """Times at which ranks posted each exchange, and at which exchanges that all ranks posted ended."""
 
     def __init__(self, groups: Sequence[Sequence[tuple[int, ...]]]) -> None:
         self.groups = groups
@@ -56,7 +56,8 @@ class _Board:
         self.ended: list[list[float]] = [[] for _ in groups]
 
     def end_of(self, rank: int, count: int) -> float | None:
-        """When the rank's first `count` exchanges have ended; None while another rank has not come to one of them."""
+        """Return the time at which the rank's first `count` exchanges have ended; None while another rank has not come
+        to one of them."""
         while len(self.ended[rank]) < count:
             if not self.settle():
                 return None
@@ -81,7 +82,7 @@ class _Board:
         return [(len(posted), len(ended)) for posted, ended in zip(self.posted, self.ended, strict=True)]
 
     def _next(self, rank: int) -> tuple[int, ...]:
-        """Who takes part in the first exchange of a rank that has not ended; nobody while it is not posted."""
+        """Return the ranks of a rank's first exchange that has not ended; none while it is not posted."""
         at = len(self.ended[rank])
         return self.groups[rank][at % len(self.groups[rank])] if at < len(self.posted[rank]) else ()
 

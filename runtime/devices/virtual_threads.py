@@ -49,9 +49,9 @@ _LAUNCH, _COPY, _RECORD, _WAIT_HERE, _WAIT_THERE = range(5)
 def run_on_threads(
     program: Program, cost: CostOf, steps: int, between_s: float = 0.0, core_share: float = 0.0
 ) -> tuple[list[float], list[TimedSpan], float]:
-    """When the first step began and each ended, all spans, and how long the cores alone make each step last, where
-    nothing is issued while a launch computes, and what streams do to each other is counted: each launch is slowed by
-    copies under way, and slows them, as its cost says. Each step ends with `between_s` seconds in which nothing is
+    """Return when the first step began and each ended, all spans, and how long the cores alone make each step last,
+    where nothing is issued while a launch computes, and what streams do to each other is counted: each launch is slowed
+    by copies under way, and slows them, as its cost says. Each step ends with `between_s` seconds in which nothing is
     launched; where copies from or to disk take `core_share` of their time of the cores (0: unknown), what a step then
     lacks of what it asks of these passes at its end. Stops before `steps` once a step would begin as the one before it
     did: it would only take as long again.

@@ -40,8 +40,8 @@ class ReaderBrokenError(RuntimeError):
 
 
 def told_as(error: BaseException | None) -> BaseException | None:
-    """Return the error for waiting callers, in place of `error`: of the SystemExit that ends a thread that it did,
-    since raised in theirs it would end the process without a word."""
+    """Return the error for waiting callers: a ReaderBrokenError in place of the SystemExit that ended a thread, which
+    would silently end their process."""
     return ReaderBrokenError("the disk reader's thread has ended") if isinstance(error, SystemExit) else error
 
 

@@ -70,10 +70,10 @@ class DiskWriter(Protocol):
         """Queue the write once."""
 
     def fault(self) -> BaseException | None:
-        """As a reader's."""
+        """See `DiskReader.fault`."""
 
     def close(self) -> None:
-        """As a reader's; files that were written stay open."""
+        """Close like a reader; files that were written stay open."""
 
 
 def available_kinds() -> tuple[str, ...]:

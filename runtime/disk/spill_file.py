@@ -140,7 +140,8 @@ def _opened(path: str, direct: int) -> tuple[int, bool]:
 
 
 def _open_named(folder: str) -> tuple[int, bool, str]:
-    """As _open_nameless, of a file that keeps its name, which is the third. A lock says that its process lives."""
+    """Open like `_open_nameless` a file that keeps its name, which is the third result. A lock says that its process
+    lives."""
     for left in Path(folder).glob(f"{NAMED}*"):
         with contextlib.suppress(OSError), open_input(left) as file:  # another user's, gone by now, or a pipe
             if _locked(file.fileno(), fcntl.LOCK_NB):

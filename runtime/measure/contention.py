@@ -95,8 +95,8 @@ def _at_once(flow: ReadFlow, turn: Iterator[Call], seen: _Beside) -> None:
 
 
 def _core_share(flow: ReadFlow, turn: Iterator[Call], rounds: int) -> float | None:
-    """Of the time of all cores, what a second of reads takes: what products lack of their time beside reads, for the
-    share of their rate at which these run meanwhile. A virtual machine or a container that is given the time of so
+    """Return the share of all cores' time that reads take: the time that matmuls lack of their time beside reads, for
+    the share of their rate at which these run meanwhile. A virtual machine or a container that is given the time of so
     many processors pays for its disk from that, which turns shorter than the period of its account do not show. None
     where others use the cores."""
     if share_now() > LOADED:

@@ -27,8 +27,8 @@ LOG = logging.getLogger("forebay")
 
 
 def machine_cache_path(folder: str | os.PathLike[str]) -> Path:
-    """Where the profile is kept of this environment and the disk of `folder`: versions, processor, cores, threads,
-    device and a container's memory limit are in its name, so that two environments have one each."""
+    """Return the path of the profile for this environment and the disk of `folder`: versions, processor, cores,
+    threads, device and a container's memory limit are in its name, so that two environments have one each."""
     kind = device_here()
     limit = memory_limit_nbytes()
     facts = (measuring.versions(), _processor(), measuring.core_count(), torch.get_num_threads(), kind,

@@ -231,7 +231,7 @@ class ColdCalls(Iterator[Call]):
 
 
 def _parts(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """As many tensors of a shape as `cold_memory` holds: [count, *shape]."""
+    """Return the tensors of a shape that fit in `cold_memory`: [count, *shape]."""
     memory, nbytes = cold_memory(), math.prod(shape) * dtype.itemsize
     count = memory.nbytes // nbytes
     return memory.bytes[: count * nbytes].view(dtype).view(count, *shape)

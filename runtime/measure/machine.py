@@ -249,7 +249,7 @@ def _disk_links(
 
 
 def _place(turn: int, nbytes: int, of: int) -> int:
-    """Where in a file of so many bytes a read begins in its turn: at a page, as reads past the page cache must."""
+    """Return the offset of the next read in a file of so many bytes: at a page, as reads past the page cache must."""
     return turn * nbytes % (of - nbytes + PAGE_NBYTES)
 
 

@@ -75,13 +75,13 @@ class Acceptance:
         self._seen = {MODEL: (PRIOR_TOKENS * chance, PRIOR_TOKENS * (1 - chance))}
 
     def note(self, draft: Drafted, offered: int, right: int) -> None:
-        """Of the draft's first `offered` tokens the first `right` stood."""
+        """Record that the first `right` of a draft's first `offered` tokens were accepted."""
         if offered:
             good, bad = self._seen.get(draft.kind, PRIOR)
             self._seen[draft.kind] = EMA_DECAY * good + right, EMA_DECAY * bad + (right < offered)
 
     def chance(self, kind: int) -> float:
-        """That a token of such a draft stands where all before it do."""
+        """Return the chance that a token of such a draft is accepted where all before it are."""
         good, bad = self._seen.get(kind, PRIOR)
         return good / (good + bad)
 
@@ -106,14 +106,14 @@ class DraftCalibration:
         self._all = [BIN_PRIOR] * len(self._good)
 
     def note(self, given: Sequence[float], right: int) -> None:
-        """Of tokens that were given these chances, and checked, the first `right` stood."""
+        """Record that the first `right` of checked tokens with these chances were accepted."""
         for i, chance in enumerate(given[: right + 1]):
             at = _between(chance)
             self._good[at] += i < right
             self._all[at] += 1
 
     def chance(self, given: float) -> float:
-        """That a token stands which was given such a chance."""
+        """Return the measured chance of acceptance for a token that its draft gave such a chance."""
         at = _between(given)
         return self._good[at] / self._all[at]
 

@@ -25,7 +25,7 @@ from forebay.runtime.run.cache_blocks import CacheBlocks
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Of one layer the places of a sequence's blocks: in memory, [blocks, nbytes], or from `offset` on in a file."""
+    """The places of a sequence's blocks in one layer: in memory, [blocks, nbytes], or from `offset` on in a file."""
 
     nbytes: int
     offset: int

@@ -71,7 +71,7 @@ class DraftChoice:
         return size, drafts
 
     def note(self, row: int, draft: Drafted, offered: int, right: int) -> None:
-        """Of the first `offered` tokens of a row's draft the first `right` stood."""
+        """Record that the first `right` of the first `offered` tokens of a row's draft were accepted."""
         self.seen[row].note(draft, offered, right)
         if draft.kind == MODEL:
             self.drafter.note(draft, offered, right)

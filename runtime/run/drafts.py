@@ -50,7 +50,7 @@ class Drafter(Protocol):
         ...
 
     def note(self, draft: Drafted, offered: int, right: int) -> None:
-        """Of a draft's first `offered` tokens, which were checked, the first `right` stood."""
+        """Record that the first `right` of a draft's first `offered` tokens, which were checked, were accepted."""
 
 
 def alike(one: Sequence[int], other: Sequence[int]) -> int:

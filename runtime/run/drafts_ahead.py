@@ -78,7 +78,7 @@ class DraftsAhead:
             self._pool.shutdown()
 
     def ready(self, held: Mapping[int, torch.Tensor], most: Mapping[int, int]) -> dict[int, Drafted]:
-        """Of what was begun the drafts, of a token at least, of rows where what it guessed came."""
+        """Return the drafts made ahead, of at least one token, for rows whose guessed tokens came."""
         future, self._future = self._future, None
         if future is None:
             return {}

@@ -23,7 +23,8 @@ OnColumn = Callable[[torch.Tensor], None]  # the next token of each sequence
 
 @dataclass(frozen=True)
 class Stop:
-    """When to end: after `max_new_tokens`, or for a sequence at any of `eos`; ended sequences are filled with `pad`."""
+    """The end of generation: after `max_new_tokens`, or for a sequence at any of `eos`; ended sequences are filled with
+    `pad`."""
 
     max_new_tokens: int
     eos: frozenset[int] = frozenset()

@@ -42,14 +42,15 @@ class ModelDrafter:
 
     @property
     def chance(self) -> float:
-        """That a drafted token stands where all before it do."""
+        """Chance that a drafted token is accepted where all before it are."""
         return (KNOWN * self.expected + self.right) / (KNOWN + self.right + self.wrong)
 
     def draft(
         self, held: Mapping[int, torch.Tensor], most: Mapping[int, int], least: float = 0.0,
         in_vain: Callable[[Mapping[int, list[int]]], bool] = lambda rows: False,
     ) -> dict[int, Drafted]:
-        """As `Drafter.draft`; `in_vain` is shown all rows with their drafts so far before each step, and may end it."""
+        """Draft like `Drafter.draft`; `in_vain` is shown all rows with their drafts so far before each step, and may
+        end it."""
         work = self.session.plan.workload
         rows = {row: tokens.tolist() for row, tokens in held.items()}
         most = {row: max(0, min(most[row], work.context + 1 - len(tokens))) for row, tokens in rows.items()}

@@ -146,7 +146,7 @@ class PrefixFiles(PrefixTree[FileBlock]):
         return len(found)
 
     def wants(self, keys: Sequence[bytes]) -> bool:
-        """As of a tree, while it is open and the disk keeps up."""
+        """Return whether a block should be kept, while the folder is open and the disk keeps up."""
         self.settle()
         behind = sum(block.nbytes for _, block in self.pending.values()) > MOST_PENDING_NBYTES
         return self._unlock is not None and not behind and super().wants(keys)

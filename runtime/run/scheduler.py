@@ -59,7 +59,8 @@ def answer_arriving(
     session: Session, arriving: Arriving, eos: frozenset[int] = frozenset(), *, on_next: OnNext, on_end: OnEnd,
     on_step: OnStep = lambda work: None, turns: StepTurns = DEFAULT_TURNS, drafter: Drafter | None = None,
 ) -> WorkDone:
-    """As `answer_all`, for requests that arrive while others run; they are admitted in the order in which they come.
+    """Answer like `answer_all` requests that arrive while others run; they are admitted in the order in which they
+    come.
 
     Before every step `arriving(free, idle)` gives those that came since, by numbers that no other has, at most `free`
     of them. With `idle` nothing runs, and it may wait; None ends the loop, after those that still run. `on_next` is
@@ -335,7 +336,7 @@ class Scheduler:
         return replace(inputs, input_ids=wide, count=real, refused=refused)
 
     def _accepted(self, slot: int, logits: torch.Tensor, draft: Drafted) -> list[int]:
-        """As many tokens as are right of a slot's draft, and one more, by logits [size, V]; none where all of the step
+        """Return the accepted tokens of a slot's draft, and one more, by logits [size, V]; none where all of the step
         are replayed ones. What is refused is written anew before it is seen, or the state goes back."""
         assert self.choice is not None
         replayed = self.replay.pop(slot, 0)

@@ -78,8 +78,8 @@ class TokenSampler:
         return [chosen[i] for i in range(len(numbers))]
 
     def accepted(self, number: int, logits: torch.Tensor, draft: Drafted) -> list[int]:
-        """As many tokens as are right of a draft, and one more, by logits [N + 1, V] after the last token and after
-        each of the draft's first N."""
+        """Return the accepted tokens of a draft, and one more, by logits [N + 1, V] after the last token and after each
+        of the draft's first N."""
         sampling, scores = self._sampling(number), logits
         if self._is_processed(number):
             scores = self._processed(number, logits, draft.tokens[: len(logits) - 1])

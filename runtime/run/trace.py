@@ -100,7 +100,7 @@ class Trace:
         return max(0, self.count - self.room)
 
     def spans(self) -> Iterator[TimedSpan]:
-        """Those that are kept, in the order in which they ended."""
+        """The kept spans, in the order in which they ended."""
         for (lane, label, _), start, end, _ in self._kept():
             yield lane, label, start, end
 

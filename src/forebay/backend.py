@@ -179,7 +179,7 @@ class OffloadedGraph:
             return self.memory.run(args)
 
     def _prepared(self, call: object, args: Sequence[Any]) -> Prepared:
-        """What is kept for such a call with these weights, else made and kept."""
+        """Return the prepared call for these weights, made once and kept."""
         for i, arg in enumerate(args):
             refuse_tensor(arg, self.weights.get(i, f"input {i}"))
         prepared = self.prepared.get((call, self._slots(args)))

@@ -1,4 +1,4 @@
-"""What `forebay calibrate` found, and the ranges of scores that a plan takes of it."""
+"""Results of `forebay calibrate`, and the ranges of scores that a plan takes from them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LayerScores:
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """What routers of one layer picked: of each expert how many tokens, and the `hits` of pools, for one sequence
+    """The picks of one layer's router: of each expert how many tokens, and the `hits` of pools, for one sequence
     (`hits_within`)."""
 
     layer: int
@@ -54,7 +54,7 @@ class LayerRouting:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `forebay calibrate` found for one model, identified by its checkpoint's fingerprint: of scores, or of
+    """The result of `forebay calibrate` for one model, by its checkpoint's fingerprint: scores, or routing of
     experts."""
 
     fingerprint: str

@@ -51,7 +51,7 @@ class CallTurns:
 
 
 class TakesTurns:
-    """Of a model whose calls share one memory: its turns, and its end."""
+    """A model whose calls share one memory: turns of callers, and closing."""
 
     _turns: CallTurns
 

@@ -1,4 +1,5 @@
-"""What is known of a model before any weight is read: its files, its sizes, its text side, and whether it runs here."""
+"""Facts about a model that are known before any weight is read: its files, its sizes, its text side, and whether it
+runs here."""
 
 from __future__ import annotations
 

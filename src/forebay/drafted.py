@@ -55,7 +55,7 @@ class DraftedPlanner:
         self._seen = DraftsSeen(checkpoint.fingerprint, opened[1].fingerprint, _assumed(draft))
 
     def replayed(self, plan: Plan, options: Options) -> PlannedSteps:
-        """As without a draft: a plan that is replayed was made without one."""
+        """Replay like without a draft: a replayed plan was made without one."""
         return self._own.replayed(plan, options)
 
     def planned(self, workload: Workload, options: Options, choose: PlanChoice) -> PlannedSteps:
@@ -141,7 +141,8 @@ class DraftedPlanner:
         return PackedCopy(self._packed, pipeline)
 
     def _files_of(self, own: Collection[str]) -> dict[str, FileSlice]:
-        """Where the weights of a step that drafts lie, of which those `own` are the copy's where it has them packed."""
+        """Return the files of the weights of a draft step, of which those `own` are the copy's where it has them
+        packed."""
         return {name: self._draft.files[name] if name in own and name in self._packed else file
                 for name, file in self._own.files.items()}
 

@@ -46,9 +46,9 @@ def drafting(
     helper: StepModel | None, session: Session, rows: Sequence[torch.Tensor], new_tokens: int, sampling: Sampling,
     generator: torch.Generator | Sequence[torch.Generator] | None,
 ) -> Iterator[Drafter | None]:
-    """What drafts by `helper` for answers of `new_tokens` to `rows` on `session`, with the helper's session for as
-    long; None where the plan's steps check no drafts of such a call, and where the helper has no positions for it.
-    Without a helper steps of the session itself draft, if it has such."""
+    """Make the drafter that drafts by `helper` for answers of `new_tokens` to `rows` on `session`, with the helper's
+    session for as long; None where the plan's steps check no drafts of such a call, and where the helper has no
+    positions for it. Without a helper steps of the session itself draft, if it has such."""
     if session.plan.schedule.batching.admitted:
         with drafting_per_slot(helper, session) as drafter:
             yield drafter
@@ -73,9 +73,9 @@ def drafting(
 
 @contextmanager
 def drafting_per_slot(helper: StepModel | None, session: Session) -> Iterator[Drafter | None]:
-    """What drafts by `helper` for sequences in the slots of `session`, the most likely tokens, with the helper's
-    session as it is planned for as long; None where the plan's steps check no drafts, and for a helper with fewer
-    slots."""
+    """Make the drafter that drafts by `helper` for sequences in the slots of `session`, the most likely tokens, with
+    the helper's session as it is planned for as long; None where the plan's steps check no drafts, and for a helper
+    with fewer slots."""
     if helper is None and session.shared is not None and session.plan.schedule.speculative_steps:
         with _sharing(session, Sampling(), ()) as drafter:
             yield drafter
@@ -93,7 +93,7 @@ def drafting_per_slot(helper: StepModel | None, session: Session) -> Iterator[Dr
 def _recording(
     helper: StepModel, session: Session, sampling: Sampling, draws: Sequence[Draws]
 ) -> Iterator[DraftsAhead]:
-    """What drafts on the helper's session; the tokens that stood are counted in the end."""
+    """Make a drafter on the helper's session; accepted tokens are counted at the end."""
     seen = helper.drafts_seen
     drafter = ModelDrafter(session, sampling, draws, *([] if seen is None else [seen.chance]))
     ahead = DraftsAhead(drafter)
@@ -106,7 +106,7 @@ def _recording(
 
 @contextmanager
 def _sharing(session: Session, sampling: Sampling, draws: Sequence[Draws]) -> Iterator[SharedDrafter]:
-    """What drafts by steps of the session itself; the tokens that stood are counted in the end."""
+    """Make a drafter by steps of the session itself; accepted tokens are counted at the end."""
     assert session.shared is not None
     drafter = SharedDrafter(session, sampling, draws, session.shared.record.chance)
     try:

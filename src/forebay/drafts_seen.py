@@ -1,4 +1,4 @@
-"""How many of a model's drafts stood, kept in the cache folder: what the next process expects of them."""
+"""Acceptance of a model's drafts, kept in the cache folder for the next process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MOST = 2048  # checked tokens that are kept: of more, the older ones weigh less 
 
 
 class DraftsSeen:
-    """Of the tokens that one model drafted for another, both named by their fingerprints, those that stood and those
-    that were refused where all before them stood. `assumed` is the share that stands before any was checked. A cache
-    folder that cannot be read or written is done without."""
+    """Accepted and refused tokens that one model drafted for another, both named by their fingerprints, each where all
+    earlier ones were accepted. `assumed` is the share that stands before any was checked. A cache folder that cannot be
+    read or written is done without."""
 
     def __init__(self, model: str, draft: str, assumed: float) -> None:
         self.assumed = assumed

@@ -67,7 +67,7 @@ LOG = logging.getLogger("forebay")  # quiet unless the program that uses it, or 
 @cache
 @one_thread
 def causal_lm_class() -> type[StreamedCausalLM]:
-    """What answers as transformers' models do; loaded when it is first asked for."""
+    """The class that answers like transformers' models; loaded on first use."""
     from forebay.huggingface.causal_lm import StreamedCausalLM
 
     return StreamedCausalLM
@@ -171,7 +171,7 @@ class LanguageModel(SessionCalls, TakesTurns, ScoringCalls, TraceCalls, NnModule
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype in which the model computes."""
         return self.captured.dtype
 
     @property

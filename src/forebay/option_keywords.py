@@ -22,7 +22,7 @@ def options_of(given: Mapping[str, Any], base: Options | None = None) -> Options
 
 
 class TakesOptions(Protocol[Keywords, Wrapped]):
-    """What takes a model, a budget, and `Options` or its fields as keywords."""
+    """A function of a model, a budget, and `Options` or its fields as keywords."""
 
     @overload
     def __call__(self, model: Any, budget: Any, options: Options, /) -> Wrapped: ...

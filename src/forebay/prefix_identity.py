@@ -1,4 +1,4 @@
-"""What the KV cache of a prompt depends on besides the prompt's tokens: the model, the release, and the steps."""
+"""The identity of a prompt's KV cache besides the prompt's tokens: the model, the release, and the steps."""
 
 from __future__ import annotations
 

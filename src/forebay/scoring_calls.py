@@ -1,4 +1,4 @@
-"""What a wrapped model says of given text: logits behind prompts, scores of tokens, log-likelihoods."""
+"""Scores of given text by a wrapped model: logits after prompts, scores of tokens, log-likelihoods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forebay.runtime.run.scoring import loglikelihoods, token_scores
 
 
 class ScoringCalls:
-    """Of a `LanguageModel`, whose steps compute them."""
+    """Scoring calls of a `LanguageModel`, whose steps compute them."""
 
     def next_logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [B, V] of the token after each prompt; prompts as for `generate`."""

@@ -1,4 +1,4 @@
-"""What a wrapped model knows of prompts, from one process to the next."""
+"""Calls of a wrapped model that keep prompts from one process to the next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CACHE_DIR_NBYTES = 8 << 30  # that `cache_dir` may hold where nobody says
 
 
 def kept_prompts(options: Options) -> PrefixCache | None:
-    """What keeps the KV cache of prompts, in memory and on disk, as far as it is asked for."""
+    """Make the store for the KV cache of prompts, in memory and on disk, as the options request."""
     if not options.keeps_prompts or options.mesh is not None:
         return None
     return PrefixCache(int(options.prefix_cache or 0), None if options.cache_dir is None else PrefixFiles(
@@ -27,13 +27,13 @@ def kept_prompts(options: Options) -> PrefixCache | None:
 
 
 class SessionCalls:
-    """Of a `LanguageModel` that keeps the KV cache of prompts (`prefix_cache`)."""
+    """Session calls of a `LanguageModel` that keeps the KV cache of prompts (`prefix_cache`)."""
 
     prefixes: PrefixCache | None = None
 
     @property
     def prefix_identity(self) -> PrefixIdentity:
-        """All that the KV cache of a prompt depends on besides its tokens."""
+        """Return the identity of a prompt's KV cache besides its tokens."""
         lm: Any = self
         return identity_of(lm.plan, lm.checkpoint)
 

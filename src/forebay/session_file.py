@@ -40,7 +40,7 @@ class SessionError(ValueError):
 
 @dataclass(frozen=True)
 class SavedSession:
-    """What a file holds.
+    """The content of a session file.
 
     Attributes:
         identity: What the blocks depend on.
@@ -92,7 +92,7 @@ def read_session(path: StrPath, identity: PrefixIdentity) -> SavedSession:
 
 
 def _header(path: StrPath, file: BinaryIO) -> tuple[SavedSession, list[_Listed]]:
-    """What the first line says."""
+    """Return the file's first line."""
     line = file.readline(MOST_HEADER_NBYTES)
     try:
         checksum, header = line.split(b" ", 1)

@@ -92,7 +92,7 @@ class MeshPlanner:
             return PlannedSteps(*plan_together([planner], choose, lambda said: from_all(said[0]))[0])
 
     def replayed(self, plan: Plan, options: Options) -> PlannedSteps:
-        """As for one device; plans that are replayed must be those of ranks that were planned together."""
+        """Replay like for one device; replayed plans must come from ranks that were planned together."""
         said: Any = Steps.of(plan), plan.schedule.prefill_chunks
         steps = None
         try:

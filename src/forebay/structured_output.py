@@ -24,7 +24,7 @@ class StructuredOutputError(ValueError):
 
 @dataclass(frozen=True)
 class OutputGrammar:
-    """What an answer must be: `text` is a JSON schema, a regular expression, or a grammar of Lark or GBNF."""
+    """The grammar of an answer: `text` is a JSON schema, a regular expression, or a grammar of Lark or GBNF."""
 
     kind: Literal["json_schema", "regex", "grammar"]
     text: str
@@ -55,7 +55,7 @@ class StructuredOutput:
         self.tokenizer, self.vocab_size, self.eos = tokenizer, vocab_size, frozenset(eos)
 
     def constraint(self, grammar: OutputGrammar, after: str | None = None) -> GrammarConstraint:
-        """What holds one answer to a grammar; StructuredOutputError where that cannot be.
+        """Make the constraint of one answer by a grammar; StructuredOutputError where that cannot be.
 
         Args:
             grammar: Of the answer.

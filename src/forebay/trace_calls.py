@@ -1,4 +1,4 @@
-"""What a wrapped model records of its steps, for ui.perfetto.dev."""
+"""Traces of a wrapped model's steps, for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forebay.runtime.run.trace import Trace, write_trace
 
 
 class TraceCalls:
-    """Of a `LanguageModel`, whose steps are recorded."""
+    """Trace calls of a `LanguageModel`, whose steps are recorded."""
 
     trace: Trace | None = None
 

@@ -48,8 +48,8 @@ def _turned_alike(g: OnnxGraph, q: OnnxValue, k: str) -> tuple[str, str, OnnxVal
 
 
 def _before_turning(g: OnnxGraph, value: str) -> tuple[str, OnnxValue, OnnxValue] | None:
-    """What `value` [B, H, S, D] is before each head is turned, whole or in its first dimensions, and by which cosines
-    and sines [positions, angles]."""
+    """Return `value` [B, H, S, D] before the rotation of each head, whole or in its first dimensions, and by which
+    cosines and sines [positions, angles]."""
     parts = g.source(value, "Concat")
     if parts is None:
         return g.turned(value)

@@ -236,7 +236,7 @@ def synchronised_codes(
     CAPPED: tl.constexpr, BITS: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, UNIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """As unified_codes, with the largest x so far of each warp in place of phi, by the online softmax."""
+    """Compute like unified_codes, with the largest x so far of each warp in place of phi, by the online softmax."""
     WARPS: tl.constexpr = T // 16
     R: tl.constexpr = 8 if H < 8 else H
     KIND: tl.constexpr = kind_of(D, DP, G, GP)

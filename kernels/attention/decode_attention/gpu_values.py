@@ -37,7 +37,7 @@ def synchronised_share(
     CAPPED: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """As unified_share, with the largest x so far in place of phi, by the online softmax."""
+    """Compute like unified_share, with the largest x so far in place of phi, by the online softmax."""
     acc = tl.zeros((M, DP), tl.float32)
     total = tl.zeros((M,), tl.float32)
     top = tl.full((M,), float("-inf"), tl.float32)

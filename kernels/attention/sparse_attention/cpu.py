@@ -34,7 +34,8 @@ NATIVE_NBYTES = 4 * (64 * 256 + 256 + 1024)
 
 
 def scratch_floats(heads: int, kv_heads: int, length: int, head_dim: int) -> int:
-    """Of a task of the C++ kernel: scores of a KV head's queries, as much as of one beside them, and the queries."""
+    """Return the scratch of a task of the C++ kernel, in floats: scores of a KV head's queries, as much as of one
+    beside them, and the queries."""
     group = heads // kv_heads
     return (group + 1) * (length // 16 + 1) * 16 + -(-group * head_dim // 16) * 16
 

@@ -46,7 +46,8 @@ def _bind(use: Use) -> Call:
 
 
 def _cost(use: Use) -> Cost:
-    """As if every sequence were as long as the cache, and saw all of it: its keys, and a share of its values."""
+    """Return the cost as if every sequence were as long as the cache, and saw all of it: its keys, and a share of its
+    values."""
     q, k, v = use.args[:3]
     batch, heads, _, width = q.shape
     share = math.ceil(use.args[7] * (k.shape[2] - 1)) + 1

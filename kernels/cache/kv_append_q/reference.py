@@ -29,7 +29,7 @@ def rotation_size(head_dim: int) -> int:
 
 
 def _factors(head_dim: int) -> tuple[float, float]:
-    """What rows are multiplied by when stored, and when read: powers of two, which do not round."""
+    """Return the factors of rows when stored, and when read: powers of two, which do not round."""
     power = rotation_size(head_dim).bit_length() - 1
     return 2.0 ** -((power + 1) // 2), 2.0 ** -(power // 2)
 

@@ -51,6 +51,6 @@ def bind_layer_norm(
 
 
 def workspace_nbytes(use: Use) -> int:
-    """What torch takes: the result, made apart, and the mean and deviation of each row in fp32. The kernel, present or
-    not, takes none; it is left to torch for strides that it does not know."""
+    """Return the workspace of torch's operator: the result, made apart, and the mean and deviation of each row in fp32.
+    The kernel, present or not, takes none; it is left to torch for strides that it does not know."""
     return nbytes_of(*use.out) + 2 * 4 * math.prod(use.out[0].shape[:-1])

@@ -60,14 +60,14 @@ class ExpertsArgs(ctypes.Structure):
 
 
 def implementation(stored: Stored) -> str:
-    """What multiplies with a matrix: the implementation of `linear` or `linear_q` that few rows take."""
+    """Return the matmul of a matrix: the implementation of `linear` or `linear_q` that few rows take."""
     if not stored.bits:
         return "flat"
     return linear_q.default_choice(stored.bits, 1, stored.group_size, stored.codebook)
 
 
 class Sizes(NamedTuple):
-    """What scratch depends on: tokens, experts that each chooses, experts in all, H, U and F."""
+    """The sizes on which scratch depends: tokens, experts that each chooses, experts in all, H, U and F."""
 
     tokens: int
     picks: int

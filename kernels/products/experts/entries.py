@@ -42,7 +42,7 @@ def table_shape(count: int, parts: tuple[Part, ...]) -> tuple[int, int]:
 
 
 def experts_of(table: Any, parts: tuple[Part, ...], first: int = 0, entries: Any = None) -> Experts:
-    """What a table [n, N] holds, as views of it."""
+    """Return the experts of a table [n, N], as views of it."""
     held: dict[str, Tensor | None] = dict.fromkeys(("up", "up_bias", "down", "down_bias"))
     for part in parts:
         size = table.element_size()

@@ -126,7 +126,7 @@ def product(
 
 @triton.jit
 def plain_activation(x, ACTIVATION: tl.constexpr):
-    """That of a number; "" leaves it."""
+    """Apply an activation to a number; "" leaves it."""
     if ACTIVATION == "":
         y = x
     elif ACTIVATION == "relu2":

@@ -8,7 +8,7 @@ ALIGN = 16
 
 
 class ScratchOffsets(NamedTuple):
-    """Where in scratch lie picks in the order of their entries, their ends by entry, what `down` is given, and what it
+    """Offsets in scratch of picks in the order of their entries, their ends by entry, what `down` is given, and what it
     gives; and where that ends."""
 
     order: int
@@ -19,7 +19,7 @@ class ScratchOffsets(NamedTuple):
 
 
 def scratch_offsets(picks: int, entries: int, hidden: int, inner: int, itemsize: int) -> ScratchOffsets:
-    """Of so many picks of a step, over so many entries."""
+    """Return the scratch offsets for so many picks of a step, over so many entries."""
     at = [0]
     for nbytes in (4 * picks, 4 * entries, picks * inner * itemsize, 4 * picks * hidden):
         at.append(-(-(at[-1] + nbytes) // ALIGN) * ALIGN)

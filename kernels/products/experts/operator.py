@@ -79,7 +79,7 @@ class Arguments(NamedTuple):
     stored: Storage
 
     def parts(self) -> tuple[Part, ...]:
-        """What an entry of the table holds."""
+        """The parts of a table's entry."""
         return entry_parts(self.x.shape[-1], self.inner, self.form, self.stored, self.biased, dtype_of(self.x))
 
 
@@ -129,7 +129,7 @@ def _gpu_workspace(use: Use) -> int:
 
 
 def _cost(use: Use) -> Cost:
-    """Of a part of the experts its share of picks, and as many of them read as are picked where none is preferred."""
+    """Return the cost of a part of the experts: its share of picks, and the experts read under uniform routing."""
     given = arguments_of(use.args)
     units, entries = 2 * given.inner if given.form.gated else given.inner, given.table.shape[0]
     picks, count = math.prod(given.index.shape), max(1, _count(use))

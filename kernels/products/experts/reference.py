@@ -49,7 +49,7 @@ class Stored(NamedTuple):
     codebook: str = ""
 
     def packing(self, in_features: int) -> Packing:
-        """What packed rows over so many input features mean."""
+        """Return the format of packed rows over so many input features."""
         return Packing(self.bits, in_features, self.group_size, self.scale_dtype, self.symmetric, self.codebook)
 
 
@@ -168,7 +168,7 @@ def _matrix(weight: Tensor, in_features: int, transposed: bool, stored: Stored) 
 
 
 def activated(y: Tensor, form: Form) -> Tensor:
-    """What `down` is given [..., F] of what `up` gives [..., U]."""
+    """Compute the input of `down` [..., F] from the result of `up` [..., U]."""
     if not form.gated:
         return _activate(y, form.activation)
     gate, value = (y[..., ::2], y[..., 1::2]) if form.interleaved else y.chunk(2, -1)

@@ -1,4 +1,4 @@
-"""What a plan for a GPU needs to know of its products: names and transient memory; needs neither Triton nor a GPU."""
+"""Names and transient memory of GPU matmuls, for plans; needs neither Triton nor a GPU."""
 
 from __future__ import annotations
 

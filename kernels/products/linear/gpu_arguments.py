@@ -1,4 +1,4 @@
-"""What launchers of `linear` and `linear_q` share: checked operands as matrices, and the workspace."""
+"""Shared code of the launchers of `linear` and `linear_q`: checked operands as matrices, and the workspace."""
 
 from __future__ import annotations
 

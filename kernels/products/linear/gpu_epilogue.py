@@ -1,4 +1,4 @@
-"""What follows a matrix product in its kernel: the sum over splits of K, bias, activation, multiplier and residual."""
+"""The epilogue of a matmul kernel: the sum over splits of K, bias, activation, multiplier and residual."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def linear(
 def followed(
     g: OnnxGraph, y: str, bias: str | None, multiplier: str | None, residual: str | None, activation: str
 ) -> str:
-    """What follows a product, in its order."""
+    """Apply the operators that follow a matmul, in their order."""
     y = y if bias is None else g.op("Add", y, bias)
     y = activated(g, y, activation)
     y = y if multiplier is None else g.op("Mul", y, multiplier)

@@ -63,7 +63,7 @@ def _(
 
 
 def _after(use: Use) -> After:
-    """What follows the product, as a launch names it."""
+    """Return the epilogue of the matmul, by a launch's arguments."""
     return After(use.kwargs.get("activation", ""), use.kwargs.get("multiplier"), use.kwargs.get("residual"))
 
 

@@ -12,7 +12,7 @@ ACTIVATIONS = ("", "silu", "gelu", "gelu_tanh", "relu")  # in the order of `Acti
 
 
 class After(NamedTuple):
-    """What follows a product: act, then * multiplier, then + residual, where they are given."""
+    """The epilogue of a matmul: act, then * multiplier, then + residual, where they are given."""
 
     activation: str = ""
     multiplier: Tensor | None = None
@@ -23,7 +23,7 @@ class After(NamedTuple):
         return bool(self.activation) or self.multiplier is not None or self.residual is not None
 
     def part(self, rows: slice, columns: slice) -> After:
-        """That of a part of the output, for operands that are matrices."""
+        """Return the epilogue of a part of the output, for operands that are matrices."""
         return After(self.activation, *(None if t is None else t[rows, columns] for t in self[1:]))
 
 

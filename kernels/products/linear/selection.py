@@ -240,7 +240,7 @@ def fit(times_s: Mapping[tuple[str, int, int, int], Mapping[str, float]]) -> tup
 
 
 def table_path(device_name: str) -> Path:
-    """Where the table of a device lies: beside this file, as selection-NVIDIA-H200.json for an "NVIDIA H200"."""
+    """Return the path of a device's table: next to this file, as selection-NVIDIA-H200.json for an "NVIDIA H200"."""
     return TABLES / f"selection-{re.sub(r'[^A-Za-z0-9.]+', '-', device_name)}.json"
 
 

@@ -77,7 +77,7 @@ def _stored(use: Use) -> Packing:
 
 
 def _after(use: Use) -> After:
-    """What follows the product, as a launch names it."""
+    """Return the epilogue of the matmul, by a launch's arguments."""
     return After(use.kwargs.get("activation", ""), use.kwargs.get("multiplier"), use.kwargs.get("residual"))
 
 
@@ -120,13 +120,13 @@ def _default_choice(product: Product) -> str:
 
 
 def _candidates(weight: str) -> tuple[str, ...]:
-    """Those that keep the accuracy of floats."""
+    """Return the implementations that keep the accuracy of floats."""
     stored = weight_format(weight)
     return tuple(name for name in cpu.implementations(stored.bits, stored.codebook) if name not in ROUNDED)
 
 
 def _rounding(shape: Product, activations: str) -> tuple[str, ...]:
-    """Of few rows bf16 is int16; int8 takes some groups alone."""
+    """Return the rounding: for few rows bf16 becomes int16; int8 takes only some groups."""
     stored = weight_format(shape.weight)
     if activations not in cpu.implementations(stored.bits, stored.codebook) or activations not in ROUNDED:
         return ()

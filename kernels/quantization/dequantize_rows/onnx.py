@@ -12,7 +12,7 @@ from forebay.kernels.quantization.dequantize_rows.reference import Unpacking
 
 
 def dequantize_rows(g: OnnxGraph, rows: OnnxValue, *how: Any) -> str:
-    """What packed rows stand for, [..., K], or [K, N] if transposed."""
+    """Return the values of packed rows, [..., K], or [K, N] if transposed."""
     assert rows.parts is not None
     in_features, bits, _, _, dtype, transposed, *_ = Unpacking(*how)
     values = _looked_up(g, rows.parts, bits, in_features, dtype, len(rows.shape)) or dequantized(

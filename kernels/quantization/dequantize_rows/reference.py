@@ -12,7 +12,7 @@ from forebay.kernels.quantization.quantize.reference import dequantize_reference
 
 
 class Unpacking(NamedTuple):
-    """What an unpacking of rows is told besides them, in the operator's order."""
+    """Arguments for unpacking rows, besides the rows, in the operator's order."""
 
     in_features: int
     bits: int

@@ -94,7 +94,8 @@ def dequantize(
     dtype: torch.dtype,
     codebook: str = "",
 ) -> Tensor:
-    """What quantize gave, as x of dtype with `size` elements along dim: q * scale + low in fp32, then rounded once.
+    """Turn the result of `quantize` back into x of dtype with `size` elements along dim: q * scale + low in fp32, then
+    rounded once.
 
     Without low it is -2^(bits - 1) * scale, as the rounding "symmetric" makes it. With a codebook a value is
     codebook[q] * scale (`packing`).

@@ -10,7 +10,7 @@ fail = failing("keep_state")
 
 
 def reference(state: Tensor, saved: Tensor, refused: Tensor) -> Tensor:
-    """What both the state and the saved one hold then."""
+    """Return the state and the saved state afterwards."""
     return saved.where((refused != 0).view(-1, *[1] * (state.dim() - 1)), state)
 
 

@@ -1,4 +1,4 @@
-"""Where the caches of a batch lie."""
+"""The tiers of a batch's caches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class CachePlacement:
-    """Of the caches, one for each layer and micro-batch, `on_device` lie on the device and `on_host` in host memory,
-    spread evenly over the turns, and all others on the `tier`. What does not lie on the device is loaded for its turn
-    into one of `slots` staging slots, in blocks of `block_tokens` tokens; the block that is not full yet stays on the
-    device.
+    """The tiers of caches. Of one cache for each layer and micro-batch, `on_device` lie on the device and `on_host` in
+    host memory, spread evenly over the turns, and all others on the `tier`. What does not lie on the device is loaded
+    for its turn into one of `slots` staging slots, in blocks of `block_tokens` tokens; the block that is not full yet
+    stays on the device.
 
     With `cpu_attention` decode steps, and those that check drafts, attend over caches in host memory there: only
     queries, new keys and values, and results cross the link, while the device computes for other micro-batches. Those

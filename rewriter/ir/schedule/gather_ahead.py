@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GatherAhead:
-    """Of weights that prefill steps gather among ranks, as many `buffers` as read at once have memory, so that they are
-    gathered while others are read; 0: each is gathered right before it is read."""
+    """Buffers for weights that prefill steps gather among ranks: memory for `buffers` times the weights read at once,
+    so that they are gathered while others are read; 0: each is gathered right before it is read."""
 
     buffers: int = 0
 

@@ -1,4 +1,4 @@
-"""Where hidden states wait between the turns of micro-batches."""
+"""The tiers of hidden states between the turns of micro-batches."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def pool_room(nbytes: int, hop: bool) -> int:
 
 
 def expert_place(entry: FileSlice) -> int:
-    """Where an expert begins in its slot: where it does in a page of its file, so that reads land in place, unless its
-    numbers would not be aligned there."""
+    """Return the offset of an expert in its slot: the same as in a page of its file, so that reads land in place,
+    unless its numbers would not be aligned there."""
     place, rest = divmod(entry.page_offset, PLACE_NBYTES)
     return 0 if rest or entry.nbytes < PLACED_NBYTES else place
 

@@ -32,7 +32,7 @@ def slot_counts(count: int) -> list[int]:
 
 
 def admitted(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:
-    """As many sequences of a prefill step as are asked for."""
+    """Return the requested number of sequences in a prefill step."""
     options = request.options
     if options.admitted and options.prefill_chunk == 1:
         raise PlanError("prefill_chunk: 1 is a step that decodes for all slots; where sequences enter them, a "

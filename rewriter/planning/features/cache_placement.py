@@ -1,4 +1,4 @@
-"""Where the caches of a batch lie: on which tier, in blocks of how many tokens, and what shares on faster ones."""
+"""Placement of a batch's caches: tier, tokens of a block, and shares on faster tiers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ MAX_PADDING = 1 / 8  # of a token's bytes
 
 
 def cache_placements(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:
-    """Of caches that leave the device, all on the furthest tier that is allowed; none where they have to stay."""
+    """Return the placements of caches off the device, all on the furthest allowed tier; none where they have to
+    stay."""
     options = request.options
     if not request.staged:
         yield batching

@@ -66,7 +66,7 @@ def hidden_moves(moves: CacheMoves, layout: Layout | None, batching: BatchSchedu
 
 
 def explain_hidden(plan: Plan) -> tuple[str, str] | None:
-    """Where hidden states of a prefill wait."""
+    """Describe the tiers of a prefill's hidden states."""
     homes = plan.schedule.batching.hidden_homes()
     shares = ", ".join(f"{homes.count(tier)} on the {tier}" for tier in TIERS if tier in homes)
     text = f"between turns of a prefill those of {shares}, of {len(homes)} micro-batches"
@@ -93,7 +93,7 @@ def try_hidden_states(best: Plan, trial: Trial) -> Plan:
 
 
 def asked_tiers(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:
-    """Those of all but one micro-batch on the tiers that are asked for."""
+    """Place the hidden states of all micro-batches but one on the requested tiers."""
     yield placed(batching, request.options)
 
 

@@ -14,7 +14,8 @@ MICRO_BATCH_SIZES = (1, 4, 8, 12, 16, 24, 32, 64)  # of micro-batches; those nea
 
 
 def micro_batch_counts(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:
-    """As many as are asked for, none of them empty; else one, or of several sizes where caches come for their turns."""
+    """Return the numbers of micro-batches to try: the requested one, with none empty; else one, or several where caches
+    are staged."""
     batch, asked = request.workload.batch, request.options.micro_batches
     counts = [asked] if asked else [1] if not request.staged else [
         math.ceil(batch / size) for size in reversed(MICRO_BATCH_SIZES) if size == 1 or size < 2 * batch]

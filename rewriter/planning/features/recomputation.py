@@ -39,7 +39,8 @@ def _link_s(busy_time_s: Mapping[str, float]) -> float:
 
 
 def shares_beside(share: float) -> list[tuple[int, int]]:
-    """Of `SHARES` the one below `share` and the one above, or the one that it is; none below where none is as small."""
+    """Return the entries of `SHARES` just below and above `share`, or the equal one; none below where none is as
+    small."""
     below = [s for s in SHARES if s[0] / s[1] <= share][-1:]
     above = [s for s in SHARES if s[0] / s[1] >= share][:1]
     return list(dict.fromkeys([*below, *above]))

@@ -156,7 +156,7 @@ class CudaDevice(StreamedDevice):
         return read_later(value)
 
     def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
-        """As graphs, unless they are switched off."""
+        """Join launches into CUDA graphs, unless these are switched off."""
         if not self.graphs:
             return [call for _, call in run]
         self.graph_pool = self.graph_pool or torch.cuda.graph_pool_handle()
@@ -190,7 +190,7 @@ class CudaDevice(StreamedDevice):
         return self._bind_read(item, self._host_address(item, target))
 
     def _host_address(self, item: Copy, span: Span) -> int:
-        """Where a span lies in host memory, which alone files are read to and written from."""
+        """Return the address of a span in host memory, which alone files are read to and written from."""
         if span.arena != "host":
             raise RuntimeFault(f"{item.label}: between disk and GPU bytes pass through host memory; plan with host_hop")
         assert self.host is not None

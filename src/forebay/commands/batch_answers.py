@@ -54,8 +54,7 @@ class BatchAnswer:
         return self.codec.parts(self.inquiry, list(self.prompt), self.inquiry.choices)
 
     def requests(self, draws: Callable[[int], torch.Generator]) -> list[Request]:
-        """What the loop that generates tokens is asked for each answer, whose draws are `draws` of its number unless
-        the body has a seed."""
+        """Return the request of each answer. It draws from `draws` of its number unless the body has a seed."""
         asked, seed = [], self.inquiry.seed
         for number in range(self.inquiry.choices):
             constraint = None if self.inquiry.grammar is None else partial(self._constraint, number)

@@ -29,7 +29,8 @@ class BatchRequest:
         return hashlib.sha256(json.dumps([self.url, self.body], sort_keys=True).encode()).hexdigest()[:32]
 
     def inquiry(self, sampling: Sampling) -> Inquiry:
-        """What is asked, where `sampling` holds for what the body does not say; ValueError if it cannot be answered."""
+        """Read the body of a request, with `sampling` for the fields that it lacks; ValueError if it cannot be
+        answered."""
         body = {**self.body, "stream": False}
         try:
             body = chat_of_response(body) if self.url == RESPONSES else body

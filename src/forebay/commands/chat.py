@@ -295,7 +295,7 @@ def _line_waits() -> bool:
 
 
 def _lines(lm: LanguageModel, turns: NextTurns) -> Iterator[str]:
-    """What is typed or piped in, line by line, without the empty ones; until a line is typed, `turns` are computed."""
+    """Yield typed or piped lines without the empty ones; until a line is typed, `turns` are computed."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)

@@ -53,7 +53,7 @@ def _load_extractor(folder: Path) -> Any:
 
 
 def _recording(lm: EncoderDecoder, path: Path) -> dict[str, Any]:
-    """What transformers' feature extractor makes of a recording; JobError where it cannot be read."""
+    """Return the features of a recording, by transformers' feature extractor; JobError where it cannot be read."""
     extractor = _load_extractor(lm.folder)
     samples = read_wave(path, extractor.sampling_rate)
     made = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt")

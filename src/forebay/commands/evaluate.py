@@ -59,7 +59,8 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class WordAccuracy:
-    """Of `words` last words, how many `right` ones greedy decoding gives in full; `accuracy` is their share."""
+    """Last-word accuracy: of `words` last words greedy decoding gives `right` ones in full; `accuracy` is their
+    share."""
 
     accuracy: float
     right: int

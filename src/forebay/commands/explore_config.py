@@ -96,7 +96,7 @@ def _percent(share: float) -> float:
 
 
 def explore_text(found: dict[str, Any]) -> str:
-    """What `explore_config` found, for reading: the block, where things lie, the prediction and the advice."""
+    """Format the result of `explore_config`: the block, where things lie, the prediction and the advice."""
     policy, lines = found["policy"], []
     block, work = policy["block"], found["workload"]
     lines.append("a policy by closed forms alone")

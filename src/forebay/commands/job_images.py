@@ -70,7 +70,7 @@ class JobImages:
         return replace(sizes, device=sizes.device - self.nbytes), options
 
     def features(self, lm: LanguageModel, prompt: Prompt) -> PromptFeatures:
-        """What stands for the image tokens of a prompt."""
+        """Return the features of a prompt's image tokens."""
         request = prompt.request
         return self.chats.features(lm, request.messages or (), request.template, self.nbytes)
 

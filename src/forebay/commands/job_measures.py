@@ -1,4 +1,4 @@
-"""What a job measured, as numbers and as text: time by stage, memory against the budget's promise, bytes read."""
+"""Measurements of a job, as numbers and as text: time by stage, memory against the budget's promise, bytes read."""
 
 from __future__ import annotations
 

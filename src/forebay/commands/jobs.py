@@ -45,7 +45,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """What every answer of a job has in common."""
+    """The settings that every answer of a job shares."""
 
     max_new_tokens: int
     eos: tuple[int, ...] = ()
@@ -67,8 +67,8 @@ DIFFERENT = {
 
 
 def job_settings(checkpoint: Checkpoint, tokenizer: Any, ask: Ask, options: Options, *, chat: bool) -> dict[str, Any]:
-    """What answers depend on beside their prompts, as the settings file has it; the batch is noted when it is known
-    (`AnswerFile.note_batch`)."""
+    """Return the settings on which answers depend besides their prompts, as the settings file has it; the batch is
+    noted when it is known (`AnswerFile.note_batch`)."""
     template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
     # A quantized model's fingerprint covers every byte, which is why its files may be copied.
     files = {} if is_quantized(checkpoint.folder) else {"files": states_checksum(checkpoint.states)}
@@ -301,7 +301,7 @@ def refuse_overwriting(prompts: Path, output: Path) -> None:
 
 
 class Model(Protocol):
-    """What a job needs of a language model."""
+    """The methods of a language model that a job needs."""
 
     def answer_all(
         self, asked: Sequence[Request], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep

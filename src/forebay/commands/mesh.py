@@ -1,4 +1,4 @@
-"""What ranks exchange with each other, in the profile of their machine: measured, kept and shown."""
+"""Costs of exchanges between ranks, in the machine's profile: measured, kept and shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands take alike: the table of options, and the folder of the model that is named."""
+"""Shared options and arguments of the commands: the table of options, and the folder of the model that is named."""
 
 from __future__ import annotations
 

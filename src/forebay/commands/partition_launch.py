@@ -1,4 +1,5 @@
-"""What `forebay partition` says to launch: the best layouts that run here, and the plans of their ranks."""
+"""The commands that `forebay partition` prints to launch a layout: the best layouts that run here, and the plans of
+their ranks."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def _refusals(model: str, problem: PartitionProblem, ways: Sequence[RunLayouts])
 
 
 def mesh_option(problem: PartitionProblem, runs: RunLayouts) -> str:
-    """What `--mesh` is given for the layouts that run: the last axis divides the hidden size, and weights are gathered
-    over the last ones."""
+    """Return the value of `--mesh` for the layouts that run: the last axis divides the hidden size, and weights are
+    gathered over the last ones."""
     way, chips, layout = runs.decode, problem.mesh.chips, runs.prefill.feedforward
     wide, gathered = problem.mesh.size(way.wide), problem.mesh.size(runs.prefill.gathered)
     shape = [chips // wide, wide] if layout != "xy" else [chips // gathered, gathered // wide, wide]

@@ -202,8 +202,8 @@ def _draw_roofs(axis: Any, plan: Plan, roofs: dict[str, tuple[float, float]], ti
 
 
 def _draw_arena(axis: Any, plan: Plan, moving: dict[str, list[BufferPlacement]], arena: str) -> None:
-    """What lives throughout, and one band for the stretch in which a phase's buffers come and go; a bar for each phase
-    where they differ in what lives throughout."""
+    """Draw the buffers that live throughout, and one band for the stretch in which a phase's buffers come and go; a bar
+    for each phase where they differ in what lives throughout."""
     bars = ["prefill", "decode"] if plan.prefill_overlays_kv_cache else ["decode"]
     for x, shown in enumerate(bars):
         for b in lasting(plan, arena, shown):

@@ -21,7 +21,7 @@ KNOWN = {"backend", "bos_token", "eos_token", "pad_token", "unk_token", "is_loca
 
 
 class PlainTokenizer:
-    """As transformers' tokenizer for the same folder, for plain text and for chats.
+    """A tokenizer that equals transformers' for the same folder, for plain text and for chats.
 
     Attributes:
         chat_template: The model's template for chats; None where it has none.

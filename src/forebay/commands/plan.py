@@ -133,7 +133,7 @@ def _refuse(given: dict[str, Any], why: str) -> None:
 
 
 def _workload(options: Options, positions: int = 0) -> Workload:
-    """What is asked for; where no prompt is named, one that leaves half of the model's `positions` (0: no limit)."""
+    """Return the requested workload; the default prompt takes at most half of the model's `positions` (0: no limit)."""
     from forebay.rewriter.ir.plan import Workload
 
     prompt = options.prompt or (min(PROMPT, max(1, positions // 2)) if positions else PROMPT)

@@ -44,7 +44,7 @@ Point = tuple[float, float, int]  # seconds for a block of sequences, tokens per
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked of a model and a machine, however it is searched.
+    """A request for a plan of a model on a machine.
 
     objective "throughput" (within `latency_s` for all sequences, if given), "latency" (of `batch` sequences) or
     "budget" (the least device memory that reaches `tokens_per_s`). `batch` 0 leaves the sequences to the search, and
@@ -183,7 +183,7 @@ def step_copies(plan: Plan) -> int:
 
 
 def plan_data(found: ConfigPlan, request: PlanRequest) -> dict[str, Any]:
-    """What `plan_config` found, for JSON."""
+    """Return the result of `plan_config` as JSON data."""
     return {"kind": "plan", "complete": found.complete, "model": found.model, "machine": found.plan.machine,
             "objective": request.objective, "tokens_per_s": tokens_per_s(found.plan),
             "latency_s": latency_s(found.plan), "plan": asdict(found.plan),
@@ -233,8 +233,8 @@ def draw_frontier(curves: dict[str, Sequence[Point]], path: Path) -> None:
 
 
 def _budget(machine: Machine, given: dict[str, int], captured: CapturedModel) -> tuple[Budget, int]:
-    """What is given, or what the machine has; where the device is a part of the host's memory, nothing beside it. And
-    what the disk holds beside the weights' files."""
+    """Return the given budget, or the machine's memory, and the disk space besides the weights' files. Where the device
+    is a part of host memory, the host gets nothing more."""
     room = {tier: held.capacity_nbytes for tier, held in machine.tiers.items()} | given
     if room["disk"] < captured.weight_nbytes:
         raise PlanError(f"budget.disk: the weights' files take {format_nbytes(captured.weight_nbytes)} "
@@ -245,7 +245,7 @@ def _budget(machine: Machine, given: dict[str, int], captured: CapturedModel) ->
 
 
 def _one_file(captured: CapturedModel) -> dict[str, FileSlice]:
-    """Where weights would lie in a checkpoint of one file, each at a page."""
+    """Return the places of weights in a checkpoint of one file, each at a page."""
     files, at = {}, 0
     for name, spec in captured.weights.items():
         files[name] = FileSlice("weights", at, spec.nbytes)

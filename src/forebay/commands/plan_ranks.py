@@ -60,7 +60,7 @@ def make_folder(folder: Path) -> None:
 
 
 def step_lines(ranks: Ranks, machine: Machine) -> list[str]:
-    """What a decode step of all ranks takes together, a line for each."""
+    """Format the time of a decode step of all ranks, a line for each."""
     from forebay.rewriter.predict.ranks import simulate_ranks
 
     programs = [pipeline.program(plan, 1) for _, pipeline, plan in ranks]

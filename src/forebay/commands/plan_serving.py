@@ -84,7 +84,7 @@ def plan_serving(
 
 
 def step_times_of(lm: LanguageModel) -> StepTimes:
-    """What its steps are predicted to take."""
+    """Return the predicted times of a plan's steps."""
     from forebay.rewriter.predict.of_programs import step_times
 
     return step_times(lm.plan, lm.steps.program, lm.machine)

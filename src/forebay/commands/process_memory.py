@@ -1,4 +1,4 @@
-"""What the process really takes: anonymous memory, pages in the page cache, bytes fetched from disk.
+"""The measured memory and reads of the process: anonymous memory, pages in the page cache, bytes fetched from disk.
 
 The promise of a budget is one inequality, in which a GPU's memory has no part:
 

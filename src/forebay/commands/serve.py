@@ -161,7 +161,8 @@ def _cannot_listen(host: str, port: int, error: OSError) -> Exception:
 
 
 def _goals(prompt: int, new_tokens: int, given: tuple[float | None, float | None, int | None, int | None]) -> Any:
-    """What --ttft, --tpot, --isl and --osl ask for; None without them. JobError where they do not go together."""
+    """Return the latency goals of --ttft, --tpot, --isl and --osl; None without them. JobError where they do not go
+    together."""
     from forebay.commands.plan_serving import ServingGoals
 
     ttft, tpot, isl, osl = given

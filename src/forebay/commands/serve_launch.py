@@ -1,4 +1,4 @@
-"""What to launch for a way to serve: command lines of this release and scripts around them, or why nothing runs it."""
+"""Launch scripts for a way to serve: command lines of this release and scripts around them, or why nothing runs it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _instances(
 
 
 def _budget(strategy: Strategy, service: ServiceWanted) -> str:
-    """What an instance may use: of the device all, or what was named for one that streams; host memory for its caches
+    """Return the budget of an instance: the whole device, or the given budget if it streams; host memory for its caches
     and weights."""
     machine = service.streams_on if strategy.offloaded else service.machine
     device = machine.tiers["device"].capacity_nbytes

@@ -27,7 +27,7 @@ RATES = 9  # points of the picture against the rate, from a tenth of the goodput
 
 @dataclass(frozen=True)
 class LoadWanted:
-    """What a YAML file of `--workload` may say; times in milliseconds, lengths in tokens, rate in requests per second
+    """The fields of a YAML file for `--workload`; times in milliseconds, lengths in tokens, rate in requests per second
     (None: only the goodput is searched)."""
 
     rate: float | None = None
@@ -248,7 +248,7 @@ def _data(
     found: list[Goodput], refused: dict[str, str], service: ServiceWanted, level: ServiceLevel, load: LoadWanted,
     prices: Prices | None,
 ) -> dict[str, Any]:
-    """What is printed and kept: strategies from the best on, and why others cannot serve."""
+    """Return the result as JSON data: strategies from the best on, and why others cannot serve."""
     from forebay.rewriter.serving.strategies import streams
 
     rows = []

@@ -1,4 +1,4 @@
-"""What the commands share on a terminal: errors of one line, signals that stop a job cleanly, progress bars."""
+"""Shared behavior of the commands on a terminal: errors of one line, signals that stop a job cleanly, progress bars."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _warning_line(
 
 
 def message_of(error: Exception) -> str | None:
-    """What to tell the user, or None for an error that is not theirs to fix."""
+    """Return the message for the user, or None for an error that a user cannot fix."""
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
         extras = "models,cli,serve" if missing in ("starlette", "uvicorn") else "models,cli"

@@ -77,8 +77,8 @@ def watch(backend: Callable[..., Any]) -> None:
 
 
 def unseen_weights(root: nn.Module) -> str:
-    """What stays in memory because no graph reads it, and why; "" where Dynamo left out nothing, and handed over some
-    of the parameters: others are then not used, or are not yet."""
+    """Describe the weights that stay in memory because no graph reads them, with reasons; "" where Dynamo left out
+    nothing, and handed over some of the parameters: others are then not used, or are not yet."""
     left = left_to_python(root)
     for module, why in left.values():
         note_reason(module.parameters(), why)

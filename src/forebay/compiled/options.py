@@ -1,4 +1,4 @@
-"""What may be told to torch.compile's backend `forebay`, validated."""
+"""Options of torch.compile's backend `forebay`, validated."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ _maps: WeakValueDictionary[int, StoreMap] = WeakValueDictionary()  # by address 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a tensor goes: its storage takes `nbytes` at `offset` of the file, it lies in that as `layout` says."""
+    """The destination of a tensor: its storage takes `nbytes` at `offset` of the file, it lies in that as `layout`
+    says."""
 
     offset: int
     nbytes: int
@@ -68,7 +69,7 @@ class Relocation:
     targets: tuple[Target | None, ...]
 
     def files(self) -> tuple[FileSlice, ...]:
-        """Where each tensor's elements lie in row-major order."""
+        """Return the place of each tensor's elements in row-major order."""
         return tuple(
             _slice(tensor, map_of(tensor), None) if target is None else _slice(tensor, self.map, target)
             for tensor, target in zip(self.tensors, self.targets, strict=True)

@@ -1,4 +1,4 @@
-"""What torch.compile's backend has moved out of memory, and why not the rest."""
+"""Report of the weights that torch.compile's backend moved out of memory, with reasons for the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OffloadReport:
 
 
 def offload_report(module: nn.Module) -> OffloadReport:
-    """What of a module that torch.compile compiled for this backend has moved by now."""
+    """Report which weights of a module compiled for this backend have moved out of memory so far."""
     moved, kept = {}, {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if map_of(tensor) is not None:

@@ -48,7 +48,7 @@ class TextModel:
 
     @property
     def fingerprint(self) -> str:
-        """What tells this model's files from others."""
+        """Digest of this model's files."""
         return open_checkpoint(self.settings.transformer).fingerprint
 
     def _read_settings(self, folder: Path) -> SentenceFiles:

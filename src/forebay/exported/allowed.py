@@ -83,7 +83,8 @@ def name_of(target: object) -> str | None:
 
 
 def target_of(name: str) -> Callable[..., Any]:
-    """What the operation `name` of a stored graph calls; ValueError for a name that is not in the tables."""
+    """Return the function that the operation `name` of a stored graph calls; ValueError for a name that is not in the
+    tables."""
     ours = operators.find(name)
     if ours is not None:
         return ours.overload

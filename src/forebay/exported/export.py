@@ -169,7 +169,7 @@ class _OnnxWriters(NamedTuple):
 
 
 def _onnx_writers() -> _OnnxWriters:
-    """What needs the onnx package."""
+    """Import the writers that need the onnx package."""
     try:
         from forebay.exported.genai_config import write_genai_config
         from forebay.exported.onnx_model import write_onnx

@@ -43,7 +43,7 @@ NAME_LENGTH, DEPTH = 512, 8
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As stored: "float32"."""
+    """Return the stored name of a dtype: "float32"."""
     return str(dtype)[6:]
 
 

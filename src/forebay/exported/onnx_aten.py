@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def meaning_of(target: object) -> Callable[..., Any] | None:
-    """What a function of torch's or Python's is in ONNX; None for one that is not known."""
+    """Return the ONNX form of a function of torch or Python; None for one that is not known."""
     return MEANINGS.get(target) or onnx_networks.MEANINGS.get(target)
 
 

@@ -29,8 +29,8 @@ class Conversion:
     made: dict[fx.Node, Any] = field(default_factory=dict)  # of products computed as one: their parts of it
 
     def convert(self, gm: fx.GraphModule, env: dict[fx.Node, Any], where: str) -> Any:
-        """What `gm` gives, for values of its placeholders in `env`. ExportError names an operator without a meaning,
-        and `where` it stands: in its module where that is empty."""
+        """Convert `gm`, with values of its placeholders in `env`. ExportError names an operator without a meaning, and
+        `where` it stands: in its module where that is empty."""
         for node in gm.graph.nodes:
             if node.op == "output":
                 return fx.map_arg(node.args[0], env.__getitem__)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def _module_of(node: fx.Node) -> str:
 
 
 def _described(node: fx.Node, made: Any) -> Any:
-    """What a meaning gave, with dtype and shape of the node's values."""
+    """Return a meaning's result with dtype and shape of the node's values."""
     if made is None:
         return None
     values = values_of(node)

@@ -44,7 +44,7 @@ def merged(g: Graph, nodes: list[fx.Node], env: Mapping[fx.Node, Any]) -> tuple[
 
 
 def after(g: Graph, node: fx.Node, part: str, env: Mapping[fx.Node, Any]) -> str:
-    """What the product `node` gives, of which `part` is the product itself and its bias."""
+    """Apply the epilogue of the matmul `node` to `part`, the matmul itself and its bias."""
     given: Any = fx.map_arg(node.args[3:6], env.__getitem__)  # type: ignore[arg-type]
     return followed(g, part, None, *given, *PLAIN[len(given) :])
 

@@ -74,7 +74,7 @@ def _interface(captured: CapturedModel, in_place: bool) -> tuple[list[Any], list
 
 
 def _input(g: Graph, captured: CapturedModel, items: Mapping[str, PendingTensor], node: fx.Node) -> OnnxValue:
-    """What a placeholder of the step graph is in the model."""
+    """Return the ONNX value for a placeholder of the step graph."""
     mark = node.meta.get(META)
     value = node.meta["val"]
     shape = [n if isinstance(n, int) else None for n in value.shape]
@@ -126,7 +126,7 @@ def _is_symmetric(stored: RowFormat, contents: Callable[[], Iterator[torch.Tenso
 
 
 def _table(captured: CapturedModel, env: Mapping[fx.Node, Any], value: str) -> torch.Tensor | None:
-    """What a value of the step holds for a token at each position, a row each, if it follows from that alone."""
+    """Compute a value of the step for a token at each position, a row each, if it depends on positions alone."""
     node = next((n for n, made in env.items() if isinstance(made, OnnxValue) and str(made) == value), None)
     return None if node is None else position_table(captured, node)
 

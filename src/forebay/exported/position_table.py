@@ -1,4 +1,5 @@
-"""What a step computes of its tokens' positions alone, such as rotary tables, for all positions at once."""
+"""Tables of values that a step computes from its tokens' positions alone, such as rotary tables, for all positions at
+once."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def _of_positions(captured: CapturedModel, node: fx.Node, needed: set[fx.Node]) 
 
 
 def _run(captured: CapturedModel, alone: fx.GraphModule, start: torch.Tensor, tokens: int) -> torch.Tensor:
-    """What the graph gives for `tokens` tokens of sequences that begin at `start` [B]."""
+    """Run the graph for `tokens` tokens of sequences that begin at `start` [B]."""
     known = {"start": start, "input_ids": torch.zeros(len(start), tokens, dtype=torch.int64)}
     marks = [(node.name, node.meta.get(META)) for node in alone.graph.find_nodes(op="placeholder")]
     given = [captured.constants[mark.name] if isinstance(mark, WeightInput) else known[name] for name, mark in marks]

@@ -34,7 +34,7 @@ class BoundGraph(nn.Module):
             _register(self, name, weights[name])
 
     def run(self, given: Iterable[torch.Tensor]) -> Any:
-        """What the graph makes of the values of its other placeholders, in order."""
+        """Run the graph with the values of its other placeholders, in order."""
         rest = iter(given)
         return self.graph_module(*(next(rest) if name is None else self.get_buffer(name) for name in self.weights))
 

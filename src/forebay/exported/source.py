@@ -1,4 +1,5 @@
-"""What is exported: captured graphs, and the tensors and files that go with them, from a folder or from memory."""
+"""The source of an export: captured graphs, and the tensors and files that go with them, from a folder or from
+memory."""
 
 from __future__ import annotations
 

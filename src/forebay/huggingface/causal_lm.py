@@ -36,8 +36,8 @@ _PASSED_ON = ("tokenizer", "assistant_tokenizer")  # by generate, which needed t
 
 
 class StreamedCausalLM(GenerationMixin):
-    """What transformers' generation needs of a model, over `lm`: its forward runs steps, its cache is the session's.
-    One is made for each `call`, whose turn it is.
+    """A model for transformers' generation, over `lm`: its forward runs steps, its cache is the session's. One is made
+    for each `call`, whose turn it is.
 
     Calls that need nothing beyond greedy decoding or sampling by temperature, top-k and top-p take the runtime's own
     loop instead; the tokens are the same.
@@ -81,7 +81,7 @@ class StreamedCausalLM(GenerationMixin):
         self, inputs: Any, generation_config: GenerationConfig | None, generator: Generators, on_token: OnToken | None,
         options: dict[str, Any],
     ) -> Any:
-        """What transformers' `generate` returns for these arguments."""
+        """Run transformers' `generate` with these arguments."""
         inputs, grammar = merge_mapping(inputs, options), take_grammar(options)
         tokenizer = None if grammar is None else options.pop("tokenizer", None)
         adapters, held, images = take_adapters(options), take_cache(options), take_image_inputs(options)
@@ -383,7 +383,8 @@ class StreamedCausalLM(GenerationMixin):
 
 
 def _drafts_or_none(draft: Callable[..., Any], input_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """What `draft` gives, ids [1, T] with drafts and their logits or None; `input_ids` alone without positions."""
+    """Return the result of `draft`, ids [1, T] with drafts and their logits or None; `input_ids` alone without
+    positions."""
     try:
         return draft(input_ids, *args, **options)
     except NoPositionsError:

@@ -37,7 +37,7 @@ def take_adapters(options: dict[str, Any]) -> list[str]:
 def constraining(
     lm: StepModel, grammar: OutputGrammar, tokenizer: Any, eos: Collection[int], plain: bool
 ) -> Callable[[], Constraint]:
-    """What makes the constraint of each answer; the tokenizer is that of the model's folder where none is given.
+    """Return the factory of each answer's constraint; the tokenizer is that of the model's folder where none is given.
     ValueError unless the call is `plain`."""
     from forebay.commands.prompts import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""What scripts written for modules call before they generate: the model where that changes nothing, else why not."""
+"""Methods of modules that scripts call before they generate: the model where that changes nothing, else why not."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class NnModuleCompat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype in which the model computes."""
         raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
-        """Where token ids are expected and results lie, whatever computes."""
+        """The device of token ids and results, whatever computes."""
         return HOST_MEMORY
 
     def eval(self) -> Self:
@@ -110,15 +110,15 @@ class NnModuleCompat:
         return True
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """What gives the embeddings [..., H] of ids [...], as the model's own does: for `inputs_embeds`. It reads their
-        rows from the model's files at each call, and keeps none."""
+        """Return a function that gives the embeddings [..., H] of ids [...], like the model's own, for `inputs_embeds`.
+        It reads their rows from the model's files at each call, and keeps none."""
         from forebay.huggingface.token_embeddings import TokenEmbeddings
 
         lm: Any = self
         return TokenEmbeddings(lm.giving("last", embeds=True).captured, lm.files, lm.check_files)
 
     def _supports_logits_to_keep(self) -> bool:
-        """What transformers asks of an assistant."""
+        """Return true, which transformers requires of an assistant."""
         return True
 
     def cpu(self) -> Self:

@@ -14,7 +14,7 @@ from forebay.rewriter.checkpoints.records import CheckpointError
 
 
 class PeftParts(NamedTuple):
-    """What a PeftModel is made of.
+    """The parts of a PeftModel.
 
     Attributes:
         base: The model of transformers within, whose modules PEFT has replaced.

@@ -1,4 +1,4 @@
-"""What transformers' generation asks of a model that a planned step does not have, each refused in one line."""
+"""Requests of transformers' generation that a planned step cannot serve, each refused in one line."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ class RowCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """That what it holds counts as tokens: to transformers a cache of no layers has none that hold any."""
+        """Tell transformers that the cache's content counts as tokens: to transformers a cache of no layers has none
+        that hold any."""
         return [False]
 
     @property

@@ -1,4 +1,4 @@
-"""What of a generation config the runtime's own loop does; read without transformers."""
+"""The part of a generation config that the runtime's own loop serves; read without transformers."""
 
 from __future__ import annotations
 

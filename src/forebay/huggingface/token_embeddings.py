@@ -42,7 +42,7 @@ class TokenEmbeddings(torch.nn.Module):
         return self._value(self.looked_up, torch.nn.functional.embedding(index, table))
 
     def _value(self, node: Any, looked_up: torch.Tensor) -> Any:
-        """What the graph computes of the rows that were looked up, a scale for instance."""
+        """Run the graph on gathered rows, a scale for instance."""
         if node is self.lookup:
             return looked_up
         if not isinstance(node, fx.Node):

@@ -68,7 +68,7 @@ def image_chunk(config: PreTrainedConfig, prompt: int) -> int:
 def image_lines(
     checkpoint: Checkpoint, captured: CapturedModel, options: Options, kernels: str
 ) -> list[str]:
-    """What a plan says of images: a line for a folder of a model that takes any, else none."""
+    """Return a plan's lines on images: one for a model that takes images, else none."""
     try:
         settings = json.loads(read_input(checkpoint.folder / "config.json"))
         if settings["model_type"] not in MULTIMODAL:  # without loading transformers

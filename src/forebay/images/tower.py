@@ -60,7 +60,7 @@ class ImageTower:
 
     @property
     def summary(self) -> str:
-        """What it takes, as plans say it."""
+        """Return the tower's memory as a line of a plan."""
         plan = self.plan
         return (f"{format_nbytes(plan.nbytes)} of a vision tower, read once per batch of images before the prefill; "
                 f"{format_nbytes(plan.weight_nbytes)} at a time ({plan.layers} layers in turn), and activations")

@@ -102,7 +102,7 @@ class CountedMemory(TorchDispatchMode):
 
 
 def _signature(value: Any) -> Any:
-    """What sizes of results hang on, of an argument."""
+    """Return the properties of an argument on which sizes of results depend."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride(), value.device.type
     if isinstance(value, (list, tuple)):

@@ -83,7 +83,7 @@ class EncoderDecoder:
         return self.streamed.module.generation_config
 
     def generate(self, *args: Any, **given: Any) -> Any:
-        """What transformers' `generate` of the model returns for these arguments, beams and sampling included.
+        """Run transformers' `generate` of the model with these arguments, beams and sampling included.
 
         Raises:
             PlanError: The budget has no room for the weights, or for what is computed of these inputs.
@@ -92,7 +92,7 @@ class EncoderDecoder:
             return self.streamed.module.generate(*args, **given)
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        """What the model's forward returns."""
+        """Run the model's forward."""
         with self._running():
             return self.streamed.module(*args, **given)
 

@@ -49,7 +49,7 @@ def open_streamed(folder: Path, auto: str) -> StreamedModule:
 
 @one_thread
 def _constants(module: Any, missing: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Those of the missing weights that transformers computes, such as positions of sines: filling twice over other
+    """Return the missing weights that transformers computes, such as positions of sines: filling twice over other
     contents shows which."""
     found: dict[str, torch.Tensor] = {}
     for name in missing:

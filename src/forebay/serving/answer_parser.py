@@ -21,11 +21,11 @@ class AnswerParser(Protocol):
     """Text of one answer, as it comes."""
 
     def feed(self, text: str) -> list[Delta]:
-        """What is known of the next piece of text."""
+        """Parse the next piece of text."""
         ...
 
     def end(self) -> list[Delta]:
-        """What is left when no more text comes."""
+        """Return the rest when no more text comes."""
         ...
 
 

@@ -32,7 +32,7 @@ class AnswerText:
         return not self.stopped
 
     def tell(self, last: bool) -> str:
-        """What can be told of the text that was not; all of it behind the `last` token."""
+        """Return the new text that can be sent; all of it after the `last` token."""
         end = len(self.text)
         if not last:
             end = len(self.text.rstrip("\ufffd"))  # the next token may complete a character

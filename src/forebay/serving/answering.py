@@ -80,7 +80,7 @@ class Answering:
                      sum(first.cached for first in self.pending[:: self.inquiry.choices]))
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta | None]]:
-        """What is new, with the index of its answer; None at its end. Refusal where the model fails."""
+        """Yield new text with the index of its answer; None at its end. Refusal where the model fails."""
         open_ = len(self.choices)
         while open_:
             index, what = await self.heard.get()
@@ -172,7 +172,7 @@ class EventStream(Response):
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Any]) -> Any:
-    """What `work` gives, or None if the client leaves before."""
+    """Return the result of `work`, or None if the client leaves before."""
     doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)

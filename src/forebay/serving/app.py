@@ -42,7 +42,7 @@ MOST_CONNECTIONS = 1024  # open at once, and requests under way
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """What a server is told beside its model: its model's name, the key that requests must bear (None: none), and the
+    """Options of a server besides its model: the model's name, the key that requests must bear (None: none), and the
     names of its host that they may use (None: any); how long and how many its clients may be; how tokens are drawn for
     requests that do not say; whether fields that are not served are refused, not passed over (`strict`)."""
 

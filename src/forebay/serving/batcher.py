@@ -38,7 +38,7 @@ RECENT = 64  # answers whose times are kept to be shown
 
 @dataclass(frozen=True)
 class Heard:
-    """What a request is told: more of its text with log probabilities of its tokens, at the end why it ended, or the
+    """A message to a request: more of its text with log probabilities of its tokens, at the end why it ended, or the
     refusal in its place."""
 
     text: str = ""
@@ -91,7 +91,7 @@ class Pending:
         self.cached = tokens
 
     def heard(self, finish: str | None = None) -> Heard:
-        """What was not told yet."""
+        """Return the messages that were not delivered yet."""
         text = self.answer.tell(last=finish is not None)
         logprobs = tuple(self.logprobs) if text or finish else ()
         del self.logprobs[: len(logprobs)]

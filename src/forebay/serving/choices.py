@@ -21,7 +21,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of an answer: more of its text or of the reasoning before it, or a call."""
+    """A new part of an answer: more of its text or of the reasoning before it, or a call."""
 
     content: str = ""
     reasoning: str = ""
@@ -69,7 +69,7 @@ class Reply(Protocol):
     """The form in which a client reads the answers to its request: whole, or as server-sent events."""
 
     def begin(self, prompt_tokens: int) -> Iterator[bytes]:
-        """What comes before all answers."""
+        """Return the events before all answers."""
         ...
 
     def more(self, index: int, delta: Delta) -> Iterator[bytes]:

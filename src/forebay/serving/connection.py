@@ -15,7 +15,7 @@ from forebay.serving.refusal import Refusal
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What clients may take of a server.
+    """Limits of clients on a server's resources.
 
     Attributes:
         most: Connections; beyond, the one that has waited longest for its client's request is closed.

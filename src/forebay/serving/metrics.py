@@ -1,4 +1,4 @@
-"""What a server counts, as text for Prometheus (its text-based exposition format, version 0.0.4)."""
+"""A server's metrics, as text for Prometheus (its text-based exposition format, version 0.0.4)."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def call_grammar(called: tuple[dict[str, Any], ...]) -> OutputGrammar:
 
 
 def read_grammar(fields: RequestFields) -> OutputGrammar | None:
-    """What the answer must be; None: anything."""
+    """Read the grammar that an answer must follow; None: any text."""
     said = fields.mapping("response_format")
     kind, where = said.get("type", "text"), "response_format"
     guided = {GUIDED[name]: value for name, value in fields.given.items() if name in GUIDED}

@@ -1,4 +1,4 @@
-"""What a server says to a request that it does not answer."""
+"""Refusals of requests that a server does not answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Refusal(Exception):
         self.status, self.message, self.field, self.code = status, message, field, code
 
     def body(self) -> dict[str, Any]:
-        """As clients of OpenAI and of Anthropic read it."""
+        """Return the body in the form of OpenAI's and Anthropic's clients."""
         kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
             self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": self.message, "type": kind, "param": self.field, "code": self.code}

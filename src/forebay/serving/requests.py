@@ -46,7 +46,7 @@ UNLIMITED = -1  # of max_tokens: as many as the server gives
 
 @dataclass(frozen=True)
 class Inquiry:
-    """What one request asks for.
+    """The content of one request.
 
     Attributes:
         prompts: Of a completion, texts or token ids.
@@ -178,7 +178,7 @@ def read_sampling(fields: RequestFields, sampling: Sampling) -> Sampling:
 
 
 def read_template(fields: RequestFields) -> dict[str, Any]:
-    """What the chat template is told: `chat_template_kwargs`, `enable_thinking` and `reasoning_effort`."""
+    """Read the variables of the chat template: `chat_template_kwargs`, `enable_thinking` and `reasoning_effort`."""
     told: dict[str, Any] = {}
     effort = fields.get("reasoning_effort")
     if effort is not None:

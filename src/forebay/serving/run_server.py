@@ -33,9 +33,9 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass(frozen=True)
 class Service:
-    """What a server serves: a planned model, its tokenizer and the tokens that end answers, in slots of `prompt` and
-    `new_tokens`, which take `turns`; at most `queue` requests wait. Images have `image_nbytes` of memory, and may be
-    files of this machine with `image_files`; of 0 none are taken."""
+    """A model as a server runs it: a planned model, its tokenizer and the tokens that end answers, in slots of `prompt`
+    and `new_tokens`, which take `turns`; at most `queue` requests wait. Images have `image_nbytes` of memory, and may
+    be files of this machine with `image_files`; of 0 none are taken."""
 
     lm: LanguageModel
     tokenizer: Any

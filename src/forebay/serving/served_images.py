@@ -35,7 +35,7 @@ class ServedImages:
             return self.chats.read(messages, told)[0]
 
     def features(self, messages: Sequence[dict[str, Any]], told: dict[str, Any]) -> PromptFeatures:
-        """What stands for the image tokens of a chat; Refusal (400) for images that cannot be computed."""
+        """Return the features of a chat's image tokens; Refusal (400) for images that cannot be computed."""
         try:
             with self._lock:
                 return self.chats.features(self.lm, messages, told, self.nbytes)

@@ -1,4 +1,5 @@
-"""What a server's page and its metrics show: memory as planned and as it is, requests, and the times of the last ones.
+"""The state that a server's page and metrics show: planned and measured memory, requests, and the times of the last
+ones.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _times(pending: Pending, now: float) -> dict[str, Any]:
 
 
 def gauges(batcher: Batcher) -> dict[str, tuple[str, Mapping[str, float]]]:
-    """What is so at the moment, for the metrics."""
+    """Return the current values of the metrics' gauges."""
     found, prefixes = memory(batcher), batcher.lm.prefixes
     return {
         "requests_running": ("Requests in slots.", {"": len(batcher.running)}),

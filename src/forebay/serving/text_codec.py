@@ -83,7 +83,7 @@ class TextCodec:
         return self.images.ids(inquiry.messages or (), _told(inquiry))
 
     def features(self, inquiry: Inquiry) -> PromptFeatures | None:
-        """What stands for the image tokens of a chat, if it has any; Refusal (400) where they cannot be computed."""
+        """Return the features of a chat's image tokens, if it has any; Refusal (400) where they cannot be computed."""
         if self.images is None or not has_images(inquiry.messages):
             return None
         return self.images.features(inquiry.messages or (), _told(inquiry))
@@ -114,7 +114,7 @@ class TextCodec:
     def _constraints(
         self, inquiry: Inquiry, count: int, after: str | None
     ) -> list[Callable[[], Constraint] | None]:
-        """What gives the constraint of each answer, all made here: that may take a while."""
+        """Make the constraint of each answer; this may take a while."""
         grammar, structured = inquiry.grammar, self.structured
         if grammar is None:
             return [None] * count
@@ -126,7 +126,7 @@ class TextCodec:
 
 
 def _told(inquiry: Inquiry) -> dict[str, Any]:
-    """What the chat template is given with messages."""
+    """Return the variables for the chat template besides messages."""
     return {**inquiry.template, **({"tools": list(inquiry.tools)} if inquiry.tools else {})}
 
 

@@ -118,7 +118,7 @@ class TextServerRun:
         return fields
 
     async def _computed(self, compute: Computes, field: str) -> Any:
-        """What the thread with the weights computes; Refusal (400) where memory is too little for a text."""
+        """Return the result of the thread with the weights; Refusal (400) where memory is too little for a text."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._worker, compute)
         except PlanError as error:
