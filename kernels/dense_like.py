@@ -15,7 +15,7 @@ def dense_like(x: Tensor) -> Tensor:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether the elements, none of them twice, fill a stretch of memory."""
+    """Return whether the elements, none of them twice, fill a stretch of memory."""
     step = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
         if stride != step:

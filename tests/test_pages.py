@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 DEBUGGING = (ROOT / "docs/debugging.md").read_text(encoding="utf-8")
 # where in each page the quoted blocks stand
-QUOTED = {"architecture.md": (ARCHITECTURE, "## One graph through every stage", "What has no room on the device goes"),
+QUOTED = {"architecture.md": (ARCHITECTURE, "## One graph through every stage", "Values without room on the device go"),
           "debugging.md": (DEBUGGING, "A graph is one node per line", "Read it as follows.")}
 
 

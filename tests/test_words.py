@@ -10,11 +10,13 @@ from collections import Counter
 
 import pytest
 from words import (
+    CLAUSE_SENTENCES,
     LONGEST,
     MEAN,
     NOUN_CLAUSES,
     ROOT,
     WRITTEN,
+    clause_docstrings,
     complaints,
     exported,
     help_texts,
@@ -32,6 +34,8 @@ def test_pages(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     found = [] if page in WRITTEN else [each for part in paragraphs(text) for each in complaints(part)]
     assert not found, "\n".join(found)
+    clauses = [each for part in paragraphs(text) for each in sentences(part) if CLAUSE_SENTENCES.match(each)]
+    assert page in WRITTEN or not clauses, "\n".join(clauses)
     mixed = [table for table in tables(text) if re.search(r"\bMB\b", table) and re.search(r"\bMiB\b", table)]
     assert not mixed, "MB and MiB in one table"
 
@@ -61,6 +65,11 @@ def test_public_docstrings() -> None:
     found = [f"{name}: {each}" for name, text in documented.items() for part in paragraphs(text)
              for each in complaints(part)]
     assert not found, "\n".join(found)
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    clauses = list(clause_docstrings())
+    assert not clauses, "\n".join(clauses)
 
 
 def test_messages_of_errors() -> None:

@@ -21,7 +21,9 @@ FORBIDDEN = {
     r"beside": "next to, together with, compared with, also", r"behind": "after", r"mend(ed|s|ing)?": "fix",
     r"stood|stands?": "accepted, is", r"looked up": "prompt lookup, read", r"drafts? ahead": "draft-ahead",
     r"told|wished|paced": "given, requested", r"lends?|lent": "shares, overlays", r"hands? on": "sends",
-    r"held up": "delayed", r"take[sn]? part": "each rank", r"products?": "matmul", r"line up": "enqueue",
+    r"held up": "delayed", r"(is|are) said": "unless given, as named",
+    r"prefer(s|red)? nobody": "picks all equally often",
+    r"take[sn]? part": "each rank", r"products?": "matmul", r"line up": "enqueue",
     r"gathers? by row": "row gather", r"renewed": "re-prefill", r"whose turn": "the schedule",
     r"\w*(quanti|initiali|optimi|normali|speciali|seriali|summari|synchroni|reali|minimi|maximi|organi|recogni)"
     r"s(e|es|ed|ing|ation)": "-ize", r"colours?|neighbours?|behaviours?|favours?|honou?red|labelled|modelled":
@@ -29,6 +31,11 @@ FORBIDDEN = {
 }
 FORBIDDEN_WORDS = re.compile(rf"\b({'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
 NOUN_CLAUSES = re.compile(r"^(Of|That|Where|What)\b")
+# Sentences that begin with a clause in place of a noun; questions, and the page "What fits", are none.
+CLAUSE_SENTENCES = re.compile(r"^\W*(Of|Those|What(?! fits))\b(?!.*\?)")
+# Docstrings that begin with a clause: of modules, classes and properties, and of functions, which begin with a verb.
+CLAUSE_DOCSTRINGS = re.compile(r"(All that|As|Of|That|Those|What|Who)\b(?! usual)")
+CLAUSE_FUNCTIONS = re.compile(rf"{CLAUSE_DOCSTRINGS.pattern}|(How|When|Where|Whether|Which|Why)\b")
 
 
 def pages() -> list[Path]:
@@ -123,10 +130,27 @@ def help_texts() -> Iterator[tuple[str, str]]:
             yield f"{name} {parameter.opts[0]}", getattr(parameter, "help", None) or ""
 
 
+def clause_docstrings() -> Iterator[str]:
+    """Docstrings of the package that begin with a clause and not with a verb or a noun, by their place."""
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = (ast.get_docstring(node) or "").lstrip()
+                verb = isinstance(node, ast.FunctionDef) and not any(
+                    "property" in ast.unparse(each) for each in node.decorator_list)
+                if (CLAUSE_FUNCTIONS if verb else CLAUSE_DOCSTRINGS).match(text):
+                    yield f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'the module')}: {text.splitlines()[0]}"
+
+
+def sources() -> list[Path]:
+    """The modules of the package."""
+    folders = ("src", "rewriter", "passes", "kernels", "runtime")  # the others are links in src
+    return sorted((path for folder in folders for path in (ROOT / folder).rglob("*.py")), key=str)
+
+
 def messages() -> Iterator[tuple[str, str]]:
     """The text of each error that the package raises, by its place; what is put in counts as one word."""
-    folders = ("src", "rewriter", "passes", "kernels", "runtime")  # the others are links in src
-    for path in sorted((path for folder in folders for path in (ROOT / folder).rglob("*.py")), key=str):
+    for path in sources():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 text = " ".join(_literal(argument) for argument in node.exc.args).strip()

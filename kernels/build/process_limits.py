@@ -64,7 +64,7 @@ def last_level_nbytes() -> int:
 
 
 def _core_share(group: _Group) -> float | None:
-    """How many cores' time a group may use; None where that is not limited."""
+    """Return how many cores' time a group may use; None where that is not limited."""
     if group.version == 2:
         quota, period = [*_words(group.folder / "cpu.max"), "", ""][:2]
     else:

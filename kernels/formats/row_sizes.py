@@ -28,7 +28,7 @@ def row_nbytes(k: int, bits: int, group_size: int, align: int = WEIGHT_ALIGN, sy
 
 
 def product_refusal(in_features: int, group_size: int) -> str:
-    """Why no product with a weight reads its rows packed; "" where products do.
+    """Return why no product with a weight reads its rows packed; "" where products do.
 
     `forebay quantize` writes no other rows, and plans leave other rows to be unpacked before they are multiplied.
 

@@ -56,7 +56,8 @@ def stages(wanted: int) -> int:
 
 @functools.cache
 def before_hopper(device: torch.device) -> bool:
-    """Whether a GPU multiplies matrices in registers (mma), which hold less than Hopper's products of shared memory."""
+    """Return whether a GPU multiplies matrices in registers (mma), which hold less than Hopper's products of shared
+    memory."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] < 9
 
 

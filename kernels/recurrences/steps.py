@@ -59,7 +59,7 @@ def begun(state: Tensor, start: Tensor) -> Tensor:
 
 
 def real(count: Tensor, t: int, dim: int) -> Tensor:
-    """Whether token t of each sequence is real, [B, 1, ...] of so many dimensions."""
+    """Return whether token t of each sequence is real, [B, 1, ...] of so many dimensions."""
     return (t < count).view(-1, *[1] * (dim - 1))
 
 

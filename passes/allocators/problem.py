@@ -51,7 +51,7 @@ def padded(size: int, alignment: int) -> int:
 
 
 def occupied(buffer: Buffer) -> bool:
-    """Whether the buffer takes any byte at any time; one that does not may lie anywhere."""
+    """Return whether the buffer takes any byte at any time; one that does not may lie anywhere."""
     return buffer.size > 0 and buffer.lower < buffer.upper
 
 

@@ -96,7 +96,7 @@ def _block(step: fx.GraphModule, name: object) -> fx.GraphModule:
 
 
 def follows_positions(node: fx.Node) -> bool:
-    """Whether a value of a step graph follows from where its tokens stand, and from weights, alone."""
+    """Return whether a value of a step graph follows from where its tokens stand, and from weights, alone."""
     seen, waiting, starts = set[fx.Node](), [node], False
     while waiting:
         here = waiting.pop()
@@ -112,7 +112,7 @@ def follows_positions(node: fx.Node) -> bool:
 
 
 def _follows_call(node: fx.Node) -> bool:
-    """Whether a value of a block follows from more than weights: from positions, say, as ALiBi's do."""
+    """Return whether a value of a block follows from more than weights: from positions, say, as ALiBi's do."""
     sources = [node] if node.op == "placeholder" else node.all_input_nodes
     return any(source.meta.get(META) is None if source.op == "placeholder" else _follows_call(source)
                for source in sources)

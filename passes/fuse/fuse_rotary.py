@@ -61,7 +61,7 @@ def _factors(product: object) -> tuple[fx.Node | None, fx.Node | None]:
 
 
 def _is_rotation(node: fx.Node, x: fx.Node) -> bool:
-    """Whether `node` is cat(-x[..., R/2:], x[..., :R/2])."""
+    """Return whether `node` is cat(-x[..., R/2:], x[..., :R/2])."""
     if node.target is not aten.cat.default or len(node.args) != 2 or node.args[1] != -1 or len(node.users) != 1:
         return False
     parts: Any = node.args[0]

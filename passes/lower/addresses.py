@@ -134,7 +134,7 @@ def settled(value: Any, symbols: Symbols) -> Any:
 
 
 def has_symbols(value: object) -> bool:
-    """Whether any address in `value` is a symbol."""
+    """Return whether any address in `value` is a symbol."""
     if isinstance(value, TensorRef | Span):
         return value.arena.startswith("?")
     if isinstance(value, tuple | list):

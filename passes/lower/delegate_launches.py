@@ -105,7 +105,7 @@ class _Delegating:
         return Span(b.arena, b.offset + at, span.nbytes, f"{turn}:{layer}:{at}")
 
     def _ends_leaving(self, release: Release) -> bool:
-        """Whether contents end that are on their way down: they do once they have been read."""
+        """Return whether contents end that are on their way down: they do once they have been read."""
         for span, _, releases in reversed(self.leaving):  # of what leaves twice, the later copy
             if span.buffer == release.span.buffer and span.arena == release.span.arena:
                 releases.append(release)

@@ -222,7 +222,7 @@ class Launches:
 
 
 def _has_kernel(operator: Operator, node: fx.Node) -> bool:
-    """Whether launches of one of our operators can compute a node: its operands lie as the record says."""
+    """Return whether launches of one of our operators can compute a node: its operands lie as the record says."""
     return bool(operator.bind) and operator.accepts(tuple(
         value.meta.get("val") if isinstance(value, fx.Node) else value for value in node.args))
 

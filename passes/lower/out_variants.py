@@ -41,7 +41,7 @@ def out_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
 
 def is_view(op: object) -> bool:
-    """Whether an operator's results may share memory with an argument by its schema."""
+    """Return whether an operator's results may share memory with an argument by its schema."""
     return isinstance(op, torch._ops.OpOverload) and any(
         r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
 

@@ -64,7 +64,8 @@ class _Strided:
 def keeps_memory(
     variant: torch._ops.OpOverload, op: torch._ops.OpOverload, node: fx.Node, arguments: Mapping[str, Any]
 ) -> bool:
-    """Whether `variant` writes what `op` returns into outputs laid out as the node's values, and leaves them there.
+    """Return whether `variant` writes what `op` returns into outputs laid out as the node's values, and leaves them
+    there.
 
     Tried on the CPU with arguments of the node's shapes; False where the operator refuses such.
     """

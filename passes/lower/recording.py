@@ -242,7 +242,8 @@ def _reader(tile: fx.Node) -> str:
 
 
 def _ends_turn(node: fx.Node) -> bool:
-    """Whether micro-batches may take turns behind this node: what then lives has memory in each (`outlive_turns`)."""
+    """Return whether micro-batches may take turns behind this node: what then lives has memory in each
+    (`outlive_turns`)."""
     sends = is_pipeline_send(node) or (node.op == "call_function" and is_pipeline_send(node.next))
     if node.target is ops.gather_rows or sends:
         return True
@@ -259,7 +260,7 @@ def place_of(ref: TensorRef) -> Address:
 
 
 def _writes_argument(node: fx.Node) -> bool:
-    """Whether an operator works in place (and may return, as an alias, what it wrote)."""
+    """Return whether an operator works in place (and may return, as an alias, what it wrote)."""
     return isinstance(node.target, torch._ops.OpOverload) and bool(mutated_arguments(node.target))
 
 

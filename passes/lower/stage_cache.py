@@ -98,7 +98,7 @@ class CacheStaging:
             draft.resident[name] = span_of(draft.inputs[name])
 
     def holds(self, mark: StateInput) -> bool:
-        """Whether a tensor of a layer's states is staged."""
+        """Return whether a tensor of a layer's states is staged."""
         return not self.layers or self.layers[mark.layer].holds(mark)
 
     def offset(self, mark: StateInput) -> int:
@@ -213,7 +213,7 @@ class CacheStaging:
                 (heads * tokens * width, tokens * width, width, 1), f"{ENTERING}:{layer}")
 
     def _stays(self, tier: str) -> bool:
-        """Whether caches of a tier are attended there."""
+        """Return whether caches of a tier are attended there."""
         return tier == "device" or (tier == "host" and self.batching.attends_on_host(self.tokens))
 
     def _home(self, layer: int, micro_batch: int) -> Span:

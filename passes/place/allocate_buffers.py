@@ -186,5 +186,6 @@ def _reuse_in_place(
 
 
 def _read_otherwise(node: fx.Node, key: tuple[fx.Node, int], operand: fx.Node) -> bool:
-    """Whether `node` also reads the storage through a different view (a broadcast, a slice), which would be torn."""
+    """Return whether `node` also reads the storage through a different view (a broadcast, a slice), which would be
+    torn."""
     return any(storage_of(other) == key and other is not operand for other in node.all_input_nodes)

@@ -64,13 +64,13 @@ def _tokens(nodes: Sequence[fx.Node]) -> int:
 
 
 def touches_cache(node: fx.Node) -> bool:
-    """Whether an operator reads or writes a cache."""
+    """Return whether an operator reads or writes a cache."""
     return node.op == "call_function" and any(
         isinstance(storage_of(operand)[0].meta.get(META), StateInput) for operand in node.all_input_nodes)
 
 
 def reads_matrix(operand: fx.Node) -> bool:
-    """Whether a value is a weight that may stream in tiles, or a view of one."""
+    """Return whether a value is a weight that may stream in tiles, or a view of one."""
     base = storage_of(operand)[0]
     value = base.meta.get("val")
     return weight_name(base) is not None and isinstance(value, torch.Tensor) and value.dim() > 1

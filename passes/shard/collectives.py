@@ -109,8 +109,8 @@ class Collectives:
         return self.beside_each_other(self._passed(self._filled(own, each, like), like), parts, like)
 
     def of_features(self, value: fx.Node, parts: Sequence[Ranges], like: fx.Node) -> fx.Node:
-        """Of a value [sequences, ..., features] of this rank's sequences that have all features, the other way round:
-        its part of the features, of all ranks' sequences one after the other."""
+        """Return this rank's part of the features of all ranks' sequences, one after the other: the inverse of
+        `of_sequences`, for a value [sequences, ..., features] with all features of this rank's sequences."""
         each, own = max(map(count, parts)), count(parts[self.share.index(self.share.axes)])
         chunks = [self._filled([(value, part)], each, like, dense=False) for part in parts]
         rows, *sizes = self.sizes(value, like)

@@ -74,7 +74,7 @@ def caches_of(node: fx.Node) -> list[fx.Node]:
 
 
 def keeps_state(node: fx.Node) -> bool:
-    """Whether an operator of ours keeps a state that is no cache."""
+    """Return whether an operator of ours keeps a state that is no cache."""
     known = of_target(node.target)
     return known is not None and bool(known.writes) and not known.caches
 
@@ -93,7 +93,8 @@ STATES = {SHORT_CONV.overload: StateArguments(3, 2, (1, 2)), LINEAR_RECURRENCE.o
 
 
 def features_of_heads(node: fx.Node) -> int:
-    """How many features behind a recurrence belong together: of the heads that share a head of keys; 1 for others."""
+    """Return how many features behind a recurrence belong together: of the heads that share a head of keys; 1 for
+    others."""
     if node.target is not LINEAR_RECURRENCE.overload:
         return 1
     (*_, heads, columns), shared = shape_of(node), shape_of(node.args[0])[2]  # type: ignore[arg-type]
@@ -298,8 +299,8 @@ def aligned_operands(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
 
 
 def by_rows(node: fx.Node, dim: int) -> bool:
-    """Whether an operator does each index of dimension `dim` of its first operand by itself, those of others as they
-    are."""
+    """Return whether an operator does each index of dimension `dim` of its first operand by itself, those of others as
+    they are."""
     ndim = len(shape_of(node.args[0]))  # type: ignore[arg-type]
     if node.target is aten.pad.default:
         return dim < ndim - len(node.args[1]) // 2  # type: ignore[arg-type]
@@ -307,14 +308,14 @@ def by_rows(node: fx.Node, dim: int) -> bool:
 
 
 def made_by_expanding(node: fx.Node, dim: int) -> bool:
-    """Whether dimension `dim` of what `expand` gives is one index of its operand, or none, many times."""
+    """Return whether dimension `dim` of what `expand` gives is one index of its operand, or none, many times."""
     given = shape_of(node.args[0])  # type: ignore[arg-type]
     behind = len(shape_of(node)) - dim
     return behind > len(given) or not same(given[-behind], shape_of(node)[dim])
 
 
 def dim_of_joined(node: fx.Node, dim: int) -> int:
-    """Which dimension of the operands of a node of `JOINING` dimension `dim` of its result is."""
+    """Return which dimension of the operands of a node of `JOINING` dimension `dim` of its result is."""
     return dim - (node.target is aten.stack.default and dim > joined_dim(node))
 
 

@@ -55,7 +55,7 @@ def portion(held: Ranges, parts: int, index: int, unit: int = 1) -> Ranges:
 
 
 def levels(gm: fx.GraphModule, products: Mapping[fx.Node, Any]) -> dict[fx.Node, int]:
-    """How many products a value has been through."""
+    """Return how many products a value has been through."""
     found: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
         found[node] = max((found[n] for n in node.all_input_nodes), default=0) + (node in products)

@@ -54,11 +54,11 @@ class RankSplits:
         return Split(len(before), even_part(size, self.share.size(wide), self.share.index(wide)), size, wide)
 
     def is_hidden(self, split: Split | None) -> bool:
-        """Whether that is a part of a hidden state, not of what is between two products."""
+        """Return whether that is a part of a hidden state, not of what is between two products."""
         return split is not None and bool(self.share.wide) and split.axes == self.share.wide
 
     def _place(self, node: fx.Node) -> Split | None:
-        """How a rank has a value; None where it has all of it."""
+        """Return how a rank has a value; None where it has all of it."""
         if node.op == "call_module" or (self.in_layer and node.op == "placeholder" and node.name == HIDDEN):
             return self.hidden(node)
         if node.op == "placeholder":

@@ -104,18 +104,19 @@ class RankInputs:
         return even_part(experts, ranks, self.share.index(self.share.deep))
 
     def _sums(self, node: fx.Node) -> bool:
-        """Whether a product sums over features of which ranks have parts, and all of them are to have the sums."""
+        """Return whether a product sums over features of which ranks have parts, and all of them are to have the
+        sums."""
         into = self.split[self.products[node][0]] if node in self.products else None
         return into is not None and not self.own.is_hidden(into)
 
     def _in_pieces(self, node: fx.Node) -> bool:
-        """Whether a product's results are made in pieces: ranks add them up."""
+        """Return whether a product's results are made in pieces: ranks add them up."""
         scattered = self.in_layer and self._reads_hidden(node) and node in self.own.wanted
         added = self.in_layer and self._sums(node) and self.share.size(self.share.deep) > 1
         return self.loop.pieces > 1 and (scattered or added) and not self._gathers(node)
 
     def _gathers(self, node: fx.Node) -> bool:
-        """Whether what a product reads is gathered in pieces, and its sums at once: it falls in one way."""
+        """Return whether what a product reads is gathered in pieces, and its sums at once: it falls in one way."""
         return self.gathers.pieces > 1 and self.in_layer and self._sums(node) and bool(self.share.wide)
 
     def _cut_pieces(self, weight: fx.Node, dim: int, cut: WeightCut, pieces: Sequence[Sequence[Ranges]]) -> None:

@@ -69,7 +69,7 @@ class AllSequences:
         self.symbol = None if isinstance(size, int) else size.node.expr
 
     def counts(self, size: Any) -> bool:
-        """Whether a size is that of some number of sequences."""
+        """Return whether a size is that of some number of sequences."""
         return isinstance(size, torch.SymInt) and self.symbol in size.node.expr.free_symbols
 
     def of(self, value: Any) -> Any:

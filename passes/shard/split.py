@@ -76,12 +76,12 @@ def dim_of(argument: Any, ndim: int) -> int:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two sizes are one number or one symbol."""
+    """Return whether two sizes are one number or one symbol."""
     return a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
 
 
 def moved(node: fx.Node, split: Split) -> Split:
-    """How the result of an operator that moves elements about is split, where its first operand is split so."""
+    """Return how the result of an operator that moves elements about is split, where its first operand is split so."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     if node.target in REGROUPING:
@@ -93,7 +93,7 @@ def moved(node: fx.Node, split: Split) -> Split:
 
 
 def moved_back(node: fx.Node, split: Split) -> Split:
-    """How the first operand of such an operator must be split for its result to be split so."""
+    """Return how the first operand of such an operator must be split for its result to be split so."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     if node.target in REGROUPING:
@@ -105,7 +105,7 @@ def moved_back(node: fx.Node, split: Split) -> Split:
 
 
 def moves(node: fx.Node) -> bool:
-    """Whether `moved` knows the operator."""
+    """Return whether `moved` knows the operator."""
     return node.target in REGROUPING or node.target in _ORIGINS
 
 

@@ -17,7 +17,7 @@ MEANS = (aten.mean.dim, aten.sum.dim_IntList)  # whose results are whole
 
 
 def over_last(node: fx.Node) -> bool:
-    """Whether a norm or a mean takes all of the last dimension, and nothing else."""
+    """Return whether a norm or a mean takes all of the last dimension, and nothing else."""
     ndim = len(shape_of(node.args[0]))  # type: ignore[arg-type]
     dims = node.args[1]
     return len(dims) == 1 if node.target in NORMS else [dim_of(dim, ndim) for dim in dims] == [ndim - 1]  # type: ignore[arg-type, union-attr]

@@ -184,7 +184,7 @@ def _export(call: _OverTensors, tensors: Sequence[torch.Tensor]) -> tuple[fx.Gra
 
 
 def is_plain(arg: object) -> bool:
-    """Whether an argument is no tensor, or one of strided data of its own."""
+    """Return whether an argument is no tensor, or one of strided data of its own."""
     return not isinstance(arg, torch.Tensor) or not (
         arg.layout != torch.strided or is_traceable_wrapper_subclass(arg) or arg.is_quantized or arg.is_nested)
 
@@ -233,8 +233,8 @@ def _refuse_nodes(gm: fx.GraphModule) -> None:
 
 
 def _has_other_sizes(node: fx.Node, target: torch._ops.OpOverload) -> bool:
-    """Whether a CPU makes results of other sizes than on meta. torch 2.13: of bags [0] and [6] for [48] and [0], of
-    batch norm that does not train statistics [0] for [C]."""
+    """Return whether a CPU makes results of other sizes than on meta. torch 2.13: of bags [0] and [6] for [48] and [0],
+    of batch norm that does not train statistics [0] for [C]."""
     if target.overloadpacket is aten._native_batch_norm_legit_no_training:
         return any(user.args[1] != 0 and user.users for user in node.users)
     if target is aten._native_batch_norm_legit_functional.default:
@@ -243,7 +243,7 @@ def _has_other_sizes(node: fx.Node, target: torch._ops.OpOverload) -> bool:
 
 
 def _depends_on_data(node: fx.Node, target: torch._ops.OpOverload) -> bool:
-    """Whether the size of a result follows from values. Indexing is tagged so for the sake of masks alone."""
+    """Return whether the size of a result follows from values. Indexing is tagged so for the sake of masks alone."""
     if target is aten.index.Tensor:
         index = [i for i in node.args[1] if isinstance(i, fx.Node)]  # type: ignore[union-attr]
         return any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in index)
@@ -311,7 +311,7 @@ def _refuse_offsets(gm: fx.GraphModule, offsets: Mapping[str, int]) -> None:
 
 
 def _scatters_inside(node: fx.Node) -> bool:
-    """Whether `as_strided_scatter` writes only what a copy of its operand, laid out alike, holds."""
+    """Return whether `as_strided_scatter` writes only what a copy of its operand, laid out alike, holds."""
     schema = node.target._schema  # type: ignore[union-attr]
     given: dict[str, Any] = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
     value, made = given["self"].meta["val"], node.meta["val"]

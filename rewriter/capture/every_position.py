@@ -34,7 +34,7 @@ def every_position(captured: CapturedModel) -> CapturedModel | None:
 
 
 def gives_every_position(captured: CapturedModel) -> bool:
-    """Whether `every_position` can make such a step; makes none."""
+    """Return whether `every_position` can make such a step; makes none."""
     return _ends(captured) is not None
 
 
@@ -72,7 +72,7 @@ def _room(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Nod
 
 
 def _from_last(value: object) -> bool:
-    """Whether an index is made of the input `last` alone."""
+    """Return whether an index is made of the input `last` alone."""
     while isinstance(value, fx.Node) and value.op == "call_function":
         value = value.args[0]
     return isinstance(value, fx.Node) and value.op == "placeholder" and value.target == "last"

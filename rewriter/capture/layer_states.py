@@ -46,7 +46,7 @@ def layer_state(spec: StateSpec) -> tuple[torch.Tensor, ...]:
 
 
 def states_before(kind: str) -> int:
-    """How many states of a kind the layer was given before."""
+    """Return how many states of a kind the layer was given before."""
     return _parts.get()[kind]
 
 

@@ -55,7 +55,7 @@ def run_on_meta(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 @functools.cache
 def _depends_on_layouts_alone(target: object) -> bool:
-    """Whether it is an operator whose schema has one new tensor for a result, and writes to none."""
+    """Return whether it is an operator whose schema has one new tensor for a result, and writes to none."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     schema = target._schema
@@ -81,7 +81,7 @@ def _stands_alone(value: object) -> bool:
 
 
 def has_gaps(tensor: torch.Tensor) -> bool:
-    """Whether its storage has other bytes than its elements; what works on a copy of a slice may return one."""
+    """Return whether its storage has other bytes than its elements; what works on a copy of a slice may return one."""
     return bool(tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size())
 
 
@@ -165,7 +165,7 @@ _RULES: dict[object, Callable[..., torch.Tensor | None]] = {
 
 
 def _plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all have one dtype and the strides of a new tensor, those of a single element's dimension too."""
+    """Return whether all have one dtype and the strides of a new tensor, those of a single element's dimension too."""
     return all(t.dtype is tensors[0].dtype and t.layout is torch.strided and t.numel()
                and t.stride() == row_major_strides(t.shape) for t in tensors)
 

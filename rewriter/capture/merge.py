@@ -137,21 +137,21 @@ def _functional(target: object) -> torch._ops.OpOverload | None:
 
 
 def _is_fresh(node: object, written_by: fx.Node) -> bool:
-    """Whether `node` made memory that nobody sees after `written_by` but through it."""
+    """Return whether `node` made memory that nobody sees after `written_by` but through it."""
     if not isinstance(node, fx.Node) or not _makes_memory(node):
         return False
     return all(each is written_by or (each < written_by and _makes_memory(each)) for each in node.users)
 
 
 def _keeps(node: fx.Node) -> bool:
-    """Whether an operator that makes new memory would give the dtype that one in place leaves as it is."""
+    """Return whether an operator that makes new memory would give the dtype that one in place leaves as it is."""
     dtypes = {each.meta["val"].dtype for each in node.all_input_nodes if isinstance(each.meta["val"], torch.Tensor)}
     kept = node.meta["val"].dtype
     return {each for each in dtypes if each.is_floating_point or not kept.is_floating_point} == {kept}
 
 
 def _makes_memory(node: fx.Node) -> bool:
-    """Whether what a node gives lies in memory of its own; of several results each does, and has one node."""
+    """Return whether what a node gives lies in memory of its own; of several results each does, and has one node."""
     target, source = node.target, node.args[0] if node.args else None
     if target is operator.getitem and isinstance(source, fx.Node):
         return _makes_memory(source) and sum(each.args[1:] == node.args[1:] for each in source.users) == 1

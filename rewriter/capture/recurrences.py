@@ -43,7 +43,8 @@ def adopt_recurrences(model: nn.Module) -> int:
 
 
 def has_known_mixers(cls: type[nn.Module]) -> bool:
-    """Whether the file of a model's class has mixers that call what ours replace, though its layers may be others."""
+    """Return whether the file of a model's class has mixers that call what ours replace, though its layers may be
+    others."""
     for found in vars(sys.modules[cls.__module__]).values():
         if isinstance(found, type) and issubclass(found, nn.Module):
             forward: Any = inspect.unwrap(found.forward)

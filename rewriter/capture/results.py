@@ -53,8 +53,8 @@ Result = Constant | Shown | Made
 
 
 def describe(results: Sequence[Any], tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> tuple[Result, ...]:
-    """How `results` lie among each other and in `tensors`, the arguments at `positions`. A tensor returned twice has
-    one description."""
+    """Return how `results` lie among each other and in `tensors`, the arguments at `positions`. A tensor returned twice
+    has one description."""
     owners = {t.untyped_storage()._cdata: p for p, t in zip(positions, tensors, strict=True)}
     arguments = dict(zip(map(id, tensors), positions, strict=True))
     storages: dict[int, int] = {}

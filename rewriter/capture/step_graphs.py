@@ -176,7 +176,7 @@ def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
 
 
 def _gathers(captured: CapturedModel) -> bool:
-    """Whether a rank gathers weights, as they are kept, for steps over several tokens."""
+    """Return whether a rank gathers weights, as they are kept, for steps over several tokens."""
     blocks = captured.prefill.blocks().values() if captured.prefill is not None else ()
     return any(gathers_weight(node) for block in blocks for node in block.graph.nodes)
 

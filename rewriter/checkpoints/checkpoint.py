@@ -320,7 +320,7 @@ def _explain_pickle(path: Path) -> str:
 
 
 def _explain_missing(folder: Path) -> str:
-    """Why a folder has no weights, and what to do."""
+    """Return why a folder has no weights, and what to do."""
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     missing = f"{folder} holds neither {SINGLE} nor {INDEX}"
     if ADAPTER in names:

@@ -117,7 +117,7 @@ def oversized(settings: Any, most_layers: int, most_elements: int) -> tuple[str,
 
 
 def _bound_of(name: str, most_layers: int, most_elements: int) -> float:
-    """How large the number of that name may be."""
+    """Return how large the number of that name may be."""
     if name in COUNTS:
         return most_layers
     if name in LENGTHS:
@@ -132,7 +132,7 @@ def _shape(record: TensorRecord) -> tuple[int, ...]:
 
 
 def brings_code(path: Path) -> bool:
-    """Whether a JSON file of a model's folder names Python to be loaded with it."""
+    """Return whether a JSON file of a model's folder names Python to be loaded with it."""
     try:
         settings = json.loads(read_input(path))
     except (OSError, ValueError, RecursionError):

@@ -63,7 +63,7 @@ def repack(rows: np.ndarray, kind: BlockKind) -> torch.Tensor:
 
 
 def representable(rows: np.ndarray, kind: BlockKind) -> bool:
-    """Whether scales and lows are finite in the rows' dtype."""
+    """Return whether scales and lows are finite in the rows' dtype."""
     _, *parts = _parts(rows, kind)
     most = FP16_MOST if kind.scale_dtype == torch.float16 else float(torch.finfo(kind.scale_dtype).max)
     if kind.symmetric:

@@ -39,7 +39,7 @@ def undo_order(architecture: str, name: str, config: Mapping[str, Any]) -> Chang
 
 
 def is_transposed(architecture: str, name: str) -> bool:
-    """Whether a matrix of the file is the transpose of the model's."""
+    """Return whether a matrix of the file is the transpose of the model's."""
     return architecture == "gpt2" and name.endswith(TRANSPOSED)
 
 

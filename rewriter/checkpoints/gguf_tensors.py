@@ -205,8 +205,8 @@ def _place_stacked(header: GgufHeader, model: PreTrainedModel) -> Iterator[Place
 
 
 def _unread(header: GgufHeader, config: Any) -> tuple[str, ...]:
-    """How tensors begin that no layer reads: of those that draft for the model, and keys and values of layers that
-    attend over those of others."""
+    """Return how tensors begin that no layer reads: of those that draft for the model, and keys and values of layers
+    that attend over those of others."""
     layers, sharing = layer_count(header), int(getattr(config, "num_kv_shared_layers", 0) or 0)
     drafting = [f"blk.{n}." for n in range(layers, int(header.get("block_count")))]  # type: ignore[call-overload]
     return (*drafting, *(f"blk.{n}.attn_{kind}" for n in range(layers - sharing, layers)
@@ -255,7 +255,7 @@ def place_tensors(header: GgufHeader, model: PreTrainedModel) -> Mapping[str, Pl
 
 
 def _fits(tensor: GgufTensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor's shape is a parameter's but for dimensions of 1; a norm's groups make one vector."""
+    """Return whether a tensor's shape is a parameter's but for dimensions of 1; a norm's groups make one vector."""
     if tensor.name.endswith(".ssm_norm.weight"):
         return math.prod(tensor.shape) == math.prod(shape)
     return _squeezed(tensor.shape) == _squeezed(shape)

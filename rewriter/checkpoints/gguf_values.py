@@ -69,7 +69,7 @@ def layer_count(header: GgufHeader) -> int:
 
 
 def has_tensor(header: GgufHeader, name: str, layer: int | None = None) -> bool:
-    """Whether that layer, or any, has a tensor of that name."""
+    """Return whether that layer, or any, has a tensor of that name."""
     start = "blk." if layer is None else f"blk.{layer}."
     return any(tensor.name.startswith(start) and tensor.name.endswith(f".{name}") for tensor in header.tensors)
 

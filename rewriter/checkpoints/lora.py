@@ -77,7 +77,7 @@ class LoraAdapter:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter, and no model."""
+    """Return whether a folder holds an adapter, and no model."""
     return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).exists() for name in (SINGLE, INDEX))
 
 

@@ -114,14 +114,14 @@ def read_model_config(folder: Path, checkpoint: Checkpoint, quantized: Iterable[
 
 
 def ties_head(config: Any) -> bool:
-    """Whether a config says that the output head is the embedding."""
+    """Return whether a config says that the output head is the embedding."""
     alone = text_config(config)
     return any(getattr(each, "tie_word_embeddings", False) for each in (
         (config, config.get_text_config()) if alone is None else (alone,)))
 
 
 def _stored_apart(config: Any, checkpoint: Checkpoint, quantized: Iterable[str]) -> bool:
-    """Whether names that the config ties are both stored, with different values."""
+    """Return whether names that the config ties are both stored, with different values."""
     tied: Any = getattr(model_class(config), "_tied_weights_keys", None)
     if not ties_head(config) or not isinstance(tied, Mapping):
         return False

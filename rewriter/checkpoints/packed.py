@@ -36,7 +36,7 @@ _CHECKS = ("changed", "always", "never")
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether `folder` holds a quantized checkpoint, finished or not."""
+    """Return whether `folder` holds a quantized checkpoint, finished or not."""
     return (folder / MANIFEST).exists() or (folder / UNFINISHED).exists()
 
 

@@ -184,7 +184,7 @@ def begun_settings(out: Path) -> Mapping[str, Any]:
 
 
 def _sound(path: Path, entries: Mapping[str, Any]) -> bool:
-    """Whether a shard of an interrupted run is whole; a damaged one is written again."""
+    """Return whether a shard of an interrupted run is whole; a damaged one is written again."""
     try:
         verify_tensors(shard_records(path, entries), {name: entry["sha256"] for name, entry in entries.items()})
     except (CheckpointError, KeyError, TypeError, AttributeError, ValueError):  # also entries that are none

@@ -144,7 +144,8 @@ def _read_ones(
 
 
 def _is_no_bias(tensor: SourceTensor, quantized: Collection[str]) -> bool:
-    """Whether a tensor is the bias of a quantized matrix and all zeros, as AutoGPTQ writes it for layers without."""
+    """Return whether a tensor is the bias of a quantized matrix and all zeros, as AutoGPTQ writes it for layers
+    without."""
     module, _, last = tensor.name.rpartition(".")
     return last == "bias" and f"{module}.weight" in quantized and not any(
         bool(piece.any()) for piece in tensor.contents())

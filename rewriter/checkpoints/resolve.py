@@ -205,8 +205,9 @@ def packed_copy(model: Path, format: str, *, progress: Progress | None = None) -
 
 
 def draft_copies(model: Path, device: int) -> tuple[str, ...]:
-    """Which copies of the weights in the folder `model` may draft within a budget of `device` bytes, those that guess
-    best first: that in 8 bits where its bytes are fewer, and that in 4 bits, which is for the planner to refuse."""
+    """Return which copies of the weights in the folder `model` may draft within a budget of `device` bytes, those that
+    guess best first: that in 8 bits where its bytes are fewer, and that in 4 bits, which is for the planner to
+    refuse."""
     records = open_checkpoint(model).tensors.values()
     wide = weight_format(DRAFTS["w8"])
     rows = [(math.prod(r.shape[:-1]), r.shape[-1]) for r in records if r.packed is None and len(r.shape) > 1]

@@ -42,7 +42,7 @@ def require_same(record: TensorRecord, others: Iterable[TensorRecord]) -> None:
 
 
 def same_contents(one: TensorRecord, other: TensorRecord) -> bool:
-    """Whether two tensors hold the same values; both are read where nothing else tells them apart."""
+    """Return whether two tensors hold the same values; both are read where nothing else tells them apart."""
     if (one.path, one.offset) == (other.path, other.offset):
         return True
     if (one.dtype, one.shape, one.packed, one.opaque) != (other.dtype, other.shape, other.packed, other.opaque):

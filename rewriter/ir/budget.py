@@ -18,7 +18,7 @@ class Limits:
         return Limits(self.device, self.host)
 
     def hold(self, other: Limits) -> bool:
-        """Whether what keeps to `other` keeps to these."""
+        """Return whether what keeps to `other` keeps to these."""
         room = self.host is None or (other.host is not None and self.host >= other.host)
         return room and self.device >= other.device
 

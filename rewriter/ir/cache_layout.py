@@ -161,7 +161,7 @@ class StagedLayer:
         return TensorRef(place.arena, place.offset, "int64", (count, words), (words, 1), buffer)
 
     def holds(self, mark: StateInput) -> bool:
-        """Whether a tensor of the layer's states comes in a slot."""
+        """Return whether a tensor of the layer's states comes in a slot."""
         return mark.tensor in dict(self.tensors) if self.tensors else mark.kind in (KVState.kind, CheckpointState.kind)
 
     def offset(self, mark: StateInput) -> int:
@@ -177,8 +177,9 @@ class StagedLayer:
 def staged_layers(
     step: fx.GraphModule, batching: BatchSchedule, larger: Callable[[int], fx.GraphModule] | None = None
 ) -> dict[int, StagedLayer]:
-    """How each layer's cache is staged, from the token-major layout that the step graph of a micro-batch gives it. With
-    room for operands in the largest step in which the host attends, of those over so many tokens that `larger` gives.
+    """Return how each layer's cache is staged, from the token-major layout that the step graph of a micro-batch gives
+    it. With room for operands in the largest step in which the host attends, of those over so many tokens that `larger`
+    gives.
     """
     if larger is not None and batching.cache.cpu_attention and batching.speculation.steps:
         most = staged_layers(larger(batching.speculation.steps[0]), batching)
@@ -276,7 +277,7 @@ def _checkpoint_tokens(states: Sequence[StateSpec], cache_tokens: int) -> int:
     assert kept is not None
 
     def fits(tokens: int) -> bool:
-        """Whether rows of so many tokens have room, and begin where words do."""
+        """Return whether rows of so many tokens have room, and begin where words do."""
         return tokens * kept.token_nbytes <= nbytes and nbytes % (tokens * max(kept.dtype.itemsize, 4)) == 0
 
     tokens = cache_tokens

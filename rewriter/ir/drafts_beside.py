@@ -12,7 +12,7 @@ def beside_s(step_s: float, busy_s: float, drafting_s: float) -> float:
 
 
 def pays_beside(step_s: float, busy_s: float, drafting_s: float, chance: float) -> bool:
-    """Whether so much drafting is better done beside the step than behind it, where `chance` says how likely it is not
-    in vain; else it ends with the step, and all that was lost is what the step took longer."""
+    """Return whether so much drafting is better done beside the step than behind it, where `chance` says how likely it
+    is not in vain; else it ends with the step, and all that was lost is what the step took longer."""
     longer_s = beside_s(step_s, busy_s, drafting_s) - step_s
     return chance * (drafting_s - longer_s) > (1 - chance) * min(longer_s, busy_s)

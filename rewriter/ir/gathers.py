@@ -15,7 +15,8 @@ GATHER_BUFFER = "gathered"  # the buffer that they take turns in
 
 
 def gathers_weight(node: fx.Node) -> bool:
-    """Whether a node gathers a weight as a rank has it, in memory or fetched: it waits for nothing that is computed."""
+    """Return whether a node gathers a weight as a rank has it, in memory or fetched: it waits for nothing that is
+    computed."""
     if node.target is not torch.ops._c10d_functional.all_gather_into_tensor.default:
         return False
     base = storage_of(node.args[0])[0]  # type: ignore[arg-type]

@@ -67,8 +67,8 @@ class Layout:
     representatives: dict[int, int] = field(default_factory=dict)
 
     def within(self, other: Layout) -> bool:
-        """Whether these are the buffers of `other`, of the same lifetimes and none larger, so that they can lie where
-        those lie."""
+        """Return whether these are the buffers of `other`, of the same lifetimes and none larger, so that they can lie
+        where those lie."""
         return (self.home, self.ends, self.representatives) == (other.home, other.ends, other.representatives) and all(
             b.nbytes <= other.buffers[name].nbytes for name, b in self.buffers.items())
 
@@ -196,12 +196,12 @@ def weight_name(node: fx.Node) -> str | None:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node exchanges its operand with other ranks: by one of torch's functional collectives."""
+    """Return whether a node exchanges its operand with other ranks: by one of torch's functional collectives."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
 
 
 def is_pipeline_send(node: fx.Node) -> bool:
-    """Whether a node is an exchange between stages, of which one gives what the others have from then on."""
+    """Return whether a node is an exchange between stages, of which one gives what the others have from then on."""
     return node.target is torch.ops._c10d_functional.broadcast_.default
 
 

@@ -14,7 +14,7 @@ def called(operator: torch._ops.OpOverload) -> str:
 
 
 def is_called(name: str) -> bool:
-    """Whether a launch of that name calls its operator as it is."""
+    """Return whether a launch of that name calls its operator as it is."""
     return name.startswith(_CALLED)
 
 

@@ -215,7 +215,7 @@ class Plan:
         return self._by_name[name]
 
     def streams(self, name: str) -> bool:
-        """Whether `name` is a weight that does not live on the device (constants always do)."""
+        """Return whether `name` is a weight that does not live on the device (constants always do)."""
         placement = self._by_name.get(name)
         return placement is not None and placement.tier != "device"
 

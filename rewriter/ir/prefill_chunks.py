@@ -19,8 +19,8 @@ def chunk_sizes(largest: int, without: Collection[int] = ()) -> tuple[int, ...]:
 
 
 def chunk_steps(prompt: int, sizes: Sequence[int]) -> dict[int, int]:
-    """How many steps of which of these sizes, largest first, a prompt takes: what is left behind whole chunks has the
-    smallest that holds it."""
+    """Return how many steps of which of these sizes, largest first, a prompt takes: what is left behind whole chunks
+    has the smallest that holds it."""
     whole, rest = divmod(prompt, sizes[0])
     found = {sizes[0]: whole} if whole else {}
     if rest:

@@ -55,7 +55,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 def _lies_in_rows(linear: Linear) -> bool:
-    """Whether the operands lie as the product's record says."""
+    """Return whether the operands lie as the product's record says."""
     operator = LINEAR if linear.packing is None else LINEAR_Q
     return operator.accepts(tuple(None if value is None else value.meta["val"] for value in linear[:5]))
 
@@ -65,12 +65,12 @@ def _is_empty(x: Any, weight: Any) -> bool:
 
 
 def has_plain_bias(linear: Linear) -> bool:
-    """Whether x W^T has no bias, or one that is a number for each row of W, in order."""
+    """Return whether x W^T has no bias, or one that is a number for each row of W, in order."""
     return linear.bias is None or is_plain_bias(linear.bias, linear.weight.meta["val"].shape[0])
 
 
 def is_plain_bias(bias: Any, n: int) -> bool:
-    """Whether a bias is n numbers in order. torch also spreads one number, and takes steps between them."""
+    """Return whether a bias is n numbers in order. torch also spreads one number, and takes steps between them."""
     value = bias.meta["val"]
     return value.dim() == 1 and value.shape[0] == n and bool(value.is_contiguous())
 
@@ -100,7 +100,7 @@ def fold(graph: fx.Graph, node: fx.Node, arguments: Linear, made_by: str) -> Non
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two values have one dtype and one shape, symbol by symbol where sizes are symbols."""
+    """Return whether two values have one dtype and one shape, symbol by symbol where sizes are symbols."""
     one, other = a.meta["val"], b.meta["val"]
     return one.dtype == other.dtype and [str(s) for s in one.shape] == [str(s) for s in other.shape]
 
@@ -133,7 +133,7 @@ def product_shape(node: fx.Node) -> Shape | None:
 
 
 def reads_table(user: fx.Node, weight: fx.Node) -> bool:
-    """Whether `weight` is the table of experts that `user` reads, an entry a row."""
+    """Return whether `weight` is the table of experts that `user` reads, an entry a row."""
     return user.target is EXPERTS.overload and EXPERTS.argument(user.args, "table") is weight
 
 
@@ -145,7 +145,7 @@ def experts_among(table: Any) -> dict[str, int]:
 
 
 def tileable(user: fx.Node, weight: fx.Node) -> bool:
-    """Whether `user` can be computed from row tiles of `weight`: a matrix product, or one with experts."""
+    """Return whether `user` can be computed from row tiles of `weight`: a matrix product, or one with experts."""
     if reads_table(user, weight):
         return user.args.count(weight) == 1
     linear = linear_arguments(user)
@@ -166,6 +166,7 @@ def tileable(user: fx.Node, weight: fx.Node) -> bool:
 
 
 def _is_rows(x: Any) -> bool:
-    """Whether x [..., K] is rows [M, K] as the product's record says: tiles are computed without a copy of it."""
+    """Return whether x [..., K] is rows [M, K] as the product's record says: tiles are computed without a copy of
+    it."""
     value = x.meta["val"]
     return value.dim() > 1 and value.shape[-1] > 0 and LINEAR.accepts((value,))

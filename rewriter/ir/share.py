@@ -176,7 +176,7 @@ class RankShare:
 
 
 def group_name(ranks: Sequence[int]) -> str:
-    """How graphs and Programs name the ranks that take part in a collective."""
+    """Return how graphs and Programs name the ranks that take part in a collective."""
     return "ranks:" + ",".join(map(str, ranks))
 
 

@@ -289,7 +289,7 @@ class SavedState(StateSpec):
 
 
 def rewindable(states: LayerStates) -> bool:
-    """Whether every state of every layer is rewindable."""
+    """Return whether every state of every layer is rewindable."""
     return all(spec.rewindable for layer in states for spec in layer)
 
 

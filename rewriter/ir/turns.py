@@ -18,11 +18,12 @@ class StepTurns:
     overtakes: bool = False
 
     def prefills(self, held: int, running: int, batch_slots: int) -> bool:
-        """Whether the next step is a chunk, behind `held` of them since the last step that decoded."""
+        """Return whether the next step is a chunk, behind `held` of them since the last step that decoded."""
         return not running or held < self.held or running < self.busy * batch_slots
 
     def admits(self, chunks: int, left: Sequence[int]) -> bool:
-        """Whether prompts of so many chunks begin, where others that were admitted before have as many `left`."""
+        """Return whether prompts of so many chunks begin, where others that were admitted before have as many
+        `left`."""
         return not left or (self.overtakes and len(left) == 1 and chunks < left[0])
 
 

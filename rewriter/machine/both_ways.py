@@ -17,8 +17,8 @@ class BothWays:
 
 
 def side_by_side(points: Sequence[BothWays], nbytes: int) -> tuple[float, float]:
-    """How many times as long a write of `nbytes` takes beside reads, and reads beside it: between measured sizes, which
-    rise, on a log scale; without any they share the disk evenly."""
+    """Return how many times as long a write of `nbytes` takes beside reads, and reads beside it: between measured
+    sizes, which rise, on a log scale; without any they share the disk evenly."""
     if not points:
         return 2.0, 2.0
     low = [x for x in points if x.nbytes <= nbytes][-1:] or [points[0]]

@@ -83,8 +83,8 @@ class MeshLinks:
         return nearest.time_s(nbytes) * steps / RING_STEPS[kind](nearest.ranks)
 
     def reads_slowed_among(self, ranks: int) -> float:
-        """How many times as long reads take while so many ranks read: as measured, and in proportion of other numbers,
-        which share what the disk gives."""
+        """Return how many times as long reads take while so many ranks read: as measured, and in proportion of other
+        numbers, which share what the disk gives."""
         return 1 + (self.reads_slowed - 1) * (ranks - 1) / max(1, self.ranks - 1)
 
     def slowed(self, share: float) -> float:

@@ -206,9 +206,9 @@ def ways_here(problem: PartitionProblem) -> list[RunLayouts]:
 
 
 def run_together(prefill: ChipLayout, decode: ChipLayout) -> bool:
-    """Whether ranks here run a prefill and decode steps in these layouts: one stationary layout, in whatever chunks
-    want weights in the same pieces, or prompts in one that gathers the same shards, attention being over the batch in
-    both, so that the cache of one is the other's."""
+    """Return whether ranks here run a prefill and decode steps in these layouts: one stationary layout, in whatever
+    chunks want weights in the same pieces, or prompts in one that gathers the same shards, attention being over the
+    batch in both, so that the cache of one is the other's."""
     at_once = replace(decode, chunks=1, gather_chunks=1)
     if prefill.gathered:
         return (decode == at_once and decode.feedforward == "2d" and prefill.wide == decode.wide

@@ -124,6 +124,6 @@ def _contents(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
 
 
 def _same(before: list[tuple[Any, ...]], after: list[tuple[Any, ...]]) -> bool:
-    """Whether both hold the same objects in the same order."""
+    """Return whether both hold the same objects in the same order."""
     return len(before) == len(after) and all(
         len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in zip(before, after, strict=True))

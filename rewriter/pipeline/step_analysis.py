@@ -36,8 +36,8 @@ class StepAnalysis:
     takers: dict[int, list[Launch]] = field(default_factory=dict)  # its launches, for what they take
 
     def serves(self, graphs: StepGraphs) -> bool:
-        """Whether steps of `graphs`, which differ in the shares of their caches at most, take what these take: they do
-        unless the host attends in one of both, as shares change nothing of a turn."""
+        """Return whether steps of `graphs`, which differ in the shares of their caches at most, take what these take:
+        they do unless the host attends in one of both, as shares change nothing of a turn."""
         attends = graphs.batching.cache.cpu_attention
         return not self.each_layer and attends == self.graphs.batching.cache.cpu_attention
 

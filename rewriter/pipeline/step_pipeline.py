@@ -200,8 +200,8 @@ class Pipeline:
         return self._fresh.pop(key, None) or made(tokens)
 
     def _layers_repeat(self, plan: Plan) -> bool:
-        """Whether equal layers can share addresses in the steps of `plan`; if not, steps are analyzed layer by layer
-        from here on, and take more memory than the planner knew."""
+        """Return whether equal layers can share addresses in the steps of `plan`; if not, steps are analyzed layer by
+        layer from here on, and take more memory than the planner knew."""
         if self.steps.each_layer:
             return True
         alike = True

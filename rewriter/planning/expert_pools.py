@@ -29,7 +29,7 @@ GAIN = 0.8  # by name a step reads at most this share of a table: what it reads 
 
 
 def is_table(use: WeightUse) -> bool:
-    """Whether a weight is a table of experts, of which a token reads a share."""
+    """Return whether a weight is a table of experts, of which a token reads a share."""
     return use.share < 1 and use.tileable
 
 
@@ -95,8 +95,8 @@ class ExpertPools:
                    for u in self.on_host)
 
     def shares(self, room: int, host_room: int, asked: int | None) -> Iterator[tuple[int, int]]:
-        """How many tables may lie on the device as they are within so much room, and with how many of the others the
-        host may compute: none, as many as its memory holds, or as many as were `asked` for."""
+        """Return how many tables may lie on the device as they are within so much room, and with how many of the others
+        the host may compute: none, as many as its memory holds, or as many as were `asked` for."""
         count = len(self.tables)
         table = max(1, self.tables_nbytes // count)
         if not asked:
@@ -124,9 +124,9 @@ class ExpertPools:
         return held
 
     def whole_counts(self, room: int, host_room: int) -> list[int]:
-        """How many tables may lie on the device as they are. On a GPU so many that host memory holds the others, as
-        pools hold what a router prefers; by hits that were measured, or where some stay on disk, also none, or as many
-        as so much room leaves pools the slots for a step."""
+        """Return how many tables may lie on the device as they are. On a GPU so many that host memory holds the others,
+        as pools hold what a router prefers; by hits that were measured, or where some stay on disk, also none, or as
+        many as so much room leaves pools the slots for a step."""
         if not self.hop:
             return [0]
         count, slots = len(self.tables), self.least_slots()[-1]

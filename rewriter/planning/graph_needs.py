@@ -129,7 +129,7 @@ def _readings(block: fx.GraphModule) -> list[_Reading | None]:
 
 
 def _reading(node: fx.Node, order: dict[fx.Node, int]) -> _Reading | None:
-    """How a graph's own operators, not the blocks it calls, consume a placeholder; None if they do not."""
+    """Return how a graph's own operators, not the blocks it calls, consume a placeholder; None if they do not."""
     users = [u for u in node.users if u.op != "call_module"]
     lookups = [u for u in users if u.target is aten.embedding.default and u.args[0] is node]
     others = [u for u in users if u not in lookups]

@@ -94,7 +94,7 @@ def option(kind: OptionKind, help: str, group: str, **more: Any) -> dict[str, Op
 
 
 def activations_of(plan: Plan) -> Activations:
-    """How packed weights meet activations in a plan: as one of its products rounds them, if one does."""
+    """Return how packed weights meet activations in a plan: as one of its products rounds them, if one does."""
     chosen = {choice.impl for choice in plan.gemm}
     return "int8" if "int8" in chosen else "bf16" if "bf16" in chosen else "native"
 

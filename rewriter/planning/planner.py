@@ -68,7 +68,7 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
 
 
 def plan_fits(needs: ModelNeeds, budget: Budget, workload: Workload, options: Options) -> bool:
-    """Whether there is a plan for `budget`."""
+    """Return whether there is a plan for `budget`."""
     held = needs.host_nbytes
     return (budget.host is None or held <= budget.host) and any(
         _candidates(needs, kinds_of(needs, workload, options.expert_hits), budget, workload, options))
@@ -333,7 +333,7 @@ def _predicted(needs: ModelNeeds, kinds: WeightKinds, plan: Plan, fit: ChunkRoom
 
 
 def _prefill_steps(needs: ModelNeeds, workload: Workload, sizes: Sequence[int]) -> dict[int, int]:
-    """How many steps of which of these sizes the prompts of all sequences take."""
+    """Return how many steps of which of these sizes the prompts of all sequences take."""
     times = needs.batching.admission.prefills(workload.batch)
     steps = chunk_steps(workload.effective_lengths(needs.batching)[0], sizes)
     return {tokens: times * count for tokens, count in steps.items()}

@@ -74,7 +74,7 @@ class Problem:
         return self.runs(self.model, times, block, self.prompt, self.new_tokens, capacity, context, self.typical)
 
     def host_attends(self) -> bool:
-        """Whether there is a host that may compute attention."""
+        """Return whether there is a host that may compute attention."""
         times, host = self.times or MachineEstimator(self.machine), self.machine.tiers.get("host")
         return host is not None and host.capacity_nbytes > 0 and math.isfinite(times.host_attention_s(1.0))
 
@@ -178,7 +178,7 @@ def frontier(problem: Problem, space: Space | None = None) -> list[Policy]:
 
 
 def explain_infeasible(problem: Problem, space: Space) -> str:
-    """Which tier binds for the smallest block of the space, and the least bytes on it that something fits in."""
+    """Return which tier binds for the smallest block of the space, and the least bytes on it that something fits in."""
     blocks = list(candidates(space, problem.host_attends()))
     smallest = min(b.size for b in blocks)
     tried = [problem.costs(b) for b in blocks if b.size == smallest]

@@ -76,7 +76,8 @@ class Estimator(Protocol):
         """An exchange of a kind (torch's name) that leaves so many bytes on each rank, once all are there."""
 
     def beside_ranks(self, share: float) -> float:
-        """How many times as long a launch that takes `share` of the memory's rate takes while all ranks compute."""
+        """Return how many times as long a launch that takes `share` of the memory's rate takes while all ranks
+        compute."""
 
     @property
     def reads_beside_ranks(self) -> float:
@@ -93,17 +94,17 @@ class Estimator(Protocol):
         """Share (0..1) of the rate at which the device is read that touching `nbytes` in `time_s` takes."""
 
     def slowed(self, share: float) -> float:
-        """How many times as long such work takes while copies from disk run."""
+        """Return how many times as long such work takes while copies from disk run."""
 
     def slows(self, share: float) -> float:
-        """How many times as long these take beside it."""
+        """Return how many times as long these take beside it."""
 
     @property
     def reads_core_share(self) -> float:
         """Share (0..1) of all cores' time that copies from or to disk take, where the cores compute too."""
 
     def both_ways(self, nbytes: int) -> tuple[float, float]:
-        """How many times as long a write of so many bytes to disk takes beside reads, and reads beside it."""
+        """Return how many times as long a write of so many bytes to disk takes beside reads, and reads beside it."""
 
 
 @dataclass(frozen=True)

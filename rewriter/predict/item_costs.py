@@ -75,8 +75,9 @@ def taken_nbytes(item: Copy) -> int:
 
 
 def lookup_reads(rows: int, row_nbytes: int, table_nbytes: int) -> tuple[float, float]:
-    """How many reads a lookup of so many rows anywhere in a table takes, and their bytes: those that lie near each
-    other come in one, with what lies between. Gaps between random rows are taken to be exponentially distributed."""
+    """Return how many reads a lookup of so many rows anywhere in a table takes, and their bytes: those that lie near
+    each other come in one, with what lies between. Gaps between random rows are taken to be exponentially
+    distributed."""
     if not rows:
         return 0.0, 0.0
     gap, alone = table_nbytes / rows, row_nbytes + PAGE_NBYTES - math.gcd(row_nbytes, PAGE_NBYTES)  # whole pages

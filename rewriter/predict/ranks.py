@@ -70,7 +70,7 @@ def simulate_ranks(programs: Sequence[Program], machine: Machine, *, steps: int 
 
 
 def _busy_beside(ran: Sequence[tuple[list[float], list[TimedSpan]]]) -> list[BusyBeside]:
-    """How much of the last step's time ranks were busy beside each other."""
+    """Return how much of the last step's time ranks were busy beside each other."""
     shares: list[list[float]] = []
     for streams in ((COMPUTE,), READS):
         busy = [_joined([(max(a, ends[-2]), b) for s, _, a, b in spans if s in streams and b > ends[-2]])

@@ -172,8 +172,8 @@ def _kept(plan: Plan, captured: CapturedModel | None) -> str:
 
 
 def _experts(plan: Plan) -> str:
-    """How many experts pools hold, what a decode step is expected to find there and to read, and with which of them the
-    CPU computes."""
+    """Return how many experts pools hold, what a decode step is expected to find there and to read, and with which of
+    them the CPU computes."""
     tables, routed, p = [w for w in plan.weights if w.pool_slots], plan.schedule.routed, plan.prediction
     on_host = list(_host_experts(plan))
     if not tables:
@@ -211,7 +211,7 @@ def _typical(work: Workload) -> str:
 
 
 def _shared_maxima(plan: Plan) -> str:
-    """Which layers share a maximum, neighbours together."""
+    """Return which layers share a maximum, neighbours together."""
     layers = sorted(r.layer for r in plan.score_ranges)
     begins = [layer for layer in layers if layer - 1 not in layers]
     ends = [layer for layer in layers if layer + 1 not in layers]

@@ -45,7 +45,7 @@ class ServiceLevel:
             raise TrafficError(f"runs: {self.runs} is not between 1 and {1 + len(STUDENT)}")
 
     def allows(self, ttft_s: float, tpot_s: float) -> bool:
-        """Whether means of runs are within the objectives, of Algorithm 9."""
+        """Return whether means of runs are within the objectives, of Algorithm 9."""
         return ttft_s <= (1 + RELAXED) * self.ttft_s and tpot_s <= (1 + RELAXED) * self.tpot_s
 
 
@@ -107,7 +107,7 @@ def measure(found: Simulated, traffic: Traffic, level: ServiceLevel, rate: float
 
 
 def queue_grows(runs: Sequence[Served]) -> bool:
-    """Whether more requests stay of those that arrive in the second half of these runs than arrivals vary by.
+    """Return whether more requests stay of those that arrive in the second half of these runs than arrivals vary by.
 
     A stable service holds as many at a run's end as in its middle, but for chance: of n arrivals with a coefficient of
     variation c of their gaps the number in a given time has a standard deviation of c sqrt(n); c counts as 1 at least,

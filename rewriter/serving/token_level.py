@@ -141,14 +141,14 @@ class _Replica:
                 decoding.remove(job)
 
     def fits(self, decoding: list[_Entrant], steps: int) -> bool:
-        """Whether each of `decoding` can have so many tokens more."""
+        """Return whether each of `decoding` can have so many tokens more."""
         each = -(-steps // self.limits.block)  # blocks that it begins at most
         return each * len(decoding) <= self.free or sum(
             self.need(j.cached + steps) - self.blocks[j.index] for j in decoding) <= self.free
 
     def steps(self, decoding: list[_Entrant], until_s: float) -> tuple[int, float]:
-        """How many decode steps can be taken at once, and their seconds: until one ends, blocks run out, or `until_s`
-        has passed; steps grow by equal amounts, so the mean one is that of the mean context."""
+        """Return how many decode steps can be taken at once, and their seconds: until one ends, blocks run out, or
+        `until_s` has passed; steps grow by equal amounts, so the mean one is that of the mean context."""
         most, n = min(job.left for job in decoding), len(decoding)
         context = sum(job.cached for job in decoding) / n
 

@@ -148,7 +148,7 @@ def _state(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    """Whether both hold the same objects."""
+    """Return whether both hold the same objects."""
     return len(before) == len(after) and all(map(operator.is_, before, after))
 
 

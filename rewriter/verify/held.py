@@ -30,9 +30,9 @@ class Segment:
 def apart(
     item: Item, issued: Sequence[Sequence[Item | None]], writers: Iterable[tuple[int, int]], writes: bool
 ) -> bool:
-    """Whether `item` touches the same bytes of a range as none of `writers`, of those `issued` by stream and position,
-    which may be under way: it is a copy that spares the rows they bring, or a launch that reads where they spare any
-    (`Rows`)."""
+    """Return whether `item` touches the same bytes of a range as none of `writers`, of those `issued` by stream and
+    position, which may be under way: it is a copy that spares the rows they bring, or a launch that reads where they
+    spare any (`Rows`)."""
     for stream, at in writers:
         each = issued[stream][at]
         if type(each) is not Copy or type(each.src) is not Rows:

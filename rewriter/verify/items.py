@@ -216,8 +216,8 @@ def _check_launch(launch: Launch, extents: Extents) -> None:
 
 
 def _interleaved(ref: TensorRef, other: TensorRef) -> bool:
-    """Whether two views have no byte in common though their ranges meet, as K and V of tokens that lie beside each
-    other: both are made of pieces a whole number of periods apart, and within a period the pieces lie apart."""
+    """Return whether two views have no byte in common though their ranges meet, as K and V of tokens that lie beside
+    each other: both are made of pieces a whole number of periods apart, and within a period the pieces lie apart."""
     size = dtype_itemsize(ref.dtype)
     if other.dtype != ref.dtype or 0 in ref.shape or 0 in other.shape:
         return False
@@ -250,7 +250,7 @@ def _check_apart(ref: TensorRef, other: TensorRef, launch: Launch) -> None:
 
 
 def _meet(a: Span, b: Span) -> bool:
-    """Whether two spans of one arena have a byte in common."""
+    """Return whether two spans of one arena have a byte in common."""
     return a.nbytes > 0 and b.nbytes > 0 and a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
 
 
@@ -274,7 +274,7 @@ def span_text(span: Span) -> str:
 
 
 def writes_in_part(copy: Copy) -> bool:
-    """Whether a copy may leave bytes of its target as they are, which must hold something then."""
+    """Return whether a copy may leave bytes of its target as they are, which must hold something then."""
     return isinstance(copy.dst, Rows) or (isinstance(copy.src, Rows) and copy.src.keeps)
 
 

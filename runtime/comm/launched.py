@@ -11,7 +11,7 @@ def ranks_launched() -> int:
 
 
 def has_launcher() -> bool:
-    """Whether the variables are there by which ranks find each other."""
+    """Return whether the variables are there by which ranks find each other."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

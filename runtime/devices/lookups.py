@@ -21,13 +21,13 @@ _UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def is_lookup(item: Copy) -> bool:
-    """Whether a copy brings the rows of a weight that tokens name."""
+    """Return whether a copy brings the rows of a weight that tokens name."""
     src = item.src
     return item.stream == LOOKUP and isinstance(src, Rows) and src.index is not None
 
 
 def brings_experts(item: Copy) -> bool:
-    """Whether a copy reads experts that a router names from a file."""
+    """Return whether a copy reads experts that a router names from a file."""
     return is_lookup(item) and isinstance(item.src, Rows) and item.src.skips
 
 

@@ -121,7 +121,7 @@ class Worker:
             self._ended += 1
 
     def fault(self) -> BaseException | None:
-        """Why nothing that was submitted is done any more; None while it is."""
+        """Return why nothing that was submitted is done any more; None while it is."""
         if self._closed or self._thread.is_alive():
             return None if self._closed else self._watch()
         return self.error or RuntimeError(f"the thread {self._thread.name} has ended")

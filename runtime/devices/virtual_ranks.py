@@ -78,7 +78,7 @@ class _Board:
         return found
 
     def reached(self) -> list[tuple[int, int]]:
-        """How many exchanges each rank has posted, and how many of them have ended."""
+        """Return how many exchanges each rank has posted, and how many of them have ended."""
         return [(len(posted), len(ended)) for posted, ended in zip(self.posted, self.ended, strict=True)]
 
     def _next(self, rank: int) -> tuple[int, ...]:

@@ -71,7 +71,8 @@ def drop_file(path: str | os.PathLike[str]) -> None:
 
 
 def in_page_cache_filesystem(path: str | os.PathLike[str]) -> bool:
-    """Whether the file or folder lives on a file system made of RAM (tmpfs), where nothing is ever read from disk."""
+    """Return whether the file or folder lives on a file system made of RAM (tmpfs), where nothing is ever read from
+    disk."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -24,7 +24,7 @@ def temporary_file(folder: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
 
 
 def opens(path: str) -> bool:
-    """Whether a file can be opened by this path."""
+    """Return whether a file can be opened by this path."""
     try:
         os.close(os.open(path, os.O_RDONLY))
     except OSError:

@@ -138,7 +138,7 @@ class _Ring:
 
 @functools.cache
 def uring_available() -> bool:
-    """Whether this kernel, and this process's sandbox, let us set up an io_uring."""
+    """Return whether this kernel, and this process's sandbox, let us set up an io_uring."""
     try:
         _Ring(2).close()
     except OSError:

@@ -81,19 +81,20 @@ def cached_machine(
 
 
 def _poor(kept: Machine) -> bool:
-    """Whether another measurement can better it: in part guessed, or timed beside others."""
+    """Return whether another measurement can better it: in part guessed, or timed beside others."""
     return bool(kept.guessed) or kept.others_share > BUSY
 
 
 def _is_old(folder: str | os.PathLike[str]) -> bool:
-    """Whether the profile was kept more than AGAIN_S ago (by the file's time; a clock set back counts as well)."""
+    """Return whether the profile was kept more than AGAIN_S ago (by the file's time; a clock set back counts as
+    well)."""
     with contextlib.suppress(OSError):
         return not 0 <= time.time() - machine_cache_path(folder).stat().st_mtime < AGAIN_S
     return True
 
 
 def _quiet(kept: Machine) -> bool:
-    """Whether measuring again promises more than a poor profile; says so where not."""
+    """Return whether measuring again promises more than a poor profile; says so where not."""
     share = share_now()
     if share > BUSY:
         LOG.warning("others use %.0f %% of the cores, so this machine is not measured again now; predictions rest on "

@@ -181,8 +181,8 @@ def _reads_slowed(machine: Machine, folder: str | os.PathLike[str]) -> float:
 
 
 def _slowed(time_s: Callable[[], float]) -> float:
-    """How many times as long something takes while all ranks do it, the median of rounds in which each does it alone
-    too; of the rank that is slowed most."""
+    """Return how many times as long something takes while all ranks do it, the median of rounds in which each does it
+    alone too; of the rank that is slowed most."""
     found = []
     for _ in range(ROUNDS):
         from_all(None)

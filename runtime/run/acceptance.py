@@ -141,7 +141,7 @@ class SpeculationBudget:
             self.tried_s = max(0.0, self.tried_s + lost_s)
 
     def allow(self, cost_s: float, tried: bool) -> bool:
-        """Whether `cost_s` may be lost."""
+        """Return whether `cost_s` may be lost."""
         free_s = EXPLORATION_BUDGET * self.spent_s
         return self.lost_s + cost_s <= self.step_s + free_s and (not tried or self.tried_s + cost_s <= free_s)
 

@@ -30,8 +30,8 @@ class _BlocksOfOneKind:
         self.tail = torch.zeros(batch, dtype=torch.int64)  # by sequence, the number of the block that is not full yet
 
     def moved(self, start: torch.Tensor, behind: torch.Tensor, tail: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether blocks [B, blocks] are loaded and stored by a step from tokens `start` [B] up to `behind` [B], whose
-        tails were the blocks `tail`: the block that it begins in is loaded if it left its tail before."""
+        """Return whether blocks [B, blocks] are loaded and stored by a step from tokens `start` [B] up to `behind` [B],
+        whose tails were the blocks `tail`: the block that it begins in is loaded if it left its tail before."""
         number, first = self.numbers, start // self.tokens
         begun = (number == first[:, None]) & (start % self.tokens > 0)[:, None] & (first != tail)[:, None]
         stored = (number >= first[:, None]) & (number < (behind // self.tokens)[:, None])
@@ -39,7 +39,7 @@ class _BlocksOfOneKind:
         return ((number < first[:, None]) | begun) & there, stored & there
 
     def seen(self, lowest: torch.Tensor) -> torch.Tensor:
-        """Whether blocks [B, blocks] hold tokens from `lowest` [B] on."""
+        """Return whether blocks [B, blocks] hold tokens from `lowest` [B] on."""
         return (self.numbers + 1) * self.tokens > lowest[:, None]
 
     def row(self, number: torch.Tensor) -> torch.Tensor:
@@ -139,8 +139,8 @@ class CacheBlocks:
         return torch.stack(found, 1).flatten()
 
     def _checkpoints(self, start: torch.Tensor, tokens: int, tail: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Where K and V that are made of checkpoints go, which are those below `start` but in the `tail` of K and V;
-        and where the checkpoints of new tokens go."""
+        """Return the places of K and V recomputed from checkpoints (below `start`, except in the `tail` of K and V),
+        and of the checkpoints of new tokens."""
         kind, last = self.kinds[1], self.blocks * self.tokens - 1
         position = (kind.numbers[:, None] * kind.tokens + torch.arange(kind.tokens)).flatten()
         restored = (position >= 0) & (position < start[:, None]) & (position // self.tokens != tail[:, None])

@@ -42,7 +42,7 @@ class DecodeAhead:
         return cls(session, sampler) if able else None
 
     def under_way(self, running: Mapping[int, int]) -> bool:
-        """Whether a step was issued for any request that still runs; one for others alone is forgotten."""
+        """Return whether a step was issued for any request that still runs; one for others alone is forgotten."""
         if self.flight is not None and not self._alive(self.flight, running):
             self.flight = None
         return self.flight is not None

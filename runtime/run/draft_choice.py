@@ -151,9 +151,9 @@ class DraftChoice:
             drafter.begin({row: torch.cat((held[row], torch.tensor(drafts[row].tokens))) for row in rows}, more, least)
 
     def _worth(self, token_time_s: float, slow: list[int], times_s: Mapping[int, float]) -> tuple[int, float]:
-        """How many tokens to draft at most where each takes its time too, and the least chance to stand of a further
-        one: what it takes, and adds to a step, in tokens of the pace so far. At most twice as many as pay where all
-        have one chance; where none does and that may be lost, a few, to see whether they do by now."""
+        """Return how many tokens to draft at most where each takes its time too, and the least chance to stand of a
+        further one: what it takes, and adds to a step, in tokens of the pace so far. At most twice as many as pay where
+        all have one chance; where none does and that may be lost, a few, to see whether they do by now."""
         longest = max(times_s)
         if not self.paces or longest == 1:
             return longest - 1, 0.0

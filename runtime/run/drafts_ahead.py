@@ -92,7 +92,8 @@ class DraftsAhead:
         return {row: draft for row, draft in found.items() if draft.tokens}
 
     def _in_vain(self, rows: Mapping[int, list[int]]) -> bool:
-        """Whether no row's guess has come: those of the rows so far are known to be wrong, or nobody wants them."""
+        """Return whether no row's guess has come: those of the rows so far are known to be wrong, or nobody wants
+        them."""
         known = self._known
         return known is not None and not any(
             rows[row][: len(tokens)] == tokens[: len(rows[row])] for row, tokens in known.items())

@@ -51,8 +51,8 @@ def next_logits(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def speculates(plan: Plan, sampling: Sampling, count: int, generator: Generators) -> bool:
-    """Whether steps of `plan` check drafts for `count` sequences whose draws come from `generator`: with one of torch's
-    for several that begin together, each column of tokens is one draw."""
+    """Return whether steps of `plan` check drafts for `count` sequences whose draws come from `generator`: with one of
+    torch's for several that begin together, each column of tokens is one draw."""
     own = count == 1 or isinstance(generator, Sequence) or bool(plan.schedule.batching.admitted)
     return bool(plan.schedule.speculative_steps) and (own or not sampling.do_sample)
 

@@ -17,7 +17,7 @@ class Constraint(Protocol):
     """The tokens that may follow in one sequence, as of a grammar."""
 
     def allowed(self, drafted: Sequence[int]) -> list[torch.Tensor]:
-        """Whether each token may come next, bool [V], after every prefix of `drafted` that is itself allowed."""
+        """Return whether each token may come next, bool [V], after every prefix of `drafted` that is itself allowed."""
         ...
 
     def advance(self, token: int) -> None:

@@ -83,7 +83,8 @@ class ModelDrafter:
     def _resume(
         self, held: Mapping[int, torch.Tensor], rows: Mapping[int, list[int]], wanted: Sequence[int]
     ) -> tuple[dict[int, int], Mapping[int, torch.Tensor] | torch.Tensor]:
-        """How many tokens of each row the cache holds by now, and the logits [V] behind those that are none to feed."""
+        """Return how many tokens of each row the cache holds by now, and the logits [V] behind those that are none to
+        feed."""
         work, admitted = self.session.plan.workload, self.session.plan.schedule.batching.admitted
         at = {row: min(alike(self._held.get(row, []), tokens), len(tokens) - 1) for row, tokens in rows.items()}
         begun = [row for row in wanted if len(rows[row]) - at[row] > self.begin_steps + max(

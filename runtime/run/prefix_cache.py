@@ -93,8 +93,8 @@ class PrefixTree(Generic[Block]):
         return self.nbytes + nbytes <= self.most_nbytes
 
     def wants(self, keys: Sequence[bytes]) -> bool:
-        """Whether the block of the last of a prompt's `keys` is none that is kept, and has room if it is as large as
-        the one before it."""
+        """Return whether the block of the last of a prompt's `keys` is none that is kept, and has room if it is as
+        large as the one before it."""
         before = self.blocks.get(keys[-2]) if len(keys) > 1 else None
         return keys[-1] not in self.blocks and self.has_room(keys[:-1], 0 if before is None else before.nbytes)
 
@@ -138,7 +138,7 @@ class PrefixCache(PrefixTree[PrefixBlock]):
         self.slower = slower
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """How many blocks a prompt of `keys` may begin with, on any tier; they count as used."""
+        """Return how many blocks a prompt of `keys` may begin with, on any tier; they count as used."""
         return max(len(self.known(keys)), 0 if self.slower is None else self.slower.count(keys))
 
     def read(self, keys: Sequence[bytes]) -> Iterator[torch.Tensor]:
@@ -152,7 +152,7 @@ class PrefixCache(PrefixTree[PrefixBlock]):
                 yield block.rows
 
     def lacks(self, keys: Sequence[bytes]) -> bool:
-        """Whether a tier would keep the block of the last of a prompt's `keys`, and does not yet."""
+        """Return whether a tier would keep the block of the last of a prompt's `keys`, and does not yet."""
         return self.wants(keys) or (self.slower is not None and self.slower.wants(keys))
 
     def add(self, keys: Sequence[bytes], rows: torch.Tensor, root: bytes) -> None:

@@ -136,7 +136,7 @@ class PrefixFiles(PrefixTree[FileBlock]):
     # -- what is kept
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """How many blocks a prompt of `keys` may begin with; they count as used, for later processes too."""
+        """Return how many blocks a prompt of `keys` may begin with; they count as used, for later processes too."""
         self.settle()
         found, now = self.known(keys), time.time_ns()
         for i, (key, block) in enumerate(zip(keys, found, strict=False)):

@@ -20,7 +20,7 @@ def with_rope_switch(prompt: int, new_tokens: int, rope_switch_length: int) -> t
 
 
 def fits(plan: Plan, prompt: int, new_tokens: int, rope_switch_length: int = 0) -> bool:
-    """Whether a slot of `plan` has room for a prompt of so many tokens and an answer."""
+    """Return whether a slot of `plan` has room for a prompt of so many tokens and an answer."""
     w = plan.workload  # the last token is never appended
     prompt, new_tokens = with_rope_switch(prompt, new_tokens, rope_switch_length)
     bounded = plan.prefill_overlays_kv_cache or plan.schedule.batching.admitted

@@ -179,7 +179,7 @@ class Session:
         return bound.outputs["out0"]
 
     def crosses_rope_switch(self, held: int, length: int) -> bool:
-        """Whether a cache of calls of `held` tokens is no use to one that comes to count `length`."""
+        """Return whether a cache of calls of `held` tokens is no use to one that comes to count `length`."""
         return (held <= self.rope_switch_length) != (length <= self.rope_switch_length)
 
     def _run(self, bound: BoundProgram) -> None:

@@ -33,8 +33,8 @@ class TokenSampler:
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of tokens that are yet to be taken
 
     def goes_ahead(self, numbers: Sequence[int]) -> bool:
-        """Whether the next tokens of requests are chosen from their logits alone, all in one way, and one more may be
-        drawn of each in vain."""
+        """Return whether the next tokens of requests are chosen from their logits alone, all in one way, and one more
+        may be drawn of each in vain."""
         if not numbers or self.columns:
             return False
         first = self._sampling(numbers[0])
@@ -105,7 +105,7 @@ class TokenSampler:
         return self.requests[number].sampling or self.sampling
 
     def _is_processed(self, number: int) -> bool:
-        """Whether a request's logits are looked at apart from those of the others."""
+        """Return whether a request's logits are looked at apart from those of the others."""
         request = self.requests[number]
         return (self._sampling(number).changes_logits or request.constraint is not None
                 or request.on_logprobs is not None)

@@ -193,7 +193,7 @@ class OffloadedGraph:
         return prepared
 
     def _slots(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Which weights these are: none that is on disk has the address of another."""
+        """Return which weights these are: none that is on disk has the address of another."""
         return tuple(args[i].data_ptr() for i in self.weights)
 
     def drop_lost(self) -> None:
@@ -294,7 +294,7 @@ def _weight_names(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[int
 
 
 def _wants_gradients(gm: fx.GraphModule) -> bool:
-    """Whether Dynamo saw a result that needs gradients; a recompilation follows when the grad mode changes."""
+    """Return whether Dynamo saw a result that needs gradients; a recompilation follows when the grad mode changes."""
     results = [n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes]
     recorded = torch.is_grad_enabled() or any(n.args == (True,) for n in gm.graph.find_nodes(
         op="call_function", target=torch._C._set_grad_enabled))
@@ -306,7 +306,7 @@ def _read_as_number(node: fx.Node) -> bool:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether another call may succeed: memory, disk and handles come back, what a graph is does not change."""
+    """Return whether another call may succeed: memory, disk and handles come back, what a graph is does not change."""
     return isinstance(error, OSError | MemoryError | CheckpointError) or "allocate" in str(error)
 
 

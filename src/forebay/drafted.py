@@ -113,8 +113,8 @@ class DraftedPlanner:
         return plan_draft(model, (apart, beside)[: 1 + self._copied])
 
     def _seen_with(self, packed: float) -> DraftsSeen:
-        """How many tokens stood of those that steps of the model gave with about such a share of its weights packed;
-        they are assumed to be refused as seldom as that is small."""
+        """Return how many tokens stood of those that steps of the model gave with about such a share of its weights
+        packed; they are assumed to be refused as seldom as that is small."""
         name = f"{self._draft.checkpoint.fingerprint} sharing {round(10 * packed)}"
         return DraftsSeen(self._own.checkpoint.fingerprint, name, 1 - packed * (1 - self._seen.assumed))
 

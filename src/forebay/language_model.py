@@ -265,7 +265,7 @@ class LanguageModel(SessionCalls, TakesTurns, ScoringCalls, TraceCalls, NnModule
         self._held = rows
 
     def holds(self, rows: SequenceRows) -> bool:
-        """Whether `resuming` can go on with these rows."""
+        """Return whether `resuming` can go on with these rows."""
         return self._held is rows and self._session is rows.session
 
     @contextmanager

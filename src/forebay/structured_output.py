@@ -91,7 +91,7 @@ class GrammarConstraint:
         self.matcher, self.vocab_size, self.eos = matcher, vocab_size, eos
 
     def allowed(self, drafted: Sequence[int]) -> list[torch.Tensor]:
-        """Whether each token may come next, bool [V], after every prefix of `drafted` that is itself allowed."""
+        """Return whether each token may come next, bool [V], after every prefix of `drafted` that is itself allowed."""
         masks, taken = [self._mask()], 0
         for token in drafted:
             if token in self.eos or not masks[-1][token] or self.matcher.try_consume_tokens([token]) != 1:

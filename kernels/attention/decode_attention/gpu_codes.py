@@ -76,7 +76,7 @@ def prepare_query(q, H: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr, PTX:
 
 @triton.constexpr_function
 def kind_of(D, DP, G, GP):
-    """How load_codes finds scales and lows: PAIRS, HALVES or PLAIN."""
+    """Return how load_codes finds scales and lows: PAIRS, HALVES or PLAIN."""
     groups = (D + G - 1) // G
     if groups == 1:
         return PAIRS.value
@@ -188,7 +188,7 @@ def is_seen(t, oldest, end):
 
 @triton.jit
 def score_positions(WARPS: tl.constexpr):
-    """Which position of a tile each score is of, [WARPS, 1, 16]."""
+    """Return which position of a tile each score is of, [WARPS, 1, 16]."""
     n = tl.arange(0, 16)
     return (tl.arange(0, WARPS) * 16)[:, None, None] + (n // 8 * 8 + n % 2 * 4 + n // 2 % 4)[None, None, :]
 

@@ -28,7 +28,7 @@ TILE = 2048
 
 @triton.jit
 def valid_lanes(HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr):
-    """Which lanes [HEADS * DP / GP, GP] hold a value; None where all do."""
+    """Return which lanes [HEADS * DP / GP, GP] hold a value; None where all do."""
     valid = None
     if D != DP or G != GP:
         _, held = lane_values(D, DP, G, GP)

@@ -143,7 +143,8 @@ def bind_experts(
 
 
 def _matrix(held: Tensor, row: int, transposed: bool, stored: Stored, dtype: torch.dtype) -> MatrixArgs:
-    """How the C++ code reads a matrix of each expert, whose rows of values as they are are so many elements apart."""
+    """Return how the C++ code reads a matrix of each expert, whose rows of values as they are are so many elements
+    apart."""
     if not stored.bits:
         return MatrixArgs(row, 0, 0, 0, 0, 0, 0, 0, transposed)
     impl = implementation(stored)

@@ -261,8 +261,8 @@ def _stored_as(stored: Stored, k: int) -> dict[str, Any]:
 
 
 class _PickSums(NamedTuple):
-    """Where the sum of a token's picks goes, if anywhere, and whether it is added there; and where what each pick gives
-    is kept for other launches, if anywhere."""
+    """The destination of the sum of a token's picks, if any, and whether it is added there; and of each pick's result
+    for other launches, if any."""
 
     out: Tensor | None
     accumulate: bool

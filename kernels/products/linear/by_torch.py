@@ -54,7 +54,7 @@ def _as_matrices(x: Tensor, out: Tensor, residual: Tensor | None) -> tuple[Tenso
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the bytes from the first to the last element of one are among those of the other."""
+    """Return whether the bytes from the first to the last element of one are among those of the other."""
     (begin_a, end_a), (begin_b, end_b) = _extent(a), _extent(b)
     return begin_a < end_b and begin_b < end_a
 

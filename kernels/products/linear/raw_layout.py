@@ -44,7 +44,7 @@ class RawLayout(NamedTuple):
 
 
 def serves(group_size: int) -> bool:
-    """Whether groups fill a turn, and are not too many."""
+    """Return whether groups fill a turn, and are not too many."""
     return group_size in GROUP_SIZES
 
 

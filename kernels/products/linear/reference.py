@@ -19,7 +19,7 @@ class After(NamedTuple):
     residual: Tensor | None = None
 
     def anything(self) -> bool:
-        """Whether anything follows at all."""
+        """Return whether anything follows at all."""
         return bool(self.activation) or self.multiplier is not None or self.residual is not None
 
     def part(self, rows: slice, columns: slice) -> After:

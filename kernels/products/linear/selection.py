@@ -113,7 +113,7 @@ def choose(kind: str, m: int, n: int, k: int, table: Sequence[TableEntry] = DEFA
 
 
 def serves(implementation: str, m: int) -> bool:
-    """Whether an implementation takes m rows: gemv 1 or 2, flat up to 16, raw up to 128."""
+    """Return whether an implementation takes m rows: gemv 1 or 2, flat up to 16, raw up to 128."""
     return m <= {"gemv": 2, "flat": 16, RAW: 128}.get(implementation, m)
 
 

@@ -168,7 +168,8 @@ def bind_linear_q(
 
 
 def takes_int8(bits: int, group_size: int) -> bool:
-    """Whether int8 takes rows in such groups: not of 16, and codes of 8 bits in groups of a power of two alone."""
+    """Return whether int8 takes rows in such groups: not of 16, and codes of 8 bits in groups of a power of two
+    alone."""
     return group_size != 16 and (bits == 4 or group_size & (group_size - 1) == 0)
 
 

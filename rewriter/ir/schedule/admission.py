@@ -19,11 +19,12 @@ class Admission:
             f"admission.sequences: {self.sequences} is not between 0 and the batch of {batch} (plan.workload.batch)")
 
     def begins(self, waiting: int, free: int, slots: int) -> int:
-        """How many of `waiting` requests a prefill begins now, with so many `slots`, some of them `free`: as many as it
-        computes alone once their slots are free; or all together, as many as there are slots, when all are free."""
+        """Return how many of `waiting` requests a prefill begins now, with so many `slots`, some of them `free`: as
+        many as it computes alone once their slots are free; or all together, as many as there are slots, when all are
+        free."""
         count = min(self.sequences or slots, waiting)
         return count if free >= (count if self.sequences else slots) else 0
 
     def prefills(self, batch: int) -> int:
-        """How many times prefill steps run until they have computed `batch` sequences."""
+        """Return how many times prefill steps run until they have computed `batch` sequences."""
         return -(-batch // self.sequences) if self.sequences else 1

@@ -39,12 +39,12 @@ class BatchSchedule:
         return self.admission.sequences
 
     def is_prefill(self, tokens: int) -> bool:
-        """Whether steps over `tokens` tokens per sequence compute prompts; others compute answers. Where all sequences
-        begin together, a step over one token may be either."""
+        """Return whether steps over `tokens` tokens per sequence compute prompts; others compute answers. Where all
+        sequences begin together, a step over one token may be either."""
         return tokens > 1 and tokens not in self.speculation.steps
 
     def attends_on_host(self, tokens: int) -> bool:
-        """Whether a step over `tokens` tokens per sequence attends where caches in host memory lie."""
+        """Return whether a step over `tokens` tokens per sequence attends where caches in host memory lie."""
         return self.cache.cpu_attention and tokens in (1, *self.speculation.steps)
 
     def of_step(self, tokens: int) -> BatchSchedule:
@@ -88,7 +88,7 @@ class BatchSchedule:
         return max(self.cache.block_tokens, self.recomputation.block_tokens)
 
     def holds_checkpoints(self, number: int) -> bool:
-        """Whether instead of a block of K and V, counted so, checkpoints are kept."""
+        """Return whether instead of a block of K and V, counted so, checkpoints are kept."""
         return self.recomputation.keeps(number * self.cache.block_tokens // self.stretch)
 
     @property

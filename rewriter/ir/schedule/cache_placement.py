@@ -40,9 +40,9 @@ class CachePlacement:
             value and (not self.staged or (name == "on_host" and self.tier == "host")))), "")
 
     def further_off(self, name: str, value: int) -> str:
-        """Why a field has no such value: caches lie too near."""
+        """Return why a field has no such value: caches lie too near."""
         return f"{name}: {value} is for a cache on a tier further off than {self.tier}, and never below 0"
 
     def has_tails(self, tier: str) -> bool:
-        """Whether the blocks that are not full yet of caches of this tier stay on the device."""
+        """Return whether the blocks that are not full yet of caches of this tier stay on the device."""
         return tier == "disk" or (tier == "host" and not self.cpu_attention)

@@ -21,7 +21,7 @@ class Recomputation:
     format: str = "native"
 
     def keeps(self, stretch: int) -> bool:
-        """Whether of a stretch, counted from a sequence's first, checkpoints are kept: evenly spread."""
+        """Return whether of a stretch, counted from a sequence's first, checkpoints are kept: evenly spread."""
         if not self.checkpoints:
             return False
         return (stretch + 1) * self.checkpoints // self.period > stretch * self.checkpoints // self.period

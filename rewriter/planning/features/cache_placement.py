@@ -104,7 +104,8 @@ def _in_whole_layers(batching: BatchSchedule, device: int, host: int) -> BatchSc
 
 
 def host_attends(machine: Machine) -> bool:
-    """Whether there is a host beside the device that is known to attend; without a GPU both are the same cores."""
+    """Return whether there is a host beside the device that is known to attend; without a GPU both are the same
+    cores."""
     return machine.kind.host_hop and machine.host_attention_bytes_per_s > 0
 
 

@@ -29,7 +29,7 @@ def balanced_share(plain: Plan, full: Plan) -> float:
 
 
 def link_binds(plan: Plan) -> bool:
-    """Whether a link takes longer than computing in a decode step."""
+    """Return whether a link takes longer than computing in a decode step."""
     busy = plan.prediction.busy_time_s
     return _link_s(busy) > busy.get(COMPUTE, 0.0)
 

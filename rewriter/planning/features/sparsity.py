@@ -12,7 +12,7 @@ from forebay.rewriter.planning.features.feature import ScheduleFeature, Schedule
 
 
 def explain_values(plan: Plan) -> tuple[str, str] | None:
-    """Which values decode steps read, where they do not read all."""
+    """Return which values decode steps read, where they do not read all."""
     share = plan.schedule.batching.sparsity.values
     text = f"decode steps read those of {100 * share:g} % of the tokens, the weightiest"
     return ("values", text) if share < 1 else None

@@ -91,7 +91,7 @@ def _asked_sizes(options: Options) -> list[int]:
 
 
 def _pays(drafting: Plan, plan: Plan) -> bool:
-    """Whether a decode step is no more slower than memory for steps that check may make it."""
+    """Return whether a decode step is no more slower than memory for steps that check may make it."""
     return drafting.prediction.decode_time_s <= MAX_DECODE_REGRESSION * plan.prediction.decode_time_s
 
 
@@ -110,7 +110,7 @@ def _sizes(plan: Plan, options: Options) -> tuple[int, ...]:
 
 
 def explain_drafts(plan: Plan) -> tuple[str, str] | None:
-    """Which steps check drafts, and what they take."""
+    """Return which steps check drafts, and what they take."""
     sizes, times_s, one_s = plan.schedule.speculative_steps, plan.prediction.speculative_times_s, (
         plan.prediction.decode_time_s)
     if not sizes:

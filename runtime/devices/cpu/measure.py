@@ -39,7 +39,7 @@ def copy_bytes_per_s(rounds: int) -> float:
 
 
 def read_bytes_per_s(rounds: int) -> float:
-    """How fast computation reads RAM: sums over `cold_memory`, in pieces."""
+    """Return how fast computation reads RAM: sums over `cold_memory`, in pieces."""
     values = cold_memory().bytes.view(torch.float32).view(-1, PIECE_NBYTES // 4)
     return PIECE_NBYTES / _piece_s([part.sum for part in values], rounds)
 

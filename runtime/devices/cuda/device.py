@@ -109,8 +109,8 @@ class CudaDevice(StreamedDevice):
         caller.wait_stream(self.compute)
 
     def _at_once(self, stream: str) -> bool:
-        """Whether the caller's thread may issue what comes next on a stream itself. A trace times each copy, which
-        waits for it."""
+        """Return whether the caller's thread may issue what comes next on a stream itself. A trace times each copy,
+        which waits for it."""
         return self.entered and stream in MOVES and self.trace is None and self.workers[stream].idle
 
     def hold(self, held: Mapping[str, int]) -> None:

@@ -74,7 +74,7 @@ def copy_bytes_per_s(rounds: int) -> float:
 
 
 def read_bytes_per_s(rounds: int) -> float:
-    """How fast computation reads the GPU's memory: a sum."""
+    """Return how fast computation reads the GPU's memory: a sum."""
     values = torch.ones(STREAM_NBYTES // 4, dtype=torch.float32, device=_device())
     return STREAM_NBYTES / device_time_s(values.sum, rounds)
 

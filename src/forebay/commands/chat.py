@@ -192,7 +192,7 @@ def _planned(folder: Path, budget: str | None, options: Options) -> LanguageMode
 
 
 def _serves(plan: Plan, options: Options) -> bool:
-    """Whether a plan is for one sequence as long as is asked for, and keeps every other option."""
+    """Return whether a plan is for one sequence as long as is asked for, and keeps every other option."""
     work, prompt, new_tokens = plan.workload, options.prompt or 1, options.new_tokens or 1
     try:
         check_choices(work, options, plan)
@@ -290,7 +290,7 @@ def _generate(
 
 
 def _line_waits() -> bool:
-    """Whether a line was typed."""
+    """Return whether a line was typed."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 

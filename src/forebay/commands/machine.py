@@ -113,7 +113,7 @@ def _measured(folder: Path, *, quick: bool, anew: bool) -> Machine:
 
 
 def _unwritable_cache() -> str:
-    """Why a file cannot be written in the folder of the kept profile; "" where it can."""
+    """Return why a file cannot be written in the folder of the kept profile; "" where it can."""
     from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 
     folder = cache_folder()

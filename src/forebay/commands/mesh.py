@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def all_ranks(mesh: bool) -> Iterator[bool]:
-    """Whether this process is the one that speaks: rank 0 of those that torchrun started where a `mesh` is measured,
-    else each. JobError where there is none beside it."""
+    """Return whether this process is the one that speaks: rank 0 of those that torchrun started where a `mesh` is
+    measured, else each. JobError where there is none beside it."""
     if not mesh:
         yield True
         return

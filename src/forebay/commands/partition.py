@@ -104,7 +104,8 @@ def _problem(model: str, mesh: str, machine: str, links: str | None, memory: str
 
 
 def _side_by_side(config: dict[str, Any]) -> bool:
-    """Whether a config's blocks compute attention and feed-forward from the same input, as transformers names it."""
+    """Return whether a config's blocks compute attention and feed-forward from the same input, as transformers names
+    it."""
     kind = config.get("model_type")
     return bool(config.get("use_parallel_residual", kind == "gpt_neox") or config.get("parallel_attn", kind == "falcon")
                 or kind in ("gptj", "codegen", "phi", "cohere", "cohere2"))

@@ -37,7 +37,7 @@ def launched(model: str, problem: PartitionProblem, ways: Sequence[RunLayouts]) 
 
 
 def _refusals(model: str, problem: PartitionProblem, ways: Sequence[RunLayouts]) -> Iterator[str | None]:
-    """Why a model cannot be divided in each of `ways`; None where it can."""
+    """Return why a model cannot be divided in each of `ways`; None where it can."""
     from forebay.read_mesh import read_mesh
     from forebay.rewriter.pipeline.shard_captured import shard_captured
     from forebay.rewriter.predict.model_shapes import capture_config, load_config

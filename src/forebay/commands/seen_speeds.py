@@ -31,7 +31,7 @@ def note_speed(plan: Plan, tokens: int, time_s: float) -> None:
 
 
 def seen_line(plan: Plan) -> str | None:
-    """How fast the same model, budget, batch and cache format decoded when they last ran here, if they did."""
+    """Return how fast the same model, budget, batch and cache format decoded when they last ran here, if they did."""
     seen = _kept().get(_key(plan))
     if seen is None:
         return None

@@ -40,7 +40,7 @@ def launch_of(
 
 
 def why_not(strategy: Strategy, service: ServiceWanted) -> str | None:
-    """Why this release cannot launch it; None where it can."""
+    """Return why this release cannot launch it; None where it can."""
     machine = service.streams_on if strategy.offloaded else service.machine
     if not machine.kind.runs:
         return f"Forebay runs on CPUs and NVIDIA GPUs, not on {machine.device_kind}"

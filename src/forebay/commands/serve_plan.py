@@ -318,7 +318,7 @@ def _show(data: dict[str, Any], level: ServiceLevel) -> None:
 
 
 def _reasons(refused: dict[str, str]) -> list[str]:
-    """Why ways are left out, each reason once, behind the ways that it holds for."""
+    """Return why ways are left out, each reason once, behind the ways that it holds for."""
     ways: dict[str, list[str]] = {}
     for way, why in refused.items():
         ways.setdefault(why, []).append(way)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def reads_texts(folder: Path) -> bool:
-    """Whether the model of a folder makes embeddings or scores, not text."""
+    """Return whether the model of a folder makes embeddings or scores, not text."""
     from forebay.embedding.reranker import is_reranker
     from forebay.embedding.sentence_files import is_embedder
     from forebay.rewriter.checkpoints.records import CheckpointError

@@ -120,8 +120,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def _lacks_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, is that there is no memory: a model's code that could not be traced
-    for want of it, say."""
+    """Return whether an error, or what it was raised from, is that there is no memory: a model's code that could not be
+    traced for want of it, say."""
     while error is not None:
         if isinstance(error, MemoryError) or (
                 isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):

@@ -134,8 +134,8 @@ def move_out(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) ->
 
 
 def changes(held: StoreMap) -> int:
-    """How often the file was found changed: another number than before says that its tensors may have been written
-    since. Writes seen are in the file, in row-major copies too, and out of the page cache when this returns.
+    """Return how often the file was found changed: another number than before says that its tensors may have been
+    written since. Writes seen are in the file, in row-major copies too, and out of the page cache when this returns.
 
     Where the file system does not tell, each call counts as a change.
     """
@@ -204,7 +204,7 @@ def _settle(held: StoreMap) -> None:
 
 
 def _tells(held: StoreMap) -> bool:
-    """Whether writes to a mapped page are seen to change the file's time, the first and one after a flush."""
+    """Return whether writes to a mapped page are seen to change the file's time, the first and one after a flush."""
     for _ in range(2):
         _settle(held)
         before = os.fstat(held.fd).st_mtime_ns

@@ -46,7 +46,7 @@ def offload_report(module: nn.Module) -> OffloadReport:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether every parameter of a module has moved; `offload_report` says which have not, and why."""
+    """Return whether every parameter of a module has moved; `offload_report` says which have not, and why."""
     return all(map_of(parameter) is not None for parameter in module.parameters())
 
 

@@ -86,7 +86,7 @@ class TextModel:
         return sum(map(len, self.tokenizer(list(texts), truncation=True, max_length=self.max_seq_length)["input_ids"]))
 
     def _pads(self) -> bool:
-        """Whether texts of other lengths can be computed together."""
+        """Return whether texts of other lengths can be computed together."""
         return self.tokenizer.pad_token_id is not None
 
     def _tokens(self, texts: Sequence[Any], **more: Any) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from forebay.rewriter.ir.plan import Budget
 
 
 def is_reranker(folder: Path) -> bool:
-    """Whether a folder holds a model that scores texts."""
+    """Return whether a folder holds a model that scores texts."""
     names = getattr(read_config(folder), "architectures", None) or ()
     return any(name.endswith("ForSequenceClassification") for name in names)
 

@@ -46,7 +46,7 @@ class SentenceFiles:
 
 
 def is_embedder(folder: Path) -> bool:
-    """Whether a folder holds files of sentence-transformers."""
+    """Return whether a folder holds files of sentence-transformers."""
     return (folder / MODULES).is_file()
 
 

@@ -78,7 +78,7 @@ def _is_checked(name: str) -> bool:
 
 
 def is_bundle(folder: Path) -> bool:
-    """Whether the manifest in `folder` is that of a bundle, of any version, or cannot be read."""
+    """Return whether the manifest in `folder` is that of a bundle, of any version, or cannot be read."""
     path = folder / MANIFEST
     if not path.is_file():
         return False

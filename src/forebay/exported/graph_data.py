@@ -224,7 +224,7 @@ _TAKES: dict[str, tuple[type, ...]] = {  # types of schemas; torch takes numbers
 
 
 def _fits(kind: str, value: Any) -> bool:
-    """Whether an argument of this type, as schemas print it, may be `value`."""
+    """Return whether an argument of this type, as schemas print it, may be `value`."""
     if kind.startswith("Optional["):
         return value is None or _fits(kind[9:-1], value)
     if kind.startswith("List["):
@@ -234,7 +234,7 @@ def _fits(kind: str, value: Any) -> bool:
 
 
 def _is_cache(operand: Any) -> bool:
-    """Whether an operand is an input [B, H, L, D] of its graph."""
+    """Return whether an operand is an input [B, H, L, D] of its graph."""
     return isinstance(operand, fx.Node) and operand.op == "placeholder" and len(operand.meta[STORED][1]) == 4
 
 

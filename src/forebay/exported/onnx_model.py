@@ -117,7 +117,7 @@ def _parts(
 
 
 def _is_symmetric(stored: RowFormat, contents: Callable[[], Iterator[torch.Tensor]]) -> bool:
-    """Whether the middle code stands for 0 in all groups; the first that differs ends the reading."""
+    """Return whether the middle code stands for 0 in all groups; the first that differs ends the reading."""
     for rows in contents() if not stored.symmetric else ():
         _, scale, low = stored.packing().unpack(rows)
         if low is None or not torch.equal(low.float(), scale.float() * -(1 << (stored.bits - 1))):

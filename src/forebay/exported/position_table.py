@@ -46,7 +46,7 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def _of_positions(captured: CapturedModel, node: fx.Node, needed: set[fx.Node]) -> bool:
-    """Whether a node is where tokens stand, how many there are, a constant, or an operation."""
+    """Return whether a node is where tokens stand, how many there are, a constant, or an operation."""
     if node.op != "placeholder":
         return node.op == "call_function"
     mark = node.meta.get(META)

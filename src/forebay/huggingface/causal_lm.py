@@ -148,14 +148,14 @@ class StreamedCausalLM(GenerationMixin):
         return forced or bool(self.lm.plan.schedule.speculative_steps)
 
     def _plain(self, config: GenerationConfig) -> bool:
-        """Whether the runtime's loop gives what `config` asks for."""
+        """Return whether the runtime's loop gives what `config` asks for."""
         plain = GenerationConfig().to_dict() | self.generation_config._get_default_generation_params()
         drafts = {"prompt_lookup_num_tokens"} if self._checks_drafts else set()
         return all(name in SERVED | drafts or name.startswith("_") or value is None or value == plain.get(name)
                    or (value is False and plain.get(name) is None) for name, value in config.to_dict().items())
 
     def _new_tokens(self, config: GenerationConfig, prompts: Prompts, options: dict[str, Any]) -> int:
-        """How many tokens are to follow the prompts at most; ValueError where the model has no positions for them."""
+        """Return the most tokens to follow the prompts; ValueError where the model has no positions for them."""
         limit, longest, width = self.lm.captured.max_positions, prompts.longest, prompts.ids.shape[1]
         if config.max_new_tokens is not None:
             wanted = config.max_new_tokens

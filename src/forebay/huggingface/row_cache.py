@@ -77,7 +77,7 @@ class RowCache(Cache):
             self.limit = 0
 
     def beyond(self, ids: torch.Tensor | None) -> int:
-        """How many of the columns of `ids` [B, S], which come next, stand behind the limit."""
+        """Return how many of the columns of `ids` [B, S], which come next, stand behind the limit."""
         return max(0, self.seen + ids.shape[1] - self.limit) if self.limit and ids is not None else 0
 
     def skip(self, columns: int) -> None:
@@ -85,7 +85,7 @@ class RowCache(Cache):
         self.seen, self.skipped = self.seen + columns, self.skipped + columns
 
     def expected(self, prompt: int) -> int:
-        """How many tokens are to be planned for behind prompts of so many."""
+        """Return how many tokens are to be planned for behind prompts of so many."""
         return max(1, self.tokens - prompt)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -98,8 +98,8 @@ class RowCache(Cache):
         self.rows, self.seen, self.skipped = None, 0, 0
 
     def serves(self, prompts: Prompts, new_tokens: int) -> bool:
-        """Whether it still holds its rows, and so many tokens fit behind `prompts`; or nothing can be begun anew: these
-        are not all there is."""
+        """Return whether it still holds its rows, and so many tokens fit behind `prompts`; or nothing can be begun
+        anew: these are not all there is."""
         columns, known = prompts.ids.shape[1], prompts.embeds is not None or not self.nameless
         if self.rows is None or columns <= self.seen or prompts.mask.shape[1] > columns or not known:
             return True

@@ -14,8 +14,8 @@ SERVED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "
 
 
 def asks_nothing_more(folder: Path) -> bool:
-    """Whether the generation_config.json in a model's folder asks for nothing that the loop does not do; False where
-    there is none, or none that can be read."""
+    """Return whether the generation_config.json in a model's folder asks for nothing that the loop does not do; False
+    where there is none, or none that can be read."""
     try:
         asked = json.loads(read_input(folder / "generation_config.json"))
     except (OSError, ValueError, RecursionError):

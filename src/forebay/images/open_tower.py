@@ -42,7 +42,7 @@ def open_tower(
 
 
 def takes_images(folder: Path) -> bool:
-    """Whether the model of a folder is of a kind that takes images, by its config alone."""
+    """Return whether the model of a folder is of a kind that takes images, by its config alone."""
     try:
         known = MULTIMODAL.get(json.loads(read_input(folder / "config.json"))["model_type"])
     except (OSError, ValueError, KeyError, TypeError):  # whoever opens the folder says what is wrong

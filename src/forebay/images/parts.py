@@ -64,7 +64,7 @@ def _source_of(part: Mapping[str, Any]) -> str | None:
 
 
 def has_images(messages: Iterable[Mapping[str, Any]] | None) -> bool:
-    """Whether messages hold a part that is an image, read or not."""
+    """Return whether messages hold a part that is an image, read or not."""
     return any(isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
                for message in messages or () for part in _parts(message))
 

@@ -26,7 +26,7 @@ TEXT, SPEECH = "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"
 
 
 def is_encoder_decoder(folder: Path) -> bool:
-    """Whether a folder's model has an encoder and a decoder, by its config alone."""
+    """Return whether a folder's model has an encoder and a decoder, by its config alone."""
     try:
         settings = json.loads(read_input(folder / "config.json"))
         return bool(settings.get("is_encoder_decoder")) or settings.get("model_type") in KNOWN

@@ -225,7 +225,7 @@ class StreamedModule:
             self._drop(self._layers[key])
 
     def _can_stay(self, memory: CountedMemory, key: int) -> bool:
-        """Whether a layer can stay with room for those that come and go, two at a time."""
+        """Return whether a layer can stay with room for those that come and go, two at a time."""
         others = len(self._layers) - len(self._resident) - 1
         room = memory.limit_nbytes - memory.count() + memory.reserved_nbytes
         return room >= min(2, others) * self.sizes.layer_nbytes + self._working[key]

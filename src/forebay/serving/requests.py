@@ -161,7 +161,7 @@ def no_such_model(name: str, adapters: Collection[str]) -> Refusal:
 
 
 def read_sampling(fields: RequestFields, sampling: Sampling) -> Sampling:
-    """How tokens are chosen, by the fields of a body, else by `sampling`."""
+    """Return how tokens are chosen, by the fields of a body, else by `sampling`."""
     temperature = fields.number("temperature", 0.0, 2.0, sampling.temperature if sampling.do_sample else 0.0)
     top_k = fields.number("top_k", -1, MOST_TOP_K, sampling.top_k)  # -1 and 0: all tokens
     if not float(top_k).is_integer():

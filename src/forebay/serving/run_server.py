@@ -122,7 +122,7 @@ class ServerRun:
 
 
 def server_config(app: ASGIApp, options: ServingOptions, grace_s: float) -> uvicorn.Config:
-    """How uvicorn serves an application, whose requests it finishes within `grace_s` at the end."""
+    """Return how uvicorn serves an application, whose requests it finishes within `grace_s` at the end."""
     return uvicorn.Config(
         app, log_config=None, log_level="critical", lifespan="off", ws="none", loop="asyncio", backlog=BACKLOG,
         http=connection_type(_connection_limits(options)), server_header=False, proxy_headers=False,

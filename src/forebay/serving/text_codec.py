@@ -96,7 +96,8 @@ class TextCodec:
         return list(prompt)
 
     def parts(self, inquiry: Inquiry, prompt: list[int], count: int) -> AnswerParts:
-        """How `count` answers to an inquiry with these tokens are read; Refusal (400) for a grammar that cannot be."""
+        """Return how `count` answers to an inquiry with these tokens are read; Refusal (400) for a grammar that cannot
+        be."""
         if not inquiry.is_chat:
             whole = [WholeText() for _ in range(count)]
             return AnswerParts(self.decode, [*whole], self._constraints(inquiry, count, None))
