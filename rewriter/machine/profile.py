@@ -1,5 +1,4 @@
-"""A machine's profile, measured here or read off data sheets: tiers, links and kernels; JSON both ways, validated on
-load."""
+"""A machine's profile, measured or from data sheets: tiers, links and kernels; JSON both ways, validated on load."""
 
 from __future__ import annotations
 

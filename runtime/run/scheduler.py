@@ -59,8 +59,7 @@ def answer_arriving(
     session: Session, arriving: Arriving, eos: frozenset[int] = frozenset(), *, on_next: OnNext, on_end: OnEnd,
     on_step: OnStep = lambda work: None, turns: StepTurns = DEFAULT_TURNS, drafter: Drafter | None = None,
 ) -> WorkDone:
-    """Answer like `answer_all` requests that arrive while others run; they are admitted in the order in which they
-    come.
+    """Answer like `answer_all` requests that arrive while others run, admitted in the order of arrival.
 
     Before every step `arriving(free, idle)` gives those that came since, by numbers that no other has, at most `free`
     of them. With `idle` nothing runs, and it may wait; None ends the loop, after those that still run. `on_next` is
