@@ -36,8 +36,8 @@ class PromptFeatures:
 
 
 def shift_after(positions: torch.Tensor) -> int:
-    """How far the position after a prompt's [P, 3] is beyond P. It follows the last token: times within a video may be
-    later than the text behind it."""
+    """Return how far the position after a prompt's [P, 3] is beyond P. It follows the last token: times within a video
+    may be later than the text behind it."""
     return int(positions[-1].max()) + 1 - len(positions)
 
 

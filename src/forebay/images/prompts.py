@@ -27,7 +27,7 @@ SOUNDS = "input_features"
 
 
 def take_image_inputs(options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What a processor made of images and videos, taken out of the arguments of a call; nothing where there are none.
+    """Take a processor's inputs for images and videos out of the arguments of a call; nothing where there are none.
     Then types of tokens that are all text go, and other arguments stay, for others to take or refuse. ValueError for
     sounds."""
     if options.get(SOUNDS) is not None:
