@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
     from forebay.huggingface.causal_lm import StreamedCausalLM
-    from forebay.images.modalities import Features, Modality
+    from forebay.images.modalities import Modality, TowerFeatures
     from forebay.images.tower import ImageTower
 
 LOG = logging.getLogger("forebay")  # quiet unless the program that uses it, or `forebay -v`, listens
@@ -227,7 +227,7 @@ class LanguageModel(SessionCalls, TakesTurns, ScoringCalls, TraceCalls, NnModule
 
     def image_features(
         self, given: Mapping[str, torch.Tensor], call: ModelCall
-    ) -> dict[Modality, Features]:
+    ) -> dict[Modality, TowerFeatures]:
         """`ImageTower.features` within the budget, whose memory is the tower's meanwhile."""
         with self.turn(call):
             self._end_sessions()

@@ -22,7 +22,7 @@ from forebay.runtime.run.session import Session
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
-    from forebay.images.modalities import Features, Modality
+    from forebay.images.modalities import Modality, TowerFeatures
     from forebay.images.tower import ImageTower
 
 OnToken = Callable[[torch.Tensor], None]
@@ -69,7 +69,7 @@ class StepModel(Protocol):
 
     def image_features(
         self, given: Mapping[str, torch.Tensor], call: ModelCall
-    ) -> dict[Modality, Features]: ...
+    ) -> dict[Modality, TowerFeatures]: ...
 
     def giving(self, gives: Gives, embeds: bool = False) -> StepModel: ...
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-Features = tuple[torch.Tensor, torch.Tensor]  # embeddings [N, H], and [N, layers H] added after the first layers
+TowerFeatures = tuple[torch.Tensor, torch.Tensor]  # embeddings [N, H], and [N, layers H] added after the first layers
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from forebay.call_turns import ModelCall
 from forebay.huggingface.inputs import Prompts
-from forebay.images.modalities import MODALITIES, Features, Modality
+from forebay.images.modalities import MODALITIES, Modality, TowerFeatures
 from forebay.rewriter.checkpoints.text_model import MULTIMODAL
 from forebay.runtime.run.step_inputs import PromptFeatures
 from forebay.step_model import StepModel
@@ -92,7 +92,7 @@ def prompt_features(
 
 def _placed(
     config: PreTrainedConfig, tower: ImageTower, prompts: Prompts, images: Mapping[str, torch.Tensor],
-    given: Mapping[Modality, Features],
+    given: Mapping[Modality, TowerFeatures],
 ) -> Prompts:
     """Prompts with what the tower gives of images and videos at their tokens."""
     kinds = torch.zeros_like(prompts.ids, dtype=torch.int32)

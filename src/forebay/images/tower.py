@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from forebay.images.modalities import MODALITIES, Features, Modality
+from forebay.images.modalities import MODALITIES, Modality, TowerFeatures
 from forebay.modules.streamed_module import StreamedModule, missing_weights, stored_records
 from forebay.rewriter.capture.language_model import fill_constants
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
@@ -65,7 +65,7 @@ class ImageTower:
         return (f"{format_nbytes(plan.nbytes)} of a vision tower, read once per batch of images before the prefill; "
                 f"{format_nbytes(plan.weight_nbytes)} at a time ({plan.layers} layers in turn), and activations")
 
-    def features(self, given: Mapping[str, torch.Tensor], budget_nbytes: int) -> dict[Modality, Features]:
+    def features(self, given: Mapping[str, torch.Tensor], budget_nbytes: int) -> dict[Modality, TowerFeatures]:
         """Run the tower over images and videos.
 
         Args:
@@ -98,7 +98,7 @@ class ImageTower:
         values = {name: torch.as_tensor(given[name]) for name in taken if name in given}
         return {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in values.items()}
 
-    def _features(self, modality: Modality, inputs: Mapping[str, torch.Tensor]) -> Features:
+    def _features(self, modality: Modality, inputs: Mapping[str, torch.Tensor]) -> TowerFeatures:
         found: Any = getattr(self.base, modality.method)(**inputs)
         embeds, *added = (_rows(each) for each in (
             self._embeddings(found), *(getattr(found, "deepstack_features", None) or ())))
