@@ -1,4 +1,4 @@
-"""Prompts that begin alike: `python -m benchmarks.prefixes [chat|turn]`.
+"""Prompts that begin alike, and answers that hold to a schema: `python -m benchmarks.prefixes [CASE]`.
 
 chat  A conversation of `--turns` equal turns over `--tokens` tokens, in each of WAYS. The ways alternate, and the time
       to the first token of each turn counts; those that compute all of a prompt take part in each fifth turn and the
@@ -8,6 +8,11 @@ chat  A conversation of `--turns` equal turns over `--tokens` tokens, in each of
 turn  A turn of `--own` tokens after a prompt of `--shared` tokens and an answer of `--answer`, in each of TURNS: the
       answer's tokens were computed before the turn came, or are computed with it, or all are. In turns, `--rounds`
       times.
+job   A job of `--lines` lines that share a prompt of `--shared` tokens and have `--own` tokens each, with answers of
+      one token: all lines with a prefix cache, and the first `--plain-lines` without before and after that, `--rounds`
+      times. The ratio is that of the seconds of a line.
+schema  Answers of `--answer` tokens, drawn after `--own` random ones: free, and held to SCHEMA, in turns, `--rounds`
+      times. Seconds from one token to the next.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,9 +40,15 @@ import forebay
 from benchmarks.command import arguments, write_json
 from forebay.commands.chat import compute_ahead
 from forebay.runtime.run.next_turns import NextTurns
+from forebay.runtime.run.request import Request
+from forebay.runtime.run.sampling import Sampling
 
 KEPT = "1GiB"
 TURNS = ("ahead", "with the turn", "without")
+SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1000, "items": {
+    "type": "object", "required": ["name", "age", "place"], "additionalProperties": False, "properties": {
+        "name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "place": {"anyOf": [{"enum": ["home", "abroad"]}, {"type": "array", "items": {"type": "number"}}]}}}}
 
 
 @dataclass(frozen=True)
@@ -165,15 +177,65 @@ def measure_turns(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                    **{f"{name}_s": median(times) for name, times in found.items()}, "rounds_s": found}
 
 
-CASES = {"chat": measure_chat, "turn": measure_turns}
+def measure_job(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Seconds of the job with and without reuse, after each round."""
+    made = torch.Generator().manual_seed(0)
+    shared = torch.randint(3, given.vocab, (given.shared,), generator=made)
+    lines = [torch.cat((shared, torch.randint(3, given.vocab, (given.own,), generator=made)))
+             for _ in range(given.lines)]
+    sizes = {"batch_slots": given.slots, "prompt": given.shared + given.own, "new_tokens": 2}
+    found: dict[str, list[float]] = {"without_s": [], "with_s": []}
+    counts = {"without_s": given.plain_lines, "with_s": given.lines}
+    with contextlib.ExitStack() as opened:
+        ways = {name: opened.enter_context(forebay.wrap(given.model, given.budget, prefix_cache=kept, **sizes))
+                for name, kept in (("without_s", 0), ("with_s", KEPT))}
+
+        def answer(name: str, count: int) -> float:
+            began = time.perf_counter()
+            ways[name].answer_all([Request(ids, 1) for ids in lines[:count]], Sampling(), frozenset(),
+                                  on_end=lambda *_: None, on_step=lambda work: None)
+            return time.perf_counter() - began
+
+        for name in ways:
+            answer(name, 1)
+        for _ in range(given.rounds):
+            for name in ("without_s", "with_s", "without_s"):
+                if (prefixes := ways[name].prefixes) is not None:
+                    prefixes.clear()
+                found[name].append(answer(name, counts[name]))
+            line = {name: median(times) / counts[name] for name, times in found.items()}
+            yield {"lines": counts, "shared": given.shared, "own": given.own, "of_a_line": line,
+                   "ratio": line["without_s"] / line["with_s"], "rounds_s": found}
+
+
+def measure_schema(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Seconds from one token to the next, after each round."""
+    found: dict[str, list[float]] = {"free_s": [], "held_s": []}
+    with forebay.wrap(given.model, given.budget, prompt=given.own, new_tokens=given.answer) as lm:
+        for seed in range(given.rounds):
+            made = torch.Generator().manual_seed(seed)
+            ids = torch.randint(3, given.vocab, (1, given.own), generator=made)
+            for name, held in (("free_s", {"eos_token_id": None}), ("held_s", {"json_schema": SCHEMA})):
+                at = list[float]()
+                lm.generate(ids, max_new_tokens=given.answer, do_sample=True, generator=made,
+                            on_token=lambda column, at=at: at.append(time.perf_counter()), **held)
+                found[name] += [later - earlier for earlier, later in pairwise(at)]
+            yield {"prompt": given.own, "answer": given.answer, "rounds": seed + 1,
+                   **{name: {"median": median(times), "mean": sum(times) / len(times), "tokens": len(times)}
+                      for name, times in found.items()}}
+
+
+CASES = {"chat": measure_chat, "turn": measure_turns, "job": measure_job, "schema": measure_schema}
 
 
 def main() -> None:
     given = arguments(
         __doc__, CASES, model=("demo", "to open"), budget=("2GiB", "of its device"),
         gguf=(str, "the same model for llama.cpp"), folder=(str, "on whose disk prompts are kept"),
-        turns=(20, "of a chat"), tokens=(4096, "of a chat"), shared=(1000, "tokens of a turn's prompt"),
-        own=(32, "tokens of a turn"), answer=(128, "tokens before a turn"), rounds=(3, "of a turn"),
+        turns=(20, "of a chat"), tokens=(4096, "of a chat"), lines=(1000, "of a job"),
+        plain_lines=(8, "without reuse"), shared=(1000, "tokens of a turn's prompt, or of lines"),
+        own=(32, "tokens of a turn or line"), answer=(128, "tokens before a turn"), slots=(16, "of a job's batch"),
+        rounds=(1, "of a turn, job or schema"),
         vocab=(49152, "tokens drawn"))
     for found in CASES[given.case](given):
         row = {"which": given.case, "model": given.model, "budget": given.budget, "threads": torch.get_num_threads(),

@@ -201,11 +201,11 @@ def staged_layers(
                                             heads * width * itemsize, mark.window, operands_of(_caller(step, node)),
                                             batching.checkpoint_blocks(context),
                                             batching.kept_blocks(context) if batching.recomputation.checkpoints else 0)
-    found |= {layer: _whole_states(values) for layer, values in states.items() if layer not in found}
+    found |= {layer: whole_states(values) for layer, values in states.items() if layer not in found}
     return dict(sorted(found.items()))
 
 
-def _whole_states(values: Mapping[str, torch.Tensor]) -> StagedLayer:
+def whole_states(values: Mapping[str, torch.Tensor]) -> StagedLayer:
     """States of a layer that move whole, one behind the other."""
     ends = list(accumulate((aligned(value.nbytes) for value in values.values()), initial=0))
     sequences = next(len(value) for value in values.values())

@@ -141,15 +141,16 @@ class PrefixCache(PrefixTree[PrefixBlock]):
         """Return how many blocks a prompt of `keys` may begin with, on any tier; they count as used."""
         return max(len(self.known(keys)), 0 if self.slower is None else self.slower.count(keys))
 
-    def read(self, keys: Sequence[bytes]) -> Iterator[torch.Tensor]:
-        """The rows of a prompt's blocks, up to the first that cannot be had; those of the slower tier are kept in
-        memory again."""
+    def read(self, keys: Sequence[bytes], chosen: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The rows of the `chosen` blocks of a prompt, which ascend, each after its number, up to the first that cannot
+        be had; those of the slower tier are kept in memory again."""
         blocks = self.known(keys)
-        yield from (block.rows for block in blocks)
-        if self.slower is not None and len(blocks) < len(keys):
-            for i, block in enumerate(self.slower.read(keys[len(blocks) :]), len(blocks) + 1):
-                self.put(keys[:i], block)
-                yield block.rows
+        yield from ((i, blocks[i].rows) for i in chosen if i < len(blocks))
+        left = [i for i in chosen if i >= len(blocks)]
+        if self.slower is not None and left:
+            for i, block in zip(left, self.slower.read([keys[i] for i in left]), strict=False):
+                self.put(keys[: i + 1], block)
+                yield i, block.rows
 
     def lacks(self, keys: Sequence[bytes]) -> bool:
         """Return whether a tier would keep the block of the last of a prompt's `keys`, and does not yet."""

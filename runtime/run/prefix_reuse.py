@@ -11,11 +11,12 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from itertools import takewhile
 
 import torch
 
-from forebay.rewriter.ir.state import KVState, LayerStates
+from forebay.rewriter.ir.state import LayerStates
 from forebay.runtime.run.cache_slots import CacheSlots
 from forebay.runtime.run.prefix_cache import PrefixCache, block_keys
 from forebay.runtime.run.session import Session
@@ -27,18 +28,47 @@ BY_TOKENS = {"input_ids", "start", "last", "count", "batch_slots", "positions", 
 
 def reuse_prefixes(session: Session, states: LayerStates, cache: PrefixCache, identity: bytes) -> None:
     """Let a session keep prefixes of prompts in `cache` and find them there, unless its steps are given more of a
-    prompt than its tokens, such as the length of its call, or stage states other than K and V. `identity` is a digest
-    of all else that they depend on."""
+    prompt than its tokens, such as the length of its call. `identity` is a digest of all else that they depend on."""
     chunk = session.plan.schedule.prefill_chunk
     given = {each.name for each in fields(StepInputs)} & session.bound(chunk).inputs.keys()  # which opens spill files
-    staged = session.blocks is not None and any(spec.kind != KVState.kind for layer in states for spec in layer)
-    if not session.rope_switch_length and given <= BY_TOKENS and not staged:
+    if not session.rope_switch_length and given <= BY_TOKENS:
         slots = CacheSlots(session.plan, session.device, session.blocks, states)
         session.prefixes = PrefixReuse(slots, chunk, cache, identity)
 
 
+@dataclass
+class _SlotPrompt:
+    """The prompt that a slot was given last, and which of its tokens the slot still holds as whole chunks computed
+    them: [first, end)."""
+
+    root: bytes
+    keys: list[bytes]
+    first: int = 0
+    end: int = 0
+
+    def overwrite(self, first: int, end: int) -> None:
+        """Note that a step writes tokens [first, end)."""
+        if first <= self.first:
+            self.first = max(self.first, end)
+        else:
+            self.end = min(self.end, first)
+
+    def compute(self, first: int, end: int) -> None:
+        """Note that tokens [first, end) were overwritten by a whole chunk of the prompt."""
+        if first == 0:
+            self.first, self.end = 0, end
+        elif first == self.end > self.first:
+            self.end = end
+
+    def held(self, keys: Sequence[bytes], tokens: int) -> range:
+        """Which blocks of a prompt of `keys` it holds, each of so many tokens."""
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.keys, keys, strict=False)))
+        return range(-(-self.first // tokens), min(self.end // tokens, common))
+
+
 class PrefixReuse:
-    """The prefixes that one session keeps in `cache`, and finds there.
+    """The prefixes that one session keeps in `cache`, and finds there. A slot that still has the blocks which a prompt
+    begins with is not given them again.
 
     Attributes:
         tokens: Of a block.
@@ -47,8 +77,7 @@ class PrefixReuse:
     def __init__(self, slots: CacheSlots, chunk: int, cache: PrefixCache, identity: bytes) -> None:
         self.slots, self.chunk, self.cache, self.root = slots, chunk, cache, identity
         self.tokens = math.lcm(chunk, slots.unit)
-        self._keys: dict[int, list[bytes]] = {}  # by slot, of the prompts that are computed
-        self._roots: dict[int, bytes] = {}
+        self._prompts: dict[int, _SlotPrompt] = {}
         self._shared: Counter[bytes] | None = None  # prompts of a job by block
 
     def expect(self, prompts: Iterable[tuple[torch.Tensor, str]] | None) -> list[tuple[bytes, ...]]:
@@ -62,33 +91,57 @@ class PrefixReuse:
     def enter(self, prompts: Mapping[int, torch.Tensor], adapters: Mapping[int, str]) -> int:
         """Give the slots of `prompts` what is known of each, with the adapter of its slot, up to as many tokens as is
         known of all; how many. The last token of a prompt is always computed."""
-        roots = {slot: self._root(adapters.get(slot, "")) for slot in prompts}
-        self._keys |= {slot: block_keys(roots[slot], ids, self.tokens) for slot, ids in prompts.items()}
-        self._roots |= roots
-        count = min(self.cache.count(self._keys[slot][: (ids.numel() - 1) // self.tokens])
+        entering = {slot: _SlotPrompt(root := self._root(adapters.get(slot, "")), block_keys(root, ids, self.tokens))
+                    for slot, ids in prompts.items()}
+        count = min(self.cache.count(entering[slot].keys[: (ids.numel() - 1) // self.tokens])
                     for slot, ids in prompts.items())
-        if not all([self._write(slot, self._keys[slot][:count]) for slot in prompts]):
+        if not all([self._enter(slot, prompt, count) for slot, prompt in entering.items()]):
             return self.enter(prompts, adapters)  # a block that could not be read is known no longer
         return count * self.tokens
 
-    def _write(self, slot: int, keys: Sequence[bytes]) -> bool:
-        """Give a slot the blocks of `keys`; whether all could be had."""
-        done = 0
-        for done, rows in enumerate(self.cache.read(keys), 1):
-            self.slots.write(slot, (done - 1) * self.tokens, done * self.tokens, rows)
-        return done == len(keys)
+    def _enter(self, slot: int, prompt: _SlotPrompt, count: int) -> bool:
+        """Give a slot the first `count` blocks of a prompt; whether all could be had."""
+        before, keys = self._prompts.pop(slot, None), prompt.keys[:count]
+        held = range(0) if before is None or not self.slots.stay else before.held(keys, self.tokens)
+        missing = [i for i in range(count) if i not in held or (self.slots.snapshots and i == count - 1)]
+        written = 0
+        for i, rows in self.cache.read(keys, missing):
+            self.slots.write(slot, i * self.tokens, (i + 1) * self.tokens, rows)
+            written += 1
+        self.slots.stand_at(slot, count * self.tokens)
+        prompt.end = count * self.tokens
+        if written == len(missing):
+            self._prompts[slot] = prompt
+        return written == len(missing)
+
+    def overwrite(self, inputs: StepInputs) -> None:
+        """Note which tokens of slots a step is about to write."""
+        starts = inputs.start.tolist()
+        slots = range(len(starts)) if inputs.batch_slots is None else inputs.batch_slots.tolist()
+        for slot, start in zip(slots, starts, strict=True):
+            if slot in self._prompts:
+                self._prompts[slot].overwrite(start, start + inputs.tokens)
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Note that slots hold something else."""
+        for slot in slots:
+            self._prompts.pop(slot, None)
 
     def keep(self, slots: Iterable[int], at: int, tokens: int) -> None:
         """Keep what a step over `tokens` tokens from `at` on has just computed of the prompts that entered these slots,
         where it ends a block."""
         end = at + tokens
-        if tokens != self.chunk or at % tokens or end % self.tokens:
+        if tokens != self.chunk or at % tokens:
             return
         for slot in slots:
-            upto = self._keys[slot][: end // self.tokens]
+            prompt = self._prompts[slot]
+            prompt.compute(at, end)
+            if end % self.tokens:
+                continue
+            upto = prompt.keys[: end // self.tokens]
             wanted = len(upto) * self.tokens == end and (self._shared is None or self._shared[upto[-1]] > 1)
             if wanted and self.cache.lacks(upto):
-                self.cache.add(upto, self.slots.read(slot, end - self.tokens, end), self._roots[slot])
+                self.cache.add(upto, self.slots.read(slot, end - self.tokens, end), prompt.root)
 
     def next_unknown(self, ids: torch.Tensor, adapter: str) -> int:
         """The tokens of ids [P] up to the end of the first whole block that is not known, and that would be kept; 0

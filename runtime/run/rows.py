@@ -112,6 +112,8 @@ class SequenceRows:
         if not self._grown:
             self.session.grow()
             self._grown = True
+        if self.session.prefixes is not None:
+            self.session.prefixes.forget(moved.tolist())
         source, plan = index[moved], self.session.plan
         used = int(self.lengths[source].max())
         batch, context = plan.workload.batch, plan.workload.context

@@ -48,6 +48,10 @@ class KnownPrefixes(Protocol):
 
     def keep(self, slots: Iterable[int], at: int, tokens: int) -> None: ...
 
+    def overwrite(self, inputs: StepInputs) -> None: ...
+
+    def forget(self, slots: Iterable[int]) -> None: ...
+
     def next_unknown(self, ids: torch.Tensor, adapter: str) -> int: ...
 
 
@@ -146,6 +150,8 @@ class Session:
     def step(self, inputs: StepInputs) -> torch.Tensor:
         """Run one step; return logits [B, V], or with `every_position` [B, S, V], valid until the next step."""
         bound = self.bound(inputs.tokens)
+        if self.prefixes is not None:
+            self.prefixes.overwrite(inputs)
         bound.write(inputs.by_name())
         if "positions" in bound.inputs or "until" in bound.inputs:
             bound.write(inputs.counted())
@@ -174,6 +180,8 @@ class Session:
         the cache, at `start`, the model's own steps write anew before they read it."""
         assert self.shared is not None
         bound = self._drafting = self._drafting or BoundProgram(self.shared.program, self.device, self.trace)
+        if self.prefixes is not None:
+            self.prefixes.overwrite(inputs)
         bound.write(inputs.by_name())
         self._run(bound)
         return bound.outputs["out0"]

@@ -108,8 +108,8 @@ class GrammarConstraint:
             self.matcher.consume_token(token)
 
     def _mask(self) -> torch.Tensor:
-        bits = np.unpackbits(np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little")
-        allowed = torch.from_numpy(bits[: self.vocab_size]).bool()
+        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self.vocab_size].view(np.bool_))
         if not allowed.any():  # the tokenizer has no token to go on with
             allowed[sorted(self.eos)] = True
         return allowed

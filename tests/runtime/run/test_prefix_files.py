@@ -256,7 +256,8 @@ def test_what_leaves_memory_comes_back_from_the_disk(tmp_path: Path) -> None:
 
     def rows(of: PrefixCache, name: str) -> list[bool]:
         keys: Sequence[bytes] = keys_of(name)
-        return [torch.equal(got, rows_of(name[: i + 1])) for i, got in enumerate(of.read(keys[: of.count(keys)]))]
+        count = of.count(keys)
+        return [torch.equal(got, rows_of(name[: i + 1])) for i, got in of.read(keys[:count], range(count))]
 
     first = cache()
     for name in ("abcd", "xy"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from forebay.commands.chat import compute_ahead
 from forebay.rewriter.ir.alignment import whole_pages
 from forebay.rewriter.ir.turns import StepTurns
 from forebay.rewriter.machine.profile import Machine
+from forebay.runtime.run.cache_slots import CacheSlots
 from forebay.runtime.run.next_turns import NextTurns
 from forebay.runtime.run.prefix_cache import PrefixCache, block_keys
 from forebay.runtime.run.progress import WorkDone
@@ -35,6 +37,7 @@ COMMON: dict[str, Any] = dict(
     num_key_value_heads=2, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64)
 STATES: dict[str, dict[str, Any]] = {
     "lfm2": dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False), "mamba": dict(state_size=8),
+    "falcon_h1": dict(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8),
     "qwen3_5_text": dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
                          linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"]),
     "deepseek_v3": dict(moe_intermediate_size=32, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2,
@@ -200,16 +203,47 @@ def test_shorter_prompts_overtake_longer_ones(
             assert known or first.index(0) > first.index(2) > first.index(1)
 
 
-def test_states_on_slower_tiers_are_computed_anew(folders: Folders) -> None:
+@pytest.mark.parametrize(("family", "tier", "cache", "kept"), [
+    ("lfm2", "disk", "kv8", "memory"), *starmap(at_length, (
+        ("mamba", "host", "native", "both"), ("mamba", "disk", "native", "disk"),
+        ("mamba", "shared", "native", "memory"), ("lfm2", "host", "native", "disk"), ("lfm2", "shared", "kv4", "both"),
+        ("qwen3_5_text", "host", "kv4", "disk"), ("qwen3_5_text", "disk", "native", "both"),
+        ("qwen3_5_text", "shared", "kv8", "memory"), ("falcon_h1", "host", "kv8", "both"),
+        ("falcon_h1", "disk", "kv4", "memory"), ("falcon_h1", "shared", "native", "disk")))])
+def test_states_on_slower_tiers_enter(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, tier: str, cache: str, kept: str
+) -> None:
+    """Those of a layer alone move whole, and those of a layer with a cache stay on the device."""
     if Version(T.__version__) < Version("5.23"):
         pytest.skip("mixers are written in another way")
-    prompts = [torch.arange(3, 20), torch.arange(3, 24)]
-    with opened(folders("lfm2"), batch=1) as lm:
-        expected = answers(lm, prompts)[0]
-    with opened(folders("lfm2"), batch=1, prefix_cache="1MiB", cache_tier="host", cache_tokens=2) as lm:
-        found, known, _ = answers(lm, prompts)
-    assert known == [0, 0] and [[token for token, *_ in told] for told in found] == [
-        [token for token, *_ in told] for told in expected]
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    check(folders(family), 6, 1, keeping(kept, tmp_path), batch=1, cache=cache, **TIERS[tier])
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    at_length("llama", {}), at_length("llama", TIERS["disk"]), ("lfm2", TIERS["disk"]), at_length("lfm2", {}),
+    at_length("qwen3_5_text", TIERS["host"]), at_length("mamba", TIERS["disk"])], ids=str)
+def test_prompts_that_begin_together_enter(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any]
+) -> None:
+    """A job whose slots fall free together, in two micro-batches, each with states of its own; then as ever."""
+    if family in STATES and Version(T.__version__) < Version("5.23"):
+        pytest.skip("mixers are written in another way")
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    chance = torch.Generator().manual_seed(7)
+    system, other = (torch.randint(3, VOCAB, (n,), generator=chance) for n in (17, 13))
+    prompts = [torch.cat((system if i % 3 else other, torch.randint(3, VOCAB, (3 + i,), generator=chance)))
+               for i in range(10)]
+    found = []
+    for nbytes in (0, 1 << 20):
+        with opened(folders(family), batch=4, micro_batches=2, prefix_cache=nbytes, **options) as lm:
+            for _ in range(2):
+                ended: dict[int, list[int]] = {}
+                work = answer_all(lm.session, [Request(ids, NEW) for ids in prompts], Sampling(),
+                                  on_end=ended.__setitem__)
+                found.append(ended)
+                assert (work.cached > 0) is (nbytes > 0)
+    assert found[0] == found[1] == found[2] == found[3]
 
 
 def test_chunks_are_shorter_where_that_takes_hardly_longer(tmp_path: Path) -> None:
@@ -295,8 +329,9 @@ def test_what_answers_add_is_computed_before_the_next_prompt_comes(folders: Fold
         assert not turns
 
 
-def test_a_job_keeps_what_its_prompts_share(folders: Folders) -> None:
-    """Blocks that one prompt alone has are not kept, and a shared beginning is computed once."""
+def test_a_job_keeps_what_its_prompts_share(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that one prompt alone has are not kept, and a shared beginning is computed once, and copied once to each
+    slot but for the first block, which steps of other slots overwrite while the slot is free."""
     torch.manual_seed(0)
     system = torch.randint(3, VOCAB, (16,))
     prompts = [torch.cat((system, torch.randint(3, VOCAB, (9,)))) for _ in range(6)]
@@ -305,10 +340,37 @@ def test_a_job_keeps_what_its_prompts_share(folders: Folders) -> None:
     with opened(folders("llama"), batch_slots=3) as lm:
         plain = answer_all(lm.session, [Request(ids, NEW) for ids in prompts], Sampling(), on_end=ended.__setitem__)
     expected, ended = ended, {}
-    with opened(folders("llama"), batch_slots=3, prefix_cache="1MiB") as lm:
+    written, write = list[tuple[int, int]](), CacheSlots.write
+    with opened(folders("llama"), batch_slots=3, prefix_cache="1MiB") as lm, monkeypatch.context() as patch:
+        patch.setattr(CacheSlots, "write", lambda self, slot, first, end, data: (
+            written.append((slot, first)), write(self, slot, first, end, data)))
         work = answer_all(lm.session, [Request(ids, NEW) for ids in prompts], Sampling(), on_end=ended.__setitem__)
         assert len(lm.prefixes.blocks) == 4
     assert ended == expected and work.cached == 5 * 16 and work.prefills == plain.prefills - 5 * 4
+    assert all(written.count((slot, first)) <= 1 for slot in range(3) for first in (4, 8, 12)) and len(written) < 20
+
+
+@pytest.mark.parametrize("options", [{}, at_length(TIERS["disk"]), at_length({"cache": "kv4"})], ids=str)
+def test_what_other_calls_write_to_a_slot_is_known(folders: Folders, options: dict[str, Any]) -> None:
+    """Beams that change places, scores, longer answers and drafts come between prompts that begin alike."""
+    prompts = prompts_of(11, 6)
+    prompts = [*prompts, *prompts[::-1]]
+    options = {"batch": 2, "prompt_lookup_num_tokens": 2, **options}
+
+    def ran(lm: Any) -> list[Any]:
+        found: list[Any] = []
+        for i, ids in enumerate(prompts):
+            beams = {"num_beams": 2} if i % 3 == 1 and "cache_tier" not in options else {}
+            found.append(lm.generate(ids[None], max_new_tokens=NEW, do_sample=False, eos_token_id=None, **beams
+                                     ).tolist())
+            if i % 3 == 2:
+                found.append(lm(ids[None, :5], use_cache=False).logits.argmax(-1).tolist())
+        return found
+
+    with opened(folders("llama"), **options) as lm:
+        expected = ran(lm)
+    with opened(folders("llama"), prefix_cache="1MiB", **options) as lm:
+        assert ran(lm) == expected
 
 
 def test_what_is_used_last_is_dropped_last_and_a_beginning_after_what_follows_it() -> None:
