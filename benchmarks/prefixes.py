@@ -210,15 +210,16 @@ def measure_job(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def measure_schema(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Seconds from one token to the next, after each round."""
-    found: dict[str, list[float]] = {"free_s": [], "held_s": []}
+    found, at = {"free_s": list[float](), "held_s": list[float]()}, list[float]()
+    ways: dict[str, dict[str, Any]] = {"free_s": {"eos_token_id": None}, "held_s": {"json_schema": SCHEMA}}
     with forebay.wrap(given.model, given.budget, prompt=given.own, new_tokens=given.answer) as lm:
         for seed in range(given.rounds):
             made = torch.Generator().manual_seed(seed)
             ids = torch.randint(3, given.vocab, (1, given.own), generator=made)
-            for name, held in (("free_s", {"eos_token_id": None}), ("held_s", {"json_schema": SCHEMA})):
-                at = list[float]()
+            for name, options in ways.items():
+                at.clear()
                 lm.generate(ids, max_new_tokens=given.answer, do_sample=True, generator=made,
-                            on_token=lambda column, at=at: at.append(time.perf_counter()), **held)
+                            on_token=lambda column: at.append(time.perf_counter()), **options)
                 found[name] += [later - earlier for earlier, later in pairwise(at)]
             yield {"prompt": given.own, "answer": given.answer, "rounds": seed + 1,
                    **{name: {"median": median(times), "mean": sum(times) / len(times), "tokens": len(times)}
