@@ -31,7 +31,7 @@ from forebay.runtime.run.cache_blocks import CacheBlocks
 
 
 @dataclass(frozen=True)
-class _FileBytes:
+class _SpilledBytes:
     """Bytes of a spill file."""
 
     file: SpillFile
@@ -40,7 +40,7 @@ class _FileBytes:
 
 
 @dataclass(frozen=True)
-class _Home:
+class _StatesHome:
     """Where the states of one layer live that a step stages: the buffer of each micro-batch, where its part begins
     there, and the bytes of the part. Of states that move whole, `tensors` has the place of each in the part, and its
     bytes of a sequence; others are blocks."""
@@ -76,7 +76,7 @@ class CacheSlots:
         """The bytes of tokens [first, end) of a slot's sequence, and of its states as they are now."""
         if self.blocks is not None:
             self.device.finish()  # blocks may still be on their way out
-        return torch.cat([self._read(piece) if isinstance(piece, _FileBytes) else piece.reshape(-1).cpu()
+        return torch.cat([self._read(piece) if isinstance(piece, _SpilledBytes) else piece.reshape(-1).cpu()
                           for piece in self._pieces(slot, first, end)])
 
     def write(self, slot: int, first: int, end: int, data: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class CacheSlots:
         for piece in self._pieces(slot, first, end):
             nbytes = piece.nbytes
             part = data[at : at + nbytes]
-            if isinstance(piece, _FileBytes):
+            if isinstance(piece, _SpilledBytes):
                 self._write(piece, part)
             else:
                 piece.copy_(part.view(piece.shape))
@@ -98,7 +98,7 @@ class CacheSlots:
         if self.blocks is not None:
             self.blocks.stand_at(tokens, slot)
 
-    def _pieces(self, slot: int, first: int, end: int) -> Iterator[torch.Tensor | _FileBytes]:
+    def _pieces(self, slot: int, first: int, end: int) -> Iterator[torch.Tensor | _SpilledBytes]:
         for view, growing in self._rows:
             yield view[slot, :, first:end] if growing else view[slot]
         if self.blocks is not None:
@@ -123,7 +123,7 @@ class CacheSlots:
 
     # -- on slower tiers
 
-    def _staged_homes(self, states: LayerStates) -> Iterator[_Home]:
+    def _staged_homes(self, states: LayerStates) -> Iterator[_StatesHome]:
         batching, buffers = self.plan.schedule.batching, {b.name: b for b in self.plan.buffers if b.kind == "cache"}
         layers = [i for i in range(len(states)) if any(
             cache_home_name(i, tier) in buffers for tier in CACHE_HOME_ARENAS)]
@@ -133,7 +133,7 @@ class CacheSlots:
                 b = buffers[cache_home_name(layer, tier)]
                 nbytes = b.nbytes // tiers.count(tier)
                 parts.append((b, tiers[:part].count(tier) * nbytes, nbytes))
-            yield _Home(tuple(parts), () if kv_state(states[layer]) else self._whole(states[layer], len(tiers)))
+            yield _StatesHome(tuple(parts), () if kv_state(states[layer]) else self._whole(states[layer], len(tiers)))
 
     def _whole(self, states: Sequence[StateSpec], parts: int) -> tuple[tuple[int, int], ...]:
         each, context = self.plan.workload.batch // parts, self.plan.workload.context
@@ -142,7 +142,7 @@ class CacheSlots:
 
     def _staged(
         self, blocks: CacheBlocks, slot: int, first: int, end: int
-    ) -> Iterator[torch.Tensor | _FileBytes]:
+    ) -> Iterator[torch.Tensor | _SpilledBytes]:
         """The blocks of each layer that hold tokens [first, end) of a slot, or its states."""
         part, number = divmod(slot, blocks.each)
         rows = blocks.rows(first, end)
@@ -154,20 +154,20 @@ class CacheSlots:
             for row in () if home.tensors else rows:
                 yield self._bytes(b, at + (number * blocks.kept + row) * of_one, of_one)
 
-    def _bytes(self, b: BufferPlacement, at: int, nbytes: int) -> torch.Tensor | _FileBytes:
+    def _bytes(self, b: BufferPlacement, at: int, nbytes: int) -> torch.Tensor | _SpilledBytes:
         if b.arena == CACHE_STAGING:
-            return _FileBytes(self.device.spill_file(b.arena), b.offset + at, nbytes)
+            return _SpilledBytes(self.device.spill_file(b.arena), b.offset + at, nbytes)
         if b.name not in self._memory:
             self._memory[b.name] = self.device.tensor(TensorRef(b.arena, b.offset, "uint8", (b.nbytes,), (1,), b.name))
         return self._memory[b.name][at : at + nbytes]
 
-    def _read(self, piece: _FileBytes) -> torch.Tensor:
+    def _read(self, piece: _SpilledBytes) -> torch.Tensor:
         page, at = self._pages(piece)
         if os.preadv(piece.file.fd, [page.numpy().data], at) != page.nbytes:
             raise piece.file.truncated(at, page.nbytes)
         return page[piece.offset - at :][: piece.nbytes].clone()
 
-    def _write(self, piece: _FileBytes, data: torch.Tensor) -> None:
+    def _write(self, piece: _SpilledBytes, data: torch.Tensor) -> None:
         page, at = self._pages(piece)
         if page.nbytes > piece.nbytes:  # with bytes of others
             self._read(piece)
@@ -178,7 +178,7 @@ class CacheSlots:
                           f"{piece.file.name}")
         piece.file.settle(at, page.nbytes)
 
-    def _pages(self, piece: _FileBytes) -> tuple[torch.Tensor, int]:
+    def _pages(self, piece: _SpilledBytes) -> tuple[torch.Tensor, int]:
         """Memory for the pages of a file that hold a piece, which direct reads and writes take; where they begin."""
         at = piece.offset // PAGE_NBYTES * PAGE_NBYTES
         nbytes = whole_pages(piece.offset + piece.nbytes - at)

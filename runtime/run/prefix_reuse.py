@@ -61,7 +61,7 @@ class _SlotPrompt:
             self.end = end
 
     def held(self, keys: Sequence[bytes], tokens: int) -> range:
-        """Which blocks of a prompt of `keys` it holds, each of so many tokens."""
+        """Return the numbers of those blocks of a prompt of `keys`, each of so many tokens, that it holds."""
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.keys, keys, strict=False)))
         return range(-(-self.first // tokens), min(self.end // tokens, common))
 

@@ -273,7 +273,6 @@ def test_blocks_may_be_dropped_at_any_time(folders: Folders, tmp_path: Path, blo
     """Of a cache that holds a few blocks, in memory or on disk: sequences enter and leave while others run."""
     torch.manual_seed(blocks)
     prompts, chance = prompts_of(blocks, 12), random.Random(blocks)
-    found: dict[int, list[int]] = {}
 
     def ran(lm: Any) -> dict[int, list[int]]:
         left, ended = list(range(len(prompts))), dict[int, list[int]]()
@@ -353,9 +352,8 @@ def test_a_job_keeps_what_its_prompts_share(folders: Folders, monkeypatch: pytes
 @pytest.mark.parametrize("options", [{}, at_length(TIERS["disk"]), at_length({"cache": "kv4"})], ids=str)
 def test_what_other_calls_write_to_a_slot_is_known(folders: Folders, options: dict[str, Any]) -> None:
     """Beams that change places, scores, longer answers and drafts come between prompts that begin alike."""
-    prompts = prompts_of(11, 6)
-    prompts = [*prompts, *prompts[::-1]]
-    options = {"batch": 2, "prompt_lookup_num_tokens": 2, **options}
+    prompts, options = prompts_of(11, 6), {"batch": 2, "prompt_lookup_num_tokens": 2, **options}
+    prompts += prompts[::-1]
 
     def ran(lm: Any) -> list[Any]:
         found: list[Any] = []
