@@ -30,10 +30,10 @@ from forebay.kernels.formats.table import weight_format, weight_name
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_metadata, read_rows, read_tensor
 from forebay.rewriter.checkpoints.coded import GROUPS, CodedTensor, fp8_matrix
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord, log_once
+from forebay.rewriter.checkpoints.rounding import closest_scale_dtype
 from forebay.rewriter.checkpoints.scheme import HQQ, Scheme
 from forebay.rewriter.checkpoints.source_tensor import ReadRows
 
-LEAST_FP16, MOST_FP16 = 2.0**-14, 65504.0
 NARROW = ("int1", "int2", "int3", "int4")  # dtypes of torchao whose codes fit 4 bits
 FoundMatrices = tuple[list[CodedTensor], set[str]]  # matrices, and the names of what they consist of
 
@@ -48,10 +48,7 @@ class AffineTensor(CodedTensor):
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        some = self.scales[self.scales > 0]
-        lows = torch.zeros(1) if self.lows is None else self.lows.abs()
-        held = (some >= LEAST_FP16).all() and (some <= MOST_FP16).all() and (lows <= MOST_FP16).all()
-        return torch.float16 if bool(held) else torch.bfloat16
+        return closest_scale_dtype(self.scales, self.lows)
 
     def repacked(self, scale_dtype: torch.dtype | None = None) -> ReadRows:
         return lambda lower, upper: packing.pack_rows(*self._row_parts(lower, upper, scale_dtype))

@@ -40,6 +40,7 @@ from forebay.rewriter.checkpoints.integers import integer_tensors
 from forebay.rewriter.checkpoints.known_settings import unknown_compressed, unknown_setting
 from forebay.rewriter.checkpoints.mxfp4 import Mxfp4Tensor, mxfp4_tensors
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.rounding import closest_scale_dtype
 from forebay.rewriter.checkpoints.scheme import (
     BITNET,
     FLOATS,
@@ -319,8 +320,8 @@ class GroupedTensor:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """fp16 where it holds every scale; else bf16, as such scales are of bf16."""
-        return _scale_dtype(*self._parts[1:])
+        _, scale, zero = self._parts
+        return closest_scale_dtype(scale, zero * scale.float())
 
     def contents(self) -> Iterator[torch.Tensor]:
         n, k = self.shape
@@ -342,7 +343,8 @@ class GroupedTensor:
 
     def repacked(self, scale_dtype: torch.dtype | None = None) -> Callable[[int, int], torch.Tensor]:
         codes, scale, zero = self._parts
-        dtype, times = scale_dtype or _scale_dtype(scale, zero), self.shape[1] // scale.shape[1] // self._group
+        dtype = scale_dtype or closest_scale_dtype(scale, zero * scale.float())
+        times = self.shape[1] // scale.shape[1] // self._group
 
         def rows(lower: int, upper: int) -> torch.Tensor:
             s = scale[lower:upper].to(dtype).repeat_interleave(times, 1)
@@ -385,8 +387,3 @@ class GroupedTensor:
         if order is not None and not torch.equal(order.long(), torch.arange(k) // (self._layout.group or k)):
             raise self._wrong("has groups of inputs that do not lie together (desc_act, actorder), which rows cannot "
                               "hold; quantize without it")
-
-
-def _scale_dtype(scale: torch.Tensor, zero: torch.Tensor) -> torch.dtype:
-    held = bool((scale.half().float() == scale.float()).all() and (zero * scale.float()).abs().max() <= 65504)
-    return torch.float16 if held else torch.bfloat16

@@ -33,3 +33,13 @@ def round_rows(values: torch.Tensor, stored: Format, rounding: str, scale_dtype:
 def fitting_scale_dtype(most: float) -> torch.dtype:
     """fp16, or bf16 for a matrix whose largest magnitude `most` fp16 cannot hold."""
     return torch.float16 if 2 * most <= torch.finfo(torch.float16).max else torch.bfloat16
+
+
+def closest_scale_dtype(scales: torch.Tensor, lows: torch.Tensor | None = None) -> torch.dtype:
+    """fp16, or bf16 where that rounds the stored scales of a matrix less, or fp16 cannot hold its lows."""
+    if lows is not None and not bool((lows.abs() <= torch.finfo(torch.float16).max).all()):
+        return torch.bfloat16
+    some = scales[scales != 0].double()
+    most = [float(((some.to(dtype) - some) / some).abs().max()) if len(some) else 0.0
+            for dtype in (torch.float16, torch.bfloat16)]
+    return torch.float16 if most[0] <= most[1] else torch.bfloat16

@@ -28,6 +28,7 @@ from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import resolve_model
+from forebay.rewriter.checkpoints.rounding import closest_scale_dtype
 
 
 @pytest.fixture(autouse=True)
@@ -406,3 +407,22 @@ def test_matrices_of_experts_are_one_packed_tensor(tmp_path: Path, method: str) 
     with wrap(tmp_path / "model", "400KiB", batch=2, prompt=9, new_tokens=4) as lm:
         assert torch.equal(lm.generate(ids, max_new_tokens=4, do_sample=False),
                            model.generate(ids, max_new_tokens=4, do_sample=False))
+
+
+@pytest.mark.parametrize(("scales", "lows", "dtype"), [
+    ([0.01, 0.3], [1.0], torch.float16), ([2.0**-24 * 1.5, 0.0], [1.0], torch.bfloat16),
+    ([1e-7, 0.01], [1.0], torch.bfloat16), ([7e4, 1.0], [1.0], torch.bfloat16), ([0.01], [7e4], torch.bfloat16),
+    ([3e-5, 0.012], [1.0], torch.float16), ([-0.01], [1.0], torch.float16), ([0.0], [0.0], torch.float16)])
+def test_scales_get_the_dtype_that_rounds_them_least(
+    scales: list[float], lows: list[float], dtype: torch.dtype
+) -> None:
+    assert closest_scale_dtype(torch.tensor(scales), torch.tensor(lows)) == dtype
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_scales_in_fp32_are_rounded_to_fp16(tmp_path: Path, method: str) -> None:
+    """As tools write them for a model in fp32: by 2^-11 of each, where bf16 would round by 2^-8."""
+    values = make(tmp_path / "model", method, 4, 64, True, torch.float32)
+    found = open_checkpoint(resolve_model(tmp_path / "model")).tensors
+    for name, value in values.items():
+        assert (read_dequantized(found[name]) - value).norm() <= 2.0**-11 * value.norm()
