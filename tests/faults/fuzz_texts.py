@@ -8,6 +8,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -32,11 +33,13 @@ from forebay.rewriter.checkpoints.resolve import MODELS, SOURCE
 from forebay.rewriter.ir.score_range import check_ranges
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.model_shapes import ModelError, load_config, shape_from_config
-from tests.faults.spoil import Format
-from tests.rewriter.checkpoints.test_affine import hqq, whole
-from tests.rewriter.checkpoints.test_coded import four_bits, fp8
+from tests.faults.spoil import Format, Header
+from tests.rewriter.checkpoints.test_affine import HQQ, TORCHAO, hqq, whole
+from tests.rewriter.checkpoints.test_coded import BLOCKS, BNB, compressed, four_bits, fours, fp8
 from tests.rewriter.checkpoints.test_grouped import CASES
-from tests.rewriter.checkpoints.test_integers import int8, ternary
+from tests.rewriter.checkpoints.test_integers import BITNET, INT8, int8, ternary
+
+CODED = ("fp8", "bitsandbytes", "int8", "bitnet", "nvfp4", "packed mxfp4", "hqq", "torchao")
 
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}{% if not loop.last %}\n{% endif %}"
             "{% endfor %}{% if add_generation_prompt %}<|assistant|>{{ bos_token }}{% endif %}")
@@ -137,40 +140,42 @@ def mxfp4(folder: Path) -> Format:
     return Format(folder / "model.safetensors", read)
 
 
-def coded(method: str, folder: Path) -> Format:
-    """The file of a matrix whose codes are places in a codebook."""
-    torch.manual_seed(0)
+def _parts_of(method: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
+    """The tensors of a matrix [8, 128], what the file's metadata says of it, and the settings of the config."""
+    if method == "hqq":
+        return (*hqq(8, 128, 4, 64)[:2], HQQ)
+    if method == "torchao":
+        return (*whole(8, 128, 32, True, "int4")[:2], TORCHAO)
     made = {"fp8": lambda: fp8(8, 128, (128, 128), "weight_scale_inv"), "int8": lambda: int8(8, 128),
-            "bitsandbytes": lambda: four_bits(8, 128, "nf4", True), "bitnet": lambda: ternary(8, 128, True)}
-    parts = made[method]()[0]
-    held = {f"layer.{name}": part.clone() for name, part in parts.items()}
-    save_file(held | {"norm": torch.zeros(4, dtype=torch.bfloat16)}, folder / "model.safetensors")
-    said = {"quant_method": "bitsandbytes", "load_in_8bit": True} if method == "int8" else {"quant_method": method}
-    scheme = read_scheme(said, folder)
-
-    def read() -> None:
-        for tensor in grouped_tensors(open_checkpoint(folder), scheme)[0]:
-            tensor.rows(False)(0, tensor.shape[0])
-            tensor.repacked()(0, tensor.shape[0])
-
-    return Format(folder / "model.safetensors", read)
+            "bitsandbytes": lambda: four_bits(8, 128, "nf4", True), "bitnet": lambda: ternary(8, 128, True),
+            "nvfp4": lambda: fours(8, 128, "nvfp4"), "packed mxfp4": lambda: fours(8, 128, "mxfp4")}
+    said = {"fp8": BLOCKS, "int8": INT8, "bitsandbytes": BNB, "bitnet": BITNET,
+            "nvfp4": compressed("nvfp4-pack-quantized", 4, strategy="tensor_group", group_size=16),
+            "packed mxfp4": compressed("mxfp4-pack-quantized", 4, strategy="group", group_size=32)}
+    return made[method]()[0], {}, said[method]
 
 
-def affine(method: str, folder: Path) -> Format:
-    """The file of a matrix of whole codes with scales and zero points, and of torchao what describes it."""
+def coded(method: str, folder: Path, header: bool = False, config: bool = False) -> Format:
+    """The file of a matrix that a library packed: any of its bytes, the names and shapes of its parts, or what the
+    config says of them."""
     torch.manual_seed(0)
-    parts, about, _ = hqq(8, 128, 4, 64) if method == "hqq" else whole(8, 128, 32, True, "int4")
+    parts, about, said = _parts_of(method)
     held = {f"layer.{name}": part.clone() for name, part in parts.items()}
     save_file(held | {"norm": torch.zeros(4, dtype=torch.bfloat16)}, folder / "model.safetensors",
               {"layer.weight": json.dumps(about)} if about else None)
-    scheme = read_scheme({"quant_method": method}, folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": said}))
 
     def read() -> None:
-        for tensor in grouped_tensors(open_checkpoint(folder), scheme)[0]:
-            tensor.rows(False)(0, tensor.shape[0])
-            tensor.repacked()(0, tensor.shape[0])
+        found = quantization_settings(folder)
+        if found is None:
+            raise JobError("it has no settings of quantized weights")
+        for tensor in grouped_tensors(open_checkpoint(folder), read_scheme(found, folder))[0]:
+            if tensor.format():
+                tensor.rows(False)(0, tensor.shape[0])
+                tensor.repacked()(0, tensor.shape[0])
 
-    return Format(folder / "model.safetensors", read)
+    made = Header if header else Format
+    return made(folder / ("config.json" if config else "model.safetensors"), read)
 
 
 def config_alone(folder: Path) -> Format:

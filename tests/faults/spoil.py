@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,19 @@ class Format:
         if self.mend is not None and isinstance(value, dict):
             value = self.mend(value)
         return "".join(json.dumps(v) + "\n" for v in value).encode() if lines else json.dumps(value).encode()
+
+
+class Header(Format):
+    """The header of a safetensors file alone, with its length set right, so that what it says is read."""
+
+    def spoil(self, rng: random.Random) -> bytes:
+        (length,) = struct.unpack("<Q", self.good[:8])
+        made = json.loads(self.good[8 : 8 + length])
+        metadata = made.get("__metadata__", {})
+        if metadata and rng.random() < 0.5:  # JSON within JSON
+            name = rng.choice(list(metadata))
+            metadata[name] = json.dumps(mutated_json(json.loads(metadata[name]), rng))
+        else:
+            made = mutated_json(made, rng)
+        header = json.dumps(made).encode()
+        return struct.pack("<Q", len(header)) + header + self.good[8 + length :]
