@@ -2,10 +2,11 @@
 
 formats  SmolLM2-135M from its Q4_1 GGUF, dequantized to float32, is the reference. Every row is the model with its
          linear layers (not the head, not the embedding), its cache or its activation checkpoints (act8) in a format,
-         run by Programs. Peers, where installed: torchao (int4, asymmetric) and HQQ (4 bits, its half-quadratic
-         search), at the same group size, in transformers; llama.cpp on the file itself (through xllamacpp). Weights
-         that come from Q4_1 lie on a grid of 32: w4g32 finds it again, while every coarser 4-bit group rounds a second
-         time.
+         run by Programs. A peer, where installed: llama.cpp on the file itself (through xllamacpp). Weights that come
+         from Q4_1 lie on a grid of 32: w4g32 finds it again, while every coarser 4-bit group rounds a second time.
+files    The model quantized and saved by bitsandbytes, torchao, HQQ, compressed-tensors and transformers' BitNet, where
+         they are installed: what Forebay computes with the file, and transformers in float32 with the values that the
+         library itself gives back. compressed-tensors gives back NVFP4 in bf16.
 gguf     The model quantized anew by llama.cpp's own code to every GGUF type. Types of blocks of 256 fit the rows of its
          down projections alone (1536; the others have 576): there the rest is Q8_0. What Forebay computes with rows,
          as files run by default and with activations="int8"; what transformers computes in float32 with the values
@@ -22,6 +23,7 @@ import ctypes
 import functools
 import importlib.util
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +34,7 @@ import gguf
 import numpy as np
 import torch
 
-from benchmarks import llama_cpp
+from benchmarks import library_files, llama_cpp
 from benchmarks.command import arguments, listed, write_json
 from benchmarks.random_gguf import rewrite_gguf
 from forebay.commands.evaluate import open_scorer, perplexity
@@ -48,29 +50,10 @@ from forebay.rewriter.planning.options import Options
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ROOT / "examples/text/stories.txt"
 WINDOW = 512
-GROUP = 64  # of the peers
 REST = "Q8_0"  # of tensors whose rows are not whole blocks
 KINDS = ("F16", "BF16", *BLOCK_KINDS)
 
 Row = dict[str, Any]
-
-
-def by_torchao(w: torch.Tensor) -> torch.Tensor:
-    from torchao.quantization import IntxWeightOnlyConfig, quantize_
-    from torchao.quantization.granularity import PerGroup
-    from torchao.quantization.quant_primitives import MappingType
-
-    layer = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
-    layer.weight = torch.nn.Parameter(w.clone())
-    quantize_(layer, IntxWeightOnlyConfig(torch.int4, PerGroup(GROUP), MappingType.ASYMMETRIC))
-    return layer.weight.dequantize().detach()
-
-
-def by_hqq(w: torch.Tensor) -> torch.Tensor:
-    from hqq.core.quantize import Quantizer
-
-    packed, meta = Quantizer.quantize(w, nbits=4, group_size=GROUP, axis=1, device="cpu", compute_dtype=torch.float32)
-    return Quantizer.dequantize(packed, meta).reshape(w.shape)
 
 
 # The format of the weights and the options of the plan. Rows of checkpoints are packed again.
@@ -85,7 +68,6 @@ FORMATS: dict[str, tuple[Wish | None, Options]] = {
        for name in ACTIVATION_FORMATS},
     "w4g32 + kv4": (Wish("w4g32"), Options(cache="kv4")),
     "w4g64 mse + kv4": (Wish("w4g64", rounding="mse"), Options(cache="kv4"))}
-PEERS = {"torchao": (f"torchao int4 g{GROUP}", by_torchao), "hqq": (f"hqq 4 bits g{GROUP}", by_hqq)}
 
 
 def by_programs(model: Path, wish: Wish | None, options: Options, ids: torch.Tensor, scratch: str) -> tuple[float, int]:
@@ -94,18 +76,6 @@ def by_programs(model: Path, wish: Wish | None, options: Options, ids: torch.Ten
     nbytes = 0 if wish is None else quantize_model(model, folder, wish).nbytes
     with open_scorer(folder if wish else model, Budget(2 << 30, disk=scratch), options, context=WINDOW) as lm:
         return perplexity(lm, ids, WINDOW).perplexity, nbytes
-
-
-def by_peer(folder: Path, treat: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor) -> float:
-    """Perplexity of ids [T] by transformers with the weights of all layers but the head as a peer's quantizer leaves
-    them."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear) and layer is not model.get_output_embeddings():
-            layer.weight.data = treat(layer.weight.data)
-    return by_transformers(model, ids)
 
 
 @torch.no_grad()
@@ -166,12 +136,10 @@ def by_float32(path: Path, ids: torch.Tensor) -> float:
 
 
 def of_formats(ids: torch.Tensor, folder: Path, args: argparse.Namespace, scratch: str) -> Iterator[Row]:
-    """Rows of the formats of weights and caches, then the peers'."""
+    """Rows of the formats of weights and caches, then llama.cpp's."""
     asked: dict[str, Callable[[], float]] = {
         name: functools.partial(lambda *how: by_programs(folder, *how, ids, scratch)[0], *how)
         for name, how in FORMATS.items()}
-    asked |= {name: functools.partial(by_peer, folder, treat, ids) for module, (name, treat) in PEERS.items()
-              if importlib.util.find_spec(module)}
     if importlib.util.find_spec("xllamacpp"):
         asked["llama.cpp on Q4_1"] = lambda: llama_cpp.perplexity(demo_gguf(), ids, WINDOW, args.threads)
     base = 0.0
@@ -183,6 +151,19 @@ def of_formats(ids: torch.Tensor, folder: Path, args: argparse.Namespace, scratc
             continue
         base = base or found
         yield {"name": name, "perplexity": found, "ratio": found / base}
+
+
+def of_files(ids: torch.Tensor, folder: Path, args: argparse.Namespace, scratch: str) -> Iterator[Row]:
+    """A row for each kind of file of the libraries that are here."""
+    for name, (library, write) in library_files.KINDS.items():
+        if not importlib.util.find_spec(library) or name not in (args.only or (name,)):
+            continue
+        out = Path(scratch) / name.replace(" ", "-")
+        values = by_transformers(write(folder, out), ids)
+        ours, _ = by_programs(resolve_model(out), None, Options(), ids, scratch)
+        yield {"name": name, "library": library, "perplexity": ours, "library_values": values, "ratio": ours / values,
+               "file_nbytes": sum(file.stat().st_size for file in out.glob("*.safetensors"))}
+        shutil.rmtree(out)
 
 
 def of_gguf(ids: torch.Tensor, folder: Path, args: argparse.Namespace, scratch: str) -> Iterator[Row]:
@@ -201,7 +182,7 @@ def of_gguf(ids: torch.Tensor, folder: Path, args: argparse.Namespace, scratch: 
 
 
 CASES: dict[str, tuple[Callable[..., Iterator[Row]], int]] = {  # and the tokens of the text
-    "formats": (of_formats, 16384), "gguf": (of_gguf, 4 * WINDOW)}
+    "formats": (of_formats, 16384), "files": (of_files, 4 * WINDOW), "gguf": (of_gguf, 4 * WINDOW)}
 
 
 def main() -> None:
@@ -217,7 +198,7 @@ def main() -> None:
             rows.append(row)
             shown = "  ".join(f"{key} {value:.4f}" for key, value in row.items() if isinstance(value, float))
             print(f"{row['name']:<24} {shown}  ({time.monotonic() - began:.0f} s)", flush=True)
-    write_json(args, rows)
+            write_json(args, rows)
 
 
 if __name__ == "__main__":
