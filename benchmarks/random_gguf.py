@@ -1,5 +1,5 @@
-"""GGUF files of Llama's, Qwen3's or Qwen3-MoE's shape with random codes, and the tokenizer of SmolLM2: as large as
-wanted, made in seconds."""
+"""GGUF files of the shapes of Llama, Qwen3, Qwen3-MoE or LFM2 with random codes, and the tokenizer of SmolLM2: as large
+as wanted, made in seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ SHAPES = {"1b": RandomShape(2048, 22, 32, 4, 5632, VOCAB), "3b": RandomShape(307
           "qwen3-32b": RandomShape(5120, 64, 64, 8, 25600, 151936, head_dim=128),
           "qwen3moe-5gb": RandomShape(2048, 14, 32, 4, 768, VOCAB, "qwen3moe", 128, 8, head_dim=128),
           "qwen3moe-5gb-skewed": RandomShape(2048, 14, 32, 4, 768, VOCAB, "qwen3moe", 128, 8, 0.5, 128),
-          "qwen3-1b": RandomShape(2048, 16, 16, 8, 6144, VOCAB), "qwen3-2b": RandomShape(2048, 30, 16, 8, 6144, VOCAB)}
+          "qwen3-1b": RandomShape(2048, 16, 16, 8, 6144, VOCAB), "qwen3-2b": RandomShape(2048, 30, 16, 8, 6144, VOCAB),
+          "lfm2-350m": RandomShape(1024, 16, 16, 8, 4608, VOCAB), "lfm2-1b": RandomShape(2048, 16, 32, 8, 8192, VOCAB)}
+LFM2_TAPS, LFM2_ATTENTION = 3, (2, 5, 8, 10, 12, 14)  # layers that attend; the others are short convolutions
 CONTEXT = 131072
 SPREAD = 0.02  # standard deviation of the weights
 # Elements and bytes of a block, and the standard deviation of what its bytes stand for where the scales are 1: of Q4_K
@@ -48,7 +50,7 @@ def make_gguf(size: str, kind: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     shape, random = SHAPES[size], np.random.default_rng(0)
     made = path.with_suffix(".part")
-    architecture = "qwen3moe" if shape.experts else "qwen3" if size.startswith("qwen3") else "llama"
+    architecture = "qwen3moe" if shape.experts else next((a for a in ("qwen3", "lfm2") if size.startswith(a)), "llama")
     writer = gguf.GGUFWriter(made, architecture)
     writer.add_file_type(int(gguf.LlamaFileType[f"MOSTLY_{kind}" if kind != "Q4_K" else "MOSTLY_Q4_K_M"]))
     _write_settings(writer, shape)
@@ -90,7 +92,11 @@ def _write_settings(writer: Any, shape: RandomShape) -> None:
         ("key_length", head), ("value_length", head),
         ("vocab_size", shape.vocab),
     ):  # fmt: skip
-        getattr(writer, f"add_{name}")(value)
+        if writer.arch != "lfm2" or name not in ("head_count_kv", "key_length", "value_length"):
+            getattr(writer, f"add_{name}")(value)
+    if writer.arch == "lfm2":
+        writer.add_head_count_kv([shape.kv_heads * (i in LFM2_ATTENTION) for i in range(shape.layers)])
+        writer.add_shortconv_l_cache(LFM2_TAPS)
     if shape.experts:
         for name, value in (("count", shape.experts), ("used_count", shape.picks),
                             ("feed_forward_length", shape.intermediate)):
@@ -113,28 +119,31 @@ def _copy_tokenizer(writer: Any, vocab: int) -> None:
 
 
 def is_router(name: str) -> bool:
-    """Whether a tensor chooses among experts; it is kept in float32."""
-    return "ffn_gate_inp." in name
+    """Whether a tensor chooses among experts, or is a convolution's; it is kept in float32."""
+    return "ffn_gate_inp." in name or "shortconv.conv." in name
 
 
 def _tensors(shape: RandomShape, architecture: str) -> list[tuple[Any, ...]]:
     """(name, sizes) of every tensor."""
-    head, stacked = shape.head, (shape.experts,) if shape.experts else ()
-    ends = "_exps" if stacked else ""
-    found: list[tuple[Any, ...]] = [("token_embd.weight", shape.vocab, shape.hidden)]
+    head, stacked, hidden = shape.head, (shape.experts,) if shape.experts else (), shape.hidden
+    own, shared, ends = shape.heads * head, shape.kv_heads * head, "_exps" if stacked else ""
+    attention: list[tuple[Any, ...]] = [
+        ("attn_q", own, hidden), ("attn_k", shared, hidden), ("attn_v", shared, hidden), ("attn_output", hidden, own),
+        *((f"attn_{name}_norm", head) for name in "qk" if architecture != "llama")]
+    convolution = [("shortconv.in_proj", 3 * hidden, hidden), ("shortconv.conv", hidden, LFM2_TAPS),
+                   ("shortconv.out_proj", hidden, hidden)]
+    found: list[tuple[Any, ...]] = [("token_embd.weight", shape.vocab, hidden)]
     for i in range(shape.layers):
-        own, shared = shape.heads * head, shape.kv_heads * head
         found += [(f"blk.{i}.{name}.weight", *sizes) for name, *sizes in (
-            ("attn_norm", shape.hidden), ("attn_q", own, shape.hidden), ("attn_k", shared, shape.hidden),
-            ("attn_v", shared, shape.hidden), ("attn_output", shape.hidden, own), ("ffn_norm", shape.hidden),
-            (f"ffn_gate{ends}", *stacked, shape.intermediate, shape.hidden),
-            (f"ffn_up{ends}", *stacked, shape.intermediate, shape.hidden),
-            (f"ffn_down{ends}", *stacked, shape.hidden, shape.intermediate))]
-        if stacked:
-            found.append((f"blk.{i}.ffn_gate_inp.weight", shape.experts, shape.hidden))
-        if architecture != "llama":
-            found += [(f"blk.{i}.attn_{name}_norm.weight", head) for name in "qk"]
-    return [*found, ("output_norm.weight", shape.hidden), ("output.weight", shape.vocab, shape.hidden)]
+            ("attn_norm", hidden), ("ffn_norm", hidden),
+            *(convolution if architecture == "lfm2" and i not in LFM2_ATTENTION else attention),
+            (f"ffn_gate{ends}", *stacked, shape.intermediate, hidden),
+            (f"ffn_up{ends}", *stacked, shape.intermediate, hidden),
+            (f"ffn_down{ends}", *stacked, hidden, shape.intermediate),
+            *([("ffn_gate_inp", shape.experts, hidden)] if stacked else []))]
+    if architecture == "lfm2":
+        return [*found, ("token_embd_norm.weight", hidden)]
+    return [*found, ("output_norm.weight", hidden), ("output.weight", shape.vocab, hidden)]
 
 
 def rewrite_gguf(source: Path | str, out: Path, written: Callable[[np.ndarray], tuple[np.ndarray, str]]
