@@ -3,6 +3,8 @@
 bundle   seconds from the start of a process to the first token, from a checkpoint and from a bundle of it, in turn, and
          of the processor. What reads take is listed too, and `import torch` alone: all weights are resident under the
          budget, so each start reads them all.
+kept     processor seconds of `run`, `chat` and `serve` until the first token, or until the server listens: the first
+         start with an empty cache of graphs and plans, later ones, and `import torch` alone, in turn.
 compile  seconds to capture, plan, lower and prove Llamas of equal width and other depth. No weights are involved: the
          model is its config, the files are named and never opened. Each round compiles every depth from nothing, in
          turn, in one process whose imports and caches are warm.
@@ -14,6 +16,8 @@ import argparse
 import gc
 import itertools
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +31,7 @@ import torch
 import forebay
 from benchmarks.command import arguments, print_table, spread, write_json
 from benchmarks.models import RandomShape, config_of
+from forebay.kernels.build.cache_folder import cache_folder
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.checkpoints.packed import open_quantized
@@ -95,6 +100,59 @@ def bundle(args: argparse.Namespace) -> dict[str, Any]:
     return {"clock_and_processor_s": found, "read_s": reads, "import_torch_s": imports}
 
 
+def cpu_s_of_start(command: list[str], env: dict[str, str]) -> float:
+    """Processor seconds of `forebay COMMAND` and its children; a server's until it listens."""
+    before = os.times()
+    with subprocess.Popen([sys.executable, "-m", "forebay", *command], env=env, stdin=subprocess.PIPE, text=True,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write("Hi\n" if command[0] == "chat" else "")
+        process.stdin.close()
+        said = next((line for line in process.stderr if line.startswith("serving ")), "")
+        if said:
+            process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+        if process.wait() or bool(said) != (command[0] == "serve"):
+            raise SystemExit(f"forebay {' '.join(command)} failed; run it by hand")
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def import_s() -> float:
+    """Processor seconds of `import torch`."""
+    before = os.times()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def kept(args: argparse.Namespace) -> dict[str, Any]:
+    """First and later starts of the commands that answer."""
+    budget = ["--budget", args.budget]
+    commands = {"run": ["run", args.model, PROMPT, "--new-tokens", "1", *budget],
+                "chat": ["chat", args.model, "--new-tokens", "1", *budget],
+                "serve": ["serve", args.model, "--port", "0", *budget]}
+    found: dict[str, list[float]] = {"import torch": []}
+    env = dict(os.environ)
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each start compiles its modules
+    with tempfile.TemporaryDirectory() as folder:
+        for path in cache_folder().iterdir():
+            if path.name not in ("graphs", "plans"):
+                (Path(folder) / path.name).symlink_to(path)
+        env["FOREBAY_CACHE"] = folder
+        for _ in range(args.rounds):
+            found["import torch"].append(import_s())
+            for name, command in commands.items():
+                for each in ("graphs", "plans"):
+                    shutil.rmtree(Path(folder) / each, ignore_errors=True)
+                for turn in ("first", "second"):
+                    found.setdefault(f"{name}, {turn}", []).append(cpu_s_of_start(command, env))
+    print_table([{"start": name, "processor, s": spread(each, ".2f"),
+                  "beyond torch, s": spread((a - b for a, b in zip(each, found["import torch"], strict=True)), ".2f")}
+                 for name, each in found.items()])
+    return {"processor_s": found}
+
+
 def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, ...]:
     """Seconds per stage; the budget is half of the weights, so that the other half streams."""
     config = config_of(RandomShape(hidden, layers, hidden // 64, hidden // 128, hidden * 11 // 4, 4096), torch.float32)
@@ -135,10 +193,11 @@ def compiled(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = arguments(__doc__, ("bundle", "compile"), model=("demo", "of bundle"), budget=("2GB", "of bundle"),
+    args = arguments(__doc__, ("bundle", "kept", "compile"), model=("demo", "of bundle and kept"),
+                     budget=("2GB", "of bundle and kept"),
                      layers=([12, 96], "depths to compile; ratios are to the first"),
                      hidden=(1024, "of what is compiled"), rounds=(3, "turns of each"))
-    write_json(args, bundle(args) if args.case == "bundle" else compiled(args))
+    write_json(args, {"bundle": bundle, "kept": kept, "compile": compiled}[args.case](args))
 
 
 if __name__ == "__main__":

@@ -135,6 +135,14 @@ def traces_are_not_kept() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def plans_are_not_kept() -> Iterator[None]:
+    """Each test plans anew, for a test that replaces a part of the planner would find the plan of another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forebay.model_planner.plan_key", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def one_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One profile of the machine for the whole run, whoever keeps the cores busy: commands measure none, which takes
     half a minute each time that one was measured poorly. What takes long to make is the kept cache folder's."""

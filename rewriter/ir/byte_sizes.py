@@ -30,6 +30,11 @@ def parse_nbytes(value: int | str, what: str = "size") -> int:
     return nbytes
 
 
+def eighth(nbytes: int) -> int:
+    """An eighth of the largest power of two within a size."""
+    return 1 << max(0, nbytes.bit_length() - 4)
+
+
 def format_nbytes(nbytes: int) -> str:
     """Bytes for people: 1.5 GiB, 120.0 MiB, 800 B."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):

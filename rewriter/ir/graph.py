@@ -168,6 +168,7 @@ class CapturedModel:
     choices: Choices | None = None  # of graphs that are rewritten
     prefill: CapturedModel | None = None  # whose steps over several tokens take the place of this one's
     activations: str = "native"  # that packed weights meet: as they are, or rounded to bf16 or int8
+    kept_as: str = ""  # the name of its graphs in the cache folder; "": they are not kept
 
     @property
     def rounded_to(self) -> str:

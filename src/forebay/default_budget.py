@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forebay.kernels.build.process_limits import available_nbytes
-from forebay.rewriter.ir.byte_sizes import parse_budget
+from forebay.rewriter.ir.byte_sizes import eighth, parse_budget
 from forebay.rewriter.ir.plan import Budget
 from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.comm.launched import ranks_here
@@ -15,6 +15,9 @@ from forebay.runtime.devices.kinds import device_here, kind_of
 def default_budget(machine: Machine | None = None) -> Budget:
     """Return half of what is free now, within the limits of a container; or of what a named machine has.
 
+    Free memory is never the same twice. It is rounded down, to one of eight sizes between a power of two and the next:
+    a second start then finds the plan that the first start kept.
+
     Returns:
         Half of the RAM as the device's on a machine without a GPU; else half of the GPU's memory, and half of the RAM
         as the host's. Processes that torchrun started on this machine share its RAM evenly.
@@ -22,8 +25,13 @@ def default_budget(machine: Machine | None = None) -> Budget:
     if machine is not None:
         return Budget(machine.tiers["device"].capacity_nbytes // 2, 0 if machine.kind.on_host_cores else (
             machine.tiers["host"].capacity_nbytes // 2 if "host" in machine.tiers else 0))
-    own, half = kind_of(device_here()).free_nbytes(), available_nbytes() // (2 * ranks_here(1))
-    return Budget(half) if own is None else Budget(own // 2, half)
+    own, half = kind_of(device_here()).free_nbytes(), _rounded(available_nbytes() // (2 * ranks_here(1)))
+    return Budget(half) if own is None else Budget(_rounded(own // 2), half)
+
+
+def _rounded(nbytes: int) -> int:
+    """`nbytes` down to eighths of the power of two within it."""
+    return nbytes // eighth(nbytes) * eighth(nbytes)
 
 
 def budget_or_default(budget: Budget | int | str | dict[str, Any] | None) -> Budget:

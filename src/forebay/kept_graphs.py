@@ -10,14 +10,10 @@ need no more; what is asked of the capture; and the code of Forebay, torch and t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -25,20 +21,20 @@ import torch
 from forebay.exported.captured_data import captured_from_data, captured_to_data
 from forebay.exported.constants import constant_key, read_constants, write_constants
 from forebay.exported.errors import ExportError
+from forebay.kept_texts import digest_of, keep_text, read_kept
 from forebay.kernels.build.cache_folder import make_cache_folder
 from forebay.rewriter.capture.family import FAMILIES
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.identity import file_states, states_checksum
 from forebay.rewriter.checkpoints.match_weights import warn_once
 from forebay.rewriter.checkpoints.records import CheckpointError
-from forebay.rewriter.ir.files import read_input, write_text, written_whole
+from forebay.rewriter.ir.files import written_whole
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.pipeline import pass_list
 
 LOG = logging.getLogger("forebay")
-PACKAGE = Path(__file__).parent
 MOST = 64  # models; those opened longest ago go
 MOST_NBYTES = 1 << 28  # of constants that are kept
 
@@ -70,38 +66,27 @@ def _key(*described: object) -> str | None:
                   *(prepare for each in FAMILIES.values() for _, prepare in each.replaced.values()))
     if any(not each.__module__.startswith("forebay.") for each in takes_part):
         return None
-    digest = hashlib.sha256(f"{described!r}\n{[each.name for each in pass_list.PASSES]}\n".encode())
-    for name in ("torch", "transformers"):
-        digest.update(f"{name} {_version(name)}\n".encode())
-    for path in _sources():
-        status = os.stat(path)
-        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:32]
+    return digest_of(*described, [each.name for each in pass_list.PASSES])
 
 
 def read_graphs(key: str) -> tuple[CapturedModel, dict[str, FileSlice]] | None:
     """The graphs kept under `key`, and where the weights lie; None where there are none as they were written."""
     try:
         described, constants = _files(key)
-        if not described.is_file():
+        if (text := read_kept(described)) is None:
             return None
-        checksum, _, text = read_input(described).decode().partition("\n")
-        if checksum != _checksum(text):
-            raise ValueError("another checksum")
         data = json.loads(text)
         tensors = read_constants(constants)
         if any(name != constant_key(value, {}) for name, value in tensors.items()):
             raise ValueError("other constants")
         captured = captured_from_data(data["model"], tensors)
         slices = {name: from_json(FileSlice, each, name) for name, each in data["files"].items()}
-        with suppress(OSError):  # a folder that others made is read all the same
-            os.utime(described)
     except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
         LOG.debug("graphs kept as %s are passed over: %s", key, error)
         return None
     for text in data["said"]:
         warn_once(text)
-    return captured, slices
+    return replace(captured, kept_as=key), slices
 
 
 def keep_graphs(key: str, captured: CapturedModel, files: Mapping[str, FileSlice], said: list[str]) -> None:
@@ -118,36 +103,11 @@ def keep_graphs(key: str, captured: CapturedModel, files: Mapping[str, FileSlice
         described.parent.mkdir(mode=0o700, exist_ok=True)
         with written_whole(constants, "wb") as file:
             write_constants(file.fileno(), constants.parent, tensors)
-        write_text(described, f"{_checksum(text)}\n{text}")
-        _drop_oldest(described.parent)
+        keep_text(described, text, MOST)
     except (OSError, ExportError) as error:
         LOG.debug("graphs are not kept: %s", error)
-
-
-def _checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _drop_oldest(folder: Path) -> None:
-    found = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in found[MOST:]:
-        for each in (path, path.with_suffix(".safetensors")):
-            each.unlink(missing_ok=True)
 
 
 def _files(key: str) -> tuple[Path, Path]:
     folder = make_cache_folder() / "graphs"
     return folder / f"{key}.json", folder / f"{key}.safetensors"
-
-
-def _sources() -> list[str]:
-    """The files of Forebay's own code."""
-    return sorted(os.path.join(at, name) for at, _, names in os.walk(PACKAGE, followlinks=True)
-                  for name in names if name.endswith(".py"))
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from forebay.drafts_seen import KNOWN, DraftsSeen
+from forebay.kept_plans import keep_plan, plan_key, read_plan
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
@@ -22,6 +24,7 @@ from forebay.rewriter.planning.options import Options
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.run.room import with_rope_switch
 
+LOG = logging.getLogger("forebay")
 MIN_DROP = 0.02  # of the share of accepted drafts, since a plan was made for it, for another plan to be made
 
 
@@ -97,6 +100,7 @@ class ModelPlanner:
         self.captured, self.checkpoint, self.files, self.budget = captured, checkpoint, files, budget
         self.machine, self.switches = machine, read_switches()
         self.fingerprint = f"{checkpoint.fingerprint} {part}" if part else checkpoint.fingerprint
+        self._graphs_kept_as = "" if part else captured.kept_as
         self._graphs: ModelGraphs | None = None  # after the block passes, whatever the workload
 
     def within(self, budget: Budget) -> Self:
@@ -107,7 +111,16 @@ class ModelPlanner:
 
     def planned(self, workload: Workload, options: Options, choose: PlanChoice) -> PlannedSteps:
         task = self.task(self.fitted(workload), options)
-        return PlannedSteps(*finish(task, choose(task)))
+        key = plan_key(task, self._graphs_kept_as, choose)
+        if key is not None and (plan := read_plan(key, self.budget)) is not None:
+            try:
+                return self.replayed(plan, options)
+            except PlanError as error:
+                LOG.debug("the plan kept as %s is made again: %s", key, error)
+        pipeline, plan = finish(task, choose(task))
+        if key is not None:
+            keep_plan(key, plan, self.budget)
+        return PlannedSteps(pipeline, plan)
 
     def replayed(self, plan: Plan, options: Options) -> PlannedSteps:
         pipeline = self.task(self._within_positions(plan.workload), options).pipeline(plan.schedule.batching)

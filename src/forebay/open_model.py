@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,7 @@ def open_graphs(
         check_unread(config, checkpoint, records.values())
     captured, files = with_stored_formats(captured, records), file_slices(records)
     if key is not None:
-        captured = rewrite_captured(captured, Switches())
+        captured = replace(rewrite_captured(captured, Switches()), kept_as=key)
         keep_graphs(key, captured, files, said)
     return captured, checkpoint, files
 

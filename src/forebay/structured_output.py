@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from forebay.commands.plain_tokenizer import PlainTokenizer
+
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
 MOST_ERROR_CHARACTERS = 400
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -46,7 +48,7 @@ class StructuredOutput:
     """Constraints for answers of a model.
 
     Args:
-        tokenizer: The model's, a fast one of transformers.
+        tokenizer: The model's, plain or a fast one of transformers.
         vocab_size: Of the model's logits.
         eos: Tokens that end an answer.
     """
@@ -81,7 +83,8 @@ class StructuredOutput:
         """The tokenizer as llguidance has it, made once: a second for a large vocabulary."""
         from llguidance.hf import from_tokenizer
 
-        return from_tokenizer(self.tokenizer, max(self.vocab_size, len(self.tokenizer)), sorted(self.eos) or None)
+        tokenizer = self.tokenizer.of_transformers() if isinstance(self.tokenizer, PlainTokenizer) else self.tokenizer
+        return from_tokenizer(tokenizer, max(self.vocab_size, len(tokenizer)), sorted(self.eos) or None)
 
 
 class GrammarConstraint:

@@ -37,6 +37,15 @@ def test_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_budget() == Budget(4 << 30, FREE // 2), "of a GPU's memory, and of the host's"
 
 
+def test_memory_that_changed_a_little_gives_the_same_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    for free in (FREE, FREE + (200 << 20), FREE + (400 << 20), 1000, 7, 1):
+        monkeypatch.setattr(module, "available_nbytes", lambda free=free: free)
+        sizes.append(default_budget().device)
+        assert free // 2 * 8 / 9 <= sizes[-1] <= free / 2
+    assert sizes[:3] == [FREE // 2, FREE // 2, FREE // 2 + (128 << 20)]
+
+
 def test_half_of_what_a_named_machine_has() -> None:
     gpu = PRESETS["t4"]
     assert default_budget(gpu) == Budget(gpu.tiers["device"].capacity_nbytes // 2,

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import forebay.commands.plan_config as planning
 import forebay.kept_graphs as kept_graphs
+import forebay.kept_texts as kept_texts
 import forebay.open_model as opening
 from forebay.api import wrap
 from forebay.commands.plan_serving import plan_serving
@@ -136,12 +137,12 @@ def test_what_decides_the_graphs_is_in_their_key(
         (folder / "config.json").write_text(json.dumps(told | {"rms_norm_eps": 1e-3}))
     elif change == "code":
         (tmp_path / "more.py").write_text("")
-        found = [*kept_graphs._sources(), str(tmp_path / "more.py")]
-        monkeypatch.setattr(kept_graphs, "_sources", lambda: found)
+        found = [*kept_texts._sources(), str(tmp_path / "more.py")]
+        monkeypatch.setattr(kept_texts, "_sources", lambda: found)
     elif change == "passes":
         monkeypatch.setattr(pass_list, "PASSES", pass_list.PASSES[1:])
     elif change == "torch":
-        monkeypatch.setattr(kept_graphs, "version", lambda name: "0.1")
+        monkeypatch.setattr(kept_texts, "version", lambda name: "0.1")
     else:
         settings = ("last", True, False)
     assert kept_graphs.graphs_key(folder, opening.open_checkpoint(folder), settings) != before

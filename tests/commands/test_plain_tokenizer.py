@@ -13,7 +13,7 @@ from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.plain_tokenizer import plain_tokenizer
 from forebay.commands.prompts import PromptLine, load_tokenizer, prompt_ids, takes_chats
 from forebay.commands.terminal import JobError
-from forebay.huggingface.served import asks_nothing_more
+from forebay.huggingface.served import asks_nothing_more, named_sampling
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 
 TEXTS = ["The capital of France is", "  two  spaces\n\nand lines ", "Übergröße 東京 🚀",
@@ -31,6 +31,16 @@ def test_ids_and_text_are_those_of_transformers() -> None:
             assert plain.decode(ids, skip_special_tokens=skip) == whole.decode(ids, skip_special_tokens=skip)
         bare = whole(text, add_special_tokens=False)["input_ids"]
         assert plain(text, add_special_tokens=False)["input_ids"] == bare
+
+
+def test_the_vocabulary_is_that_of_transformers() -> None:
+    folder = demo_checkpoint()
+    plain, whole = plain_tokenizer(folder), load_tokenizer(folder)
+    assert plain is not None and len(plain) == len(whole) and plain.get_added_vocab() == whole.get_added_vocab()
+    assert sorted(plain.all_special_ids) == sorted(whole.all_special_ids)  # type: ignore[type-var]
+    words = ["<|im_start|>", "the", "no such token"]
+    assert plain.convert_tokens_to_ids(words) == whole.convert_tokens_to_ids(words)
+    assert plain.of_transformers().get_vocab() == whole.get_vocab()
 
 
 def test_chats_are_those_of_transformers() -> None:
@@ -85,3 +95,12 @@ def test_generation_that_asks_for_more_is_left_to_transformers(tmp_path: Path, a
     assert not asks_nothing_more(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(asked))
     assert asks_nothing_more(tmp_path) is plain
+
+
+@pytest.mark.parametrize(("text", "named"), [
+    ('{"temperature": 0.6, "top_k": 20, "min_p": null, "eos_token_id": 2}', {"temperature": 0.6, "top_k": 20}),
+    ("{}", {}), ('{"temperature": "warm"}', None), ('{"top_p": true}', None), ("[1]", None), ("{", None), (None, None)])
+def test_sampling_is_read_where_it_is_plain(tmp_path: Path, text: str | None, named: dict | None) -> None:
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    assert named_sampling(tmp_path) == named

@@ -122,7 +122,7 @@ def test_calls_and_results_reach_the_template() -> None:
     ({"eos_token_id": 3, "top_p": 0.8}, Sampling(True, 1.0, 0, 0.8)),
     ({"min_p": 0.05, "repetition_penalty": 1.3}, Sampling(True, 1.0, 0, 1.0, 0.05, 1.3))])
 def test_requests_that_do_not_say_draw_as_the_model_recommends(config: dict[str, Any], sampling: Sampling) -> None:
-    assert default_sampling(GenerationConfig(**config)) == sampling
+    assert default_sampling(GenerationConfig(**config).to_diff_dict()) == sampling
     body = json.dumps({"prompt": "w1"}).encode()
     assert read_inquiry(body, "tiny", chat=False, sampling=sampling).sampling == sampling
     said = json.dumps({"prompt": "w1", "temperature": 0.3, "top_p": 0.5}).encode()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.turns import StepTurns
     from forebay.rewriter.pipeline.plan_task import Planned, PlanTask
@@ -41,15 +43,6 @@ class ServingChoice:
     rate: float | None = None
 
 
-@dataclass(frozen=True)
-class _ServingWay:
-    """A pipeline and its plan, with the turns and the rate for the goals."""
-
-    planned: Planned
-    turns: StepTurns
-    rate: float | None
-
-
 def plan_serving(
     folder: Path, budget: object, options: Options, goals: ServingGoals | None = None, images: bool = False
 ) -> ServingChoice:
@@ -68,19 +61,14 @@ def plan_serving(
 
     sizes = parse_budget(budget)
     require_spill_folder(sizes.disk)
-    chosen: list[_ServingWay] = []
-
-    def choose(task: PlanTask) -> Any:
-        chosen.append(_best_way(task, goals))
-        return chosen[-1].planned
-
     batch_slots, prompt, new_tokens = options.batch_slots or 1, options.prompt or 1, options.new_tokens or 1
     typical = (min(goals.prompt, prompt), min(goals.output, new_tokens)) if goals is not None else (0, 0)
     planned = replace(options, admitted=admitted_at_once(batch_slots), machine=machine_profile(options, folder))
     opened = open_model(folder, embeds=images, keep=options.of_one_model)
     planned = image_options(planned, opened[0], prompt)
-    lm = build_model(opened, sizes, Workload(batch_slots, prompt, new_tokens, *typical), planned, choose)
-    return ServingChoice(lm, chosen[-1].turns, chosen[-1].rate)
+    lm = build_model(opened, sizes, Workload(batch_slots, prompt, new_tokens, *typical), planned,
+                     partial(plan_slots_of_server, goals=goals))
+    return ServingChoice(lm, *_turns_for(goals, lambda: step_times_of(lm)))
 
 
 def step_times_of(lm: LanguageModel) -> StepTimes:
@@ -90,32 +78,28 @@ def step_times_of(lm: LanguageModel) -> StepTimes:
     return step_times(lm.plan, lm.steps.program, lm.machine)
 
 
-def _best_way(task: PlanTask, goals: ServingGoals | None) -> _ServingWay:
+def plan_slots_of_server(task: PlanTask, goals: ServingGoals | None) -> Planned:
+    """The plan of the best number of slots, of those that `plan_serving` compares."""
     from forebay.rewriter.ir.plan import PlanError
+    from forebay.rewriter.planning.objective import sequence_time_s
 
     options = task.options
-    ways, refused = [], None
+    found: list[Planned] = []
+    refused = None
     for count in (options.batch_slots,) if options.batch_slots else BATCH_SLOTS:
         for alone in (True, False) if options.prompt_lookup_num_tokens is not None and count == 1 else (False,):
             try:
-                ways.append(_way(_planned(task, count, alone=alone), task, goals))
+                found.append(_planned(task, count, alone=alone))
                 break
             except PlanError as error:
                 refused = error
-    if not ways:
+    if not found:
         assert refused is not None
         raise refused
-    best = min(ways, key=_order)
-    if goals is not None and not best.rate:
-        raise PlanError(_missed(ways, task, goals))
-    return best
-
-
-def _order(way: _ServingWay) -> tuple[float, float]:
-    """The greatest rate, then the least time of a sequence of a long job."""
-    from forebay.rewriter.planning.objective import sequence_time_s
-
-    return -(way.rate or 0.0), sequence_time_s(way.planned[1])
+    rates = [_turns_for(goals, partial(_times, planned, task))[1] or 0.0 for planned in found]
+    if goals is not None and not max(rates):
+        raise PlanError(_missed(found, task, goals))
+    return min(zip(found, rates, strict=True), key=lambda way: (-way[1], sequence_time_s(way[0][1])))[0]
 
 
 def _planned(task: PlanTask, count: int, *, alone: bool = False) -> Planned:
@@ -135,8 +119,8 @@ def _times(planned: Planned, task: PlanTask) -> StepTimes:
     return step_times(plan, partial(pipeline.program, plan), task.machine)
 
 
-def _way(planned: Planned, task: PlanTask, goals: ServingGoals | None) -> _ServingWay:
-    """A plan, with the turns under which it keeps the goals at the greatest rate."""
+def _turns_for(goals: ServingGoals | None, times_of: Callable[[], StepTimes]) -> tuple[StepTurns, float | None]:
+    """The turns with which a plan of such times keeps the goals at the greatest rate, and that rate."""
     from forebay.rewriter.ir.turns import DEFAULT_TURNS, SERVER_TURNS, StepTurns
     from forebay.rewriter.serving.continuous_batching import simulate_slots
     from forebay.rewriter.serving.goodput import ServiceLevel, greatest_rate
@@ -144,8 +128,8 @@ def _way(planned: Planned, task: PlanTask, goals: ServingGoals | None) -> _Servi
     from forebay.rewriter.serving.traffic import Arrival, Traffic
 
     if goals is None:
-        return _ServingWay(planned, SERVER_TURNS, None)
-    times, level = _times(planned, task), ServiceLevel(goals.ttft_s, goals.tpot_s, SHARE, runs=1)
+        return SERVER_TURNS, None
+    times, level = times_of(), ServiceLevel(goals.ttft_s, goals.tpot_s, SHARE, runs=1)
     alone = float(simulate_slots([Arrival(0.0, goals.prompt, goals.output)], times).last[0])
     traffic = Traffic(1.0, REQUESTS, goals.prompt, goals.output)
     rates = {}
@@ -153,14 +137,15 @@ def _way(planned: Planned, task: PlanTask, goals: ServingGoals | None) -> _Servi
         found = Simulated(lambda requests, seed, turns=turns: simulate_slots(requests, times, turns), alone)  # type: ignore[misc]
         rates[turns] = greatest_rate(found, traffic, level)[1]
     turns = max(rates, key=lambda each: rates[each])
-    return _ServingWay(planned, turns, rates[turns])
+    return turns, rates[turns]
 
 
-def _missed(ways: list[_ServingWay], task: PlanTask, goals: ServingGoals) -> str:
+def _missed(found: list[Planned], task: PlanTask, goals: ServingGoals) -> str:
     from forebay.rewriter.serving.continuous_batching import simulate_slots
     from forebay.rewriter.serving.traffic import Arrival
 
-    runs = [simulate_slots([Arrival(0.0, goals.prompt, goals.output)], _times(way.planned, task)) for way in ways]
+    runs = [simulate_slots([Arrival(0.0, goals.prompt, goals.output)], _times(planned, task))
+            for planned in found]
     ttft = min(float(run.ttft_s[0]) for run in runs)
     tpot = min((float(run.tpot_s[0]) for run in runs if len(run.tpot_s)), default=0.0)
     return (f"no plan within this budget keeps these goals: a request alone is predicted to take {_ms(ttft)} to its "

@@ -70,9 +70,11 @@ def serve(
     Long: a third of it is the options of its own.
     """
     with clean_errors(debug):
+        from forebay.commands.plain_tokenizer import plain_tokenizer
         from forebay.commands.plan_serving import plan_serving
         from forebay.commands.prompts import load_tokenizer, stop_ids
         from forebay.commands.serve_texts import reads_texts, serve_texts
+        from forebay.huggingface.served import named_sampling
         from forebay.serving.requests import default_sampling
         from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
 
@@ -96,15 +98,17 @@ def serve(
             if reads_texts(folder):
                 serve_texts(folder, sizes, socket, ServingOptions(named, api_key, hosts), grace)
                 return
-            tokenizer = load_tokenizer(folder)
+            tokenizer = (None if image_nbytes else plain_tokenizer(folder)) or load_tokenizer(folder)
             prepare_draft(options.draft, folder, sizes.device)
-            with console().status("capturing and planning"):
+            with console().status("capturing and planning, or reading what an earlier start kept"):
                 choice = plan_serving(folder, sizes, options, goals, images=bool(image_nbytes))
             _check_tower(choice.lm, image_nbytes)
             lm, limit = choice.lm, choice.lm.captured.max_positions
             if options.draft is not None:
                 say(f"draft: {lm.draft_summary}")
-            told = ServingOptions(named, api_key, hosts, sampling=default_sampling(lm.generation_config), strict=strict)
+            drawn = named_sampling(folder)
+            sampling = default_sampling(lm.generation_config.to_diff_dict() if drawn is None else drawn)
+            told = ServingOptions(named, api_key, hosts, sampling=sampling, strict=strict)
             run = ServerRun(Service(
                 lm, tokenizer, stop_ids(folder, tokenizer), prompt,
                 min(new_tokens, limit - prompt) if limit else new_tokens, queue, told,

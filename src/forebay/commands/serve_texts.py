@@ -18,12 +18,8 @@ def reads_texts(folder: Path) -> bool:
     """Return whether the model of a folder makes embeddings or scores, not text."""
     from forebay.embedding.reranker import is_reranker
     from forebay.embedding.sentence_files import is_embedder
-    from forebay.rewriter.checkpoints.records import CheckpointError
 
-    try:
-        return is_embedder(folder) or is_reranker(folder)
-    except CheckpointError:  # said by who opens it
-        return False
+    return is_embedder(folder) or is_reranker(folder)
 
 
 def refuse_embedders(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +13,17 @@ import torch
 
 from forebay.embedding.embedder import BATCH_SIZE, TextModel
 from forebay.embedding.sentence_files import SentenceFiles
-from forebay.rewriter.checkpoints.config import read_config
+from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.plan import Budget
 
 
 def is_reranker(folder: Path) -> bool:
     """Return whether a folder holds a model that scores texts."""
-    names = getattr(read_config(folder), "architectures", None) or ()
-    return any(name.endswith("ForSequenceClassification") for name in names)
+    try:
+        names = json.loads(read_input(folder / "config.json"))["architectures"]
+        return any(name.endswith("ForSequenceClassification") for name in names)
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):  # said by who opens it
+        return False
 
 
 class Reranker(TextModel):

@@ -13,6 +13,20 @@ SERVED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "
           "disable_compile", "compile_config", "transformers_version"}
 
 
+NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # that say how tokens are drawn
+
+
+def named_sampling(folder: Path) -> dict[str, float] | None:
+    """How the generation_config.json in a model's folder would have tokens drawn; None where there is none, or one that
+    transformers has to read."""
+    try:
+        asked = json.loads(read_input(folder / "generation_config.json"))
+        named = {name: asked[name] for name in NUMBERS if asked.get(name) is not None}
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
+        return None
+    return named if all(type(each) in (int, float) for each in named.values()) else None
+
+
 def asks_nothing_more(folder: Path) -> bool:
     """Return whether the generation_config.json in a model's folder asks for nothing that the loop does not do; False
     where there is none, or none that can be read."""

@@ -4,9 +4,9 @@ add to it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forebay.runtime.run.sampling import Sampling
 from forebay.serving.messages import read_messages
@@ -14,9 +14,6 @@ from forebay.serving.output_fields import OUTPUT_FIELDS, call_grammar, read_gram
 from forebay.serving.refusal import Refusal
 from forebay.serving.request_fields import RequestFields
 from forebay.structured_output import OutputGrammar
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
 
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256  # strings that end an answer
 MOST_TOP_K = (1 << 31) - 1
@@ -91,10 +88,9 @@ class Inquiry:
         return self.messages is not None
 
 
-def default_sampling(config: GenerationConfig) -> Sampling:
-    """Return how tokens are drawn for requests that do not say: as the model's generation config has it, else at
-    temperature 1 from all tokens."""
-    named = config.to_diff_dict()
+def default_sampling(named: Mapping[str, Any]) -> Sampling:
+    """Return how tokens are drawn for requests that do not say: as the model's generation config has `named` it, else
+    at temperature 1 from all tokens."""
     penalty = named.get("repetition_penalty") or 1.0
     if named.get("temperature") == 0:
         return Sampling(repetition_penalty=penalty)
