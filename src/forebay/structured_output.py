@@ -6,14 +6,13 @@ import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import torch
-
-from forebay.commands.plain_tokenizer import PlainTokenizer
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
 MOST_ERROR_CHARACTERS = 400
@@ -81,10 +80,11 @@ class StructuredOutput:
     @cached_property
     def _tokens(self) -> Any:
         """The tokenizer as llguidance has it, made once: a second for a large vocabulary."""
-        from llguidance.hf import from_tokenizer
-
-        tokenizer = self.tokenizer.of_transformers() if isinstance(self.tokenizer, PlainTokenizer) else self.tokenizer
-        return from_tokenizer(tokenizer, max(self.vocab_size, len(tokenizer)), sorted(self.eos) or None)
+        backend = copy(self.tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return _llguidance().LLTokenizer(backend.to_str(), n_vocab=max(self.vocab_size, len(self.tokenizer)),
+                                         eos_token=sorted(self.eos) or self.tokenizer.eos_token_id)
 
 
 class GrammarConstraint:

@@ -40,7 +40,7 @@ def test_the_vocabulary_is_that_of_transformers() -> None:
     assert sorted(plain.all_special_ids) == sorted(whole.all_special_ids)  # type: ignore[type-var]
     words = ["<|im_start|>", "the", "no such token"]
     assert plain.convert_tokens_to_ids(words) == whole.convert_tokens_to_ids(words)
-    assert plain.of_transformers().get_vocab() == whole.get_vocab()
+    assert plain.backend_tokenizer.to_str() == whole.backend_tokenizer.to_str()
 
 
 def test_chats_are_those_of_transformers() -> None:

@@ -27,48 +27,43 @@ class PlainTokenizer:
         chat_template: The model's template for chats; None where it has none.
         special_tokens_map: The special tokens that a template may name, by their names.
         all_special_ids: Their ids.
+        backend_tokenizer: The tokenizer of the tokenizers library.
         eos_token_id: The token that ends an answer; None where there is none.
     """
 
     def __init__(self, folder: Path, special_tokens: dict[str, str], chat_template: str | None) -> None:
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.backend_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.backend_tokenizer.no_truncation()
+        self.backend_tokenizer.no_padding()
         self.chat_template, self.special_tokens_map = chat_template, special_tokens
-        self._folder, eos = folder, special_tokens.get("eos_token")
-        self.eos_token_id = None if eos is None else self._tokenizer.token_to_id(eos)
-        self._unknown = self._tokenizer.token_to_id(special_tokens.get("unk_token", ""))
+        eos = special_tokens.get("eos_token")
+        self.eos_token_id = None if eos is None else self.backend_tokenizer.token_to_id(eos)
+        self._unknown = self.backend_tokenizer.token_to_id(special_tokens.get("unk_token", ""))
         self.all_special_ids = self.convert_tokens_to_ids(list(dict.fromkeys(special_tokens.values())))
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def __len__(self) -> int:
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+        return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]:
         """Return the id of each token, of one that is not in the vocabulary the unknown token's."""
-        ids = map(self._tokenizer.token_to_id, tokens)
+        ids = map(self.backend_tokenizer.token_to_id, tokens)
         return [self._unknown if i is None else i for i in ids]
 
     def get_added_vocab(self) -> dict[str, int]:
         """Return the ids of tokens added to the vocabulary."""
-        return {token.content: i for i, token in sorted(self._tokenizer.get_added_tokens_decoder().items())}
-
-    def of_transformers(self) -> Any:
-        """Return transformers' tokenizer for the same folder."""
-        from forebay.commands.prompts import load_tokenizer
-
-        return load_tokenizer(self._folder)
+        return {token.content: i for i, token in sorted(self.backend_tokenizer.get_added_tokens_decoder().items())}
 
     def get_chat_template(self) -> str | None:
         """Return the template for chats."""
         return self.chat_template
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        return self.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
 
 def plain_tokenizer(folder: Path) -> PlainTokenizer | None:
