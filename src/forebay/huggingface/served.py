@@ -17,8 +17,8 @@ NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # th
 
 
 def named_sampling(folder: Path) -> dict[str, float] | None:
-    """How the generation_config.json in a model's folder would have tokens drawn; None where there is none, or one that
-    transformers has to read."""
+    """Read how the generation_config.json in a model's folder has tokens drawn; None where there is none, or where
+    transformers has to read it."""
     try:
         asked = json.loads(read_input(folder / "generation_config.json"))
         named = {name: asked[name] for name in NUMBERS if asked.get(name) is not None}
