@@ -372,7 +372,7 @@ def _slot_choices(kinds: WeightKinds, options: Options, needs: ModelNeeds) -> li
     if options.slot_nbytes is not None and options.slot_nbytes < low:
         raise PlanError(f"slot_nbytes: {options.slot_nbytes} is below {low}, the largest piece that must stream whole")
     largest, usual = max(u.nbytes for u in products), needs.slot_nbytes
-    huge = [largest // HUGE_TILES] if largest // HUGE_TILES > max(usual) * 2 else []
+    huge = [max(low, largest // HUGE_TILES)] if largest // HUGE_TILES > max(usual) * 2 else []
     small = [low << i for i in range(8) if low << i < min(usual)]
     sizes = [options.slot_nbytes] if options.slot_nbytes else list(dict.fromkeys(
         [*(max(low, min(largest, n)) for n in usual), *huge, *small, low]))

@@ -27,7 +27,7 @@ class Lowered:
     def space(self, batch: int = 0, cache_formats: tuple[str, ...] = ("native",)) -> Space:
         """The blocks to look at: of exactly `batch` sequences if that is not 0."""
         return Space(micro_batches=(batch,) if batch else BATCHES, blocks=self.micro_batches, orders=("row",),
-                     cache_formats=cache_formats, host_attention=False)
+                     cache_formats=cache_formats, host_attention=False, largest=batch or max(BATCHES))
 
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -40,8 +40,18 @@ DENSE_CONFIGS: dict[str, Config] = {
     "qwen3-8b": _gated("qwen3", 36, 4096, 12288, 32, 8, 151936, 40960, head_dim=128),
     "qwen3-32b": _gated("qwen3", 64, 5120, 25600, 64, 8, 151936, 40960, head_dim=128),
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
+         "beta_fast": 32.0, "beta_slow": 1.0}  # of DeepSeek
+
+
+def _deepseek(kind: str, mscale: float, **more: Any) -> Config:
+    yarn = _YARN | {"mscale": mscale, "mscale_all_dim": mscale}
+    return {"model_type": kind, "dtype": "bfloat16", "max_position_embeddings": 163840, "rope_parameters": yarn, **more}
+
+
 EXPERT_CONFIGS: dict[str, Config] = {
     "mixtral-8x7b": {"model_type": "mixtral", "dtype": "bfloat16"},
+    "mixtral-8x22b": _gated("mixtral", 56, 6144, 16384, 48, 8, 32768, 65536, dtype="bfloat16"),
     "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32, "dtype": "bfloat16"},
     "gpt-oss-120b": {"model_type": "gpt_oss", "dtype": "bfloat16"},
     "qwen3-30b-a3b": _gated("qwen3_moe", 48, 2048, 6144, 32, 4, 151936, 40960, head_dim=128, num_experts=128,
@@ -53,6 +63,15 @@ EXPERT_CONFIGS: dict[str, Config] = {
     "glm-4.5-air": {"model_type": "glm4_moe", "dtype": "bfloat16"},
     "llama-4-scout": {"model_type": "llama4_text", "dtype": "bfloat16"},
     "minimax-m2": {"model_type": "minimax_m2", "dtype": "bfloat16"},
-    "deepseek-v3": {"model_type": "deepseek_v3", "dtype": "bfloat16"},
+    "deepseek-v2": _deepseek("deepseek_v2", 0.707, vocab_size=102400, hidden_size=5120, intermediate_size=12288,
+                             moe_intermediate_size=1536, num_hidden_layers=60, num_attention_heads=128,
+                             num_key_value_heads=128, n_shared_experts=2, n_routed_experts=160, kv_lora_rank=512,
+                             q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+                             topk_method="group_limited_greedy", n_group=8, topk_group=3, num_experts_per_tok=6,
+                             first_k_dense_replace=1, norm_topk_prob=False, routed_scaling_factor=16.0),
+    "deepseek-v3": _deepseek("deepseek_v3", 1.0),
+    "kimi-k2": {"model_type": "deepseek_v3", "dtype": "bfloat16", "vocab_size": 163840, "n_routed_experts": 384,
+                "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1, "topk_group": 1,
+                "first_k_dense_replace": 1, "max_position_embeddings": 131072},
 }
 PRESET_CONFIGS = DENSE_CONFIGS | EXPERT_CONFIGS

@@ -49,7 +49,8 @@ def test_rows_that_no_kernel_reads_are_refused() -> None:
 
 BILLIONS = {
     "qwen3-30b-a3b": 30.5, "gpt-oss-20b": 20.9, "mixtral-8x7b": 46.7, "gpt-oss-120b": 116.8, "qwen3-235b-a22b": 235.1,
-    "qwen3-next-80b-a3b": 79.7, "glm-4.5-air": 103.5, "llama-4-scout": 107.8, "minimax-m2": 228.7, "deepseek-v3": 671.0}
+    "qwen3-next-80b-a3b": 79.7, "glm-4.5-air": 103.5, "llama-4-scout": 107.8, "minimax-m2": 228.7, "deepseek-v3": 671.0,
+    "mixtral-8x22b": 140.6, "deepseek-v2": 235.7, "kimi-k2": 1026.4}
 
 
 @pytest.mark.parametrize(("name", "billions"), without(

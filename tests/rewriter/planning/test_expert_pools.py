@@ -70,6 +70,17 @@ def mixture(**changed: object) -> ModelNeeds:
     return replace(ModelNeeds("f", uses, {}, {}, lambda tokens: PhaseNeed(64, 64)), **changed)
 
 
+@pytest.mark.parametrize("rates", [Rates(), GPU_RATES], ids=["cpu", "gpu"])
+def test_slots_hold_an_expert_of_a_table_of_few(rates: Rates) -> None:
+    """Experts of 320 MiB, as Mixtral's: a slot of a sixteenth of the table would hold half of one."""
+    table = WeightUse("e", 8 * 320 << 20, 8, True, False, True, layers=(0,), share=0.25, outputs=10)
+    needs = ModelNeeds("f", [table], {}, {}, lambda tokens: PhaseNeed(64, 64), rates=rates, host_hop=rates.hop)
+    options = Options(expert_slots=0, cpu_experts=1 if rates.hop else None)
+    plan = make_plan(needs, Budget(2 << 30, 4 << 30), Workload(1, 16, 100), options, MACHINE)
+    assert plan.weight("e").tier != "device" and plan.weight("e").tile_rows >= 1
+    assert plan.schedule.slot_nbytes >= 320 << 20
+
+
 @pytest.mark.parametrize(("asked", "named"), [
     ({"expert_slots": 8, "weight_shares": (0.9, 0.05)}, r"weight_shares=\(0.9, 0.05\), expert_slots=8: no budget"),
     ({"expert_slots": 8, "policy": (50, 0, 100, 0, 100, 0)}, r"policy=\(50, .*\), expert_slots=8: no budget")])

@@ -11,6 +11,7 @@ from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.planning.objective import BudgetError, Objective
 from forebay.rewriter.policy.block_costs import BlockShape
 from forebay.rewriter.policy.placement import NO_CHECKPOINTS
+from forebay.rewriter.policy.plan_search import BATCHES, blocks
 from forebay.rewriter.policy.policy_search import Problem, Space, candidates, frontier, search
 from forebay.rewriter.policy.policy_summary import advice, bottleneck, summary, weight_tiers
 from forebay.rewriter.policy.shares import TIERS
@@ -35,6 +36,12 @@ def test_any_preset_model_on_any_preset_machine(model: str, machine: str) -> Non
         held = sum(w["nbytes"] for w in weights if w["tier"] == tier)
         assert held <= summary(policy)["peak_nbytes"][tier] <= policy.costs.capacity[tier]
     assert policy.bound_time_s <= policy.placement.time_s * (1 + 1e-4)
+
+
+def test_any_number_of_sequences_may_be_asked_for() -> None:
+    assert [block.size for block in blocks(0)] == sorted(BATCHES)
+    for asked in (1, 3, 1024, 1536, 100_000):
+        assert blocks(asked) == [BlockShape(asked, order="row")]
 
 
 def test_more_budget_is_never_slower() -> None:
