@@ -7,7 +7,7 @@ import importlib
 
 from benchmarks.papers.tables import as_json, as_markdown
 
-PAPERS = ("flexgen", "hybridserve", "bestserve", "flashdecoding", "pope")
+PAPERS = ("flexgen", "hybridserve", "bestserve", "flashdecoding", "pope", "experts")
 
 
 def main() -> None:

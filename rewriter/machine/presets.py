@@ -96,14 +96,14 @@ def _gpu(
     share = "assumed share of the peak: "
     return _sheet(
         name, device_kind, nbytes=(int(0.94 * device_gb * 1e9), host_gib * GIB, int(disk[0] * 1e9)), read=0.8 * read,
-        up=up, down=up, disk=(disk[1] * 1e9, disk[2] * 1e9), attention=0.6 * read, host_attention=9e9,
+        up=up, down=up, disk=(disk[1] * 1e9, disk[2] * 1e9), attention=0.6 * read, host_attention=0.7e9 * memory[0],
         product_flops=0.7 * flops, attention_flops=0.2 * flops, peaks=(flops, read, interconnect_gb_per_s * 1e9),
         host_products=(0.7e9 * memory[0], 0.5 * cores * 3e9 * 32),
         sources={
             "device": f"{sheet}; 94 % of it, the rest is the runtime's", "host": host, "disk": host,
             "read": share + "0.8, streaming reads", "up": link_source, "down": link_source, "disk read": host,
             "disk write": host, "attention": share + "0.6, decode attention",
-            "host attention": "as on the T4 preset's host (fitted there)",
+            "host attention": f"{share}0.7 of {memory[0]:g} GB/s, as host products",
             "host products": f"{share}0.7 of {memory[0]:g} GB/s ({memory[1]}, assumed)",
             "host operations": f"{share}0.5 of {cores} cores (assumed) at 3 GHz, 32 operations a cycle with AVX2",
             "products": share + "0.7, large half-precision products",
@@ -180,6 +180,10 @@ PRESETS: dict[str, Machine] = {machine.name: machine for machine in (
          memory=_DDR4, cores=32, device_gb=24, peak_tflops=165.2, peak_gb_per_s=1008, link=_PCIE4,
          host_gib=821, disk=(2000, 5.0, 3.0), interconnect_gb_per_s=0, sheet="NVIDIA Ada white paper",
          host="HybridServe, section 5.1 (882 GB); disk assumed, PCIe 4.0 NVMe"),
+    _gpu("a5000", "NVIDIA RTX A5000",
+         memory=_DDR4, cores=32, device_gb=24, peak_tflops=111.1, peak_gb_per_s=768, link=_PCIE4,
+         host_gib=1024, disk=(3800, 6.0, 3.0), interconnect_gb_per_s=0,
+         sheet="NVIDIA RTX A5000 data sheet (222.2 TFLOPS with sparsity)", host=_HOST),
     _gpu("rtx4060-laptop", "NVIDIA GeForce RTX 4060 Laptop GPU",
          memory=_TWO_CHANNELS, cores=8, device_gb=8, peak_tflops=46.2, peak_gb_per_s=256,
          link=(12.5, "PCIe 4.0 x8: 15.8 GB/s raw, 12.5 attained by pinned copies (assumed, 0.8)"), host_gib=12,

@@ -117,6 +117,8 @@ class BlockWidths:
         inner = sum(n * k for n, k in out) // layer.hidden
         up = sum(n * k for n, k in products) // layer.hidden - inner
         query, key_value = layer.heads * layer.head_dim, layer.kv_elements
+        if layer.latent:  # its products make queries and results of narrower ones: as many elements as they have
+            query = (sum(n * k for n, k in layer.matrices(ATTENTION)) // layer.hidden - key_value) // 2
         counted = layer.hidden * (2 * query + key_value + up + inner)
         return BlockWidths(layer.hidden, query, key_value, up, inner,
                            max(0, layer.elements(ATTENTION) + layer.elements(MLP) - counted), layer.active_share(MLP))
@@ -297,6 +299,7 @@ def attention_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: 
     seen = work.context - (work.tokens - 1) / 2  # causal: the first of them sees fewer
     kept = min(work.context, layer.window) if layer.window else work.context
     seen = min(seen, layer.window) if layer.window else seen
+    of_head = layer.kv_elements // layer.kv_heads
     moved: tuple[Collective, ...] = ()
     if layout.attention == "batch":
         own, heads, kv_heads = math.ceil(work.batch / mesh.chips), layer.heads, layer.kv_heads
@@ -306,8 +309,8 @@ def attention_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: 
     else:
         own, heads, kv_heads = sequences, math.ceil(layer.heads / over), math.ceil(layer.kv_heads / over)
         if kv_heads * over > layer.kv_heads and over > 1 and not layout.copied:  # some chips hold the same heads
-            moved = (Collective("all-gather", rest, column * 2 * kv_heads * layer.head_dim, "k, v"),)
-    nbytes = own * kept * 2 * kv_heads * layer.head_dim * sizes.activation
+            moved = (Collective("all-gather", rest, column * kv_heads * of_head, "k, v"),)
+    nbytes = own * kept * kv_heads * of_head * sizes.activation
     flops = 4.0 * own * work.tokens * seen * heads * layer.head_dim
     return AttentionCost(times.attention_s(sizes.dtype, nbytes, flops), times.attention_s(sizes.dtype, 0.0, flops),
                          times.attention_s(sizes.dtype, nbytes, 0.0), sum(collective_s(item, mesh) for item in moved),

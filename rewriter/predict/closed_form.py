@@ -16,6 +16,7 @@ from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S
 from forebay.rewriter.predict.estimator import Estimator, side_by_side_s
 from forebay.rewriter.predict.item_costs import (
     GUESSED_BYTES_PER_S,
+    attention_intensity,
     host_attend_s,
     host_product_s,
     over_tokens,
@@ -181,6 +182,7 @@ def rates_of(
     upload, upload_latency_s = math.inf, 0.0
     with contextlib.suppress(KeyError):  # a machine without that link has nothing in host memory
         upload, upload_latency_s = 1 / times.byte_s("host", "device"), times.latency_s("host", "device")
+    intensity = attention_intensity(launch for _, launch in cache)
     between = {}
     for ends in CACHE_STREAMS:
         with contextlib.suppress(KeyError):
@@ -189,7 +191,7 @@ def rates_of(
     launches_s = times.dispatch_s * (parts.count if parts.takes_turns else 1)  # over each piece
     return Rates(1 / times.byte_s(*link), times.latency_s(*link), times.copy_issue_s + launches_s,
                  times.slowed(0.5), times.slows(0.5), compute_s, upload, upload_latency_s, link[1] == "host", attend_s,
-                 cache_byte_s=between, host_attend_s=lambda nbytes: host_attend_s(nbytes, times),
+                 cache_byte_s=between, host_attend_s=lambda nbytes: host_attend_s(nbytes, nbytes * intensity, times),
                  core_share=times.reads_core_share,
                  host_product_s=lambda kind, nbytes, flops: host_product_s(kind, nbytes, flops, times),
                  multiplies=math.isfinite(times.host_product_s("bfloat16", 1.0, 1.0)))

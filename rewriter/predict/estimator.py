@@ -53,7 +53,7 @@ class Estimator(Protocol):
     def attention_s(self, dtype: str, nbytes: float, flops: float) -> float:
         """Attention on the device over `nbytes` of K and V of a dtype or cache format ("kv4")."""
 
-    def host_attention_s(self, nbytes: float) -> float:
+    def host_attention_s(self, nbytes: float, flops: float = 0.0) -> float:
         """The same on a host beside a GPU; inf where it does not compute."""
 
     def host_product_s(self, kind: str, nbytes: float, flops: float) -> float:
@@ -151,9 +151,10 @@ class MachineEstimator:
         rate = self.machine.attention_flops
         return max(flops / rate if rate else 0.0, nbytes / self.machine.attention_bytes_per_s)
 
-    def host_attention_s(self, nbytes: float) -> float:
+    def host_attention_s(self, nbytes: float, flops: float = 0.0) -> float:
         rate = self.machine.attention_bytes_per_s if self.serial else self.machine.host_attention_bytes_per_s
-        return nbytes / rate if rate else math.inf
+        most = self.machine.host_product_flops
+        return max(nbytes / rate, flops / most if most else 0.0) if rate else math.inf
 
     def host_product_s(self, kind: str, nbytes: float, flops: float) -> float:
         rate, most = _rate_alike(self.machine.host_product_bytes_per_s, kind), self.machine.host_product_flops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -110,7 +110,7 @@ def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> 
         work = _experts_work(item)
         return host_product_s(work.kind, work.held, EXPERTS.cost(item).flops, times)
     if operator is not None and operator.timed_as == "attention" and item.stream == ATTEND:
-        return host_attend_s(_attended(item, operator, seen)[0], times)
+        return host_attend_s(*_attended(item, operator, seen), times)
     return (times.dispatch_s if times.serial else 0.0) + work_time_s(item, times, seen)
 
 
@@ -182,9 +182,21 @@ def over_tokens(item: Launch, tokens: int) -> Launch:
     return replace(item, op=operator.name, args=tuple(args), reads=reads)
 
 
-def host_attend_s(nbytes: float, times: Estimator) -> float:
+def attention_intensity(launches: Iterable[Launch]) -> float:
+    """Operations for each byte of the caches that launches attend over, the most of them: many where many heads share
+    one."""
+    found = [0.0]
+    for item in launches:
+        operator = find(item.op)
+        if operator is not None and operator.timed_as == "attention" and len(_tensors(item)[0].shape) == 4:
+            nbytes, flops = _attended(item, operator, {})
+            found.append(flops / max(1.0, nbytes))
+    return max(found)
+
+
+def host_attend_s(nbytes: float, flops: float, times: Estimator) -> float:
     """Seconds of the host's attention over so many bytes, by a guess where nobody knows its rate but it is forced."""
-    known = times.host_attention_s(nbytes)
+    known = times.host_attention_s(nbytes, flops)
     return known if math.isfinite(known) else nbytes / GUESSED_BYTES_PER_S
 
 

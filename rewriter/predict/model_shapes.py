@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
 from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.program import dtype_itemsize
-from forebay.rewriter.ir.state import kv_states
+from forebay.rewriter.ir.state import KVState, LatentState, kv_states
 from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.predict.preset_models import DENSE_CONFIGS, PRESET_CONFIGS
 
@@ -50,7 +51,7 @@ class LayerShape:
     """`count` equal layers. Operations are of one token, 2 per multiply-add; `window` is 0 for full attention.
 
     The attention stage ends with the output projection. `activation_elements` is the peak of live activations, per
-    token, outside attention itself.
+    token, outside attention itself. With latent attention all heads share one row, which is key and value (`latent`).
     """
 
     count: int
@@ -64,6 +65,7 @@ class LayerShape:
     head_dim: int
     window: int
     activation_elements: int
+    latent: bool = False
 
     def elements(self, stage: str) -> int:
         """Weight elements of one layer's stage."""
@@ -82,10 +84,15 @@ class LayerShape:
         """Share of a stage's products that one token takes part in: 1 but for experts."""
         return self.flops(stage) / (2 * sum(n * k for n, k in self.matrices(stage)))
 
+    def read_elements(self, rows: float) -> float:
+        """Weight elements of one layer that a step over so many tokens reads: of experts those that some token picks,
+        as if the router preferred nobody."""
+        return self.elements(ATTENTION) + self.elements(MLP) * (1 - (1 - min(1.0, self.active_share(MLP))) ** rows)
+
     @property
     def kv_elements(self) -> int:
         """Elements of K and V that one token leaves in the cache of one layer."""
-        return 2 * self.kv_heads * self.head_dim
+        return (1 if self.latent else 2) * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -264,22 +271,22 @@ def load_config(model: str) -> tuple[str, dict[str, Any]]:
 
 def shape_from_graphs(captured: CapturedModel, name: str = "") -> ModelShape:
     """The shape of a captured model, read off the nodes of its block graphs and step graph."""
-    kinds, inside, caches = [], set(), kv_states(captured.states, "the model's shape")
+    latents = [layer[0] for layer in captured.states if len(layer) == 1 and isinstance(layer[0], LatentState)]
+    caches: Sequence[KVState | LatentState] = latents if len(latents) == len(captured.states) else kv_states(
+        captured.states, "the model's shape")
+    kinds, inside = [], set()
     for block, graph in captured.blocks().items():
         indices = [i for i, used in enumerate(captured.layers) if used == block]
         inside |= {n for i in indices for n in captured.layer_weights[i].values()}
-        by_window: dict[tuple[int, int, int], int] = {}
-        for i in indices:
-            key = (caches[i].kv_heads, caches[i].head_dim, caches[i].window)
-            by_window[key] = by_window.get(key, 0) + 1
-        kinds += [_layer_of_graph(graph, count, *key) for key, count in by_window.items()]
+        counts = Counter(caches[i] for i in indices)
+        kinds += [_layer_of_graph(graph, count, kept) for kept, count in counts.items()]
     outside = tuple(TensorShape(n, math.prod(spec.shape)) for n, spec in captured.weights.items() if n not in inside)
     head_elements = sum(_elements(weight) for weight, _ in map(_product, captured.step.graph.nodes)
                         if weight is not None)
     return ModelShape(name or captured.model_type, str(captured.dtype)[6:], tuple(kinds), outside, head_elements)
 
 
-def _layer_of_graph(graph: fx.GraphModule, count: int, kv_heads: int, head_dim: int, window: int) -> LayerShape:
+def _layer_of_graph(graph: fx.GraphModule, count: int, kept: KVState | LatentState) -> LayerShape:
     nodes = list(graph.graph.nodes)
     attention = next(n for n in nodes if n.target is operators.ATTENTION.overload)
     stages = _stages(nodes, attention)
@@ -294,8 +301,9 @@ def _layer_of_graph(graph: fx.GraphModule, count: int, kv_heads: int, head_dim: 
         flops[stages[node]] += _product(node)[1]
     heads = _ones(values_of(attention)[0].shape)[2]
     hidden = _ones(values_of(nodes[0])[0].shape)[-1]
+    of_cache = (1, kept.width, 0) if isinstance(kept, LatentState) else (kept.kv_heads, kept.head_dim, kept.window)
     return LayerShape(count, tuple(weights[ATTENTION]), tuple(weights[MLP]), flops[ATTENTION], flops[MLP], hidden,
-                      heads, kv_heads, head_dim, window, _live_elements(nodes))
+                      heads, *of_cache, _live_elements(nodes), isinstance(kept, LatentState))
 
 
 def _stages(nodes: list[fx.Node], attention: fx.Node) -> dict[fx.Node, str]:

@@ -92,8 +92,15 @@ class _CacheTraffic:
             for kind in self.model.layers) if rows else 0.0
 
 
+def read_share(model: ModelShape, rows: float) -> float:
+    """Share of the layers' weights that a step over so many tokens reads where experts are read by name."""
+    whole = sum(kind.count * (kind.elements(ATTENTION) + kind.elements(MLP)) for kind in model.layers)
+    return sum(kind.count * kind.read_elements(rows) for kind in model.layers) / whole
+
+
 def offloaded_times(model: ModelShape, machine: Machine, away: Streamed) -> PhaseTimes:
-    """Times of one device that streams `away` in every pass, beside what it computes (`Rates.step_time_s`)."""
+    """Times of one device that streams `away` in every pass, beside what it computes (`Rates.step_time_s`). Where a
+    pass needs few experts, it reads these by name, and waits for them."""
     resident, times = shape_times(model, machine, 1), MachineEstimator(machine)
     disk_tier = "host" if away.from_host_nbytes == away.nbytes else "disk"
     near = "device" if disk_tier == "host" else times.near_disk
@@ -120,7 +127,10 @@ def offloaded_times(model: ModelShape, machine: Machine, away: Streamed) -> Phas
             return compute_s
         # What caches share with weights is the upload, so that these count as uploads beside a staged cache.
         from_host = 0.0 if disk_tier == "host" and not away.staged else float(away.from_host_nbytes)
-        return own.step_time_s(1, away.nbytes, away.copies, SLOTS, from_host)
+        whole_s = own.step_time_s(1, away.nbytes, away.copies, SLOTS, from_host)
+        if (share := read_share(model, sum(batch * new for batch, new, _ in parts))) == 1 or not away.nbytes:
+            return whole_s
+        return min(whole_s, own.step_time_s(1, share * away.nbytes, away.copies, 1, share * from_host))
 
     return PhaseTimes(
         kept_results(lambda batch, tokens, context: beside(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from forebay.rewriter.partition.layouts import BlockWidths
 from forebay.rewriter.predict.model_shapes import (
     ATTENTION,
     MLP,
@@ -71,6 +72,26 @@ def test_experts_cost_what_one_token_uses() -> None:
     layer = shape.layers[0]
     assert layer.elements(MLP) == 4 * 3 * 64 * 160 + 4 * 64 + 64  # four experts, the router, a norm
     assert layer.mlp_flops == 2 * (2 * 3 * 64 * 160 + 4 * 64)  # two of them
+
+
+def test_latents_are_one_row_a_token() -> None:
+    shape = captured("deepseek_v3", torch.bfloat16, hidden_size=64, num_hidden_layers=2, intermediate_size=96,
+                     moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8,
+                     num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, kv_lora_rank=16,
+                     q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, vocab_size=128)
+    products = 64 * 24 + 24 * 4 * 24 + 64 * 24 + 16 * 4 * 32 + 64 * 4 * 16
+    assert shape.kv_nbytes(100) == 2 * 2 * 100 * (16 + 8) and all(kind.latent for kind in shape.layers)
+    dense, experts = shape.layers
+    for kind in shape.layers:
+        assert sum(n * k for n, k in kind.matrices(ATTENTION)) == products
+        widths = BlockWidths.of(kind)
+        assert widths.query == (products // 64 - 24) // 2
+        assert widths.elements == pytest.approx(kind.elements(ATTENTION) + kind.elements(MLP), rel=0.02)
+    routed = 8 * 3 * 64 * 32
+    one = experts.elements(ATTENTION) + experts.elements(MLP) - routed
+    assert experts.read_elements(1) == pytest.approx(one + routed * 2 / 8, rel=0.1)
+    assert experts.read_elements(1e6) == experts.elements(ATTENTION) + experts.elements(MLP)
+    assert dense.read_elements(1) == dense.elements(ATTENTION) + dense.elements(MLP)
 
 
 def test_published_sizes() -> None:

@@ -153,6 +153,23 @@ def test_rank_and_price() -> None:
     assert half_width([1.0, 1.0, 1.0]) == 0 and half_width([0.0, 2.0]) == pytest.approx(12.706)
 
 
+def test_a_device_that_streams_reads_few_experts_by_name() -> None:
+    """An eighth of the feed-forward takes part in a token; a step of many tokens streams whole layers as a dense one's
+    does, and one of few reads what they name and computes after it."""
+    layer = LLAMA.layers[0]
+    model = replace(LLAMA, layers=(replace(layer, mlp_flops=layer.mlp_flops // 8),))
+    away, link = streamed(model, RTX, 10_000), RTX.link("host", "device")
+    assert away == streamed(LLAMA, RTX, 10_000)
+    times, dense = offloaded_times(model, RTX, away), offloaded_times(LLAMA, RTX, away)
+    attention, experts = (layer.elements(stage) for stage in ("attention", "mlp"))
+    for batch, named in ((1, 1 / 8), (2, 15 / 64)):
+        read = away.nbytes * (attention + named * experts) / (attention + experts) / link.bandwidth_bytes_per_s
+        waits = read + shape_times(model, RTX, 1).decode_s(batch, 512)
+        assert waits < times.decode_s(batch, 512) < 1.1 * waits
+    assert 0.7 * dense.decode_s(64, 512) < times.decode_s(64, 512) <= dense.decode_s(64, 512)
+    assert times.prefill_s(1, 512, 512) <= dense.prefill_s(1, 512, 512)
+
+
 def test_one_device_that_streams_competes_where_the_model_does_not_fit() -> None:
     service = ServiceWanted(LLAMA, RTX, Traffic(1.0, 40, 512, 4))
     found, refused = strategies(service, 4, (1, 2))
