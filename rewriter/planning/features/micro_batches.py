@@ -10,7 +10,8 @@ from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.planning.features.feature import ScheduleFeature, ScheduleRequest
 
-MICRO_BATCH_SIZES = (1, 4, 8, 12, 16, 24, 32, 64)  # of micro-batches; those near the best take a plan and its Programs
+# Those near the best take a plan and its Programs. Experts are read once for each: large ones pay.
+MICRO_BATCH_SIZES = (1, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 
 
 def micro_batch_counts(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:

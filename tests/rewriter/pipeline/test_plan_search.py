@@ -26,6 +26,7 @@ from forebay.rewriter.pipeline.plan_search import plan_batch
 from forebay.rewriter.pipeline.plan_task import PlanTask
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.features.cache_placement import block_tokens
+from forebay.rewriter.planning.features.micro_batches import MICRO_BATCH_SIZES
 from forebay.rewriter.planning.graph_needs import launch_count
 from forebay.rewriter.planning.objective import latency_s
 from forebay.rewriter.planning.options import Options
@@ -63,7 +64,8 @@ def test_every_way_has_room_for_the_batch_and_none_is_empty(batch: int) -> None:
     assert len({way.micro_batches.count for way in ways}) == len(ways) >= 1
     for way in ways:
         each = math.ceil(batch / way.micro_batches.count)
-        assert 1 <= way.micro_batches.count <= batch and way.cache.tier == "disk" and each <= 128
+        assert 1 <= way.micro_batches.count <= batch and way.cache.tier == "disk"
+        assert each <= max(MICRO_BATCH_SIZES)
     assert any(way.micro_batches.count == batch for way in ways)
     wished = staged(work, Options(micro_batches=7, order="row", cache_slots=4, cache_tokens=32))
     assert wished == [BatchSchedule(MicroBatches(min(7, batch), "row"), CachePlacement("disk", 32, 4))]

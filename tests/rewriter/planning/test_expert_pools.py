@@ -76,7 +76,10 @@ def test_slots_hold_an_expert_of_a_table_of_few(rates: Rates) -> None:
     table = WeightUse("e", 8 * 320 << 20, 8, True, False, True, layers=(0,), share=0.25, outputs=10)
     needs = ModelNeeds("f", [table], {}, {}, lambda tokens: PhaseNeed(64, 64), rates=rates, host_hop=rates.hop)
     options = Options(expert_slots=0, cpu_experts=1 if rates.hop else None)
-    plan = make_plan(needs, Budget(2 << 30, 4 << 30), Workload(1, 16, 100), options, MACHINE)
+    work = Workload(1, 16, 100)
+    smallest, _ = smallest_budget(needs, work, options)
+    assert smallest > 320 << 20
+    plan = make_plan(needs, Budget(smallest, 4 << 30), work, options, MACHINE)
     assert plan.weight("e").tier != "device" and plan.weight("e").tile_rows >= 1
     assert plan.schedule.slot_nbytes >= 320 << 20
 
