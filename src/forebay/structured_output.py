@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -92,10 +95,11 @@ class GrammarConstraint:
 
     def __init__(self, matcher: Any, vocab_size: int, eos: frozenset[int]) -> None:
         self.matcher, self.vocab_size, self.eos = matcher, vocab_size, eos
+        self._next: Future[torch.Tensor] | None = None  # the mask of the next token, made while its step runs
 
     def allowed(self, drafted: Sequence[int]) -> list[torch.Tensor]:
         """Return whether each token may come next, bool [V], after every prefix of `drafted` that is itself allowed."""
-        masks, taken = [self._mask()], 0
+        masks, taken = [self._mask() if self._next is None else self._next.result()], 0
         for token in drafted:
             if token in self.eos or not masks[-1][token] or self.matcher.try_consume_tokens([token]) != 1:
                 break
@@ -107,8 +111,12 @@ class GrammarConstraint:
 
     def advance(self, token: int) -> None:
         """Take the next token of the answer."""
-        if token not in self.eos:
-            self.matcher.consume_token(token)
+        if token in self.eos:
+            return
+        if self._next is not None:
+            self._next.result()  # one thread at a time asks a matcher
+        self.matcher.consume_token(token)
+        self._next = _makers().submit(self._mask)
 
     def _mask(self) -> torch.Tensor:
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
@@ -116,6 +124,16 @@ class GrammarConstraint:
         if not allowed.any():  # the tokenizer has no token to go on with
             allowed[sorted(self.eos)] = True
         return allowed
+
+
+@functools.cache
+def _makers() -> ThreadPoolExecutor:
+    """The thread that makes masks beside steps."""
+    return ThreadPoolExecutor(1, "forebay-masks")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_makers.cache_clear)  # a child has no such thread
 
 
 def check_grammar(grammar: OutputGrammar) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from forebay.runtime.run.logits_processing import Constraint
 from forebay.step_model import StepModel
 from forebay.structured_output import OutputGrammar, StructuredOutput
 
 NAMES = ("json_schema", "regex", "grammar")
+_MADE: WeakKeyDictionary[StepModel, dict[frozenset[int], StructuredOutput]] = WeakKeyDictionary()
 LOOP = "greedy decoding and sampling by temperature, top_k and top_p"
 
 
@@ -39,10 +41,18 @@ def constraining(
 ) -> Callable[[], Constraint]:
     """Return the factory of each answer's constraint; the tokenizer is that of the model's folder where none is given.
     ValueError unless the call is `plain`."""
-    from forebay.commands.prompts import load_tokenizer
-
     if not plain:
         raise ValueError(f"generate: json_schema, regex and grammar go with {LOOP}; leave the others out")
-    structured = StructuredOutput(tokenizer or load_tokenizer(lm.checkpoint.folder), lm.captured.vocab_size, eos)
+    structured = StructuredOutput(tokenizer, lm.captured.vocab_size, eos) if tokenizer else _of_folder(lm, eos)
     structured.constraint(grammar)  # refused before anything runs
     return lambda: structured.constraint(grammar)
+
+
+def _of_folder(lm: StepModel, eos: Collection[int]) -> StructuredOutput:
+    """The constraints by the tokenizer of a model's folder, which is read once: half a second."""
+    from forebay.commands.prompts import load_tokenizer
+
+    made = _MADE.setdefault(lm, {})
+    if frozenset(eos) not in made:
+        made[frozenset(eos)] = StructuredOutput(load_tokenizer(lm.checkpoint.folder), lm.captured.vocab_size, eos)
+    return made[frozenset(eos)]
