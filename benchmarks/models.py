@@ -27,8 +27,8 @@ POSITIONS = 2048
 class RandomShape:
     """Sizes of a model; the default is the Llama of 1.77 GB that most measurements are made on.
 
-    `family` is a model type of transformers: `opt` has a key and a value for each query head, and biases. Layers of
-    `qwen3_moe` have so many `experts` of `intermediate` units, of which a token picks `picks`. With `skew` routers
+    `family` is a model type of transformers: `opt` has a key and a value for each query head, and biases. A layer
+    of `qwen3_moe` has `experts` of `intermediate` units, and a token picks `picks` of them. With `skew` routers
     prefer some: the row of expert e is (e + 1)**-skew times as long. A `window` is a Mistral's.
     """
 

@@ -52,7 +52,7 @@ def balance_cache(times: LayerTimes, tokens: float, device_tokens: float = 0.0) 
 
     `device_tokens` more are held as checkpoints on the device and recomputed each step. Where Algorithm 1 hands out
     blocks first to fill the time of loading weights and then in proportion, this solves both steps at once, and counts
-    loading the checkpoints themselves. No checkpoints where one is not smaller than the K and V it stands for.
+    loading the checkpoints themselves. None are kept unless they are smaller than the K and V that they replace.
     """
     kept = 0.0
     if times.checkpoint_nbytes < times.kv_nbytes:

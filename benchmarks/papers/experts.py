@@ -25,7 +25,7 @@ Phase = Literal["prompts", "decode"]
 
 
 def machine_of(preset: str, host_gb_per_s: float) -> Machine:
-    """A preset beside host memory of such a peak, of which matmuls and attention attain 0.7; 0 leaves it as it is."""
+    """Return a preset with another peak of host memory (0: its own). Matmuls and attention attain 0.7 of the peak."""
     machine = PRESETS[preset]
     if not host_gb_per_s:
         return machine

@@ -32,7 +32,7 @@ SCALE_DTYPES = (torch.float16, torch.bfloat16)
 
 class Packing(NamedTuple):
     """The format of the packed rows of a weight [N, K]: bits of a code, K, elements that share scale and low, whether
-    the lows follow from the scales, and the codebook that codes are places in."""
+    the lows follow from the scales, and the codebook that codes index."""
 
     bits: int
     in_features: int

@@ -75,7 +75,7 @@ class SlotState(NamedTuple):
         return number * self.numbers
 
     def entries(self, number: int) -> int:
-        """Return the offset of a round's places of experts there, one for each expert."""
+        """Return the offset of the numbers that say where each expert of a round begins."""
         return self.want(number) + self.slots
 
 

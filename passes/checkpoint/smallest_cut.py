@@ -27,8 +27,8 @@ Price = Callable[[fx.Node], float]
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of a block graph: the `kept` values from which `made` ones are computed again, in the graph's order, up to
-    the keys and values that `append` stores; bytes per token of what is kept, and of K and V."""
+    """A cut of a block graph. From the `kept` values the `made` ones are computed again, in the graph's order, up to
+    the keys and values that `append` stores. The bytes are those per token of kept values, and of K and V."""
 
     append: fx.Node
     kept: tuple[fx.Node, ...]

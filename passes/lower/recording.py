@@ -242,7 +242,7 @@ def _reader(tile: fx.Node) -> str:
 
 
 def _ends_turn(node: fx.Node) -> bool:
-    """Return whether micro-batches may take turns behind this node: what then lives has memory in each
+    """Return whether micro-batches may take turns after this node: values that live then have memory in each
     (`outlive_turns`)."""
     sends = is_pipeline_send(node) or (node.op == "call_function" and is_pipeline_send(node.next))
     if node.target is ops.gather_rows or sends:

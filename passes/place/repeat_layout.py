@@ -8,9 +8,8 @@ from forebay.rewriter.ir.graph import META, Layout, storage_of, values_of
 
 
 def repeats(gm: fx.GraphModule, layout: Layout) -> bool:
-    """Return whether every layer of the step graph `gm` finds its inputs in the buffers where the layer that it is like
-    finds its own, so that each can have that layer's addresses. `layout` was made on the flat graph of some of the
-    layers.
+    """Return whether every layer of the step graph `gm` has its inputs in the same buffers as the layer that it equals.
+    Each can then have that layer's addresses. `layout` was made on the flat graph of some of the layers.
     """
     homes: dict[tuple[fx.Node, int], str | None] = {}  # results of block calls -> buffer
     expected: dict[int, list[str | None]] = {}

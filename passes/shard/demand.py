@@ -93,7 +93,7 @@ STATES = {SHORT_CONV.overload: StateArguments(3, 2, (1, 2)), LINEAR_RECURRENCE.o
 
 
 def features_of_heads(node: fx.Node) -> int:
-    """Return how many features behind a recurrence belong together: of the heads that share a head of keys; 1 for
+    """Return how many features after a recurrence belong together: of the heads that share a head of keys; 1 for
     others."""
     if node.target is not LINEAR_RECURRENCE.overload:
         return 1

@@ -113,7 +113,7 @@ class GrammarConstraint:
         """Take the next token of the answer."""
         if token in self.eos:
             return
-        if self._next is not None:
+        if self._next is not None and not self._next.cancel():  # several tokens of a draft need the last mask alone
             self._next.result()  # one thread at a time asks a matcher
         self.matcher.consume_token(token)
         self._next = _makers().submit(self._mask)

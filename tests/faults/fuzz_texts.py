@@ -112,15 +112,7 @@ def grouped(method: str, folder: Path) -> Format:
     (folder / "config.json").write_text(json.dumps({
         "model_type": "llama", "quantization_config": settings(method, bits, group, symmetric)}))
 
-    def read() -> None:
-        found = quantization_settings(folder)
-        if found is None:
-            raise JobError("it has no settings of quantized weights")
-        for tensor in grouped_tensors(open_checkpoint(folder), read_scheme(found, folder))[0]:
-            if tensor.format():
-                tensor.rows(False)(0, tensor.shape[0])
-
-    return Format(folder / "config.json", read)
+    return Format(folder / "config.json", lambda: _read_matrices(folder))
 
 
 def mxfp4(folder: Path) -> Format:
@@ -138,6 +130,18 @@ def mxfp4(folder: Path) -> Format:
             tensor.repacked()(0, experts * outputs)
 
     return Format(folder / "model.safetensors", read)
+
+
+def _read_matrices(folder: Path, repacked: bool = False) -> None:
+    """Read the packed matrices of a folder, and write them as rows of ours too where asked."""
+    found = quantization_settings(folder)
+    if found is None:
+        raise JobError("it has no settings of quantized weights")
+    for tensor in grouped_tensors(open_checkpoint(folder), read_scheme(found, folder))[0]:
+        if tensor.format():
+            tensor.rows(False)(0, tensor.shape[0])
+            if repacked:
+                tensor.repacked()(0, tensor.shape[0])
 
 
 def _parts_of(method: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
@@ -165,17 +169,9 @@ def coded(method: str, folder: Path, header: bool = False, config: bool = False)
               {"layer.weight": json.dumps(about)} if about else None)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": said}))
 
-    def read() -> None:
-        found = quantization_settings(folder)
-        if found is None:
-            raise JobError("it has no settings of quantized weights")
-        for tensor in grouped_tensors(open_checkpoint(folder), read_scheme(found, folder))[0]:
-            if tensor.format():
-                tensor.rows(False)(0, tensor.shape[0])
-                tensor.repacked()(0, tensor.shape[0])
-
     made = Header if header else Format
-    return made(folder / ("config.json" if config else "model.safetensors"), read)
+    spoiled = folder / ("config.json" if config else "model.safetensors")
+    return made(spoiled, lambda: _read_matrices(folder, repacked=True))
 
 
 def config_alone(folder: Path) -> Format:

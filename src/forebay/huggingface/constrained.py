@@ -12,8 +12,8 @@ from forebay.step_model import StepModel
 from forebay.structured_output import OutputGrammar, StructuredOutput
 
 NAMES = ("json_schema", "regex", "grammar")
-_MADE: WeakKeyDictionary[StepModel, dict[frozenset[int], StructuredOutput]] = WeakKeyDictionary()
 LOOP = "greedy decoding and sampling by temperature, top_k and top_p"
+_MADE: WeakKeyDictionary[StepModel, dict[frozenset[int], StructuredOutput]] = WeakKeyDictionary()  # by end tokens
 
 
 def take_grammar(options: dict[str, Any]) -> OutputGrammar | None:
