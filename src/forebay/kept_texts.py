@@ -1,4 +1,4 @@
-"""Texts that the cache folder keeps, each in a file with its checksum, and the same code and releases that made them.
+"""Texts in the cache folder, each in a file with its checksum, named by the code and the releases that made it.
 
     FOLDER/KEY.json    a checksum, a newline, the text
 """
@@ -14,12 +14,11 @@ from pathlib import Path
 from forebay.rewriter.ir.files import read_input, write_text
 
 PACKAGE = Path(__file__).parent
-RELEASES = ("torch", "transformers")  # that what is kept was made with
+RELEASES = ("torch", "transformers")  # a text of other ones is made again
 
 
 def digest_of(*described: object) -> str:
-    """The name for a text that follows from what is described, from the code of Forebay, and from torch and
-    transformers."""
+    """Return the name of a text: a digest of the described inputs, Forebay's code, and the `RELEASES`."""
     digest = hashlib.sha256(f"{described!r}\n".encode())
     for name in RELEASES:
         digest.update(f"{name} {_version(name)}\n".encode())
@@ -45,7 +44,7 @@ def read_kept(path: Path) -> str | None:
 
 
 def keep_text(path: Path, text: str, most: int) -> None:
-    """Write a text, whole or not at all; of its folder's the `most` that were read last stay. OSError where it cannot
+    """Write a text, whole or not at all. The folder keeps the `most` texts that were read last. OSError where it cannot
     be written."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     write_text(path, f"{_checksum(text)}\n{text}")
@@ -60,7 +59,7 @@ def _checksum(text: str) -> str:
 
 
 def _code_state() -> str:
-    """The files of Forebay's own code, as `stat` tells them."""
+    """Return the path, size and time of each file of Forebay's own code."""
     states = ((path, os.stat(path)) for path in _sources())
     return "".join(f"{path} {status.st_size} {status.st_mtime_ns}\n" for path, status in states)
 
