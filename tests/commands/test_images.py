@@ -64,7 +64,8 @@ def test_jobs_answer_lines_with_images(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, command)
     assert found.exit_code == 3, found.output + repr(found.exception)
     said = " ".join(found.stderr.split())
-    assert "image https://example.com/a.png: images are not fetched" in said and "videos are not taken" in said
+    assert "image https://example.com/a.png: images are not fetched" in said and (
+        "videos: this model takes images alone; give frames as images" in said)
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     texts = {each["id"]: each["text"] for each in answers if "text" in each}
     texts["batch"] = next(each["response"]["body"]["choices"][0]["message"]["content"] for each in answers

@@ -9,10 +9,13 @@ from typing import Any
 
 import openai
 import pytest
+from filmed import answer as film_answer
+from filmed import film, gif, qwen
 from pictured import answer, llava, picture
 from serving.served import serving
 
 from forebay.build_model import build_model
+from forebay.images import chats
 from forebay.images.open_tower import image_options
 from forebay.open_model import open_model
 from forebay.rewriter.ir.plan import Budget, Workload
@@ -59,3 +62,29 @@ def test_clients_send_images(tmp_path: Path) -> None:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
         with pytest.raises(openai.BadRequestError, match="text alone; start it with --image-memory"):
             ask(urls[0])
+
+
+def test_clients_send_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's clients send them: data URLs; files are refused, and read where the server may."""
+    whole, processor = qwen(tmp_path)
+    monkeypatch.setattr(chats, "load_processor", lambda folder: processor)
+    paths = [gif(tmp_path / f"{seed}.gif", film(seed, 20)) for seed in range(2)]
+    wanted = [film_answer(whole, processor, "user : <video> w6 w7 assistant :", film(seed, 20)) for seed in range(2)]
+    assert wanted[0] != wanted[1]
+    opened = open_model(tmp_path, embeds=True)
+    options = image_options(Options(admitted=1, machine=Machine.default()), opened[0], 24)
+    lm = build_model(opened, Budget(6_000_000), Workload(2, 24, 8), options)
+    with serving(tmp_path, planned=lm, new_tokens=8, image_nbytes=1 << 20) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+        def ask(url: str) -> str:
+            parts: list[Any] = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "w6 w7"}]
+            return client.chat.completions.create(model="tiny", temperature=0, max_tokens=5, messages=[
+                {"role": "user", "content": parts}]).choices[0].message.content.strip()
+
+        urls = [f"data:image/gif;base64,{base64.b64encode(each.read_bytes()).decode()}" for each in paths]
+        assert [ask(url) for url in urls] == wanted
+        for source, message in ((str(paths[0]), "this server reads no files"), ("https://a.b/c.mp4", "not fetched"),
+                                ("data:video/mp4;base64,AAAA", "cannot be read")):
+            with pytest.raises(openai.BadRequestError, match=message):
+                ask(source)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from forebay.images.chats import ImageChats
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Plan
     from forebay.rewriter.machine.profile import Machine
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 FIRST_PROMPT = 256  # tokens of conversation that the first plan is for; each further plan is for twice what is needed
 NEW_TOKENS = 256  # of an answer, where nobody says
+MEDIA_LINES = ("/image ", "/video ")
 
 
 @with_options(leave=("batch", "prompt", "typical", "batch_slots", "plan", "mesh"),
@@ -55,17 +57,19 @@ def chat(
     seed: Annotated[int, in_sampling(help="Seed of sampling.")] = 0,
     debug: DebugOption = False,
 ) -> None:
-    """Chat with MODEL until the end of the input (Ctrl-D). A line /image FILE adds an image to the next message."""
+    """Chat with MODEL until the end of the input (Ctrl-D).
+
+    A line /image FILE or /video FILE is for the next message.
+    """
     with clean_errors(debug):
         from forebay.commands.chat_template import ChatTemplate
         from forebay.commands.plain_tokenizer import plain_tokenizer
         from forebay.commands.prompts import PromptLine, load_tokenizer, prompt_ids
-        from forebay.images.parts import with_images
-        from forebay.images.processor import image_prompt, load_processor
+        from forebay.images.chats import ImageChats
+        from forebay.images.parts import with_media
         from forebay.runtime.run.next_turns import NextTurns
         from forebay.runtime.run.sampling import Sampling
 
-        processor: Any = None
         try:
             sampling = Sampling(temperature != 0, temperature or 1.0, 0, top_p)
         except ValueError as error:
@@ -78,19 +82,18 @@ def chat(
         with (ChatTemplate(tokenizer) as template,
               _planned(folder, budget, replace(options, prompt=FIRST_PROMPT)) as lm):
             messages = conversation(lm, session, system)
-            images, turns = list[Any](), NextTurns()
-            told = 0  # of the images those that messages have
+            chats, turns = ImageChats(folder, template), NextTurns()
+            kinds, media = list[str](), list[Any]()  # of the next message, of all
             for turn, line in enumerate(_lines(lm, turns), sum(each["role"] == "user" for each in messages)):
-                if line.startswith("/image "):
-                    images += _image(line, session)
+                if line.startswith(MEDIA_LINES):
+                    if (opened := _opened_line(chats, line, session)) is not None:
+                        kinds.append(line[1:].partition(" ")[0])
+                        media.append(opened)
                     continue
-                new, told = len(images) - told, len(images)
-                messages.append({"role": "user", "content": with_images(line, new) if new else line})
-                if images:
-                    processor = processor or load_processor(folder)
-                    ids, given = image_prompt(messages, images, processor, template)
-                else:
-                    ids, given = prompt_ids(PromptLine(turn, turn, messages=messages), tokenizer, template), {}
+                messages.append({"role": "user", "content": with_media(line, kinds) if kinds else line})
+                kinds = []
+                ids, given = chats.ids(messages, media) if media else (
+                    prompt_ids(PromptLine(turn, turn, messages=messages), tokenizer, template), {})
                 text, new_ids = _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed + turn, given)
                 turns.note([*ids, *new_ids], "")
                 messages.append({"role": "assistant", "content": text})
@@ -98,16 +101,17 @@ def chat(
                     lm.save_session(session, messages)
 
 
-def _image(line: str, session: Path | None) -> list[Any]:
-    """The image that a line names; none, and it says why, where that cannot be."""
+def _opened_line(chats: ImageChats, line: str, session: Path | None) -> Any:
+    """The image or the video that a line names; None, and it says why, where that cannot be."""
     if session is not None:
         say("a session keeps text alone: leave --session out")
-        return []
+        return None
+    kind, _, source = line[1:].partition(" ")
     try:
-        return _opened([line.removeprefix("/image ").strip()])
+        return chats.open({"type": kind, kind: source.strip()})
     except JobError as error:
         say(str(error))
-        return []
+        return None
 
 
 def conversation(lm: LanguageModel, session: Path | None, system: str | None) -> list[dict[str, Any]]:
@@ -148,25 +152,19 @@ def answer_one(
     given: dict[str, Any] = {}
     with ChatTemplate(tokenizer) as template:
         if images:
-            from forebay.images.parts import with_images
-            from forebay.images.processor import image_prompt, load_processor
+            from forebay.images.chats import ImageChats
+            from forebay.images.parts import IMAGE, with_media
 
             if not chat:
                 raise JobError("--image: images go through the chat template of the model; leave --no-chat out")
-            opened, processor = _opened(images), load_processor(folder)
-            messages = [{"role": "user", "content": with_images(prompt, len(opened))}]
-            ids, given = image_prompt(messages, opened, processor, template)
+            chats = ImageChats(folder, template)
+            opened = [chats.open({"type": IMAGE, IMAGE: each}) for each in images]
+            messages = [{"role": "user", "content": with_media(prompt, [IMAGE] * len(opened))}]
+            ids, given = chats.ids(messages, opened)
         else:
             ids = prompt_ids(PromptLine(1, 1, prompt), tokenizer, template, chat)
     with _planned(folder, budget, replace(options, prompt=len(ids))) as lm:
         _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed, given)
-
-
-def _opened(sources: Sequence[str]) -> list[Any]:
-    """The images of files; JobError where one cannot be read."""
-    from forebay.images.processor import open_image
-
-    return [open_image(source) for source in sources]
 
 
 def _planned(folder: Path, budget: str | None, options: Options) -> LanguageModel:

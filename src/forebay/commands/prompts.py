@@ -13,7 +13,7 @@ from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.prompt_tables import TableError, carried, open_table
 from forebay.commands.terminal import JobError
 from forebay.commands.tokenizer_bounds import UnboundedTokenizer, check_folder, check_loaded
-from forebay.images.parts import has_images, take_sources
+from forebay.images.parts import has_media, take_media
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos, require_regular_files
 from forebay.rewriter.checkpoints.identity import TOKENIZER_FILES
 from forebay.rewriter.checkpoints.named_errors import panicking
@@ -56,8 +56,8 @@ class PromptLine:
 
     @property
     def pictured(self) -> bool:
-        """Whether its messages hold images."""
-        return has_images(self.messages)
+        """Whether its messages hold images or videos."""
+        return has_media(self.messages)
 
     @property
     def question(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class PromptLine:
         return {name: value for name in QUESTION if (value := getattr(self, name)) is not None}
 
 
-ReadsImages = Callable[[PromptLine], list[int]]  # token ids of messages with images
+ReadsImages = Callable[[PromptLine], list[int]]  # token ids of messages with images and videos
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _request(number: int, columns: dict[str, Any] | str, system: str | None) -> 
     ):
         raise ValueError('messages must be a list of {"role": "...", "content": "..."}')
     else:
-        take_sources(messages)  # which refuses other parts
+        take_media(messages)  # which refuses other parts
     most = columns.get("max_new_tokens")
     if most is not None and (type(most) is not int or most < 1):
         raise ValueError(f"max_new_tokens must be an integer of at least 1, found {most!r}")
@@ -239,9 +239,9 @@ def chat_ids(
     """Token ids of a chat, whose template is `told` this with the messages; BadPrompt if there are none."""
     if not getattr(tokenizer, "chat_template", None):
         raise BadPrompt('the model\'s tokenizer has no chat template; use "prompt"')
-    messages, sources = take_sources(messages)
-    if sources:
-        raise BadPrompt("images: this model takes text alone; leave the images out")
+    messages, media = take_media(messages)
+    if media:
+        raise BadPrompt("images and videos: this model takes text alone; leave them out")
     try:
         text = template.render(messages, told)
     except ValueError as error:

@@ -1,15 +1,15 @@
-"""Parts of a message in a chat: text and images, in the forms that clients give them."""
+"""Parts of a message in a chat: text, images and videos, in the forms that clients give them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-IMAGE: dict[str, Any] = {"type": "image"}  # a part of a message, for a chat template
-SOURCE = "image"  # of a part that was read: a file or a data URL
+IMAGE, VIDEO = "image", "video"  # types of parts that were read, which hold their source under the same name
 TEXT_PARTS = ("text", "input_text", "output_text")
-IMAGE_PARTS = ("image_url", "input_image", "image")
-OTHERS = {"video": "videos", "video_url": "videos", "input_audio": "audio", "audio": "audio", "audio_url": "audio"}
+KINDS = {"image": IMAGE, "image_url": IMAGE, "input_image": IMAGE, "video": VIDEO, "video_url": VIDEO}
+MOST_RATE = 1000  # frames per second
+SOUNDS = ("input_audio", "audio", "audio_url")
 PARTS = '{"type": "text", "text": "…"} or {"type": "image_url", "image_url": {"url": "…"}}'
 
 
@@ -21,13 +21,14 @@ def read_parts(parts: Sequence[Any]) -> str | list[dict[str, Any]]:
     """Read the content of a message.
 
     Args:
-        parts: As OpenAI, Anthropic and transformers have them.
+        parts: As OpenAI, Anthropic, vLLM and transformers have them.
 
     Returns:
-        The text, where there is nothing else; else parts of text and of images, the source of each as `SOURCE`.
+        The text, where there is nothing else; else parts of text, of images and of videos. The latter hold a file or a
+        data URL, and videos may hold a list of these, one for each frame, and `fps`.
 
     Raises:
-        BadPart: One is neither.
+        BadPart: One is none of these.
     """
     read = [_read_part(part) for part in parts]
     if not read:
@@ -38,24 +39,28 @@ def read_parts(parts: Sequence[Any]) -> str | list[dict[str, Any]]:
 
 
 def _read_part(part: Any) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
+    named = part.get("type") if isinstance(part, Mapping) else None
+    if named in TEXT_PARTS and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    source = _source_of(part) if kind in IMAGE_PARTS else None
-    if source:
-        return {"type": "image", SOURCE: source}
-    if isinstance(kind, str) and kind in OTHERS:
-        raise BadPart(f"{OTHERS[kind]} are not taken; give text and images")
-    raise BadPart(f"each part must be {PARTS}")
+    kind = KINDS.get(named) if isinstance(named, str) else None
+    source = _source_of(part, kind) if kind else None
+    if kind and source:
+        return dict[str, Any](type=kind) | {kind: source} | (_rate_of(part) if kind == VIDEO else {})
+    if named in SOUNDS:
+        raise BadPart("audio is not taken; give text, images or videos")
+    raise BadPart('a video must be {"type": "video_url", "video_url": {"url": "…"}} or {"type": "video", "video": '
+                  '["frame.png", …]}' if kind == VIDEO else f"each part must be {PARTS}")
 
 
-def _source_of(part: Mapping[str, Any]) -> str | None:
-    """The file or URL of an image; None where there is none."""
-    for name in ("image_url", "image", "url", "path"):
+def _source_of(part: Mapping[str, Any], kind: str) -> str | list[str] | None:
+    """The file or URL of an image or a video, or those of a video's frames; None where there is none."""
+    for name in (f"{kind}_url", kind, "url", "path"):
         value = part.get(name)
         if isinstance(value, Mapping):
             value = value.get("url")
         if isinstance(value, str):
+            return value
+        if kind == VIDEO and isinstance(value, list) and all(isinstance(each, str) for each in value):
             return value
     given = part.get("source")  # Anthropic's
     if isinstance(given, Mapping) and given.get("type") == "base64":
@@ -63,28 +68,38 @@ def _source_of(part: Mapping[str, Any]) -> str | None:
     return given["url"] if isinstance(given, Mapping) and isinstance(given.get("url"), str) else None
 
 
-def has_images(messages: Iterable[Mapping[str, Any]] | None) -> bool:
-    """Return whether messages hold a part that is an image, read or not."""
-    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+def _rate_of(part: Mapping[str, Any]) -> dict[str, float]:
+    """The frames per second that a video is seen at, if its part says so."""
+    rate = part.get("fps")
+    if rate is None:
+        return {}
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < MOST_RATE:
+        raise BadPart(f"fps must be a number above 0, found {rate!r}")
+    return {"fps": float(rate)}
+
+
+def has_media(messages: Iterable[Mapping[str, Any]] | None) -> bool:
+    """Return whether messages hold a part that is an image or a video, read or not."""
+    return any(isinstance(part, Mapping) and part.get("type") in tuple(KINDS)
                for message in messages or () for part in _parts(message))
 
 
-def take_sources(messages: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Messages as a chat template takes them, and the sources of their images in order; BadPart where a content is
-    none."""
-    plain, sources = list[dict[str, Any]](), list[str]()
+def take_media(messages: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages as a chat template takes them, and the parts that are images and videos in order; BadPart where a
+    content is none."""
+    plain, media = list[dict[str, Any]](), list[dict[str, Any]]()
     for message in messages:
         content = message["content"]
         if isinstance(content, list) and not isinstance(content := read_parts(content), str):
-            sources += [part[SOURCE] for part in content if part["type"] == "image"]
-            content = [IMAGE if part["type"] == "image" else part for part in content]
+            media += [part for part in content if part["type"] != "text"]
+            content = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
         plain.append({**message, "content": content})
-    return plain, sources
+    return plain, media
 
 
-def with_images(text: str, count: int) -> list[dict[str, Any]]:
-    """The content of a message with so many images in front of its text."""
-    return [*[IMAGE] * count, {"type": "text", "text": text}]
+def with_media(text: str, kinds: Iterable[str]) -> list[dict[str, Any]]:
+    """The content of a message with images and videos in front of its text."""
+    return [*({"type": kind} for kind in kinds), {"type": "text", "text": text}]
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Any]:

@@ -1,14 +1,19 @@
-"""A model's own processor of text and images. Images are files or data URLs, and never fetched from the network."""
+"""A model's own processor of text, images and videos, which are files or data URLs, and never fetched from the
+network."""
 
 from __future__ import annotations
 
 import base64
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from forebay.commands.chat_template import ChatTemplate
@@ -20,6 +25,19 @@ from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.one_thread import one_thread
 
 MOST_PIXELS = 1 << 26  # of an image, which may take 3 bytes each in memory
+
+
+@dataclass(frozen=True)
+class Video:
+    """Frames of a video that a model sees.
+
+    Attributes:
+        frames: [T, H, W, 3] uint8.
+        facts: As transformers' `VideoMetadata`: frames and frames per second of the whole video, and which these are.
+    """
+
+    frames: np.ndarray
+    facts: dict[str, Any]
 
 
 @one_thread
@@ -44,42 +62,90 @@ def load_processor(folder: Path) -> Any:
 def open_image(source: str, files: bool = True) -> Any:
     """The image, in RGB, of a data URL or, with `files`, of a file; BadPrompt, with the name or the URL's beginning,
     for anything else."""
-    try:
-        from PIL import Image, ImageOps
-    except ModuleNotFoundError as error:
-        raise BadPrompt(f"images need a package that is not installed: pip install {error.name}") from error
+    with opening("image", source, files) as read:
+        image = pillow_image(read(), f"image {shown(source)}")
+        return _upright(image)
 
-    shown = f"{source[:40]}…" if source.startswith("data:") and len(source) > 40 else source
+
+def shown(source: str) -> str:
+    """A file's name, or the beginning of a data URL."""
+    return f"{source[:40]}…" if source.startswith("data:") and len(source) > 40 else source
+
+
+@contextmanager
+def opening(what: str, source: str, files: bool) -> Iterator[Callable[[], bytes]]:
+    """Give the function that reads the source of an image or a video; BadPrompt for one that may not be read, and for
+    errors of decoders, each of which fails in its own way."""
+    name = f"{what} {shown(source)}"
     if source.lower().startswith(("http://", "https://")):
-        raise BadPrompt(f"image {shown}: images are not fetched from the network; give "
-                        f"{'a file or ' if files else ''}a data URL")
+        raise BadPrompt(f"{name}: {what}s are not fetched from the network; give {'a file or ' if files else ''}a data "
+                        "URL")
     if not files and not source.startswith("data:"):
-        raise BadPrompt(f"image {shown}: this server reads no files; give a data URL, or start it with --image-files")
+        raise BadPrompt(f"{name}: this server reads no files; give a data URL, or start it with --image-files")
     try:
-        if source.startswith("data:"):
-            data = base64.b64decode(source.partition(",")[2], validate=True)
-        else:
-            data = read_input(Path(source.removeprefix("file://")).expanduser())
-        with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):  # it is refused below
-            image = Image.open(io.BytesIO(data))
-        if image.width * image.height > MOST_PIXELS:
-            raise BadPrompt(f"image {shown} has {image.width} x {image.height} pixels; make it smaller")
-        return ImageOps.exif_transpose(image).convert("RGB")
+        yield partial(_bytes_of, source)
     except (BadPrompt, MemoryError):
         raise
-    except Exception as error:  # each format's decoder fails in its own way
-        raise BadPrompt(f"image {shown} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except ModuleNotFoundError as error:
+        raise BadPrompt(f"{what}s need a package that is not installed: pip install {error.name}") from error
+    except Exception as error:
+        reason = "its format is not known" if type(error).__name__ == "UnidentifiedImageError" else (
+            getattr(error, "strerror", None) or error)
+        raise BadPrompt(f"{name} cannot be read: {reason}") from error
 
 
-def image_prompt(
-    messages: Sequence[Mapping[str, Any]], images: Sequence[Any], processor: Any, template: ChatTemplate,
+def local_path(source: str) -> Path:
+    """The path that a source names."""
+    return Path(source.removeprefix("file://")).expanduser()
+
+
+def _bytes_of(source: str) -> bytes:
+    if source.startswith("data:"):
+        return base64.b64decode(source.partition(",")[2], validate=True)
+    return read_input(local_path(source))
+
+
+def pillow_image(data: bytes, name: str) -> Any:
+    """Pillow's image of a file's bytes, not decoded yet; BadPrompt for one with too many pixels."""
+    from PIL import Image
+
+    with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):  # it is refused below
+        image = Image.open(io.BytesIO(data))
+    if image.width * image.height > MOST_PIXELS:
+        raise BadPrompt(f"{name} has {image.width} x {image.height} pixels; make it smaller")
+    return image
+
+
+def _upright(image: Any) -> Any:
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def media_prompt(
+    messages: Sequence[Mapping[str, Any]], media: Sequence[Any], processor: Any, template: ChatTemplate,
     told: dict[str, Any] | None = None,
 ) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """Token ids of a chat with images, which its messages have as `IMAGE` parts, and what `generate` takes with them;
-    BadPrompt where the template, which is `told` this, or the processor refuses it."""
+    """Token ids of a chat with images and videos, and what `generate` takes with them.
+
+    Args:
+        messages: The chat's, with a part for each of the images and videos.
+        media: What was opened of these, in order.
+        processor: The model's.
+        template: The model's.
+        told: What the chat template is given with the messages.
+
+    Raises:
+        BadPrompt: The template or the processor refuses the chat.
+    """
+    videos = [each for each in media if isinstance(each, Video)]
+    asked: dict[str, Any] = {"images": [each for each in media if not isinstance(each, Video)] or None}
+    if videos:
+        asked |= {"videos": [each.frames for each in videos], "do_sample_frames": False,
+                  "video_metadata": [dict(each.facts) for each in videos]}
     try:
         text = template.render([dict(message) for message in messages], told)
-        made = processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
+        made = processor(text=[text], return_tensors="pt", add_special_tokens=False, **asked)
     except MemoryError:
         raise
     except Exception as error:  # each processor checks its inputs in its own way

@@ -18,7 +18,7 @@ ROLES_WITHOUT_CONTENT = ("assistant", "tool")
 
 
 def read_messages(fields: RequestFields, value: Any) -> tuple[dict[str, Any], ...]:
-    """The messages in a list of JSON, each with text as its content, or with parts where some are images."""
+    """The messages in a list of JSON, each with text as its content, or with parts where some are images or videos."""
     if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
         raise Refusal(400, f'messages must be a list of 1 to {MOST_MESSAGES} of {{"role": "…", "content": "…"}}',
                       "messages")
@@ -44,7 +44,7 @@ def _message(fields: RequestFields, number: int, value: Any) -> dict[str, Any]:
     if not isinstance(content, str | list):
         raise Refusal(400, f"content of {where} must be text, or a list of {PARTS}", "messages")
     if isinstance(content, list) and (value["role"] not in IMAGE_ROLES or calls):
-        raise Refusal(400, f"content of {where}: images are for messages of the user", "messages")
+        raise Refusal(400, f"content of {where}: images and videos are for messages of the user", "messages")
     message: dict[str, Any] = {"role": value["role"], "content": content}
     for field in ("name", "tool_call_id", "reasoning_content"):
         said = value.get(field)

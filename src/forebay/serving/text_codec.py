@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.prompts import BadPrompt, chat_ids, check_ids, ids_text, text_ids
-from forebay.images.parts import has_images
+from forebay.images.parts import has_media
 from forebay.runtime.run.logits_processing import Constraint
 from forebay.serving.answer_parser import BARE, CONTENT, REASONING, AnswerParser, WholeText, answer_format
 from forebay.serving.refusal import Refusal
@@ -64,7 +64,7 @@ class TextCodec:
             raise Refusal(400, f"token {biased} of logit_bias is none of the model's vocabulary, which has "
                           f"{self.vocab_size}", "logit_bias")
         try:
-            prompts = [self._image_ids(inquiry)] if has_images(inquiry.messages) else self._text_ids(inquiry)
+            prompts = [self._image_ids(inquiry)] if has_media(inquiry.messages) else self._text_ids(inquiry)
             for ids in prompts:
                 check_ids(ids, None, self.vocab_size)
         except BadPrompt as error:
@@ -84,7 +84,7 @@ class TextCodec:
 
     def features(self, inquiry: Inquiry) -> PromptFeatures | None:
         """Return the features of a chat's image tokens, if it has any; Refusal (400) where they cannot be computed."""
-        if self.images is None or not has_images(inquiry.messages):
+        if self.images is None or not has_media(inquiry.messages):
             return None
         return self.images.features(inquiry.messages or (), _told(inquiry))
 
