@@ -12,7 +12,7 @@ job   A job of `--lines` lines that share a prompt of `--shared` tokens and have
       one token: all lines with a prefix cache, and the first `--plain-lines` without before and after that, `--rounds`
       times. The ratio is that of the seconds of a line.
 schema  Answers of `--answer` tokens, drawn after `--own` random ones: free, and held to SCHEMA, in turns, `--rounds`
-      times. Seconds from one token to the next.
+      times. Seconds of a token, and the ratio of both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -209,7 +208,7 @@ def measure_job(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure_schema(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Seconds from one token to the next, after each round."""
+    """Seconds of a token by round, after each round, and the ratio of each round."""
     found, at = {"free_s": list[float](), "held_s": list[float]()}, list[float]()
     ways: dict[str, dict[str, Any]] = {"free_s": {"eos_token_id": None}, "held_s": {"json_schema": SCHEMA}}
     with forebay.wrap(given.model, given.budget, prompt=given.own, new_tokens=given.answer) as lm:
@@ -220,10 +219,10 @@ def measure_schema(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 at.clear()
                 lm.generate(ids, max_new_tokens=given.answer, do_sample=True, generator=made,
                             on_token=lambda column: at.append(time.perf_counter()), **options)
-                found[name] += [later - earlier for earlier, later in pairwise(at)]
-            yield {"prompt": given.own, "answer": given.answer, "rounds": seed + 1,
-                   **{name: {"median": median(times), "mean": sum(times) / len(times), "tokens": len(times)}
-                      for name, times in found.items()}}
+                found[name].append((at[-1] - at[0]) / (len(at) - 1))
+            ratios = sorted(held / free for free, held in zip(*found.values(), strict=True))
+            yield {"prompt": given.own, "answer": given.answer, "rounds_s": found,
+                   "ratio": {"least": ratios[0], "median": median(ratios), "most": ratios[-1]}}
 
 
 CASES = {"chat": measure_chat, "turn": measure_turns, "job": measure_job, "schema": measure_schema}

@@ -43,6 +43,8 @@ def answer(constraint: GrammarConstraint, seed: int, drafted: list[int] | None =
             draft = drafted[at:][: draw.randrange(4)]
             draft[-1:] = [draw.randrange(VOCABULARY)] if draft and draw.random() < 0.5 else draft[-1:]
         rows = logits[[(at + i) % 64 for i in range(len(draft) + 1)]]
+        may = constraint.allowed([])[0].nonzero()[:, 0].tolist()
+        assert may == [EOS] or constraint.only() == (may[0] if len(may) == 1 else None)
         for token in sampler.accepted(0, rows, Drafted(tuple(draft))) if draft else sampler.chosen([0], rows, [0]):
             sampler.taken(0, token)
             new[0].append(token)
@@ -111,6 +113,15 @@ def test_expressions_and_grammars(structured: StructuredOutput, grammar: OutputG
         ids = answer(structured.constraint(grammar), seed)
         assert ids[-1] != EOS or re.fullmatch(pattern, structured.tokenizer.decode(ids[:-1]))
         assert ids[-1] == EOS or "+" in pattern
+
+
+def test_tokens_beyond_the_logits_are_not_allowed() -> None:
+    """A tokenizer may have more tokens than the model gives logits for."""
+    tokenizer = byte_tokenizer()
+    one, twelve = tokenizer.convert_tokens_to_ids(["1", "12"])
+    for size, only in ((twelve, one), (twelve + 1, None)):
+        constraint = StructuredOutput(tokenizer, size, [EOS]).constraint(OutputGrammar("regex", "1[23]"))
+        assert constraint.only() == only and len(constraint.allowed([])[0]) == size
 
 
 def test_reasoning_before_a_mark_is_free(structured: StructuredOutput) -> None:

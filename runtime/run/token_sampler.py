@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 
@@ -51,8 +52,7 @@ class TokenSampler:
             return most_likely(logits)
         uniforms = torch.full((len(logits),), 0.5)
         for slot, number in sorted(running.items()):
-            generator = self._generator(number)
-            uniforms[slot] = torch.rand(1, generator=generator, device=generator.device)
+            uniforms[slot] = self._uniform(number)
         return drawn(logits, sampling, uniforms)
 
     def chosen(self, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]) -> list[int]:
@@ -67,8 +67,11 @@ class TokenSampler:
             return self._drawn(samplings[0], numbers, logits, at)
         chosen: dict[int, int] = {}
         for i in alone:
-            row = logits[at[i] : at[i] + 1]
-            chosen[i], = self._drawn(samplings[i], [numbers[i]], self._processed(numbers[i], row), [0])
+            row, only = logits[at[i] : at[i] + 1], self._only(numbers[i])
+            if only is not None and samplings[i].do_sample:
+                self._uniform(numbers[i])  # as for other tokens, so that drafts change none
+            chosen[i] = only if only is not None else self._drawn(
+                samplings[i], [numbers[i]], self._processed(numbers[i], row), [0])[0]
             self._note_logprobs(numbers[i], row, [chosen[i]])
         for sampling in dict.fromkeys(samplings):
             of = [i for i, each in enumerate(samplings) if each == sampling and i not in chosen]
@@ -112,8 +115,8 @@ class TokenSampler:
 
     def _processed(self, number: int, logits: torch.Tensor, drafted: Sequence[int] = ()) -> torch.Tensor:
         request = self.requests[number]
-        return processed(logits, self._sampling(number), request.ids.tolist(), self.new[number],
-                         self._constraint(number), drafted)
+        return processed(logits, self._sampling(number), request.ids, self.new[number], self._constraint(number),
+                         drafted, in_place=request.on_logprobs is None)
 
     def _constraint(self, number: int) -> Constraint | None:
         """Return the constraint of a request's tokens, made on first use."""
@@ -121,6 +124,11 @@ class TokenSampler:
         if make is not None and number not in self.constraints:
             self.constraints[number] = make()
         return self.constraints.get(number)
+
+    def _only(self, number: int) -> int | None:
+        """Return a request's next token, where its constraint allows no other: its logits need no look."""
+        constraint = self._constraint(number)
+        return None if constraint is None else constraint.only()
 
     def _note_logprobs(self, number: int, logits: torch.Tensor, tokens: Sequence[int]) -> None:
         request = self.requests[number]
@@ -130,9 +138,14 @@ class TokenSampler:
 
     def _column(self, call: OneCall, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]) -> list[int]:
         """The next tokens of requests whose tokens are drawn together."""
+        only = [self._only(number) if number in self.requests else None for number in numbers]
+        if None not in only:
+            return cast(list[int], only)
         for number, row in zip(numbers, at, strict=True):
             if number in self.requests and self._is_processed(number):
-                logits[row] = self._processed(number, logits[row : row + 1])[0]
+                scores = self._processed(number, alone := logits[row : row + 1])
+                if scores is not alone:
+                    alone.copy_(scores)
         scores = logits[: call.count] if call.generator is None else logits[: call.count].to(call.generator.device)
         column = choose(scores, self.sampling, call.generator).tolist()
         return [column[row] for row in at]
@@ -153,6 +166,11 @@ class TokenSampler:
     def _draws(self, number: int) -> Draws:
         """Return the random source of a request's tokens, for `choose`."""
         return self.call.generator if self.call is not None and self.columns else [self._generator(number)]
+
+    def _uniform(self, number: int) -> torch.Tensor:
+        """The next draw [1] of a request."""
+        generator = self._generator(number)
+        return torch.rand(1, generator=generator, device=generator.device)
 
     def _generator(self, number: int) -> torch.Generator:
         """A request's own generator, from when it is first asked for."""

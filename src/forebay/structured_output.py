@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import re
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -95,45 +92,41 @@ class GrammarConstraint:
 
     def __init__(self, matcher: Any, vocab_size: int, eos: frozenset[int]) -> None:
         self.matcher, self.vocab_size, self.eos = matcher, vocab_size, eos
-        self._next: Future[torch.Tensor] | None = None  # the mask of the next token, made while its step runs
+        self._bits: bytes | None = None  # of the next token, once asked for
+
+    def only(self) -> int | None:
+        """Return the next token, where no other is allowed."""
+        bits = int.from_bytes(self._next(), "little") & ((1 << self.vocab_size) - 1)
+        return bits.bit_length() - 1 if bits.bit_count() == 1 else None
 
     def allowed(self, drafted: Sequence[int]) -> list[torch.Tensor]:
         """Return whether each token may come next, bool [V], after every prefix of `drafted` that is itself allowed."""
-        masks, taken = [self._mask() if self._next is None else self._next.result()], 0
+        masks, taken = [self._unpacked(self._next())], 0
         for token in drafted:
             if token in self.eos or not masks[-1][token] or self.matcher.try_consume_tokens([token]) != 1:
                 break
             taken += 1
-            masks.append(self._mask())
+            masks.append(self._unpacked(self.matcher.compute_bitmask()))
         if taken:
             self.matcher.rollback(taken)
         return masks
 
     def advance(self, token: int) -> None:
         """Take the next token of the answer."""
-        if token in self.eos:
-            return
-        if self._next is not None and not self._next.cancel():  # several tokens of a draft need the last mask alone
-            self._next.result()  # one thread at a time asks a matcher
-        self.matcher.consume_token(token)
-        self._next = _makers().submit(self._mask)
+        if token not in self.eos:
+            self._bits = None
+            self.matcher.consume_token(token)
 
-    def _mask(self) -> torch.Tensor:
-        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self.vocab_size].view(np.bool_))
+    def _next(self) -> bytes:
+        if self._bits is None:
+            self._bits = self.matcher.compute_bitmask()
+        return self._bits
+
+    def _unpacked(self, bits: bytes) -> torch.Tensor:
+        allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[: self.vocab_size].view(np.bool_)
         if not allowed.any():  # the tokenizer has no token to go on with
             allowed[sorted(self.eos)] = True
-        return allowed
-
-
-@functools.cache
-def _makers() -> ThreadPoolExecutor:
-    """The thread that makes masks beside steps."""
-    return ThreadPoolExecutor(1, "forebay-masks")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_makers.cache_clear)  # a child has no such thread
+        return torch.from_numpy(allowed)
 
 
 def check_grammar(grammar: OutputGrammar) -> None:

@@ -50,9 +50,11 @@ def constraining(
 
 def _of_folder(lm: StepModel, eos: Collection[int]) -> StructuredOutput:
     """The constraints by the tokenizer of a model's folder, which is read once: half a second."""
+    from forebay.commands.plain_tokenizer import plain_tokenizer
     from forebay.commands.prompts import load_tokenizer
 
-    made = _MADE.setdefault(lm, {})
+    made, folder = _MADE.setdefault(lm, {}), lm.checkpoint.folder
     if frozenset(eos) not in made:
-        made[frozenset(eos)] = StructuredOutput(load_tokenizer(lm.checkpoint.folder), lm.captured.vocab_size, eos)
+        tokenizer = plain_tokenizer(folder) or load_tokenizer(folder)
+        made[frozenset(eos)] = StructuredOutput(tokenizer, lm.captured.vocab_size, eos)
     return made[frozenset(eos)]

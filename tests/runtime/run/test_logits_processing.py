@@ -37,7 +37,7 @@ def test_equals_the_processors_of_transformers(seed: int) -> None:
         RepetitionPenaltyLogitsProcessor(penalty), SequenceBiasLogitsProcessor([[[t], b] for t, b in bias.items()]),
         TemperatureLogitsWarper(temperature), *([TopKLogitsWarper(top_k)] if top_k else []), TopPLogitsWarper(top_p),
         MinPLogitsWarper(min_p)])(torch.tensor([prompt + new]), logits.clone()).softmax(-1)
-    scores = processed(logits, sampling, prompt, new)
+    scores = processed(logits, sampling, torch.tensor(prompt), new)
     torch.testing.assert_close(probabilities(scores, sampling), expected)
     kept = {int(choose(scores, sampling, [torch.Generator().manual_seed(i)])) for i in range(300)}
     assert kept <= set(expected[0].nonzero()[:, 0].tolist()), "what is drawn"
@@ -46,7 +46,7 @@ def test_equals_the_processors_of_transformers(seed: int) -> None:
 def test_frequency_and_presence_are_of_the_answer_alone() -> None:
     """As OpenAI's reference defines them: logit - count * frequency - (count > 0) * presence."""
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(1))
-    found = processed(logits, Sampling(frequency_penalty=0.5, presence_penalty=0.25), [7, 8], [3, 3, 9])
+    found = processed(logits, Sampling(frequency_penalty=0.5, presence_penalty=0.25), torch.tensor([7, 8]), [3, 3, 9])
     expected = logits.clone()
     expected[0, 3] -= 1.25
     expected[0, 9] -= 0.75
@@ -58,6 +58,9 @@ class OddAfterEven:
 
     def __init__(self) -> None:
         self.taken: list[int] = []
+
+    def only(self) -> None:
+        return None
 
     def allowed(self, drafted: tuple[int, ...]) -> list[torch.Tensor]:
         masks, tokens = [], list(self.taken)
