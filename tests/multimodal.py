@@ -63,13 +63,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "pad_token_id": 5,
             "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 160, "global_head_dim": 16,
             "use_bidirectional_attention": "vision"}),
+    "qwen2_audio": dict(audio_token_index=150, text_config=TEXT | {"model_type": "qwen2"}, audio_config=dict(
+        model_type="qwen2_audio_encoder", d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=48,
+        num_mel_bins=80)),
+    "voxtral": dict(audio_token_id=150, text_config=TEXT | {"model_type": "llama"}, audio_config=dict(
+        model_type="voxtral_encoder", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+        num_mel_bins=80, vocab_size=160)),
     "paligemma": of("gemma", SIGLIP, projection_dim=64, vocab_size=160)}
 
 
 def save(kind: str, folder: Path, config: dict[str, Any] | None = None) -> Any:
     """A model with weights that matter, which is returned; of the kind's config by default."""
     torch.manual_seed(0)
-    model = T.AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind](**config or CONFIGS[kind])).eval()
+    model = T.AutoModelForMultimodalLM.from_config(CONFIG_MAPPING[kind](**config or CONFIGS[kind])).eval()
     for p in model.parameters():
         if p.dim() > 1:
             p.data.normal_(0, 0.2)

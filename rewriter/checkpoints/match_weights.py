@@ -220,8 +220,9 @@ def weight_names(config: Any) -> tuple[str, Callable[[str], str]]:
 def model_class(config: Any) -> Any:
     """Return transformers' class for a config: of causal language models, or of multimodal ones; None where it has
     none."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
     if config.model_type in MULTIMODAL:
-        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+        found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+        return found or MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)  # of models that hear
     return causal_class(config)

@@ -59,7 +59,7 @@ MULTIMODAL = {
                      "vipllava"),
                     Multimodal(LANGUAGE, images=True)),
     "gemma3": Multimodal(LANGUAGE, images=True, groups=(FULL, SLIDING)),
-    "gemma3n": Multimodal(LANGUAGE),
+    **dict.fromkeys(("gemma3n", "qwen2_audio", "voxtral"), Multimodal(LANGUAGE)),
     "gemma4": Multimodal(LANGUAGE, images=True, groups=(SLIDING,), asked="vision"),
     "paligemma": Multimodal(LANGUAGE, images=True, groups=(FULL, SLIDING), whole=True),
     **dict.fromkeys(("idefics3", "smolvlm"), Multimodal(TEXT, images=True)),

@@ -254,7 +254,9 @@ def test_arguments_without_pixels_are_left_to_others() -> None:
     options = {"mm_token_type_ids": zeros, "token_type_ids": zeros, "image_sizes": [[1, 1]], "pixel_values": None}
     assert image_prompts.take_image_inputs(options) == {}
     assert set(options) == {"token_type_ids", "image_sizes", "pixel_values"}
-    with pytest.raises(ValueError, match="input_features: recordings are not taken; give text, images and videos"):
-        image_prompts.take_image_inputs({"input_features": zeros})
+    with pytest.raises(ValueError, match="input_audio_embeds: audio is not taken; give text, images or videos"):
+        image_prompts.take_image_inputs({"input_audio_embeds": zeros})
+    with pytest.raises(ValueError, match="image_pixel_values: images of this kind of model are not taken"):
+        image_prompts.take_image_inputs({"image_pixel_values": zeros})
     marked = {"mm_token_type_ids": zeros + 1}
     assert image_prompts.take_image_inputs(marked) == {} and marked, "tokens of images without images"

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
 PROMPTS = torch.tensor([[0, 0, 9, 11, 13, 15, 17], [5, 6, 7, 8, 9, 10, 11]])
 ASKED: Any = dict(attention_mask=(PROMPTS > 0).long(), max_new_tokens=6, do_sample=False, eos_token_id=None,
                   pad_token_id=0)
-SHOWN = tuple(CONFIGS) if ALL else ("gemma3", "mistral3", "smolvlm", "llama4", "qwen2_5_vl")
+SHOWN = tuple(CONFIGS) if ALL else ("gemma3", "mistral3", "smolvlm", "llama4", "qwen2_5_vl", "qwen2_audio")
 
 
 def test_every_kind_has_a_case() -> None:
@@ -42,7 +42,7 @@ def test_text_alone(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, "forebay"), forebay.wrap(
             tmp_path, budget, batch=2, prompt=8, new_tokens=8, machine=Machine.default()) as lm:
         assert lm.generate(PROMPTS, **ASKED).tolist() == expected.tolist()
-        assert not any("vision" in weight.name for weight in lm.plan.weights)
+        assert not any("vision" in weight.name or "audio" in weight.name for weight in lm.plan.weights)
     assert not [r for r in caplog.records if r.name.startswith("forebay")], "towers are left out without a word"
 
 

@@ -46,8 +46,16 @@ class SentenceFiles:
 
 
 def is_embedder(folder: Path) -> bool:
-    """Return whether a folder holds files of sentence-transformers."""
-    return (folder / MODULES).is_file()
+    """Return whether a folder holds files of sentence-transformers for embeddings."""
+    return (folder / MODULES).is_file() and not scores_by_logits(folder)
+
+
+def scores_by_logits(folder: Path) -> bool:
+    """Return whether files of sentence-transformers say that a causal model scores documents."""
+    try:
+        return any(str(each["type"]).endswith("LogitScore") for each in read_settings(folder / MODULES, []))
+    except (CheckpointError, LookupError, TypeError):  # said by who opens it
+        return False
 
 
 def read_sentence_files(folder: Path) -> SentenceFiles:

@@ -23,15 +23,19 @@ if TYPE_CHECKING:
 # Sizes by which positions in three dimensions are made.
 POSITIONED = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 TYPES = ("mm_token_type_ids", "token_type_ids")
-SOUNDS = "input_features"
+SOUNDS = ("input_features", "audio_input_features", "input_audio_embeds")  # Phi-4-multimodal's are the last two
+OTHER_PIXELS = "image_pixel_values"  # Phi-4-multimodal's
 
 
 def take_image_inputs(options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Take a processor's inputs for images and videos out of the arguments of a call; nothing where there are none.
     Then types of tokens that are all text go, and other arguments stay, for others to take or refuse. ValueError for
-    sounds."""
-    if options.get(SOUNDS) is not None:
-        raise ValueError(f"{SOUNDS}: recordings are not taken; give text, images and videos")
+    audio, and for images that no model here takes."""
+    for name in SOUNDS:
+        if options.get(name) is not None:
+            raise ValueError(f"{name}: audio is not taken; give text, images or videos")
+    if options.get(OTHER_PIXELS) is not None:
+        raise ValueError(f"{OTHER_PIXELS}: images of this kind of model are not taken; give text alone")
     seen = [each for each in MODALITIES if options.get(each.pixels) is not None]
     if not seen:
         types = options.get(TYPES[0])
