@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, CompressedTensorsConfig, TorchAoConfig
 
@@ -113,6 +113,80 @@ def by_bitnet(folder: Path, out: Path) -> Any:
         return save_tensors(folder, out, {"quant_method": "bitnet", "linear_class": "bitlinear"}, quantize)
 
 
+def seen_values(folder: Path, model: Any) -> dict[str, torch.Tensor]:
+    """The weights that the matrices of a model multiply with, whose plain modules are in a folder."""
+    with torch.no_grad():
+        return {name: model.get_submodule(name)(torch.eye(module.in_features)).t().contiguous()
+                for name, module in matrices(read_model(folder)).items()}
+
+
+def with_values(folder: Path, values: dict[str, torch.Tensor]) -> Any:
+    """The model of a folder with other weights in its modules."""
+    model = read_model(folder)
+    model.load_state_dict({f"{name}.weight": value for name, value in values.items()}, strict=False)
+    return model
+
+
+def by_mlx(folder: Path, out: Path, **asked: Any) -> Any:
+    import mlx.core as mx
+    from mlx_lm import utils
+
+    model, config = utils.quantize_model(*utils.load_model(folder), **{"group_size": None, "bits": None, **asked})
+    utils.save_model(out, model)
+    utils.save_config(config, out / "config.json")
+    values = {name: torch.tensor(mx.dequantize(
+        module.weight, module.scales, module.get("biases"), module.group_size, module.bits, module.mode).astype(
+            mx.float32).tolist()) for name, module in model.named_modules() if "scales" in module}
+    return with_values(folder, values)
+
+
+def by_modelopt(folder: Path, out: Path, preset: str, kind: str, blocks: int = 0) -> Any:
+    from modelopt.torch import quantization
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization import qtensor
+
+    model = read_model(folder)
+    shapes = {name: module.weight.shape for name, module in matrices(model).items()}
+    export_hf_checkpoint(quantization.quantize(model, getattr(quantization, preset), lambda model: model(
+        torch.arange(8)[None])), export_dir=out)
+    stored = load_file(out / "model.safetensors")
+    return with_values(folder, {name: getattr(qtensor, kind)(shape, torch.float32, stored[f"{name}.weight"]).dequantize(
+        scale=stored[f"{name}.weight_scale"], double_scale=stored.get(f"{name}.weight_scale_2"),
+        **({"block_sizes": {-1: blocks}} if blocks else {})) for name, shape in shapes.items()})
+
+
+def by_quark(folder: Path, out: Path, spec: str, **asked: Any) -> Any:
+    from quark.torch import ModelQuantizer, export_safetensors
+    from quark.torch.quantization.config import config
+
+    weight = getattr(config, spec)(is_dynamic=False, **asked).to_quantization_spec()
+    quantizer = ModelQuantizer(config.QConfig(config.QLayerConfig(weight=weight), exclude=["lm_head"]))
+    model = quantizer.freeze(quantizer.quantize_model(read_model(folder), [torch.arange(8)[None]]))
+    values = seen_values(folder, model)
+    export_safetensors(model, out)
+    return with_values(folder, values)
+
+
+def by_auto_round(folder: Path, out: Path, **asked: Any) -> Any:
+    """In words of GPTQ where it is symmetric, else of AWQ."""
+    from auto_round import AutoRound
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    model, letters = read_model(folder), Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    made = AutoRound(model, PreTrainedTokenizerFast(tokenizer_object=letters), iters=0, disable_opt_rtn=True,
+                     device_map="cpu", **asked)
+    made.quantize_and_save(str(out.with_name("made")), format="auto_round")
+    next(out.with_name("made").iterdir()).rename(out)
+    if asked.get("sym", True):
+        return with_values(folder, seen_values(folder, read_model(out)))
+    stored = load_file(out / "model.safetensors")
+    return with_values(folder, {name: dequantize_gemm(
+        stored[f"{name}.qweight"], stored[f"{name}.qzeros"], stored[f"{name}.scales"].float(), asked["bits"],
+        asked["group_size"]).t() for name in matrices(read_model(folder))})
+
+
 def _torchao_int4(folder: Path, out: Path) -> Any:
     from torchao.quantization.granularity import PerGroup
 
@@ -126,11 +200,20 @@ def _kinds(library: str, write: Callable[..., Any], **kinds: dict[str, Any]) -> 
 KINDS: dict[str, tuple[str, Write]] = {  # by name the library and the function
     **_kinds("compressed_tensors", by_compressed_tensors, fp8_tensors={"preset": "FP8"},
              fp8_rows={"preset": "FP8_DYNAMIC"}, fp8_blocks={"preset": "FP8_BLOCK"}, nvfp4={"preset": "NVFP4A16"},
-             mxfp4={"preset": "MXFP4A16"}),
+             mxfp4={"preset": "MXFP4A16"}, mxfp8={"preset": "MXFP8"}, w8a8={"preset": "W8A8"}),
     **_kinds("bitsandbytes", by_bitsandbytes, nf4={"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
              nf4_double={"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
              fp4={"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, llm_int8={"load_in_8bit": True}),
     **_kinds("torchao", by_torchao, torchao_int8={"config": "Int8WeightOnlyConfig"},
              torchao_float8={"config": "Float8WeightOnlyConfig"}),
+    **_kinds("mlx", by_mlx, mlx_4_bits={"bits": 4}, mlx_3_bits={"bits": 3, "group_size": 32}, mlx_8_bits={"bits": 8},
+             **{f"mlx_{mode}": {"mode": mode} for mode in ("mxfp4", "nvfp4", "mxfp8")}),
+    **_kinds("modelopt", by_modelopt, modelopt_fp8={"preset": "FP8_DEFAULT_CFG", "kind": "FP8QTensor"},
+             modelopt_nvfp4={"preset": "NVFP4_DEFAULT_CFG", "kind": "NVFP4QTensor", "blocks": 16},
+             modelopt_mxfp8={"preset": "MXFP8_DEFAULT_CFG", "kind": "MXFP8QTensor"}),
+    **_kinds("quark", by_quark, quark_fp8={"spec": "FP8E4M3PerTensorSpec", "observer_method": "min_max"},
+             quark_mxfp4={"spec": "OCP_MXFP4Spec", "ch_axis": -1}),
+    **_kinds("auto_round", by_auto_round, auto_round={"bits": 4, "group_size": 64},
+             auto_round_zeros={"bits": 4, "group_size": 64, "sym": False}),
     "torchao int4 g64": ("torchao", _torchao_int4), "hqq 4 bits g64": ("hqq", by_hqq),
     "bitnet": ("transformers", by_bitnet)}

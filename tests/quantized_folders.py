@@ -16,6 +16,13 @@ SHAPE = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_l
              num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False)
 
 
+# Whose matrices `test_coded`, `test_integers`, `test_affine` and `test_mlx` write.
+OTHERS: dict[str, dict[str, Any]] = {
+    "fp8": {}, "bitsandbytes": {}, "bitnet": {}, "hqq": {}, "torchao": {}, "fbgemm_fp8": {},
+    "modelopt": {"quant_algo": "FP8"}, "mlx": {"group_size": 64, "bits": 4},
+    "quark": {"global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}}
+
+
 def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Of codes [..., n] of n · bits = 32 bits int32 words [...], the first code in the lowest bits."""
     values = (codes.long() << (bits * torch.arange(codes.shape[-1]))).sum(-1)
@@ -62,8 +69,11 @@ def settings(method: str, bits: int, group: int, symmetric: bool) -> dict[str, A
         return {"quant_method": method, "bits": bits, "group_size": group, "zero_point": True, "version": "gemm"}
     if method == "mxfp4":  # of one layout
         return {"quant_method": method, "modules_to_not_convert": ["lm_head"]}
-    if method in ("fp8", "bitsandbytes", "bitnet", "hqq", "torchao"):  # `test_coded`, `test_integers`, `test_affine`
-        return {"quant_method": method}
+    if method == "auto-round":  # words of gptq or awq
+        return {"quant_method": method, "bits": bits, "group_size": group, "sym": symmetric,
+                "packing_format": f"auto_round:auto_{'gptq' if symmetric else 'awq'}"}
+    if method in OTHERS:
+        return {"quant_method": method, **OTHERS[method]}
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group if group > 0 else None,
                "strategy": "group" if group > 0 else "channel"}
     return {"quant_method": method, "format": "pack-quantized", "ignore": ["lm_head"],

@@ -103,8 +103,8 @@ class MatrixParts:
         refusal = row_sizes.product_refusal(k, group) if group else f"groups of {own or 'unequal sizes'} are not read"
         if scale.shape[0] != n or refusal:
             self.wrong(f"is [{n}, {k}] with scales {list(scale.shape)}: {refusal or 'they do not fit together'}")
-        if not bool(scale.isfinite().all()) or bool((scale < 0).any()) or not (low is None or low.isfinite().all()):
-            self.wrong("has a scale or a zero point that is no finite number, or is below 0")
+        if not bool(scale.isfinite().all()) or not (low is None or low.isfinite().all()):
+            self.wrong("has a scale or a zero point that is no finite number")
         scales, lows = (None if each is None else each.repeat_interleave(own // group, 1) for each in (scale, low))
         assert scales is not None
         stored = weight_format(weight_name(codes.bits, group, low is None))

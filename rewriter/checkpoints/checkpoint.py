@@ -96,7 +96,7 @@ def open_safetensors(path: Path, *, verify: bool = False) -> Checkpoint:
     if path.is_dir():
         folder = path
         if (path / SINGLE).exists():
-            if (path / INDEX).exists():  # as transformers chooses
+            if (path / INDEX).exists() and _named_shards(path) != {SINGLE}:  # as transformers chooses
                 log_once(f"{path} holds {SINGLE} and {INDEX}: the first is read, and the files that the second names "
                          "are not; remove the one that is not the model's")
             tensors = _read_noted(path / SINGLE, states)
@@ -246,6 +246,14 @@ def _read_noted(path: Path, states: dict[str, FileState]) -> dict[str, TensorRec
     with contextlib.suppress(OSError):  # what cannot be read is `read_header`'s to say
         states[str(path)] = file_state(path)
     return read_header(path)
+
+
+def _named_shards(folder: Path) -> set[str]:
+    """The files that the index of a folder names, as far as it can be read."""
+    try:
+        return set(json.loads(read_input(folder / INDEX))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
 
 
 def _open_shards(folder: Path, states: dict[str, FileState]) -> dict[str, TensorRecord]:

@@ -1,14 +1,14 @@
 """Safetensors checkpoints whose codes are places in a codebook (`kernels.formats.codebooks`), as rows of `packing`.
 
-    fp8             weight e4m3 [N, K]; weight_scale_inv (weight_scale) [], [N, 1] or one for each block of 128 x 128;
-                    the same as compressed-tensors' float-quantized
+    fp8             weight e4m3 [N, K]; weight_scale_inv (weight_scale) [], [N, 1], [N, K / G] or one for each block of
+                    128 x 128, of floats, or in uint8 s for 2^(s - 127) (mxfp8)
     bitsandbytes    weight uint8: codes of nf4 or fp4, the first in the high nibble; weight.absmax for each 64 or so
                     values, or its codes of 8 bits: weight.nested_quant_map[code] * weight.nested_absmax + nested_offset
-    nvfp4           weight_packed uint8 [N, K / 2], codes of e2m1; weight_scale e4m3 [N, K / 16], over
-                    weight_global_scale (compressed-tensors' nvfp4-pack-quantized)
-    mxfp4           weight_packed the same; weight_scale uint8 [N, K / 32], s for 2^(s - 127) (mxfp4-pack-quantized)
+    nvfp4           weight_packed (weight) uint8 [N, K / 2], codes of e2m1; weight_scale e4m3 [N, K / 16], over
+                    weight_global_scale (compressed-tensors) or times weight_scale_2 (ModelOpt)
+    mxfp4           weight_packed (weight) the same; weight_scale uint8 [N, K / 32], s for 2^(s - 127)
 
-Codes and scales are kept bit for bit. Scales of activations are left out: activations keep the model's dtype.
+Codes and scales are kept bit for bit.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from forebay.kernels.formats.table import Format, weight_format, weight_name
 from forebay.kernels.quantization.quantize.reference import dequantize_reference
 from forebay.rewriter.checkpoints.checkpoint import read_rows, read_tensor
 from forebay.rewriter.checkpoints.mxfp4 import e8m0_scales
-from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord, log_once
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.source_tensor import ReadRows
 
 PIECE_NBYTES = 4 << 20
 GROUPS = (128, 64, 32)  # values that share a scale in rows, where one serves more
-ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale")
 ReadParts = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -88,14 +87,14 @@ class CodedTensor:
 
 
 def coded_tensors(
-    tensors: Mapping[str, TensorRecord], method: str, block: tuple[int, int], dtype: torch.dtype, folder: Path
+    tensors: Mapping[str, TensorRecord], bitsandbytes: bool, block: tuple[int, int], dtype: torch.dtype, folder: Path
 ) -> tuple[list[CodedTensor], set[str]]:
     """The matrices of a checkpoint that have a codebook, and the names of what they consist of. CheckpointError for
     parts that are missing or do not fit together.
 
     Args:
         tensors: All tensors by name.
-        method: `fp8`, `bitsandbytes`, `nvfp4` or `mxfp4`.
+        bitsandbytes: Whether that wrote them; the dtypes of others' codes and scales say what they are.
         block: Rows and columns that share a scale where scales are a matrix of blocks.
         dtype: What values are in the model.
         folder: The checkpoint's.
@@ -103,21 +102,19 @@ def coded_tensors(
     found, parts = [], set[str]()
     for name, record in tensors.items():
         module, _, last = name.rpartition(".")
-        if last in ACTIVATIONS:
-            parts.add(name)
-            log_once(f"{folder}: scales of activations are left out: activations keep the model's dtype")
-        elif last == "weight_packed" and method in ("nvfp4", "mxfp4"):
-            own = _StoredMatrix(f"{module}.weight", dtype, folder, tensors, {"": record})
-            found.append(own.fours(method))
-            parts |= own.names
-        elif last == "weight" and method == "fp8" and record.dtype == torch.float8_e4m3fn:
-            own = _StoredMatrix(name, dtype, folder, tensors, {"": record})
-            found.append(own.fp8(block))
-            parts |= own.names
-        elif last == "weight" and method == "bitsandbytes" and f"{name}.absmax" in tensors:
-            own = _StoredMatrix(name, dtype, folder, tensors, {"": record})
-            found.append(own.bitsandbytes())
-            parts |= own.names
+        own = StoredMatrix(f"{module}.weight", dtype, folder, tensors, {"": record})
+        if bitsandbytes:
+            if last != "weight" or f"{name}.absmax" not in tensors:
+                continue
+            made = own.bitsandbytes()
+        elif last == "weight" and record.dtype == torch.float8_e4m3fn:
+            made = own.fp8(block)
+        elif last in ("weight", "weight_packed") and record.dtype == torch.uint8 and not record.opaque:
+            made = own.fours()
+        else:
+            continue
+        found.append(made)
+        parts |= own.names
     return found, parts
 
 
@@ -128,11 +125,11 @@ def fp8_matrix(
     if codes.dtype != torch.float8_e4m3fn:
         raise CheckpointError(f"{folder}: {name} is {codes.opaque or codes.dtype}, where e4m3 is read")
     own = {f"{name.removesuffix('weight')}weight_scale": scale}
-    return _StoredMatrix(name, dtype, folder, own, {"": codes}).fp8(block)
+    return StoredMatrix(name, dtype, folder, own, {"": codes}).fp8(block)
 
 
 @dataclass(frozen=True)
-class _StoredMatrix:
+class StoredMatrix:
     """The stored parts of a matrix."""
 
     name: str
@@ -158,12 +155,18 @@ class _StoredMatrix:
         return self.wrong(f"lacks {names[0].rpartition('.')[2]}")
 
     def numbers(self, *names: str) -> torch.Tensor:
-        """The contents of a part in fp32, those of e8m0 as powers of two."""
+        """The contents of a part in fp32."""
         record = self.take(*names)
-        found = read_tensor(record)
+        if record.opaque:
+            self.wrong(f"has {record.name} of {record.opaque}, which is not read")
+        return read_tensor(record).float()
+
+    def powers(self, *names: str) -> torch.Tensor:
+        """The contents of a part of e8m0, or of bytes, as powers of two in fp32."""
+        record = self.take(*names)
         if record.opaque not in ("", "F8_E8M0"):
             self.wrong(f"has {record.name} of {record.opaque}, which is not read")
-        return e8m0_scales(found, self.name).view(-1) if record.opaque else found.float()
+        return e8m0_scales(read_tensor(record), self.name)
 
     def made(self, format: str, shape: tuple[int, int], parts: ReadParts) -> CodedTensor:
         stored = weight_format(format)
@@ -176,7 +179,8 @@ class _StoredMatrix:
         if len(record.shape) != 2 or 0 in record.shape:
             self.wrong(f"is e4m3 of {list(record.shape)}, where a matrix is read")
         n, k = record.shape
-        scale = self.numbers(f"{module}weight_scale_inv", f"{module}weight_scale")
+        names = f"{module}weight_scale_inv", f"{module}weight_scale"
+        scale = self.powers(*names) if self.take(*names).dtype == torch.uint8 else self.numbers(*names)
         grid = -(-n // block[0]), -(-k // block[1])
         rows, columns = block
         if scale.numel() == 1:
@@ -185,6 +189,8 @@ class _StoredMatrix:
             scale, rows, columns = scale.view(n, 1), 1, k
         elif scale.numel() == math.prod(grid):
             scale = scale.view(grid)
+        elif scale.numel() % n == 0 and k * n % scale.numel() == 0 and k * n // scale.numel() % GROUPS[-1] == 0:
+            scale, rows, columns = scale.view(n, -1), 1, k * n // scale.numel()
         else:
             self.wrong(f"is [{n}, {k}], but has scales {list(scale.shape)} for blocks of {list(block)}")
         group = next(g for g in GROUPS if columns == k or columns % g == 0)
@@ -198,26 +204,39 @@ class _StoredMatrix:
 
         return self.made(weight_name(8, group, codebook="e4m3"), (n, k), parts)
 
-    def fours(self, method: str) -> CodedTensor:
-        record, module = self.taken[""], self.name.removesuffix("weight")
-        group = weight_format(method).group_size
-        scales = self.take(f"{module}weight_scale")
-        if record.dtype != torch.uint8 or len(record.shape) != 2 or 2 * record.shape[1] % group or (
-                scales.nbytes != record.shape[0] * record.shape[1] * 2 // group):
+    def fours(self) -> CodedTensor:
+        """nvfp4 or mxfp4, as the dtype of scales says."""
+        module = self.name.removesuffix("weight")
+        scales, factor = self.take(f"{module}weight_scale"), f"{module}weight_scale_2"
+        if scales.dtype != torch.float8_e4m3fn:
+            return self.grouped_fours(self.taken[""], scales, "mxfp4")
+        over = self.numbers(factor if factor in self.tensors else f"{module}weight_global_scale")
+        if over.numel() != 1:
+            self.wrong(f"has a scale of all {list(over.shape)}, where one number is read")
+        over = over.view(())
+        return self.grouped_fours(self.taken[""], scales, "nvfp4", lambda scale: (
+            scale * over if factor in self.taken else scale / over))
+
+    def grouped_fours(
+        self, record: TensorRecord, scales: TensorRecord, format: str,
+        whole: Callable[[torch.Tensor], torch.Tensor] = lambda scale: scale,
+    ) -> CodedTensor:
+        """Codes of e2m1; `whole` makes scales of those of e4m3."""
+        group = weight_format(format).group_size
+        if (record.dtype != torch.uint8 or len(record.shape) != 2 or 2 * record.shape[1] % group
+                or scales.opaque not in ("", "F8_E8M0") or scales.dtype.itemsize != 1
+                or scales.nbytes != math.prod(record.shape) * 2 // group):
             self.wrong(f"has codes of {record.dtype} {list(record.shape)} and scales {list(scales.shape)}, where uint8 "
                        f"[N, K / 2] and a byte for each {group} values are read")
-        (n, width), each = record.shape, record.shape[1] * 2 // group
-        over = self.numbers(f"{module}weight_global_scale") if method == "nvfp4" else torch.ones(1)
-        if over.numel() != 1:
-            self.wrong(f"has weight_global_scale {list(over.shape)}, where one number is read")
+        n, width = record.shape
 
         def parts(lower: int, upper: int) -> tuple[torch.Tensor, torch.Tensor]:
-            codes, held = read_rows(record, lower, upper), read_rows(scales, lower, upper, each)
-            if method == "mxfp4":
+            codes, held = read_rows(record, lower, upper), read_rows(scales, lower, upper, 2 * width // group)
+            if format == "mxfp4":
                 return codes, e8m0_scales(held, self.name)
-            return codes, held.view(torch.float8_e4m3fn).float() / over.view(())
+            return codes, whole(held.view(torch.float8_e4m3fn).float())
 
-        return self.made(method, (n, 2 * width), parts)
+        return self.made(format, (n, 2 * width), parts)
 
     def bitsandbytes(self) -> CodedTensor:
         record, book = self.taken[""], ""

@@ -13,8 +13,9 @@ codes' range; else it is rounded to fp16, by 2^-11 of it: 1/128 of s at most for
     (pack-quantized)    weight_zero_point int32 [N / p, g] along N, where not symmetric; weight_shape [2]
 
     mxfp4               `mxfp4.py`
-    fp8, bitsandbytes   `coded.py`, and compressed-tensors' floats; bitsandbytes in 8 bits and bitnet `integers.py`
-    hqq, torchao        `affine.py`
+    floats              `coded.py`, of all tools, and bitsandbytes in 4 bits
+    int8                `integers.py`, of all tools, and bitnet
+    hqq, torchao        `affine.py`; mlx `mlx.py`
 
 Layouts: AutoGPTQ's QuantLinear, AutoAWQ's WQLinear_GEMM, compressed_tensors' pack_to_int32. Order of activations
 (groups of inputs that do not lie together) is refused: rows have groups of neighbours.
@@ -22,177 +23,33 @@ Layouts: AutoGPTQ's QuantLinear, AutoAWQ's WQLinear_GEMM, compressed_tensors' pa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from forebay.kernels.formats import packing
-from forebay.rewriter.checkpoints import known_settings
 from forebay.rewriter.checkpoints.affine import affine_tensors
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.coded import CodedTensor, coded_tensors
 from forebay.rewriter.checkpoints.integers import integer_tensors
-from forebay.rewriter.checkpoints.known_settings import unknown_compressed, unknown_setting
+from forebay.rewriter.checkpoints.mlx import mlx_tensors
 from forebay.rewriter.checkpoints.mxfp4 import Mxfp4Tensor, mxfp4_tensors
-from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord, log_once
 from forebay.rewriter.checkpoints.rounding import closest_scale_dtype
-from forebay.rewriter.checkpoints.scheme import (
-    BITNET,
-    FLOATS,
-    HQQ,
-    INT8,
-    TORCHAO,
-    Scheme,
-    compressed_floats,
-    not_read,
-    read_bitnet,
-    read_bitsandbytes,
-    read_fp8,
-    read_hqq,
-    read_torchao,
-    refused,
-)
+from forebay.rewriter.checkpoints.scheme import BITNET, BNB4, HQQ, INT8, MLX, STORED, TORCHAO, Scheme
 from forebay.rewriter.checkpoints.stored_tensors import values_dtype
 from forebay.rewriter.checkpoints.word_codes import GroupLayout, awq_columns, gptq_zeros, unpack
-from forebay.rewriter.ir.files import read_input, write_text
 
-GPTQ_FILE = "quantize_config.json"  # of AutoGPTQ, from before config.json had its settings
-METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4", "fp8", "bitsandbytes", "bitnet", HQQ, TORCHAO)
+# Last parts of the names of what rounds activations, keys and values at run time.
+ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale",
+               "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point")
 WIDEST = 128  # values of a group where one scale serves a longer run
 PIECE_NBYTES = 4 << 20
 # codes uint8 [N, K], scales [N, g], zero points int32 [N, g]
 GroupParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def quantization_settings(folder: Path) -> Mapping[str, Any] | None:
-    """Read the settings of quantized weights from config.json, or from a separate file next to it; None without any.
-    Whoever reads the config tells if it is damaged."""
-    try:
-        config = json.loads(read_input(folder / "config.json"))
-        found = config.get("quantization_config") or config.get("compression_config")
-        if not found and (folder / GPTQ_FILE).is_file():
-            found = {"quant_method": "gptq"} | json.loads(read_input(folder / GPTQ_FILE))
-    except (OSError, ValueError, TypeError, RecursionError, AttributeError):
-        return None
-    if found and not isinstance(found, dict):
-        raise CheckpointError(f"{folder / 'config.json'}: quantization_config must be an object, found "
-                              f"{type(found).__name__}")
-    return found or None
-
-
-def without_quantization(path: Path) -> None:
-    """Take from a config.json what it says of quantized weights, and the file of its own that may do so."""
-    path.with_name(GPTQ_FILE).unlink(missing_ok=True)
-    config = json.loads(read_input(path))
-    if [name for name in ("quantization_config", "compression_config") if config.pop(name, None) is not None]:
-        write_text(path, json.dumps(config, indent=2) + "\n")
-
-
-def read_scheme(settings: Mapping[str, Any], folder: Path) -> Scheme:
-    """The scheme of a checkpoint; CheckpointError, naming method and detail, for one that rows cannot hold."""
-    method = settings.get("quant_method")
-    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "mxfp4": _mxfp4,
-               "fp8": read_fp8, "bitsandbytes": read_bitsandbytes, "bitnet": read_bitnet,
-               HQQ: read_hqq, TORCHAO: read_torchao}
-    if not isinstance(method, str) or method not in readers:
-        raise refused(folder, f"{method!r}; {', '.join(METHODS)} are read")
-    try:
-        return _checked(readers[method](settings, folder), folder)
-    except CheckpointError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the last: int(Infinity)
-        raise refused(folder, f"{method}, but quantization_config lacks what that needs: {error!r}") from error
-
-
-def _gptq(settings: Mapping[str, Any], folder: Path) -> Scheme:
-    said = {str(settings[key]).lower() for key in ("checkpoint_format", "format") if settings.get(key)}
-    if len(said) > 1 or not said <= {"gptq", "gptq_v2"}:
-        raise refused(folder, f"gptq in checkpoint_format {' and '.join(map(repr, sorted(said)))}; gptq or gptq_v2 is "
-                               "read")
-    layout = GroupLayout(int(settings["bits"]), max(0, int(settings["group_size"])), _flag(settings, "sym"))
-    return _with_overrides(Scheme("gptq", (layout,), 0 if said == {"gptq_v2"} else 1, bool(settings.get("desc_act"))),
-                           settings, folder)
-
-
-def _awq(settings: Mapping[str, Any], folder: Path) -> Scheme:
-    for key in ("version", "format"):
-        if str(settings.get(key) or "gemm").lower() != "gemm":
-            raise refused(folder, f"awq in {key} {settings[key]!r}; gemm is read")
-    if settings.get("backend") == "llm-awq":
-        raise refused(folder, "awq for the backend 'llm-awq', whose layout differs; version gemm is read")
-    layout = GroupLayout(int(settings["bits"]), max(0, int(settings["group_size"])))
-    return _with_overrides(Scheme("awq", (layout,)), settings, folder)
-
-
-def _with_overrides(scheme: Scheme, settings: Mapping[str, Any], folder: Path) -> Scheme:
-    """`scheme` with the layouts that `dynamic` gives single modules. Its patterns are not matched: a matrix's shapes
-    tell which layout it has, and the plain weight of a module that it leaves out ("-:") is read as such."""
-    odd = unknown_setting(settings, known_settings.GPTQ if scheme.method == "gptq" else known_settings.AWQ)
-    typical, ordered = scheme.layouts[0], scheme.ordered
-    layouts = [typical]
-    for pattern, given in (settings.get("dynamic") or {}).items():
-        if pattern.startswith("-:"):
-            continue
-        odd = odd or unknown_setting(given, known_settings.OVERRIDE, f"dynamic[{pattern!r}].")
-        bits, group = int(given.get("bits", typical.bits)), max(0, int(given.get("group_size", typical.group)))
-        layouts.append(GroupLayout(bits, group, _flag(given, "sym", typical.symmetric)))
-        ordered = ordered or bool(given.get("desc_act"))
-    if odd:
-        raise not_read(folder, scheme.method, odd)
-    return scheme._replace(layouts=tuple(layouts), ordered=ordered)
-
-
-def _compressed(settings: Mapping[str, Any], folder: Path) -> Scheme:
-    if settings["format"] in FLOATS:
-        return compressed_floats(settings, folder)
-    if settings["format"] != "pack-quantized":
-        raise refused(folder, f"compressed-tensors in format {settings['format']!r}; pack-quantized, "
-                               f"{', '.join(FLOATS)} are read")
-    layouts, ordered = [], False
-    for group in settings["config_groups"].values():
-        weights = group["weights"]
-        if group.get("input_activations") is not None:
-            raise refused(folder, "compressed-tensors with activations quantized too; weights alone are read")
-        if weights.get("type", "int") != "int" or weights["strategy"] not in ("group", "channel"):
-            raise refused(folder, f"compressed-tensors of type {weights.get('type')!r} by {weights['strategy']!r}; "
-                                   "int by group or channel is read")
-        size = int(weights.get("group_size") or 0) if weights["strategy"] == "group" else 0
-        layouts.append(GroupLayout(int(weights["num_bits"]), size, _flag(weights, "symmetric", True)))
-        ordered = ordered or weights.get("actorder") in (True, "group", "dynamic")
-    odd = unknown_compressed(settings)
-    if odd:
-        raise not_read(folder, "compressed-tensors", odd)
-    if not layouts:
-        raise refused(folder, "compressed-tensors, but config_groups is empty")
-    return Scheme("compressed-tensors", tuple(layouts), ordered=ordered)
-
-
-def _mxfp4(settings: Mapping[str, Any], folder: Path) -> Scheme:
-    odd = unknown_setting(settings, known_settings.MXFP4)
-    if odd:
-        raise not_read(folder, "mxfp4", odd)
-    return Scheme("mxfp4", ())
-
-
-def _flag(settings: Mapping[str, Any], key: str, default: bool | None = None) -> bool | None:
-    found = settings.get(key)
-    if found is not None and not isinstance(found, bool):
-        raise ValueError(f"{key} must be true or false, found {found!r}")
-    return default if found is None else found
-
-
-def _checked(scheme: Scheme, folder: Path) -> Scheme:
-    for bits, group, _ in scheme.layouts:
-        if bits not in ((4,) if scheme.method == "awq" else (4, 8)):
-            raise refused(folder, f"{scheme.method} of {bits} bits; 4 bits are read, and 8 but for awq")
-        if group % 32:
-            raise refused(folder, f"{scheme.method} in groups of {group}; multiples of 32 are read")
-    return scheme
 
 
 def grouped_tensors(
@@ -204,15 +61,34 @@ def grouped_tensors(
         return mxfp4_tensors(stored, dtype, folder)
     if scheme.coded in (HQQ, TORCHAO):
         return affine_tensors(checkpoint, scheme, dtype)
-    if scheme.coded in (INT8, BITNET):
-        return integer_tensors(stored, scheme.coded, scheme.divides, dtype, folder)
-    if scheme.coded:
-        return coded_tensors(stored, scheme.coded, scheme.block, dtype, folder)
+    if scheme.coded == MLX:
+        return mlx_tensors(stored, scheme.settings, dtype, folder)
+    found: list[GroupedTensor | CodedTensor] = []
+    parts = {name for name in stored if name.rpartition(".")[2] in ACTIVATIONS}
+    if parts:
+        log_once(f"{folder}: scales of activations and of the KV cache are left out: activations keep the model's "
+                 "dtype")
+    made: list[tuple[Sequence[GroupedTensor | CodedTensor], set[str]]] = []
+    if scheme.coded in (INT8, BITNET, STORED):
+        made.append(integer_tensors(stored, scheme.coded, scheme.divides, dtype, folder))
+    if scheme.coded in (BNB4, STORED):
+        made.append(coded_tensors(stored, scheme.coded == BNB4, scheme.block, dtype, folder))
+    if scheme.layouts:
+        made.append(_word_tensors(stored, scheme, dtype, folder))
+    for matrices, taken in made:
+        found += matrices
+        parts |= taken
+    return found, parts
+
+
+def _word_tensors(
+    stored: Mapping[str, TensorRecord], scheme: Scheme, dtype: torch.dtype, folder: Path
+) -> tuple[list[GroupedTensor], set[str]]:
     main = PARTS[scheme.method][0]
     found, parts = [], set[str]()
-    for name in stored:
+    for name, codes in stored.items():
         module, _, last = name.rpartition(".")
-        if last != main:
+        if last != main or (scheme.coded == STORED and codes.dtype != torch.int32):
             continue
         own = {part: record for part in PARTS[scheme.method] if (record := stored.get(f"{module}.{part}"))}
         parts |= {record.name for record in own.values()}

@@ -1,6 +1,6 @@
 """The keys of a config's `quantization_config` that this release knows, for each method, in one place.
 
-A key is in one of three groups. `grouped` obeys keys of the first, or the tensors show their effect: a module that was
+A key is in one of three groups. `scheme` obeys keys of the first, or the tensors show their effect: a module that was
 left out has a plain weight. Records say how weights were quantized, and change no value. The others change the function
 that a model computes, and have neutral values. A key of the last group with another value, and a key that is not listed
 at all, is refused by name unless its value is empty: None, False, 0, "", [] or {}.
@@ -55,12 +55,25 @@ AWQ: Known = {
     **_COMMON, **_any("backend format version zero_point"),
     "checkpoint_format": ("gemm",), "method": ("awq",),
 }
+AUTO_ROUND: Known = {
+    **_COMMON, **_any("backend desc_act extra_config packing_format quantized_lm_head super_bits super_group_size"),
+}
 MXFP4: Known = _any("dequantize modules_to_not_convert quant_method")
 FP8: Known = {
-    **_any("""activation_scheme dequantize ignored_layers modules_to_convert modules_to_not_convert quant_method
-              scale_fmt weight_block_size"""),
+    **_any("""activation_scheme dequantize ignored_layers kv_cache_scheme modules_to_convert modules_to_not_convert
+              quant_method scale_fmt weight_block_size"""),
     "expert_dtype": ("fp8",), "fmt": ("e4m3",), "weight_per_tensor": (True,),
 }
+FBGEMM: Known = _any("activation_scale_ub modules_to_not_convert quant_method")
+MODELOPT: Known = _any("""
+    config_groups exclude_modules group_size ignore kv_cache_quant_algo kv_cache_scheme producer quant_algo quant_method
+    quantized_layers
+""")
+QUARK: Known = _any("""
+    exclude export global_quant_config kv_cache_post_rope kv_cache_quant_config layer_quant_config
+    layer_type_quant_config quant_method quant_mode version
+""")
+MLX: Known = {**_any("bits group_size quant_method"), "mode": ("affine", "mxfp4", "mxfp8", "nvfp4")}
 BITSANDBYTES: Known = _any("""
     _load_in_4bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant
     llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold load_in_4bit
@@ -79,13 +92,12 @@ TORCHAO: Known = _any("""
 # What a pattern of `dynamic` may set for the modules that it matches.
 OVERRIDE: Known = {**_RECORDS, **_any("bits desc_act group_size sym"), "data_type": ("int",)}
 COMPRESSED: Known = {
-    **_any("""config_groups dequantize format global_compression_ratio ignore provider quant_method quantization_status
-              run_compressed use_optimized_inference version"""),
+    **_any("""config_groups dequantize format global_compression_ratio ignore kv_cache_scheme provider quant_method
+              quantization_status run_compressed use_optimized_inference version"""),
     "sparsity_config": None, "transform_config": None,  # by `_sparsity` and `_transform`
 }
 COMPRESSED_GROUP: Known = {
-    **_any("input_activations targets weights"),  # `grouped` refuses activations that must be quantized
-    "format": ("pack-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+    **_any("format input_activations targets weights"),  # `scheme` knows the formats
 }
 COMPRESSED_WEIGHTS: Known = _any("""
     actorder group_size num_bits observer observer_kwargs scale_dtype strategy symmetric type zp_dtype

@@ -19,10 +19,7 @@ from forebay.kernels.quantization.quantize.reference import ROUNDINGS
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress
 from forebay.rewriter.checkpoints.coded import CodedTensor
 from forebay.rewriter.checkpoints.config import write_dtype
-from forebay.rewriter.checkpoints.grouped import (
-    GroupedTensor,
-    quantization_settings,
-)
+from forebay.rewriter.checkpoints.grouped import GroupedTensor
 from forebay.rewriter.checkpoints.identity import changed_file
 from forebay.rewriter.checkpoints.matrices import Matrix, find_matrices
 from forebay.rewriter.checkpoints.mixed_formats import Mixture, choose_mixture
@@ -41,6 +38,7 @@ from forebay.rewriter.checkpoints.quantize_source import (
 )
 from forebay.rewriter.checkpoints.records import CheckpointError, Packed, parse_format
 from forebay.rewriter.checkpoints.rounding import fitting_scale_dtype, pack_values
+from forebay.rewriter.checkpoints.scheme import quantization_settings
 from forebay.rewriter.checkpoints.source_tensor import ReadRows, SourceTensor
 
 KEEP = "keep"  # each GGUF matrix in the format it has

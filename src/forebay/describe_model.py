@@ -23,7 +23,7 @@ from forebay.rewriter.checkpoints.expert_tables import WeightPiece
 from forebay.rewriter.checkpoints.gguf_header import GgufTensor, gguf_parts
 from forebay.rewriter.checkpoints.gguf_repack import open_gguf
 from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
-from forebay.rewriter.checkpoints.grouped import GroupedTensor, quantization_settings
+from forebay.rewriter.checkpoints.grouped import GroupedTensor
 from forebay.rewriter.checkpoints.lora import is_adapter
 from forebay.rewriter.checkpoints.match_weights import weight_names
 from forebay.rewriter.checkpoints.matrices import find_matrices
@@ -33,6 +33,7 @@ from forebay.rewriter.checkpoints.quantize import KEEP, Wish, choose_formats
 from forebay.rewriter.checkpoints.quantize_source import open_folder_source
 from forebay.rewriter.checkpoints.records import TensorRecord
 from forebay.rewriter.checkpoints.resolve import locate_model, resolve_model
+from forebay.rewriter.checkpoints.scheme import quantization_settings
 from forebay.rewriter.checkpoints.source_tensor import SourceTensor
 from forebay.rewriter.checkpoints.stored_tensors import spellings
 from forebay.rewriter.checkpoints.text_model import text_config

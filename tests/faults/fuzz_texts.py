@@ -27,19 +27,22 @@ from forebay.commands.terminal import JobError
 from forebay.huggingface.served import asks_nothing_more
 from forebay.kernels.build.cache_folder import cache_folder
 from forebay.rewriter.checkpoints.conversions import list_conversions
-from forebay.rewriter.checkpoints.grouped import grouped_tensors, quantization_settings, read_scheme
+from forebay.rewriter.checkpoints.grouped import grouped_tensors
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.resolve import MODELS, SOURCE
+from forebay.rewriter.checkpoints.scheme import quantization_settings, read_scheme
 from forebay.rewriter.ir.score_range import check_ranges
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.model_shapes import ModelError, load_config, shape_from_config
 from tests.faults.spoil import Format, Header
 from tests.rewriter.checkpoints.test_affine import HQQ, TORCHAO, hqq, whole
-from tests.rewriter.checkpoints.test_coded import BLOCKS, BNB, compressed, four_bits, fours, fp8
-from tests.rewriter.checkpoints.test_grouped import CASES
-from tests.rewriter.checkpoints.test_integers import BITNET, INT8, int8, ternary
+from tests.rewriter.checkpoints.test_coded import BLOCKS, BNB, CASES, compressed, four_bits, fours, fp8
+from tests.rewriter.checkpoints.test_grouped import CASES as WORDS
+from tests.rewriter.checkpoints.test_integers import BITNET, INT8, int8, stored, ternary, w8a8
+from tests.rewriter.checkpoints.test_mlx import CASES as MLX
 
-CODED = ("fp8", "bitsandbytes", "int8", "bitnet", "nvfp4", "packed mxfp4", "hqq", "torchao")
+CODED = ("fp8", "bitsandbytes", "int8", "bitnet", "nvfp4", "packed mxfp4", "hqq", "torchao", "mxfp8", "w8a8",
+         "modelopt", "mlx", "mlx mxfp4")
 
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}{% if not loop.last %}\n{% endif %}"
             "{% endfor %}{% if add_generation_prompt %}<|assistant|>{{ bos_token }}{% endif %}")
@@ -106,7 +109,7 @@ def chat_template(folder: Path) -> Format:
 
 def grouped(method: str, folder: Path) -> Format:
     """A matrix of another quantizer, its settings and the header of its tensors."""
-    _, bits, group, symmetric = next(case for case in CASES if case[0] == method)
+    _, bits, group, symmetric = next(case for case in WORDS if case[0] == method)
     parts, _ = quantized(method, bits, group, symmetric, 8, 128, torch.float16)
     save_file({f"layer.{name}": value for name, value in parts.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({
@@ -150,6 +153,13 @@ def _parts_of(method: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], dic
         return (*hqq(8, 128, 4, 64)[:2], HQQ)
     if method == "torchao":
         return (*whole(8, 128, 32, True, "int4")[:2], TORCHAO)
+    if method == "w8a8":
+        return (*stored(8, 128, 2, True)[:2], w8a8(False))
+    if method.startswith("mlx"):
+        said, made, _ = MLX["mxfp4" if method == "mlx mxfp4" else "3 bits"]
+        return (*made(8, 128)[:2], said)
+    if method in ("mxfp8", "modelopt"):
+        return CASES[method][1](8, 128)[0], {}, CASES[method][0]
     made = {"fp8": lambda: fp8(8, 128, (128, 128), "weight_scale_inv"), "int8": lambda: int8(8, 128),
             "bitsandbytes": lambda: four_bits(8, 128, "nf4", True), "bitnet": lambda: ternary(8, 128, True),
             "nvfp4": lambda: fours(8, 128, "nvfp4"), "packed mxfp4": lambda: fours(8, 128, "mxfp4")}
@@ -167,7 +177,8 @@ def coded(method: str, folder: Path, header: bool = False, config: bool = False)
     held = {f"layer.{name}": part.clone() for name, part in parts.items()}
     save_file(held | {"norm": torch.zeros(4, dtype=torch.bfloat16)}, folder / "model.safetensors",
               {"layer.weight": json.dumps(about)} if about else None)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": said}))
+    key = "quantization" if method.startswith("mlx") else "quantization_config"
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", key: said}))
 
     made = Header if header else Format
     spoiled = folder / ("config.json" if config else "model.safetensors")

@@ -81,8 +81,19 @@ def fours(n: int, k: int, method: str) -> Parts:
         exponents = torch.randint(116, 122, (n, k // 32), dtype=torch.uint8)
         return made | {"weight_scale": exponents}, values * (exponents.double() - 127).exp2().repeat_interleave(32, 1)
     scale, over = (torch.rand(n, k // 16) * 40 + 1).to(torch.float8_e4m3fn), torch.tensor([900.0])
+    if method == "modelopt":
+        factor = torch.tensor(0.0013)
+        return ({"weight": made["weight_packed"], "weight_scale": scale, "weight_scale_2": factor},
+                values * (scale.float() * factor).double().repeat_interleave(16, 1))
     each = (scale.float() / over).double().repeat_interleave(16, 1)
     return made | {"weight_scale": scale, "weight_global_scale": over, "input_global_scale": over}, values * each
+
+
+def mxfp8(n: int, k: int) -> Parts:
+    parts, values = fp8(n, k, (n, k), "weight_scale")
+    exponents = torch.randint(100, 125, (n, k // 32), dtype=torch.uint8)
+    plain = values / parts["weight_scale"].double()
+    return parts | {"weight_scale": exponents}, plain * (exponents.double() - 127).exp2().repeat_interleave(32, 1)
 
 
 def four_bits(n: int, k: int, kind: str, double: bool) -> Parts:
@@ -121,6 +132,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Parts], str]] = {
               lambda n, k: fours(n, k, "nvfp4"), "nvfp4"),
     "mxfp4": (compressed("mxfp4-pack-quantized", 4, strategy="group", group_size=32),
               lambda n, k: fours(n, k, "mxfp4"), "mxfp4"),
+    "mxfp8": (compressed("mxfp8-quantized", 8, strategy="group", group_size=32), lambda n, k: mxfp8(n, k), "fp8g32"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda n, k: fours(n, k, "modelopt"), "nvfp4"),
     "nf4": (BNB, lambda n, k: four_bits(n, k, "nf4", False), "nf4"),
     "fp4": (BNB | {"bnb_4bit_quant_type": "fp4"}, lambda n, k: four_bits(n, k, "fp4", True), "fp4"),
 }
@@ -155,7 +168,7 @@ def make(folder: Path, case: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*lies in memory")
 @pytest.mark.parametrize("case", ["blocks", at_length("small blocks"), at_length("rows"), at_length("one"), "nvfp4",
-                                  at_length("mxfp4"), at_length("nf4"), "fp4"])
+                                  at_length("mxfp4"), "mxfp8", at_length("modelopt"), at_length("nf4"), "fp4"])
 def test_values_are_kept_and_tokens_equal_transformers(tmp_path: Path, case: str) -> None:
     values = make(tmp_path / "model", case)
     folder = resolve_model(tmp_path / "model")

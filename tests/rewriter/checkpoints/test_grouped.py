@@ -23,12 +23,13 @@ from forebay.api import wrap
 from forebay.kernels.formats.packing import unpack_rows
 from forebay.kernels.quantization.quantize.reference import dequantize_reference
 from forebay.rewriter.checkpoints import resolve
-from forebay.rewriter.checkpoints.grouped import grouped_tensors, read_scheme
+from forebay.rewriter.checkpoints.grouped import grouped_tensors
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.checkpoints.rounding import closest_scale_dtype
+from forebay.rewriter.checkpoints.scheme import read_scheme
 
 
 @pytest.fixture(autouse=True)
@@ -267,12 +268,12 @@ def test_groups_that_do_not_lie_together_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"quant_method": "exl2"},
-     "by 'exl2'; awq, gptq, compressed-tensors, mxfp4, fp8, bitsandbytes, bitnet, hqq, torchao are read"),
+     "by 'exl2'; awq, gptq, auto-round, compressed-tensors, .*, torchao, mlx are read"),
     ({"quant_method": None}, "quantized by None"), ({"bits": 3}, "gptq of 3 bits"),
     ({"group_size": 48}, "gptq in groups of 48"), ({"bits": "four"}, "lacks what that needs"),
     ({"quant_method": "awq", "version": "gemv"}, "awq in version 'gemv'"),
     ({"quant_method": "awq", "bits": 8}, "awq of 8 bits"),
-    ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "format 'int-quantized'"),
+    ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}, "format 'marlin-24'"),
     ({"quant_method": "compressed-tensors"}, "lacks what that needs: KeyError"),
 ])
 def test_others_are_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -293,12 +294,18 @@ def test_parts_that_are_missing_are_named(tmp_path: Path, part: str) -> None:
         wrap(folder, "4MB")
 
 
-def test_activations_in_integers_are_refused(tmp_path: Path) -> None:
-    given = settings("compressed-tensors", 8, -1, True)
-    given["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": given}))
-    with pytest.raises(CheckpointError, match="activations quantized too"):
-        resolve_model(tmp_path)
+def test_scales_of_activations_are_left_out(tmp_path: Path) -> None:
+    """W4A8: words as always, and what rounds activations, keys and values at run time."""
+    values = make(tmp_path / "model", "compressed-tensors")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    said = config["quantization_config"]
+    said["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": False}
+    change_settings(tmp_path / "model", **said, kv_cache_scheme={"num_bits": 8, "type": "float"})
+    layer = "model.layers.0.self_attn"
+    change_tensors(tmp_path / "model", lambda tensors: tensors.update({
+        f"{layer}.q_proj.input_scale": torch.ones(1), f"{layer}.k_scale": torch.ones(1)}))
+    found = open_checkpoint(resolve_model(tmp_path / "model")).tensors
+    assert all(torch.equal(read_dequantized(found[name]), value.half()) for name, value in values.items())
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])

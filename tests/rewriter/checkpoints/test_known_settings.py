@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 from quantized_folders import settings
 
-from forebay.rewriter.checkpoints.grouped import METHODS, Scheme, quantization_settings, read_scheme
 from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.checkpoints.scheme import (
+    METHODS,
+    Scheme,
+    quantization_settings,
+    read_scheme,
+    without_quantization,
+)
 
 AUTOGPTQ = {
     "bits": 4, "group_size": 128, "damp_percent": 0.1, "desc_act": False, "static_groups": False, "sym": True,
@@ -58,6 +64,27 @@ LLM_COMPRESSOR = {
     "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "frozen",
     "sparsity_config": {}, "transform_config": {}, "version": "0.13.0",
 }
+FP8_KV = {
+    "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": {"num_bits": 8, "type": "float"},
+                                  "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}},
+    "format": "float-quantized", "ignore": ["lm_head"], "quant_method": "compressed-tensors",
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True, "strategy": "tensor"},
+}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "producer": {"name": "modelopt"},
+            "kv_cache_scheme": {"num_bits": 8, "type": "float"}, "ignore": ["lm_head"], "quantized_layers": {
+                "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}, "x": {"quant_algo": "FP8"}}}
+HF_QUANT_CONFIG = {"quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": {
+    "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}}
+QUARK = {"quant_method": "quark", "algo_config": None, "exclude": ["lm_head"], "export": {"pack_method": "reorder"},
+         "global_quant_config": {"bias": None, "weight": {"dtype": "fp4", "group_size": 32, "scale_format": "e8m0",
+                                                          "qscheme": "per_group"}}, "quant_mode": "eager_mode",
+         "layer_quant_config": {}, "softmax_quant_spec": None, "version": "0.13"}
+FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+AUTO_ROUND = {"quant_method": "auto-round", "autoround_version": "0.16.1", "bits": 4, "group_size": 128, "sym": True,
+              "block_name_to_quantize": "model.layers", "data_type": "int", "enable_quanted_input": False,
+              "packing_format": "auto_round:auto_gptq", "extra_config": {"lm_head": {"bits": 16, "data_type": "fp"}}}
+MLX = {"quant_method": "mlx", "group_size": 64, "bits": 4, "mode": "affine", "model.layers.0.mlp.up_proj": {
+    "group_size": 32, "bits": 8}, "lm_head": False}
 DENSE = {"format": "dense", "global_sparsity": 0.13, "registry_requires_subclass": False,
          "sparsity_structure": "unstructured"}
 
@@ -79,11 +106,23 @@ def test_settings_of_published_checkpoints_are_read(said: dict[str, Any]) -> Non
     assert isinstance(found, Scheme) and (found.method, *found.layouts[0][:2]) == (said["quant_method"], 4, 128)
 
 
+@pytest.mark.parametrize("said", [FP8_KV, MODELOPT, HF_QUANT_CONFIG, QUARK, FBGEMM, AUTO_ROUND, MLX, {
+    **LLM_COMPRESSOR, "format": "mixed-precision", "config_groups": {
+        "a": {**FP8_KV["config_groups"]["group_0"], "format": "float-quantized"},  # type: ignore[index]
+        "b": LLM_COMPRESSOR["config_groups"]["group_0"]}}])  # type: ignore[index]
+def test_settings_of_other_tools_are_read(said: dict[str, Any]) -> None:
+    found = read_scheme(said, Path("model"))
+    words = [layout[:2] for layout in found.layouts]
+    assert words == ([(4, 128)] if said in (AUTO_ROUND,) or "mixed-precision" in said.values() else [])
+    assert bool(found.coded) == (said != AUTO_ROUND)
+
+
 @pytest.mark.parametrize("value", [True, 1, 0.5, "hadamard", [1], {"a": 1}])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_setting_that_nobody_knows_is_refused_by_name(method: str, value: object) -> None:
     said = settings(method, 4, 128, True) | {"new_rotation": value}
-    with pytest.raises(CheckpointError, match=f"quantized by {method} with new_rotation = "):
+    of = ".a" if method == "mlx" and isinstance(value, dict) else ""  # where an object is that of a module
+    with pytest.raises(CheckpointError, match=f"quantized by {method} with new_rotation{of} = "):
         read_scheme(said, Path("model"))
 
 
@@ -112,9 +151,20 @@ def test_an_empty_setting_changes_nothing(method: str, value: object) -> None:
     (LLM_COMPRESSOR, {"transform_config": transform("input")}, "transform_config, a 'hadamard' at 'input'"),
     (LLM_COMPRESSOR, {"transform_config": transform("weight_input", "output")}, "transform_config, .* at 'output'"),
     (LLM_COMPRESSOR, {"transform_config": {"scale": 2}}, "transform_config.scale = 2"),
-    (LLM_COMPRESSOR, {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme = "),
     (LLM_COMPRESSOR, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format = 'sparse-24"),
     (LLM_COMPRESSOR, {"config_groups": {}}, "config_groups is empty"),
+    (MODELOPT, {"quant_algo": "NVFP4_AWQ"}, "modelopt with quant_algo 'NVFP4_AWQ'; FP8,"),
+    (MODELOPT, {"quantized_layers": {"x": {"quant_algo": "W4A8_AWQ"}}}, "quant_algo 'W4A8_AWQ'"),
+    (MODELOPT, {"pre_quant_scale": True}, "pre_quant_scale = True"),
+    (QUARK, {"algo_config": [{"name": "rotation"}]}, "algo_config = "),
+    (QUARK, {"global_quant_config": {"weight": {"dtype": "int4", "group_size": 128}}}, "weights of 'int4' in groups"),
+    (QUARK, {"layer_quant_config": {"x": {"weight": {"dtype": "fp4", "group_size": 16}}}}, "'fp4' in groups of 16"),
+    (QUARK, {"global_quant_config": {"bias": {"dtype": "int8"}}}, "quantized biases"),
+    (AUTO_ROUND, {"packing_format": "auto_round:fp8"}, "packing_format 'auto_round:fp8'; auto_gptq"),
+    (AUTO_ROUND, {"act_bits": 8}, "act_bits = 8"),
+    (AUTO_ROUND, {"extra_config": {"x": {"bits": 2}}}, "of 2 bits"),
+    (MLX, {"mode": "int3"}, "mode = 'int3'"), (MLX, {"x": {"dense": 2}}, "x.dense = 2"),
+    (FP8_KV, {"format": "sparse-24"}, "format 'sparse-24'"),
 ])
 def test_a_setting_that_changes_the_function_is_refused_by_name(
     said: dict[str, Any], change: dict[str, Any], name: str
@@ -126,7 +176,9 @@ def test_a_setting_that_changes_the_function_is_refused_by_name(
 
 @pytest.mark.parametrize(("where", "change", "name"), [
     ("group", {"output_activations": {"num_bits": 8}}, "config_groups: output_activations = "),
-    ("group", {"format": "int-quantized"}, "config_groups: format = 'int-quantized'"),
+    ("group", {"format": "marlin-24"}, "compressed-tensors in format 'marlin-24'"),
+    ("group", {"format": "int-quantized", "weights": {"type": "int", "num_bits": 9}}, "9 bits of type 'int'; int of 2"),
+    ("group", {"format": "mxfp8-quantized"}, "'mxfp8-quantized' of 4 bits of type 'int'; symmetric floats of 8"),
     ("weights", {"dynamic": True}, "config_groups: weights.dynamic = True"),
     ("weights", {"block_structure": [16, 16]}, "config_groups: weights.block_structure = "),
 ])
@@ -136,6 +188,19 @@ def test_settings_of_a_group_are_refused_by_name(where: str, change: dict[str, A
     (group if where == "group" else group["weights"]).update(change)
     with pytest.raises(CheckpointError, match=name):
         read_scheme(said, Path("model"))
+
+
+def test_settings_lie_where_each_tool_puts_them(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({
+        key: value for key, value in HF_QUANT_CONFIG.items() if key != "quant_method"}))
+    assert quantization_settings(tmp_path) == HF_QUANT_CONFIG
+    plain = {key: value for key, value in MLX.items() if key != "quant_method"}
+    config.write_text(json.dumps({"quantization": plain, "quantization_config": plain}))  # mlx_lm writes both
+    assert quantization_settings(tmp_path) == MLX
+    without_quantization(config)
+    assert quantization_settings(tmp_path) is None
 
 
 def test_settings_that_are_no_object_are_not_passed_over(tmp_path: Path) -> None:
