@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from forebay.kernels.attention.attention.operator import ATTENTION as ATTENTION
+from forebay.kernels.attention.expanded_attention.operator import EXPANDED_ATTENTION as EXPANDED_ATTENTION
 from forebay.kernels.cache.activation_append_q.operator import ACTIVATION_APPEND_Q as ACTIVATION_APPEND_Q
 from forebay.kernels.cache.kv_append.operator import KV_APPEND as KV_APPEND
 from forebay.kernels.formats.row_sizes import CACHE_ALIGN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def attention_flops(batch: int, heads: int, queries: float, tokens: float, head_dim: int, window: int = 0) -> float:
+def attention_flops(batch: int, heads: int, queries: float, tokens: float, head_dim: float, window: int = 0) -> float:
     """Operations of two products per query and token that it sees: itself and those before it, the last of `queries`
     all `tokens`, and with a `window` no more than that many."""
     seen_twice = queries * (2 * tokens - queries + 1)
@@ -11,3 +11,8 @@ def attention_flops(batch: int, heads: int, queries: float, tokens: float, head_
         late = min(queries, tokens - window)
         seen_twice -= late * (2 * (tokens - window) - late + 1)
     return 2 * batch * heads * head_dim * seen_twice
+
+
+def expansion_flops(batch: int, heads: int, tokens: float, rank: int, made: int) -> float:
+    """Operations by which keys and values, `made` numbers of each head, are made of the latents of so many tokens."""
+    return 2 * batch * heads * tokens * rank * made

@@ -21,6 +21,7 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.ir.schedule.speculation import REPLAY, Speculation
 from forebay.rewriter.ir.state import (
+    LatentState,
     LentKVState,
     kv_state,
     kv_states,
@@ -47,7 +48,7 @@ class StepGraphs:
     are those of one micro-batch of `block`, as a step over so many tokens sees it. Its speculative steps give logits of
     every token, all others of one; `speculate`, if the model's can, gives the step graphs of
     which other steps do. `dtype` is that of hidden states, where weights are packed; `pageable` and `rewindable` tell
-    whether all states of layers are.
+    whether all states of layers are; `expands` whether steps can make keys and values of latents.
     """
 
     fingerprint: str
@@ -68,6 +69,7 @@ class StepGraphs:
     dtype: str = "bfloat16"
     pageable: bool = True
     rewindable: bool = True
+    expands: bool = False
 
     def speculating(self, sizes: tuple[int, ...]) -> StepGraphs:
         """The step graphs with steps of these sizes, if any, that give logits of every token. PlanError where the model
@@ -96,6 +98,7 @@ def step_graphs(
     if batching.recomputation.checkpoints:
         captured = _checkpointed(captured, batching.recomputation.format)
     sparse = _sparse(captured, batching.sparsity.values)
+    prompts = _prompts(captured, batching)
     weights = _weight_inputs(captured)
     every = _checking(captured) if batching.speculation.steps else None
 
@@ -110,9 +113,7 @@ def step_graphs(
     def graph_of(tokens: int) -> fx.GraphModule:
         if tokens == 1:
             return sparse.step
-        if every is not None and tokens in batching.speculation.steps:
-            return every.step
-        return captured.step if captured.prefill is None else captured.prefill.step
+        return every.step if every is not None and tokens in batching.speculation.steps else prompts.step
 
     def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
         return concretise(graph_of(tokens), inputs_of(tokens, cached))
@@ -130,13 +131,13 @@ def step_graphs(
                            batching=replace(batching, speculation=Speculation(sizes)))
 
     return StepGraphs(fingerprint, step, files, captured.constants, host_hop, sample=sample,
-                      prefill=None if batching.cache.staged or batching.admitted or not all(
-                          tensor.grows for states in captured.states for spec in states for tensor in spec.tensors)
+                      prefill=None if batching.cache.staged or batching.admitted or any(
+                          spec.sequence_nbytes for states in captured.states for spec in states)
                       else lambda tokens: step(tokens, workload.prompt),
                       cache_format=next((kv.format for kv in map(kv_state, captured.states) if kv), "native"),
                       batching=batching,
                       pageable=all(spec.pageable for states in captured.states for spec in states),
-                      rewindable=rewindable(captured.states),
+                      rewindable=rewindable(captured.states), expands=_expands(captured),
                       activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
                       gathers=captured.prefill is not None,
                       speculate=speculate if gives_every_position(captured) else None,
@@ -195,6 +196,22 @@ def _sparse(captured: CapturedModel, share: float) -> CapturedModel:
     if captured.choices is None:
         raise PlanError("sparse_values: graphs read fewer values once they are rewritten")
     return captured.choices.sparse(share)
+
+
+def _expands(captured: CapturedModel) -> bool:
+    """Return whether steps of `captured` can make keys and values of latents."""
+    return captured.choices is not None and captured.prefill is None and any(
+        isinstance(spec, LatentState) for states in captured.states for spec in states)
+
+
+def _prompts(captured: CapturedModel, batching: BatchSchedule) -> CapturedModel:
+    """`captured` for steps over prompts."""
+    if not batching.latents.expanded:
+        return captured if captured.prefill is None else captured.prefill
+    if captured.choices is None or not _expands(captured):
+        raise PlanError("plan.schedule.batching.latents.expanded: no step of this model can make keys and values of "
+                        "latents; leave it out")
+    return captured.choices.expanded()
 
 
 def step_inputs(

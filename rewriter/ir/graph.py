@@ -131,6 +131,9 @@ class Choices(Protocol):
     def sparse(self, share: float) -> CapturedModel:
         """For steps over one token that read such a share of the values."""
 
+    def expanded(self) -> CapturedModel:
+        """For steps that make keys and values of latents."""
+
 
 @dataclass
 class CapturedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from forebay.passes.checkpoint.checkpoint_kv import checkpoint_kv
+from forebay.passes.fuse.expand_latents import expand_latents
 from forebay.passes.fuse.fuse_layer_norm import fuse_layer_norm
 from forebay.passes.fuse.fuse_residual import fuse_residual
 from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
@@ -51,6 +52,8 @@ PASSES: list[Pass] = [
          why="last, where a block keeps checkpoints: what it moves is final"),
     Pass(drop_values, "captured", "each graph", asked=True,
          why="of steps that decode: it puts operators in the place of others"),
+    Pass(expand_latents, "captured", "each graph", asked=True,
+         why="of steps over prompts: what it takes away is as the others left it"),
     # once per step size, on graphs of fixed sizes
     Pass(specialise_blocks, "planned", "whole step",
          "first: the rest see a weight's placement, which layers of one kind need not share"),

@@ -12,7 +12,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from forebay.kernels.formats.table import CacheFormat, checkpoint_format
 from forebay.kernels.formats.table import cache_format as format_of
+from forebay.kernels.operators import EXPANDED_ATTENTION
 from forebay.passes.checkpoint.checkpoint_kv import CannotCheckpoint, checkpoint_kv
+from forebay.passes.fuse.expand_latents import expand_latents
 from forebay.passes.quantize.drop_values import drop_values
 from forebay.rewriter.capture.stored_sizes import fill_values
 from forebay.rewriter.garbage import no_collection
@@ -109,6 +111,10 @@ class _MadeOnce:
         """For steps over one token that read such a share of the values."""
         return self._once(_sparse, share)
 
+    def expanded(self) -> CapturedModel:
+        """For steps that make keys and values of latents. PlanError where the model has none."""
+        return self._once(_expanded, None)
+
     def _once(self, make: Callable[..., CapturedModel], how: object) -> CapturedModel:
         if (make, how) not in self.made:
             self.made[make, how] = make(self.captured, self.switches, how)
@@ -137,6 +143,20 @@ def _sparse(captured: CapturedModel, switches: Switches, share: float) -> Captur
         kv = next(filter(None, map(kv_state, captured.states)), None)
         cached = f"a {kv.format} cache" if kv is not None else "a cache, of which this model has none"
         raise PlanError(f"sparse_values: no operator reads a share of the values of {cached}; leave it out")
+    return replace(captured, step=step)
+
+
+def _expanded(captured: CapturedModel, switches: Switches, how: None) -> CapturedModel:
+    """`captured`, which is rewritten, for steps that make keys and values of latents. PlanError where it has none, or
+    some layer's attention reads them in another way."""
+    _fill(captured)
+    step = with_blocks(captured)
+    Stage(step, switches, "expanded", {}).run(next(each for each in PASSES if each.run is expand_latents), lambda _: ())
+    targets = [node.target for graph in (step, *block_graphs(step).values()) for node in graph.graph.nodes]
+    kept = any(isinstance(spec, LatentState) for states in captured.states for spec in states)
+    if not kept or EXPANDED_ATTENTION.overload not in targets:
+        raise PlanError("expand_latents or plan.schedule.batching.latents.expanded: no layer keeps latents; leave "
+                        "it out")
     return replace(captured, step=step)
 
 

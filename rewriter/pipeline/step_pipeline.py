@@ -83,7 +83,8 @@ class Pipeline:
             self.need, graphs.weight_tier, graphs.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
-                     cache_launches(decode), graphs.batching, launch_count(decode), workload),
+                     cache_launches(decode), graphs.batching, launch_count(decode), workload,
+                     cache_launches(graphs.step(2)) if graphs.batching.latents.expanded else ()),
             graphs.batching, weights_of_layers(decode), graphs.cache_format,
             staged_places(decode, graphs.batching, workload.prompt), read_together(decode),
             machine.kind.slot_nbytes).with_feature_moves()

@@ -187,6 +187,9 @@ class Options:
     sparse_values: float = field(default=1.0, metadata=option(
         SHARE, "Share of a sequence's tokens whose values decode steps read", CACHE, answers=True,
         planned=lambda plan: plan.schedule.batching.sparsity.values))
+    expand_latents: bool | None = field(default=None, metadata=option(
+        FLAG, "Prompts attend to keys and values made of latents (latent attention)", CACHE, otherwise=PLANNER,
+        planned=lambda plan: plan.schedule.batching.latents.expanded))
     prefix_cache: int | str | None = field(default=None, metadata=option(
         NBYTES_OR_NONE, "Memory outside the budget for the KV cache of prompts, which later prompts may share", CACHE,
         otherwise="0; 256MiB for jobs whose prompts begin alike"))

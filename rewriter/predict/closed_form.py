@@ -155,10 +155,11 @@ def _byte_s(times: Estimator, source: str, target: str) -> float:
 def rates_of(
     times: Estimator, products: Sequence[StepProduct], batch: int, tier: str, cache: Sequence[tuple[int, Launch]] = (),
     batching: BatchSchedule = ALONE, launches: int = 0, work: Workload | None = None,
+    prompts: Sequence[tuple[int, Launch]] = (),
 ) -> Rates:
     """The rates for streaming from `tier` and for steps of `batch` sequences over `products`, in the parts of `block`,
     and of so many `launches`. `cache` is what the step over one token of a part does with its caches, each so many
-    times, which hold what `work` usually finds (None: full)."""
+    times, which hold what `work` usually finds (None: full); `prompts` what steps over prompts do, if not the same."""
     counts = Counter(products)
 
     @functools.cache
@@ -176,7 +177,8 @@ def rates_of(
                                                                                   tokens) / batching.sequences(batch, 1)
         seen = {} if work is None else {tokens: work.before(tokens, batching) + tokens}
         return share * sum(
-            count * work_time_s(over_tokens(launch, tokens), times, seen) for count, launch in cache)
+            count * work_time_s(over_tokens(launch, tokens), times, seen)
+            for count, launch in (prompts if prompts and batching.is_prefill(tokens) else cache))
 
     link = (tier, "device" if tier == "host" else times.near_disk)
     upload, upload_latency_s = math.inf, 0.0

@@ -243,8 +243,10 @@ def _attended(item: Launch, operator: Operator, seen: Mapping[int, float]) -> tu
     window = next((arg for arg in item.args[5:6] if isinstance(arg, int)), 0)
     there = min(capacity, seen.get(queries, capacity))
     read = min(there, window + queries - 1) if window else there
-    alike = attention_flops(1, 1, queries, there, 1, window) / attention_flops(1, 1, queries, capacity, 1)
-    return nbytes * read / capacity, operator.cost(item).flops * alike
+    alike = attention_flops(1, 1, queries, there, 1, window) / attention_flops(1, 1, queries, there, 1)
+    caches = tuple(replace(arg, shape=(*arg.shape[:2], there, arg.shape[3])) if arg in (k, v) else arg
+                   for arg in item.args)
+    return nbytes * read / capacity, operator.cost(replace(item, args=caches)).flops * alike
 
 
 def _tensors(item: Launch) -> list[TensorRef]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,19 @@ from selection import ALL, at_length
 from small_experts import Saved, random_model, saved_once
 
 import forebay
+from forebay.kernels.operators import ATTENTION, EXPANDED_ATTENTION
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.ir.state import LatentState
+from forebay.rewriter.machine.profile import Machine
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
 RANK, ROPE, PROMPT, NEW = 32, 8, 7, 6
+COMPUTES = replace(Machine.default(), attention_flops=1e9)  # whose attention is bound by operations
 SMALL: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2, vocab_size=128,
     num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
@@ -104,6 +110,56 @@ def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
     lm.close()
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", at_length("minicpm3"), "longcat_flash"])
+@pytest.mark.parametrize("options", [
+    {}, {"prefill_chunk": 3}, at_length({"prefill_chunk": 2}), {"micro_batches": 3, "order": "zigzag"},
+    at_length({"micro_batches": 3, "order": "row"}), {"batch_slots": 2, "prompt_lookup_num_tokens": 3}],
+    ids=lambda options: " ".join(options))
+def test_prompts_attend_to_keys_and_values_made_of_latents(
+    saved: Saved, family: str, options: dict[str, Any]
+) -> None:
+    folder, model = saved(family)
+    want = tokens(model)
+    for expand in (True, False):
+        lm = opened(folder, 2 << 20, expand_latents=expand, **options)
+        assert torch.equal(tokens(lm), want)
+        assert lm.plan.schedule.batching.latents.expanded is expand
+        assert ("keys and values made of latents" in lm.explain()) is expand
+        for steps in lm.plan.schedule.step_sizes:
+            called = {item.op for item in lm.steps.program(steps).step if isinstance(item, Launch)}
+            prompt = lm.plan.schedule.batching.is_prefill(steps)
+            assert (EXPANDED_ATTENTION.name in called) is (expand and prompt), steps
+            assert (ATTENTION.name in called) is not (expand and prompt), steps
+        if not options:
+            again = opened(folder, 2 << 20, plan=lm.plan)
+            assert torch.equal(tokens(again), want) and again.plan == lm.plan
+            again.close()
+        lm.close()
+
+
+def test_the_planner_expands_where_many_queries_meet_a_row(saved: Saved) -> None:
+    """Of a long prompt in short chunks each expands all rows before it anew; one chunk expands each row once."""
+    folder, _ = saved("deepseek_v3")
+    made = {}
+    for chunk, expand in itertools.product((2, 48), (None, True, False)):
+        lm = forebay.wrap(folder, "8MiB", prompt=48, new_tokens=2, prefill_chunk=chunk, expand_latents=expand,
+                          machine=COMPUTES)
+        made[chunk, expand] = lm.plan.schedule.batching.latents.expanded, lm.plan.prediction.prefill_time_s
+        lm.close()
+    assert made[2, None] == made[2, False] and made[2, True][1] > made[2, False][1]
+    assert made[48, None] == made[48, True] and made[48, True][1] < made[48, False][1]
+
+
+def test_models_without_latents_have_none_to_expand(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    random_model(LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+                             vocab_size=64), torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(PlanError, match="expand_latents: no layer of this model keeps latents"):
+        forebay.wrap(tmp_path, "8MiB", expand_latents=True)
+    forebay.wrap(tmp_path, "8MiB", expand_latents=False).close()
+
+
 def test_beams_change_places(saved: Saved) -> None:
     folder, model = saved("minicpm3")
     lm = forebay.wrap(folder, "1MiB", batch=6, prompt=PROMPT, new_tokens=NEW)
@@ -118,8 +174,9 @@ def test_packed_weights_and_a_bundle(saved: Saved, tmp_path: Path) -> None:
     model.load_state_dict({name: read_dequantized(record) for name, record in packed.tensors.items()})
     want = tokens(model)
     forebay.export(tmp_path / "packed", tmp_path / "bundle", "bundle", budget="1MiB")
-    for source in (tmp_path / "packed", tmp_path / "bundle"):
-        lm = forebay.wrap(source, {"device": "1MiB", "disk": tmp_path}, batch=3, prompt=PROMPT, new_tokens=NEW)
+    for source, expand in itertools.product((tmp_path / "packed", tmp_path / "bundle"), (False, True)):
+        lm = forebay.wrap(source, {"device": "2MiB", "disk": tmp_path}, batch=3, prompt=PROMPT, new_tokens=NEW,
+                          expand_latents=expand)
         assert torch.equal(tokens(lm), want), source
         lm.close()
 

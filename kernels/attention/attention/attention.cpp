@@ -1,13 +1,6 @@
 // Causal attention over a KV cache with grouped queries, a window, a soft cap and a length for each sequence.
 // Online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022) in fp32, upcasting the cache in registers.
-#include <algorithm>
-#include <cmath>
-#include <limits>
-
-#include "bf16_products.h"
-#include "panels.h"
-#include "softmax_rounded.h"
-#include "softmax_rows.h"
+#include "attend_rows.h"
 #include "team.h"
 
 using namespace forebay;
@@ -28,9 +21,6 @@ extern "C" struct AttentionArgs {
 
 namespace {
 
-constexpr int64_t ROWS = 88;           // query rows (positions x group) per task, at most
-constexpr int64_t ROW_FLOATS = 11264;  // and so many numbers in them: 88 rows of 128, 19 of 576
-constexpr int64_t KEYS = SEGMENT_STEP;  // cache positions per step
 constexpr int64_t FEW = 4;             // of them at a time where few query rows leave memory to wait for
 constexpr int64_t MANY_ROWS = 12;      // from so many on keys and values meet them in panels
 constexpr int64_t MAX_HEAD_DIM = 1024;
@@ -38,102 +28,6 @@ constexpr int64_t MAX_HEAD_DIM = 1024;
 // A task: query rows [r0, r1) of KV heads [h0, h1) of sequence b, row r being position r / group of head r % group; and
 // of so many parts of the positions that they see, one.
 struct Piece { int64_t b, h0, h1, r0, r1, part, parts; };
-
-int64_t row_stride(const AttentionArgs& a) { return round_up(a.head_dim, PANEL); }
-
-// Query rows as they meet keys: in fp32, or in bf16 where the processor multiplies it (bf16_products.h), with what is
-// added up apart of their sums.
-template <class T> struct Queries {
-  alignas(64) float rows[ROW_FLOATS];
-  int64_t d;
-  void take(int64_t i, const T* q) { upcast(q, rows + i * d, d); }
-  static constexpr int64_t STEP = KEYS;  // cache positions that many rows meet together
-  const float* at(int64_t i) const { return rows + i * d; }
-  void end(Row*, int64_t) const {}
-};
-
-// scores[m, n] += q keys^T.
-template <class T>
-void score_few(const Queries<T>& q, int64_t i, const T* k, int64_t k_row, int64_t m, int64_t n, float* scores) {
-  multiply_dot(q.at(i), q.d, k, k_row, m, n, q.d, scores, KEYS);
-}
-
-// The same in panels of keys.
-template <class T>
-void score_rows(const Queries<T>& queries, int64_t i, const T* k, int64_t k_row, int64_t m, int64_t n, float* scores) {
-  const float* q = queries.at(i);
-  const int64_t d = queries.d;
-  const auto fill = [&](int64_t n0, int64_t rows, int64_t d0, int64_t depth, float* panel) {
-    fill_panel(rows, depth, panel, [&](int64_t j, float* to) { upcast(k + (n0 + j) * k_row + d0, to, depth); });
-  };
-  multiply_panels(q, d, m, n, d, scores, KEYS, fill, [](int64_t, int64_t, int64_t) {});
-}
-
-// o[m, d] += scores[m, n] values, in panels of their columns.
-template <class T>
-void gather_rows(const float* scores, const T* v, int64_t v_row, int64_t m, int64_t n, int64_t d, float* o,
-                 int64_t os) {
-  const auto fill = [&](int64_t d0, int64_t columns, int64_t n0, int64_t depth, float* panel) {
-    for (int64_t i = 0; i < depth; ++i, panel += PANEL) {
-      upcast(v + (n0 + i) * v_row + d0, panel, columns);
-      for (int64_t j = columns; j < PANEL; ++j) panel[j] = 0.0f;
-    }
-  };
-  multiply_panels(scores, KEYS, m, d, n, o, os, fill, [](int64_t, int64_t, int64_t) {});
-}
-
-// What is gathered so far of a row, brought to its new maximum.
-FB_INLINE void rescale(float* o, int64_t d, float factor) {
-  if (factor == 1.0f) return;
-  for (int64_t j = 0; j < d; j += VL) store(o + j, load(o + j) * factor);
-}
-
-// Query rows [i, i + m) attend to n keys and values at positions from t0 on, in panels.
-template <class T>
-void attend_rows(const AttentionArgs& a, Queries<T>& q, int64_t i, const T* keys, const T* values, int64_t m,
-                 int64_t n, int64_t t0, Row* rows, float* scores, float* o) {
-  const int64_t os = row_stride(a);
-  std::memset(scores, 0, size_t(m * KEYS) * 4);
-  score_rows(q, i, keys, a.k_row, m, n, scores);
-  for (int64_t r = 0; r < m; ++r)
-    rescale(o + r * os, a.head_dim, soften(scores + r * KEYS, n, rows[r], t0, a.scale, a.softcap));
-  gather_rows(scores, values, a.v_row, m, n, a.head_dim, o, os);
-}
-
-#if FB_BF16
-template <> struct Queries<bf16> {
-  alignas(64) char rows[2 * ROW_FLOATS + 128 * ROWS];
-  __m512 sums[ROWS] = {};
-  static constexpr int64_t STEP = ROUNDED_STEP;
-  int64_t d;
-  void take(int64_t i, const bf16* q) { bf16_products::copy_row(q, d, rows + i * bf16_products::row_nbytes(d)); }
-  const char* at(int64_t i) const { return rows + i * bf16_products::row_nbytes(d); }
-  void end(Row* row, int64_t count) const {
-    for (int64_t i = 0; i < count; ++i) row[i].sum += _mm512_reduce_add_ps(sums[i]);
-  }
-};
-
-void score_few(const Queries<bf16>& q, int64_t i, const bf16* k, int64_t k_row, int64_t m, int64_t n, float* scores) {
-  const int64_t stride = bf16_products::row_nbytes(q.d) / 2;
-  for (int64_t r = 0; r < m; r += 4)
-    bf16_products::multiply_dot(reinterpret_cast<const bf16*>(q.at(i + r)), stride, k, k_row, std::min<int64_t>(4, m - r),
-                                n, q.d, scores + r * KEYS, KEYS);
-}
-
-void attend_rows(const AttentionArgs& a, Queries<bf16>& q, int64_t i, const bf16* keys, const bf16* values,
-                 int64_t m, int64_t n, int64_t t0, Row* rows, float* scores, float* o) {
-  using namespace bf16_products;
-  alignas(64) char p[ROWS * row_nbytes(ROUNDED_STEP)];
-  const int64_t os = row_stride(a), nbytes = row_nbytes(n);
-  panel_product<Weights::ROWS>(q.at(i), m, keys, a.k_row, n, q.d, scores, ROUNDED_STEP, false);
-  for (int64_t r = 0; r < m; ++r) {
-    char* to = p + r * nbytes;
-    rescale(o + r * os, a.head_dim,
-            soften_rounded(scores + r * ROUNDED_STEP, n, rows[r], q.sums[i + r], t0, a.scale, a.softcap, to));
-  }
-  panel_product<Weights::COLUMNS>(p, m, values, a.v_row, a.head_dim, n, o, os);
-}
-#endif
 
 // The sum of a row with that of its sink, a score that no value goes with: infinite where nothing else counts.
 template <class T> float with_sink(const AttentionArgs& a, int64_t h, float largest, float sum) {
@@ -161,7 +55,7 @@ template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* 
   Queries<T> q;
   q.d = a.head_dim;
   Row rows[ROWS];
-  const int64_t group = a.heads / a.kv_heads, d = a.head_dim, os = row_stride(a), m = p.r1 - p.r0;
+  const int64_t group = a.heads / a.kv_heads, d = a.head_dim, os = row_stride(a.head_dim), m = p.r1 - p.r0;
   const int64_t start = a.start[p.b], count = (p.h1 - p.h0) * m, width = d * int64_t(sizeof(T));
   for (int64_t i = 0; i < count; ++i) {
     const int64_t r = p.r0 + i % m, s = r / group, h = (p.h0 + i / m) * group + r % group, high = start + s + 1;
@@ -171,6 +65,7 @@ template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* 
   std::memset(o, 0, size_t(count * os) * 4);
   const T* k = static_cast<const T*>(a.k) + p.b * a.k_batch;
   const T* v = static_cast<const T*>(a.v) + p.b * a.v_batch;
+  const RowsMet how = {a.k_row, a.v_row, d, a.scale, a.softcap};
   const bool many = m >= MANY_ROWS, few = m <= 4;
   const int64_t wide = many ? Queries<T>::STEP : KEYS;
   const int64_t step = few ? FEW : KEYS, ahead = AHEAD_NBYTES / width / FEW * FEW + FEW;
@@ -187,7 +82,7 @@ template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* 
         prefetch_rows(v + next * a.v_head + t1 * a.v_row, coming, a.v_row, width);
       }
       if (many) {
-        attend_rows(a, q, i0, keys, values, m, n, t0, rows + i0, scores, o + i0 * os);
+        attend_rows(how, q, i0, keys, values, m, n, t0, rows + i0, scores, o + i0 * os);
         continue;
       }
       std::memset(scores, 0, size_t(m * KEYS) * 4);
@@ -227,7 +122,7 @@ template <class T> void merge_rows(const AttentionArgs& a, int64_t count, int th
 }
 
 template <class T> void run(const AttentionArgs& a, int threads, float* scratch) {
-  const int64_t rows = a.queries * (a.heads / a.kv_heads), most = std::min(ROWS, ROW_FLOATS / row_stride(a));
+  const int64_t rows = a.queries * (a.heads / a.kv_heads), most = std::min(ROWS, ROW_FLOATS / row_stride(a.head_dim));
   const int64_t blocks = (rows + most - 1) / most;
   int64_t keys = 0, longest = 0;
   for (int64_t b = 0; b < a.batch; ++b) {

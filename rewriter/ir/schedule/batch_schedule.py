@@ -8,6 +8,7 @@ from forebay.rewriter.ir.schedule.admission import Admission
 from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
 from forebay.rewriter.ir.schedule.gather_ahead import GatherAhead
 from forebay.rewriter.ir.schedule.hidden_placement import HiddenPlacement
+from forebay.rewriter.ir.schedule.latents import Latents
 from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 from forebay.rewriter.ir.schedule.recomputation import Recomputation
 from forebay.rewriter.ir.schedule.sparsity import Sparsity
@@ -27,6 +28,7 @@ class BatchSchedule:
     speculation: Speculation = field(default_factory=Speculation)
     sparsity: Sparsity = field(default_factory=Sparsity)
     gathering: GatherAhead = field(default_factory=GatherAhead)
+    latents: Latents = field(default_factory=Latents)
     extensions: tuple[str, ...] = ()  # of features from outside the package, as "feature.setting=number"
 
     def extension(self, name: str) -> int:

@@ -10,6 +10,7 @@ from forebay.rewriter.planning.features.cache_placement import CACHE_PLACEMENT
 from forebay.rewriter.planning.features.feature import ScheduleFeature, ScheduleRequest
 from forebay.rewriter.planning.features.gather_ahead import GATHER_AHEAD
 from forebay.rewriter.planning.features.hidden_states import HIDDEN_STATES
+from forebay.rewriter.planning.features.latents import LATENTS
 from forebay.rewriter.planning.features.micro_batches import MICRO_BATCHES
 from forebay.rewriter.planning.features.recomputation import RECOMPUTATION
 from forebay.rewriter.planning.features.sparsity import SPARSITY
@@ -17,7 +18,7 @@ from forebay.rewriter.planning.features.speculation import SPECULATION
 
 # In the order in which they make candidates, improve a plan and stand in what explains it.
 FEATURES: list[ScheduleFeature] = [MICRO_BATCHES, CACHE_PLACEMENT, ADMISSION, HIDDEN_STATES, RECOMPUTATION,
-                                   GATHER_AHEAD, SPARSITY, SPECULATION]
+                                   GATHER_AHEAD, SPARSITY, LATENTS, SPECULATION]
 
 
 def register_feature(feature: ScheduleFeature) -> None:

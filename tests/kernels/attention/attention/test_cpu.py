@@ -194,7 +194,7 @@ def test_workspace_bound_holds(path: str, start: list[int], queries: int, softca
 
 def test_stack_of_the_native_kernel_is_what_is_stated() -> None:
     folder = native.sources.KERNELS
-    headers = ("softmax_rows.h", "softmax_rounded.h")
+    headers = ("attend_rows.h", "softmax_rows.h", "softmax_rounded.h")
     sources = [folder / "attention/attention/attention.cpp", *(folder / "cpu_support" / name for name in headers)]
     text = "".join(path.read_text() for path in sources)
     names = ("ROWS", "ROW_FLOATS", "SEGMENT", "SEGMENT_STEP", "ROUNDED_STEP")
