@@ -65,7 +65,7 @@ class DraftedPlanner:
         prompt = min(work.prompt + 1, limit - 1)  # the answer's first token is known when drafts begin
         work = work.of(work.batch, prompt, min(work.new_tokens, limit - prompt))
         task = self._draft.task(work, asked)
-        pipeline = task.pipeline(*task.schedules())
+        pipeline = task.pipeline(task.schedules()[0])
         split = self._best((plain.pipeline, plain.plan, options), (pipeline, asked))
         seen = self._seen if split.shared is None else self._seen_with(split.shared.packed)
         steps = PlannedSteps(split.pipeline, split.plan, drafts=PlannedDrafts(split, seen, seen.chance))

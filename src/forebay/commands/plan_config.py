@@ -127,9 +127,9 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
                      Workload(1, request.prompt, request.output, *(request.typical or ())), options, machine, switches)
 
     @functools.cache
-    def pipeline_of(batch: int) -> Pipeline:
+    def pipelines_of(batch: int) -> list[Pipeline]:
         task = whole.for_batch(batch)
-        return task.pipeline(*task.schedules())
+        return [task.pipeline(batching) for batching in task.schedules()]
 
     ways: list[Way] = []
 
@@ -139,9 +139,8 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
         return way
 
     def plan_for(block: BlockShape, budget: Budget) -> Plan:
-        pipeline = pipeline_of(block.size)
         try:
-            plan = make_plan(pipeline.needs, budget, pipeline.workload, options, machine.name)
+            plan = _fastest(pipelines_of(block.size), budget, options)
         except PlanError:
             if objective.kind == "budget" or (way := way_of(block.size)) is None:
                 raise
@@ -158,9 +157,23 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
     complete = complete or step_copies(best) <= COMPLETED_COPIES
     if complete:
         way = next((way for way in ways if way.plan is best), None)
-        pipeline = way.pipeline.with_batching(way.batching) if way else pipeline_of(best.workload.batch)
+        pipeline = way.pipeline.with_batching(way.batching) if way else next(
+            each for each in pipelines_of(best.workload.batch) if each.graphs.batching == best.schedule.batching)
         best = pipeline.plan(Budget(best.budget.device, best.budget.host), options)
     return ConfigPlan(name, best, complete, captured, frontier)
+
+
+def _fastest(pipelines: Sequence[Pipeline], budget: Budget, options: Options) -> Plan:
+    """The plan of the fastest of some schedules by the closed form; PlanError of the first where none fits."""
+    found, refused = list[Plan](), list[PlanError]()
+    for each in pipelines:
+        try:
+            found.append(make_plan(each.needs, budget, each.workload, options, each.machine.name))
+        except PlanError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return min(found, key=latency_s)
 
 
 def _graphs(config: dict[str, Any], weights: str) -> CapturedModel:
