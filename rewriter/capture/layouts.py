@@ -20,10 +20,15 @@ from forebay.rewriter.ir.program import row_major_strides
 
 aten = torch.ops.aten
 
-_BINARY = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+_BINARY = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar}
+_COMPARE = {aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
+            aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar}
+_WITH_NUMBERS = {aten.pow.Tensor_Scalar, *(target for target in _COMPARE if target._overloadname == "Scalar")}
 _UNARY = {aten.neg.default, aten.cos.default, aten.sin.default, aten.tanh.default, aten.exp.default,
-          aten.rsqrt.default, aten.sigmoid.default, aten.silu.default}
-_OF_ANY_NUMBERS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default}  # the others give floats
+          aten.rsqrt.default, aten.sigmoid.default, aten.silu.default, aten.relu.default, aten.gelu.default,
+          aten.softplus.default, aten.sqrt.default, aten.reciprocal.default, aten.log.default, aten.erf.default}
+_SETTINGS = {aten.gelu.default: 0, aten.softplus.default: 2}  # numbers that may follow the operand
+_OF_ANY_NUMBERS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default, *_COMPARE}  # others give floats
 
 
 _MOST_ANSWERS = 20_000
@@ -90,27 +95,37 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def layout_of(target: object, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """A fresh meta tensor laid out as what `target` gives for these operands; None where torch is to be asked, for
+def layout_of(target: object, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Fresh meta tensors laid out as what `target` gives for these operands; None where torch is to be asked, for
     operands that it refuses among others."""
-    if target in _BINARY or target in _UNARY:
-        fits = not kwargs and len(args) == (2 if target in _BINARY else 1)
-        return _pointwise(args, target not in _OF_ANY_NUMBERS) if fits else None
+    if target in _BINARY or target in _COMPARE:
+        fits = not kwargs and len(args) == 2 and isinstance(args[0], torch.Tensor) and (
+            target not in _WITH_NUMBERS or isinstance(args[1], (int, float))) and (
+            target not in _COMPARE - _WITH_NUMBERS or isinstance(args[1], torch.Tensor))
+        found = _pointwise(args, target not in _OF_ANY_NUMBERS) if fits else None
+        return found if found is None or target in _BINARY else _as_it_lies(found, torch.bool)
+    if target in _UNARY:
+        numbers, named = args[1:], kwargs.keys() - ({"approximate"} if target is aten.gelu.default else set())
+        fits = not named and len(numbers) <= _SETTINGS.get(target, 0) and all(type(n) in (int, float) for n in numbers)
+        return _pointwise(args[:1], target not in _OF_ANY_NUMBERS) if fits else None
     rule = _RULES.get(target)
     return rule(*args, **kwargs) if rule is not None else None
 
 
 def _pointwise(operands: Sequence[Any], floating: bool) -> torch.Tensor | None:
-    """Return the layout of a pointwise result, for contiguous tensors of one dtype, and numbers that do not change
-    it."""
+    """Return the layout of a pointwise result, for tensors of one dtype that are contiguous or lie alike, and numbers
+    that do not change it."""
     tensors = [x for x in operands if isinstance(x, torch.Tensor)]
-    if not tensors or not _plain(tensors):
+    alike = bool(tensors) and _permuted(tensors)
+    if not tensors or not (alike or _plain(tensors)):
         return None
     dtype = tensors[0].dtype
     fits = (int, float) if dtype.is_floating_point else int
     if dtype is torch.bool or dtype.is_complex or (floating and not dtype.is_floating_point) or not all(
             isinstance(x, torch.Tensor) or (isinstance(x, fits) and not isinstance(x, bool)) for x in operands):
         return None
+    if alike:
+        return _as_it_lies(tensors[0], dtype)
     try:
         shape = np.broadcast_shapes(*[tuple(t.shape) for t in tensors])
     except ValueError:
@@ -159,9 +174,83 @@ def _arange(*bounds: Any, dtype: torch.dtype | None = None, **others: Any) -> to
     return _empty((count,), dtype or torch.int64) if count else None
 
 
-_RULES: dict[object, Callable[..., torch.Tensor | None]] = {
+def _where(condition: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
+    if condition.dtype is not torch.bool or not (_plain([condition]) and _plain([one, other])):
+        return None
+    return _pointwise((_as_it_lies(condition, one.dtype), one, other), False)
+
+
+def _reduce(
+    tensor: torch.Tensor, dims: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
+    """Return the layout of a sum or mean over some dimensions of a contiguous tensor of floats."""
+    if not dims or not all(type(d) is int and -tensor.ndim <= d < tensor.ndim for d in dims) or not (
+            _plain([tensor]) and tensor.dtype.is_floating_point):
+        return None
+    over = {d % tensor.ndim for d in dims}
+    shape = [1 if i in over else n for i, n in enumerate(tensor.shape) if keepdim or i not in over]
+    return _empty(shape, dtype or tensor.dtype) if len(over) == len(dims) else None
+
+
+def _softmax(tensor: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor | None:
+    """Return the layout of a softmax; the last argument is a dtype, or False in the form that has none."""
+    if not -tensor.ndim <= dim < tensor.ndim or not _plain([tensor]) or not tensor.dtype.is_floating_point:
+        return None
+    return _empty(tensor.shape, tensor.dtype) if dtype in (None, False, tensor.dtype) else (
+        _empty(tensor.shape, dtype) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None)
+
+
+def _topk(
+    tensor: torch.Tensor, k: int, dim: int = -1, largest: bool = True, order: bool = True
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if not tensor.ndim or dim not in (-1, tensor.ndim - 1) or not _plain([tensor]) or not 0 < k <= tensor.shape[-1] or (
+            tensor.dtype.is_complex or tensor.dtype is torch.bool):
+        return None
+    shape = (*tensor.shape[:-1], k)
+    return _empty(shape, tensor.dtype), _empty(shape, torch.int64)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    if not x.ndim or x.shape[-1] != weight.shape[-1] or not _plain([x]) or (
+            bias is not None and (bias.dtype is not x.dtype or bias.shape != weight.shape[:1])):
+        return None
+    return _matmul(x, weight.mT) if weight.ndim == 2 else None
+
+
+def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    if weight.ndim != 2 or bias.dtype is not x.dtype or bias.shape != weight.shape[1:]:
+        return None
+    return _matmul(x, weight) if x.ndim == 2 else None
+
+
+def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """Return the layout of a product of a contiguous tensor and a matrix, or of two batches of one size."""
+    if not left.ndim or right.ndim < 2 or left.shape[-1] != right.shape[-2] or left.dtype is not right.dtype or not (
+            _plain([left]) and left.dtype.is_floating_point and right.numel()):
+        return None
+    if right.ndim > 2 and (left.ndim != right.ndim or left.shape[:-2] != right.shape[:-2]):
+        return None
+    return _empty((*left.shape[:-1], right.shape[-1]), left.dtype)
+
+
+_RULES: dict[object, Callable[..., Any]] = {
     aten.cat.default: _cat, aten.gather.default: _gather, aten.embedding.default: _embedding,
-    aten.arange.default: _arange, aten.arange.start: _arange, aten.arange.start_step: _arange}
+    aten.arange.default: _arange, aten.arange.start: _arange, aten.arange.start_step: _arange,
+    aten.where.self: _where, aten.mean.dim: _reduce, aten.sum.dim_IntList: _reduce,
+    aten.softmax.int: _softmax, aten._softmax.default: _softmax, aten.topk.default: _topk,
+    aten.linear.default: _linear, aten.addmm.default: _addmm, aten.matmul.default: _matmul,
+    aten.mm.default: lambda left, right: _matmul(left, right) if left.ndim == right.ndim == 2 else None,
+    aten.bmm.default: lambda left, right: _matmul(left, right) if left.ndim == right.ndim == 3 else None}
+
+
+def _permuted(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether all have one dtype and shape without dimensions of one element, and one order of dimensions in
+    memory without gaps."""
+    first = tensors[0]
+    ordered = sorted(zip(first.stride(), first.shape, strict=True), reverse=True)
+    dense = all(n > 1 for n in first.shape) and [s for s, _ in ordered] == [*row_major_strides([n for _, n in ordered])]
+    return dense and all(t.dtype is first.dtype and t.layout is torch.strided and t.shape == first.shape
+                         and t.stride() == first.stride() for t in tensors)
 
 
 def _plain(tensors: Sequence[torch.Tensor]) -> bool:
@@ -172,3 +261,7 @@ def _plain(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def _as_it_lies(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")

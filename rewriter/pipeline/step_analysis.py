@@ -76,14 +76,28 @@ class StepAnalysis:
         return choice.default[self.machine.kind.kernels](product, self.machine.device_kind, self.graphs.dtype)
 
     def _launches(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> list[Launch]:
-        """The launches of a flat graph, and those that are products of ours once their weights come in tiles."""
+        """The launches of a flat graph, of equal layers once, and the products of weights that may come in tiles, as
+        our own operator."""
         launches = Launches(unplaced, self.machine.kind.with_memory)
-        for node in flat.graph.nodes:
+        calls = (n for n in _one_of_equals(flat) if n.meta.get("alias_of") is None or is_collective(n))
+        nodes = list[fx.Node]()
+        for node in calls:
             shape = product_shape(node)
             if shape is not None:
                 node.meta[META] = Gemm(self.best_gemm(shape))
-        calls = (n for n in flat.graph.nodes if n.op == "call_function")
-        nodes = [n for n in calls if n.meta.get("alias_of") is None or is_collective(n)]
+            nodes.append(node)
         tiled = (product_launch(Product(*u.tiled), self.best_gemm(u.tiled), self.machine.kind, self.graphs.dtype)
                  for u in uses if not u.shape)
         return [*tiled, *(launch for n in nodes for launch in launches.of(n))]
+
+
+def _one_of_equals(flat: fx.GraphModule) -> Iterable[fx.Node]:
+    """The calls of a flat graph, of layers that have one block graph in common those of the first."""
+    known = set[tuple[str, str]]()
+    for node in flat.graph.nodes:
+        if node.op != "call_function":
+            continue
+        key = node.meta.get("block", ""), node.name.removeprefix(f"layer{node.meta.get('layer')}_")
+        if key not in known:
+            known.add(key)
+            yield node
