@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers as T
-from families import gemma2, llama
-from packaging.version import Version
+from families import llama
+from prefixed import (
+    CHUNK,
+    KEPT,
+    NEW,
+    PROMPT,
+    STATES,
+    TIERS,
+    VOCAB,
+    Told,
+    answers,
+    keeping,
+    opened,
+    prompts_of,
+    save_family,
+)
 from selection import at_length
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import forebay
 from forebay.commands.chat import compute_ahead
@@ -24,89 +38,29 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.run.cache_slots import CacheSlots
 from forebay.runtime.run.next_turns import NextTurns
 from forebay.runtime.run.prefix_cache import PrefixCache, block_keys
-from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import Request
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scheduler import answer_all, answer_arriving
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
-CHUNK, PROMPT, NEW, VOCAB = 4, 30, 4, 128
-COMMON: dict[str, Any] = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=VOCAB, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64)
-STATES: dict[str, dict[str, Any]] = {
-    "lfm2": dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False), "mamba": dict(state_size=8),
-    "falcon_h1": dict(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8),
-    "qwen3_5_text": dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-                         linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"]),
-    "deepseek_v3": dict(moe_intermediate_size=32, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2,
-                        n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1, q_lora_rank=32,
-                        kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, head_dim=8, v_head_dim=12)}
-TIERS: dict[str, dict[str, Any]] = {
-    "device": {}, "host": {"cache_tier": "host", "cache_tokens": 2}, "disk": {"cache_tier": "disk", "cache_tokens": 4},
-    "attended": {"cache_tier": "host", "cache_tokens": 4, "cpu_attention": True},
-    "shared": {"cache_tier": "disk", "cache_tokens": 4, "cache_shares": (0.5, 0.5)},
-    "checkpoints": {"cache_tier": "disk", "cache_tokens": 4, "checkpoints": (1, 2)}}
 SLOTS: dict[str, dict[str, Any]] = {
     "alone": {"batch": 1}, "one enters": {"batch_slots": 3}, "two enter": {"batch_slots": 16, "micro_batches": 2}}
-KEPT: dict[str, dict[str, Any]] = {
-    "memory": {"prefix_cache": "64MiB"}, "disk": {"prefix_cache": 0}, "both": {"prefix_cache": 12000}}
-Told = list[tuple[int, float, Any]]
 Folders = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """A random model of a family. Where this transformers writes its mixers in another way, the test is skipped."""
+    """A random model of a family."""
     known: dict[str, Path] = {}
 
     def saved(family: str) -> Path:
-        if family in STATES and Version(T.__version__) < Version("5.23"):
-            pytest.skip("mixers are written in another way")
         if family not in known:
             known[family] = tmp_path_factory.mktemp(family)
-            torch.manual_seed(0)
-            made = {"llama": lambda: llama(2, vocab_size=VOCAB), "gemma2": lambda: gemma2(2, vocab_size=VOCAB)}
-            config = made[family]() if family in made else AutoConfig.for_model(family, **{**COMMON, **STATES[family]})
-            AutoModelForCausalLM.from_config(config).save_pretrained(known[family])
+            save_family(family, known[family])
         return known[family]
 
     return saved
-
-
-def opened(folder: Path, **options: Any) -> Any:
-    return forebay.wrap(folder, {"device": 1 << 24, "host": 1 << 24, "disk": str(folder)}, prompt=PROMPT,
-                        new_tokens=NEW, machine=Machine.default(), **{"prefill_chunk": CHUNK, **options})
-
-
-def prompts_of(seed: int, count: int = 8) -> list[torch.Tensor]:
-    """Prompts that begin as others do, up to any token, and one twice."""
-    chance, made = random.Random(seed), [torch.randint(3, VOCAB, (PROMPT - 3,))]
-    for _ in range(count - 2):
-        begun = chance.choice(made)
-        kept, length = chance.randint(0, len(begun)), chance.randint(1, PROMPT)
-        made.append(torch.cat((begun[:kept], torch.randint(3, VOCAB, (PROMPT,))))[:length])
-    return [*made, made[0]]
-
-
-def answers(lm: Any, prompts: Sequence[torch.Tensor], at_once: int = 1) -> tuple[list[Told], list[int], WorkDone]:
-    """The log probabilities of each prompt's answer, the tokens of it that were known, and what was done; as they
-    arrive, so many at a time."""
-    told: list[Told] = [[] for _ in prompts]
-    known, left = [0] * len(prompts), list(range(len(prompts)))
-
-    def arriving(free: int, idle: bool) -> dict[int, Request] | None:
-        if not idle:
-            return {}
-        came = left[:at_once]
-        del left[:at_once]
-        return {i: Request(prompts[i], NEW, top_logprobs=2, on_cached=lambda n, i=i: known.__setitem__(i, n),
-                           on_logprobs=lambda each, i=i: told[i].append((each.token, each.logprob, each.top)))
-                for i in came} if came else None
-
-    work = answer_arriving(lm.session, arriving, on_next=lambda *_: True, on_end=lambda *_: None)
-    return told, known, work
 
 
 def check(folder: Path, seed: int, at_once: int = 1, kept: Mapping[str, Any] = KEPT["memory"], **options: Any) -> None:
@@ -131,11 +85,6 @@ def check(folder: Path, seed: int, at_once: int = 1, kept: Mapping[str, Any] = K
         assert reused.prefills == work.prefills - sum(known) // CHUNK
         assert again[1] == [(len(ids) - 1) // tokens * tokens for ids in prompts]
     assert reused.cached == sum(known) and all(a <= b for a, b in zip(known, common, strict=True))
-
-
-def keeping(kept: str, folder: Path) -> dict[str, Any]:
-    """Options of where prompts are kept."""
-    return KEPT[kept] | ({} if kept == "memory" else {"cache_dir": folder / "prompts"})
 
 
 def shared(ids: torch.Tensor, other: torch.Tensor, tokens: int) -> int:
@@ -262,10 +211,27 @@ def test_steps_that_follow_the_length_of_a_call_reuse_nothing(folders: Folders, 
         assert lm.session.prefixes is None and answers(lm, prompts_of(1))[2].cached == 0
 
 
-@pytest.mark.parametrize("blocks", [0, at_length(1), 2, *map(at_length, (3, 4, 5, 6, 7, 8))])
-def test_blocks_may_be_dropped_at_any_time(folders: Folders, tmp_path: Path, blocks: int) -> None:
+def everywhere() -> Iterator[tuple[str, str, str]]:
+    """Families of states, tiers and formats that go together."""
+    tiers = dict.fromkeys(STATES, ("device", "host", "disk", "shared")) | {
+        "llama": tuple(TIERS), "deepseek_v3": ("device",)}
+    for family, of_one in tiers.items():
+        for tier in of_one:
+            native = family in ("mamba", "deepseek_v3") or tier == "checkpoints"
+            yield from itertools.product([family], [tier], ["native"] if native else ["native", "kv8", "kv4"])
+
+
+@pytest.mark.parametrize(("family", "tier", "cache", "blocks"), [
+    ("llama", "device", "native", 0), ("llama", "device", "native", 2), ("lfm2", "disk", "kv8", 1),
+    *(at_length("llama", "device", "native", n) for n in (1, 3, 4, 5, 6, 7, 8)),
+    *(at_length(*each, i % 5) for i, each in enumerate(everywhere()))])
+def test_blocks_may_be_dropped_at_any_time(
+    folders: Folders, tmp_path: Path, family: str, tier: str, cache: str, blocks: int
+) -> None:
     """Of a cache that holds a few blocks, in memory or on disk: sequences enter and leave while others run."""
     torch.manual_seed(blocks)
+    slots = {"batch_slots": 3} if tier == "device" or family in ("llama", "deepseek_v3") else {"batch": 1}
+    folder, options = folders(family), {"cache": cache, **slots, **TIERS[tier]}
     prompts, chance = prompts_of(blocks, 12), random.Random(blocks)
 
     def ran(lm: Any) -> dict[int, list[int]]:
@@ -279,18 +245,17 @@ def test_blocks_may_be_dropped_at_any_time(folders: Folders, tmp_path: Path, blo
         answer_arriving(lm.session, arriving, on_next=lambda *_: True, on_end=ended.__setitem__)
         return ended
 
-    with opened(folders("llama"), batch_slots=3) as lm:
+    with opened(folder, **options) as lm:
         found = ran(lm)
-    with opened(folders("llama"), batch_slots=3, prefix_cache=1 << 24) as lm:
+    with opened(folder, **options, prefix_cache=1 << 24) as lm:
         answers(lm, prompts[:1])
         each = next(iter(lm.prefixes.blocks.values())).rows.numel()
-    with opened(folders("llama"), batch_slots=3, prefix_cache=blocks * each + 1) as lm:
+    with opened(folder, **options, prefix_cache=blocks * each + 1) as lm:
         assert ran(lm) == found
         assert len(lm.prefixes.blocks) <= blocks and lm.prefixes.nbytes == each * len(lm.prefixes.blocks)
     room = max(1, blocks) * whole_pages(each + 32)
     for _ in range(2):
-        with opened(folders("llama"), batch_slots=3, prefix_cache=2 * each, cache_dir=tmp_path,
-                    cache_dir_size=room) as lm:
+        with opened(folder, **options, prefix_cache=2 * each, cache_dir=tmp_path, cache_dir_size=room) as lm:
             assert ran(lm) == found
             files = list(tmp_path.glob("*.kv"))
             assert len(files) <= max(1, blocks) and lm.prefixes.slower.nbytes <= room
