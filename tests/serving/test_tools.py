@@ -8,7 +8,10 @@ from typing import Any
 
 import openai
 import pytest
-from serving.served import Running, save_byte_model, serving
+from serving.served import Running, byte_tokenizer, save_byte_model, serving
+
+from forebay.serving.output_fields import call_grammar
+from forebay.structured_output import StructuredOutput
 
 pytest.importorskip("llguidance")
 PROMPT, NEW = 500, 120
@@ -54,6 +57,23 @@ def test_a_call_that_must_be_is_one(client: openai.OpenAI, choice: Any) -> None:
                                            max_tokens=3)
     assert again.usage is not None and again.usage.prompt_tokens == len(
         f"[add][look]<tool_call>user:hi;assistant:{call.function.name}={arguments['a']};tool:fine;".encode())
+
+
+def test_references_of_each_tool_are_to_its_own_parameters() -> None:
+    """Several tools may give other definitions one name, and "#" is the parameters of a tool alone."""
+    called: tuple[dict[str, Any], ...] = tuple({"function": {"name": name, "parameters": {
+        "type": "object", "properties": {"a": {"$ref": "#/$defs/default"}, "default": {"$ref": "#"}},
+        "additionalProperties": False, "$defs": {"default": {"type": kind}}}}} for name, kind in (
+            ("add", "integer"), ("look", "boolean")))
+    tokenizer = byte_tokenizer()
+    for tools in (called, called[:1], called[::-1]):
+        structured = StructuredOutput(tokenizer, 320, [1])
+        for name, value, right in (("add", "1", True), ("add", "true", False), ("look", "true", len(tools) == 2),
+                                   ("look", "1", False), ("add", '{"name": "add", "arguments": {}}', False)):
+            for text in (f'{{"a": {value}}}', f'{{"default": {{"a": {value}}}}}'):
+                ids = tokenizer(f'{{"name": "{name}", "arguments": {text}}}').input_ids
+                matcher = structured.constraint(call_grammar(tools)).matcher
+                assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is right
 
 
 @pytest.mark.parametrize("format", [

@@ -62,16 +62,23 @@ def _tool(fields: RequestFields, value: Any) -> dict[str, Any] | None:
 
 def call_grammar(called: tuple[dict[str, Any], ...]) -> OutputGrammar:
     """The grammar of a call of one of these tools, as JSON with name and arguments."""
-    definitions: dict[str, Any] = {}
-    calls = []
-    for tool in called:
-        arguments = dict(tool["function"]["parameters"])
-        for name in ("$defs", "definitions"):
-            if isinstance(arguments.get(name), dict):
-                definitions[name] = {**definitions.get(name, {}), **arguments.pop(name)}
+    calls, arguments = [], dict[str, Any]()
+    for number, tool in enumerate(called):
+        arguments[f"{number}"] = _moved(tool["function"]["parameters"], f"#/$defs/{number}")
         calls.append({"type": "object", "additionalProperties": False, "required": ["name", "arguments"],
-                      "properties": {"name": {"const": tool["function"]["name"]}, "arguments": arguments}})
-    return OutputGrammar.of_schema({**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **definitions})
+                      "properties": {"name": {"const": tool["function"]["name"]},
+                                     "arguments": {"$ref": f"#/$defs/{number}"}}})
+    return OutputGrammar.of_schema({**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": arguments})
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema whose references are to its own parts once it stands elsewhere in another."""
+    if isinstance(schema, list):
+        return [_moved(each, to) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {name: f"{to}{value[1:]}" if name == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, to) for name, value in schema.items()}
 
 
 def read_grammar(fields: RequestFields) -> OutputGrammar | None:
