@@ -37,6 +37,7 @@ class Addresses:
         nodes = list(gm.graph.nodes)
         self.symbols = {n: f"{WEIGHT}{i}" for i, n in enumerate(n for n in nodes if n.op == "placeholder")}
         self.tiles = {n: i for i, n in enumerate(n for n in nodes if n.target is ops.fetch)}
+        self._fetched = {f"{TILE}{i}": values_of(n)[0].untyped_storage().nbytes() for n, i in self.tiles.items()}
         early = [n for n in nodes if gathers_weight(n)] if GATHER_BUFFER in layout.buffers else []
         self.ahead = {n: i for i, n in enumerate(early)}
         self._refs: dict[tuple[fx.Node, int], TensorRef] = {}
@@ -83,6 +84,11 @@ class Addresses:
         """Return the memory of a weight that is gathered ahead."""
         symbol = f"{GATHERED}{self.ahead[node]}"
         return Span(symbol, 0, values_of(node)[0].untyped_storage().nbytes(), symbol)
+
+    def whole_tile(self, span: Span) -> Span:
+        """Return what was fetched together with a span of it, whose other bytes may have no reader; others stay."""
+        tile = self._fetched.get(span.arena)
+        return span if tile is None else Span(span.arena, 0, max(tile, span.offset + span.nbytes), span.buffer)
 
     def ends(self, node: fx.Node) -> list[Span]:
         """The buffers whose contents die with `node`; those that die with a product computed in tiles die with its

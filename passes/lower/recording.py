@@ -227,7 +227,7 @@ class Recorder:
         if node in self.addresses.ahead:
             self.entries.append(Ahead(self.addresses.ahead[node], self.addresses.gathered(node).nbytes))
         for launch in self.launches.of(node):
-            self._add(launch)
+            self._add(replace(launch, reads=tuple(self.addresses.whole_tile(span) for span in launch.reads)))
             if launch.stream == COLLECT:
                 self.landing[storage_of(node)[0]] = Exchanged(launch.label)
 

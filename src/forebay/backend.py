@@ -269,9 +269,9 @@ class OffloadedGraph:
         ours = any(before is other for other in self.prepared.values())  # a parameter of this graph was replaced
         if before.files != prepared.files and not (ours and set(before.files.values()) & set(prepared.files.values())):
             warnings.warn("forebay: graphs with different weights were compiled with one `options` object, so they "
-                          "take turns in its budget and read their resident weights again at every turn. Either graph "
-                          "breaks split this model (TORCH_LOGS=graph_breaks shows where), or the object serves several "
-                          "models: give each one of its own", RuntimeWarning, stacklevel=3)
+                          "take turns in its budget and read their resident weights again at every turn. That suits "
+                          "the parts of a pipeline. Else give each model an object of its own, or see where graph "
+                          "breaks split a model (TORCH_LOGS=graph_breaks)", RuntimeWarning, stacklevel=3)
 
 
 def _drop_lost(graph: weakref.ref[OffloadedGraph]) -> None:

@@ -144,11 +144,15 @@ MODELS: dict[str, Callable[[], Made]] = {
 
 
 def check(name: str) -> Outcome:
+    return check_made(MODELS[name])
+
+
+def check_made(make: Callable[[], Made]) -> Outcome:
     """Twice, under half of the weights' bytes; where that cannot work, under what the refusal names."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     try:
-        model, inputs = MODELS[name]()
+        model, inputs = make()
         with torch.no_grad():
             wanted = _leaves(_call(model, inputs))
     except Exception as error:  # this table would be wrong about the model, so it says so
