@@ -33,7 +33,7 @@ from forebay.rewriter.ir.program import COMPUTE
 from forebay.runtime.disk.page_cache import drop_file
 
 UNLIMITED = 1 << 40
-PACES = {"pace": None, "prefill_pace": 256}  # of products of so many rows (None: of those of a step)
+PACES = {"pace": None, "prefill_pace": 256}  # of matmuls of so many rows (None: the rows of a step)
 BUSY = {"pace": "planned_busy", "prefill_pace": "planned_prefill_busy"}  # shares of time in which a plan computes
 READS_S = 0.8  # of plain reads at each pace, between steps of a second or two; less between whole answers
 RATES = ("bytes_per_s", *PACES)

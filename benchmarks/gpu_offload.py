@@ -42,7 +42,7 @@ from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_m
 from benchmarks.isolated import IsolatedWorker, check_gpu, serve
 from benchmarks.models import RandomShape
 
-LIMIT_S = 520.0  # of the whole run: a job that is begun late gets what is left of it
+LIMIT_S = 520.0  # of the whole run: a job that begins late gets the rest
 JOB_S = {"resident": 200.0}  # a job that says nothing for so long is killed; the first of 8B saves 16 GB
 OTHERS_S = 100.0
 LEAST_S = 20.0  # with less than this left none is begun

@@ -107,7 +107,7 @@ def same_tokens(ours: Sequence[Sequence[int]], reference: Sequence[Sequence[int]
 
 
 def binds(row: Row) -> str:
-    """Which bound binds clearly: link, compute, or neither ("both"); of what is in RAM the memory."""
+    """Which bound binds clearly: link, compute, or neither ("both"); memory for weights in RAM."""
     if "memory_tokens_per_s" in row:
         return "memory"
     link, compute = (row.get(key, float("inf")) for key in ("link_tokens_per_s", "ram_tokens_per_s"))

@@ -65,7 +65,7 @@ class StepClock:
         self.tokens.append(token.tolist())
 
     def start(self, tokens: int) -> Callable[[torch.Tensor], None]:
-        """Begin the first of so many steps; what is to be called with the token of each begins the next."""
+        """Begin the first of so many steps; calling its result with the token of each begins the next."""
         left = tokens
 
         def on_token(token: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ LIMIT_S = 120.0  # of one request
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """When it is sent, and the fields of its body beside those of streaming."""
+    """When it is sent, and the fields of its body without streaming's."""
 
     at_s: float
     path: str

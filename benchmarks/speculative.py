@@ -273,7 +273,7 @@ def kind_of(text: str) -> str:
 
 
 def summary(plain: list[Row], found: list[Row]) -> Row:
-    """What a contestant's answers took beside those of `plain` to the same texts in the same rounds."""
+    """Times of a contestant's answers relative to `plain`, for the same texts in the same rounds."""
     pairs = list(zip(plain, found, strict=True))
     line: Row = {
         "tokens_per_s": median(row["counted"] / row["time_s"] for row in found),  # a peer's time has the prompt too

@@ -196,7 +196,7 @@ def main() -> None:
     args = arguments(__doc__, ("bundle", "kept", "compile"), model=("demo", "of bundle and kept"),
                      budget=("2GB", "of bundle and kept"),
                      layers=([12, 96], "depths to compile; ratios are to the first"),
-                     hidden=(1024, "of what is compiled"), rounds=(3, "turns of each"))
+                     hidden=(1024, "of the compiled module"), rounds=(3, "turns of each"))
     write_json(args, {"bundle": bundle, "kept": kept, "compile": compiled}[args.case](args))
 
 

@@ -84,7 +84,7 @@ class OnnxGraph(Protocol):
 
     def cut_from(self, parts: Sequence[str], widths: Sequence[int]) -> str | None:
         """The [B, S, sum of widths] that is cut along its last dimension into `parts`, of these widths and in this
-        order; None for what is no such whole."""
+        order; None for other parts."""
 
     def append(self, cache: OnnxValue, new: str) -> None:
         """Let `new` [B, Hkv, S, D] be what follows in a cache."""

@@ -16,10 +16,11 @@ TEMPLATE = """{% for m in messages %}{{ m.role }} : {% if m.content is string %}
 {% endfor %}assistant :"""
 
 
-def llava(folder: Path) -> tuple[Any, Any]:
+def llava(folder: Path, positions: int = 600) -> tuple[Any, Any]:
     """A folder of a model with its processor, which are returned."""
     plain = CONFIGS["llava"]
-    whole = save("llava", folder, plain | {"text_config": plain["text_config"] | {"max_position_embeddings": 600}})
+    text = plain["text_config"] | {"max_position_embeddings": positions}
+    whole = save("llava", folder, plain | {"text_config": text})
     whole.generation_config.eos_token_id = whole.generation_config.pad_token_id = 2
     whole.generation_config.save_pretrained(folder)
     words = ["<pad>", "<unk>", "</s>", "user", "assistant", ":", *(f"w{i}" for i in range(6, 150)), "<image>"]

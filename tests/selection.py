@@ -31,7 +31,7 @@ KINDS = {
 KIND_OF_PATH = {
     "": "static", "kernels": "kernel", "runtime": "kernel", "runtime/run": "e2e", "compiled": "e2e", "e2e": "e2e",
     "commands": "e2e", "serving": "e2e", "extending": "e2e", "benchmarks": "e2e", "test_examples.py": "e2e",
-    "test_readme.py": "e2e", "test_drafts_seen.py": "e2e", "exported": "peer", "huggingface": "peer",
+    "test_drafts_seen.py": "e2e", "exported": "peer", "huggingface": "peer",
     "faults": "fault", "runtime/comm/test_failures.py": "fault"}
 # Tests of passes, of every family and of every schedule: whatever they put through a pass must leave sound graphs.
 CHECKED = ("passes", "rewriter/capture", "extending", "test_pages.py", "e2e/test_families.py",

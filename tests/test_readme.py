@@ -1,4 +1,4 @@
-"""README and docs: the README's Python runs as it stands, commands and options of all pages exist, links lead on."""
+"""README and docs: links lead on, and the site has every page and command. `e2e/test_documented.py` runs their code."""
 
 from __future__ import annotations
 
@@ -6,40 +6,12 @@ import importlib.util
 import re
 from pathlib import Path
 
-import pytest
 from typer.main import get_command
 
 from forebay.commands.app import app
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_its_python_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                      capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 2
-    names: dict = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    names["lm"].close()
-    said = capsys.readouterr().out
-    assert "The capital of France is Paris" in said and "schedule" in said and "torch.Size([4, 1024])" in said
-
-
-def test_commands_of_all_pages_and_their_options_exist() -> None:
-    """Each line of code that begins with `forebay` names a command, and options that it has."""
-    known, seen = get_command(app).commands, set()  # type: ignore[attr-defined]
-    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
-        for name, rest in re.findall(r"^    (?:torchrun .* )?forebay +([\w-]+)(.*?)(?: +#.*)?$",
-                                     page.read_text(encoding="utf-8"), re.MULTILINE):
-            seen.add(name)
-            options = {option for parameter in known[name].params for option in (*parameter.opts,
-                                                                                 *parameter.secondary_opts)}
-            if name != "eval":  # its options are read when it runs
-                assert set(re.findall(r"(?<=\s)--[\w-]+", rest)) <= options, (page.name, name, rest)
-    assert seen >= known.keys() - {"help", "version"}  # each command is shown on some page
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
 def test_links_of_all_pages_lead_somewhere() -> None:
@@ -85,6 +57,31 @@ def test_the_page_of_options_has_every_command() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     assert {f"## forebay {name}" for name in commands} <= set(page.splitlines())
     assert "| `--budget` |" in page and "| `--text` | UTF-8 text file" in page and "\f" not in page
+
+
+def programs(text: str) -> list[str]:
+    """Each MODULE of `python -m MODULE` and FILE of `python FILE` in a page's code that is ours."""
+    ours = r"(?<![\w-])python (?:-m )?((?:benchmarks|tests|examples|forebay)[\w./]*)"
+    return re.findall(rf"^    .*?{ours}", text, re.MULTILINE)
+
+
+def test_programs_of_the_pages_exist() -> None:
+    named = [name for page in PAGES for name in programs(page.read_text(encoding="utf-8"))]
+    assert len(named) > 20
+    for name in named:
+        path = ROOT / (name if name.endswith(".py") else name.replace("forebay.", "src/forebay/").replace(".", "/"))
+        assert path.exists() or path.with_suffix(".py").exists(), name
+
+
+def test_make_targets_of_the_pages_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named: set[Path | str] = set()
+    for page in PAGES:
+        named |= set(re.findall(r"^    make ([\w-]+)|`make ([\w-]+)`", page.read_text(encoding="utf-8"), re.MULTILINE))
+    targets = {name for pair in named for name in pair if name}
+    assert {"test", "docs", "wheel"} <= targets
+    made = {name for line in re.findall(r"^([\w -]+):(?!=)", makefile, re.MULTILINE) for name in line.split()}
+    assert targets <= made | {"test-latest", "test-oldest"}
 
 
 def headings(page: Path) -> set[str]:

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 from words import (
     CLAUSE_SENTENCES,
+    DIALECT,
     LONGEST,
     MEAN,
     NOUN_CLAUSES,
@@ -24,6 +25,7 @@ from words import (
     pages,
     paragraphs,
     sentences,
+    sources,
     tables,
     words,
 )
@@ -70,6 +72,12 @@ def test_public_docstrings() -> None:
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     clauses = list(clause_docstrings())
     assert not clauses, "\n".join(clauses)
+
+
+def test_modules_name_things_and_not_clauses() -> None:
+    found = [f"{path.relative_to(ROOT)}: {match[0]}" for path in sources()
+             for match in DIALECT.finditer(path.read_text(encoding="utf-8"))]
+    assert not found, "\n".join(found)
 
 
 def test_messages_of_errors() -> None:

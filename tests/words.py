@@ -36,6 +36,8 @@ CLAUSE_SENTENCES = re.compile(r"^\W*(Of|Those|What(?! fits))\b(?!.*\?)")
 # Docstrings that begin with a clause: of modules, classes and properties, and of functions, which begin with a verb.
 CLAUSE_DOCSTRINGS = re.compile(r"(All that|As|Of|That|Those|What|Who)\b(?! usual)")
 CLAUSE_FUNCTIONS = re.compile(rf"{CLAUSE_DOCSTRINGS.pattern}|(How|When|Where|Whether|Which|Why)\b")
+# Clauses in place of a noun, anywhere in a module: "of which what is exchanged", "for what is no answer".
+DIALECT = re.compile(r"\b(of which what|of those of which|for what is no|what is no)\b")
 
 
 def pages() -> list[Path]:

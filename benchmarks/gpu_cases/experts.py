@@ -36,7 +36,7 @@ def experts_work(place: Place, tokens: int) -> Work:
 
 
 def assign_work(place: Place, tokens: int) -> Work:
-    """Slots for what so many tokens pick of 128 experts, of which 40 are there; each call ages what is known."""
+    """Slots for what so many tokens pick of 128 experts, 40 of them present; each call ages what is known."""
     from forebay.kernels.products.expert_slots.gpu import bind_assign_slots
 
     experts, picks, slots = place.size(128, 9), place.size(8, 2), place.size(40, 3)

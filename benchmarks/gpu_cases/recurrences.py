@@ -90,7 +90,7 @@ def wkv_work(place: Place) -> Work:
 
 
 def keep_work(place: Place) -> Work:
-    """A layer's states of Mamba-2 2.7B, of which every second goes back."""
+    """A layer's states of Mamba-2 2.7B; every second one goes back."""
     from forebay.kernels.recurrences.keep_state.gpu import bind_keep_state
 
     batch, numbers = place.size(16, 2), place.size(80 * 64 * 128, 33)

@@ -53,7 +53,7 @@ def name_of(case: dict[str, Any], phase: str) -> str:
 
 
 def rows(system: str = "") -> Iterator[Row]:
-    """The rows of all cases, or of those of a system."""
+    """The rows of all cases, or of one system."""
     for case in CASES:
         if case["system"].startswith(system):
             plan = plan_of(case)

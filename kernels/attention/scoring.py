@@ -1,4 +1,4 @@
-"""How attention makes scores, and what is known of them: what travels together from an operator to its launches."""
+"""How attention makes scores, and their known bounds: the values that go together from operators to launches."""
 
 from __future__ import annotations
 

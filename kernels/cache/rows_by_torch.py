@@ -42,11 +42,37 @@ def cache_format_by_torch(
 
     Returns:
         The record, registered.
+
+    Raises:
+        ValueError: Rows of random values have another dtype or size than `row` says, lose more than `error`, or do not
+            come back in their dtype; or the name is no word, or known.
     """
+    _try_rows(name, row, error, pack, unpack)
     append, attend = _append(name, pack), _attention(name, unpack)
     register_operator(append)
     register_operator(attend)
     return register_cache_format(CacheFormat(name, append=append.name, attend=attend.name, row=row, error=error))
+
+
+def _try_rows(name: str, row: Callable[[int], int], error: float, pack: Pack, unpack: Unpack) -> None:
+    """ValueError where the functions do not do what a format's record says, at two sizes of heads."""
+    if not name.isidentifier():
+        raise ValueError(f"cache_format_by_torch: the name {name!r} must be letters, digits and _")
+    draws = torch.Generator().manual_seed(0)
+    for dtype, head_dim in ((torch.float32, 64), (torch.bfloat16, 128)):
+        x = torch.randn(2, 3, 8, head_dim, generator=draws).to(dtype)
+        rows = pack(x)
+        if rows.dtype != torch.uint8 or rows.shape != (*x.shape[:-1], row(head_dim)):
+            raise ValueError(f"cache_format_by_torch: pack of {name} makes {rows.dtype} {[*rows.shape]} of values "
+                             f"{[*x.shape]}; `row` says uint8 {[*x.shape[:-1], row(head_dim)]}")
+        back = unpack(rows, head_dim, dtype)
+        if back.dtype != dtype or back.shape != x.shape:
+            raise ValueError(f"cache_format_by_torch: unpack of {name} makes {back.dtype} {[*back.shape]}; the rows "
+                             f"hold {dtype} {[*x.shape]}")
+        lost = float((back.float() - x.float()).norm() / x.float().norm())
+        if not lost <= error:
+            raise ValueError(f"cache_format_by_torch: rows of {name} lose {lost:.3g} of random values; `error` says at "
+                             f"most {error:g}")
 
 
 def _append(name: str, pack: Pack) -> Operator:

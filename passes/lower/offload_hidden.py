@@ -172,7 +172,7 @@ class _Offloading:
         return marks
 
     def _load(self, turn: _Stay) -> list:
-        """Load what a turn reads first: what is to be done where its region is vacant."""
+        """Load the first inputs of a turn: the actions at a vacant region."""
         fetches: list[object] = []
         for name, reader in turn.loads.items():
             index = self.loaded[name] = len(self.draft.moves)

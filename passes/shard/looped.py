@@ -18,7 +18,7 @@ PIECE = ".piece"  # and a number end the name of a weight that is a piece of ano
 
 @dataclass(frozen=True)
 class InChunks:
-    """Weights in `pieces`, of which what is exchanged is exchanged in so many `chunks` of as many neighbours each."""
+    """Weights in `pieces`, exchanged in so many `chunks` of as many neighbors each."""
 
     pieces: int = 1
     chunks: int = 1
@@ -44,7 +44,7 @@ def whole_name(name: str) -> str:
 
 
 def portion(held: Ranges, parts: int, index: int, unit: int = 1) -> Ranges:
-    """Part `index` of indices, in order, of as equal parts of whole units as can be; the last has what is no unit."""
+    """Part `index` of indices, in order, of as equal parts of whole units as can be; the last has the rest."""
     units, size = sum(end - first for first, end in held) // unit, sum(end - first for first, end in held)
     begin, end = (size if at == parts else unit * (at * units // parts) for at in (index, index + 1))
     found, before = [], 0

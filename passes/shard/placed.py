@@ -54,7 +54,7 @@ class RankSplits:
         return Split(len(before), even_part(size, self.share.size(wide), self.share.index(wide)), size, wide)
 
     def is_hidden(self, split: Split | None) -> bool:
-        """Return whether that is a part of a hidden state, not of what is between two products."""
+        """Return whether that is a part of a hidden state, not of a value between two matmuls."""
         return split is not None and bool(self.share.wide) and split.axes == self.share.wide
 
     def _place(self, node: fx.Node) -> Split | None:

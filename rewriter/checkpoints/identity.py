@@ -93,7 +93,7 @@ def sample_tensors(tensors: Mapping[str, TensorRecord]) -> str:
 
 
 def read_whole(fd: int, nbytes: int, offset: int) -> bytes:
-    """Bytes of a file from `offset` on, fewer only where it ends before: one read may bring a part of what is there."""
+    """Bytes of a file from `offset` on, fewer only where it ends before: one read may bring a part of the bytes."""
     found = b""
     while len(found) < nbytes:
         piece = os.pread(fd, nbytes - len(found), offset + len(found))

@@ -63,12 +63,12 @@ def _bytes_of(record: TensorRecord) -> Iterator[torch.Tensor]:
         yield read_tensor(record.part(at, nbytes, torch.uint8, (nbytes,)))
 
 
-# These end the names of what is no weight.
+# Names of tensors that are no weights end so.
 _FACTORS = ("scale", "scales", "zero", "zero_point", "scale_inv", "absmax", "quant_map", "SCB")
 
 
 def values_dtype(records: Iterable[TensorRecord]) -> torch.dtype:
-    """The dtype that most bytes of what is not quantized have."""
+    """The dtype of most bytes that are not quantized."""
     sizes: dict[torch.dtype, int] = {}
     for record in records:
         if record.dtype.is_floating_point and record.dtype.itemsize > 1 and not record.name.endswith(_FACTORS):

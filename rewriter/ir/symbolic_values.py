@@ -13,7 +13,7 @@ from torch import fx
 # and none is 1
 SIZES = {"B": 3, "S": 7, "L": 19, "R": 3 * 19 + 3 * 7}
 KNOWN = "_forebay_known"  # values by what was asked, as an attribute of their mode
-InputLayout = tuple[torch.dtype, tuple[int | str, ...]]  # dtype and shape, with names of `SIZES` for what is not fixed
+InputLayout = tuple[torch.dtype, tuple[int | str, ...]]  # dtype and shape, with names of `SIZES` for others
 
 
 def symbolic_value(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -33,7 +33,7 @@ class RingProtocol:
 
 
 # NCCL's ring protocols (LL, LL128, Simple), by its own tuning model (src/graph/tuning.cc: baseLat, hwLat of a ring over
-# NVLink and over PCIe, and what is left of the bandwidth); a collective takes the one that is fastest for its size.
+# NVLink and over PCIe, and their share of the bandwidth); a collective takes the one that is fastest for its size.
 NVLINK = (RingProtocol(3.6e-6, 0.47e-6, 1 / 3), RingProtocol(10.0e-6, 1.9e-6, 0.92), RingProtocol(8.4e-6, 3.4e-6, 1.0))
 PCIE = (RingProtocol(3.6e-6, 1.0e-6, 1 / 3), RingProtocol(10.0e-6, 2.5e-6, 0.92), RingProtocol(8.4e-6, 5.7e-6, 1.0))
 NVLINK_BYTES_PER_S = 64e9  # one direction of 16 lanes of PCIe 5.0: what is faster is no PCIe
@@ -113,7 +113,7 @@ def mesh_of(machine: Machine, shape: tuple[int, ...], links: tuple[float, ...] =
 
     An axis of a TPU's torus has a third of that, and half as much where its ends are not joined: all that a chip at the
     end receives passes one link. Collectives among ranks that were measured on the machine take what they took then,
-    unless `links` are given. `step_s` stands in the place of what is known of steps. MeshError where the machine has no
+    unless `links` are given. `step_s` replaces the known times of steps. MeshError where the machine has no
     figure and none is given.
     """
     measured = machine.mesh if machine.mesh.exchanges else None

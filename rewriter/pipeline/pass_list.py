@@ -59,7 +59,7 @@ PASSES: list[Pass] = [
          "first: the rest see a weight's placement, which layers of one kind need not share"),
     Pass(insert_transfers, "planned", "each graph",
          "it splits matrix products into tiles, and every later pass must see the tiles"),
-    Pass(order_gathers, "planned", "each graph", "behind insert_transfers: fetches of what is gathered go with it"),
+    Pass(order_gathers, "planned", "each graph", "after insert_transfers: fetches of gathered values go with them"),
     Pass(select_gemm, "planned", "each graph", "after tiling, because the choice depends on the tile's shape"),
     Pass(allocate_buffers, "planned", "whole step",
          "last: addresses depend on the plan's arena alone, lifetimes on the order, which is final"),

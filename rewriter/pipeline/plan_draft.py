@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.drafts_beside import beside_s, pays_beside
+from forebay.rewriter.ir.durations import format_seconds
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError
 from forebay.rewriter.pipeline.plan_shared_draft import PackedCopy, SharedPlan, checking_drafts, plan_shared_draft
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
@@ -181,9 +182,9 @@ def _told(plain: Plan, way: DraftWay) -> str:
     whose = "" if way.shared is None else "steps of its own, which share its cache and what is resident: "
     streams = f", of which {format_nbytes(d.streamed_nbytes)} stream for each token" if d.streamed_nbytes else ""
     with_s = token_time_s(way.plan, way.draft, way.chance, way.shared is None)
-    return (f"{whose}{format_nbytes(way.nbytes)} of the device budget{streams}, {1000 * d.decode_time_s:.3g} ms a "
-            f"drafted token; the model's step takes {1000 * p.decode_time_s:.3g} ms in the "
-            f"{format_nbytes(way.plan.budget.device)} left, for {1000 * without_s:.3g} ms in all of it; with "
+    return (f"{whose}{format_nbytes(way.nbytes)} of the device budget{streams}, {format_seconds(d.decode_time_s)} a "
+            f"drafted token; the model's step takes {format_seconds(p.decode_time_s)} in the "
+            f"{format_nbytes(way.plan.budget.device)} left, for {format_seconds(without_s)} in all of it; with "
             f"{100 * way.chance:.0f} % of drafted tokens right {_rate(with_s)} tokens/s per sequence, without a draft "
             f"{_rate(without_s)}")
 

@@ -33,7 +33,7 @@ class PackedCopy:
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """The model's plan in what is left of the budget with its pipeline, and the draft's step beside it: its plan, the
+    """The model's plan in the rest of the budget with its pipeline, and the draft's step beside it: its plan, the
     Program, which weights are its own, and what share of the bytes that its products read in the model is `packed`."""
 
     pipeline: Pipeline

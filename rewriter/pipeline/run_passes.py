@@ -72,7 +72,7 @@ class Stage:
         self.bisection = Bisection(self.seen, formats or {}) if switches.bisect else None
 
     def run(self, each: Pass, given: Callable[[str], tuple]) -> None:
-        """Run a pass on the graphs of its scope, each with what is `given` for it by name ("": the step graph)."""
+        """Run a pass on the graphs of its scope, each with the values `given` for it by name ("": the step graph)."""
         if each.name not in self.switches.skip:
             self.dump.before(self.gm, each.name)
             graphs = {"": self.gm}

@@ -47,7 +47,7 @@ def pool_buffers(
     slots_of: Iterable[tuple[WeightUse, int]], tokens: int, hop: bool = False
 ) -> Iterator[tuple[str, str, int]]:
     """Names, kinds and bytes of the buffers of the pools of tables, for steps over at most so many tokens in all: their
-    slots, what is known of these, behind places of experts in them unless there is a `hop`, and what picks give."""
+    slots, their states, behind places of experts in them unless there is a `hop`, and what picks give."""
     most = 0
     for use, slots in slots_of:
         picks = picks_of(use) * tokens

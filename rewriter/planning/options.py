@@ -67,8 +67,8 @@ class OptionRecord:
     default: its value where nobody names one, which asks for nothing.
     otherwise: what happens then, in words, where None is not the planner's choice.
     answers: whether answers differ by more than rounding; a job's settings hold it.
-    planned: what a plan has in its place, None for nothing; a plan that is replayed must have what is asked for.
-    as_planned: what is asked for in the same terms, None where every plan will do.
+    planned: what a plan has in its place, None for nothing; a replayed plan must equal the request.
+    as_planned: the request in the same terms, None where every plan will do.
     """
 
     kind: OptionKind

@@ -82,7 +82,7 @@ def program_text(program: Program) -> str:
 
 
 def draft_text(draft: Draft) -> str:
-    """One line per launch and mark; marks of copies by number, with what is copied where it is issued."""
+    """One line per launch and mark; marks of copies by number, with the copied bytes where one is issued."""
     lines = [f"prologue {draft.prologue}"]
     for item in draft.items:
         if isinstance(item, Launch):

@@ -188,7 +188,7 @@ def _experts(plan: Plan) -> str:
     on_disk = any(w.tier == "disk" for w in tables)
     for lane, streams in (("disk", (LOOKUP, DISK) if on_disk else ()), ("link", (RETURN, UPLOAD))):
         if busy_s := sum(p.busy_time_s.get(stream, 0.0) for stream in streams):
-            lines.append(f"the {lane} takes {1000 * busy_s:.3g} ms of a step, which reads "
+            lines.append(f"the {lane} takes {format_seconds(busy_s)} of a step, which reads "
                          f"{format_nbytes(p.streamed_nbytes)}: at most {plan.workload.batch / busy_s:.3g} tokens/s")
     return f"\n{'':<10}".join(lines)
 
@@ -200,7 +200,7 @@ def _host_experts(plan: Plan) -> Iterator[str]:
         yield (f"the CPU computes those of {len(there)} layers in decode steps, where "
                f"{format_nbytes(sum(w.nbytes for w in there))} of them lie in host memory")
     if there and busy_s:
-        yield f"the CPU takes {1000 * busy_s:.3g} ms of a step: at most {plan.workload.batch / busy_s:.3g} tokens/s"
+        yield f"the CPU takes {format_seconds(busy_s)} of a step: at most {plan.workload.batch / busy_s:.3g} tokens/s"
 
 
 def _typical(work: Workload) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.durations import format_seconds
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import DEVICE
 
@@ -27,4 +28,4 @@ def explain_shared(draft: Plan, model: Plan) -> str:
         f"  shares    {format_nbytes(shared['weight'])} of resident weights, {format_nbytes(shared['cache'])} of cache"
         f"{looked_up}",
         f"  its own   {above}, above byte {top:,}",
-        f"  takes     {1000 * draft.prediction.decode_time_s:.3g} ms for each drafted token; no weight streams"))
+        f"  takes     {format_seconds(draft.prediction.decode_time_s)} for each drafted token; no weight streams"))

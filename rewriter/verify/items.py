@@ -68,7 +68,7 @@ def check_sizes(program: Program, budget: Mapping[str, int | None]) -> None:
 def check_items(program: Program) -> None:
     """Raise ItemFault unless sizes are sizes, every copy brings as many bytes as its target has from elsewhere, whole
     pages where that is a file, every tensor that an operator gets is aligned and lies in a span of the same buffer that
-    its launch reads and, if the operator writes it, writes, no result is written over part of what is read, nothing but
+    its launch reads and, if the operator writes it, writes, no result is written over part of an input, nothing but
     copies touches a file, and copies and launches stand on streams that run them in order."""
     extents: Extents = {}
     told = [item for item in program.step if type(item) is Launch and find(item.op) is ASSIGN_SLOTS]
@@ -138,7 +138,7 @@ def _check_stream(copy: Copy, files: Collection[str]) -> None:
     (before, after), scattered = copy.room, type(copy.dst) is Rows
     sizes = [dst.offset, copy.dst.row_nbytes if type(copy.dst) is Rows else dst.nbytes + after]
     if type(copy.src) is Rows and (copy.src.skips or copy.src.count is not None):
-        sizes.append(copy.src.row_nbytes)  # what is left out must not share a page with what is written
+        sizes.append(copy.src.row_nbytes)  # bytes left out must not share a page with written ones
     if before or not 0 <= after < (1 if scattered else PAGE_NBYTES) or any(size % PAGE_NBYTES for size in sizes):
         raise ItemFault(f"{copy.label} writes parts of pages of {span_text(dst)}: give each piece of a spill file "
                         f"whole pages of {PAGE_NBYTES} bytes")

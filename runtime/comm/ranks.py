@@ -89,7 +89,7 @@ Exchanges = list[tuple[tuple[int, ...], str]]  # of a Program in order: who take
 
 
 def exchanges_of(program: Program) -> Exchanges:
-    """A Program's collectives in their order: who takes part, and a digest of what is exchanged and how much of it."""
+    """A Program's collectives in their order: the ranks of each, and a digest of the data and its size."""
     found = []
     for item in program.step:
         if isinstance(item, Launch) and item.stream == COLLECT:

@@ -221,7 +221,7 @@ def split_write(write: Write, direct: bool, chunk_nbytes: int, bounce_nbytes: in
 
 
 def pieces(chunk: Chunk, bounce_address: int, got: int) -> list[tuple[int, int]]:
-    """The (address, nbytes) list that receives what is left of a chunk after its first `got` bytes."""
+    """The (address, nbytes) list that receives the rest of a chunk after its first `got` bytes."""
     if chunk.head == chunk.tail == 0:
         return [(chunk.address + got, chunk.nbytes - got)]
     left = []

@@ -21,7 +21,7 @@ def run_once(
     inputs: Mapping[str, torch.Tensor],
 ) -> list[torch.Tensor]:
     """The outputs of the first step of `program` on the CPU, from an empty cache. Weights and inputs are told by name;
-    what the program reads of `files` it reads of these. KeyError for what is not given."""
+    what the program reads of `files` it reads of these. KeyError for a missing one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights"
         moved = _SideFile(str(path), {place: name for name, place in files.items() if name in weights})

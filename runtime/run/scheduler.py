@@ -189,7 +189,7 @@ class Scheduler:
         self.entering.groups.append(PromptGroup(admitted, chunks, max(map(len, prompts.values())), done))
 
     def _enter_known(self, prompts: Mapping[int, torch.Tensor], numbers: Sequence[int]) -> int:
-        """Give slots what is known of their prompts before these are computed; how many tokens of each."""
+        """Copy known prefixes of prompts into slots before the rest is computed; the tokens of each."""
         adapters = {slot: self.requests[number].adapter for slot, number in zip(prompts, numbers, strict=True)}
         kept = 0 if self.session.prefixes is None else self.session.prefixes.enter(prompts, adapters)
         for number in numbers:

@@ -97,7 +97,7 @@ class StepInputs:
         return usual | {name: value for name, value in vars(self).items() if value is not None}
 
     def counted(self) -> dict[str, torch.Tensor]:
-        """Return what is known of tokens where nothing else is given: they are text."""
+        """Return the kinds of tokens where no others are given: text."""
         positions = counted_positions(self.start, self.tokens)
         return {name: value for name, value in (("positions", positions), ("until", positions[:, :, 0] + 1))
                 if getattr(self, name) is None}

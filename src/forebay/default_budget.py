@@ -13,7 +13,7 @@ from forebay.runtime.devices.kinds import device_here, kind_of
 
 
 def default_budget(machine: Machine | None = None) -> Budget:
-    """Return half of what is free now, within the limits of a container; or of what a named machine has.
+    """Return half of the free memory, within the limits of a container; or of what a named machine has.
 
     Free memory is never the same twice. It is rounded down, to one of eight sizes between a power of two and the next:
     a second start then finds the plan that the first start kept.

@@ -216,7 +216,7 @@ def _format(record: TensorRecord) -> str:
 
 
 def _groups(model: Any, stored: Iterable[HeldTensor]) -> tuple[TensorGroup, ...]:
-    """HeldTensor tensors by their kind and format, those of most bytes first."""
+    """HeldTensor tensors by their kind and format, the most bytes first."""
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(each), name) for name, each in model.named_parameters(remove_duplicate=False)}
     sizes, matrices = {name: each.numel() for name, each in model.named_parameters()}, find_matrices(model)

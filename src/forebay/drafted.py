@@ -126,7 +126,7 @@ class DraftedPlanner:
                 if weights[name].stored is not None and file.nbytes < self._own.files[name].nbytes}
 
     def _copy(self, plan: Plan) -> PackedCopy:
-        """The weights of the copy, for steps of this model as long as those of `plan`."""
+        """The weights of the copy, for steps of this model as long as the plan's."""
         model = self._own
 
         def pipeline(own: Collection[str]) -> Pipeline:

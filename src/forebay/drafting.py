@@ -1,4 +1,4 @@
-"""Drafts by a wrapped model whose steps run between those of the one that checks them."""
+"""Drafts by a wrapped model; its steps run between the steps of the model that checks them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 
-KNOWN = 64  # checked tokens that weigh as much as what is assumed
+KNOWN = 64  # checked tokens that weigh as much as the assumption
 MOST = 2048  # checked tokens that are kept: of more, the older ones weigh less and less
 
 

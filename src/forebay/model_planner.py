@@ -127,7 +127,7 @@ class ModelPlanner:
         return PlannedSteps(pipeline, pipeline.replay(plan))
 
     def task(self, workload: Workload, options: Options) -> PlanTask:
-        """Return what is to be planned for a workload."""
+        """Return the planning task of a workload."""
         if self._graphs is None:
             self._graphs = ModelGraphs.of(self.captured, self.files, self.fingerprint, self.machine, self.switches,
                                           options)

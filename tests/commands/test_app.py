@@ -52,3 +52,19 @@ def test_verbose_before_and_after_the_command(
     monkeypatch.setattr(module, "_logged", lambda level: (asked.append(level), inner(level))[1])
     answered(*args)
     assert asked == levels
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (("run",), "error: missing argument 'MODEL'; root run --help lists arguments and options\n"),
+    (("plan", "demo", "--bath", "2"), "error: no such option: --bath"),
+    (("serve", "demo", "--port", "x"), "error: invalid value for '--port': "),
+    (("eval",), "error: missing argument 'MODEL'; root eval --help lists arguments and options\n"),
+    (("runn",), "error: no such command 'runn'"), (("help", "rum"), "error: invalid value: no command 'rum'")])
+def test_a_mistaken_command_is_one_line(args: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, list(args))
+    assert result.exit_code == 2 and not result.stdout
+    assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
+
+
+def test_no_command_shows_the_help() -> None:
+    assert answered() == answered("--help")

@@ -8,35 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from extending.fp8_rows import pack, register_fp8, unpack
 from extending.made_models import SHAPE, greedy, prompts, saved, streamed
 from families import llama
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
+from typer.testing import CliRunner
 
 import forebay
+from forebay.commands.app import app
 from forebay.kernels import operators
 from forebay.kernels.cache.rows_by_torch import cache_format_by_torch
 from forebay.kernels.formats.table import CACHE_FORMATS, CacheFormat, packed_caches
 from forebay.kernels.operators import register_cache_format
 from forebay.rewriter.ir.plan import PlanError
-
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
-
-def pack(x: Tensor) -> Tensor:
-    """fp8 with a scale for each row: D bytes of values, then 4 of the scale."""
-    scale = (x.float().abs().amax(-1, keepdim=True) / LARGEST).clamp_min(1e-30)
-    values = (x.float() / scale).to(torch.float8_e4m3fn)
-    return torch.cat((values.view(torch.uint8), scale.view(torch.uint8)), -1)
-
-
-def unpack(rows: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    scale = rows[..., head_dim:].contiguous().view(torch.float32)
-    return (rows[..., :head_dim].view(torch.float8_e4m3fn).float() * scale).to(dtype)
-
-
-def register_fp8() -> CacheFormat:
-    return cache_format_by_torch("fp8", row=lambda head_dim: head_dim + 4, error=0.03, pack=pack, unpack=unpack)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +83,28 @@ def test_steps_that_no_operator_has_for_it_are_refused(tmp_path: Path, fp8: Cach
     folder, _ = saved(llama(), tmp_path / "model")
     with pytest.raises(PlanError, match="no operator reads a share of the values of a fp8 cache"):
         forebay.wrap(folder, "8MB", **SHAPE, cache="fp8", sparse_values=0.5)
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"pack": lambda x: pack(x)[..., :-4]}, r"pack of fp9 makes torch.uint8 \[2, 3, 8, 64\] of .* says uint8 .* 68"),
+    ({"unpack": lambda rows, head_dim, dtype: unpack(rows, head_dim, torch.float64)},
+     "unpack of fp9 makes torch.float64"),
+    ({"error": 0.01}, r"rows of fp9 lose 0\.02\d+ of random values; `error` says at most 0\.01"),
+    ({"name": "two words"}, "the name 'two words' must be letters"),
+    ({"unpack": lambda rows, head_dim, dtype: torch.full((*rows.shape[:-1], head_dim), torch.nan, dtype=dtype)},
+     "rows of fp9 lose nan"),
+])
+def test_functions_that_do_not_do_what_is_said_are_refused_at_once(changed: dict, said: str) -> None:
+    known = {"name": "fp9", "row": lambda head_dim: head_dim + 4, "error": 0.03, "pack": pack, "unpack": unpack}
+    with pytest.raises(ValueError, match=said):
+        cache_format_by_torch(**{**known, **changed})
+    assert "fp9" not in CACHE_FORMATS
+
+
+def test_commands_of_a_script_that_registers_know_it(tmp_path: Path, fp8: CacheFormat) -> None:
+    folder, _ = saved(llama(), tmp_path / "model")
+    planned = CliRunner().invoke(app, ["plan", str(folder), "--cache", "fp8", "--budget", "8MB"])
+    assert planned.exit_code == 0 and "fp8, on the device" in planned.output, planned.output
 
 
 @pytest.mark.parametrize(("changed", "said"), [

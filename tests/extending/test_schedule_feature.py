@@ -21,8 +21,8 @@ from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.planning.features.feature import FeatureBuffer, ScheduleFeature, Trial
 from forebay.rewriter.planning.features.table import FEATURES, register_feature
 
-SETTING = "counter.nbytes"
 SHAPE: dict[str, Any] = {"batch": 3, "prompt": 10, "new_tokens": 8}
+SETTING = "counter.nbytes"
 
 
 def check_counter(plan: Plan) -> str:

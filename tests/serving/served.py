@@ -44,9 +44,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
 
 
-def save_byte_model(folder: Path, template: str) -> None:
+def save_byte_model(folder: Path, template: str, **config: Any) -> None:
     """A random model over the tokens of `byte_tokenizer`, with this chat template."""
-    save_llama(folder, vocab_size=320, bos_token_id=0, eos_token_id=1, pad_token_id=None)
+    save_llama(folder, vocab_size=320, bos_token_id=0, eos_token_id=1, pad_token_id=None, **config)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
@@ -55,9 +55,9 @@ def save_byte_model(folder: Path, template: str) -> None:
 def save_llama(folder: Path, layers: int = 4, **config: Any) -> None:
     """A random Llama, of whose 2.4 MiB a third stream; of two layers it has 1.3 MiB."""
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(
-        hidden_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=layers, intermediate_size=256,
-        **{"max_position_embeddings": 1024, **config})).save_pretrained(folder)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 1024}
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=layers,
+                                 **sizes | config)).save_pretrained(folder)
 
 
 def save_model(folder: Path, layers: int = 4) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -26,10 +27,11 @@ from forebay.commands.run import run
 from forebay.commands.serve import serve
 from forebay.commands.serve_plan import serve_plan
 from forebay.commands.show import show_command
-from forebay.commands.terminal import printable_output
+from forebay.commands.terminal import one_line, printable_output, say
 from forebay.version import package_version
 
 VERBOSE = re.compile(r"-v+|--verbose")
+UsageError: Any = typer.BadParameter.__base__  # click's, which recent releases of typer bring themselves
 ANSWER, PLAN, PREPARE = "Answer prompts", "Plan and predict", "Prepare models"
 
 
@@ -42,12 +44,28 @@ class Commands(TyperGroup):
         verbose = [arg for arg in args[:end] if VERBOSE.fullmatch(arg)]
         return super().parse_args(ctx, [*verbose, *(arg for arg in args[:end] if arg not in verbose), *args[end:]])
 
+    def main(self, *args: Any, standalone_mode: bool = True, **named: Any) -> Any:
+        """Run a command; what is wrong with its words is one line on stderr and exit code 2, as all other errors are.
+        """
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **named)
+        try:
+            code = super().main(*args, standalone_mode=False, **named)
+        except UsageError as error:
+            message, path = one_line(error.format_message()).rstrip("."), error.ctx and error.ctx.command_path
+            say(f"error: {message[:1].lower()}{message[1:]}; {path or 'forebay'} --help lists arguments and options")
+            sys.exit(error.exit_code)
+        except typer.Abort:
+            say("interrupted")
+            sys.exit(1)
+        sys.exit(code if isinstance(code, int) else 0)
+
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         """The names, by use."""
         return list(self.commands)
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False,
+app = typer.Typer(cls=Commands, pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]},
                   help="Run language models larger than the fast memory you have.")
 
@@ -62,6 +80,9 @@ def _options(
     context.with_resource(printable_output())
     if version:
         print(package_version())
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
         raise typer.Exit
     if verbose:
         context.with_resource(_logged(logging.INFO if verbose == 1 else logging.DEBUG))
@@ -89,7 +110,7 @@ def _eval(context: typer.Context) -> None:
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False,
                           context_settings={"help_option_names": ["-h", "--help"]})
     command.command()(eval_command)
-    command(context.args, prog_name=context.command_path)
+    raise typer.Exit(command(context.args, prog_name=context.command_path, standalone_mode=False) or 0)
 
 
 def _help(context: typer.Context, command: Annotated[str, typer.Argument(help="Name of a command.")] = "") -> None:

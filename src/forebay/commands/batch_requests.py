@@ -25,7 +25,7 @@ class BatchRequest:
 
     @property
     def digest(self) -> str:
-        """An id of what is asked."""
+        """An id of the request."""
         return hashlib.sha256(json.dumps([self.url, self.body], sort_keys=True).encode()).hexdigest()[:32]
 
     def inquiry(self, sampling: Sampling) -> Inquiry:

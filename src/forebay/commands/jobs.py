@@ -90,7 +90,7 @@ def _as_json(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _asked(answer: Mapping[str, Any]) -> tuple[str | int, dict[str, Any]]:
-    """The id that an answer is to, and its question; KeyError or TypeError for what is no answer."""
+    """The id that an answer is to, and its question; KeyError or TypeError for other lines."""
     if "text" in answer:
         return answer["id"], {k: answer[k] for k in QUESTION if k in answer}
     return answer["custom_id"], {"request_id": answer["response"]["request_id"]}
@@ -202,7 +202,7 @@ class AnswerFile:
             raise JobError(f"the answers in {self.path} were made {how}; {advice}")
 
     def _check_torn_line(self, end: int) -> None:
-        """Refuse a file of which what is to be cut off, from byte `end` on, cannot be the rest of answers."""
+        """Refuse a file whose bytes from `end` on cannot be the rest of an answer, and so must not be cut off."""
         head = read_whole(self._fd, len(BEGINNING), end)
         begins = all(found in (0, wanted) for found, wanted in zip(head, BEGINNING, strict=False))
         if head and not (begins and (self.answered or self._settings_path.exists())):

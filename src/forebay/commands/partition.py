@@ -162,6 +162,7 @@ def _said(way: dict[str, Any]) -> str:
 
 def _text(data: dict[str, Any]) -> str:
     from forebay.rewriter.ir.byte_sizes import format_nbytes
+    from forebay.rewriter.ir.durations import format_seconds
 
     lines = [f"{data['model']} on {data['mesh']} chips ({data['chips']}), {data['batch']} sequences, prompt "
              f"{data['prompt']}, {data['new_tokens']} new tokens, weights {data['weights']}, "
@@ -173,9 +174,9 @@ def _text(data: dict[str, Any]) -> str:
             parts = {"compute": kind["compute_s"], "memory": kind["memory_s"], "communication": kind["communication_s"]}
             longest = max(parts, key=lambda part: parts[part])
             lines.append(f"  {kind['layers']} layers: {_said(kind)}; a layer "
-                         + ", ".join(f"{part} {1e3 * time_s:.3g} ms" for part, time_s in parts.items())
+                         + ", ".join(f"{part} {format_seconds(time_s)}" for part, time_s in parts.items())
                          + f": {longest} weighs most"
-                         + f"; {1e3 * kind['hidden_s']:.3g} ms of communication beside products"
+                         + f"; {format_seconds(kind['hidden_s'])} of communication beside products"
                          * (kind["hidden_s"] > 0))
         ways = phase["alternatives"]
         lines += [f"    {1e3 * way['layer_s']:9.4g} ms a layer  {_said(way)}" for way in ways]

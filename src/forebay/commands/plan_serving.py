@@ -141,6 +141,7 @@ def _turns_for(goals: ServingGoals | None, times_of: Callable[[], StepTimes]) ->
 
 
 def _missed(found: list[Planned], task: PlanTask, goals: ServingGoals) -> str:
+    from forebay.rewriter.ir.durations import format_seconds
     from forebay.rewriter.serving.continuous_batching import simulate_slots
     from forebay.rewriter.serving.traffic import Arrival
 
@@ -148,10 +149,6 @@ def _missed(found: list[Planned], task: PlanTask, goals: ServingGoals) -> str:
             for planned in found]
     ttft = min(float(run.ttft_s[0]) for run in runs)
     tpot = min((float(run.tpot_s[0]) for run in runs if len(run.tpot_s)), default=0.0)
-    return (f"no plan within this budget keeps these goals: a request alone is predicted to take {_ms(ttft)} to its "
-            f"first token and {_ms(tpot)} per token after it at best; larger --ttft and --tpot, or a larger --budget, "
-            "may do")
-
-
-def _ms(time_s: float) -> str:
-    return f"{1e3 * time_s:.3g} ms"
+    return (f"no plan within this budget keeps these goals: a request alone is predicted to take "
+            f"{format_seconds(ttft)} to its first token and {format_seconds(tpot)} per token after it at best; larger "
+            "--ttft and --tpot, or a larger --budget, may do")

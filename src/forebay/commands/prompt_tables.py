@@ -75,7 +75,7 @@ def _parsed(raw: bytes) -> Columns:
 
 
 def _named_in_lines(rows: Iterable[TableRow], column: str | None) -> Iterator[TableRow]:
-    """Rows of which each has columns of its own."""
+    """Rows that each have columns of their own."""
     for number, columns in rows:
         if column is None or isinstance(columns, str):
             yield number, columns
@@ -97,7 +97,7 @@ def _named(rows: Iterator[TableRow], column: str | None, path: Path) -> Iterator
 
 
 def _as_prompt(columns: dict[str, Any], column: str) -> dict[str, Any]:
-    """The columns, of which `column` becomes the question and no other one is."""
+    """The columns; `column` becomes the question, and no other one may be it."""
     value = columns[column]
     others = {name: v for name, v in columns.items() if name not in (column, *PROMPT_NAMES)}
     return {"messages" if isinstance(value, list) else "prompt": value} | others

@@ -112,7 +112,7 @@ def _rendered(render: Callable[[Messages], str], messages: Messages, most: int) 
 
 
 def _merged(messages: Messages) -> Messages:
-    """Messages without those of a system, whose text begins the next one, and without neighbors of one role."""
+    """Messages without system messages, whose text begins the next one, and without neighbors of one role."""
     merged: Messages = []
     held = ""
     for message in messages:

@@ -130,7 +130,7 @@ def _options_for(backend: Callable[..., Any], compiled: Any) -> Mapping[str, Any
     given = dict(getattr(made, "kwargs", {}))
     made = getattr(made, "compiler_fn", made)
     given |= getattr(made, "keywords", {})  # of a functools.partial
-    options = given.get("options")  # what is no mapping is refused where options are read
+    options = given.get("options")  # other types are refused where options are read
     found = options if isinstance(options, Mapping) else {}
     return found if getattr(made, "func", made) is backend else None
 

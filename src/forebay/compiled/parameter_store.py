@@ -1,4 +1,4 @@
-"""A module's tensors moved to disk: what is left of each is a view of a mapped file, which takes no memory unless read.
+"""A module's tensors moved to disk: each becomes a view of a mapped file, which takes no memory unless read.
 
 The mapping is shared and writable, so the module still works without the compiled program: eager code, `state_dict`
 and in-place updates read and write the file through the page cache, from which the kernel can drop it at any time.

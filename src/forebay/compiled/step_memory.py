@@ -95,7 +95,7 @@ class Memory:
         self._bound.start()  # what was read ahead is old as well
 
     def run(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """One step of what is ready. If it breaks off, memory is given back."""
+        """One step of a ready program. If it breaks off, memory is given back."""
         prepared, bound = self.holds, self._bound
         assert prepared is not None and bound is not None
         self.holds, self.running = None, True

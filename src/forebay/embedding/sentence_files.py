@@ -24,7 +24,7 @@ class SentenceFiles:
         transformer: The folder of the transformer and its tokenizer.
         most_tokens: Of a text; None: what the tokenizer says.
         lower: Whether texts are put in lower case.
-        poolings: Ways to make one vector of those of all tokens, which are joined.
+        poolings: Ways to make one vector of all tokens' vectors; the results are joined.
         include_prompt: Whether tokens of a prompt in front of a text count.
         dense: Folders of matrices that follow.
         normalize: Whether vectors have length 1.

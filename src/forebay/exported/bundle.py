@@ -118,7 +118,7 @@ def read_bundle(
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """The checksums of a bundle's files by name; CheckpointError for what is no bundle that this release reads."""
+    """The checksums of a bundle's files by name; CheckpointError for a folder that this release cannot read."""
     path = folder / MANIFEST
     try:
         manifest = _parse(path)

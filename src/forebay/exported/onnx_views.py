@@ -18,7 +18,7 @@ class RankedGraph(OnnxGraph, Protocol):
 
 
 def viewed(g: RankedGraph, kind: str, inputs: Sequence[str], attributes: Mapping[str, Any]) -> str | None:
-    """A value that is what the view `kind` would give; None where the view is needed."""
+    """A value equal to the result of the view `kind`; None where the view is needed."""
     if kind == "Transpose":
         before = g.source(inputs[0], kind)
         if before is None:
@@ -33,7 +33,7 @@ def viewed(g: RankedGraph, kind: str, inputs: Sequence[str], attributes: Mapping
     before = g.source(inputs[0], kind)
     held = g.numbers(before[0][1]) if before is not None and not before[1] else None
     if before is None or held is None or any(n == 0 and (i >= len(held) or held[i] != 0) for i, n in enumerate(shape)):
-        return None  # a size of 0 is that of what is viewed, at the same place
+        return None  # a size of 0 is the input's at the same place
     return str(g.op(kind, before[0][0], inputs[1]))
 
 

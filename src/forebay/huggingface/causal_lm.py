@@ -267,7 +267,7 @@ class StreamedCausalLM(GenerationMixin):
 
     @staticmethod
     def _restored(result: Any, prompts: Prompts) -> Any:
-        """`result` with the prompts as they were given, wherever their padding was; what is no sequences stays."""
+        """`result` with the prompts as they were given, wherever their padding was; other results stay."""
         sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
         if sequences is None or prompts.nameless:
             return result

@@ -15,7 +15,7 @@ from forebay.runtime.run.step_inputs import Features
 class Prompts:
     """Token ids [B, T] int64 as they were given, and which of them count; the rest is padding. Where `placed` [B, T] is
     true, `features` are what is computed, by the names of a step's inputs [B, T, ...], and ids, or -1 where there are
-    none, what is known of the tokens."""
+    none, the kinds of the tokens."""
 
     ids: torch.Tensor
     mask: torch.Tensor  # [B, T] bool; before T stand tokens that a cache holds, if any
@@ -143,7 +143,7 @@ def read_embeds(embeds: Any, ids: Any, attention_mask: Any, vocab_size: int, hol
 
 
 def merge_mapping(inputs: Any, options: dict[str, Any]) -> Any:
-    """Move the entries of `inputs`, where it is a mapping such as a BatchEncoding, to `options`; what is left of it."""
+    """Move the entries of `inputs`, where it is a mapping such as a BatchEncoding, to `options`; the rest of it."""
     if not isinstance(inputs, Mapping):
         return inputs
     twice = sorted(inputs.keys() & options.keys())

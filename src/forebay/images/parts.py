@@ -53,7 +53,7 @@ def _read_part(part: Any) -> dict[str, Any]:
 
 
 def _source_of(part: Mapping[str, Any], kind: str) -> str | list[str] | None:
-    """The file or URL of an image or a video, or those of a video's frames; None where there is none."""
+    """The file or URL of an image or a video, or the list of a video's frames; None where there is none."""
     for name in (f"{kind}_url", kind, "url", "path"):
         value = part.get(name)
         if isinstance(value, Mapping):

@@ -246,7 +246,7 @@ class StreamedModule:
 
 
 def missing_weights(module: nn.Module, known: Collection[str]) -> list[str]:
-    """Names of a module's weights of which none is among the known ones, one name of each."""
+    """One name of each of a module's weights that is not among the known ones."""
     names: dict[int, list[str]] = {}
     for prefix, inner in module.named_modules():
         for place in _places(inner, recurse=False):

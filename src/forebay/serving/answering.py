@@ -100,7 +100,7 @@ class Answering:
                 yield index, None
 
     async def respond(self, receive: Receive, reply: Reply, send_s: float) -> Response:
-        """The response in the form of `reply`, of which a client takes each part within `send_s`.
+        """The response in the form of `reply`; a client must take each part within `send_s`.
 
         Raises:
             Refusal: The answers may not wait, or the model fails before there is a response.

@@ -30,7 +30,7 @@ class Delta:
 
 
 def merged(deltas: Sequence[Delta]) -> list[Delta]:
-    """Deltas, of which log probabilities go with the text that follows them."""
+    """Deltas; log probabilities go with the text that follows them."""
     if len(deltas) > 1 and deltas[0].logprobs and not deltas[0].content:
         return [replace(deltas[1], logprobs=deltas[0].logprobs), *deltas[2:]]
     return list(deltas)

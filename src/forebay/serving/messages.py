@@ -80,6 +80,6 @@ def _tool_calls(where: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _is_empty(value: Any) -> bool:
-    """Return whether a field of a message says nothing, as those of an answer without tools."""
+    """Return whether a field of a message says nothing, as in an answer without tools."""
     parts = value.values() if isinstance(value, dict) else (value,)
     return all(part in (None, "", [], {}) for part in parts)
