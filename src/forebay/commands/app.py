@@ -47,10 +47,11 @@ class Commands(TyperGroup):
     def main(self, *args: Any, standalone_mode: bool = True, **named: Any) -> Any:
         """Run a command; what is wrong with its words is one line on stderr and exit code 2, as all other errors are.
         """
+        named["standalone_mode"] = False  # errors come here
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **named)
+            return super().main(*args, **named)
         try:
-            code = super().main(*args, standalone_mode=False, **named)
+            code = super().main(*args, **named)
         except UsageError as error:
             message, path = one_line(error.format_message()).rstrip("."), error.ctx and error.ctx.command_path
             say(f"error: {message[:1].lower()}{message[1:]}; {path or 'forebay'} --help lists arguments and options")
