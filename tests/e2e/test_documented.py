@@ -31,7 +31,9 @@ BRIEF = ("README.md", "adapters.md", "commands.md", "containers.md", "embeddings
 LONG = re.compile(r"--format (pt2|aoti)|--config|--gpus|flan-t5|--pareto")
 # Files that a command's option promises.
 WRITTEN = ("--output", "--save-plan", "--memory", "--pareto", "--session")
-PYTHON = {name: python_blocks(page.read_text(encoding="utf-8")) for name, page in FILES.items()}
+PIPELINE = "pipe."  # blocks over a pipeline of diffusers, a package that has tests of its own
+PYTHON = {name: [block for block in python_blocks(page.read_text(encoding="utf-8")) if PIPELINE not in block]
+          for name, page in FILES.items()}
 # Pages whose Python stands in tests: of test_adding.py, test_pages.py.
 QUOTED = ("adding.md", "debugging.md")
 IDS = "ids = torch.randint(3, 250, (1, 12))\n"
