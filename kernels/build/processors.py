@@ -28,7 +28,8 @@ _V4_VNNI = _V4 | {"avx512_vnni"}
 # By architecture, the most capable kind first. The levels are those of the x86-64 psABI.
 PROCESSORS = {
     "x86_64": (
-        Processor("v4-vnni-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _V4_VNNI | {"avx512_bf16"}),
+        Processor("v4-vnni-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16"),
+                  _V4_VNNI | {"avx512vbmi", "avx512_bf16"}),
         Processor("v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), _V4_VNNI),
         Processor("v4", ("-march=x86-64-v4",), _V4),
         Processor("v3", ("-march=x86-64-v3",), _V3),

@@ -61,18 +61,54 @@ FB_INLINE vf e4m3_over_unit(const uint8_t* codes) {
 #endif
 }
 
-// The same of 64 codes, four vectors, in the order of `place_in_64`: a byte in the upper half of a word needs one shift.
+// 64 codes as four vectors of numbers over E4M3_UNIT_64, in the order of `place_in_64`.
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #define FB_E4M3_BY_64 1
-FB_INLINE void e4m3_over_unit_64(const uint8_t* codes, vf* to) {
-  const __m512i bytes = _mm512_loadu_si512(codes), zero = _mm512_setzero_si512();
+#if defined(__AVX512VBMI__)
+// Two tables of 128 bytes give the bits of bf16, which holds each number: half of the operations of numbers by fp16.
+constexpr float E4M3_UNIT_64 = 1.0f;
+struct Bf16Bytes {
+  alignas(64) uint8_t upper[128] = {}, lower[128] = {};
+  constexpr Bf16Bytes() {
+    for (int code = 1; code < 128; ++code) {
+      int exponent = code >> 3, mantissa = code & 7;
+      if (!exponent)  // below the normal numbers of e4m3, not of bf16
+        for (exponent = 1; mantissa < 8; --exponent) mantissa *= 2;
+      const int bits = (exponent + 120) << 7 | (mantissa & 7) << 4;
+      upper[code] = uint8_t(bits >> 8), lower[code] = uint8_t(bits);
+    }
+  }
+};
+static constexpr Bf16Bytes BF16_BYTES;
+FB_INLINE void e4m3_64(const uint8_t* codes, vf* to) {
+  const __m512i at = _mm512_loadu_si512(codes);
+  const auto look_up = [&](const uint8_t* table) {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(table), at, _mm512_load_si512(table + 64));
+  };
+  const __m512i upper = _mm512_ternarylogic_epi64(look_up(BF16_BYTES.upper), at, _mm512_set1_epi8(-128), 0xf8);  // | sign
+  const __m512i lower = look_up(BF16_BYTES.lower), odd = _mm512_set1_epi32(-65536);
   FB_UNROLL for (int h = 0; h < 2; ++h) {
+    const __m512i pairs = h ? _mm512_unpackhi_epi8(lower, upper) : _mm512_unpacklo_epi8(lower, upper);
+    to[2 * h] = (vf)_mm512_slli_epi32(pairs, 16);
+    to[2 * h + 1] = (vf)_mm512_and_si512(pairs, odd);
+  }
+}
+constexpr int64_t place_in_64(int64_t i) { return (i % 16 / 8) * 32 + (i & 1) * 16 + i / 16 * 4 + i % 8 / 2; }
+#else
+constexpr float E4M3_UNIT_64 = E4M3_UNIT;
+FB_INLINE void e4m3_64(const uint8_t* codes, vf* to) {
+  const __m512i bytes = _mm512_loadu_si512(codes), zero = _mm512_setzero_si512();
+  FB_UNROLL for (int h = 0; h < 2; ++h) {  // a byte in the upper half of a word needs one shift
     const __m512i words = h ? _mm512_unpackhi_epi8(zero, bytes) : _mm512_unpacklo_epi8(zero, bytes);
     const __m512i halves = _mm512_and_si512(_mm512_srai_epi16(words, 1), _mm512_set1_epi16(int16_t(0xbfff)));
     to[2 * h] = (vf)_mm512_cvtph_ps(_mm512_castsi512_si256(halves));
     to[2 * h + 1] = (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
   }
 }
+constexpr int64_t place_in_64(int64_t i) { return (i % 16 / 8) * 32 + i / 16 * 8 + i % 8; }
+#endif
+#else
+constexpr int64_t place_in_64(int64_t i) { return i; }
 #endif
 FB_INLINE bool by_64(int32_t codebook, int64_t group) {
 #if FB_E4M3_BY_64
@@ -81,7 +117,6 @@ FB_INLINE bool by_64(int32_t codebook, int64_t group) {
   return false;
 #endif
 }
-constexpr int64_t place_in_64(int64_t i) { return (i % 16 / 8) * 32 + i / 16 * 8 + i % 8; }
 
 // The numbers of the low nibbles of VL bytes, and of the high ones.
 struct Pair { vf low, high; };
@@ -153,7 +188,7 @@ static void look_up_product(const float* x, int64_t xs, const uint8_t* rows, int
     vf total[M] = {};
     for (int64_t g = 0; g < groups; ++g) {
       const uint8_t* codes = row + g * nbytes;
-      const float *at = x + g * group, scale = scale_of(row, g) * (EIGHT ? E4M3_UNIT : 1.0f);
+      const float *at = x + g * group, own = scale_of(row, g), scale = own * (EIGHT ? E4M3_UNIT : 1.0f);
       call_ahead(codes, nbytes);
       vf sum[M] = {};
 #if FB_E4M3_BY_64
@@ -161,12 +196,12 @@ static void look_up_product(const float* x, int64_t xs, const uint8_t* rows, int
         vf part[M][4] = {};  // one chain of sums would take four times as long as the codes
         for (int64_t i = 0; i < nbytes; i += 64) {
           vf w[4];
-          e4m3_over_unit_64(codes + i, w);
+          e4m3_64(codes + i, w);
           FB_UNROLL for (int m = 0; m < M; ++m)
             FB_UNROLL for (int p = 0; p < 4; ++p) part[m][p] += w[p] * load(at + m * xs + i + p * VL);
         }
         FB_UNROLL for (int m = 0; m < M; ++m)
-          total[m] += ((part[m][0] + part[m][1]) + (part[m][2] + part[m][3])) * scale;
+          total[m] += ((part[m][0] + part[m][1]) + (part[m][2] + part[m][3])) * (own * E4M3_UNIT_64);
         continue;
       }
 #endif

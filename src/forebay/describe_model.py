@@ -200,10 +200,12 @@ def _stored(checkpoint: Checkpoint, model: Any, config: Any, method: str) -> Ite
         piece = WeightPiece.of(renamed)
         return next((each for each in spellings(piece.parameter if piece else renamed, prefix) if each in known), "")
 
+    modules = {name.rpartition(".")[0] for name in checkpoint.tensors if method and not parameter(name)}
     for name, record in checkpoint.tensors.items():
-        module = name.rpartition(".")[0]
-        if (whole := parameter(name)):
-            yield (whole,), _format(record), record.nbytes
+        module, _, last = name.rpartition(".")
+        if (whole := parameter(name)):  # the codes of a matrix may have its name
+            codes = last == "weight" and module in modules
+            yield (whole,), method if codes else _format(record), record.nbytes
         elif method and (part := parameter(f"{module}.weight")):
             yield (part,), method, record.nbytes
         else:  # a bundle's table of a layer's experts, or what the model has no place for

@@ -15,6 +15,7 @@ import torch
 import transformers
 from families import llama
 from quantized_folders import change_settings, make
+from quantized_model import write_quantized
 from safetensors.torch import load_file, save_file
 from small_experts import small
 from tiny_gguf import VOCAB, copy_of, write_model
@@ -25,6 +26,8 @@ from forebay.commands.show import description_text
 from forebay.describe_model import ModelDescription, describe_model
 from forebay.exported.export import export
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from tests.rewriter.checkpoints.test_mlx import CASES as MLX
+from tests.rewriter.checkpoints.test_mlx import SHAPE as MLX_SHAPE
 
 RUNNER = CliRunner()
 
@@ -88,6 +91,19 @@ def test_weights_that_other_tools_quantized(tmp_path: Path, method: str) -> None
     change_settings(tmp_path, rotation="hadamard")
     found = describe_model(str(tmp_path))
     assert not found.runs and "rotation = 'hadamard'" in found.reason and found.parameters
+
+
+def test_codes_that_have_the_name_of_a_matrix(tmp_path: Path) -> None:
+    """Every tensor of such a matrix is one of the tool's; the others are what they are."""
+    (settings, written, _), shape = MLX["4 bits"], MLX_SHAPE
+    model, values = write_quantized(tmp_path, shape, settings, written)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization": settings}))
+    found = describe_model(str(tmp_path))
+    assert_adds_up(found, model)
+    assert found.container == "mlx" and not held(found, "mlp", "uint32")[0] and not held(found, "self_attn", "u")[0]
+    assert held(found, "mlp", "mlx")[:2] == (9, sum(value.numel() for name, value in values.items() if ".mlp." in name))
+    assert held(found, "head", "float32")[0] == held(found, "embedding", "float32")[0] == 1
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:

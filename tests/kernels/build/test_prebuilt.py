@@ -44,8 +44,9 @@ def cxx() -> str:
 
 
 @pytest.mark.parametrize(("architecture", "line", "names"), [
-    ("x86_64", f"flags\t\t: {HASWELL} {AVX512} avx512_vnni avx512_bf16",
+    ("x86_64", f"flags\t\t: {HASWELL} {AVX512} avx512_vnni avx512vbmi avx512_bf16",
      ["v4-vnni-bf16", "v4-vnni", "v4", "v3", "v1"]),
+    ("x86_64", f"flags\t\t: {HASWELL} {AVX512} avx512_vnni avx512_bf16", ["v4-vnni", "v4", "v3", "v1"]),
     ("x86_64", f"flags\t\t: {HASWELL} {AVX512} avx512_bf16", ["v4", "v3", "v1"]),
     ("x86_64", f"flags\t\t: {HASWELL} {AVX512.replace('avx512vl', '')}", ["v3", "v1"]),
     ("x86_64", f"flags\t\t: {HASWELL.replace('f16c', '')}", ["v1"]),
