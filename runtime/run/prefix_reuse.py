@@ -22,8 +22,9 @@ from forebay.runtime.run.prefix_cache import PrefixCache, block_keys
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.step_inputs import StepInputs
 
-# What follows from tokens, and from the adapter whose name is in the key.
-BY_TOKENS = {"input_ids", "start", "last", "count", "batch_slots", "positions", "until", "adapters"}
+# What follows from tokens, from what images are in their place (`PromptFeatures.keyed`), and from the adapter, whose
+# name is in the key.
+BY_TOKENS = {"input_ids", "start", "last", "count", "batch_slots", "positions", "adapters", "inputs_embeds", "deepstack"}
 
 
 def reuse_prefixes(session: Session, states: LayerStates, cache: PrefixCache, identity: bytes) -> None:

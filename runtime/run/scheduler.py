@@ -178,8 +178,9 @@ class Scheduler:
         if self.call is not None and self.choice is not None and most > 1:
             self.choice.begin(prompts, most)
         length, keeps = None if self.call is None else max(map(self._call_length, numbers)), self.session.rewindable
-        done = self._enter_known(prompts, numbers)
         given = {number: make() for number in numbers if (make := self.requests[number].features) is not None}
+        done = self._enter_known({slot: given[number].keyed(prompts[slot]) if number in given else prompts[slot]
+                                  for slot, number in admitted.items()}, numbers)
         self.shifts |= {number: each.position_shift for number, each in given.items()}
         features = joined_features([len(each) for each in prompts.values()], [
             given.get(number) for number in numbers])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,18 @@ class PromptFeatures:
 
     placed: torch.Tensor
     values: Mapping[str, torch.Tensor]
+
+    def keyed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Prompt [P] int64 with numbers below 0 in place of these tokens, which differ where what is placed does: tokens
+        of images have one id, whatever they show. Of equal runs of placed tokens all numbers are equal."""
+        found, at = ids.clone(), self.placed.nonzero().flatten()
+        for run in at.tensor_split((at.diff() > 1).nonzero().flatten() + 1):
+            shown = hashlib.sha256()
+            for name, rows in sorted(self.values.items()):
+                if len(rows):
+                    shown.update(name.encode() + rows[run].contiguous().view(torch.uint8).numpy().tobytes())
+            found[run] = -1 - (int.from_bytes(shown.digest()[:7], "little") + torch.arange(len(run)))
+        return found
 
     @property
     def position_shift(self) -> int:

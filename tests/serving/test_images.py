@@ -64,6 +64,38 @@ def test_clients_send_images(tmp_path: Path) -> None:
             ask(urls[0])
 
 
+def test_the_next_turn_computes_no_image_again(tmp_path: Path) -> None:
+    """Blocks of a prompt with an image serve one that begins with the same image alone: tokens of all images have one
+    id."""
+    whole, processor = llava(tmp_path)
+    shown = {name: picture(tmp_path / f"{name}.png", color) for name, color in (("one", (200, 10, 30)),
+                                                                                ("other", (7, 90, 250)))}
+    opened = open_model(tmp_path, embeds=True)
+    options = image_options(Options(admitted=1, machine=Machine.default(), prefix_cache="1MiB", prefill_chunk=4),
+                            opened[0], 32)
+    lm = build_model(opened, Budget(4_000_000), Workload(3, 32, 8), options)
+    words = "w6 w7 w8 w9 w10 w11 w12"
+    with serving(tmp_path, planned=lm, new_tokens=8, image_nbytes=1 << 20) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+        def ask(name: str, last: str) -> tuple[str, int]:
+            url = f"data:image/png;base64,{base64.b64encode(shown[name].read_bytes()).decode()}"
+            parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}},
+                                {"type": "text", "text": f"{words} {last}"}]
+            found = client.chat.completions.create(model="tiny", temperature=0, max_tokens=5, messages=[
+                {"role": "user", "content": parts}])
+            return (found.choices[0].message.content.strip(), found.usage.prompt_tokens_details.cached_tokens)
+
+        def wanted(name: str, last: str) -> str:
+            return answer(whole, processor, f"user : <image> {words} {last} assistant :", shown[name]).strip()
+
+        asked = [("one", "w13"), ("other", "w13"), ("one", "w14"), ("other", "w14"), ("one", "w13")]
+        found = [ask(*each) for each in asked]
+        assert [text for text, _ in found] == [wanted(*each) for each in asked]
+        cached = [count for _, count in found]
+        assert cached[0] == cached[1] == 0 and min(cached[2:]) >= 8, cached
+
+
 def test_clients_send_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's clients send them: data URLs; files are refused, and read where the server may."""
     whole, processor = qwen(tmp_path)

@@ -75,6 +75,10 @@ class Pending:
     ended_s: float = 0.0
     left: bool = False  # nobody hears it any more
     cached: int = 0  # tokens of the prompt that were known before
+    shows: bool = field(init=False)  # images
+
+    def __post_init__(self) -> None:
+        self.shows = self.features is not None
 
     def request(self) -> Request:
         return Request(torch.tensor(self.ids), self.new_tokens,
@@ -252,7 +256,8 @@ class Batcher:
         with self._changed:
             pending = self.running.pop(number)
         answer = pending.answer
-        self._turns.note([*pending.ids, *new], pending.adapter)
+        if not pending.shows:  # images are computed with a prompt that a client sends, not ahead
+            self._turns.note([*pending.ids, *new], pending.adapter)
         if pending.left:
             self._note_end(pending, "left")
             return
