@@ -24,7 +24,8 @@ from forebay.runtime.run.step_inputs import StepInputs
 
 # What follows from tokens, from what images are in their place (`PromptFeatures.keyed`), and from the adapter, whose
 # name is in the key.
-BY_TOKENS = {"input_ids", "start", "last", "count", "batch_slots", "positions", "adapters", "inputs_embeds", "deepstack"}
+BY_TOKENS = {
+    "input_ids", "start", "last", "count", "batch_slots", "positions", "adapters", "inputs_embeds", "deepstack"}
 
 
 def reuse_prefixes(session: Session, states: LayerStates, cache: PrefixCache, identity: bytes) -> None:

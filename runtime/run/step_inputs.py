@@ -30,8 +30,8 @@ class PromptFeatures:
     values: Mapping[str, torch.Tensor]
 
     def keyed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Prompt [P] int64 with numbers below 0 in place of these tokens, which differ where what is placed does: tokens
-        of images have one id, whatever they show. Of equal runs of placed tokens all numbers are equal."""
+        """Prompt [P] int64 with numbers below 0 in place of these tokens, because tokens of images have one id whatever
+        they show. Equal runs of embeddings have equal numbers, others do not."""
         found, at = ids.clone(), self.placed.nonzero().flatten()
         for run in at.tensor_split((at.diff() > 1).nonzero().flatten() + 1):
             shown = hashlib.sha256()
