@@ -113,6 +113,18 @@ def test_a_changed_kernel_is_not_taken_from_the_record() -> None:
     assert record.key_of(replace(one, name="op/b", aim=0.5), "sm_80") in keys  # what only bounds look at
 
 
+def test_the_record_is_of_the_kernels_as_they_are() -> None:
+    """Else every run of the suite compiles again what changed, for minutes, and nobody notices."""
+    if not record.record_path().is_file():
+        pytest.skip("no record is kept of this Triton's code")
+    command = ("import json; from tests.kernels.audit import audit_kernels, record; known = record.load(); "
+               "print(json.dumps([c.name for c in audit_kernels.discover() for arch in c.archs "
+               "if record.key_of(c, arch) not in known]))")
+    done = subprocess.run([sys.executable, "-c", command], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not json.loads(done.stdout), "run python -m tests.kernels.audit --changed --record"
+
+
 def test_every_operator_with_kernels_has_cases() -> None:
     """A gpu.py that defines a kernel to launch is among the cases discovered, and one that launches another's names
     cases of its own."""
