@@ -26,8 +26,7 @@ from forebay.serving.run_server import UvicornServer
 FILES = {page.name: page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 PAGES = {name: commands(page) for name, page in FILES.items()}
 # Pages whose lines `make test` runs, but for long ones; it reads the words of all others, which `make test-all` runs.
-BRIEF = ("README.md", "adapters.md", "commands.md", "containers.md", "embeddings.md", "encoder-decoders.md",
-         "experts.md")
+BRIEF = ("README.md", "containers.md", "embeddings.md", "encoder-decoders.md", "experts.md")
 LONG = re.compile(r"--format (pt2|aoti)|--config|--gpus|flan-t5|--pareto")
 # Files that a command's option promises.
 WRITTEN = ("--output", "--save-plan", "--memory", "--pareto", "--session")

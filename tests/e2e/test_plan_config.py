@@ -119,6 +119,8 @@ def test_caches_beyond_the_device_lie_on_slower_tiers(monkeypatch: pytest.Monkey
     assert found.plan.arenas["host"] > found.plan.workload.batch * 272 * 2 * 768 * 12 * 2 / 2  # most of the cache
     alone = [size for _, _, size in found.frontier if size < found.plan.workload.batch]
     assert alone, "smaller batches are quicker"
+    if not complete:
+        return
     least = plan_config(replace(asked, objective="budget", tokens_per_s=1.0))
     assert not least.plan.schedule.batching.cache.staged
     little = (("device", 10**8), ("host", 4 * 10**8), ("disk", 4 * 10**8))
