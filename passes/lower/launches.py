@@ -141,7 +141,7 @@ class Launches:
         args = self._map(node.args)
         out = tuple(self._outputs(node))
         mutated = [operator.argument(args, name) for name in operator.writes]
-        reads = tuple(span_of(r) for r in _refs(args))
+        reads = tuple(dict.fromkeys(span_of(r) for r in _refs(args)))
         writes = tuple(span_of(r) for r in (*out, *_refs(mutated)))
         more = experts_among(operator.argument(node.args, "table")) if operator is EXPERTS else {}
         return self.counted(operator, Launch(

@@ -48,7 +48,8 @@ class StepGraphs:
     are those of one micro-batch of `block`, as a step over so many tokens sees it. Its speculative steps give logits of
     every token, all others of one; `speculate`, if the model's can, gives the step graphs of
     which other steps do. `dtype` is that of hidden states, where weights are packed; `pageable` and `rewindable` tell
-    whether all states of layers are; `expands` whether steps can make keys and values of latents.
+    whether all states of layers are; `latents` whether some are latents, over which a host does not attend, and
+    `expands` whether steps can make keys and values of them.
     """
 
     fingerprint: str
@@ -69,6 +70,7 @@ class StepGraphs:
     dtype: str = "bfloat16"
     pageable: bool = True
     rewindable: bool = True
+    latents: bool = False
     expands: bool = False
 
     def speculating(self, sizes: tuple[int, ...]) -> StepGraphs:
@@ -137,7 +139,8 @@ def step_graphs(
                       cache_format=next((kv.format for kv in map(kv_state, captured.states) if kv), "native"),
                       batching=batching,
                       pageable=all(spec.pageable for states in captured.states for spec in states),
-                      rewindable=rewindable(captured.states), expands=_expands(captured),
+                      rewindable=rewindable(captured.states), latents=_keeps_latents(captured),
+                      expands=_expands(captured),
                       activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
                       gathers=captured.prefill is not None,
                       speculate=speculate if gives_every_position(captured) else None,
@@ -162,6 +165,9 @@ def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
                 raise PlanError(f"{name} or plan.schedule.batching.{field}: the cache lies on the tier "
                                 f"{batching.cache.tier}, from where some states move whole; leave {name} out, or "
                                 "name no slower tier by cache_tier or policy")
+    if batching.cache.cpu_attention and _keeps_latents(captured):
+        raise PlanError("cpu_attention or plan.schedule.batching.cache.cpu_attention: a host attends over keys and "
+                        "values, and this model keeps latents; leave it out")
     if batching.admitted:
         require_states(captured.states, "reorderable", "batch_slots or plan.schedule.batching.admission.sequences")
         if any(isinstance(spec, LentKVState) for states in captured.states for spec in states):
@@ -198,10 +204,13 @@ def _sparse(captured: CapturedModel, share: float) -> CapturedModel:
     return captured.choices.sparse(share)
 
 
+def _keeps_latents(captured: CapturedModel) -> bool:
+    return any(isinstance(spec, LatentState) for states in captured.states for spec in states)
+
+
 def _expands(captured: CapturedModel) -> bool:
     """Return whether steps of `captured` can make keys and values of latents."""
-    return captured.choices is not None and captured.prefill is None and any(
-        isinstance(spec, LatentState) for states in captured.states for spec in states)
+    return captured.choices is not None and captured.prefill is None and _keeps_latents(captured)
 
 
 def _prompts(captured: CapturedModel, batching: BatchSchedule) -> CapturedModel:

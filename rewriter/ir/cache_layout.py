@@ -1,8 +1,9 @@
 """The geometry of the KV cache: sizes, strides and offsets of its rows and blocks, staged or on the device.
 
 A slot holds one layer's cache of one micro-batch, token by token, K and V beside each other: [B, blocks, T, 2, Hkv, D],
-then blocks of checkpoints. Blocks move as rows of words. The states of a layer that has no cache move whole; those of a
-layer with a cache stay on the device, as do copies that are saved for drafts.
+then blocks of checkpoints. Of latents one row is both: [B, blocks, T, 1, 1, D]. Blocks move as rows of words. The
+states of a layer that has no cache move whole; those of a layer with a cache stay on the device, as do copies that are
+saved for drafts.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from forebay.rewriter.ir.plan import BufferPlacement, Workload
 from forebay.rewriter.ir.program import Span, TensorRef, dtype_itemsize
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.state import (
+    CHECKPOINT_TENSOR,
     KV_TENSORS,
+    STATE_KINDS,
     CheckpointState,
-    KVState,
     SavedState,
     StateInput,
     StateSpec,
-    kv_state,
     state_name,
 )
 
@@ -100,11 +101,11 @@ class CacheRows:
 
 @dataclass(frozen=True)
 class StagedLayer:
-    """One layer's cache in a micro-batch of `sequences`: `blocks` blocks of `block_nbytes` for each; V stands `beside`
-    bytes behind K. Attention sees a `window` of it (0: all); beside it, it has its `operands`. With `checkpoints` a
-    slot has so many blocks of them for each sequence, behind K and V of all, and where the cache lives are `kept`
-    blocks of either kind (else as many as in a slot). Of states that move whole, as one block of each sequence,
-    `tensors` tells where each begins."""
+    """One layer's cache in a micro-batch of `sequences`: `blocks` blocks of `block_nbytes` for each; of a token's
+    tensors, `names`, each stands `beside` bytes behind the one before. Attention sees a `window` of it (0: all); beside
+    it, it has its `operands`. With `checkpoints` a slot has so many blocks of them for each sequence, behind K and V of
+    all, and where the cache lives are `kept` blocks of either kind (else as many as in a slot). Of states that move
+    whole, as one block of each sequence, `tensors` tells where each begins."""
 
     sequences: int
     blocks: int
@@ -115,6 +116,7 @@ class StagedLayer:
     checkpoints: int = 0
     kept: int = 0
     tensors: tuple[tuple[str, int], ...] = ()
+    names: tuple[str, ...] = KV_TENSORS
 
     @property
     def rows(self) -> int:
@@ -162,15 +164,20 @@ class StagedLayer:
 
     def holds(self, mark: StateInput) -> bool:
         """Return whether a tensor of the layer's states comes in a slot."""
-        return mark.tensor in dict(self.tensors) if self.tensors else mark.kind in (KVState.kind, CheckpointState.kind)
+        return mark.tensor in self.staged_names
+
+    @property
+    def staged_names(self) -> tuple[str, ...]:
+        """The tensors of the layer's states that come in a slot."""
+        return tuple(dict(self.tensors)) or (*self.names, CHECKPOINT_TENSOR)
 
     def offset(self, mark: StateInput) -> int:
         """Return the offset of a layer's state tensor in a slot: K, then V within each token, checkpoints behind both.
         """
         if self.tensors:
             return dict(self.tensors)[mark.tensor]
-        if mark.kind == KVState.kind:
-            return KV_TENSORS.index(mark.tensor) * self.beside
+        if mark.tensor in self.names:
+            return self.names.index(mark.tensor) * self.beside
         return self.sequences * self.blocks * self.block_nbytes
 
 
@@ -189,9 +196,14 @@ def staged_layers(
     states: dict[int, dict[str, torch.Tensor]] = {}
     for node in step.graph.find_nodes(op="placeholder"):
         mark = node.meta.get(META)
-        if isinstance(mark, StateInput) and mark.kind not in (KVState.kind, CheckpointState.kind, SavedState.kind):
+        if not isinstance(mark, StateInput) or mark.kind in (CheckpointState.kind, SavedState.kind):
+            continue
+        if not STATE_KINDS[mark.kind].in_blocks:
             states.setdefault(mark.layer, {})[mark.tensor] = node.meta["val"]
-        if isinstance(mark, StateInput) and mark.kind == KVState.kind and mark.layer not in found:
+        elif mark.layer in found:
+            known = found[mark.layer]
+            found[mark.layer] = replace(known, names=(*known.names, mark.tensor))
+        else:
             value = node.meta["val"]
             batch, heads, tokens, width = value.shape
             itemsize = value.element_size()
@@ -200,7 +212,8 @@ def staged_layers(
             found[mark.layer] = StagedLayer(batch, blocks, batching.cache.block_tokens * value.stride(2) * itemsize,
                                             heads * width * itemsize, mark.window, operands_of(_caller(step, node)),
                                             batching.checkpoint_blocks(context),
-                                            batching.kept_blocks(context) if batching.recomputation.checkpoints else 0)
+                                            batching.kept_blocks(context) if batching.recomputation.checkpoints else 0,
+                                            names=(mark.tensor,))
     found |= {layer: whole_states(values) for layer, values in states.items() if layer not in found}
     return dict(sorted(found.items()))
 
@@ -224,23 +237,25 @@ def _caller(step: fx.GraphModule, cache: fx.Node) -> fx.GraphModule:
 def staged_tensors(
     states: Sequence[StateSpec], batch: int, context: int, batching: BatchSchedule
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a layer's states, some of them in a staging slot, by name: K and V [B, Hkv, L, D] as views of
-    [B, blocks, T, 2, Hkv, D], the bytes of a token padded so that T of them are whole pages; checkpoints
+    """The tensors of a layer's states, some of them in a staging slot, by name: K and V (or latents) [B, Hkv, L, D] as
+    views of [B, blocks, T, 2, Hkv, D], the bytes of a token padded so that T of them are whole pages; checkpoints
     [B, 1, rows, width], those of a block in as many bytes as K and V have there; others as they are."""
-    kv, kept = kv_state(states), _checkpoint(states)
+    rows, kept = [tensor for spec in states if spec.in_blocks for tensor in spec.tensors], _checkpoint(states)
     others = {tensor.name: torch.empty(tensor.sized(batch, context), dtype=tensor.dtype, device="meta")
-              for spec in states if spec is not kv and spec is not kept for tensor in spec.tensors}
-    if kv is None:
+              for spec in states if not spec.in_blocks and spec is not kept for tensor in spec.tensors}
+    if not rows:
         return others
     block_tokens = batching.cache.block_tokens
-    tokens = batching.cache_blocks(context) * block_tokens
-    stride = _token_nbytes(states, block_tokens) // kv.dtype.itemsize
-    found = {tensor.name: torch.empty_strided(tensor.sized(batch, tokens), (tokens * stride, kv.head_dim, stride, 1),
-                                              dtype=kv.dtype, device="meta") for tensor in kv.tensors}
+    tokens, token_nbytes = batching.cache_blocks(context) * block_tokens, _token_nbytes(states, block_tokens)
+    found = {}
+    for tensor in rows:
+        shape, stride = tensor.sized(batch, tokens), token_nbytes // tensor.dtype.itemsize
+        found[tensor.name] = torch.empty_strided(shape, (tokens * stride, shape[-1], stride, 1), dtype=tensor.dtype,
+                                                 device="meta")
     if kept is not None:
-        rows = batching.checkpoint_blocks(context) * batching.recomputation.block_tokens
-        stride = block_nbytes(states, block_tokens) // batching.recomputation.block_tokens // kept.dtype.itemsize
-        found |= {tensor.name: torch.empty_strided(tensor.sized(batch, rows), (rows * stride, rows * stride, stride, 1),
+        made = batching.checkpoint_blocks(context) * batching.recomputation.block_tokens
+        step = block_nbytes(states, block_tokens) // batching.recomputation.block_tokens // kept.dtype.itemsize
+        found |= {tensor.name: torch.empty_strided(tensor.sized(batch, made), (made * step, made * step, step, 1),
                                                    dtype=kept.dtype, device="meta") for tensor in kept.tensors}
     return found | others
 
@@ -333,12 +348,11 @@ def state_values(step: fx.GraphModule) -> dict[int, dict[str, torch.Tensor]]:
     return found
 
 
-def _cache_inputs(step: fx.GraphModule, kv: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the cache buffers of a step graph, or those of K and V alone: the name and value of each."""
+def _cache_inputs(step: fx.GraphModule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the cache buffers of a step graph: the name and value of each."""
     for layer, values in state_values(step).items():
         for name, value in values.items():
-            if not kv or name in KV_TENSORS:
-                yield state_name(name, layer), value
+            yield state_name(name, layer), value
 
 
 def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
@@ -347,9 +361,20 @@ def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
             for name, value in _cache_inputs(step)}
 
 
-def cache_buffers(step: fx.GraphModule, kv: bool = False) -> dict[str, int]:
-    """Name and bytes of every cache buffer of a step graph, or of those of K and V alone."""
-    return {name: value.numel() * value.element_size() for name, value in _cache_inputs(step, kv)}
+def cache_buffers(step: fx.GraphModule) -> dict[str, int]:
+    """Name and bytes of every cache buffer of a step graph."""
+    return {name: value.numel() * value.element_size() for name, value in _cache_inputs(step)}
+
+
+def block_rows_nbytes(step: fx.GraphModule) -> set[int]:
+    """Bytes of a token's rows that move in blocks, in the layers of a step graph that have some."""
+    found: dict[int, int] = {}
+    for node in step.graph.find_nodes(op="placeholder"):
+        mark = node.meta.get(META)
+        if isinstance(mark, StateInput) and STATE_KINDS[mark.kind].in_blocks:
+            _, heads, _, width = node.meta["val"].shape
+            found[mark.layer] = found.get(mark.layer, 0) + heads * width * node.meta["val"].element_size()
+    return {*found.values()}
 
 
 def loads_name(window: int) -> str:

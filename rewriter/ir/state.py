@@ -68,6 +68,8 @@ class StateSpec:
         pageable: Whether it may lie on slower tiers: its rows in blocks, or, where it does not grow, all of it.
         reorderable: Whether the states of some sequences may be copied: beam search lets one take over that of another,
             and a prefill step of sequences that are admitted beside others computes copies of theirs.
+        in_blocks: Whether its rows move between tiers in blocks of tokens, token by token with those of the layer's
+            other such tensors, which are as wide. Other states move whole, or stay where a layer has such rows.
         parts: Among how many ranks a step's sequences are divided; each has the states of its own.
     """
 
@@ -76,6 +78,7 @@ class StateSpec:
     rewindable: ClassVar[bool] = False
     pageable: ClassVar[bool] = False
     reorderable: ClassVar[bool] = False
+    in_blocks: ClassVar[bool] = False
 
     parts: int = field(default=1, kw_only=True)
 
@@ -131,7 +134,7 @@ class KVState(StateSpec):
 
     kind = "kv"
     operators = (ATTENTION.name, KV_APPEND.name)
-    rewindable = pageable = reorderable = True
+    rewindable = pageable = reorderable = in_blocks = True
 
     kv_heads: int
     head_dim: int
@@ -182,7 +185,7 @@ class LatentState(StateSpec):
 
     kind = "latent"
     operators = (ATTENTION.name, KV_APPEND.name)
-    rewindable = reorderable = True
+    rewindable = pageable = reorderable = in_blocks = True
 
     width: int
     dtype: torch.dtype

@@ -283,7 +283,7 @@ def _in_shares(task: PlanTask, pipeline: Pipeline, parts: tuple[int, int] = (4, 
     return [Way(make_plan(needs.staging(layers, way, workload), budget, workload, options, task.machine.name), pipeline,
                 way)
             for way in in_shares(needs.batching, len(layers), options, task.machine, bool(budget.host), fits, parts,
-                                 pipeline.graphs.rewindable)]
+                                 pipeline.graphs.rewindable and not pipeline.graphs.latents)]
 
 
 def _layers(pipeline: Pipeline) -> int:

@@ -10,7 +10,7 @@ from forebay.rewriter.ir.cache_layout import TAIL, StagedLayer
 from forebay.rewriter.ir.graph import Layout
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
-from forebay.rewriter.ir.state import CHECKPOINT_TENSOR, KV_TENSORS, state_name
+from forebay.rewriter.ir.state import state_name
 from forebay.rewriter.planning.features.feature import FeatureBuffer
 from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.planning.product_shapes import ProductUse
@@ -132,7 +132,7 @@ class ModelNeeds:
             return staged.moves(work, tokens)
 
         away = {state_name(tensor, i) for i, layer in layers.items()
-                for tensor in (dict(layer.tensors) or (*KV_TENSORS, CHECKPOINT_TENSOR))}
+                for tensor in layer.staged_names}
         stay = {name: nbytes for name, nbytes in self.cache.items()
                 if name not in away and not name.startswith(TAIL)}
         found = replace(self, batching=batching, staged=staged, cache={**staged.tails, **stay},

@@ -23,7 +23,7 @@ from forebay.rewriter.ir.cache_layout import (
 )
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import TensorRef, row_major_strides
-from forebay.rewriter.ir.state import LayerStates, StateSpec, kv_state, state_name
+from forebay.rewriter.ir.state import LayerStates, StateSpec, state_name
 from forebay.runtime.devices.device import Device
 from forebay.runtime.disk.spill_file import SpillFile
 from forebay.runtime.run.arena import Arena
@@ -133,7 +133,8 @@ class CacheSlots:
                 b = buffers[cache_home_name(layer, tier)]
                 nbytes = b.nbytes // tiers.count(tier)
                 parts.append((b, tiers[:part].count(tier) * nbytes, nbytes))
-            yield _StatesHome(tuple(parts), () if kv_state(states[layer]) else self._whole(states[layer], len(tiers)))
+            yield _StatesHome(tuple(parts), () if any(
+                spec.in_blocks for spec in states[layer]) else self._whole(states[layer], len(tiers)))
 
     def _whole(self, states: Sequence[StateSpec], parts: int) -> tuple[tuple[int, int], ...]:
         each, context = self.plan.workload.batch // parts, self.plan.workload.context

@@ -179,11 +179,10 @@ class Scheduler:
             self.choice.begin(prompts, most)
         length, keeps = None if self.call is None else max(map(self._call_length, numbers)), self.session.rewindable
         given = {number: make() for number in numbers if (make := self.requests[number].features) is not None}
-        done = self._enter_known({slot: given[number].keyed(prompts[slot]) if number in given else prompts[slot]
-                                  for slot, number in admitted.items()}, numbers)
+        done = self._enter_known(prompts | {slot: given[number].keyed(prompts[slot])
+                                            for slot, number in admitted.items() if number in given}, numbers)
         self.shifts |= {number: each.position_shift for number, each in given.items()}
-        features = joined_features([len(each) for each in prompts.values()], [
-            given.get(number) for number in numbers])
+        features = joined_features([*map(len, prompts.values())], [*map(given.get, numbers)])
         prompts = {slot: prompts[slot].masked_fill(given[number].placed, -1) if number in given else prompts[slot]
                    for slot, number in admitted.items()}
         chunks = prompt_chunks(self.session.plan, prompts, length, features, keeps, done)

@@ -18,6 +18,7 @@ from forebay.kernels.operators import ATTENTION, EXPANDED_ATTENTION
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.ir.state import LatentState
@@ -193,11 +194,37 @@ def test_narrow_dtypes_stay_near(tmp_path: Path, dtype: torch.dtype) -> None:
     lm.close()
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"cache": "kv8"}, "the rows of latent attention are both"),
-    ({"cache_tier": "disk"}, "^cache_tier, policy or .*latent, which is not pageable"),
-    ({"policy": (100, 0, 50, 50, 100, 0)}, "^cache_tier, policy or .*latent, which is not pageable")])
-def test_what_rows_cannot_do_is_refused_by_name(saved: Saved, options: dict[str, Any], message: str) -> None:
+DISK: dict[str, Any] = {"cache_tier": "disk", "cache_tokens": 4, "micro_batches": 3}
+HOST = DISK | {"cache_tier": "host"}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3", "longcat_flash"])
+@pytest.mark.parametrize("options", [
+    DISK, HOST, DISK | {"cache_shares": (0.34, 0.34)}, DISK | {"order": "row"},
+    HOST | {"micro_batches": 1}, DISK | {"batch_slots": 2},
+    DISK | {"prompt_lookup_num_tokens": 3}, {"policy": (50, 0, 40, 30, 100, 0)}], ids=str)
+@pytest.mark.parametrize("expand", [True, False])
+def test_rows_lie_on_tiers(saved: Saved, family: str, options: dict[str, Any], expand: bool) -> None:
+    folder, model = saved(family)
+    want = tokens(model)
+    lm = forebay.wrap(folder, {"device": "2MiB", "host": "2MiB", "disk": folder}, batch=3, prompt=PROMPT,
+                      new_tokens=NEW, prefill_chunk=3, expand_latents=expand, **options)
+    assert torch.equal(tokens(lm), want)
+    assert lm.plan.schedule.batching.cache.staged and lm.plan.schedule.batching.latents.expanded is expand
+    rows = (2 if family == "longcat_flash" else 1) * (RANK + ROPE) * 4
+    homes = [b for b in lm.plan.buffers if b.name.startswith("cache_0_")]
+    blocks = lm.plan.schedule.batching.cache_blocks(PROMPT + NEW)
+    tokens_of = lm.plan.schedule.batching.cache.block_tokens
+    each = -(-tokens_of * rows // PAGE_NBYTES) * PAGE_NBYTES  # a block is whole pages
+    assert sum(b.nbytes for b in homes) == lm.plan.workload.batch * blocks * each
+    lm.close()
+
+
+def test_what_rows_cannot_do_is_refused_by_name(saved: Saved) -> None:
     folder, _ = saved("minicpm3")
-    with pytest.raises(PlanError, match=message):
-        forebay.wrap(folder, {"device": "1MiB", "disk": folder}, prompt=PROMPT, new_tokens=NEW, **options)
+    for options, message in (({"cache": "kv8"}, "the rows of latent attention are both"),
+                             (HOST | {"cpu_attention": True}, "^cpu_attention or .* this model keeps latents")):
+        with pytest.raises(PlanError, match=message):
+            forebay.wrap(folder, {"device": "1MiB", "host": "1MiB", "disk": folder}, batch=3, prompt=PROMPT,
+                         new_tokens=NEW, **options)

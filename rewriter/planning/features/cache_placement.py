@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.byte_sizes import format_nbytes
-from forebay.rewriter.ir.cache_layout import TAIL, cache_buffers
-from forebay.rewriter.ir.plan import ARENAS, Plan, PlanError, Workload
+from forebay.rewriter.ir.cache_layout import TAIL, block_rows_nbytes
+from forebay.rewriter.ir.plan import ARENAS, Plan, PlanError
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
 from forebay.rewriter.machine.profile import Machine
@@ -28,18 +28,18 @@ def cache_placements(batching: BatchSchedule, request: ScheduleRequest) -> Itera
         yield batching
     elif options.cache_tier != "device" and (options.cache_tier or (
             request.graphs.pageable and (request.graphs.rewindable or not options.admitted))):
-        tokens = options.cache_tokens or block_tokens(cache_buffers(request.graphs.step(1), True), request.workload)
+        tokens = options.cache_tokens or block_tokens(block_rows_nbytes(request.graphs.step(1)))
         yield replace(batching, cache=CachePlacement(options.cache_tier or "disk", tokens, options.cache_slots,
                                                      cpu_attention=bool(options.cpu_attention)))
 
 
-def block_tokens(cache: Mapping[str, int], workload: Workload) -> int:
-    """Tokens of a cache block, for a cache of these bytes by buffer: the fewest of `BLOCK_TOKENS` that are whole pages
-    without much padding. Loads join a sequence's blocks, and what is not full yet takes memory: fewer are better."""
-    tokens = {nbytes // (workload.batch * workload.context) for nbytes in cache.values()}  # bytes of a K or a V
+def block_tokens(rows: Iterable[int]) -> int:
+    """Tokens of a cache block, for layers that keep these bytes of a token: the fewest of `BLOCK_TOKENS` that are whole
+    pages without much padding. Loads join a sequence's blocks, and what is not full yet takes memory: fewer are better.
+    """
     for count in BLOCK_TOKENS:
         unit = PAGE_NBYTES // count
-        if all(-(-2 * each // unit) * unit <= (1 + MAX_PADDING) * 2 * each for each in tokens):
+        if all(-(-each // unit) * unit <= (1 + MAX_PADDING) * each for each in rows):
             return count
     return BLOCK_TOKENS[-1]
 
