@@ -419,7 +419,7 @@ def test_graph_breaks_share_the_budget_and_say_so(tmp_path, no_grad):
     model, x = Broken().eval(), torch.randn(3, 64)
     expected = model(x)
     run = torch.compile(model, backend="forebay", options={"budget": {"device": "700KiB", "disk": str(tmp_path)}})
-    with pytest.warns(RuntimeWarning, match="graph breaks split this model"):
+    with pytest.warns(RuntimeWarning, match="see where graph breaks split a model"):
         close(run(x), expected)
     assert len(prepared_for(model)) == 2
 

@@ -365,7 +365,7 @@ def test_two_models_with_one_options_object_are_told_so(tmp_path):
     models, x = [Wide().eval(), Wide().eval()], torch.randn(3, 64)
     runs = [torch.compile(model, backend="forebay", options=options) for model in models]
     close(runs[0](x), models[0](x))
-    with pytest.warns(RuntimeWarning, match="one `options` object.*serves several models: give each one of its own"):
+    with pytest.warns(RuntimeWarning, match="one `options` object, so they take turns in its budget"):
         close(runs[1](x), models[1](x))
 
 

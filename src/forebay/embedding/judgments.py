@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from forebay.commands.prompts import text_ids
 from forebay.embedding.sentence_files import MODULES, scores_by_logits
 from forebay.rewriter.checkpoints.records import CheckpointError
 
@@ -40,7 +41,8 @@ class Judgment:
     def ids(self, tokenizer: Any, query: str, document: str, most: int | None) -> list[int]:
         """Token ids of one prompt, of which at most so many: a long query is cut, then the document."""
         values = {"query": query, "document": document, "instruction": self.instruction}
-        found = [_ids(tokenizer, FIELD.sub(lambda name: values[name[1]], part)) for part in self.parts]
+        found = [text_ids(tokenizer, FIELD.sub(lambda name: values[name[1]], part), add_special_tokens=False)
+                 for part in self.parts]
         asked, shown = (next(i for i, part in enumerate(self.parts) if f"{{{name}}}" in part)
                         for name in ("query", "document"))
         room = None if most is None else max(0, most - self.starts - sum(
@@ -53,9 +55,9 @@ class Judgment:
 
     def scores(self, logits: torch.Tensor, tokenizer: Any) -> torch.Tensor:
         """Scores [B] by the logits [B, vocabulary] after the prompts."""
-        found = logits[:, _ids(tokenizer, self.yes)[0]]
+        found = logits[:, text_ids(tokenizer, self.yes, add_special_tokens=False)[0]]
         if self.no is not None:
-            found = found - logits[:, _ids(tokenizer, self.no)[0]]
+            found = found - logits[:, text_ids(tokenizer, self.no, add_special_tokens=False)[0]]
         return torch.sigmoid(found) if self.probability else found
 
 
@@ -93,7 +95,3 @@ def judges(folder: Path) -> bool:
         return scores_by_logits(folder)
     names = (folder.name, *(each.name for each in folder.parents if each.name.startswith("models--")))
     return any("rerank" in name.lower() for name in names)
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]

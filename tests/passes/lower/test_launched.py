@@ -38,6 +38,14 @@ def experts() -> CapturedModel:
         moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, pad_token_id=0))
 
 
+def latent() -> CapturedModel:
+    """A model whose layers keep latents."""
+    return capture_model(transformers.DeepseekV3Config(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, first_k_dense_replace=2,
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=24, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=12, head_dim=8, pad_token_id=0))
+
+
 def recurrent() -> Iterator[CapturedModel]:
     """Models whose layers keep states of each kind."""
     sizes = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, pad_token_id=0)
@@ -66,7 +74,8 @@ def test_every_operator_is_launched_by_some_program() -> None:
     rows = rewrite_captured(packed(captured("llama"), embedding=True), Switches(), "kv8")
     found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(rows) | (
         launched(rewritten("opt"), Options(sparse_values=0.5))) | launched(rewrite_captured(experts(), Switches())) | (
-            launched(rewrite_captured(experts(), Switches()), Options(expert_slots=2), 500_000))
+            launched(rewrite_captured(experts(), Switches()), Options(expert_slots=2), 500_000)) | (
+                launched(rewrite_captured(latent(), Switches()), Options(expand_latents=True)))
     found = found.union(*(launched(rewrite_captured(model, Switches()), Options(prompt_lookup_num_tokens=1))
                           for model in recurrent()))
     ours = {operator.name for operator in OPERATORS}

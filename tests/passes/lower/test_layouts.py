@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -60,6 +60,9 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
     yield "attention", ours.attention.default, (q, k, v, start, 0.2, 0, 0.0)
     yield "attention_q", ours.attention_q.default, (q, *packed, start, 0.2, 0, 0.0, 8, group)
     yield "sparse_attention", ours.sparse_attention.default, (q[:, :, :1], k, v, start, 0.2, 0, 0.0, 1.0, 0, 0)
+    rows = torch.randn(2, 1, length, 16 + 8)
+    yield "expanded_attention", ours.expanded_attention.default, (
+        q, rows, rows, start, 0.2, 0, 0.0, torch.randn(4, 24 + 12, 16), 24)
     yield "kv_append", ours.kv_append.default, (k, v, *new, start)
     yield "kv_append_q", ours.kv_append_q.default, (*packed, *new, start, 8, group)
     kept = torch.zeros(2, length, row_sizes.row_nbytes(64, 8, 64), dtype=torch.uint8)
@@ -90,8 +93,9 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
 with torch.random.fork_rng():
     torch.manual_seed(0)
     CASES = {name: (target, args) for name, target, args in cases()}
+ONE = {"expanded_attention": (1, 2)}  # arguments that are one tensor
 ODD = [(name, i, layout) for name, (_, args) in CASES.items() for i, value in enumerate(args)
-       if isinstance(value, Tensor) for layout in LAYOUTS
+       if isinstance(value, Tensor) and i not in ONE.get(name, ())[1:] for layout in LAYOUTS
        if (layout in ("dense", "stepped") or value.dim() > 1) and (name, i, layout) not in REFUSED]
 
 
@@ -128,6 +132,14 @@ def launches_of(target: Any, args: tuple, impl: int) -> tuple[list[Launch], dict
     return Launches(ref, lambda launch: launch).of(node), memory
 
 
+def separate(name: str, args: Sequence[Any]) -> list[Any]:
+    """Copies of the arguments of a case, one of those that are one tensor."""
+    found = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    for i in ONE.get(name, ()):
+        found[i] = found[ONE[name][0]]
+    return found
+
+
 def test_every_operator_has_a_case() -> None:
     assert {str(target) for target, _ in CASES.values()} >= {str(operator.overload) for operator in OPERATORS}
 
@@ -144,12 +156,13 @@ def test_tracing_refuses_memory_that_is_written_as_rows(name: str, argument: int
 @pytest.mark.parametrize(("name", "argument", "layout"), ODD)
 def test_an_operand_may_lie_otherwise(name: str, argument: int, layout: str) -> None:
     target, args = CASES[name]
-    given = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    given = separate(name, args)
     wanted = target(*given)
     wanted = [] if wanted is None else list(wanted) if isinstance(wanted, tuple) else [wanted]
     for impl in range(3):
-        odd = [a.clone() if isinstance(a, Tensor) else a for a in args]
-        odd[argument] = LAYOUTS[layout](odd[argument])
+        odd = separate(name, args)
+        moved = LAYOUTS[layout](odd[argument])
+        odd = [moved if a is odd[argument] else a for a in odd]
         try:
             launches, memory = launches_of(target, tuple(odd), impl)
         except LoweringError as error:
