@@ -11,8 +11,8 @@ turn  A turn of `--own` tokens after a prompt of `--shared` tokens and an answer
 job   A job of `--lines` lines that share a prompt of `--shared` tokens and have `--own` tokens each, with answers of
       one token: all lines with a prefix cache, and the first `--plain-lines` without before and after that, `--rounds`
       times. The ratio is that of the seconds of a line.
-schema  Answers of `--answer` tokens, drawn after `--own` random ones: free, and held to SCHEMA, in turns, `--rounds`
-      times. Seconds of a token, and the ratio of both.
+schema  Answers of `--answer` tokens, drawn and greedy, after `--own` random ones: free, and held to SCHEMA, in turns,
+      `--rounds` times. Seconds of a token, and the ratios.
 """
 
 from __future__ import annotations
@@ -208,21 +208,25 @@ def measure_job(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure_schema(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Seconds of a token by round, after each round, and the ratio of each round."""
-    found, at = {"free_s": list[float](), "held_s": list[float]()}, list[float]()
-    ways: dict[str, dict[str, Any]] = {"free_s": {"eos_token_id": None}, "held_s": {"json_schema": SCHEMA}}
+    """Seconds of a token by round, drawn and greedy, after each round, and the ratios of the rounds."""
+    held: dict[str, Any] = {"json_schema": SCHEMA}
+    ways = {f"{how}_{name}_s": {"do_sample": how == "drawn", **options} for how in ("drawn", "greedy")
+            for name, options in (("free", {"eos_token_id": None}), ("held", held))}
+    found, at = {name: list[float]() for name in ways}, list[float]()
     with forebay.wrap(given.model, given.budget, prompt=given.own, new_tokens=given.answer) as lm:
         for seed in range(given.rounds):
             made = torch.Generator().manual_seed(seed)
             ids = torch.randint(3, given.vocab, (1, given.own), generator=made)
             for name, options in ways.items():
                 at.clear()
-                lm.generate(ids, max_new_tokens=given.answer, do_sample=True, generator=made,
+                lm.generate(ids, max_new_tokens=given.answer, generator=made,
                             on_token=lambda column: at.append(time.perf_counter()), **options)
                 found[name].append((at[-1] - at[0]) / (len(at) - 1))
-            ratios = sorted(held / free for free, held in zip(*found.values(), strict=True))
-            yield {"prompt": given.own, "answer": given.answer, "rounds_s": found,
-                   "ratio": {"least": ratios[0], "median": median(ratios), "most": ratios[-1]}}
+            row: dict[str, Any] = {"prompt": given.own, "answer": given.answer, "rounds_s": found}
+            for how in ("drawn", "greedy"):
+                ratios = sorted(a / b for a, b in zip(found[f"{how}_held_s"], found[f"{how}_free_s"], strict=True))
+                row[f"{how}_ratio"] = {"least": ratios[0], "median": median(ratios), "most": ratios[-1]}
+            yield row
 
 
 CASES = {"chat": measure_chat, "turn": measure_turns, "job": measure_job, "schema": measure_schema}
