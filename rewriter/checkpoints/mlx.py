@@ -55,6 +55,8 @@ def mlx_tensors(
 
 def _matrix(parts: MatrixParts, settings: Mapping[str, Any], dtype: torch.dtype) -> CodedTensor:
     mode = settings.get("mode") or "affine"
+    if not isinstance(mode, str) or mode not in DEFAULTS:
+        parts.wrong(f"is in mode {mode!r}; {', '.join(DEFAULTS)} are read")
     group, bits = (default if settings.get(key) is None else settings[key]
                    for key, default in zip(("group_size", "bits"), DEFAULTS[mode], strict=True))
     words, scales = parts.take("weight"), parts.take("scales")

@@ -117,3 +117,14 @@ def test_parts_that_do_not_fit_are_refused(
     save_file(tensors | ({} if tensor is None else {name: tensor}), file, {"format": "mlx"})
     with pytest.raises(CheckpointError, match=told):
         resolve_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("mode", ["mxfp2", {"": {}}, 4])
+@pytest.mark.parametrize("module", ["", "model.layers.0.mlp.up_proj"])
+def test_modes_that_are_unknown_are_refused(tmp_path: Path, mode: object, module: str) -> None:
+    write(tmp_path / "model", "mxfp4")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (config["quantization"].setdefault(module, {}) if module else config["quantization"])["mode"] = mode
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"\bmode\b"):
+        resolve_model(tmp_path / "model")
