@@ -113,13 +113,14 @@ def layout_of(target: object, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 
 
 def _pointwise(operands: Sequence[Any], floating: bool) -> torch.Tensor | None:
-    """Return the layout of a pointwise result, for tensors of one dtype that are contiguous or lie alike, and numbers
-    that do not change it."""
+    """Return the layout of a pointwise result, for tensors of one dtype that are contiguous or lie alike, contiguous
+    ones of several dtypes of floats, and numbers that do not change the dtype."""
     tensors = [x for x in operands if isinstance(x, torch.Tensor)]
     alike = bool(tensors) and _permuted(tensors)
-    if not tensors or not (alike or _plain(tensors)):
+    floats = all(t.dtype.is_floating_point and t.ndim for t in tensors) and all(_plain([t]) for t in tensors)
+    if not tensors or not (alike or floats or _plain(tensors)):
         return None
-    dtype = tensors[0].dtype
+    dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors])
     fits = (int, float) if dtype.is_floating_point else int
     if dtype is torch.bool or dtype.is_complex or (floating and not dtype.is_floating_point) or not all(
             isinstance(x, torch.Tensor) or (isinstance(x, fits) and not isinstance(x, bool)) for x in operands):

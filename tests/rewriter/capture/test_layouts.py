@@ -150,6 +150,7 @@ def test_counting(target: Any, start: Any, end: Any, step: Any, options: dict[st
     (aten.gather.default, (torch.ones(2, 3), 1, torch.zeros(2, 1, dtype=torch.int64))),
     (aten.embedding.default, (torch.ones(5, 2), torch.zeros(1, 3, dtype=torch.int64))), (aten.arange.default, (4,)),
     (aten.arange.start_step, (5, 1, -2)), (aten.gelu.default, (torch.ones(2),)), (aten.relu.default, (torch.ones(2),)),
+    (aten.mul.Tensor, (torch.ones(3, dtype=torch.bfloat16), torch.ones(2, 3))),
     (aten.mul.Tensor, (torch.ones(2, 3).t(), torch.ones(2, 3).t())), (aten.pow.Tensor_Scalar, (torch.ones(2), 2)),
     (aten.mean.dim, (torch.ones(2, 3), [-1], True)), (aten.softmax.int, (torch.ones(2, 3), -1)),
     (aten.topk.default, (torch.ones(2, 3), 2)), (aten.softplus.default, (torch.ones(2, 3), 1.0, 20.0)),
