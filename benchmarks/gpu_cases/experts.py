@@ -36,7 +36,7 @@ def experts_work(place: Place, tokens: int) -> Work:
 
 
 def assign_work(place: Place, tokens: int) -> Work:
-    """Slots for what so many tokens pick of 128 experts, 40 of them present; each call ages what is known."""
+    """Slots for the experts that so many tokens pick of 128. 40 are present, and each call ages their counts."""
     from forebay.kernels.products.expert_slots.gpu import bind_assign_slots
 
     experts, picks, slots = place.size(128, 9), place.size(8, 2), place.size(40, 3)

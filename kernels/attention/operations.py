@@ -14,5 +14,5 @@ def attention_flops(batch: int, heads: int, queries: float, tokens: float, head_
 
 
 def expansion_flops(batch: int, heads: int, tokens: float, rank: int, made: int) -> float:
-    """Operations by which keys and values, `made` numbers of each head, are made of the latents of so many tokens."""
+    """Operations that make keys and values of latents, `made` numbers per head and token."""
     return 2 * batch * heads * tokens * rank * made

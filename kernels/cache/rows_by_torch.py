@@ -44,8 +44,8 @@ def cache_format_by_torch(
         The record, registered.
 
     Raises:
-        ValueError: Rows of random values have another dtype or size than `row` says, lose more than `error`, or do not
-            come back in their dtype; or the name is no word, or known.
+        ValueError: The name is no word, or known. Or rows of random values have another dtype or size than `row` says,
+            lose more than `error`, or do not come back in their dtype.
     """
     _try_rows(name, row, error, pack, unpack)
     append, attend = _append(name, pack), _attention(name, unpack)

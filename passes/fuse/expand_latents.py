@@ -71,7 +71,7 @@ def _match(node: fx.Node) -> _Absorbed | None:
 
 
 def _before(node: Any) -> fx.Node:
-    """The node of which others show the same numbers in other shapes."""
+    """The node whose values this one shows in another shape."""
     while node.target in SHAPES:
         node = node.args[0]
     return node  # type: ignore[no-any-return]

@@ -86,7 +86,7 @@ class Addresses:
         return Span(symbol, 0, values_of(node)[0].untyped_storage().nbytes(), symbol)
 
     def whole_tile(self, span: Span) -> Span:
-        """Return what was fetched together with a span of it, whose other bytes may have no reader; others stay."""
+        """Return the whole fetch that a span is part of: its other bytes may have no reader. Others stay."""
         tile = self._fetched.get(span.arena)
         return span if tile is None else Span(span.arena, 0, max(tile, span.offset + span.nbytes), span.buffer)
 

@@ -99,9 +99,8 @@ def layout_of(target: object, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     """Fresh meta tensors laid out as what `target` gives for these operands; None where torch is to be asked, for
     operands that it refuses among others."""
     if target in _BINARY or target in _COMPARE:
-        fits = not kwargs and len(args) == 2 and isinstance(args[0], torch.Tensor) and (
-            target not in _WITH_NUMBERS or isinstance(args[1], (int, float))) and (
-            target not in _COMPARE - _WITH_NUMBERS or isinstance(args[1], torch.Tensor))
+        second = (int, float) if target in _WITH_NUMBERS else torch.Tensor if target in _COMPARE else object
+        fits = not kwargs and len(args) == 2 and isinstance(args[0], torch.Tensor) and isinstance(args[1], second)
         found = _pointwise(args, target not in _OF_ANY_NUMBERS) if fits else None
         return found if found is None or target in _BINARY else _as_it_lies(found, torch.bool)
     if target in _UNARY:
@@ -113,12 +112,12 @@ def layout_of(target: object, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 
 
 def _pointwise(operands: Sequence[Any], floating: bool) -> torch.Tensor | None:
-    """Return the layout of a pointwise result, for tensors of one dtype that are contiguous or lie alike, contiguous
-    ones of several dtypes of floats, and numbers that do not change the dtype."""
+    """Return the layout of a pointwise result. Tensors have one dtype and are contiguous or lie alike, or they are
+    contiguous and of several dtypes of floats. Numbers must not change the dtype."""
     tensors = [x for x in operands if isinstance(x, torch.Tensor)]
     alike = bool(tensors) and _permuted(tensors)
-    floats = all(t.dtype.is_floating_point and t.ndim for t in tensors) and all(_plain([t]) for t in tensors)
-    if not tensors or not (alike or floats or _plain(tensors)):
+    floats = all(t.dtype.is_floating_point and t.ndim for t in tensors)
+    if not tensors or not (alike or _plain(tensors) or (floats and all(_plain([t]) for t in tensors))):
         return None
     dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors])
     fits = (int, float) if dtype.is_floating_point else int

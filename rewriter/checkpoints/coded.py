@@ -221,7 +221,7 @@ class StoredMatrix:
         self, record: TensorRecord, scales: TensorRecord, format: str,
         whole: Callable[[torch.Tensor], torch.Tensor] = lambda scale: scale,
     ) -> CodedTensor:
-        """Codes of e2m1; `whole` makes scales of those of e4m3."""
+        """Codes of e2m1; `whole` makes the scales from the e4m3 ones of groups."""
         group = weight_format(format).group_size
         if (record.dtype != torch.uint8 or len(record.shape) != 2 or 2 * record.shape[1] % group
                 or scales.opaque not in ("", "F8_E8M0") or scales.dtype.itemsize != 1

@@ -92,7 +92,7 @@ class StepAnalysis:
 
 
 def _one_of_equals(flat: fx.GraphModule) -> Iterable[fx.Node]:
-    """The calls of a flat graph, of layers that have one block graph in common those of the first."""
+    """The calls of a flat graph. Of layers that share a block graph only the first counts."""
     known = set[tuple[str, str]]()
     for node in flat.graph.nodes:
         if node.op != "call_function":

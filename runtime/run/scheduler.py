@@ -179,8 +179,8 @@ class Scheduler:
             self.choice.begin(prompts, most)
         length, keeps = None if self.call is None else max(map(self._call_length, numbers)), self.session.rewindable
         given = {number: make() for number in numbers if (make := self.requests[number].features) is not None}
-        done = self._enter_known(prompts | {slot: given[number].keyed(prompts[slot])
-                                            for slot, number in admitted.items() if number in given}, numbers)
+        done = self._enter_known(prompts | {slot: given[n].keyed(prompts[slot]) for slot, n in admitted.items()
+                                            if n in given and self.session.prefixes is not None}, numbers)
         self.shifts |= {number: each.position_shift for number, each in given.items()}
         features = joined_features([*map(len, prompts.values())], [*map(given.get, numbers)])
         prompts = {slot: prompts[slot].masked_fill(given[number].placed, -1) if number in given else prompts[slot]

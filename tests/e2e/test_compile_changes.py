@@ -9,11 +9,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh_dynamo import fresh  # noqa: F401
 from networks import Wide
 from safetensors.torch import load_model, save_model
 from torch import nn
@@ -27,15 +28,6 @@ from forebay.runtime.run.executor import BoundProgram
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*lies in memory"), pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 def compiled(model, folder, device="640KiB", **options):

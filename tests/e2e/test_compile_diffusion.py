@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from e2e.coverage import diffusion
+from fresh_dynamo import fresh  # noqa: F401
 from selection import without
 from torch import nn
 
@@ -16,15 +17,6 @@ from forebay.rewriter.ir.plan import PlanError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*lies in memory"), pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 class Cropped(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fresh_dynamo import fresh  # noqa: F401
 from selection import without
 from torch import nn
 
@@ -18,15 +19,6 @@ SIZES = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_atte
 IDS = torch.arange(24).view(2, 12) + 5
 PADDED = torch.tensor([[0] * 3 + [1] * 9, [1] * 12])
 IMAGE = {"image_size": 32, "patch_size": 8}
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 MODELS = {

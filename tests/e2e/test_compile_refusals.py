@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from fresh_dynamo import fresh  # noqa: F401
 from torch import nn
 
 import forebay
@@ -16,15 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*lies in memory"), pytest.mark.filterwarnings("ignore:OpenMP threads spin"),
     pytest.mark.filterwarnings("ignore:.*CSR"), pytest.mark.filterwarnings("ignore:.*nested")]
 SAID = "forebay: this graph is not offloaded"
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 def options(folder, nbytes: int = 1 << 20, **more: object) -> dict:

@@ -36,7 +36,7 @@ DECAY = 0.9
 
 
 def reference(x: Tensor, state: Tensor, start: Tensor, count: Tensor) -> Tensor:
-    """Running sums of x [B, S, D] behind `state` [B, D]; tokens from `count` [B] on leave the state as it is."""
+    """Running sums of x [B, S, D] that go on from `state` [B, D]. Tokens from `count` [B] on do not change it."""
     held = torch.where((start > 0)[:, None], state, 0)
     sums = []
     for t in range(x.shape[1]):

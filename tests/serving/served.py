@@ -172,3 +172,11 @@ def wait_until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     while not holds():
         assert time.monotonic() < end, "it does not come to hold"
         time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def serving_bytes(folder: Path, template: str, prompt: int, new_tokens: int) -> Iterator[Running]:
+    """A server of two slots over the tokens of `byte_tokenizer`, with a chat template."""
+    save_byte_model(folder, template)
+    with serving(folder, prompt=prompt, new_tokens=new_tokens, eos=(1,), batch_slots=2, budget=4_000_000) as running:
+        yield running

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving.served import Running, save_byte_model, serving
+from serving.served import Running, serving_bytes
 from serving.test_tools import ASK, NEW, PROMPT, TEMPLATE, TOOLS
 
 pytest.importorskip("llguidance")
@@ -24,9 +24,7 @@ class Answer(pydantic.BaseModel):  # type: ignore[misc,name-defined]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("bytes")
-    save_byte_model(folder, TEMPLATE)
-    with serving(folder, prompt=PROMPT, new_tokens=NEW, eos=(1,), batch_slots=2, budget=4_000_000) as running:
+    with serving_bytes(tmp_path_factory.mktemp("bytes"), TEMPLATE, PROMPT, NEW) as running:
         yield running
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from serving.served import Running, byte_tokenizer, save_byte_model, serving
+from serving.served import Running, byte_tokenizer, serving_bytes
 
 from forebay.serving.output_fields import call_grammar
 from forebay.structured_output import StructuredOutput
@@ -28,9 +28,7 @@ ASK: list[Any] = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("bytes")
-    save_byte_model(folder, TEMPLATE)
-    with serving(folder, prompt=PROMPT, new_tokens=NEW, eos=(1,), batch_slots=2, budget=4_000_000) as running:
+    with serving_bytes(tmp_path_factory.mktemp("bytes"), TEMPLATE, PROMPT, NEW) as running:
         yield running
 
 

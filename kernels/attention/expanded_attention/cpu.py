@@ -45,8 +45,8 @@ def lot_of(length: int) -> int:
 
 
 def scratch_floats(sizes: ExpandedSizes) -> int:
-    """Scratch of a task of the C++ kernel in floats, at most: latents, what is made of them, keys, values, and of each
-    query row its result and its softmax. Vectors are of 16 floats at most, and some rows lie 64 bytes apart."""
+    """Most scratch of a task of the C++ kernel, in floats: latents, their products, keys, values, and the result and
+    softmax of each query row. Vectors are of 16 floats at most, and some rows lie 64 bytes apart."""
     row = (sizes.rank + 64) + (sizes.made + 32) + (sizes.dim + 64) + (sizes.value + 64)
     return lot_of(sizes.length) * row + task_rows(sizes) * (sizes.value + 32 + 16 + 8) + 128
 
@@ -57,7 +57,7 @@ def _has_kernel(dim: int, value: int) -> bool:
 
 
 def workspace_nbytes(sizes: ExpandedSizes, dtype: torch.dtype) -> int:
-    """Upper bound, in bytes, of what a call takes beside its arguments, for the kernel present here."""
+    """Upper bound of a call's workspace in bytes, for the kernel present here."""
     if _has_kernel(sizes.dim, sizes.value):
         stack = NATIVE_BF16_NBYTES if dtype == torch.bfloat16 else NATIVE_NBYTES
         return torch.get_num_threads() * (4 * scratch_floats(sizes) + stack)

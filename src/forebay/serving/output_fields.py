@@ -17,7 +17,7 @@ OUTPUT_FIELDS = {"tools", "tool_choice", "response_format", "structured_outputs"
 
 
 def read_tools(fields: RequestFields) -> tuple[tuple[dict[str, Any], ...], tuple[dict[str, Any], ...]]:
-    """The functions that the model may call, in OpenAI's form, and the ones of which it must call one."""
+    """The functions that the model may call, in OpenAI's form, and those that it must choose a call from."""
     given = fields.get("tools") or []
     if not isinstance(given, list) or len(given) > MOST_TOOLS:
         raise Refusal(400, f"tools must be a list of at most {MOST_TOOLS}", "tools")
