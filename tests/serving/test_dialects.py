@@ -98,6 +98,7 @@ def test_answers_are_those_of_chats(server: Running) -> None:
 def test_openais_client_reads_responses(server: Running) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
     asked: dict[str, Any] = dict(model="tiny", input=ASK["messages"], max_output_tokens=6, temperature=0)
+    assert client.responses.input_tokens.count(model="tiny", input=ASK["messages"]).input_tokens == 4  # type: ignore
     whole = client.responses.create(**asked)
     text = json.loads(post(server, "/v1/chat/completions", **ASK)[1])["choices"][0]["message"]["content"]
     assert whole.output_text == text and whole.status == "incomplete" and whole.usage is not None

@@ -66,6 +66,7 @@ def make_app(
         Route("/v1/completions", at.complete, methods=["POST"]),
         Route("/v1/chat/completions", at.complete, methods=["POST"]),
         Route("/v1/responses", at.respond, methods=["POST"]), Route("/v1/messages", at.message, methods=["POST"]),
+        Route("/v1/responses/input_tokens", at.count_tokens, methods=["POST"]),
         Route("/v1/messages/count_tokens", at.count_tokens, methods=["POST"]),
         Route("/tokenize", at.tokenize, methods=["POST"]), Route("/detokenize", at.detokenize, methods=["POST"]),
         Route("/v1/models", at.models), Route("/v1/models/{name:path}", at.model),
@@ -150,7 +151,8 @@ class _Guard:
         return None
 
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
+         "/v1/messages/count_tokens",
          "/tokenize", "/detokenize", "/v1/models", "/v1/embeddings", "/v1/rerank", "/rerank", "/health", "/metrics",
          "/state", *FILES)
 
@@ -202,9 +204,12 @@ class _Endpoints:
         return await self._answer(request, inquiry, MessageReply(inquiry.adapter or self.options.name))
 
     async def count_tokens(self, request: HttpRequest) -> Response:
-        inquiry = self._chat(chat_of_messages(read_object(await self._body(request))))
-        ids = (await asyncio.to_thread(self.text.tokenize, inquiry))[0]
-        return JSONResponse({"input_tokens": len(ids)})
+        """Tokens of a request's prompt, as Anthropic and OpenAI have it."""
+        messages = request.url.path == "/v1/messages/count_tokens"
+        body = read_object(await self._body(request))
+        inquiry = self._chat(chat_of_messages(body) if messages else chat_of_response(body))
+        count = {"input_tokens": len((await asyncio.to_thread(self.text.tokenize, inquiry))[0])}
+        return JSONResponse(count if messages else {"object": "response.input_tokens", **count})
 
     async def respond(self, request: HttpRequest) -> Response:
         body = read_object(await self._body(request))
