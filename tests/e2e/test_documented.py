@@ -26,7 +26,8 @@ from forebay.serving.run_server import UvicornServer
 FILES = {page.name: page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 PAGES = {name: commands(page) for name, page in FILES.items()}
 # Pages whose lines `make test` runs, but for long ones; it reads the words of all others, which `make test-all` runs.
-BRIEF = ("README.md", "containers.md", "embeddings.md", "encoder-decoders.md", "experts.md")
+BRIEF = ("README.md", "embeddings.md")
+BRIEF_PYTHON = ("README.md", "compile.md", "generation.md", "sessions.md")  # likewise
 LONG = re.compile(r"--format (pt2|aoti)|--config|--gpus|flan-t5|--pareto")
 # Files that a command's option promises.
 WRITTEN = ("--output", "--save-plan", "--memory", "--pareto", "--session")
@@ -152,7 +153,7 @@ def test_every_command_is_on_some_page() -> None:
     assert {command.words[0] for found in PAGES.values() for command in found} == known.keys() - {"help", "version"}
 
 
-@pytest.mark.parametrize("page", [at_length(name) if name == "images.md" else name
+@pytest.mark.parametrize("page", [name if name in BRIEF_PYTHON else at_length(name)
                                   for name, blocks in PYTHON.items() if blocks and name not in QUOTED])
 def test_python(page: str, space: Workspace, monkeypatch: pytest.MonkeyPatch,
                 capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,7 @@ def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
     lm.close()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", at_length("minicpm3"), "longcat_flash"])
+@pytest.mark.parametrize("family", ["deepseek_v3", at_length("minicpm3"), at_length("longcat_flash")])
 @pytest.mark.parametrize("options", [
     {}, {"prefill_chunk": 3}, at_length({"prefill_chunk": 2}), {"micro_batches": 3, "order": "zigzag"},
     at_length({"micro_batches": 3, "order": "row"}), {"batch_slots": 2, "prompt_lookup_num_tokens": 3}],

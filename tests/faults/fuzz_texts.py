@@ -39,10 +39,11 @@ from tests.rewriter.checkpoints.test_affine import HQQ, TORCHAO, hqq, whole
 from tests.rewriter.checkpoints.test_coded import BLOCKS, BNB, CASES, compressed, four_bits, fours, fp8
 from tests.rewriter.checkpoints.test_grouped import CASES as WORDS
 from tests.rewriter.checkpoints.test_integers import BITNET, INT8, int8, stored, ternary, w8a8
+from tests.rewriter.checkpoints.test_known_settings import QUARK
 from tests.rewriter.checkpoints.test_mlx import CASES as MLX
 
 CODED = ("fp8", "bitsandbytes", "int8", "bitnet", "nvfp4", "packed mxfp4", "hqq", "torchao", "mxfp8", "w8a8",
-         "modelopt", "mlx", "mlx mxfp4")
+         "modelopt", "mlx", "mlx mxfp4", "quark")
 
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}{% if not loop.last %}\n{% endif %}"
             "{% endfor %}{% if add_generation_prompt %}<|assistant|>{{ bos_token }}{% endif %}")
@@ -109,8 +110,9 @@ def chat_template(folder: Path) -> Format:
 
 def grouped(method: str, folder: Path) -> Format:
     """A matrix of another quantizer, its settings and the header of its tensors."""
-    _, bits, group, symmetric = next(case for case in WORDS if case[0] == method)
-    parts, _ = quantized(method, bits, group, symmetric, 8, 128, torch.float16)
+    like = "gptq" if method == "auto-round" else method
+    _, bits, group, symmetric = next(case for case in WORDS if case[0] == like)
+    parts, _ = quantized(like, bits, group, symmetric, 8, 128, torch.float16)
     save_file({f"layer.{name}": value for name, value in parts.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({
         "model_type": "llama", "quantization_config": settings(method, bits, group, symmetric)}))
@@ -162,10 +164,11 @@ def _parts_of(method: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], dic
         return CASES[method][1](8, 128)[0], {}, CASES[method][0]
     made = {"fp8": lambda: fp8(8, 128, (128, 128), "weight_scale_inv"), "int8": lambda: int8(8, 128),
             "bitsandbytes": lambda: four_bits(8, 128, "nf4", True), "bitnet": lambda: ternary(8, 128, True),
-            "nvfp4": lambda: fours(8, 128, "nvfp4"), "packed mxfp4": lambda: fours(8, 128, "mxfp4")}
+            "nvfp4": lambda: fours(8, 128, "nvfp4"), "packed mxfp4": lambda: fours(8, 128, "mxfp4"),
+            "quark": lambda: fours(8, 128, "mxfp4")}
     said = {"fp8": BLOCKS, "int8": INT8, "bitsandbytes": BNB, "bitnet": BITNET,
             "nvfp4": compressed("nvfp4-pack-quantized", 4, strategy="tensor_group", group_size=16),
-            "packed mxfp4": compressed("mxfp4-pack-quantized", 4, strategy="group", group_size=32)}
+            "packed mxfp4": compressed("mxfp4-pack-quantized", 4, strategy="group", group_size=32), "quark": QUARK}
     return made[method]()[0], {}, said[method]
 
 

@@ -13,7 +13,7 @@ import os
 import random
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -115,21 +115,21 @@ def _index(folder: Path) -> Format:
     return Format(folder / "model.safetensors.index.json", lambda: open_checkpoint(folder))
 
 
-def _gguf(folder: Path) -> Format:
+def _gguf(kinds: Mapping[str, str], folder: Path) -> Format:
+    """A file of one layer, whose matrices are of these types."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
     writer.add_block_count(1)
     writer.add_context_length(32)
-    writer.add_embedding_length(32)
+    writer.add_embedding_length(256)
     writer.add_feed_forward_length(256)
     writer.add_head_count(2)
     writer.add_vocab_size(8)
     writer.add_layer_norm_rms_eps(1e-5)
-    layer = {name: (32, 32) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
-    layer |= {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (256, 32), "ffn_up": (256, 32), "ffn_down": (32, 256)}
-    kinds = {"attn_q": "Q4_0", "attn_k": "Q5_1", "attn_v": "MXFP4", "ffn_gate": "Q8_0", "ffn_up": "IQ4_NL",
-             "ffn_down": "Q6_K"}
-    for name, shape in {"token_embd.weight": (8, 32), "output_norm.weight": (32,), "output.weight": (8, 32),
+    layer = {name: (256, 256) for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up",
+                                           "ffn_down")}
+    layer |= {"attn_norm": (256,), "ffn_norm": (256,)}
+    for name, shape in {"token_embd.weight": (8, 256), "output_norm.weight": (256,), "output.weight": (8, 256),
                         **{f"blk.0.{part}.weight": size for part, size in layer.items()}}.items():
         kind = kinds.get(name.removeprefix("blk.0.").removesuffix(".weight"))
         if kind is None:
@@ -244,7 +244,11 @@ def _budget(folder: Path) -> Format:
 FORMATS: dict[str, Callable[[Path], Format]] = {
     "safetensors": _safetensors, "header": lambda folder: Header(_safetensors(folder).path,
                                                                  lambda: open_checkpoint(folder)),
-    "index": _index, "gguf": _gguf, "manifest": _manifest, "plan": _plan,
+    "index": _index, "manifest": _manifest, "plan": _plan,
+    "gguf": partial(_gguf, {"attn_q": "Q4_0", "attn_k": "Q5_1", "attn_v": "MXFP4", "ffn_gate": "Q8_0",
+                            "ffn_up": "IQ4_NL", "ffn_down": "Q6_K"}),
+    "gguf iq": partial(_gguf, {"attn_q": "IQ1_S", "attn_k": "IQ1_M", "attn_v": "IQ2_XXS", "attn_output": "IQ2_XS",
+                               "ffn_gate": "IQ2_S", "ffn_up": "IQ3_XXS", "ffn_down": "IQ3_S", "output": "IQ4_XS"}),
     "replayed plan": _replayed, "machine": _machine, "answers": _answers,
     "session": _session, "session header": lambda folder: _SessionHeader((made := _session(folder)).path, made.read),
     "settings": _settings, "prompts": _prompts, "config": _config, "generation config": _generation, "budget": _budget,
@@ -252,7 +256,7 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
     "chat template": fuzz_texts.chat_template, "texts": fuzz_texts.texts, "config alone": fuzz_texts.config_alone,
     "served": fuzz_texts.served, "conversion": fuzz_texts.conversion,
     "calibration": fuzz_texts.calibration,
-    **{method: partial(fuzz_texts.grouped, method) for method in ("awq", "gptq", "compressed-tensors")},
+    **{method: partial(fuzz_texts.grouped, method) for method in ("awq", "gptq", "auto-round", "compressed-tensors")},
     "mxfp4": fuzz_texts.mxfp4, **{method: partial(fuzz_texts.coded, method) for method in fuzz_texts.CODED},
     **{f"{method} header": partial(fuzz_texts.coded, method, header=True) for method in fuzz_texts.CODED},
     **{f"{method} settings": partial(fuzz_texts.coded, method, config=True) for method in fuzz_texts.CODED}}
@@ -266,7 +270,7 @@ def test_only_our_own_errors_come_of_a_spoiled_file(name: str, tmp_path: Path, m
     made.read()
     refused = 0
     # What transformers reads takes it 50 to 300 ms a case, and so does a plan that is taken.
-    slow = name in ("gguf", "config", "generation config", "replayed plan")
+    slow = name in ("gguf", "gguf iq", "config", "generation config", "replayed plan")
     count = COUNT // 4 if slow or (not ALL and name.startswith(fuzz_texts.CODED) and " " in name) else COUNT
     for number in range(count):
         rng = random.Random(f"{SEED} {name} {number}")

@@ -93,7 +93,7 @@ def shared(ids: torch.Tensor, other: torch.Tensor, tokens: int) -> int:
     return next((n for n in range(most, 0, -tokens) if torch.equal(ids[:n], other[:n])), 0)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("cache", ["native", "kv8", "kv4"])
