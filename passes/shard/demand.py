@@ -54,10 +54,11 @@ def table_of(node: fx.Node) -> fx.Node | None:
     return table if isinstance(table, fx.Node) and weight_name(table) is not None else None
 
 
-def unknown(node: fx.Node) -> ShardError:
+def unknown(node: fx.Node, share: RankShare) -> ShardError:
     """The refusal of an operator of which nobody knows what it makes of parts."""
-    return ShardError(f"{node.name}: {node.target} is not known to work on a part of its operands; take "
-                      "attention=batch, which leaves heads together, or stages, which divide layers alone")
+    other = "attention=batch, which leaves heads together, or " if share.attention == "heads" else "attention=heads, or "
+    return ShardError(f"{node.name}: {node.target} is not known to work on a part of its operands; take {other}stages, "
+                      "which divide layers alone")
 
 
 def over_cache(node: fx.Node) -> list[fx.Node]:
@@ -266,7 +267,7 @@ class Demand:
             for operand in node.all_input_nodes:
                 self._pull_matrices(operand, wanted)
         elif not over_cache(node):
-            raise unknown(node)
+            raise unknown(node, self.share)
 
     def _pull_matrices(self, node: fx.Node, wanted: Split) -> None:
         """Pull some matrices of a batch; where they are a weight's, a rank has those rows of it alone."""

@@ -158,4 +158,4 @@ class RankSplits:
             return split
         if target is aten.sym_size.int and node.args[1] % len(shape_of(node.args[0])) != split.dim:  # type: ignore[operator, arg-type]
             return None
-        raise unknown(node)
+        raise unknown(node, self.share)

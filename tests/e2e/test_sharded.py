@@ -167,7 +167,8 @@ def _expected(case: Case) -> list[list[int]]:
 
 STAGES = {"mesh": {"stages": 2}}
 TWO = [Case("llama"), Case("opt"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("gpt2"), Case("phi3"),
-       Case("gptj"), Case("cohere"), Case("bloom"), Case("qwen3_moe"), Case("deepseek_v3"),
+       Case("gptj"), Case("cohere"), Case("bloom"), Case("qwen3_moe"),
+       Case("deepseek_v3", {"expand_latents": True}),
        Case("qwen3_moe", {"expert_slots": 2}, share=350_000), Case("qwen3_moe", {"mesh": {"stages": 2}}),
        Case("llama", {"cache_tier": "disk", "micro_batches": 3}), Case("opt", {"batch_slots": 2}),
        Case("gemma2", share=500_000)]
@@ -208,7 +209,7 @@ TWO += [Case("lfm2", share=500_000), Case("qwen3_next", STAGES, share=500_000)]
 FOUR += [Case("lfm2", {"mesh": "stages=2,tensor=2"}, share=500_000)]
 EIGHT = [Case("bigcode", {"mesh": "stages=2,tensor=2x2,layout=2d,attention=batch"})]
 MORE = [Case(kind, share=500_000) for kind in (
-    "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if ALL else []
+    "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2", "deepseek_v3")] if ALL else []
 if MORE:
     EIGHT += [Case(kind, {"mesh": "stages=2,tensor=2x2,layout=2d"}) for kind in DEEP]
     FOUR += [Case(kind, wide, share=500_000) for wide in (WIDE, WIDE_OWN) for kind in (

@@ -125,6 +125,8 @@ def test_latent_attention_has_its_heads_divided_and_its_rows_whole() -> None:
         assert parts[name] == (name, ((0, ((rank * size, (rank + 1) * size),)),))
         for block in model.blocks().values():
             assert set(collectives(block)) == {"all_reduce"}
+    with pytest.raises(ShardError, match=r"mean.*part of its operands; take attention=heads, or stages"):
+        shard_captured(whole, RankShare((2,), 0, attention="batch"), Switches())
 
 
 def test_one_rank_has_all_and_more_than_there_are_heads_is_refused() -> None:
