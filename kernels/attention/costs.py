@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from forebay.kernels.attention.decode_attention import decode_shares
 from forebay.kernels.attention.operations import attention_flops
-from forebay.kernels.operator import Cost, Use, dtype_of, each_once
+from forebay.kernels.operator import Cost, Use, dtype_of, each_once, nbytes_of
 from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES
 
 
@@ -15,7 +17,15 @@ def attention_cost(use: Use) -> Cost:
     so too."""
     q, k = use.args[:2]
     batch, heads, queries, width = q.shape
-    return each_once(use)._replace(flops=int(attention_flops(batch, heads, queries, k.shape[2], width)))
+    return caches_once(use)._replace(flops=int(attention_flops(batch, heads, queries, k.shape[2], width)))
+
+
+def caches_once(use: Use) -> Cost:
+    """`each_once` of attention. Latents, which are keys and values, are read once."""
+    k, v = use.args[1:3]
+    each = each_once(use)
+    same = k is v if isinstance(k, Tensor) else k == v
+    return each._replace(read_nbytes=each.read_nbytes - nbytes_of(v)) if same else each
 
 
 def gpu_workspace_nbytes(use: Use, bits: int = 0, group: int = 0) -> int:

@@ -56,9 +56,9 @@ def table_of(node: fx.Node) -> fx.Node | None:
 
 def unknown(node: fx.Node, share: RankShare) -> ShardError:
     """The refusal of an operator of which nobody knows what it makes of parts."""
-    other = "attention=batch, which leaves heads together, or " if share.attention == "heads" else "attention=heads, or "
-    return ShardError(f"{node.name}: {node.target} is not known to work on a part of its operands; take {other}stages, "
-                      "which divide layers alone")
+    other = "batch, which leaves heads together" if share.attention == "heads" else "heads"
+    return ShardError(f"{node.name}: {node.target} is not known to work on a part of its operands; take "
+                      f"attention={other}, or stages, which divide layers alone")
 
 
 def over_cache(node: fx.Node) -> list[fx.Node]:

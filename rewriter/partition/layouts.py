@@ -296,9 +296,7 @@ def attention_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: 
     rest, sizes = tuple(i for i in mesh.axes if i not in layout.gathered), element_sizes(weights)
     over, sequences = mesh.size(rest), math.ceil(work.batch / mesh.size(layout.gathered))
     column = sequences * work.tokens * sizes.activation  # bytes of an element of all rows
-    seen = work.context - (work.tokens - 1) / 2  # causal: the first of them sees fewer
     kept = min(work.context, layer.window) if layer.window else work.context
-    seen = min(seen, layer.window) if layer.window else seen
     of_head = layer.kv_elements // layer.kv_heads
     moved: tuple[Collective, ...] = ()
     if layout.attention == "batch":
@@ -311,7 +309,7 @@ def attention_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: 
         if kv_heads * over > layer.kv_heads and over > 1 and not layout.copied:  # some chips hold the same heads
             moved = (Collective("all-gather", rest, column * kv_heads * of_head, "k, v"),)
     nbytes = own * kept * kv_heads * of_head * sizes.activation
-    flops = 4.0 * own * work.tokens * seen * heads * layer.head_dim
+    flops = layer.attended_flops(own, heads, work.tokens, work.context)
     return AttentionCost(times.attention_s(sizes.dtype, nbytes, flops), times.attention_s(sizes.dtype, 0.0, flops),
                          times.attention_s(sizes.dtype, nbytes, 0.0), sum(collective_s(item, mesh) for item in moved),
                          moved, nbytes)

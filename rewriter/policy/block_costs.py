@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 
-from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.formats.table import cache_format, weight_format
 from forebay.rewriter.policy.shares import ONE, TIERS, Affine, added, scaled, var
 from forebay.rewriter.predict.estimator import Estimator
@@ -230,7 +229,7 @@ class BlockModel:
 
     def _prefill_attention(self, kind: LayerShape, context: float) -> dict[str, Affine]:
         native, stored, checkpoint = self.cache_nbytes(kind, context + 1)
-        flops = attention_flops(self.block.micro_batch, kind.heads, context, context, kind.head_dim, kind.window)
+        flops = kind.attended_flops(self.block.micro_batch, kind.heads, context, context)
         compute = self.times.attention_s(self.model.dtype, native, flops) * ONE
         if self.block.cache_format != "native":
             compute = compute + self.expand_s(native) * var("kv")
@@ -244,7 +243,7 @@ class BlockModel:
         native, stored, checkpoint = self.cache_nbytes(kind, context)
         delegated = block.host_attention and math.isfinite(times.host_attention_s(native))
         on_device = var("kv", "device") if delegated else var("kv")
-        flops = attention_flops(block.micro_batch, kind.heads, 1, context, kind.head_dim, kind.window)
+        flops = kind.attended_flops(block.micro_batch, kind.heads, 1, context)
         compute = times.attention_s(dtype, native, flops) * (on_device + var("checkpoint"))
         if block.cache_format != "native":
             compute = compute + self.expand_s(native) * on_device

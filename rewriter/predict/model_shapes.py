@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from forebay.kernels import operators
+from forebay.kernels.attention.operations import attention_flops, latent_flops
 from forebay.kernels.products.experts.operator import arguments_of
 from forebay.rewriter.checkpoints.config import MOST_LAYERS, MOST_LENGTH, meta_model, oversized
 from forebay.rewriter.ir.files import read_input
@@ -25,10 +26,11 @@ from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.predict.preset_models import DENSE_CONFIGS, PRESET_CONFIGS
 
 aten = torch.ops.aten
-# How captured graphs multiply by a weight, and show it with its dimensions in another order.
+# How captured graphs multiply by a weight, and show it or a part of it.
 PRODUCTS = frozenset((aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
                       aten.matmul.default, aten.einsum.default, aten._grouped_mm.default))
-VIEWS = frozenset((aten.transpose.int, aten.t.default, aten.permute.default, aten.view.default, aten.reshape.default))
+VIEWS = frozenset((aten.transpose.int, aten.t.default, aten.permute.default, aten.view.default, aten.reshape.default,
+                   aten.slice.Tensor))
 ATTENTION, MLP = "attention", "mlp"
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -51,7 +53,8 @@ class LayerShape:
     """`count` equal layers. Operations are of one token, 2 per multiply-add; `window` is 0 for full attention.
 
     The attention stage ends with the output projection. `activation_elements` is the peak of live activations, per
-    token, outside attention itself. With latent attention all heads share one row, which is key and value (`latent`).
+    token, outside attention itself. With latent attention all heads share one row, key and value, of which `latent`
+    numbers are a latent, and a head could make `made` numbers of those.
     """
 
     count: int
@@ -65,7 +68,8 @@ class LayerShape:
     head_dim: int
     window: int
     activation_elements: int
-    latent: bool = False
+    latent: int = 0
+    made: int = 0
 
     def elements(self, stage: str) -> int:
         """Weight elements of one layer's stage."""
@@ -88,6 +92,11 @@ class LayerShape:
         """Weight elements of one layer that a step over so many tokens reads: of experts those that some token picks,
         as if the router preferred nobody."""
         return self.elements(ATTENTION) + self.elements(MLP) * (1 - (1 - min(1.0, self.active_share(MLP))) ** rows)
+
+    def attended_flops(self, sequences: float, heads: int, queries: float, tokens: float) -> float:
+        """Operations of so many heads' attention of the last `queries` of `tokens`."""
+        given = sequences, heads, queries, tokens, self.head_dim
+        return latent_flops(*given, self.latent, self.made) if self.latent else attention_flops(*given, self.window)
 
     @property
     def kv_elements(self) -> int:
@@ -154,12 +163,11 @@ def decoder_shape(
     mlp = [TensorShape("post_norm", norm), *product("up_proj", intermediate, hidden, bias[2]),
            *product("down_proj", hidden, intermediate, bias[2])]
     mlp += product("gate_proj", intermediate, hidden, bias[2]) if gated else []
-    n_products = 3 if gated else 2
     live = hidden + max(q + 2 * kv, (2 if gated else 1) * intermediate)
 
     def kind(count: int, width: int) -> LayerShape:
-        return LayerShape(count, tuple(attention), tuple(mlp), 2 * hidden * (2 * q + 2 * kv),
-                          2 * n_products * hidden * intermediate, hidden, heads, kv_heads, head_dim, width, live)
+        return LayerShape(count, tuple(attention), tuple(mlp), 4 * hidden * (q + kv), (6 if gated else 4) * hidden *
+                          intermediate, hidden, heads, kv_heads, head_dim, width, live)
 
     kinds = [kind(layers - windowed_layers, 0)] if layers > windowed_layers else []
     kinds += [kind(windowed_layers, window)] if windowed_layers else []
@@ -172,8 +180,7 @@ def decoder_shape(
 def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
     """The shape of the model a transformers `config.json` describes; raises ModelError naming the field at fault.
 
-    OPT, Llama, Mistral, Qwen2 and Qwen3 come from their numbers at once; any other type is captured on the meta
-    device through transformers (seconds), and refused if capture refuses it.
+    OPT, Llama, Mistral, Qwen2 and Qwen3 come from their numbers at once; any other type is captured (seconds).
     """
     kind = config.get("model_type")
     if not isinstance(kind, str):
@@ -207,17 +214,13 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
             vocab=_positive(config, "vocab_size"), head_dim=head_dim, gated=True,
             bias=(qkv, kind != "qwen2" and qkv, bool(config.get("mlp_bias", False))), qk_norm=kind == "qwen3",
             tied=bool(config.get("tie_word_embeddings", False)), dtype=_dtype(config))
-    return _captured_shape(config, name)
-
-
-def _captured_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     return shape_from_graphs(capture_config(config, runs=False), name)
 
 
 @one_thread
 def capture_config(config: Mapping[str, Any], runs: bool = True, weights: str = "") -> CapturedModel:
-    """The graphs of a config's model, captured without weights, with those of its matrices in rows of the format
-    `weights`; ModelError where transformers or the capture refuses it."""
+    """The graphs of a config's model, captured without weights, with its matrices in the format `weights`. ModelError
+    where transformers or the capture refuses it."""
     from transformers import CONFIG_MAPPING
 
     from forebay.rewriter.capture.language_model import capture_model
@@ -229,9 +232,8 @@ def capture_config(config: Mapping[str, Any], runs: bool = True, weights: str = 
     if found is not None:
         raise ModelError(f"config.{found[0]}: {found[1]} is more than any model has")
     try:
-        values = {k: v for k, v in config.items() if k != "model_type"}
-        captured = capture_model(made := CONFIG_MAPPING[kind](**values), dtype=getattr(torch, _dtype(config)),
-                                 runs=runs)
+        made = CONFIG_MAPPING[kind](**{k: v for k, v in config.items() if k != "model_type"})
+        captured = capture_model(made, dtype=getattr(torch, _dtype(config)), runs=runs)
         return pack_config(captured, meta_model(made), weights) if weights else captured
     except (ImportError, MemoryError):
         raise
@@ -243,9 +245,8 @@ def capture_config(config: Mapping[str, Any], runs: bool = True, weights: str = 
 
 def load_model_shape(model: str) -> ModelShape:
     """A preset model by name, or the model of a config.json (or of a folder that holds one)."""
-    found = PRESET_MODELS.get(model.lower().rpartition("/")[2])
-    if found is not None:
-        return found
+    if (known := model.lower().rpartition("/")[2]) in PRESET_MODELS:
+        return PRESET_MODELS[known]
     name, config = load_config(model)
     return shape_from_config(config, name)
 
@@ -281,8 +282,8 @@ def shape_from_graphs(captured: CapturedModel, name: str = "") -> ModelShape:
         counts = Counter(caches[i] for i in indices)
         kinds += [_layer_of_graph(graph, count, kept) for kept, count in counts.items()]
     outside = tuple(TensorShape(n, math.prod(spec.shape)) for n, spec in captured.weights.items() if n not in inside)
-    head_elements = sum(_elements(weight) for weight, _ in map(_product, captured.step.graph.nodes)
-                        if weight is not None)
+    head_elements = sum(math.prod(_ones(values_of(weight)[0].shape))
+                        for weight, _ in map(_product, captured.step.graph.nodes) if weight is not None)
     return ModelShape(name or captured.model_type, str(captured.dtype)[6:], tuple(kinds), outside, head_elements)
 
 
@@ -299,15 +300,19 @@ def _layer_of_graph(graph: fx.GraphModule, count: int, kept: KVState | LatentSta
             shape = _ones(values_of(node)[0].shape)
             weights[stage].append(TensorShape(name, math.prod(shape), shape[-1] if len(shape) > 1 else 0))
         flops[stages[node]] += _product(node)[1]
-    heads = _ones(values_of(attention)[0].shape)[2]
-    hidden = _ones(values_of(nodes[0])[0].shape)[-1]
+    heads, hidden = _ones(values_of(attention)[0].shape)[2], _ones(values_of(nodes[0])[0].shape)[-1]
+    rank = made = 0
+    if isinstance(kept, LatentState):  # a matmul of queries and one of results have absorbed what would make keys
+        absorbed = [n for n in nodes if n.target is aten.bmm.default and _product(n)[0] is not None]
+        rank = _ones(values_of(absorbed[0])[0].shape)[-1]
+        made = sum(_product(n)[1] for n in absorbed) // (2 * heads * rank)
     of_cache = (1, kept.width, 0) if isinstance(kept, LatentState) else (kept.kv_heads, kept.head_dim, kept.window)
     return LayerShape(count, tuple(weights[ATTENTION]), tuple(weights[MLP]), flops[ATTENTION], flops[MLP], hidden,
-                      heads, *of_cache, _live_elements(nodes), isinstance(kept, LatentState))
+                      heads, *of_cache, _live_elements(nodes), rank, made)
 
 
 def _stages(nodes: list[fx.Node], attention: fx.Node) -> dict[fx.Node, str]:
-    """The attention stage: what attention needs, and what follows it up to the first product after it."""
+    """The attention stage: what attention needs, and what follows it up to the first product that is not by heads."""
     before = {attention, *(n for n in nodes if n.target is operators.KV_APPEND.overload)}
     stack = [*before]
     while stack:
@@ -319,7 +324,7 @@ def _stages(nodes: list[fx.Node], attention: fx.Node) -> dict[fx.Node, str]:
     for node in nodes[nodes.index(attention) + 1:]:
         if any(s in after for s in node.all_input_nodes) and not projected:
             after.add(node)
-            projected = _product(node)[0] is not None
+            projected = _product(node)[0] is not None and node.target is not aten.bmm.default
     return {n: ATTENTION if n in before or n in after else MLP for n in nodes}
 
 
@@ -335,26 +340,21 @@ def _product(node: fx.Node) -> tuple[fx.Node | None, int]:
     weight = next((a for a in node.all_input_nodes if _is_matrix(a)), None)
     if weight is None or node.target not in PRODUCTS:
         return None, 0
-    out = _ones(values_of(node)[0].shape)
-    shape = _ones(values_of(weight)[0].shape)
-    return weight, 2 * math.prod(out) * (math.prod(shape) // math.prod(shape[:-2]) // out[-1])
+    out, shape = (_ones(values_of(each)[0].shape) for each in (node, weight))
+    return weight, 2 * math.prod(out) * (math.prod(shape[-2:]) // out[-1])
 
 
 def _is_matrix(node: fx.Node) -> bool:
     base, _ = storage_of(node)
     while base.target in VIEWS:
         base = base.all_input_nodes[0]
-    return weight_name(base) is not None and values_of(base)[0].dim() >= 2
+    return weight_name(base) is not None and values_of(base)[0].dim() > 1
 
 
 def _ones(shape: Any) -> list[int]:
     """A shape for one token: every symbolic size taken as 1."""
     return [int(s.node.expr.subs(dict.fromkeys(s.node.expr.free_symbols, 1))) if isinstance(s, torch.SymInt) else int(s)
             for s in shape]
-
-
-def _elements(node: fx.Node) -> int:
-    return math.prod(_ones(values_of(node)[0].shape))
 
 
 def _live_elements(nodes: list[fx.Node]) -> int:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from forebay.kernels.attention.costs import caches_once
 from forebay.kernels.attention.expanded_attention.cpu import bind_expanded_attention, workspace_nbytes
 from forebay.kernels.attention.expanded_attention.reference import ExpandedSizes, check, reference
 from forebay.kernels.attention.operations import attention_flops, expansion_flops
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.define import define_operator
-from forebay.kernels.operator import Call, Cost, Use, dtype_of, each_once, nbytes_of
+from forebay.kernels.operator import Call, Cost, Use, dtype_of
 
 
 def _expanded_attention(
@@ -44,12 +45,11 @@ def _sizes(use: Use) -> ExpandedSizes:
 
 
 def _cost(use: Use) -> Cost:
-    """Return the cost as if every sequence were as long as the cache, and saw all of it. The rows count once."""
+    """Return the cost as if every sequence were as long as the cache, and saw all of it."""
     sizes = _sizes(use)
     flops = attention_flops(*sizes[:4], (sizes.dim + sizes.value) / 2) + expansion_flops(
         sizes.batch, sizes.heads, sizes.length, sizes.rank, sizes.made)
-    each = each_once(use)
-    return Cost(int(flops), each.read_nbytes - nbytes_of(use.args[2]), each.written_nbytes)
+    return caches_once(use)._replace(flops=int(flops))
 
 
 EXPANDED_ATTENTION = define_operator(

@@ -8,6 +8,7 @@ from statistics import mean
 
 import pytest
 
+from forebay.kernels.operators import ATTENTION
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.program import (
     COMPUTE,
@@ -91,6 +92,20 @@ def test_a_lookup_is_counted_as_the_reader_cuts_it(count: int, row_nbytes: int, 
     requests, nbytes = lookup_reads(count, row_nbytes, rows * row_nbytes)
     assert requests == pytest.approx(mean(map(len, cut)), rel=0.15)
     assert nbytes == pytest.approx(mean(sum(chunk.nbytes for chunk in chunks) for chunks in cut), rel=0.15)
+
+
+def test_latents_are_read_once() -> None:
+    """Of rows that are keys and values the bytes count once, and of all other caches twice, as do those of queries."""
+    start, width, times = ref(2, dtype="int64"), 24, MachineEstimator(replace(MACHINE, attention_flops=0.0))
+    rows, others = (replace(ref(2, 1, 100, width, dtype="bfloat16"), offset=at) for at in (0, 9600))
+    for queries in (1, 5):
+        q, pairs = ref(2, 4, queries, width), 2 * 4 * queries * (200 - queries + 1) // 2
+        for values, caches in ((rows, 1), (others, 2)):
+            item = replace(launch("forebay.attention", args=(q, rows, values, start, 1.0, 0, 0.0)), out=(q,))
+            cost = ATTENTION.cost(item)
+            assert cost.read_nbytes == 2 * 4 * queries * width * 4 + caches * 2 * 100 * width * 2 + 2 * 8
+            assert cost.flops == 2 * pairs * 2 * width and cost.written_nbytes == 2 * 4 * queries * width * 4
+            assert item_time_s(item, times) == pytest.approx(1e-6 + caches * 2 * 100 * width * 2 / 2e9)
 
 
 def attention(queries: int, tokens: int, window: int = 0) -> Launch:

@@ -14,6 +14,7 @@ from forebay.rewriter.predict.model_shapes import (
     ATTENTION,
     MLP,
     PRESET_MODELS,
+    LayerShape,
     ModelError,
     ModelShape,
     capture_config,
@@ -80,10 +81,11 @@ def test_latents_are_one_row_a_token() -> None:
                      num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, kv_lora_rank=16,
                      q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, vocab_size=128)
     products = 64 * 24 + 24 * 4 * 24 + 64 * 24 + 16 * 4 * 32 + 64 * 4 * 16
-    assert shape.kv_nbytes(100) == 2 * 2 * 100 * (16 + 8) and all(kind.latent for kind in shape.layers)
+    assert shape.kv_nbytes(100) == 2 * 2 * 100 * (16 + 8)
+    assert {(kind.latent, kind.made) for kind in shape.layers} == {(16, 16 + 16)}
     dense, experts = shape.layers
     for kind in shape.layers:
-        assert sum(n * k for n, k in kind.matrices(ATTENTION)) == products
+        assert sum(n * k for n, k in kind.matrices(ATTENTION)) == products == kind.flops(ATTENTION) / 2
         widths = BlockWidths.of(kind)
         assert widths.query == (products // 64 - 24) // 2
         assert widths.elements == pytest.approx(kind.elements(ATTENTION) + kind.elements(MLP), rel=0.02)
@@ -92,6 +94,15 @@ def test_latents_are_one_row_a_token() -> None:
     assert experts.read_elements(1) == pytest.approx(one + routed * 2 / 8, rel=0.1)
     assert experts.read_elements(1e6) == experts.elements(ATTENTION) + experts.elements(MLP)
     assert dense.read_elements(1) == dense.elements(ATTENTION) + dense.elements(MLP)
+
+
+@pytest.mark.parametrize(("queries", "tokens"), [(1, 100), (5, 9), (100, 100), (30, 100)])
+def test_attention_to_latents_is_the_cheaper_of_two_ways(queries: int, tokens: int) -> None:
+    """Each query and token counted by itself."""
+    layer = LayerShape(1, (), (), 0, 0, 64, 4, 1, 16 + 8, 0, 0, 16, 6 + 10)  # keys of 6 + 8 numbers, values of 10
+    pairs = sum(tokens - queries + 1 + query for query in range(queries))
+    absorbed, expanded = 2 * pairs * (24 + 24), 2 * pairs * (14 + 10) + 2 * tokens * 16 * (6 + 10)
+    assert layer.attended_flops(3, 2, queries, tokens) == 3 * 2 * min(absorbed, expanded)
 
 
 def test_published_sizes() -> None:
