@@ -119,11 +119,12 @@ def _follows_call(node: fx.Node) -> bool:
 
 
 def _layout(node: fx.Node) -> InputLayout:
-    """The layout of a placeholder: inputs are [B], [B, S] or [B, heads, L, D], of which B, S and L are symbols."""
+    """The layout of a placeholder: inputs are [B], [B, S], [B, heads, L, D] or as masks [B, 1, 1, S], of which B, S
+    and L are symbols."""
     if _LAYOUT in node.meta:
         return node.meta[_LAYOUT]  # type: ignore[no-any-return]
     value = _value(node)
-    return value.dtype, tuple(n if isinstance(n, int) else "BSL"[i] for i, n in enumerate(value.shape))
+    return value.dtype, tuple(n if isinstance(n, int) else "BSLS"[i] for i, n in enumerate(value.shape))
 
 
 def _value(node: fx.Node) -> torch.Tensor:

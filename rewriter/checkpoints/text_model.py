@@ -21,6 +21,9 @@ LANGUAGE, TEXT, CAUSAL = "model.language_model", "model.text_model", "language_m
 DEEPSTACK = "deepstack_layers"  # of a text config: layers after which features of images are added
 GROUPS = "image_groups"  # of a text config: kinds of layers in which tokens of an image see each other
 PLACEHOLDER = "image_placeholder"  # of a text config: the id that tables by ids are asked for at tokens of images
+# Settings by which a causal model changes its logits, and values that change nothing: heads of multimodal ones do not.
+PLAIN_HEAD = {"logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_multiplier": 1.0}
+CAP = "final_logit_softcapping"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -36,6 +39,7 @@ class Multimodal:
         asked: Value of the text config's `use_bidirectional_attention` without which they do not, if any.
         whole: Whether all tokens of a prompt with images see each other.
         projector: Module that `get_image_features` leaves to the model, if any.
+        capped: Whether logits are capped as the text config says.
     """
 
     text: str
@@ -44,6 +48,7 @@ class Multimodal:
     asked: str = ""
     whole: bool = False
     projector: str = ""
+    capped: bool = False
 
     def group_layers(self, config: PreTrainedConfig) -> tuple[str, ...]:
         """Return the `groups` of a model of this config."""
@@ -59,9 +64,10 @@ MULTIMODAL = {
                      "vipllava"),
                     Multimodal(LANGUAGE, images=True)),
     "gemma3": Multimodal(LANGUAGE, images=True, groups=(FULL, SLIDING)),
-    **dict.fromkeys(("gemma3n", "qwen2_audio", "voxtral"), Multimodal(LANGUAGE)),
-    "gemma4": Multimodal(LANGUAGE, images=True, groups=(SLIDING,), asked="vision"),
-    "paligemma": Multimodal(LANGUAGE, images=True, groups=(FULL, SLIDING), whole=True),
+    **dict.fromkeys(("qwen2_audio", "voxtral"), Multimodal(LANGUAGE)),
+    "gemma3n": Multimodal(LANGUAGE, capped=True),
+    "gemma4": Multimodal(LANGUAGE, images=True, groups=(SLIDING,), asked="vision", capped=True),
+    "paligemma": Multimodal(LANGUAGE, images=True, groups=(FULL, SLIDING), whole=True, capped=True),
     **dict.fromkeys(("idefics3", "smolvlm"), Multimodal(TEXT, images=True)),
     "llama4": Multimodal(CAUSAL, images=True, projector="multi_modal_projector")}
 
@@ -75,6 +81,9 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
     # The whole model ties its head by its own setting, which some configs repeat for the language model.
     ties = (getattr(each, "tie_word_embeddings", None) for each in (config, text))
     known = MULTIMODAL[config.model_type]
+    for name, value in {**PLAIN_HEAD, **({} if known.capped else {CAP: None})}.items():
+        if getattr(text, name, None) is not None:
+            setattr(text, name, value)
     if groups := known.group_layers(config):
         setattr(text, GROUPS, groups)
     if known.whole:  # what sees what is then given with each prompt

@@ -42,8 +42,8 @@ def chunk_spans(
     The last step is moved back to end with the last token, so that no position past it is touched; a step longer than
     all tokens is taken where the cache has `room` for it (None: it has). Where states are not `rewindable`, no step is
     moved back: the last one holds tokens past the last, if there is room, which `StepInputs.count` leaves out. Tokens
-    of one of `groups` [first, end) see each other, so that a step which breaks off within one is followed by one that
-    begins with it.
+    of one of `groups` [first, end) see each other, so that a step which breaks off within some is followed by one that
+    begins with the first of these. It may begin within others, whose tokens before it are in the cache.
 
     Returns:
         The first token and the size of each step.
@@ -61,8 +61,7 @@ def chunk_spans(
         at = max(0, min(done, tokens - size)) if rewindable else done
         spans.append((at, size))
         before, done = done, at + size
-        while within := [first for first, end in groups if first < done < end]:
-            done = min(within)
+        done = min((first for first, end in groups if first < done < end), default=done)
         if done <= before:
             raise PlanError(f"prefill_chunk: an image's tokens see each other, and steps of {max(sizes)} tokens break "
                             "off within images: take a larger prefill_chunk, or fewer prompts at a time")

@@ -77,7 +77,7 @@ def test_jobs_answer_lines_with_videos(tmp_path: Path, monkeypatch: pytest.Monke
     assert len({*wanted.values(), texts["text"]}) == 5, "videos must matter"
 
 
-def test_a_chat_takes_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_take_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, processor = qwen(tmp_path)
     monkeypatch.setattr(chats, "load_processor", lambda folder: processor)
     path = gif(tmp_path / "one.gif", film(0, 20))
@@ -89,6 +89,14 @@ def test_a_chat_takes_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     text = f"user : w9 assistant : {first.strip()} user : <video> w8 assistant :"
     assert second.strip() == answer(whole, processor, text, film(0, 20))
     assert "none.mp4 cannot be read: No such file or directory" in found.stderr
+    still = picture(tmp_path / "still.png", (200, 10, 30))
+    found = CliRunner().invoke(app, ["run", str(tmp_path), "w6 w7", "--budget", "6MB", "--new-tokens", "5", "--video",
+                                     str(path), "--image", str(still)])
+    assert found.exit_code == 0, found.output + repr(found.exception)
+    assert found.stdout.strip() == answer(whole, processor, "user : <image> <video> w6 w7 assistant :", film(0, 20),
+                                          images=[Image.open(still).convert("RGB")])
+    refused = CliRunner().invoke(app, ["run", str(tmp_path), "--prompts", "a", "--output", "b", "--video", str(path)])
+    assert refused.exit_code == 2 and "--video is for one PROMPT" in refused.stderr
 
 
 def test_what_cannot_be_taken_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

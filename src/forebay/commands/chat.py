@@ -131,10 +131,10 @@ def conversation(lm: LanguageModel, session: Path | None, system: str | None) ->
 
 def answer_one(
     model: str, prompt: str, budget: str | None, options: Options, sampling: Sampling, seed: int, *, chat: bool | None,
-    images: Sequence[str] = (),
+    media: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Print the answer to one prompt, with images in front of it, as its tokens come, then to stderr what time it took.
-    """
+    """Print the answer to one prompt as its tokens come, then to stderr what time it took. In front of the prompt are
+    `media`: pairs of "image" or "video" and a file."""
     from forebay.commands.chat_template import ChatTemplate
     from forebay.commands.plain_tokenizer import plain_tokenizer
     from forebay.commands.prompts import PromptLine, load_tokenizer, prompt_ids, takes_chats
@@ -147,19 +147,20 @@ def answer_one(
     if options.new_tokens is None:
         most = stored_plan(folder).workload.new_tokens if is_bundle(folder) else NEW_TOKENS
         options = replace(options, new_tokens=most)
-    tokenizer = (None if images else plain_tokenizer(folder)) or load_tokenizer(folder)
+    tokenizer = (None if media else plain_tokenizer(folder)) or load_tokenizer(folder)
     chat = takes_chats(tokenizer, chat)
     given: dict[str, Any] = {}
     with ChatTemplate(tokenizer) as template:
-        if images:
+        if media:
             from forebay.images.chats import ImageChats
-            from forebay.images.parts import IMAGE, with_media
+            from forebay.images.parts import with_media
 
             if not chat:
-                raise JobError("--image: images go through the chat template of the model; leave --no-chat out")
+                kind = media[0][0]
+                raise JobError(f"--{kind}: {kind}s go through the chat template of the model; leave --no-chat out")
             chats = ImageChats(folder, template)
-            opened = [chats.open({"type": IMAGE, IMAGE: each}) for each in images]
-            messages = [{"role": "user", "content": with_media(prompt, [IMAGE] * len(opened))}]
+            opened = [chats.open({"type": kind, kind: source}) for kind, source in media]
+            messages = [{"role": "user", "content": with_media(prompt, [kind for kind, _ in media])}]
             ids, given = chats.ids(messages, opened)
         else:
             ids = prompt_ids(PromptLine(1, 1, prompt), tokenizer, template, chat)

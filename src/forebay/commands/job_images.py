@@ -62,7 +62,10 @@ class JobImages:
         machine = cast("Machine", options.machine)
         tower = open_tower(read_config(checkpoint.folder), checkpoint, captured, options, machine.kind.kernels)
         _, given = self.chats.read(self._largest.messages or (), self._largest.template)
-        tower.features(given, sizes.device)
+        try:  # in as many parts as leave half of the budget to the steps
+            tower.features(given, sizes.device // 2)
+        except PlanError:
+            tower.features(given, sizes.device)
         self.nbytes = int(tower.least_nbytes * SLACK)
         if self.nbytes >= sizes.device:
             raise PlanError(f"budget: the images of line {self._largest.line} need {format_nbytes(self.nbytes)} while "

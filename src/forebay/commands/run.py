@@ -61,6 +61,8 @@ def run(
              "has \"prompt\" or \"messages\", and may have \"id\" and \"max_new_tokens\"; or it is of OpenAI's batch "
              "form.")] = None,
     image: Annotated[list[str] | None, in_input(help="Image file in front of the prompt; repeat for several.")] = None,
+    video: Annotated[list[str] | None, in_input(help="Video file in front of the prompt, after images; repeat for "
+             "several.")] = None,
     column: Annotated[str | None, in_input(help='Column of the prompts. Default: "prompt" or "messages".',
         show_default=False)] = None,
     system: Annotated[str | None, in_input(help="System message before each prompt of a file.")] = None,
@@ -114,6 +116,7 @@ def run(
         except ValueError as error:
             raise JobError(str(error)) from error
         options = replace(options, mesh=mesh)
+        media = [*(("image", each) for each in image or ()), *(("video", each) for each in video or ())]
         if prompt is not None:
             only = {"--prompts": prompts, "--output": output, "--plan": plan, "--save-plan": save_plan,
                     "--trace": trace, "--picture": picture, "--batch": options.batch,
@@ -124,10 +127,12 @@ def run(
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
             if is_encoder_decoder(folder := model_folder(model, options)):
+                if media:
+                    raise JobError(f"--{media[0][0]}: a model with an encoder and a decoder takes its PROMPT alone")
                 answer_encoded(folder, prompt, budget, options, sampling, seed)
                 return
             refuse_embedders(folder)
-            answer_one(model, prompt, budget, options, sampling, seed, chat=chat, images=image or ())
+            answer_one(model, prompt, budget, options, sampling, seed, chat=chat, media=media)
             return
         from forebay.calibration import calibrated
         from forebay.commands import jobs
@@ -148,8 +153,8 @@ def run(
         from forebay.rewriter.planning.options import check_choices, told_activations
         from forebay.runtime.disk.spill_file import require_spill_folder
 
-        if image:
-            raise JobError("--image is for one PROMPT; lines of a file name images in their messages")
+        if media:
+            raise JobError(f"--{media[0][0]} is for one PROMPT; lines of a file name {media[0][0]}s in their messages")
         if options.draft is not None and save_plan is not None:
             raise JobError("--save-plan: a plan is of one model; leave it or --draft out")
         if prompts is None or output is None:

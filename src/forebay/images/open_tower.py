@@ -31,14 +31,19 @@ def open_tower(
     known = MULTIMODAL.get(config.model_type)
     if known is None or not known.images:
         taken = ", ".join(sorted(kind for kind, each in MULTIMODAL.items() if each.images))
-        raise ValueError(f"images: a model of type {config.model_type!r} takes text alone here; images are taken by "
-                         f"{taken}")
+        raise ValueError(f"{text_alone(config.model_type)}; images are taken by {taken}")
     if known.group_layers(config) and kernels != "cpu":
         raise ValueError(f"images: tokens of an image see each other in a model of type {config.model_type!r}, which "
                          "is computed on the CPU alone (CUDA_VISIBLE_DEVICES= leaves the GPU out)")
     from forebay.images.tower import ImageTower
 
     return ImageTower(config, checkpoint, captured.dtype)
+
+
+def text_alone(kind: str) -> str:
+    """Return why models of a kind take no images."""
+    why = ", because its vision tower is a MobileNet of timm" if kind == "gemma3n" else ""
+    return f"images: a model of type {kind!r} takes text alone here{why}"
 
 
 def takes_images(folder: Path) -> bool:

@@ -24,6 +24,9 @@ from forebay.rewriter.checkpoints.config import LOCAL_ONLY, require_regular_file
 from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.one_thread import one_thread
 
+FILE = "file://"
+MOST_SCHEME = 12  # characters of a URL in which "://" follows the name of a protocol
+MOST_SHOWN = 256  # characters of a source in a message
 MOST_PIXELS = 1 << 26  # of an image, which may take 3 bytes each in memory
 
 
@@ -68,8 +71,14 @@ def open_image(source: str, files: bool = True) -> Any:
 
 
 def shown(source: str) -> str:
-    """A file's name, or the beginning of a data URL."""
-    return f"{source[:40]}…" if source.startswith("data:") and len(source) > 40 else source
+    """A file's name, or the beginning of a data URL or of what is too long for a name."""
+    most = 40 if is_data(source) else MOST_SHOWN
+    return f"{source[:most]}…" if len(source) > most else source
+
+
+def is_data(source: str) -> bool:
+    """Return whether a source is a data URL."""
+    return source[:5].lower() == "data:"
 
 
 @contextmanager
@@ -77,10 +86,10 @@ def opening(what: str, source: str, files: bool) -> Iterator[Callable[[], bytes]
     """Give the function that reads the source of an image or a video; BadPrompt for one that may not be read, and for
     errors of decoders, each of which fails in its own way."""
     name = f"{what} {shown(source)}"
-    if source.lower().startswith(("http://", "https://")):
+    if "://" in source[:MOST_SCHEME] and not is_data(source) and not source.startswith(FILE):
         raise BadPrompt(f"{name}: {what}s are not fetched from the network; give {'a file or ' if files else ''}a data "
                         "URL")
-    if not files and not source.startswith("data:"):
+    if not files and not is_data(source):
         raise BadPrompt(f"{name}: this server reads no files; give a data URL, or start it with --image-files")
     try:
         yield partial(_bytes_of, source)
@@ -96,11 +105,11 @@ def opening(what: str, source: str, files: bool) -> Iterator[Callable[[], bytes]
 
 def local_path(source: str) -> Path:
     """The path that a source names."""
-    return Path(source.removeprefix("file://")).expanduser()
+    return Path(source.removeprefix(FILE)).expanduser()
 
 
 def _bytes_of(source: str) -> bytes:
-    if source.startswith("data:"):
+    if is_data(source):
         return base64.b64decode(source.partition(",")[2], validate=True)
     return read_input(local_path(source))
 

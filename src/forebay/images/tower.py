@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from forebay.rewriter.checkpoints.match_weights import checkpoint_names, model_c
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.text_model import MULTIMODAL
 from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.one_thread import one_thread
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 # Inputs whose default is of no use.
 NEEDED = ("image_grid_thw", "image_position_ids", "video_grid_thw", "video_position_ids", "num_frames_per_video")
+GRIDS = ("image_grid_thw", "video_grid_thw")
 OF_AUDIO = ("audio_tower", "embed_audio")
 
 
@@ -99,7 +101,32 @@ class ImageTower:
         return {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in values.items()}
 
     def _features(self, modality: Modality, inputs: Mapping[str, torch.Tensor]) -> TowerFeatures:
-        found: Any = getattr(self.base, modality.method)(**inputs)
+        """Compute all images together, or some at a time where the budget has no room for more."""
+        inputs = _without_padding(modality, inputs)
+        found, borders = list[TowerFeatures](), _borders(modality, inputs)
+        begin, count = 0, len(borders[modality.pixels]) - 1
+        at_a_time = count
+        while begin < count:
+            end = min(count, begin + at_a_time)
+            some = {name: value[borders[name][begin] : borders[name][end]] for name, value in inputs.items()}
+            try:
+                found.append(self._features_of(modality, some))
+                begin = end
+                continue
+            except PlanError:
+                if at_a_time <= 1:
+                    raise
+            self._streamed.forget_call()
+            at_a_time = (at_a_time + 1) // 2
+        embeds, added = zip(*found, strict=True)
+        return torch.cat(embeds), torch.cat(added)
+
+    def _features_of(self, modality: Modality, inputs: Mapping[str, torch.Tensor]) -> TowerFeatures:
+        try:
+            found: Any = getattr(self.base, modality.method)(**inputs)
+        except (RuntimeError, TypeError, IndexError, AttributeError) as error:  # of transformers' code
+            raise ValueError(f"{modality.pixels}: the model cannot compute them, give what its own processor makes: "
+                             f"{' '.join(str(error).split())[:120]}") from error
         embeds, *added = (_rows(each) for each in (
             self._embeddings(found), *(getattr(found, "deepstack_features", None) or ())))
         return embeds, torch.cat(added, 1) if added else embeds[:, :0]
@@ -108,6 +135,31 @@ class ImageTower:
         """Embeddings of images, of which `get_image_features` may leave the projector to the model."""
         projector = MULTIMODAL[self.config.model_type].projector
         return self.base.get_submodule(projector)(_rows(found.last_hidden_state)) if projector else found.pooler_output
+
+
+def _without_padding(modality: Modality, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Images by themselves, where rows [prompts, images, …] were filled up with images of zeros (Idefics3)."""
+    pixels = inputs[modality.pixels]
+    if "pixel_attention_mask" not in inputs or pixels.dim() != 5:
+        return inputs
+    real = pixels.flatten(2).any(2).flatten()
+    if not real.any():
+        return inputs
+    apart = {name: value.flatten(0, 1)[:, None] for name, value in inputs.items()}
+    return apart if real.all() else {name: value[real] for name, value in apart.items()}
+
+
+def _borders(modality: Modality, inputs: Mapping[str, torch.Tensor]) -> dict[str, Sequence[int]]:
+    """By each input where the rows of one image end and those of the next begin; all are one image where they cannot
+    be told apart."""
+    rows = {name: value.shape[0] if value.dim() else 0 for name, value in inputs.items()}
+    pixels, grids = rows[modality.pixels], next((inputs[name] for name in GRIDS if name in inputs), None)
+    images = pixels if grids is None else grids.shape[0]
+    of_pixels = range(images + 1) if grids is None else [0, *grids.prod(-1).cumsum(0).tolist()]
+    others = {count for name, count in rows.items() if name != modality.pixels}
+    if others - {images} or of_pixels[-1] != pixels or "batch_num_images" in inputs:
+        return {name: [0, count] for name, count in rows.items()}
+    return {name: of_pixels if name == modality.pixels else range(images + 1) for name in rows}
 
 
 @one_thread

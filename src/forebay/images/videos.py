@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from forebay.commands.prompts import BadPrompt
-from forebay.images.processor import Video, local_path, open_image, opening, pillow_image, shown
+from forebay.images.processor import Video, is_data, local_path, open_image, opening, pillow_image, shown
 from forebay.rewriter.ir.files import open_input
 from forebay.rewriter.one_thread import one_thread
 
@@ -53,7 +53,7 @@ def open_video(part: Mapping[str, Any], processor: Any, files: bool = True) -> V
         return frames
 
     with opening("video", source, files) as read:
-        inline = source.startswith("data:")
+        inline = is_data(source)
         head = (data := read())[:HEAD_NBYTES] if inline else _head(source)
         if not _is_film(head):
             return _of_animation(data if inline else read(), name, choose)

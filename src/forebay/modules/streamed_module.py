@@ -133,6 +133,13 @@ class StreamedModule:
             self._drop(self._tied)
             return_freed_memory()
 
+    def forget_call(self) -> None:
+        """Let the layer go in which a call broke off, so that there may be another call."""
+        if self._running is not None and self._running not in self._resident:
+            self._drop(self._layers[self._running])
+        self._running = None
+        self._forget_ahead()
+
     def _nbytes(self, keys: Iterable[int]) -> int:
         """In the dtype that is computed in."""
         found = [_held(self._tied[key][0]) for key in keys]

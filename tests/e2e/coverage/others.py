@@ -11,6 +11,7 @@ import transformers as T
 
 import forebay
 from forebay.embedding.embedder import Embedder
+from forebay.images.open_tower import text_alone
 from forebay.modules.encoder_decoder import EncoderDecoder
 from forebay.rewriter.checkpoints.text_model import MULTIMODAL
 from forebay.rewriter.machine.profile import Machine
@@ -38,7 +39,7 @@ def check_images(name: str) -> Outcome:
         return EQUAL
 
     if not MULTIMODAL[name].images:
-        return Outcome("refused", f"images: a model of type {name!r} takes text alone here")
+        return Outcome("refused", text_alone(name))
     return _in_folder(run)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from families import gpt2, llama, llama4, opt
+from multimodal import CONFIGS
 from selection import at_length
-from transformers import BloomConfig, Gemma3TextConfig
+from transformers import CONFIG_MAPPING, BloomConfig, Gemma3TextConfig
 
 from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
 from forebay.passes.checkpoint.checkpoint_kv import follows_positions
@@ -49,6 +50,16 @@ def test_weights_are_read_as_often_as_before(make: Any) -> None:
             if not isinstance(node.meta.get(META), StateInput) and node.name.endswith("_weight"):
                 assert len(again.users) == len(node.users), node.name
     assert all(len(states) == 2 for states in kept.states) and all(len(states) == 1 for states in plain.states)
+
+
+def test_tokens_that_see_each_other() -> None:
+    """Where they end is an input of blocks with the sizes of a mask, not those of a cache."""
+    config = CONFIG_MAPPING["paligemma"](**CONFIGS["paligemma"])
+    plain = rewrite_captured(capture_model(config, dtype=torch.float32, embeds=True), Switches(), "native")
+    assert plain.choices is not None
+    for block in plain.choices.checkpointed("native").blocks().values():
+        ends, hidden = (next(n for n in block.graph.nodes if n.name == name) for name in ("attention_mask", "hidden"))
+        assert ends.meta["val"].shape[::3] == hidden.meta["val"].shape[:2]
 
 
 def test_the_plain_graphs_stay_as_they_are() -> None:
