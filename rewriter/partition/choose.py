@@ -59,9 +59,11 @@ class PartitionProblem:
             raise ModelError(f"memory: {self.capacity_nbytes:g} bytes a chip; more than 0 is needed")
 
     def layouts(self, work: PhaseWork) -> Iterator[ChipLayout]:
-        """The layouts of a phase."""
+        """The layouts of a phase. Of mixtures of experts and latent attention those that ranks run."""
+        latent = any(kind.latent for kind in self.model.layers)
         mixture = any(BlockWidths.of(kind).mixture for kind in self.model.layers)
-        return (way for way in layouts(self.mesh, work) if way.feedforward == "1d" or not mixture)
+        return (way for way in layouts(self.mesh, work) if (way.feedforward == "1d" or not mixture) and (
+            way.attention == "heads" or not latent))
 
     @property
     def phases(self) -> tuple[PhaseWork, PhaseWork]:

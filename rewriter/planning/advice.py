@@ -132,7 +132,7 @@ def _of_experts(plan: Plan, compute: float) -> list[str]:
     there = f"the CPU {100 * lanes['CPU'] / step:.0f} %, " if lanes["CPU"] else ""
     first = (f"{lane if read + lanes['CPU'] > compute else 'compute'}-bound: reads of experts take "
              f"{100 * read / step:.0f} % of the step, {there}computation {100 * compute / step:.0f} %")
-    return [first] + [f"{what} would give {times:.1f}x" for times, what in sorted(found, reverse=True)
+    return [first] + [f"{what} would give {times:.1f}x" for times, what in sorted(found[twice == all_:], reverse=True)
                       if times >= MIN_GAIN]
 
 

@@ -124,6 +124,17 @@ def test_experts_are_divided_among_chips_in_one_dimension() -> None:
     assert weights == product_cost(dense, way, problem.mesh, 1, TIMES).weights_nbytes
 
 
+def test_latent_attention_has_its_heads_divided() -> None:
+    """Ranks do not divide its sequences."""
+    layer = replace(SQUARE, kv_heads=1, head_dim=24, latent=16, made=16)
+    model, mesh = ModelShape("m", "bfloat16", (layer,), (), 64), mesh_of(TPU, (2, 2))
+    problem = PartitionProblem(model, mesh, TIMES, 1e9, 64, 8, 8)
+    for latent in (problem, replace(problem, model=replace(model, layers=(SQUARE, layer)))):
+        assert {way.attention for work in latent.phases for way in latent.layouts(work)} == {"heads"}
+    plain = replace(problem, model=replace(model, layers=(SQUARE,)))
+    assert {way.attention for work in plain.phases for way in plain.layouts(work)} == {"heads", "batch"}
+
+
 def test_what_is_neither_dense_nor_a_mixture_is_refused() -> None:
     layer = LayerShape(1, (), (TensorShape("e", 64 * 32, 32),), 1, 2 * 64 * 32, 32, 4, 4, 8, 0, 64)
     with pytest.raises(ModelError, match="neither plain"):

@@ -157,6 +157,15 @@ def test_advice_counts_what_larger_pools_would_read() -> None:
     assert "in which all experts stay" in rest[0] and "twice as many experts" in rest[2]
 
 
+def test_advice_names_a_budget_once() -> None:
+    """Where twice the slots are slots for all."""
+    needs, work = mixture(), Workload(1, 16, 100)
+    plan = make_plan(needs, Budget(smallest_budget(needs, work, Options(expert_slots=4))[0]), work,
+                     Options(expert_slots=4), MACHINE)
+    _, *rest = advise(replace(plan, prediction=Prediction(1.0, 1.0, {"compute": 0.2, "lookup": 0.8}, 1000)))
+    assert len(rest) == 2 and "in which all experts stay" in rest[0] and "a disk twice as fast" in rest[1]
+
+
 def test_slots_for_experts_that_a_model_does_not_have_are_refused() -> None:
     dense = replace(mixture(), uses=mixture().uses[:1])
     least, _ = smallest_budget(dense, Workload(3, 16, 100), Options())
