@@ -126,6 +126,8 @@ def work_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> fl
         work = _experts_work(item)
         return times.product_s(*work[:-1], nbytes=work.held)
     time_s = times.touch_s(touched_nbytes(item))
+    if operator is None and item.flops:  # torch's matmuls by heads, as around latents
+        time_s = max(time_s, times.work_s(item.flops, 0.0))
     if operator is not None and operator.appends:
         values = sum(math.prod(ref.shape) for ref in _tensors(item) if ref.dtype not in ("uint8", "int64"))
         time_s = max(time_s, times.pack_s(operator.cache_format(item.args), values))

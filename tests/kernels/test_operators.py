@@ -88,8 +88,8 @@ def test_cost_of_experts_by_name_is_shared_by_the_launches_that_have_them() -> N
 
 def test_cost_of_attention_counts_what_each_query_sees() -> None:
     q, k, out = torch.empty(2, 4, 3, 8), torch.empty(2, 2, 10, 8), torch.empty(2, 3, 4, 8)
-    start = torch.zeros(2, dtype=torch.int64)
-    cost = operators.ATTENTION.cost(Tensors((q, k, k, start, 1.0, 0, 0.0), {}, (out,)))
+    v, start = torch.empty_like(k), torch.zeros(2, dtype=torch.int64)
+    cost = operators.ATTENTION.cost(Tensors((q, k, v, start, 1.0, 0, 0.0), {}, (out,)))
     assert cost.flops == 2 * 4 * 8 * 4 * (8 + 9 + 10)
     assert (cost.read_nbytes, cost.written_nbytes) == (q.nbytes + 2 * k.nbytes + start.nbytes, out.nbytes)
 

@@ -108,6 +108,15 @@ def test_latents_are_read_once() -> None:
             assert item_time_s(item, times) == pytest.approx(1e-6 + caches * 2 * 100 * width * 2 / 2e9)
 
 
+def test_matmuls_by_heads_take_their_operations() -> None:
+    times = MachineEstimator(replace(MACHINE, product_flops=1e9))
+    few, many = (replace(launch("aten.bmm.out", 3000, 1000), flops=flops) for flops in (1000, 50_000))
+    assert item_time_s(few, times) == pytest.approx(1e-6 + 4000 / 2e9)
+    assert item_time_s(many, times) == pytest.approx(1e-6 + 5e-5)
+    unknown = MachineEstimator(replace(MACHINE, product_flops=0.0))
+    assert item_time_s(many, unknown) == pytest.approx(1e-6 + 4000 / 2e9)
+
+
 def attention(queries: int, tokens: int, window: int = 0) -> Launch:
     cache = ref(2, 4, tokens, 8)
     args = (ref(2, 4, queries, 8), cache, cache, ref(2, dtype="int64"), 1.0, window, 0.0)

@@ -173,9 +173,9 @@ def test_what_a_call_takes_is_what_it_says(threads: int) -> None:
 
 def test_cost_counts_the_values_that_are_read() -> None:
     q, k, out = torch.empty(2, 4, 1, 8), torch.empty(2, 2, 101, 8), torch.empty(2, 1, 4, 8)
-    start = torch.zeros(2, dtype=torch.int64)
-    cost = SPARSE_ATTENTION.cost(Tensors((q, k, k, start, 1.0, 0, 0.0, 0.1), {}, (out,)))
+    v, start = torch.empty_like(k), torch.zeros(2, dtype=torch.int64)
+    cost = SPARSE_ATTENTION.cost(Tensors((q, k, v, start, 1.0, 0, 0.0, 0.1), {}, (out,)))
     assert cost.read_nbytes == q.nbytes + k.nbytes + k.nbytes * 11 // 101 + start.nbytes
     assert cost.flops == 2 * 2 * 4 * 8 * (101 + 11)
-    whole = SPARSE_ATTENTION.cost(Tensors((q, k, k, start, 1.0, 0, 0.0, 1.0), {}, (out,)))
-    assert whole == operators.ATTENTION.cost(Tensors((q, k, k, start, 1.0, 0, 0.0), {}, (out,)))
+    whole = SPARSE_ATTENTION.cost(Tensors((q, k, v, start, 1.0, 0, 0.0, 1.0), {}, (out,)))
+    assert whole == operators.ATTENTION.cost(Tensors((q, k, v, start, 1.0, 0, 0.0), {}, (out,)))
