@@ -13,11 +13,14 @@ import pytest
 import torch
 from embedding.folders import save as save_embedder
 from modules.test_encoder_decoder import inputs, save
+from multimodal import save as save_pictured
 from torch.utils._python_dispatch import _disable_current_modes
 
+from forebay.images.tower import ImageTower
 from forebay.modules import layer_reads, streamed_module
 from forebay.modules.open_folder import open_streamed
 from forebay.rewriter.checkpoints.checkpoint import read_tensor
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.ir.plan import PlanError
 
 
@@ -122,3 +125,27 @@ def test_the_next_layer_is_read_while_one_computes(again: bool, tmp_path: Path, 
             assert torch.equal(streamed.module(ids).last_hidden_state, expected)
     assert overlapped == [1, 2] * (1 + again)
     assert sum(name.startswith("layer reads") for name in readers) >= len(readers) // 2 > 0
+
+
+def test_towers_keep_within_their_budget(tmp_path: Path, monkeypatch: Any) -> None:
+    """From a budget that breaks off over those with room for some images at a time to one with room for all."""
+    whole = save_pictured("internvl", tmp_path)
+    given = {"pixel_values": torch.randn(6, 3, 28, 28, generator=torch.Generator().manual_seed(0))}
+    tower = ImageTower(whole.config, open_checkpoint(tmp_path), torch.float32)
+    monkeypatch.setattr(layer_reads, "ThreadPoolExecutor", _AtOnce)
+    tower.features(given, 1 << 24)
+    most = tower.least_nbytes
+    calls: list[int] = []
+    tower.base.vision_tower.register_forward_pre_hook(lambda *_: calls.append(1))
+    seen = []
+    for budget in (tower.plan.weight_nbytes + 1000, most - 10_000, most - 1, most):
+        def compute(budget: int = budget) -> None:
+            calls.clear()
+            with contextlib.suppress(PlanError):
+                tower.features(given, budget)
+                seen.append(len(calls))
+
+        peak = allocated_peak(compute)
+        assert peak <= budget + SPARE and tower.peak_nbytes <= budget, (budget, peak - budget)
+        assert tower.peak_nbytes >= peak - SPARE
+    assert 2 <= len(seen) < 4 and seen[0] > seen[-1] == 1, seen
