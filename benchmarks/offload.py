@@ -50,6 +50,7 @@ from benchmarks.contestants import (
     CONTESTANTS,
     EXPERTS,
     LESSER,
+    LONG,
     OFFLOADED,
     PEERS,
     RATES,
@@ -115,8 +116,8 @@ CASES = {
                         whole=True, capped=True),
     "large": OffloadCase("llama3-8b:Q4_0,qwen3-14b:Q4_0,qwen3-32b:Q4_0", "1x64+8", "forebay,llama.cpp", "2GB,4GB,8GB",
                          3, whole=True, capped=True, most=600),
-    "long": OffloadCase("llama3-8b of 8 layers", "1x32752+16", "forebay w4 zigzag,forebay w4 cache on disk", "4GB",
-                        steps=14, capped=True),
+    "long": OffloadCase("llama3-8b of 8 layers", "1x32752+16", ",".join(("forebay w4 zigzag", *LONG)), "4GB", steps=14,
+                        capped=True),
     "ram": OffloadCase("demo", "1x64+32,1x512+32", "forebay packed,forebay packed int8,forebay in bf16,forebay in bf16 "
                        "int8,llama.cpp in RAM,openvino,openvino bf16,onnxruntime", rounds=5, whole=True),
     "exported": OffloadCase("demo", "1x64+32,1x512+32", "exported,exported float32,onnxruntime,onnxruntime float32",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from forebay.rewriter.ir.program import Copy, Rows, copy_nbytes, tier_of
+from forebay.rewriter.ir.state import KEY_MEANS_TENSOR, state_name
 from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.disk.chunks import Write
 from forebay.runtime.disk.reader import KINDS, open_reader, open_writer
@@ -186,11 +187,16 @@ def moved_so_far() -> tuple[int, int]:
 
 def fill_cache(lm: Any) -> None:
     """Write every byte of the cache, on the device and in its spill file: space that was never written is read from no
-    disk, and memory that was never touched from one page."""
+    disk, and memory that was never touched from one page. Means of keys are random, so that blocks anywhere are read.
+    """
     device = lm.session.device
     for b in lm.plan.buffers:
         if b.kind == "cache" and b.arena in device.arenas:
-            device.arenas[b.arena].bytes[b.offset : b.offset + b.nbytes].fill_(FILL)
+            memory = device.arenas[b.arena].bytes[b.offset : b.offset + b.nbytes]
+            if b.name.startswith(state_name(KEY_MEANS_TENSOR)):
+                memory.view(torch.bfloat16).normal_()
+            else:
+                memory.fill_(FILL)
     if lm.plan.schedule.batching.cache.tier == "disk":
         file, block = device.spill["cache"], mmap.mmap(-1, 8 * MIB)
         ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(block)), FILL, len(block))

@@ -90,8 +90,7 @@ class Operator:
     results, by device, and
     `allocator_transient_nbytes` how many of those torch's own operators take and give back on a GPU. `overwrites` names
     arguments whose every element is read just before the element of the result that may take its place. `caches`
-    names the arguments that are K and V. `sparse`: the same operator over one query that reads a share of the values,
-    `kept`, which stands among its arguments where the first ends that this one has not. `score_ranges`: its
+    names the arguments that are K and V. `score_ranges`: its
     arguments phi, low and high, in a row, say that partial softmaxes share the maximum phi where the largest score x
     has phi + low < x < phi + high; by dtype of its first argument the least low and the most high. `takes` tells
     whether its kernels take such tensors, of those that a pass asks about. `layouts` names, by argument, how a tensor
@@ -111,7 +110,6 @@ class Operator:
     layouts: Mapping[str, OperandLayout] = field(default_factory=dict)
     overwrites: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
-    sparse: Operator | None = None
     score_ranges: Mapping[torch.dtype, tuple[float, float]] = field(default_factory=dict)
     implementations: Implementations | None = None
     timed_as: Literal["product", "attention", "memory"] = "memory"

@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 
 from forebay.kernels.attention.attention.operator import ATTENTION as ATTENTION
+from forebay.kernels.attention.choose_blocks.operator import CHOOSE_BLOCKS as CHOOSE_BLOCKS
 from forebay.kernels.attention.expanded_attention.operator import EXPANDED_ATTENTION as EXPANDED_ATTENTION
 from forebay.kernels.cache.activation_append_q.operator import ACTIVATION_APPEND_Q as ACTIVATION_APPEND_Q
 from forebay.kernels.cache.kv_append.operator import KV_APPEND as KV_APPEND
+from forebay.kernels.cache.mean_keys.operator import MEAN_KEYS as MEAN_KEYS
 from forebay.kernels.formats.row_sizes import CACHE_ALIGN
 from forebay.kernels.formats.table import CACHE_FORMATS, CacheFormat, packed_format
 from forebay.kernels.logits.sampling.operator import SAMPLING as SAMPLING

@@ -52,7 +52,6 @@ class CacheFormat(Format):
         row: Bytes of the row of `head_dim` elements, a multiple of `row_sizes.CACHE_ALIGN`.
         error: At most this share of normal values is lost: the norm of what a stored row differs by, over its norm.
         arguments: What both operators are given behind the arguments of those for values, by name, for a `head_dim`.
-        sparse: The name of the operator that reads a share of the values; "": none does.
     """
 
     append: str
@@ -60,7 +59,6 @@ class CacheFormat(Format):
     row: Callable[[int], int]
     error: float
     arguments: Callable[[int], Mapping[str, int]] = lambda head_dim: {}
-    sparse: str = ""
 
     def row_nbytes(self, size: int, itemsize: int) -> int:
         return self.row(size)
@@ -68,14 +66,14 @@ class CacheFormat(Format):
     @property
     def operators(self) -> tuple[str, ...]:
         """Names of the operators over such rows."""
-        return self.append, self.attend, self.sparse
+        return self.append, self.attend
 
 
 def _rotated(bits: int, error: float) -> CacheFormat:
     """Rotated rows, codes in groups by the size of the head (`kernels/cache/kv_append_q/operator.py`)."""
     return CacheFormat(
         f"kv{bits}", bits=bits, append="forebay.kv_append_q", attend="forebay.attention_q",
-        sparse="forebay.sparse_attention", row=lambda head_dim: row_sizes.cache_row_nbytes(head_dim, bits), error=error,
+        row=lambda head_dim: row_sizes.cache_row_nbytes(head_dim, bits), error=error,
         arguments=lambda head_dim: {"bits": bits, "group": row_sizes.cache_group_size(head_dim, bits)})
 
 

@@ -17,6 +17,7 @@ def hoist_prefetch(draft: Draft, plan: Plan) -> None:
 
     Cache: what is loaded is named by inputs of the step, so the first loads stand at its top, and each other where its
     slot is given back. That is a turn later than it was, if there are slots for it, so that stores have a turn's time.
+    Loads whose rows a launch of the step names stay where they are.
     """
     _hoist_weights(draft, plan)
     _hoist_cache(draft, plan.schedule.batching.cache.slots)
@@ -58,7 +59,7 @@ def _hoist_weights(draft: Draft, plan: Plan) -> None:
 
 def _hoist_cache(draft: Draft, slots: int) -> None:
     """Load n and store n of the caches are those of turn n."""
-    loads = [index for index, move in enumerate(draft.moves) if move.ring == CACHE_STAGING]
+    loads = [index for index, move in enumerate(draft.moves) if move.ring == CACHE_STAGING and not move.computed]
     stores = [index for index, out in enumerate(draft.stores) if out.cache]
     turns = {index: turn for turn, index in enumerate(stores)}
     if not loads:

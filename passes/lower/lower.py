@@ -251,7 +251,8 @@ class _Lowering:
                 if entry.ends:
                     self.staging.keep(layer, k, place)
                     continue
-                place = self.staging.bring(layer, k)
+                chosen = None if entry.chosen is None else settled(entry.chosen, symbols)
+                place = self.staging.bring(layer, k, chosen)
                 symbols |= {symbol: (place[0], place[1] + at, place[2]) for symbol, at in instance.staged.items()}
             elif isinstance(entry, Arrive):
                 if turn.opens:

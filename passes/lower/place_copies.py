@@ -170,14 +170,16 @@ class _Placing:
         move = self.draft.moves[index]
         slot, source = f"{move.ring}{move.slot}", place_of(move.source)
         landed = self._event("landed", index)  # the same in every program's prologue: steps hand copies to each other
-        waits = into is self.items
         hops = self.plan.schedule.host_hop and tier_of(source) == "disk"
         near = UPLOAD if move.ring == WEIGHTS else RETURN
         stream = near if tier_of(source) == "host" else DISK if isinstance(source, FileSlice) else LOAD
         if hops:
-            self._two_hops(index, move, (stream, near), into, waits)
+            self._two_hops(index, move, (stream, near), into, into is self.items)
         else:
-            free = (self.freed[slot],) if waits and slot in self.freed else ()
+            free: tuple[int, ...] = (self.freed[slot],) if into is self.items and slot in self.freed else ()
+            if move.computed:
+                free += (self._event("named", index),)
+                self._add(Record(COMPUTE, free[-1]), into)
             copy = Copy(stream, move.source, move.span, move.label, move.layer, move.room)
             self._place_offload(copy, source, landed, free, into)
             if move.ring == OPERANDS:
@@ -190,11 +192,10 @@ class _Placing:
         slot, host, source = f"{move.ring}{move.slot}", f"host_{move.ring}{move.slot}", place_of(move.source)
         landing, room = landing_of(source, self.slots[host], move.span.nbytes, f"{host}:{index}")
         free = (self.freed[host],) if waits and host in self.freed else ()
-        arrived = self._event("arrived", index)
-        copy = Copy(stream, move.source, landing, move.label, move.layer, room)
-        self._place_offload(copy, source, arrived, free, into)
-        self._add(Record(stream, arrived), into)
-        self._wait(near, arrived, *((self.freed[slot],) if waits and slot in self.freed else ()), into=into)
+        come = self._event("arrived", index)
+        self._place_offload(Copy(stream, move.source, landing, move.label, move.layer, room), source, come, free, into)
+        self._add(Record(stream, come), into)
+        self._wait(near, come, *((self.freed[slot],) if waits and slot in self.freed else ()), into=into)
         onward = _among(landing, move.source) if move.alike else landing
         label = move.label.replace("fetch", "upload").replace("load cache", "upload cache")
         self._add(Copy(near, onward, move.span, label, move.layer), into)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from forebay.kernels.operators import ASSIGN_SLOTS, EXPERTS
+from forebay.kernels.operators import ASSIGN_SLOTS, CHOOSE_BLOCKS, EXPERTS, of_target
 from forebay.passes.lower.addresses import Address, Addresses, Symbols, has_symbols, settled
 from forebay.passes.lower.launches import Launches, Workspace
 from forebay.passes.lower.out_variants import mutated_arguments
@@ -63,9 +63,11 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """Here a cache is brought to the device for its turn, or, where `ends`, kept."""
+    """Here a cache is brought to the device for its turn, or, where `ends`, kept. `chosen` are the numbers that a
+    launch before gave (`choose_blocks`), by which some of its blocks are brought alone."""
 
     ends: bool
+    chosen: TensorRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ def with_symbols(entry: Entry, symbols: Symbols) -> Entry:
     if isinstance(entry, Gather):
         return replace(entry, index=settled(entry.index, symbols), out=settled(entry.out, symbols),
                        spares=settled(entry.spares, symbols))
+    if isinstance(entry, Staging) and entry.chosen is not None:
+        return Staging(entry.ends, settled(entry.chosen, symbols))
     return entry
 
 
@@ -154,8 +158,9 @@ class Recorder:
         self.entries = []
         results: tuple[Address, ...] = ()
         touching = [n for n in nodes if touches_cache(n)] if self.staged else []
+        chooses = bool(touching) and of_target(touching[0].target) is CHOOSE_BLOCKS
         for node in nodes:
-            if touching and node is touching[0]:
+            if touching and node is touching[0] and not chooses:
                 self.entries.append(Staging(False))
             if node.op == "output":
                 self._arrive(*node.all_input_nodes)
@@ -176,6 +181,8 @@ class Recorder:
             elif node.op == "call_function" and node.target is not operator.getitem and (
                     node.meta.get("alias_of") is None or _writes_argument(node)):
                 self._launch(node)
+            if chooses and node is touching[0]:
+                self.entries.append(Staging(False, self.addresses.ref(node)))
             if touching and node is touching[-1]:
                 self.entries.append(Staging(True))
             self.entries += [Release(COMPUTE, span) for span in self.addresses.ends(node)]

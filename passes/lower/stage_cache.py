@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -109,9 +110,9 @@ class CacheStaging:
         before = itertools.takewhile(lambda name: name != mark.tensor, values)
         return sum(aligned(values[name].nbytes) for name in before)
 
-    def bring(self, layer: int, micro_batch: int) -> Address:
-        """Load the blocks that exist, and put the tails beside them; where they lie then. A cache that is attended
-        where it lives stays there."""
+    def bring(self, layer: int, micro_batch: int, chosen: TensorRef | None = None) -> Address:
+        """Load the blocks that exist, or those that are `chosen` (as `choose_blocks` gives them), and put the tails
+        beside them; where they lie then. A cache that is attended where it lives stays there."""
         tier = self.homes[layer][micro_batch]
         if self._stays(tier):
             return self._bring_places(layer, micro_batch)
@@ -124,9 +125,12 @@ class CacheStaging:
         source: Rows | Span = home
         if not staged.tensors:
             loads = self._told(loads_name(staged.window) if tailed else WHOLE_LOADS, micro_batch)
+            if chosen is not None:
+                loads = replace(chosen, offset=chosen.offset + staged.sequences * WORD, shape=loads.shape)
             source = Rows(home, staged.block_nbytes, loads, skips=True, typical=self.typical[layer][0])
         self.draft.moves.append(Move(f"load cache of layer {layer}@{micro_batch}", source, slot, span, (0, 0),
-                                     CACHE_STAGING, layer, alike=self.alike and not staged.tensors))
+                                     CACHE_STAGING, layer, alike=self.alike and not staged.tensors and chosen is None,
+                                     computed=chosen is not None))
         self.draft.items += [Fetch(index), Arrive(index)]
         if not tailed:
             return span.arena, span.offset, span.buffer
@@ -156,7 +160,8 @@ class CacheStaging:
         number = len(self.draft.stores)
         self.draft.stores.append(Outgoing(f"store cache of layer {layer}@{micro_batch}", span, target, keeps=True,
                                           slot=number % STORE_STAGING_COUNT, ring=CACHE_STORE_STAGING, layer=layer,
-                                          cache=True, alike=self.alike and not staged.tensors))
+                                          cache=not self.draft.moves[index].computed,
+                                          alike=self.alike and not staged.tensors))
         if tails:
             self._take_tails(layer, micro_batch, span)
         self.draft.items += [Store(number), Evict(number), Free(index)]

@@ -13,7 +13,7 @@ from forebay.rewriter.capture.concretise import concretise, inline_blocks, repre
 from forebay.rewriter.capture.every_position import every_position, gives_every_position
 from forebay.rewriter.capture.save_states import save_states
 from forebay.rewriter.garbage import no_collection
-from forebay.rewriter.ir.cache_layout import CHECKPOINTED, RESTORED, checkpoint_tokens, staged_tensors
+from forebay.rewriter.ir.cache_layout import BEGUN, CHECKPOINTED, RESTORED, checkpoint_tokens, staged_tensors
 from forebay.rewriter.ir.gathers import gathers_weight
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
 from forebay.rewriter.ir.plan import PlanError, Workload
@@ -99,7 +99,7 @@ def step_graphs(
                         "kept")
     if batching.recomputation.checkpoints:
         captured = _checkpointed(captured, batching.recomputation.format)
-    sparse = _sparse(captured, batching.sparsity.values)
+    captured, decoding = _choosing(captured, batching)
     prompts = _prompts(captured, batching)
     weights = _weight_inputs(captured)
     every = _checking(captured) if batching.speculation.steps else None
@@ -109,12 +109,12 @@ def step_graphs(
         if batching.admitted and batching.is_prefill(tokens) and batching.cache.tier == "device":
             # of the rows that are staged, whose last chunk may end behind its prompt where it cannot be moved back
             cached = workload.prompt if rewindable(captured.states) else None
-        of = every if every is not None and tokens in batching.speculation.steps else captured
+        of = decoding if tokens == 1 else every if every and tokens in batching.speculation.steps else captured
         return step_inputs(of, each, tokens, cached, weights, batching)
 
     def graph_of(tokens: int) -> fx.GraphModule:
         if tokens == 1:
-            return sparse.step
+            return decoding.step
         return every.step if every is not None and tokens in batching.speculation.steps else prompts.step
 
     def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
@@ -195,13 +195,15 @@ def _checkpointed(captured: CapturedModel, kept: str) -> CapturedModel:
     return captured.choices.checkpointed(kept)
 
 
-def _sparse(captured: CapturedModel, share: float) -> CapturedModel:
-    """`captured` for steps over one token, which read such a share of the values."""
-    if share == 1:
-        return captured
-    if captured.choices is None:
-        raise PlanError("sparse_values: graphs read fewer values once they are rewritten")
-    return captured.choices.sparse(share)
+def _choosing(captured: CapturedModel, batching: BatchSchedule) -> tuple[CapturedModel, CapturedModel]:
+    """`captured` for steps over prompts, and for those over one token, which may read a share of the cache's blocks."""
+    if batching.sparsity.blocks == 1:
+        return captured, captured
+    if captured.choices is None or captured.prefill is not None:
+        raise PlanError("kv_blocks: graphs that are not rewritten, or differ for prompts on several ranks, choose no "
+                        "blocks; leave it out")
+    tokens = batching.cache.block_tokens
+    return captured.choices.choosing(1.0, tokens), captured.choices.choosing(batching.sparsity.blocks, tokens)
 
 
 def _keeps_latents(captured: CapturedModel) -> bool:
@@ -249,6 +251,8 @@ def step_inputs(
         kept = staged_tensors(states, batch, context, batching) if batching.cache.staged else {
             tensor.name: _meta(tensor.sized(own, context), tensor.dtype) for spec in states for tensor in spec.tensors}
         inputs |= {state_name(name, i): value for name, value in kept.items()}
+    if BEGUN in named:
+        inputs[BEGUN] = _meta((batch,))
     if batching.recomputation.checkpoints:
         inputs[RESTORED] = _meta((batch, 1, batching.checkpoint_blocks(context) * batching.recomputation.block_tokens))
         inputs[CHECKPOINTED] = _meta((batch, tokens))

@@ -43,6 +43,8 @@ WHOLE_LOADS, WHOLE_STORES = "cache_whole_loads", "cache_whole_stores"
 # inputs of a step graph with checkpoints: [B, 1, rows] the position that K and V of each row of a checkpoint go to, and
 # [B, S] the row that each new token's checkpoint goes to; what is nobody's goes to the last position and row
 RESTORED, CHECKPOINTED = "restored_positions", "checkpoint_rows"
+# input [B] of steps that choose blocks: the row of the block that is not full yet, -1 where that is the tail
+BEGUN = "cache_begun"
 BATCH_SLOTS = "batch_slots"  # int64 [entering]: input of a prefill step
 ENTERING = "admitted"  # what is staged of one layer
 TAIL = "tail_"  # before a layer's number: its blocks that are not full yet

@@ -11,7 +11,8 @@ from forebay.rewriter.ir.program import COMPUTE, FileSlice, Item, Rows, Span, Te
 class Move:
     """Copy number i of a step: the bytes of `source` into staging slot `slot` of a ring of slots, where they are read
     at `span`; `room` bytes around it may be overwritten by direct reads, unless the bytes pass through a host slot.
-    `alike`: rows that are named stand in the slot where they stand in their table, and alone go on from a host slot."""
+    `alike`: rows that are named stand in the slot where they stand in their table, and alone go on from a host slot.
+    `computed`: a launch of the step names the rows, so the copy stays behind it."""
 
     label: str
     source: FileSlice | Rows | Span
@@ -21,6 +22,7 @@ class Move:
     ring: str = "slot"  # slots are the buffers slot0, slot1, …; those that the host lends them host_slot0, …
     layer: int = -1
     alike: bool = False
+    computed: bool = False
 
 
 @record

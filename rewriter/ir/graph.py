@@ -128,8 +128,8 @@ class Choices(Protocol):
     def checkpointed(self, kept: str) -> CapturedModel:
         """With checkpoints in the format `kept` beside K and V."""
 
-    def sparse(self, share: float) -> CapturedModel:
-        """For steps over one token that read such a share of the values."""
+    def choosing(self, share: float, block_tokens: int) -> CapturedModel:
+        """For steps that read such a share of the cache's blocks, of so many tokens; with 1 for those over prompts."""
 
     def expanded(self) -> CapturedModel:
         """For steps that make keys and values of latents."""

@@ -73,11 +73,12 @@ class Workload:
         return self.typical if batching.admitted or self.batch == 1 else (self.prompt, self.new_tokens)
 
     def before(self, tokens: int, batching: BatchSchedule) -> float:
-        """Tokens before a step over `tokens`, on average: within the answer, or in a prefill within the prompt."""
+        """Tokens before a step over `tokens` that it attends to, on average: within the answer, or in a prefill within
+        the prompt."""
         prompt, answer = self.typical
         if batching.is_prefill(tokens):
             return max(0, self.effective_lengths(batching)[0] - tokens) / 2
-        return prompt + answer / 2
+        return (prompt + answer / 2) * batching.sparsity.blocks
 
 
 @dataclass(frozen=True)
@@ -285,11 +286,11 @@ def _validate_batching(plan: Plan) -> None:
     s = plan.schedule
     if fault := s.batching.fault(plan.workload.batch):
         raise PlanError(f"plan.schedule.batching.{fault}")
-    share, alone = s.batching.sparsity.values, s.prefill_chunks[-1] == 1 < plan.workload.prompt
-    if not 0 < share <= 1 or (share < 1 and (plan.score_ranges or s.speculative_steps or alone)):
-        raise PlanError(f"plan.schedule.batching.sparsity.values: {share} must be a share above 0; below 1 with no "
-                        "plan.score_ranges, plan.schedule.batching.speculation.steps or plan.schedule.prefill_chunks "
-                        "of 1")
+    alone = s.prefill_chunks[-1] == 1 < plan.workload.prompt
+    if s.batching.sparsity.blocks < 1 and (plan.score_ranges or s.speculative_steps or s.batching.admitted or alone):
+        raise PlanError("plan.schedule.batching.sparsity.blocks: a share below 1 goes with no plan.score_ranges, "
+                        "plan.schedule.batching.speculation.steps, plan.schedule.batching.admission.sequences or "
+                        "plan.schedule.prefill_chunks of 1")
     if s.batching.admitted and s.prefill_chunks[-1] == 1:
         raise PlanError("plan.schedule.prefill_chunks: with plan.schedule.batching.admission.sequences a step over 1 "
                         "token decodes; the shortest chunk must be 2")

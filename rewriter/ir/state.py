@@ -13,7 +13,17 @@ from typing import ClassVar, Literal
 
 import torch
 
-from forebay.kernels.operators import ATTENTION, KV_APPEND, LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV, WKV
+from forebay.kernels.formats.key_means import KEYS_OF_MEAN
+from forebay.kernels.operators import (
+    ATTENTION,
+    CHOOSE_BLOCKS,
+    KV_APPEND,
+    LINEAR_RECURRENCE,
+    MEAN_KEYS,
+    SELECTIVE_SCAN,
+    SHORT_CONV,
+    WKV,
+)
 from forebay.rewriter.ir.plan import PlanError
 
 Capability = Literal["rewindable", "pageable", "reorderable"]
@@ -123,7 +133,7 @@ def state_name(tensor: str, layer: int | None = None) -> str:
     return f"cache_{tensor}" if layer is None else f"cache_{tensor}_{layer}"
 
 
-KV_TENSORS, CHECKPOINT_TENSOR = ("k", "v"), "x"
+KV_TENSORS, CHECKPOINT_TENSOR, KEY_MEANS_TENSOR = ("k", "v"), "x", "means"
 
 
 @register_state
@@ -211,6 +221,26 @@ class CheckpointState(StateSpec):
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
         return (StateTensor(CHECKPOINT_TENSOR, ("B", 1, "L", self.width), self.dtype),)
+
+
+@register_state
+@dataclass(frozen=True)
+class KeyMeansState(StateSpec):
+    """Means of the keys of a staged cache, by which decode steps choose its blocks: an eighth of a mean of eight keys
+    for each token. They stay on the device."""
+
+    kind = "key means"
+    operators = (CHOOSE_BLOCKS.name, MEAN_KEYS.name)
+    rewindable = pageable = True
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        shape = ("B", self.kv_heads, "L", self.head_dim // KEYS_OF_MEAN)
+        return (StateTensor(KEY_MEANS_TENSOR, shape, self.dtype),)
 
 
 @register_state

@@ -22,7 +22,7 @@ from forebay.passes.place.order_gathers import order_gathers
 from forebay.passes.place.select_gemm import select_gemm
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
 from forebay.passes.place.specialise_blocks import specialise_blocks
-from forebay.passes.quantize.drop_values import drop_values
+from forebay.passes.quantize.choose_cache_blocks import choose_cache_blocks
 from forebay.passes.quantize.quantize_cache import quantize_cache
 from forebay.passes.quantize.quantize_weights import fuse_dequantize, quantize_weights
 from forebay.passes.shard.shard import shard
@@ -50,8 +50,8 @@ PASSES: list[Pass] = [
     Pass(fuse_dequantize, "captured", "each graph", "it folds what quantize_weights put there into its readers"),
     Pass(checkpoint_kv, "captured", "whole step", asked=True,
          why="last, where a block keeps checkpoints: what it moves is final"),
-    Pass(drop_values, "captured", "each graph", asked=True,
-         why="of steps that decode: it puts operators in the place of others"),
+    Pass(choose_cache_blocks, "captured", "whole step", asked=True,
+         why="where decode steps read some blocks of the cache: attention is as the others left it"),
     Pass(expand_latents, "captured", "each graph", asked=True,
          why="of steps over prompts: what it takes away is as the others left it"),
     # once per step size, on graphs of fixed sizes

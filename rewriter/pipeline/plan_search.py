@@ -15,6 +15,7 @@ from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.features.admission import admitted_at_once, slot_counts
 from forebay.rewriter.planning.features.cache_placement import asked_shares, in_shares
 from forebay.rewriter.planning.features.feature import Trial
+from forebay.rewriter.planning.features.sparsity import NO_SCHEDULE
 from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.planning.objective import latency_s, sequence_time_s
 from forebay.rewriter.planning.options import MemoryTier, Options
@@ -135,6 +136,8 @@ class ScheduleSearch:
         if not self.planned:
             self._try_staged()
         if not self.planned:
+            if not self.refused:
+                raise PlanError(NO_SCHEDULE)
             if len(self.refused) == 1:
                 raise self.refused[0][1]
             raise min(self.refused, key=lambda pair: _smallest_budget(pair[0], options))[1]
@@ -277,7 +280,8 @@ def _in_shares(task: PlanTask, pipeline: Pipeline, parts: tuple[int, int] = (4, 
     layers = needs.staged.layers
 
     def fits(way: BatchSchedule) -> bool:
-        return not (way.recomputation.checkpoints and way.cache.on_device) and plan_fits(
+        off = way.recomputation.checkpoints or way.sparsity.blocks < 1
+        return not (off and way.cache.on_device) and plan_fits(
             needs.staging(layers, way, workload), budget, workload, options)
 
     return [Way(make_plan(needs.staging(layers, way, workload), budget, workload, options, task.machine.name), pipeline,

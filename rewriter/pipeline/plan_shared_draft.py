@@ -90,9 +90,8 @@ def plan_shared_draft(
 
 def _refuse_scattered(plan: Plan) -> None:
     batching = plan.schedule.batching
-    if batching.cache.staged or batching.micro_batches.count > 1 or batching.sparsity.values < 1:
-        raise PlanError("its own steps draft where the whole cache lies on the device, of one micro-batch, and all "
-                        "values are read")
+    if batching.cache.staged or batching.micro_batches.count > 1:
+        raise PlanError("its own steps draft where the whole cache lies on the device, of one micro-batch")
 
 
 def _own(plan: Plan, pipeline: Pipeline) -> tuple[str, ...]:

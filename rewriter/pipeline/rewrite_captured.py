@@ -15,12 +15,12 @@ from forebay.kernels.formats.table import cache_format as format_of
 from forebay.kernels.operators import EXPANDED_ATTENTION
 from forebay.passes.checkpoint.checkpoint_kv import CannotCheckpoint, checkpoint_kv
 from forebay.passes.fuse.expand_latents import expand_latents
-from forebay.passes.quantize.drop_values import drop_values
+from forebay.passes.quantize.choose_cache_blocks import CannotChoose, choose_cache_blocks
 from forebay.rewriter.capture.stored_sizes import fill_values
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat, block_graphs, copy_node
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.ir.state import CheckpointState, KVState, LatentState, LentKVState, kv_state
+from forebay.rewriter.ir.state import CheckpointState, KeyMeansState, KVState, LatentState, LentKVState, kv_states
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
 from forebay.rewriter.pipeline.run_passes import Stage, check_switches
 from forebay.rewriter.planning.best_product import rounding_names
@@ -107,9 +107,9 @@ class _MadeOnce:
         """With checkpoints in the format `kept` beside K and V."""
         return self._once(_checkpointed, kept)
 
-    def sparse(self, share: float) -> CapturedModel:
-        """For steps over one token that read such a share of the values."""
-        return self._once(_sparse, share)
+    def choosing(self, share: float, block_tokens: int) -> CapturedModel:
+        """For steps that read such a share of the cache's blocks, of so many tokens; with 1 for those over prompts."""
+        return self._once(_choosing, (share, block_tokens))
 
     def expanded(self) -> CapturedModel:
         """For steps that make keys and values of latents. PlanError where the model has none."""
@@ -131,19 +131,20 @@ def _with_choices(captured: CapturedModel, switches: Switches) -> CapturedModel:
     return replace(captured, choices=_MadeOnce(plain, switches))
 
 
-def _sparse(captured: CapturedModel, switches: Switches, share: float) -> CapturedModel:
-    """`captured`, which is rewritten, for steps over one token, of which attention reads such a share of the values.
-    What FOREBAY_BISECT compares is left: the others are not to be read. PlanError where it reads no cache."""
+def _choosing(captured: CapturedModel, switches: Switches, how: tuple[float, int]) -> CapturedModel:
+    """`captured`, which is rewritten, for steps that read such a share of the cache's blocks, of so many tokens. What
+    FOREBAY_BISECT compares is left: the others are not to be read. PlanError where some layer cannot."""
     _fill(captured)
     step = with_blocks(captured)
-    stage = Stage(step, replace(switches, bisect=False), "sparse", {})
-    stage.run(next(each for each in PASSES if each.run is drop_values), lambda _: (share,))
-    if not any(node.meta.get("made_by") == drop_values.__name__
-               for graph in (step, *block_graphs(step).values()) for node in graph.graph.nodes):
-        kv = next(filter(None, map(kv_state, captured.states)), None)
-        cached = f"a {kv.format} cache" if kv is not None else "a cache, of which this model has none"
-        raise PlanError(f"sparse_values: no operator reads a share of the values of {cached}; leave it out")
-    return replace(captured, step=step)
+    stage = Stage(step, replace(switches, bisect=False), "choosing", {})
+    try:
+        specs = kv_states(captured.states, "kv_blocks")
+        stage.run(next(each for each in PASSES if each.run is choose_cache_blocks), lambda _: how)
+    except CannotChoose as error:
+        raise PlanError(f"kv_blocks: {error}; leave it out") from error
+    return replace(captured, step=step, states=tuple(
+        (*states, KeyMeansState(kv.kv_heads, kv.head_dim, kv.dtype))
+        for states, kv in zip(captured.states, specs, strict=True)))
 
 
 def _expanded(captured: CapturedModel, switches: Switches, how: None) -> CapturedModel:

@@ -46,7 +46,7 @@ def check_plan(plan: Plan, needs: ModelNeeds, workload: Workload) -> None:
     if plan.cache_format != needs.cache_format:
         raise PlanError(f"plan.cache_format: the cache is kept in {needs.cache_format}, the plan says "
                         f"{plan.cache_format}; plan again")
-    needs.refuse_sparse_values()
+    needs.refuse_chosen_blocks()
     _check_weights(plan, needs)
     _check_schedule(plan, needs)
     _check_buffers(plan, _expected(plan, needs))

@@ -117,11 +117,10 @@ class ModelNeeds:
     def _host_alone_attends(self) -> bool:
         return self._host_attends and self.staged is not None and set(self.staged.homes) == {"host"}
 
-    def refuse_sparse_values(self) -> None:
-        """PlanError where a GPU attends, which reads all values, and decode steps are to read fewer."""
-        if self.batching.sparsity.values < 1 and self.host_hop and not self._host_alone_attends:
-            raise PlanError("plan.schedule.batching.sparsity.values: a GPU reads all values; leave sparse_values out, "
-                            "or let the host attend over all caches (cache_tier='host', cpu_attention=True)")
+    def refuse_chosen_blocks(self) -> None:
+        """PlanError where a GPU is to choose blocks of the cache."""
+        if self.batching.sparsity.blocks < 1 and self.host_hop:
+            raise PlanError("plan.schedule.batching.sparsity.blocks: a GPU reads all blocks; leave kv_blocks out")
 
     def staging(self, layers: Mapping[int, StagedLayer], batching: BatchSchedule, work: Workload) -> ModelNeeds:
         """The same with caches of `layers` staged as `block`, which has as many micro-batches, says."""

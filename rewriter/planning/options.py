@@ -184,9 +184,9 @@ class Options:
         as_planned=lambda value, plan: value if value[0] else (0, 0)))
     checkpoint_format: str = field(default="native", metadata=option(
         CHECKPOINT_FORMAT, "Format of activation checkpoints: native or act8", CACHE, answers=True))
-    sparse_values: float = field(default=1.0, metadata=option(
-        SHARE, "Share of a sequence's tokens whose values decode steps read", CACHE, answers=True,
-        planned=lambda plan: plan.schedule.batching.sparsity.values))
+    kv_blocks: float = field(default=1.0, metadata=option(
+        SHARE, "Share of a KV cache's blocks that decode steps read, where it lies on a slower tier (1: all)", CACHE,
+        answers=True, planned=lambda plan: plan.schedule.batching.sparsity.blocks))
     expand_latents: bool | None = field(default=None, metadata=option(
         FLAG, "Prompts attend to keys and values made of latents (latent attention)", CACHE, otherwise=PLANNER,
         planned=lambda plan: plan.schedule.batching.latents.expanded))
@@ -277,7 +277,7 @@ class Options:
 
     def as_planned(self, plan: Plan) -> Options:
         """The same with the choices of `plan` that change the values of attention."""
-        return replace(self, cache=plan.cache_format, sparse_values=plan.schedule.batching.sparsity.values,
+        return replace(self, cache=plan.cache_format, kv_blocks=plan.schedule.batching.sparsity.blocks,
                        checkpoint_format=plan.schedule.batching.recomputation.format, score_ranges=plan.score_ranges,
                        expert_hits=plan.schedule.routed.measured,
                        activations=activations_of(plan) if plan.gemm else self.activations)
@@ -285,7 +285,7 @@ class Options:
     def output_agnostic(self) -> Options:
         """Return the options that hold for steps with any kind of result."""
         return Options(cache=self.cache, score_ranges=self.score_ranges, expert_hits=self.expert_hits,
-                       sparse_values=self.sparse_values, activations=self.activations)
+                       kv_blocks=self.kv_blocks, activations=self.activations)
 
 
 OPTIONS: dict[str, OptionRecord] = {
@@ -333,7 +333,7 @@ def check_choices(workload: Workload, options: Options, replayed: Plan | None = 
         "checkpoints (0, …)" if options.checkpoints is not None and not options.checkpoints[0] else "")
     if why and options.checkpoint_format != "native":
         raise PlanError(f"checkpoint_format {options.checkpoint_format}: with {why} none are kept; leave one out")
-    _check_sparse_values(options)
+    _check_kv_blocks(options)
     if replayed is not None:
         _check_replayed(options, replayed)
     _check_hidden(options)
@@ -356,17 +356,28 @@ def _check_replayed(options: Options, plan: Plan) -> None:
             raise PlanError(f"{name}: the plan has {has}, {wanted} is asked for; leave it out, or plan anew")
 
 
-def _check_sparse_values(options: Options) -> None:
-    if options.sparse_values == 1:
+def _check_kv_blocks(options: Options) -> None:
+    """PlanError for what does not go with decode steps that read some blocks of the cache."""
+    if options.kv_blocks == 1:
         return
     if options.prefill_chunk == 1:
-        raise PlanError("sparse_values: a step over 1 token reads few values, a prompt's read all; give a "
-                        "prefill_chunk of at least 2, or leave it out")
-    if options.score_ranges:
-        raise PlanError("sparse_values: the host attends, calibration is for a GPU that does; leave one of them out")
-    if options.prompt_lookup_num_tokens not in (None, "auto"):
-        raise PlanError("sparse_values: steps that check drafts read all values, so their tokens would be others; "
-                        "leave prompt_lookup_num_tokens out")
+        raise PlanError("kv_blocks: a step over 1 token reads few blocks, a prompt's read all; give a prefill_chunk of "
+                        "at least 2, or leave it out")
+    for name, why, given in (
+            ("cache_tier", "the device's cache is read whole", options.cache_tier == "device"),
+            ("cache", "keys of packed rows have no means", options.cache != "native"),
+            ("cache_shares", "blocks are chosen of all layers", (options.cache_shares or (0,))[0] > 0),
+            ("cpu_attention", "the CPU attends to all of the cache", options.cpu_attention),
+            ("checkpoints", "they are read whole", (options.checkpoints or (0,))[0] > 0),
+            ("batch_slots", "all sequences begin together", options.admitted),
+            ("prefix_cache", "a kept prompt has no means of keys", options.keeps_prompts),
+            ("calibration", "it is for a GPU, which reads all blocks", options.score_ranges),
+            ("prompt_lookup_num_tokens", "steps that check drafts read all blocks",
+             options.prompt_lookup_num_tokens not in (None, "auto")),
+            ("draft", "steps that check drafts read all blocks", options.draft is not None),
+            ("mesh", "ranks read all blocks", options.mesh is not None)):
+        if given:
+            raise PlanError(f"kv_blocks: {why}; leave {name} out, or kv_blocks")
 
 
 def _check_hidden(options: Options) -> None:

@@ -37,7 +37,7 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
     Candidates are prefill chunks (of the prompt halved again and again) x slots x slot sizes; each leaves other room
     for resident weights. They are compared by `Rates.step_time_s`, and none of them gets worse with more budget.
     """
-    needs.refuse_sparse_values()
+    needs.refuse_chosen_blocks()
     if options.cpu_experts and not needs.host_hop:
         raise PlanError(f"cpu_experts={options.cpu_experts}: without a GPU the CPU computes all experts; leave it out")
     kinds, held = kinds_of(needs, workload, options.expert_hits), needs.host_nbytes
@@ -342,8 +342,8 @@ def _prefill_steps(needs: ModelNeeds, workload: Workload, sizes: Sequence[int]) 
 def _shortest(needs: ModelNeeds, prompt: int) -> int:
     """Tokens of the shortest prefill step. Where sequences enter alone it computes few of them, at the price of its
     launches, of which candidates count what issuing them takes, and not the memory that the small ones touch. A step
-    that reads a share of the values is no prefill's, nor one that checks drafts. PlanError where none is left."""
-    if not (needs.batching.admitted or needs.batching.sparsity.values < 1):
+    that reads a share of the cache is no prefill's, nor one that checks drafts. PlanError where none is left."""
+    if not (needs.batching.admitted or needs.batching.sparsity.blocks < 1):
         return 1
     sizes = {*range(2, prompt + 1)}.difference(needs.speculative)
     if prompt > 1 and not sizes:

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 
 from forebay.kernels.attention.operations import attention_flops
-from forebay.kernels.formats.table import packed_caches
 from forebay.kernels.operator import Operator, each_once, nbytes_of
-from forebay.kernels.operators import ATTENTION, EXPERTS, find
+from forebay.kernels.operators import EXPERTS, MEAN_KEYS, find
 from forebay.kernels.products.experts.operator import arguments_of
 from forebay.rewriter.ir.alignment import GATHER_NBYTES, PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES
 from forebay.rewriter.ir.operator_names import called
@@ -165,7 +164,7 @@ def _experts_work(item: Launch) -> _ExpertsWork:
 
 def over_tokens(item: Launch, tokens: int) -> Launch:
     """A launch of a step over one token of each sequence that touches a cache, as a step over so many has it: queries,
-    keys and values [B, H, 1, D] become as many, and all values are read."""
+    keys and values [B, H, 1, D] become as many."""
     operator = find(item.op)
     if operator is None or tokens == 1:
         return item
@@ -175,11 +174,6 @@ def over_tokens(item: Launch, tokens: int) -> Launch:
         if isinstance(arg, TensorRef) and len(arg.shape) == 4 and i not in caches:
             shape = *arg.shape[:2], tokens, arg.shape[3]
             args[i] = replace(arg, shape=shape, stride=row_major_strides(shape))
-    packed = packed_caches().get(operator.cache_format(item.args))
-    whole = ATTENTION if packed is None else find(packed.attend)
-    if whole is not None and whole.sparse is operator:
-        del args[operator.arguments.index("kept")]
-        operator = whole
     reads = tuple(span_of(arg) for arg in args if isinstance(arg, TensorRef))
     return replace(item, op=operator.name, args=tuple(args), reads=reads)
 
@@ -220,6 +214,9 @@ def touched_nbytes(item: Launch) -> int:
     if item.op in LOOKUPS:
         return 2 * writes
     operator = find(item.op)
+    if operator is MEAN_KEYS:  # few of the keys that it may read
+        cost = MEAN_KEYS.cost(item)
+        return cost.read_nbytes + cost.written_nbytes
     if item.op in APPENDS or (operator is not None and operator.appends):
         # new positions, as large as what it reads else
         grown = {s.buffer for s in item.writes}

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from forebay.kernels.formats.key_means import chosen_count
 from forebay.rewriter.ir.cache_layout import (
     BEFORE,
+    BEGUN,
     BEHIND,
     CHECKPOINTED,
     LOADS,
@@ -67,6 +69,7 @@ class CacheBlocks:
             of = [n for n in range((context // batching.stretch + 1) * each) if batching.recomputation.keeps(n // each)]
             self.kinds.append(_BlocksOfOneKind(batching.recomputation.block_tokens, [*of, -1], [*rows, -1], self.batch))
         self.whole = batching.cache.cpu_attention
+        self.share = batching.sparsity.blocks  # that steps over one token read
         self.windows = {b.name: window_of_loads(b.name) for b in plan.buffers if b.name.startswith(LOADS)}
 
     def stand_at(self, tokens: int, slot: int | None = None) -> None:
@@ -104,6 +107,8 @@ class CacheBlocks:
         rows = [in_home[:, None] * self.kept + kind.kept for kind in self.kinds]
         for kind in self.kinds:
             kind.tail[chosen] = behind // kind.tokens
+        if self.share < 1 and tokens == 1:
+            return self._chosen(start, tail)
         found = {
             STORES: self._table([stored & own[:, None] for _, stored in moved], rows, group),
             BEFORE: self._tails(number, tails, group),
@@ -121,6 +126,18 @@ class CacheBlocks:
         if self.batching.recomputation.checkpoints:
             found |= self._checkpoints(start, tokens, tail)
         return found
+
+    def _chosen(self, start: torch.Tensor, tail: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The inputs of a step over one token that chooses blocks: these stand in front of a sequence's part of the
+        slot, then the block that is not full. Where the tail is another, that comes from where the cache lives."""
+        first, number = start // self.tokens, torch.arange(self.batch) % self.each
+        place = number * self.blocks + torch.tensor([chosen_count(self.share, full) for full in first.tolist()])
+        row, fills, other = number * self.blocks + first, (start + 1) % self.tokens == 0, first != tail
+        stores = torch.full((self.batch * self.blocks,), -1)
+        at = torch.arange(self.batch) // self.each * self.each * self.blocks + place
+        stores[at[fills]] = row[fills]
+        return {STORES: stores, BEFORE: place + other.long(), BEHIND: place + fills.long(),
+                BEGUN: torch.where(other & (start % self.tokens > 0), row, -1)}
 
     @staticmethod
     def _table(chosen: list[torch.Tensor], rows: list[torch.Tensor], group: int) -> torch.Tensor:

@@ -362,8 +362,8 @@ def test_a_job_takes_what_the_table_has_and_answers_the_same(
 def test_answers_of_other_values_are_not_mixed(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     assert _forebay(*_run_arguments(folder, output)).exit_code == 0
-    other = _forebay(*_run_arguments(folder, output, sparse_values=0.5))
-    assert other.exit_code == 2 and "sparse_values 1.0, this job has 0.5" in other.stderr
+    other = _forebay(*_run_arguments(folder, output, kv_blocks=0.5))
+    assert other.exit_code == 2 and "kv_blocks 1.0, this job has 0.5" in other.stderr
 
 
 def test_slots_beside_a_plan_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -391,7 +391,7 @@ def test_a_saved_plan_is_replayed_as_it_is(llama_checkpoint: Any, tmp_path: Path
 @pytest.mark.parametrize(("name", "other"), [
     ("slots", 4), ("slot_nbytes", 64), ("lead", 1), ("prefill_chunk", 5), ("cache", "kv8"), ("micro_batches", 2),
     ("order", "row"), ("cache_tier", "disk"), ("cpu_attention", True), ("checkpoints", (1, 2)),
-    ("hidden_tier", "disk"), ("sparse_values", 0.5), ("batch_slots", 3), ("prompt_lookup_num_tokens", 4)])
+    ("hidden_tier", "disk"), ("kv_blocks", 0.5), ("batch_slots", 3), ("prompt_lookup_num_tokens", 4)])
 def test_a_replayed_plan_keeps_no_wish_that_it_was_not_made_for(
     llama_checkpoint: Any, replayed: tuple[Any, dict[str, Any]], name: str, other: Any
 ) -> None:

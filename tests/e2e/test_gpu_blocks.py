@@ -185,18 +185,9 @@ def test_checkpoints(tmp_path: Path, driver: None, name: str, more: dict[str, An
 
 
 
-def test_the_host_reads_few_values(cases: Callable[[str], Case], driver: None) -> None:
-    """Tokens are those of a CPU that reads as few; a GPU that attends itself is refused."""
-    case = cases("llama")
-    with case.language_model(4.0, sparse_values=0.3) as plain, case.language_model(4.0) as dense:
-        expected = case.answer(plain)
-        assert not torch.equal(expected, case.answer(dense))
-    with case.language_model(400.0, GPU, micro_batches=3, sparse_values=0.3, **ATTENDED) as lm:
-        assert isinstance(lm.session.device, Pretended)
-        assert torch.equal(case.answer(lm), expected)
-    for tiers in (HOST | {"cpu_attention": False}, SHARED | {"cpu_attention": True}, {}):
-        with pytest.raises(PlanError, match=r"sparsity.values: a GPU reads all values; leave sparse_values out"):
-            case.language_model(400.0, GPU, micro_batches=3, sparse_values=0.3, **tiers)
+def test_a_gpu_chooses_no_blocks(cases: Callable[[str], Case]) -> None:
+    with pytest.raises(PlanError, match=r"sparsity.blocks: a GPU reads all blocks; leave kv_blocks out"):
+        cases("llama").language_model(400.0, GPU, micro_batches=3, kv_blocks=0.3, **DISK | {"cache_tokens": 8})
 
 
 def test_of_what_is_on_disk_only_the_blocks_that_exist_cross_the_link(cases: Callable[[str], Case]) -> None:

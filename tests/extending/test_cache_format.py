@@ -79,12 +79,6 @@ def test_schedules_that_move_caches_move_its_rows(tmp_path: Path, fp8: CacheForm
     assert torch.equal(*answers)
 
 
-def test_steps_that_no_operator_has_for_it_are_refused(tmp_path: Path, fp8: CacheFormat) -> None:
-    folder, _ = saved(llama(), tmp_path / "model")
-    with pytest.raises(PlanError, match="no operator reads a share of the values of a fp8 cache"):
-        forebay.wrap(folder, "8MB", **SHAPE, cache="fp8", sparse_values=0.5)
-
-
 @pytest.mark.parametrize(("changed", "said"), [
     ({"pack": lambda x: pack(x)[..., :-4]}, r"pack of fp9 makes torch.uint8 \[2, 3, 8, 64\] of .* says uint8 .* 68"),
     ({"unpack": lambda rows, head_dim, dtype: unpack(rows, head_dim, torch.float64)},

@@ -19,7 +19,6 @@ from forebay.kernels.attention.attention.onnx import attention as attention_onnx
 from forebay.kernels.attention.attention.reference import check, check_heads, reference
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, AttentionExtras, Scoring, SoftmaxRange
-from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
 from forebay.kernels.define import define_operator
 from forebay.kernels.operator import Call, Use
 
@@ -80,7 +79,6 @@ ATTENTION = define_operator(
     workspace={"cpu": _workspace, "cuda": gpu_workspace_nbytes},
     layouts={"start": "dense", "sinks": "dense", "until": "dense"},
     caches=("k", "v"),
-    sparse=SPARSE_ATTENTION,
     score_ranges=HELD,
     timed_as="attention",
     onnx=attention_onnx,

@@ -16,7 +16,6 @@ from forebay.kernels.attention.attention_q import cpu
 from forebay.kernels.attention.attention_q.reference import check, reference
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
-from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
 from forebay.kernels.define import define_operator
 from forebay.kernels.operator import Call, Use
 
@@ -57,7 +56,6 @@ ATTENTION_Q = define_operator(
     },
     layouts={"k_cache": "columns", "v_cache": "columns", "start": "dense"},
     caches=("k_cache", "v_cache"),
-    sparse=SPARSE_ATTENTION,
     score_ranges=HELD,
     timed_as="attention",
 )

@@ -123,9 +123,9 @@ class BatchSchedule:
 
     def fault(self, batch: int) -> str:
         """Return the first contradiction for a batch of so many sequences, as the field and the reason; "" for none."""
-        return (self.cache.fault() or self.gathering.fault() or self.recomputation.fault(self.cache)
-                or self.hidden.fault(self.micro_batches, self.admission) or self.micro_batches.fault(batch)
-                or self.admission.fault(batch))
+        return (self.cache.fault() or self.sparsity.fault(self.cache, self.recomputation) or self.gathering.fault()
+                or self.recomputation.fault(self.cache) or self.hidden.fault(self.micro_batches, self.admission)
+                or self.micro_batches.fault(batch) or self.admission.fault(batch))
 
 
 ALONE = BatchSchedule()

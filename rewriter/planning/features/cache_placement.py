@@ -12,6 +12,7 @@ from forebay.rewriter.ir.cache_layout import TAIL, block_rows_nbytes
 from forebay.rewriter.ir.plan import ARENAS, Plan, PlanError
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.schedule.cache_placement import CachePlacement
+from forebay.rewriter.ir.state import KEY_MEANS_TENSOR, state_name
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.features.feature import ScheduleFeature, ScheduleRequest
 from forebay.rewriter.planning.options import Options
@@ -125,7 +126,7 @@ def _where(plan: Plan) -> str:
         return "on the device"
     homes: dict[str, int] = {}
     for b in plan.buffers:
-        if b.kind == "cache" and not b.name.startswith(TAIL):
+        if b.kind == "cache" and not b.name.startswith((TAIL, state_name(KEY_MEANS_TENSOR))):
             home = "on disk" if b.arena not in ARENAS else f"in {b.arena} memory"
             homes[home] = homes.get(home, 0) + b.nbytes
     where = " and ".join(f"{format_nbytes(nbytes)} {home}" for home, nbytes in homes.items())

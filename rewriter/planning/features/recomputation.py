@@ -60,6 +60,9 @@ def with_checkpoints(
         raise PlanError(f"checkpoints: {some} of {period} stretches of tokens are no share of them")
     if batching.cache.cpu_attention:
         raise PlanError("checkpoints: the host attends over K and V where they lie; leave out one of both")
+    if batching.sparsity.blocks < 1:
+        raise PlanError("checkpoints: decode steps that choose blocks (kv_blocks) find K and V there; leave out one of "
+                        "both")
     tokens = tokens_of(batching.cache.block_tokens, kept)
     if not tokens:
         raise PlanError(f"checkpoints: blocks of {batching.cache.block_tokens} tokens cannot hold them; wish for other "

@@ -30,7 +30,7 @@ def try_speculation(best: Plan, trial: Trial) -> Plan:
     where reading weights binds it, and none where the memory for them would have made decoding slower. Which of them a
     pass takes, if any, is decided when it runs (`DraftChoice`).
     """
-    if trial.options.prompt_lookup_num_tokens != "auto" or trial.options.sparse_values < 1:
+    if trial.options.prompt_lookup_num_tokens != "auto" or trial.options.kv_blocks < 1:
         return best
     sizes = () if trial.graphs.speculate is None else _sizes(best, trial.options)
     while sizes and (trial.graphs.rewindable or REPLAY in sizes):
@@ -59,7 +59,7 @@ def forced_sizes(graphs: StepGraphs, workload: Workload, options: Options) -> tu
     Raises:
         PlanError: The model or the request has no such step, whatever the budget.
     """
-    if not isinstance(options.prompt_lookup_num_tokens, int) or options.sparse_values < 1:
+    if not isinstance(options.prompt_lookup_num_tokens, int) or options.kv_blocks < 1:
         return ()
     if graphs.speculate is None:
         raise PlanError("prompt_lookup_num_tokens: no step checks drafts in models whose rotary follows the length "

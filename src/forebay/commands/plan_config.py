@@ -29,6 +29,7 @@ from forebay.rewriter.pipeline.plan_search import Way, closed_form_way
 from forebay.rewriter.pipeline.plan_task import ModelGraphs, PlanTask
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
+from forebay.rewriter.planning.features.sparsity import NO_SCHEDULE
 from forebay.rewriter.planning.objective import Objective, latency_s, tokens_per_s
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan
@@ -172,7 +173,7 @@ def _fastest(pipelines: Sequence[Pipeline], budget: Budget, options: Options) ->
         except PlanError as error:
             refused.append(error)
     if not found:
-        raise refused[0]
+        raise refused[0] if refused else PlanError(NO_SCHEDULE)
     return min(found, key=latency_s)
 
 

@@ -72,8 +72,9 @@ def launched(model: CapturedModel, options: Options | None = None, nbytes: int =
 def test_every_operator_is_launched_by_some_program() -> None:
     staged = Options(cache_tier="host", cache_tokens=4, micro_batches=2, checkpoints=(1, 1), checkpoint_format="act8")
     rows = rewrite_captured(packed(captured("llama"), embedding=True), Switches(), "kv8")
+    chosen = Options(kv_blocks=0.5, cache_tier="disk", cache_tokens=8)
     found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(rows) | (
-        launched(rewritten("opt"), Options(sparse_values=0.5))) | launched(rewrite_captured(experts(), Switches())) | (
+        launched(rewritten("opt"), chosen)) | launched(rewrite_captured(experts(), Switches())) | (
             launched(rewrite_captured(experts(), Switches()), Options(expert_slots=2), 500_000)) | (
                 launched(rewrite_captured(latent(), Switches()), Options(expand_latents=True)))
     found = found.union(*(launched(rewrite_captured(model, Switches()), Options(prompt_lookup_num_tokens=1))

@@ -59,7 +59,9 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
         torch.tensor([4, 0, 2]), 9)
     yield "attention", ours.attention.default, (q, k, v, start, 0.2, 0, 0.0)
     yield "attention_q", ours.attention_q.default, (q, *packed, start, 0.2, 0, 0.0, 8, group)
-    yield "sparse_attention", ours.sparse_attention.default, (q[:, :, :1], k, v, start, 0.2, 0, 0.0, 1.0, 0, 0)
+    means = torch.randn(2, 2, 24, k.shape[3] // 8)
+    yield "choose_blocks", ours.choose_blocks.default, (q[:, :, :1], means, start, start, 0.2, 0.5, 8)
+    yield "mean_keys", ours.mean_keys.default, (k, means, start, start, 3, 8)
     rows = torch.randn(2, 1, length, 16 + 8)
     yield "expanded_attention", ours.expanded_attention.default, (
         q, rows, rows, start, 0.2, 0, 0.0, torch.randn(4, 24 + 12, 16), 24)

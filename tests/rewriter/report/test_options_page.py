@@ -55,7 +55,7 @@ def test_each_option_refuses_what_is_no_value_of_it_by_its_name(name: str) -> No
 
 @pytest.mark.parametrize(("name", "word", "value"), [
     ("batch", "3", 3), ("typical", "200,50", (200, 50)), ("cache_shares", "0.5,0.25", (0.5, 0.25)),
-    ("sparse_values", "0.1", 0.1), ("prompt_lookup_num_tokens", "auto", "auto"), ("prompt_lookup_num_tokens", "4", 4),
+    ("kv_blocks", "0.1", 0.1), ("prompt_lookup_num_tokens", "auto", "auto"), ("prompt_lookup_num_tokens", "4", 4),
     ("prompt_lookup_num_tokens", "none", None), ("slot_nbytes", "1MiB", 1 << 20), ("checkpoints", "2,3", (2, 3)),
     ("machine", "t4", None), ("draft", "w4", "w4")])
 def test_a_word_of_the_command_line_means_a_value(name: str, word: str, value: object) -> None:
@@ -64,7 +64,7 @@ def test_a_word_of_the_command_line_means_a_value(name: str, word: str, value: o
 
 
 @pytest.mark.parametrize(("name", "word"), [("batch", "many"), ("batch", "-1"), ("typical", "3"),
-                                            ("cache_shares", "a,b"), ("sparse_values", "x"), ("slot_nbytes", "x"),
+                                            ("cache_shares", "a,b"), ("kv_blocks", "x"), ("slot_nbytes", "x"),
                                             ("cache", "kv3")])
 def test_a_word_that_means_none_is_refused_as_in_python(name: str, word: str) -> None:
     with pytest.raises(PlanError, match=f"^{name}\\b"):
