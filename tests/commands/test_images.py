@@ -30,13 +30,14 @@ def test_commands_answer_as_transformers_does(tmp_path: Path) -> None:
     assert found.stdout.strip() == answer(whole, processor, text, one, other).strip()
     planned = CliRunner().invoke(app, ["plan", str(tmp_path), "--budget", "4MB", "--prompt", "20"])
     assert "of a vision tower, read once per batch of images before the prefill" in planned.stdout, planned.output
-    said = f"w9\n/image {tmp_path / 'none.png'}\n/image {other}\nw8\n"
+    said = f"w9\n/image \n/image {tmp_path / 'none.png'}\n/image {other}\nw8\n"
     found = CliRunner().invoke(app, ["chat", str(tmp_path), *limits, "--temperature", "0"], input=said)
     assert found.exit_code == 0, found.output + repr(found.exception)
     first, second = found.stdout.strip().splitlines()
     text = f"user : w9 assistant : {first.strip()} user : <image> w8 assistant :"
     assert second.strip() == answer(whole, processor, text, other).strip()
     assert "none.png cannot be read: No such file or directory" in found.stderr
+    assert "/image needs a file: /image FILE" in found.stderr
     refused = CliRunner().invoke(app, ["run", str(tmp_path), "--prompts", "a", "--output", "b", "--image", str(one)])
     assert refused.exit_code == 2 and "--image is for one PROMPT" in refused.stderr
 

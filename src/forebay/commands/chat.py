@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 FIRST_PROMPT = 256  # tokens of conversation that the first plan is for; each further plan is for twice what is needed
 NEW_TOKENS = 256  # of an answer, where nobody says
-MEDIA_LINES = ("/image ", "/video ")
+MEDIA_LINES = ("/image", "/video")  # first words
 
 
 @with_options(leave=("batch", "prompt", "typical", "batch_slots", "plan", "mesh"),
@@ -85,7 +85,7 @@ def chat(
             chats, turns = ImageChats(folder, template), NextTurns()
             kinds, media = list[str](), list[Any]()  # of the next message, of all
             for turn, line in enumerate(_lines(lm, turns), sum(each["role"] == "user" for each in messages)):
-                if line.startswith(MEDIA_LINES):
+                if line.split()[0] in MEDIA_LINES:
                     if (opened := _opened_line(chats, line, session)) is not None:
                         kinds.append(line[1:].partition(" ")[0])
                         media.append(opened)
@@ -107,6 +107,9 @@ def _opened_line(chats: ImageChats, line: str, session: Path | None) -> Any:
         say("a session keeps text alone: leave --session out")
         return None
     kind, _, source = line[1:].partition(" ")
+    if not source.strip():
+        say(f"/{kind} needs a file: /{kind} FILE")
+        return None
     try:
         return chats.open({"type": kind, kind: source.strip()})
     except JobError as error:
