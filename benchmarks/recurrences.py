@@ -5,7 +5,8 @@ bound by the rate of matrix products: its floating-point operations are those of
 product of two square matrices. The other operators multiply no matrices. One token for each of many sequences is bound
 by memory: the bytes are those of the states, read and written, and those of the token where they are not few (short
 convolutions, RWKV-4); the ceiling is torch scaling as many numbers in place. transformers' torch functions are the peer
-where they are functions of their own (gated delta rule). All take turns in slices of equal length; figures are medians.
+where they are functions of their own (gated delta rule). All lie in arenas, as tensors of steps do. They take turns in
+slices of equal length; figures are medians.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.command import arguments, print_table, spread, write_json
 from benchmarks.probes import processor
 from forebay.kernels.operator import Operator, Tensors
 from forebay.kernels.operators import LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV, WKV
+from forebay.runtime.run.arena import Arena
 
 TOKENS, CHUNK = 1024, 64
 STATES = 128 << 20  # bytes of states that a decode step reads: more than caches hold
@@ -78,10 +80,16 @@ def shown(row: Row) -> Row:
     return found | ({"transformers' time": f"{median(row['peer_s']) / call_s:.1f}x"} if row["peer_s"] else {})
 
 
+def placed(tensor: Tensor) -> Tensor:
+    """A copy in an arena of its own."""
+    return Arena(tensor.nbytes).bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
 def timed(call: Callable[[], object], at_least: float = SLICE_S) -> float:
-    """Seconds of a call, of as many as fill a slice."""
-    begin, calls = time.perf_counter(), 0
-    while (spent := time.perf_counter() - begin) < at_least or not calls:
+    """Seconds of a call, of as many as fill a slice: of the processor's time, where one thread runs."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    begin, calls = clock(), 0
+    while (spent := clock() - begin) < at_least or not calls:
         call()
         calls += 1
     return spent / calls
@@ -89,9 +97,10 @@ def timed(call: Callable[[], object], at_least: float = SLICE_S) -> float:
 
 def ours(shape: RecurrentShape, batch: int, tokens: int) -> tuple[Callable[[], object], tuple[Tensor | None, ...]]:
     """A bound call over states that go on, and its arguments."""
-    given, state = shape.arguments(batch, tokens), torch.zeros(batch, shape.heads, shape.width, shape.columns)
+    given = tuple(None if t is None else placed(t) for t in shape.arguments(batch, tokens))
+    state = placed(torch.zeros(batch, shape.heads, shape.width, shape.columns))
     start, count = torch.ones(batch, dtype=torch.int64), torch.full((batch,), tokens)
-    out = torch.empty(batch, tokens, shape.heads, shape.columns)
+    out = placed(torch.empty(batch, tokens, shape.heads, shape.columns))
     return LINEAR_RECURRENCE.bind["cpu"](Tensors((*given, state, start, count), {}, (out,))), given
 
 
@@ -134,13 +143,13 @@ class BoundedCall:
 
 def scaling() -> tuple[Callable[[], object], int]:
     """torch scaling numbers in place, and the bytes that it reads and writes."""
-    numbers = torch.randn(STATES // 4)
+    numbers = placed(torch.randn(STATES // 4))
     return lambda: numbers.mul_(1.0), 2 * STATES
 
 
 def chunked_and_stepped(name: str, shape: RecurrentShape) -> Iterator[BoundedCall]:
     """A prompt and a decode step of a linear recurrence."""
-    square = torch.randn(SQUARE, SQUARE)
+    square = placed(torch.randn(SQUARE, SQUARE))
     batch = STATES // (4 * shape.heads * shape.width * shape.columns)
     prompt, step = (1, TOKENS), (batch, 1)
     for unit, amount, sizes, bound, function in (
@@ -157,9 +166,10 @@ def stepped(name: str, operator: Operator, width: int, arguments: Callable[[int]
     """A decode step of another operator over `width` channels. A channel has a state of `state` numbers, and `token`
     numbers of a token that count. `arguments` makes the arguments before the state, for a batch."""
     batch = STATES // (dtype.itemsize * width * state)
-    given, shape = arguments(batch), (width, state) if operator is SELECTIVE_SCAN else (state, width)
-    held, one = torch.rand(batch, *shape).to(dtype), torch.ones(batch, dtype=torch.int64)
-    out = torch.empty(batch, 1, width, dtype=dtype)
+    given = tuple(placed(t) if isinstance(t, Tensor) else t for t in arguments(batch))
+    shape = (width, state) if operator is SELECTIVE_SCAN else (state, width)
+    held, one = placed(torch.rand(batch, *shape).to(dtype)), torch.ones(batch, dtype=torch.int64)
+    out = placed(torch.empty(batch, 1, width, dtype=dtype))
     call = operator.bind["cpu"](Tensors((*given, held, one, one, *rest), {}, (out,)))
     return BoundedCall(name, "byte", 2 * held.nbytes + token * out.nbytes, call, *scaling())
 

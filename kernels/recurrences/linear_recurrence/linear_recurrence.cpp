@@ -15,8 +15,8 @@ namespace {
 
 constexpr int64_t FEW_TOKENS = 8;  // from so many on chunks pay
 constexpr int64_t SPREAD = 128;    // columns of a head that a task takes, at most
-constexpr int64_t HELD = 512;      // and of all heads that share its products of q and k: its stack takes some 0.8 MB
-static_assert(SPREAD % WIDE == 0 && WIDE % PANEL == 0);
+constexpr int64_t HELD = 1 << 17;  // numbers of the states of its heads: a part of L2, and 0.5 MB of its stack
+static_assert(SPREAD % WIDE == 0 && WIDE % PANEL == 0 && SPREAD * CHUNK_WIDTH <= HELD);
 
 // u of MB tokens, from which those before them are taken already: each takes its own from those after it.
 template <int MB> FB_INLINE void correct_block(const float* corrects, float* u) {
@@ -114,12 +114,13 @@ bool columns_of(const Chunk& c, const Columns& p, bool corrects, Ahead& ahead) {
   return true;
 }
 
-// Heads [h0, h1), which share q and k, and columns [c0, c1) of their states, at most SPREAD.
+// Heads [h0, h1), and columns [c0, c1) of their states, at most SPREAD. Heads side by side have numbers of a token on
+// one page of memory, whose address is then looked up once.
 struct Piece { int64_t b, h0, h1, c0, c1; };
 
 // The states of a piece's heads in panels, [head][panel][width][PANEL].
 struct Held {
-  alignas(64) float panels[HELD * CHUNK_WIDTH];
+  alignas(64) float panels[HELD];
   float* of(const Piece& p, int64_t h, int64_t i, int64_t width) {
     return panels + ((h - p.h0) * round_up(p.c1 - p.c0, PANEL) + i - p.c0) * width;
   }
@@ -161,7 +162,7 @@ void chunk_of(const LinearRecurrenceArgs& a, const Piece& p, const Span& now, co
   Chunk c;
   c.tokens = now.to - now.from, c.width = a.width;
   for (int64_t h = p.h0; h < p.h1; ++h) {
-    if (BY_CHANNEL || h == p.h0) take<BY_CHANNEL>(a, p.b, h / a.group, now.from, c);
+    if (BY_CHANNEL || h == p.h0 || h % a.group == 0) take<BY_CHANNEL>(a, p.b, h / a.group, now.from, c);
     for (int64_t t = 0; t < c.tokens; ++t)
       c.beta[t] = a.beta ? a.beta[p.b * a.beta_batch + (now.from + t) * a.beta_token + h] : 0.0f;
     const float* logs = a.log_decay + p.b * a.decay_batch + now.from * a.decay_token + h * a.decay_head;
@@ -227,14 +228,15 @@ extern "C" int forebay_linear_recurrence(const LinearRecurrenceArgs* a, float*, 
   const bool chunked = a->tokens >= FEW_TOKENS;
   const int64_t most_wides = chunked ? SPREAD / WIDE : wides, part = std::min((wides + cut - 1) / cut, most_wides);
   const int64_t parts = (wides + part - 1) / part;
-  const int64_t together = HELD / std::clamp(round_up(a->columns, PANEL), int64_t(PANEL), SPREAD);
-  const int64_t most = a->by_channel && chunked ? 1 : std::min(together, a->group);
-  const int64_t run = std::clamp<int64_t>(heads / wanted, 1, most), runs = (a->group + run - 1) / run;
-  const int64_t tasks = a->batch * (a->heads / a->group) * runs * parts;
+  const int64_t held = std::max<int64_t>(1, std::min(SPREAD, round_up(a->columns, PANEL)) * a->width);
+  int64_t run = std::clamp<int64_t>(heads / wanted, 1, std::clamp<int64_t>(HELD / held, 1, a->heads));
+  if (run > a->group) run -= run % a->group;  // heads that share q and k stay together, or are cut apart from others
+  const int64_t cut_of = run < a->group ? a->group : a->heads, runs = (cut_of + run - 1) / run;
+  const int64_t tasks = a->batch * (a->heads / cut_of) * runs * parts;
   parallel_for(tasks, threads, heads * a->columns * (a->tokens + 1) * a->width / 128, [&](int64_t i) {
-    const int64_t c = i % parts * part * WIDE, r = i / parts % runs * run, few = i / parts / runs;
-    const int64_t b = few / (a->heads / a->group), h = few % (a->heads / a->group) * a->group;
-    const Piece piece = {b, h + r, h + std::min(a->group, r + run), c, std::min(a->columns, c + part * WIDE)};
+    const int64_t c = i % parts * part * WIDE, r = i / parts % runs * run, of = i / parts / runs;
+    const int64_t b = of / (a->heads / cut_of), h = of % (a->heads / cut_of) * cut_of;
+    const Piece piece = {b, h + r, h + std::min(cut_of, r + run), c, std::min(a->columns, c + part * WIDE)};
     if (a->by_channel) run_piece<true>(*a, piece);
     else run_piece<false>(*a, piece);
   });

@@ -129,9 +129,11 @@ template <int NV> FB_INLINE void write_row(float* p, int64_t n, const vf (&from)
 // exp(log_decay) of a token: of each row of the state, or one in all.
 template <bool BY_CHANNEL> FB_INLINE void decays(const float* logs, int64_t width, float* to) {
   if (!BY_CHANNEL) to[0] = std::exp(*logs);
-  else
-    for (int64_t i = 0; i < width; i += VL)
-      store(to + i, exp_nonpositive(load_partial(logs + i, int(std::min<int64_t>(VL, width - i)))));
+  else {
+    int64_t i = 0;
+    for (; i + VL <= width; i += VL) store(to + i, exp_nonpositive(load(logs + i)));
+    if (i < width) store(to + i, exp_nonpositive(load_partial(logs + i, int(width - i))));
+  }
 }
 
 // What is walked: tokens [from, to) of head h of sequence b.

@@ -21,8 +21,8 @@ extern "C" struct SelectiveScanArgs {
 
 namespace {
 
-constexpr int64_t DECAYS = 1 << 14;  // numbers of `a` that a task meets all its sequences with: a small part of L2
-constexpr int64_t AHEAD = 512;       // numbers of the state between one that is used and one that is called in
+constexpr int64_t DECAYS = 1 << 17;  // numbers of `a` that a task meets all its sequences with: a part of L2
+constexpr int64_t AHEAD = 1024;      // numbers of the state between one that is used and one that is called in
 constexpr float LOG2_E = 1.44269504f;
 
 // Lane j: the sum of the lanes of v[j]. Vectors two by two keep the sums of two lanes each, of one lane that is of the

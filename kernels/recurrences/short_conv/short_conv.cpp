@@ -23,8 +23,8 @@ namespace {
 
 constexpr int TAPS = 16;             // whose weights stay in registers or near; more are read again
 constexpr int64_t BLOCK = 64;        // channels of a task
-constexpr int64_t TURNED = 1 << 15;  // weights of a task of single tokens, turned: a small part of L2
-constexpr int64_t APART = 16;        // between their rows, which else would share sets of L1
+constexpr int64_t APART = 16;        // between rows of turned weights, which else would share sets of L1
+constexpr int64_t TURNED = (1 << 15) + TAPS * APART;  // weights of a task of single tokens: a small part of L2
 constexpr int64_t AHEAD = 1024;      // bytes of a row between those in use and those that are called in
 
 template <class T> using Raw = std::conditional_t<sizeof(T) == 4, vf, vh>;
@@ -170,10 +170,11 @@ template <class T> void channels_between(const ShortConvArgs& a, int64_t b, int6
 }
 
 template <class T, int KNOWN> void short_steps(const ShortConvArgs& a, int threads) {
-  if (!a.batch) return;
-  const int64_t most = (TURNED / (KNOWN ? KNOWN : a.taps) - APART) / VL * VL, wanted = 4 * threads;
+  if (!a.batch || !a.channels) return;
+  const int64_t most = (TURNED / (KNOWN ? KNOWN : a.taps) - APART) / BLOCK * BLOCK, wanted = 4 * threads;
   const int64_t cut = (wanted + a.batch - 1) / a.batch, part = (a.channels + cut - 1) / cut;
-  const int64_t span = std::min(most, std::max<int64_t>(1, (part + BLOCK - 1) / BLOCK) * BLOCK);
+  const int64_t fit = (a.channels + most - 1) / most, even = (a.channels + fit - 1) / fit;  // no span of a few channels
+  const int64_t span = std::max<int64_t>(1, (std::min(part, even) + BLOCK - 1) / BLOCK) * BLOCK;
   const int64_t spans = (a.channels + span - 1) / span;
   const int64_t runs = std::min(a.batch, wanted / std::max<int64_t>(1, spans) + 1);
   parallel_for(runs * spans, threads, a.batch * a.channels * a.taps / 4, [&](int64_t i) {
