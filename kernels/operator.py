@@ -40,11 +40,13 @@ class Tensors(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Floating-point operations, and bytes that the operator must read and write at least."""
+    """Floating-point operations, and bytes that the operator must read and write at least. Attention may make keys and
+    values by matmuls; `matmul_flops` are the operations of these, which are in `flops` too."""
 
     flops: int
     read_nbytes: int
     written_nbytes: int
+    matmul_flops: int = 0
 
 
 class Product(NamedTuple):

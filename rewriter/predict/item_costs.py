@@ -109,7 +109,7 @@ def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> 
         work = _experts_work(item)
         return host_product_s(work.kind, work.held, EXPERTS.cost(item).flops, times)
     if operator is not None and operator.timed_as == "attention" and item.stream == ATTEND:
-        return host_attend_s(*_attended(item, operator, seen), times)
+        return host_attend_s(*_attended(item, operator, seen)[:2], times)
     return (times.dispatch_s if times.serial else 0.0) + work_time_s(item, times, seen)
 
 
@@ -185,7 +185,7 @@ def attention_intensity(launches: Iterable[Launch]) -> float:
     for item in launches:
         operator = find(item.op)
         if operator is not None and operator.timed_as == "attention" and len(_tensors(item)[0].shape) == 4:
-            nbytes, flops = _attended(item, operator, {})
+            nbytes, flops, _ = _attended(item, operator, {})
             found.append(flops / max(1.0, nbytes))
     return max(found)
 
@@ -229,12 +229,14 @@ def _attention_time_s(item: Launch, operator: Operator, times: Estimator, seen: 
     refs = _tensors(item)
     if len(refs) < 3 or len(refs[0].shape) != 4:
         return times.attention_s("", touched_nbytes(item), 0.0)
-    return times.attention_s(operator.cache_format(item.args) or refs[0].dtype, *_attended(item, operator, seen))
+    nbytes, flops, matmul_flops = _attended(item, operator, seen)
+    attention_s = times.attention_s(operator.cache_format(item.args) or refs[0].dtype, nbytes, flops)
+    return attention_s + times.work_s(matmul_flops, 0.0)
 
 
-def _attended(item: Launch, operator: Operator, seen: Mapping[int, float]) -> tuple[float, float]:
-    """Bytes of K and V that attention reads, but for values that it leaves, and its operations: of as many tokens as
-    its queries usually see, and no more than its window."""
+def _attended(item: Launch, operator: Operator, seen: Mapping[int, float]) -> tuple[float, float, float]:
+    """Bytes of K and V that attention reads, but for values that it leaves, its operations and those of its matmuls: of
+    as many tokens as its queries usually see, and no more than its window."""
     q, k, v = _tensors(item)[:3]
     queries, capacity = q.shape[2], k.shape[2]
     left = each_once(item).read_nbytes - operator.cost(item).read_nbytes
@@ -245,7 +247,8 @@ def _attended(item: Launch, operator: Operator, seen: Mapping[int, float]) -> tu
     alike = attention_flops(1, 1, queries, there, 1, window) / attention_flops(1, 1, queries, there, 1)
     caches = tuple(replace(arg, shape=(*arg.shape[:2], there, arg.shape[3])) if arg in (k, v) else arg
                    for arg in item.args)
-    return nbytes * read / capacity, operator.cost(replace(item, args=caches)).flops * alike
+    cost = operator.cost(replace(item, args=caches))
+    return nbytes * read / capacity, (cost.flops - cost.matmul_flops) * alike, cost.matmul_flops
 
 
 def _tensors(item: Launch) -> list[TensorRef]:

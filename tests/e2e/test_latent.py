@@ -27,7 +27,7 @@ from forebay.rewriter.machine.profile import Machine
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
 RANK, ROPE, PROMPT, NEW = 32, 8, 7, 6
-COMPUTES = replace(Machine.default(), attention_flops=1e9)  # whose attention is bound by operations
+COMPUTES = replace(Machine.default(), attention_flops=1e9, product_flops=1e9)  # bound by operations
 SMALL: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2, vocab_size=128,
     num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,

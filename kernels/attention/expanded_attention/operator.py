@@ -47,9 +47,9 @@ def _sizes(use: Use) -> ExpandedSizes:
 def _cost(use: Use) -> Cost:
     """Return the cost as if every sequence were as long as the cache, and saw all of it."""
     sizes = _sizes(use)
-    flops = attention_flops(*sizes[:4], (sizes.dim + sizes.value) / 2) + expansion_flops(
-        sizes.batch, sizes.heads, sizes.length, sizes.rank, sizes.made)
-    return caches_once(use)._replace(flops=int(flops))
+    made = int(expansion_flops(sizes.batch, sizes.heads, sizes.length, sizes.rank, sizes.made))
+    attended = int(attention_flops(*sizes[:4], (sizes.dim + sizes.value) / 2))
+    return caches_once(use)._replace(flops=attended + made, matmul_flops=made)
 
 
 EXPANDED_ATTENTION = define_operator(

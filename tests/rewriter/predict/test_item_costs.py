@@ -117,6 +117,18 @@ def test_matmuls_by_heads_take_their_operations() -> None:
     assert item_time_s(many, unknown) == pytest.approx(1e-6 + 4000 / 2e9)
 
 
+def test_keys_and_values_are_made_of_latents_at_the_rate_of_matmuls() -> None:
+    """Of attention over expanded latents: 4 heads of 8 + 4 numbers a key and 6 a value, from latents of 16."""
+    q, rows, up = ref(2, 4, 5, 12), ref(2, 1, 100, 20), ref(4, 14, 16)
+    args = (q, rows, rows, ref(2, dtype="int64"), 1.0, 0, 0.0, up, 8)
+    item = replace(launch("forebay.expanded_attention", args=args), out=(ref(2, 5, 4, 6),))
+    pairs, made = 2 * 4 * 5 * (200 - 5 + 1) // 2, 2 * 2 * 4 * 100 * 16 * 14
+    for attention_flops, product_flops in ((1e6, 1e9), (1e9, 1e6)):
+        times = MachineEstimator(replace(MACHINE, attention_flops=attention_flops, product_flops=product_flops))
+        expected = 2 * pairs * (12 + 6) / attention_flops + made / product_flops
+        assert item_time_s(item, times) == pytest.approx(expected, rel=0.01)
+
+
 def attention(queries: int, tokens: int, window: int = 0) -> Launch:
     cache = ref(2, 4, tokens, 8)
     args = (ref(2, 4, queries, 8), cache, cache, ref(2, dtype="int64"), 1.0, window, 0.0)
