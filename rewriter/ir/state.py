@@ -78,6 +78,7 @@ class StateSpec:
         pageable: Whether it may lie on slower tiers: its rows in blocks, or, where it does not grow, all of it.
         reorderable: Whether the states of some sequences may be copied: beam search lets one take over that of another,
             and a prefill step of sequences that are admitted beside others computes copies of theirs.
+        unpackable: Why its rows keep the model's dtype, behind the name of a cache format; "" where they may be packed.
         in_blocks: Whether its rows move between tiers in blocks of tokens, token by token with those of the layer's
             other such tensors, which are as wide. Other states move whole, or stay where a layer has such rows.
         parts: Among how many ranks a step's sequences are divided; each has the states of its own.
@@ -89,6 +90,7 @@ class StateSpec:
     pageable: ClassVar[bool] = False
     reorderable: ClassVar[bool] = False
     in_blocks: ClassVar[bool] = False
+    unpackable: ClassVar[str] = ""
 
     parts: int = field(default=1, kw_only=True)
 
@@ -165,6 +167,7 @@ class LentKVState(KVState):
 
     kind = "kv of several layers"
     pageable = False
+    unpackable = "is packed by the one layer that reads it, and here several layers read the keys and values of one"
 
 
 @register_state
@@ -196,6 +199,7 @@ class LatentState(StateSpec):
     kind = "latent"
     operators = (ATTENTION.name, KV_APPEND.name)
     rewindable = pageable = reorderable = in_blocks = True
+    unpackable = "packs keys and values apart, and the rows of latent attention are both"
 
     width: int
     dtype: torch.dtype
@@ -339,6 +343,14 @@ def require_states(states: LayerStates, capability: Capability, feature: str) ->
 def kv_state(states: Iterable[StateSpec]) -> KVState | None:
     """Keys and values among a layer's states; None where it keeps none."""
     return next((spec for spec in states if isinstance(spec, KVState)), None)
+
+
+def unpackable(states: LayerStates) -> str:
+    """Why rows of some state keep the model's dtype, behind the name of a cache format; "" where they may be packed."""
+    each = (spec for layer in states for spec in layer)
+    found = ("would round positions, which its keys hold" if isinstance(spec, KVState) and spec.exact
+             else spec.unpackable for spec in each)
+    return next(filter(None, found), "")
 
 
 def kv_states(states: LayerStates, feature: str) -> tuple[KVState, ...]:

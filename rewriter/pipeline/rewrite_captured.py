@@ -20,7 +20,7 @@ from forebay.rewriter.capture.stored_sizes import fill_values
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat, block_graphs, copy_node
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.ir.state import CheckpointState, KeyMeansState, KVState, LatentState, LentKVState, kv_states
+from forebay.rewriter.ir.state import CheckpointState, KeyMeansState, KVState, LatentState, kv_states, unpackable
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
 from forebay.rewriter.pipeline.run_passes import Stage, check_switches
 from forebay.rewriter.planning.best_product import rounding_names
@@ -58,14 +58,8 @@ def rewrite_captured(
     given: dict[str, Callable[[str], tuple]] = {}
     if cache_format != "native":
         kept = _format_of_cache(cache_format)
-        if any(spec.exact for states in captured.states for spec in states if isinstance(spec, KVState)):
-            raise PlanError(f"cache: {cache_format} would round positions, which its keys hold; keep it native")
-        if any(isinstance(spec, LatentState) for states in captured.states for spec in states):
-            raise PlanError(f"cache: {cache_format} packs keys and values apart, and the rows of latent attention are "
-                            "both; keep it native")
-        if any(isinstance(spec, LentKVState) for states in captured.states for spec in states):
-            raise PlanError(f"cache: {cache_format} is packed by the one layer that reads it, and here several layers "
-                            "read the keys and values of one; keep it native")
+        if why := unpackable(captured.states):
+            raise PlanError(f"cache: {cache_format} {why}; keep it native")
         captured = replace(captured, states=tuple(
             tuple(_packed(spec, kept) if isinstance(spec, KVState) else spec for spec in states)
             for states in captured.states))

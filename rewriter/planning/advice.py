@@ -63,8 +63,9 @@ def _busiest(plan: Plan) -> _Lane:
     return max(found, key=lambda lane: lane.time_s)
 
 
-def advise(plan: Plan) -> list[str]:
-    """Lines like 'a link twice as fast would give 1.8x', the largest gain first; empty without a prediction.
+def advise(plan: Plan, packs: bool = True) -> list[str]:
+    """Lines like 'a link twice as fast would give 1.8x', the largest gain first; empty without a prediction. `packs`
+    tells whether the model's caches can be packed.
 
     Each alternative is costed with everything else as it is: computation beside the busiest of what goes on meanwhile
     (copies on one path, attention on the host), weights and caches in proportion to their bytes. 4-bit weights and
@@ -92,7 +93,7 @@ def advise(plan: Plan) -> list[str]:
         found.append((gain(lane.weights_s * left + lane.cache_s), PACK))
     if ratio < 1 and lane.weights_s > compute:
         found.append(_drafts(plan, ratio, compute, lane))
-    if plan.cache_format == "native" and lane.cache_s:
+    if packs and plan.cache_format == "native" and lane.cache_s and plan.schedule.batching.sparsity.blocks == 1:
         found.append((gain(lane.weights_s + lane.cache_s * CACHE_BITS / _cache_bits(plan)), PACK_CACHE))
     elsewhere = p.streamed_nbytes + sum(b.nbytes for b in plan.buffers if b.kind == "cache" and b.arena != "device")
     found.append((gain(0.0), f"a device budget of {format_nbytes(plan.budget.device + elsewhere)}, which holds "

@@ -337,10 +337,11 @@ def show_plan(
 
     `doubt` says why its times were not checked, where the machine itself gives no reason. A `brief` table has one row
     for neighboring layers of one size."""
+    from forebay.rewriter.ir.state import unpackable
     from forebay.rewriter.planning.advice import advise
     from forebay.rewriter.report.explain import explain_plan, layer_rows, summarise_plan, table_cells
 
-    advice = advise(made)
+    advice = advise(made, captured is None or not unpackable(captured.states))
     if why := (machine.uncalibrated if machine is not None else "") or doubt:
         advice.append(f"uncalibrated: {why}")
     if not sys.stdout.isatty():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from forebay.rewriter.ir.plan import Budget, GemmChoice, Plan, Prediction, Schedule, WeightPlacement, Workload
+from forebay.rewriter.ir.schedule.sparsity import Sparsity
 from forebay.rewriter.planning.advice import advise
 
 
@@ -60,6 +61,9 @@ def test_caches_that_move_are_counted_beside_the_weights() -> None:
     # a third of the traffic is weights, two thirds are caches, which a kv4 cache brings down to 0.3125 of them
     assert "a kv4 cache would give 1.8x" in rest and "w4g64 weights (forebay quantize) would give 1.3x" in rest
     assert "twice the sequences at once would give 1.2x" in rest
+    chosen = replace(staged.schedule, batching=replace(staged.schedule.batching, sparsity=Sparsity(0.1)))
+    for other in (advise(staged, packs=False), advise(replace(staged, schedule=chosen))):
+        assert other == [line for line in (first, *rest) if "kv4" not in line]
 
 
 def test_a_host_that_attends_may_bind() -> None:
