@@ -328,6 +328,7 @@ def test_bf16_stays_near(tmp_path: Path) -> None:
      "from where some states .* leave batch_slots out"),
     ({"policy": (100, 0, 0, 100, 100, 0), "batch_slots": 8}, "^batch_slots or .* tier host, .* cache_tier or policy"),
     ({"cache_tier": "host", "cpu_attention": True}, "^cpu_attention or .*: the cache lies on the tier host"),
+    ({"prefill_chunk": 2, "prompt_lookup_num_tokens": 3}, "^prompt_lookup_num_tokens: .* another prefill_chunk"),
     ({"draft": "itself"}, "draft: layer 0 keeps a state of kind convolution, which is not rewindable"),
     ({"checkpoints": True}, "checkpoints")], ids=str)  # fmt: skip
 def test_what_states_cannot_do_is_refused_by_name(saved: Saved, options: dict[str, Any], message: str) -> None:

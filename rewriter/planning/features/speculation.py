@@ -70,6 +70,9 @@ def forced_sizes(graphs: StepGraphs, workload: Workload, options: Options) -> tu
     beside_prompt = tuple(n for n in sizes if n != workload.prompt)
     if not (beside_prompt or (sizes and not options.admitted)):
         raise PlanError(f"prompt_lookup_num_tokens: {_no_size(workload, options)}")
+    if not graphs.rewindable and REPLAY not in (beside_prompt or sizes):
+        raise PlanError(f"prompt_lookup_num_tokens: states of this model are replayed by steps over {REPLAY} tokens, "
+                        "which compute the prompt here; name another prefill_chunk, or leave it out")
     return beside_prompt or sizes  # a prompt in one step is worth more than a size
 
 
