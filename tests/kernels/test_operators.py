@@ -12,7 +12,7 @@ import torch
 from forebay.kernels import operators
 from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
 from forebay.kernels.formats.table import CacheFormat, packed_caches
-from forebay.kernels.operator import Operator, Tensors
+from forebay.kernels.operator import Cost, Operator, Tensors
 from forebay.kernels.operators import OPERATORS
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def test_cost_of_a_product(form: str) -> None:
     out, times = torch.empty(2, 3, 8), torch.empty(2, 3, 8)
     use = Tensors((x, weight, None), {"form": form, "accumulate": False, "multiplier": times}, (out,))
     read = x.nbytes + weight.nbytes + times.nbytes
-    assert operators.LINEAR.cost(use) == (2 * 6 * 8 * 16, read, out.nbytes)
+    assert operators.LINEAR.cost(use) == Cost(2 * 6 * 8 * 16, read, out.nbytes)
     added = use._replace(kwargs={**use.kwargs, "accumulate": True})
     assert operators.LINEAR.cost(added).read_nbytes == read + out.nbytes
 
@@ -78,12 +78,12 @@ def test_cost_of_experts_by_name_is_shared_by_the_launches_that_have_them() -> N
     args = (x, index, weights, table, 16, False, "silu", True, False, False, False, False, 0.0, 0.0)
     use = Tensors(args, {"entries": torch.zeros(64, dtype=torch.int64), "count": 64, "share": 0.25}, (x,))
     small = x.nbytes + index.nbytes + weights.nbytes
-    assert operators.EXPERTS.cost(use) == (2 * 2 * 3 * 32 * 16, int(1.9375 * table[0].nbytes) + small,
-                                            x.nbytes)  # 16 (1 - (1 - 4 / 64)^2) of them
+    assert operators.EXPERTS.cost(use) == Cost(2 * 2 * 3 * 32 * 16, int(1.9375 * table[0].nbytes) + small,
+                                                x.nbytes)  # 16 (1 - (1 - 4 / 64)^2) of them
     whole = use._replace(args=(*args[:3], torch.empty(64, 3 * 32 * 16), *args[4:]), kwargs={})
-    assert operators.EXPERTS.cost(whole) == (2 * 8 * 3 * 32 * 16, int(7.75 * table[0].nbytes) + small, x.nbytes)
+    assert operators.EXPERTS.cost(whole) == Cost(2 * 8 * 3 * 32 * 16, int(7.75 * table[0].nbytes) + small, x.nbytes)
     half = whole._replace(args=(*args[:3], torch.empty(32, 3 * 32 * 16), *args[4:]), kwargs={"among": 64})
-    assert operators.EXPERTS.cost(half) == (2 * 4 * 3 * 32 * 16, int(3.875 * table[0].nbytes) + small, x.nbytes)
+    assert operators.EXPERTS.cost(half) == Cost(2 * 4 * 3 * 32 * 16, int(3.875 * table[0].nbytes) + small, x.nbytes)
 
 
 def test_cost_of_attention_counts_what_each_query_sees() -> None:
@@ -99,10 +99,10 @@ def test_cost_of_appending_is_of_the_new_positions() -> None:
     for length in (10, 1000):
         cache = torch.empty(2, 2, length, 64)
         cost = operators.KV_APPEND.cost(Tensors((cache, cache, k, k, start), {}, ()))
-        assert cost == (0, 2 * k.nbytes + start.nbytes, 2 * k.nbytes)
+        assert cost == Cost(0, 2 * k.nbytes + start.nbytes, 2 * k.nbytes)
         rows = torch.empty(2, 2, length, 40, dtype=torch.uint8)
         cost = KV_APPEND_Q.cost(Tensors((rows, rows, k, k, start, 4, 32), {}, ()))
-        assert cost == (0, 2 * k.nbytes + start.nbytes, 2 * 2 * 2 * 3 * 40)
+        assert cost == Cost(0, 2 * k.nbytes + start.nbytes, 2 * 2 * 2 * 3 * 40)
 
 
 NAMESPACES = ("aten", "forebay", "prims")
