@@ -346,7 +346,7 @@ def kv_state(states: Iterable[StateSpec]) -> KVState | None:
 
 
 def unpackable(states: LayerStates) -> str:
-    """Why rows of some state keep the model's dtype, behind the name of a cache format; "" where they may be packed."""
+    """Return why rows of some state keep the model's dtype, behind the name of a cache format; "" for no reason."""
     each = (spec for layer in states for spec in layer)
     found = ("would round positions, which its keys hold" if isinstance(spec, KVState) and spec.exact
              else spec.unpackable for spec in each)

@@ -225,6 +225,7 @@ def test_a_job_takes_room_for_its_longest_line_not_for_both_maxima(folder: Path,
         k: a["text"] for k, a in _answers(output).items()}
 
 
+@pytest.mark.all
 def test_a_job_of_several_needs_no_more_than_each_alone(folder: Path, tmp_path: Path) -> None:
     """One after the other, where slots that are entered would need more."""
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -107,7 +107,8 @@ def test_objectives(folder: Path) -> None:
             plan_config(request(folder, **asked))
 
 
-@pytest.mark.parametrize("complete", [False, at_length(True)])
+@pytest.mark.all
+@pytest.mark.parametrize("complete", [False, True])
 def test_caches_beyond_the_device_lie_on_slower_tiers(monkeypatch: pytest.MonkeyPatch, complete: bool) -> None:
     """As a block of micro-batches that are planned as they would run, and where larger batches pay."""
     monkeypatch.setattr("forebay.commands.plan_config.COMPLETED_COPIES", 10**6 if complete else 0)

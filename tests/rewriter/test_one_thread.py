@@ -49,6 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(root.iterdir())
 
 
+@pytest.mark.all
 def test_threads_that_are_the_first_to_load_transformers(folders: list[Path]) -> None:
     done = subprocess.run([sys.executable, "-c", OPENING, str(folders[0])], capture_output=True, text=True, check=False,
                           timeout=300)

@@ -51,6 +51,7 @@ def test_what_is_chosen_keeps_its_goals_and_no_more(wanted: tuple[Path, str, Opt
     assert not measure(found, traffic, level, 1.1 * choice.rate).keeps(level)
 
 
+@pytest.mark.all
 @pytest.mark.usefixtures("planned_with_our_kernels")
 def test_a_goal_for_each_token_costs_places_or_turns(wanted: tuple[Path, str, Options]) -> None:
     """One that a step of most slots just about keeps: whoever decodes is held up less, at a lower rate."""

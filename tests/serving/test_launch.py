@@ -50,6 +50,7 @@ def started(script: Path, **environment: str) -> Iterator[tuple[subprocess.Popen
             process.kill()
 
 
+@pytest.mark.all
 def test_the_script_of_an_instance_serves(tmp_path: Path) -> None:
     save_model(tmp_path)
     default = Machine.default()

@@ -78,7 +78,7 @@ def as_early(step: Program) -> int:
 @pytest.mark.parametrize(("family", "mesh"), without([
     ("llama", "tensor=2,layout=xyz"), ("llama", "tensor=2x2,layout=x"), ("opt", "tensor=2x2,layout=xyz"),
     ("gpt2", "tensor=2,layout=xyz"), ("gpt_neox", "tensor=2x2,layout=x")], [
-    ("gpt2", "tensor=2,layout=xyz"), ("gpt_neox", "tensor=2x2,layout=x")]))
+    ("opt", "tensor=2x2,layout=xyz"), ("gpt2", "tensor=2,layout=xyz"), ("gpt_neox", "tensor=2x2,layout=x")]))
 def test_the_next_layers_weights_are_gathered_while_one_computes(family: str, mesh: str) -> None:
     """As many as when each is gathered where it is read, of the same bytes."""
     once, ahead = (program(family, f"{mesh},gather_buffers={n}") for n in (0, 2))
