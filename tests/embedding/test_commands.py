@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+import torch
 import transformers as T
 from embedding.folders import save, save_modules
 from embedding.test_embedder import MEAN, TEXTS
@@ -24,6 +25,7 @@ from forebay.commands.app import app
 from forebay.commands.serve_texts import reads_texts
 from forebay.embedding.embedder import Embedder, TextModel
 from forebay.embedding.reranker import Reranker
+from forebay.embedding.sentence_files import is_embedder
 from forebay.serving.run_server import ServingOptions, bound_socket
 from forebay.serving.text_models import TextServerRun
 
@@ -50,6 +52,25 @@ def posted(port: int, path: str, **body: Any) -> tuple[int, Any]:
         at.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         reply = at.getresponse()
         return reply.status, json.loads(reply.read())
+
+
+def test_encoders_alone_make_embeddings(tmp_path: Path) -> None:
+    """Without files of sentence-transformers; other models do not."""
+    for kind, made in (("bert", T.AutoModelForMaskedLM), ("xlm-roberta", None), ("modernbert", None)):
+        save(kind, tmp_path / kind, *([made] if made else []))
+        assert is_embedder(tmp_path / kind) and reads_texts(tmp_path / kind)
+    theirs = T.AutoModel.from_pretrained(tmp_path / "bert").eval()
+    ids = torch.tensor([[2, 5, 6, 7, 3]])
+    with torch.no_grad():
+        expected = theirs(ids).last_hidden_state[0].mean(0)
+    assert np.allclose(Embedder(tmp_path / "bert", "8MiB").encode("w1 w2 w3"), expected, atol=1e-5)
+    path = tmp_path / "bert/config.json"
+    config = json.loads(path.read_text())
+    for changes in ({"architectures": ["BertLMHeadModel"]}, {"architectures": ["GPT2Model"], "model_type": "gpt2"},
+                    {"architectures": ["BartModel"], "model_type": "bart", "is_encoder_decoder": True},
+                    {"architectures": None}, {"architectures": [5]}, {"model_type": []}):
+        path.write_text(json.dumps(config | changes))
+        assert not is_embedder(tmp_path / "bert"), changes
 
 
 def test_the_server_answers_as_the_model_does(tmp_path: Path) -> None:

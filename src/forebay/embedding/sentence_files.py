@@ -9,8 +9,10 @@ from typing import Any
 
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.files import read_input
+from forebay.rewriter.one_thread import one_thread
 
 MODULES = "modules.json"
+MASKED = "ForMaskedLM"
 POOLINGS = {
     "cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max", "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "weightedmean_tokens": "weightedmean", "lasttoken": "lasttoken"}
@@ -46,8 +48,24 @@ class SentenceFiles:
 
 
 def is_embedder(folder: Path) -> bool:
-    """Return whether a folder holds files of sentence-transformers for embeddings."""
-    return (folder / MODULES).is_file() and not scores_by_logits(folder)
+    """Return whether a folder holds files of sentence-transformers for embeddings, or an encoder alone, whose tokens'
+    vectors are averaged."""
+    return not scores_by_logits(folder) if (folder / MODULES).is_file() else _is_encoder(folder)
+
+
+@one_thread
+def _is_encoder(folder: Path) -> bool:
+    """Return whether a folder holds an encoder without a head, or with one for masked tokens."""
+    try:
+        config = read_settings(folder / "config.json", {})
+        (name,) = config["architectures"]
+        if config.get("is_encoder_decoder") or name.endswith("LMHeadModel") or not name.endswith(("Model", MASKED)):
+            return False
+        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+        return config["model_type"] in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    except (CheckpointError, LookupError, TypeError, ValueError, AttributeError):  # said by who opens it
+        return False
 
 
 def scores_by_logits(folder: Path) -> bool:
