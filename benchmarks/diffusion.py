@@ -92,11 +92,13 @@ class DiffusionContestant:
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        began = time.perf_counter()
-        _step(self.model, self.inputs)
-        took = time.perf_counter() - began
-        done.set()
-        watcher.join()
+        try:
+            began = time.perf_counter()
+            _step(self.model, self.inputs)
+            took = time.perf_counter() - began
+        finally:
+            done.set()
+            watcher.join()
         return {"time_s": took, "peak_nbytes": peak - self.before_nbytes}
 
     def _options(self, budget: int) -> Row:
@@ -135,17 +137,17 @@ def main() -> None:
         workers = {name: _worker(name, kept) for name in ("group offloading", "forebay")}
         budget = 0
         for name, worker in workers.items():
-            rows[name] = worker.ask(dict(act="prepare", budget=budget, **sizes)) | {"turns": []}
+            rows[name] = _asked(worker, dict(act="prepare", budget=budget, **sizes)) | {"turns": []}
             note(f"{name}: {rows[name]}")
-            first = worker.ask({"act": "step"})
+            first = _asked(worker, {"act": "step"})
             budget = budget or int(SHARE * first["peak_nbytes"])
         for _ in range(args.steps):
             for name, worker in workers.items():
-                rows[name]["turns"].append(worker.ask({"act": "step"}))
+                rows[name]["turns"].append(_asked(worker, {"act": "step"}))
         for worker in workers.values():
             worker.close()
-        rows["in memory"] = (worker := _worker("in memory", kept)).ask(dict(act="prepare", budget=0, **sizes))
-        rows["in memory"]["turns"] = [worker.ask({"act": "step"}) for _ in range(args.steps)]
+        rows["in memory"] = _asked(worker := _worker("in memory", kept), dict(act="prepare", budget=0, **sizes))
+        rows["in memory"]["turns"] = [_asked(worker, {"act": "step"}) for _ in range(args.steps)]
         worker.close()
     table = [{"": name, "s per step": spread(turn["time_s"] for turn in row["turns"]),
               "peak, MB": f"{max(turn['peak_nbytes'] for turn in row['turns']) / 1e6:.0f}"}
@@ -153,6 +155,15 @@ def main() -> None:
     print_table(table)
     write_json(args, {"processor": processor(), "torch": torch.__version__, "budget_nbytes": budget, **sizes,
                       "contestants": rows})
+
+
+def _asked(worker: IsolatedWorker, job: Row) -> Row:
+    """What a job answers; SystemExit where it failed."""
+    found = worker.ask(job)
+    if "failed" in found:
+        worker.close()
+        raise SystemExit(f"{worker.command[-3]}: {found['failed']}; diffusers and accelerate are needed")
+    return found
 
 
 def _worker(name: str, folder: str) -> IsolatedWorker:
