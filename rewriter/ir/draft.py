@@ -12,7 +12,7 @@ class Move:
     """Copy number i of a step: the bytes of `source` into staging slot `slot` of a ring of slots, where they are read
     at `span`; `room` bytes around it may be overwritten by direct reads, unless the bytes pass through a host slot.
     `alike`: rows that are named stand in the slot where they stand in their table, and alone go on from a host slot.
-    `computed`: a launch of the step names the rows, so the copy stays behind it."""
+    `computed`: a launch of the step names the rows, so the copy stays after it."""
 
     label: str
     source: FileSlice | Rows | Span

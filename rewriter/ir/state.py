@@ -78,7 +78,7 @@ class StateSpec:
         pageable: Whether it may lie on slower tiers: its rows in blocks, or, where it does not grow, all of it.
         reorderable: Whether the states of some sequences may be copied: beam search lets one take over that of another,
             and a prefill step of sequences that are admitted beside others computes copies of theirs.
-        unpackable: Why its rows keep the model's dtype, behind the name of a cache format; "" where they may be packed.
+        unpackable: Why its rows keep the model's dtype, in words that follow a cache format's name; "" for no reason.
         in_blocks: Whether its rows move between tiers in blocks of tokens, token by token with those of the layer's
             other such tensors, which are as wide. Other states move whole, or stay where a layer has such rows.
         parts: Among how many ranks a step's sequences are divided; each has the states of its own.
@@ -346,7 +346,7 @@ def kv_state(states: Iterable[StateSpec]) -> KVState | None:
 
 
 def unpackable(states: LayerStates) -> str:
-    """Return why rows of some state keep the model's dtype, behind the name of a cache format; "" for no reason."""
+    """Return the first `unpackable` reason of some layers' states; "" where all rows may be packed."""
     each = (spec for layer in states for spec in layer)
     found = ("would round positions, which its keys hold" if isinstance(spec, KVState) and spec.exact
              else spec.unpackable for spec in each)

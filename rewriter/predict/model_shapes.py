@@ -53,8 +53,8 @@ class LayerShape:
     """`count` equal layers. Operations are of one token, 2 per multiply-add; `window` is 0 for full attention.
 
     The attention stage ends with the output projection. `activation_elements` is the peak of live activations, per
-    token, outside attention itself. With latent attention all heads share one row, key and value, of which `latent`
-    numbers are a latent, and a head could make `made` numbers of those.
+    token, outside attention itself. With latent attention all heads share one row, which is key and value.
+    Its first `latent` numbers are the latent, which each head could expand to `made` numbers.
     """
 
     count: int

@@ -143,7 +143,7 @@ def logits(lm: LanguageModel, turns: list[int], ids: torch.Tensor) -> torch.Tens
 
 def test_all_blocks_are_exact_wherever_a_step_goes_back(cases: Callable[[str], Case]) -> None:
     """Steps go on, back into blocks that are full, to their first token and over their ends. Where a step goes back the
-    same blocks are chosen, whatever was computed since."""
+    same blocks are chosen, though others were computed since."""
     case = cases("llama")
     ids = torch.randint(3, 100, (COUNT, PROMPT + NEW), generator=torch.Generator().manual_seed(2))
     turns, back = [*range(PROMPT, PROMPT + 9), *range(51, 60), 19, 20], [*range(51, 58), 20]

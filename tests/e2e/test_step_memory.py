@@ -6,13 +6,13 @@ of what torch's allocator gives out meanwhile; of transformers' model, over its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from allocated import peak_allocated
 from budgets import WITH_KERNELS
 from selection import without
 
@@ -34,21 +34,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 WORK = Workload(2, 64, 8)
 
 
-def allocated(call: Callable[[], object]) -> int:
-    """The most bytes that torch's CPU allocator holds at once for `call`, above those before it."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        result = call()
-    events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    del result
-    return peak
-
-
 def ours(lm: LanguageModel, tokens: int) -> tuple[int, int, int]:
     """Bytes of one step: resident; planned beside them; measured beside them."""
     plan, workload = lm.plan, lm.plan.workload
@@ -63,7 +48,7 @@ def ours(lm: LanguageModel, tokens: int) -> tuple[int, int, int]:
     start = 0 if tokens > 1 else workload.prompt
     inputs = StepInputs(torch.full((workload.batch, tokens), 7), torch.full((workload.batch,), start),
                         torch.full((workload.batch,), tokens - 1))
-    transient = allocated(lambda: session.step(inputs))
+    transient = peak_allocated(lambda: session.step(inputs))
     touched = int((memory[floor:] != PATTERN).nonzero()[0]) + floor
     return floor, height + bound.program.workspace_nbytes(), top - touched + transient
 
@@ -77,7 +62,7 @@ def eager(model: Any, tokens: int) -> int:
         if tokens > 1:
             cache.reset()
         given = ids if tokens > 1 else ids[:, :1]
-        return allocated(lambda: model(given, past_key_values=cache, logits_to_keep=1))
+        return peak_allocated(lambda: model(given, past_key_values=cache, logits_to_keep=1))
 
 
 def test_allocations_are_counted_at_their_peak() -> None:
@@ -87,8 +72,8 @@ def test_allocations_are_counted_at_their_peak() -> None:
         del a
         return b.clone()
 
-    assert allocated(call) == 10_000
-    assert allocated(lambda: None) == 0
+    assert peak_allocated(call) == 10_000
+    assert peak_allocated(lambda: None) == 0
 
 
 @WITH_KERNELS

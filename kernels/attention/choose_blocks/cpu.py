@@ -12,8 +12,8 @@ from forebay.kernels.operator import dtype_of
 
 
 def workspace_nbytes(q: Tensor, means: Tensor) -> int:
-    """Upper bound, in bytes, of what a call takes beside its arguments: of one sequence scores in both precisions,
-    their exponents and sums, and a copy of its means where torch's matmul wants other strides; and the table."""
+    """Upper bound of a call's workspace in bytes. It holds the table and, for one sequence, scores in both precisions,
+    their exponents and sums, and a copy of the means where torch's matmul wants other strides."""
     batch, heads = q.shape[:2]
     parts = means.shape[2] // KEYS_OF_MEAN
     copied = means.shape[1] * means.shape[2] * means.shape[3] * dtype_of(means).itemsize

@@ -12,7 +12,7 @@ LOT = 32  # blocks whose keys are fp32 at a time
 
 
 def workspace_nbytes(k_cache: Tensor, block_tokens: int) -> int:
-    """Upper bound, in bytes, of what a call takes beside its arguments."""
+    """Upper bound of a call's workspace in bytes."""
     return 6 * LOT * block_tokens * k_cache.shape[1] * k_cache.shape[3] + (1 << 16)
 
 

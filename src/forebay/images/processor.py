@@ -71,7 +71,7 @@ def open_image(source: str, files: bool = True) -> Any:
 
 
 def shown(source: str) -> str:
-    """A file's name, or the beginning of a data URL or of what is too long for a name."""
+    """A file's name, shortened where it is long or a data URL."""
     most = 40 if is_data(source) else MOST_SHOWN
     return f"{source[:most]}…" if len(source) > most else source
 

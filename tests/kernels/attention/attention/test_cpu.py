@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from allocated import peak_allocated
 from torch import Tensor
 
 from forebay.kernels import operators
@@ -177,13 +178,7 @@ def test_workspace_bound_holds(path: str, start: list[int], queries: int, softca
     out = torch.empty(len(start), queries, 6, 16, dtype=dtype)
     call = bind_attention(q, k, v, begin, 0.3, 0, softcap, out)
     call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call()
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+    peak = peak_allocated(call)
     bound = workspace_nbytes(len(start), 6, 2, queries, k.shape[2], 16, dtype, softcap)
     assert peak <= bound
     if path == "torch" and queries > 1:

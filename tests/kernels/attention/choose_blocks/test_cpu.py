@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from allocated import peak_allocated
 from torch import Tensor
 
 from forebay.kernels import operators
@@ -101,14 +102,7 @@ def test_workspace_bounds_hold(dtype: torch.dtype, context: int) -> None:
     choosing = cpu.bind_choose_blocks(q, means, start, start, SCALE, 0.1, 16, out)
     for call, bound in ((averaging, mean_cpu.workspace_nbytes(keys, 16)), (choosing, cpu.workspace_nbytes(q, means))):
         call()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            call()
-        held = peak = 0
-        for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                peak = max(peak, held)
-        assert 0 < peak <= bound
+        assert 0 < peak_allocated(call) <= bound
 
 
 def test_what_does_not_go_together_is_refused() -> None:

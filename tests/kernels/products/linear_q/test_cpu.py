@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from allocated import peak_allocated
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from forebay.kernels import operators
 from forebay.kernels.build import compile
@@ -249,11 +249,8 @@ def test_what_torch_takes_is_bounded_by_the_products_size(m: int, n: int, k: int
     x, out, multiplier = (torch.randn(shape).to(dtype) for shape in ((m, k), (m, n), (m, n)))
     call = bind_linear_q("upcast", x, rows, None, out, Packing(4, k, 32), After("silu", multiplier))
     call()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        call()
-    held = itertools.accumulate(e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]")
     bound = scratch_nbytes("upcast", dtype, m, n, k, 32)
-    assert 0 < max(held) <= bound <= 64 * k + 8 * m + 4 * (m * k + 6 * n * max(32, k) + 4 * m * n)
+    assert 0 < peak_allocated(call) <= bound <= 64 * k + 8 * m + 4 * (m * k + 6 * n * max(32, k) + 4 * m * n)
 
 
 @pytest.mark.parametrize(("bits", "impl"), IMPLS)

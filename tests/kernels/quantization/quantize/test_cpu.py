@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from allocated import peak_allocated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection import examples
@@ -242,13 +244,7 @@ def test_torch_path_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = []
     for rows in (64, 256):
         weight = torch.randn(rows, 256)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            quantize_rows(weight, 4, 64)
-        held = peak = 0
-        for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                peak = max(peak, held)
+        peak = peak_allocated(partial(quantize_rows, weight, 4, 64))
         peaks.append(peak - rows * row_sizes.row_nbytes(256, 4, 64))
     assert 0 < peaks[1] <= peaks[0] * 1.1
 
