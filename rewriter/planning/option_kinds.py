@@ -55,7 +55,7 @@ def _wrong_size(value: Any, least: int = 1) -> str:
 
 def _wrong_share(value: Any) -> str:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-    return "" if fits else f" must be a number above 0 and at most 1, a share of tokens, found {value!r}"
+    return "" if fits else f" must be a number above 0 and at most 1, found {value!r}"
 
 
 def _wrong_shares(value: Any) -> str:
