@@ -56,8 +56,8 @@ def open_model(
     folder = resolve_model(model, dequantize=dequantize, adapter=adapter)
     if is_bundle(folder):
         if embeds:
-            raise ValueError(f"{folder} is a bundle, whose steps take ids alone: give ids, or open the folder it was "
-                             "made of")
+            raise CheckpointError(f"{folder} is a bundle, whose steps take ids alone: give ids, or open the folder it "
+                                  "was made of")
         return read_bundle(folder, gives=gives, verify=verify)
     checkpoint = open_checkpoint(folder, verify=verify)
     return open_graphs(folder, checkpoint, gives=gives, dequantize=dequantize, embeds=embeds, keep=keep)

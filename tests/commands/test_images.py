@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from typing import Any, cast
+from urllib.parse import quote
 
 import pytest
 import transformers as T
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 import forebay
 from forebay.commands.app import app
 from forebay.commands.prompts import BadPrompt
+from forebay.images.chats import ImageChats
 from forebay.images.processor import open_image
 from forebay.rewriter.machine.profile import Machine
 
@@ -84,6 +87,16 @@ def test_jobs_answer_lines_with_images(tmp_path: Path) -> None:
     assert again.exit_code == 3 and "5 of 7" in again.stderr.replace("5 of 6", "5 of 7"), again.output
 
 
+def test_models_of_text_say_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    chats = ImageChats(tmp_path, cast("Any", None))
+    for kind in ("image", "video"):
+        with pytest.raises(BadPrompt, match=f"^{kind}s: a model of type 'llama' takes text alone here$"):
+            chats.open({"type": kind, kind: "none.gif"})
+    found = CliRunner().invoke(app, ["serve", str(tmp_path), "--image-memory", "1MB", "--budget", "4MB", "--port", "0"])
+    assert found.exit_code == 2 and "--image-memory: a model of type 'llama' takes text alone" in found.stderr
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_pipeline_of_transformers_takes_the_model(tmp_path: Path) -> None:
     whole, processor = llava(tmp_path)
@@ -98,12 +111,17 @@ def test_the_pipeline_of_transformers_takes_the_model(tmp_path: Path) -> None:
 
 def test_images_come_from_files_and_data_urls_alone(tmp_path: Path) -> None:
     path, bad = picture(tmp_path / "one.png", (1, 2, 3)), tmp_path / "bad.png"
-    url = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
-    assert open_image(url).tobytes() == open_image(str(path)).tobytes()
+    data = path.read_bytes()
+    encoded, seen = base64.b64encode(data).decode(), open_image(str(path)).tobytes()
+    for url in (f"data:image/png;base64,{encoded}", f"data:;base64,{encoded.rstrip('=')}",
+                f"DATA:image/png;name=a.png;Base64,{base64.encodebytes(data).decode()}",
+                f"data:image/png;base64,{quote(encoded, safe='')}", f"data:image/png,{quote(data)}"):
+        assert open_image(url).tobytes() == seen, url[:40]
     bad.write_bytes(b"no image")
     Image.new("1", (1 << 14, 1 << 13)).save(tmp_path / "large.png")
     for source, message in (("https://example.com/a.png", "not fetched from the network"),
-                            ("data:image/png;base64,!", "cannot be read"), (str(bad), "cannot be read"),
+                            ("data:image/png;base64,!", "cannot be read"), ("data:image/png", "needs a comma"),
+                            (str(bad), "cannot be read"),
                             (str(tmp_path / "large.png"), "16384 x 8192 pixels; make it smaller"),
                             (str(tmp_path), "cannot be read")):
         with pytest.raises(BadPrompt, match=message):

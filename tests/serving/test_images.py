@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import openai
 import pytest
 from filmed import answer as film_answer
 from filmed import film, gif, qwen
-from pictured import answer, llava, picture
+from pictured import Image, answer, llava, picture
 from serving.served import serving
 
 from forebay.build_model import build_model
@@ -21,6 +22,7 @@ from forebay.open_model import open_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.options import Options
+from forebay.serving.app import MOST_BODY_NBYTES
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
@@ -48,6 +50,12 @@ def test_clients_send_images(tmp_path: Path) -> None:
         found = [ask(*each) for each in (urls[:1], urls[1:], urls)]
         assert [each.choices[0].message.content.strip() for each in found] == wanted
         assert found[2].usage.prompt_tokens == found[0].usage.prompt_tokens + 4
+        Image.new("L", (1900, 1900), 99).save(file := BytesIO(), "png", compress_level=0)
+        large = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        assert len(large) > 1.1 * MOST_BODY_NBYTES
+        (tmp_path / "large.png").write_bytes(file.getvalue())
+        assert ask(large).choices[0].message.content.strip() == answer(
+            whole, processor, "user : <image> w6 w7 assistant :", tmp_path / "large.png").strip()
         source = {"type": "base64", "media_type": "image/png", "data": urls[0].partition(",")[2]}
         block = {"type": "image", "source": source}
         body = {"model": "tiny", "max_tokens": 5, "temperature": 0, "messages": [

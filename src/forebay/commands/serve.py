@@ -75,6 +75,7 @@ def serve(
         from forebay.commands.prompts import load_tokenizer, stop_ids
         from forebay.commands.serve_texts import reads_texts, serve_texts
         from forebay.huggingface.served import named_sampling
+        from forebay.images.open_tower import model_type, takes_images, text_alone
         from forebay.serving.requests import default_sampling
         from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
 
@@ -90,6 +91,8 @@ def serve(
             raise _cannot_listen(host, port, error) from error
         with socket:
             folder = model_folder(model, options)
+            if image_nbytes and not takes_images(folder):
+                raise JobError(text_alone(model_type(folder), "--image-memory"))
             alone = host in ("localhost", "127.0.0.1", "::1") and api_key is None
             hosts = frozenset(LOOPBACK) if alone else None
             named = name or Path(model).expanduser().resolve().name
@@ -152,7 +155,7 @@ def _without_images(sizes: Budget, memory: str | None, *, files: bool) -> tuple[
 
 
 def _check_tower(lm: LanguageModel, image_nbytes: int) -> None:
-    """JobError for memory in which the model's tower cannot be run; ValueError for a model without one."""
+    """JobError for memory in which the model's tower cannot be run; CheckpointError for a folder without one."""
     from forebay.rewriter.ir.byte_sizes import format_nbytes
 
     if image_nbytes and lm.tower.plan.weight_nbytes >= image_nbytes:

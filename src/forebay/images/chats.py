@@ -11,6 +11,7 @@ import torch
 
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.prompts import BadPrompt
+from forebay.images.open_tower import model_type, takes_images, text_alone
 from forebay.images.parts import IMAGE, BadPart, take_media
 from forebay.images.processor import load_processor, media_prompt, open_image
 from forebay.images.videos import open_video
@@ -62,6 +63,8 @@ class ImageChats:
 
     def open(self, part: Mapping[str, Any]) -> Any:
         """Open the image or the video of a part, as `read_parts` gives it; BadPrompt where that cannot be."""
+        if not takes_images(self.folder):
+            raise BadPrompt(text_alone(model_type(self.folder), f"{part['type']}s"))
         return open_image(part[IMAGE], self.files) if part["type"] == IMAGE else open_video(
             part, self.processor, self.files)
 

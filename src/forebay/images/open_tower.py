@@ -13,6 +13,7 @@ from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.text_model import MULTIMODAL
 from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
@@ -24,35 +25,44 @@ if TYPE_CHECKING:
 def open_tower(
     config: PreTrainedConfig, checkpoint: Checkpoint, captured: CapturedModel, options: Options, kernels: str
 ) -> ImageTower:
-    """Open the vision tower of a model's folder; ValueError for one that takes no images, or text alone,
-    with the kernels of that kind."""
+    """Open the vision tower of a model's folder.
+
+    Raises:
+        CheckpointError: The model takes no images.
+        PlanError: It takes text alone on several ranks, or with kernels of that kind.
+    """
     if options.mesh is not None:
-        raise ValueError("images: a model on several ranks takes text alone; leave mesh out")
+        raise PlanError("images: a model on several ranks takes text alone; leave mesh out")
     known = MULTIMODAL.get(config.model_type)
     if known is None or not known.images:
         taken = ", ".join(sorted(kind for kind, each in MULTIMODAL.items() if each.images))
-        raise ValueError(f"{text_alone(config.model_type)}; images are taken by {taken}")
+        raise CheckpointError(f"{text_alone(config.model_type)}; images are taken by {taken}")
     if known.group_layers(config) and kernels != "cpu":
-        raise ValueError(f"images: tokens of an image see each other in a model of type {config.model_type!r}, which "
-                         "is computed on the CPU alone (CUDA_VISIBLE_DEVICES= leaves the GPU out)")
+        raise PlanError(f"images: tokens of an image see each other in a model of type {config.model_type!r}, which "
+                        "is computed on the CPU alone (CUDA_VISIBLE_DEVICES= leaves the GPU out)")
     from forebay.images.tower import ImageTower
 
     return ImageTower(config, checkpoint, captured.dtype)
 
 
-def text_alone(kind: str) -> str:
-    """Return why models of a kind take no images."""
+def text_alone(kind: str, media: str = "images") -> str:
+    """Return why models of a kind take no images, or no other `media`."""
     why = ", because its vision tower is a MobileNet of timm" if kind == "gemma3n" else ""
-    return f"images: a model of type {kind!r} takes text alone here{why}"
+    return f"{media}: a model of type {kind!r} takes text alone here{why}"
 
 
 def takes_images(folder: Path) -> bool:
     """Return whether the model of a folder is of a kind that takes images, by its config alone."""
-    try:
-        known = MULTIMODAL.get(json.loads(read_input(folder / "config.json"))["model_type"])
-    except (OSError, ValueError, KeyError, TypeError):  # whoever opens the folder says what is wrong
-        return False
+    known = MULTIMODAL.get(model_type(folder))
     return known is not None and known.images
+
+
+def model_type(folder: Path) -> str:
+    """Return the model type in a folder's config; "" where there is none."""
+    try:
+        return str(json.loads(read_input(folder / "config.json"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):  # whoever opens the folder says what is wrong
+        return ""
 
 
 def image_options(options: Options, captured: CapturedModel, prompt: int) -> Options:
@@ -74,11 +84,10 @@ def image_lines(
     checkpoint: Checkpoint, captured: CapturedModel, options: Options, kernels: str
 ) -> list[str]:
     """Return a plan's lines on images: one for a model that takes images, else none."""
+    if not takes_images(checkpoint.folder):  # without loading transformers
+        return []
     try:
-        settings = json.loads(read_input(checkpoint.folder / "config.json"))
-        if settings["model_type"] not in MULTIMODAL:  # without loading transformers
-            return []
         tower = open_tower(read_config(checkpoint.folder), checkpoint, captured, options, kernels)
-    except (OSError, ValueError, KeyError, TypeError, CheckpointError):  # of a model, or a folder, that has no tower
+    except (OSError, ValueError, KeyError, TypeError):  # of a folder that has no tower, or options that leave it out
         return []
     return [f"images      {tower.summary}"]

@@ -32,7 +32,7 @@ from forebay.serving.state import gauges, state
 from forebay.serving.text_codec import TextCodec
 from forebay.serving.web_page import FILES, page_routes
 
-MOST_BODY_NBYTES = 4 << 20
+MOST_BODY_NBYTES, MOST_IMAGES_NBYTES = 4 << 20, 32 << 20  # of a request's body: of text, and with images
 HEAD_S = 30.0  # for the headers of a request to arrive
 BODY_S = 30.0  # for its body
 SEND_S = 60.0  # for a client to take what it is sent, until it counts as gone
@@ -163,7 +163,7 @@ def _host(value: bytes) -> str:
     return text.partition("]")[0] + "]" if text.startswith("[") else text.partition(":")[0]
 
 
-async def read_body(request: HttpRequest, within_s: float) -> bytes:
+async def read_body(request: HttpRequest, within_s: float, most: int = MOST_BODY_NBYTES) -> bytes:
     """The JSON of a request's body, which arrives within so many seconds; Refusal (408, 413, 415) otherwise."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # others are sent by any page in a browser without asking
@@ -173,8 +173,8 @@ async def read_body(request: HttpRequest, within_s: float) -> bytes:
         async with asyncio.timeout(within_s):
             async for part in request.stream():
                 size += len(part)
-                if size > MOST_BODY_NBYTES:
-                    raise Refusal(413, f"the body is longer than {MOST_BODY_NBYTES} bytes; send less")
+                if size > most:
+                    raise Refusal(413, f"the body is longer than {most} bytes; send less")
                 parts.append(part)
     except TimeoutError as error:
         raise Refusal(408, f"the body did not arrive within {within_s:g} s") from error
@@ -256,7 +256,8 @@ class _Endpoints:
         return JSONResponse({"prompt": text, "content": text})
 
     async def _body(self, request: HttpRequest) -> bytes:
-        return await read_body(request, self.options.body_s)
+        most = MOST_BODY_NBYTES if self.text.images is None else MOST_IMAGES_NBYTES
+        return await read_body(request, self.options.body_s, most)
 
     async def models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [

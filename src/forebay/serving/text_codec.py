@@ -79,7 +79,7 @@ class TextCodec:
 
     def _image_ids(self, inquiry: Inquiry) -> list[int]:
         if self.images is None:
-            raise BadPrompt("images: this server takes text alone; start it with --image-memory SIZE")
+            raise BadPrompt("images and videos: this server takes text alone; start it with --image-memory SIZE")
         return self.images.ids(inquiry.messages or (), _told(inquiry))
 
     def features(self, inquiry: Inquiry) -> PromptFeatures | None:
