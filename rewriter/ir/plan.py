@@ -249,6 +249,12 @@ class Plan:
         """Stored bytes of the weights that live on `tier`."""
         return sum(w.nbytes for w in self.weights if w.tier == tier)
 
+    @property
+    def off_device_nbytes(self) -> int:
+        """Bytes of weights that stream in each decode step, and of the KV cache that lies on slower tiers."""
+        return self.prediction.streamed_nbytes + sum(
+            b.nbytes for b in self.buffers if b.kind == "cache" and b.arena != "device")
+
     def to_json(self, indent: int | None = 1) -> str:
         """The plan as JSON, indented by so many spaces (None: one line)."""
         return json.dumps(asdict(self), indent=indent)

@@ -88,16 +88,14 @@ def advise(plan: Plan, packs: bool = True) -> list[str]:
     ratio = _packed_ratio(plan)
     if ratio < 1 and lane.weights_s:
         resident = sum(w.nbytes for w in plan.weights if w.tier == "device" or w.gather)
-        whole = resident + p.streamed_nbytes
-        left = max(0.0, whole * ratio - resident) / p.streamed_nbytes
+        left = max(0.0, (resident + p.streamed_nbytes) * ratio - resident) / p.streamed_nbytes
         found.append((gain(lane.weights_s * left + lane.cache_s), PACK))
     if ratio < 1 and lane.weights_s > compute:
         found.append(_drafts(plan, ratio, compute, lane))
     if packs and plan.cache_format == "native" and lane.cache_s and plan.schedule.batching.sparsity.blocks == 1:
         found.append((gain(lane.weights_s + lane.cache_s * CACHE_BITS / _cache_bits(plan)), PACK_CACHE))
-    elsewhere = p.streamed_nbytes + sum(b.nbytes for b in plan.buffers if b.kind == "cache" and b.arena != "device")
-    found.append((gain(0.0), f"a device budget of {format_nbytes(plan.budget.device + elsewhere)}, which holds "
-                             "all weights and the KV cache,"))
+    whole = format_nbytes(plan.budget.device + plan.off_device_nbytes)
+    found.append((gain(0.0), f"a device budget of {whole}, which holds all weights and the KV cache,"))
     if lane.name != "host":
         found.append((gain(lane.time_s / 2), f"a {lane.name} twice as fast"))
     if lane.weights_s > compute:  # sequences share the weights that stream

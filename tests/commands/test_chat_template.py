@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +13,7 @@ from serving.served import save_model
 from typer.testing import CliRunner
 
 from forebay.commands import chat as chat_command
-from forebay.commands import chat_template
+from forebay.commands import chat_template, render_chats
 from forebay.commands.app import app
 from forebay.commands.chat_template import ChatTemplate, TemplateError
 from forebay.commands.prompts import BadLine, PromptLine, encode
@@ -53,6 +54,28 @@ def test_chats_are_rendered_as_by_transformers() -> None:
             for _ in range(2):
                 assert rendered.render(CHAT) == tokenizer.apply_chat_template(CHAT, tokenize=False,
                                                                               add_generation_prompt=True)
+
+
+NAMED = ("{%- set ns = namespace(last=none) %}{% for m in messages -%}\n  {% if m.role == 'user' %}\n"
+         "{% set ns.last = m %}{% endif %}{% if loop.index > 9 %}{% break %}{% endif %}\n{% endfor %}{{ ns.last | tojson(indent=2) }}"
+         "{{ tools | tojson }}{{ strftime_now('%Y') }}{{ documents is none }}{{ enable_thinking }}"
+         "{{ 'é<b>' | tojson }}")
+
+
+@pytest.mark.parametrize(("template", "more", "alone"), [
+    (CHATML, {}, True), (NAMED, {}, True), (CHATML, {"reasoning_content": "deep"}, False),
+    ("{{ messages[0]._x }}", {}, False), ("{{ dict(a=1) }}", {}, False),
+    ("{% generation %}{{ messages[0].content }}{% endgeneration %}", {}, False)])
+def test_templates_need_transformers_only_where_it_may_give_something_else(
+    template: str, more: dict[str, str], alone: bool
+) -> None:
+    job = {"template": template}
+    given: tuple = [CHAT[0] | more, CHAT[1]], [{"type": "function"}], {"enable_thinking": False, "bos_token": "<s>"}
+    jinja, text = render_chats._by_jinja(job), None
+    if jinja is not None:
+        with contextlib.suppress(Exception):
+            text = jinja(*given)
+    assert text == (render_chats._by_transformers(job)(*given) if alone else None)
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" * 3

@@ -9,6 +9,7 @@ import pytest
 from serving.served import NEW, PROMPT, save_model
 from typer.testing import CliRunner
 
+from forebay.commands import plan_serving as plan_serving_module
 from forebay.commands.app import app
 from forebay.commands.plan_serving import SHARE, ServingChoice, ServingGoals, plan_serving, step_times_of
 from forebay.rewriter.ir.plan import PlanError
@@ -71,6 +72,18 @@ def test_a_goal_for_each_token_costs_places_or_turns(wanted: tuple[Path, str, Op
 def test_goals_that_no_plan_keeps_are_refused_with_the_best(wanted: tuple[Path, str, Options]) -> None:
     with pytest.raises(PlanError, match=r"alone is predicted to take \S+ m?s to its first token and \S+ ms per token"):
         plan_serving(*wanted, replace(LAX, tpot_s=1e-6))
+
+
+@pytest.mark.parametrize(("budget", "counts"), [("device=20MB", [16, 8]), ("device=700KB", [16, 8, 4, 2, 1])])
+def test_fewer_slots_are_planned_where_they_free_memory_for_something(
+    wanted: tuple[Path, str, Options], budget: str, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    inner = plan_serving_module._planned
+    monkeypatch.setattr(plan_serving_module, "_planned",
+                        lambda task, count, alone=False: (tried.append(count), inner(task, count, alone=alone))[1])
+    with plan_serving(wanted[0], budget, wanted[2]).lm as lm:
+        assert list(dict.fromkeys(tried)) == counts and (lm.plan.workload.batch == 16) == (len(counts) == 2)
 
 
 @pytest.mark.parametrize(("options", "says"), [

@@ -79,7 +79,11 @@ def step_times_of(lm: LanguageModel) -> StepTimes:
 
 
 def plan_slots_of_server(task: PlanTask, goals: ServingGoals | None) -> Planned:
-    """The plan of the best number of slots, of those that `plan_serving` compares."""
+    """The plan of the best number of slots, of those that `plan_serving` compares.
+
+    Fewer are planned as long as they may pay. Where all lies in device memory, fewer free it for nothing, so the first
+    that is slower ends the search. Goals are simulated with each.
+    """
     from forebay.rewriter.ir.plan import PlanError
     from forebay.rewriter.planning.objective import sequence_time_s
 
@@ -93,6 +97,9 @@ def plan_slots_of_server(task: PlanTask, goals: ServingGoals | None) -> Planned:
                 break
             except PlanError as error:
                 refused = error
+        if goals is None and len(found) > 1 and not found[-2][1].off_device_nbytes and (
+                sequence_time_s(found[-1][1]) > sequence_time_s(found[-2][1])):
+            break
     if not found:
         assert refused is not None
         raise refused

@@ -9,6 +9,9 @@ of the user, and with neighbors of one role as one. Tools that a template has no
 them.
 """
 
+import datetime
+import functools
+import importlib.metadata
 import json
 import re
 import resource
@@ -19,8 +22,12 @@ from collections.abc import Callable
 from typing import Any
 
 Messages = list[dict[str, Any]]
+RenderChat = Callable[[Messages, "list[Any] | None", dict[str, Any]], str]
 RESERVED = {"conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
             "continue_final_message", "add_generation_prompt"}
+SAFE_JINJA = 3, 1, 6  # those before it let templates out of the sandbox
+HARDENED = re.compile(r"\b_|\*\*|\bdict\b")  # where transformers guards more than jinja2's sandbox does
+REASONING = {"reasoning_content", "thinking", "reasoning"}
 TOOLS = """You may call functions to help with the request. Their signatures:
 <tools>
 {}
@@ -32,36 +39,73 @@ For each call return a JSON object with its name and arguments within tags:
 
 
 def main() -> None:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     job = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_AS, (job["nbytes"], job["nbytes"]))
-
-    def renderer(told: dict[str, Any]) -> Callable[[Messages], str]:
-        more = {name: value for name, value in told.items() if name not in RESERVED}
-
-        def render(messages: Messages) -> str:
-            rendered: Any = render_jinja_template(
-                conversations=[messages], tools=told.get("tools") or None, chat_template=job["template"],
-                add_generation_prompt=True, **{**job["tokens"], **more})
-            return rendered[0][0]
-
-        return render
-
+    jinja = _by_jinja(job)
+    by = jinja or _by_transformers(job)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, job["time_s"])  # no handler: SIGALRM ends the process
-        try:
-            messages, told = json.loads(line)
-            if not re.search(r"\btools\b", job["template"]):
-                messages = _with_tools_as_text(messages, told.pop("tools", None))
-            messages = _known_roles(messages, job["template"])
-            answer = "text", _rendered(renderer(told), messages, job["most"])
-        except MemoryError:
-            answer = "error", f"it takes more than {job['nbytes'] >> 20} MiB of memory"
-        except Exception as error:  # templates raise what they like
-            answer = "error", f"{error}"[: job["most"]]
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        answer = _answer(job, line, by)
+        if answer[0] == "error" and by is jinja:  # the template may want more; if not, transformers says what is wrong
+            by = _by_transformers(job)
+            answer = _answer(job, line, by)
         print(json.dumps(answer), flush=True)
+
+
+def _by_jinja(job: dict[str, Any]) -> RenderChat | None:
+    """Renders by jinja2 alone, set as transformers sets it, which takes half a second to load; None for templates that
+    may see a difference."""
+    try:
+        import jinja2
+        import jinja2.sandbox
+    except ImportError:
+        return None
+    release = tuple(map(int, re.findall(r"\d+", importlib.metadata.version("jinja2"))))
+    if release < SAFE_JINJA or HARDENED.search(job["template"]):
+        return None
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    compiled = functools.cache(environment.from_string)  # within the first chat's limits: constants are computed
+
+    def render(messages: Messages, tools: list[Any] | None, told: dict[str, Any]) -> str:
+        if any(REASONING & message.keys() for message in messages):
+            raise ValueError("transformers gives reasoning more names")
+        return compiled(job["template"]).render(messages=messages, tools=tools, documents=None, **told)
+
+    return render
+
+
+def _by_transformers(job: dict[str, Any]) -> RenderChat:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(messages: Messages, tools: list[Any] | None, told: dict[str, Any]) -> str:
+        rendered: Any = render_jinja_template(
+            conversations=[messages], tools=tools, chat_template=job["template"], **told)
+        return rendered[0][0]
+
+    return render
+
+
+def _answer(job: dict[str, Any], line: str, by: RenderChat) -> tuple[str, str]:
+    """The kind of a line's answer, and the text or the error."""
+    signal.setitimer(signal.ITIMER_REAL, job["time_s"])  # no handler: SIGALRM ends the process
+    try:
+        messages, told = json.loads(line)
+        if not re.search(r"\btools\b", job["template"]):
+            messages = _with_tools_as_text(messages, told.pop("tools", None))
+        tools = told.pop("tools", None) or None
+        more = {name: value for name, value in told.items() if name not in RESERVED}
+        messages = _known_roles(messages, job["template"])
+        return "text", _rendered(
+            lambda chat: by(chat, tools, {"add_generation_prompt": True, **job["tokens"], **more}), messages,
+            job["most"])
+    except MemoryError:
+        return "error", f"it takes more than {job['nbytes'] >> 20} MiB of memory"
+    except Exception as error:  # templates raise what they like
+        return "error", f"{error}"[: job["most"]]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _with_tools_as_text(messages: Messages, tools: list[Any] | None) -> Messages:

@@ -171,6 +171,7 @@ def test_the_command_computes_in_as_many_threads_as_cores_may_be_used(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str | None] = []
+    monkeypatch.setattr("gc.set_threshold", lambda count: None)
     monkeypatch.setattr("forebay.commands.app.app", lambda: asked.append(os.environ.get("OMP_NUM_THREADS")))
     for name in ("GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "0")  # so that it is as before afterwards
