@@ -58,8 +58,8 @@ def test_chats_are_rendered_as_by_transformers() -> None:
 
 NAMED = ("{%- set ns = namespace(last=none) %}{% for m in messages -%}\n  {% if m.role == 'user' %}\n"
          "{% set ns.last = m %}{% endif %}{% if loop.index > 9 %}{% break %}{% endif %}\n{% endfor %}"
-         "{{ ns.last | tojson(indent=2) }}{{ tools | tojson }}{{ strftime_now('%Y') }}{{ documents is none }}{{ enable_thinking }}"
-         "{{ 'é<b>' | tojson }}")
+         "{{ ns.last | tojson(indent=2) }}{{ tools | tojson }}{{ strftime_now('%Y') }}{{ documents is none }}"
+         "{{ enable_thinking }}{{ 'é<b>' | tojson }}")
 
 
 @pytest.mark.parametrize(("template", "more", "alone"), [
