@@ -2,10 +2,10 @@
 
 rates  SmolLM2-135M, planned with all the memory it wants and with half of that, gets requests in an open loop, Poisson:
        first far more than it can serve, which gives the rate at which it is full, then at shares of that. A simulation
-       (`rewriter/serving/continuous_batching.py`) is given the same arrivals and lengths, and steps as the plan's
-       Programs are predicted: nothing of the run is fitted. Compared are times to the first token (TTFT) and per token
-       after it (TPOT), and requests that end a second between a fifth and four fifths of the run. Plain reads and
-       products are timed around each load; the prediction that counts is of a machine of this pace.
+       (`rewriter/serving/continuous_batching.py`) is given the same arrivals and lengths. Its steps take what the
+       Programs of the plan are predicted to take (`predicted`), or what steps of as many tokens took at that time of
+       the load (`replayed`), which leaves the simulator's own errors. Compared are times to the first token (TTFT) and
+       per token after it (TPOT), and requests that end a second between a fifth and four fifths of the run.
 peers  Servers side by side, each with 8 clients that ask again as soon as they are answered: completions of English
        text, greedy, streamed, in RAM, two threads. Answers are of 32 tokens (`equal`) or of 8 to 32 (`spread`).
        `forebay` serves the GGUF file as it is and as float32; peers are llama.cpp's server on the same file (xllamacpp,
@@ -38,11 +38,12 @@ import numpy as np
 
 from benchmarks import server_load as peers
 from benchmarks.command import arguments, print_table, write_json
-from benchmarks.probes import Probe, at_pace, processor
+from benchmarks.probes import processor
 from benchmarks.server_load import (
     LoadAnswer,
     LoadRequest,
     ServerPeer,
+    TimedSteps,
     closed_loop,
     load,
     open_loop,
@@ -54,15 +55,16 @@ from forebay.commands.options import model_folder
 from forebay.commands.plan_serving import plan_serving, step_times_of
 from forebay.kernels.build.process_limits import core_count
 from forebay.language_model import LanguageModel
+from forebay.rewriter.ir.turns import SERVER_TURNS
 from forebay.rewriter.planning.options import Options
-from forebay.rewriter.predict.of_programs import StepTimes, step_times
+from forebay.rewriter.predict.of_programs import StepTimes
 from forebay.rewriter.serving.continuous_batching import simulate_slots
 from forebay.rewriter.serving.served import percentile_s
 from forebay.rewriter.serving.traffic import Arrival, Traffic, arrivals
 from forebay.runtime.measure.neighbours import Neighbours
 
 PROMPTS, ANSWERS = (16, 64), (8, 24)  # tokens, drawn uniformly
-SHARES = (3.0, 0.6, 0.9)  # of the rate at which it is full: of the first simulated, then as measured
+SHARES = (3.0, 0.3, 0.6, 0.9)  # of the rate at which it is full: of the first simulated, then as measured
 FULL = "2GiB"
 GUESS = 10.0  # requests per second
 MEASURE = """
@@ -111,10 +113,13 @@ def measured(answers: Sequence[Sequence[LoadAnswer]]) -> dict[str, float]:
                    [a.last_s for a in good])
 
 
-def simulated(answers: Sequence[Sequence[LoadAnswer]], times: StepTimes) -> dict[str, float]:
-    """Of the same requests, at each server by itself."""
+def simulated(
+    answers: Sequence[Sequence[LoadAnswer]], times: StepTimes, steps: Sequence[TimedSteps] = ()
+) -> dict[str, float]:
+    """Of the same requests, at each server by itself; with the `steps` of each at their pace."""
     runs = [simulate_slots([Arrival(a.sent_s, a.prompt, a.tokens) for a in sorted(each, key=lambda a: a.sent_s)
-                            if not a.error], times) for each in answers]
+                            if not a.error], times, SERVER_TURNS, *[ran.pace(times) for ran in steps[i : i + 1]])
+            for i, each in enumerate(answers)]
     return figures(np.concatenate([run.ttft_s for run in runs]), np.concatenate([run.tpot_s for run in runs]),
                    [last for run in runs for last in run.last])
 
@@ -122,38 +127,35 @@ def simulated(answers: Sequence[Sequence[LoadAnswer]], times: StepTimes) -> dict
 def saturation(times: StepTimes, words: Sequence[int], count: int) -> float:
     """Requests a second where they never end."""
     load = requests(count, 1e6, 0, words)
-    run = simulate_slots([Arrival(r.at_s, len(r.body["prompt"]), r.body["max_tokens"]) for r in load], times)
+    run = simulate_slots([Arrival(r.at_s, len(r.body["prompt"]), r.body["max_tokens"]) for r in load], times,
+                         SERVER_TURNS)
     return ended_per_s(list(run.last))
 
 
 def measure_budget(name: str, budget: str, options: argparse.Namespace, words: Sequence[int]) -> list[Row]:
     lm = planned(budget, options.machine)
     times, nbytes = step_times_of(lm), lm.plan.arenas["device"]
-    probe = Probe(lm.checkpoint.folder, lm.machine, "float32", 1)
     full = saturation(times, words, options.requests)  # until it is measured
     rows: list[Row] = []
     machine = ("--machine", str(options.machine)) if options.machine else ()
-    with serving(budget, *OPTIONS, *machine) as (server, port, batch_slots):
+    with tempfile.NamedTemporaryFile() as log, serving(
+            budget, *OPTIONS, *machine, steps=log.name) as (server, port, batch_slots):
         assert batch_slots == times.batch_slots, "the server runs another plan"
         for share in SHARES:
-            pace, rate = probe.pace(), probe.bytes_per_s()
             seen, before, began = Neighbours(), used_s(server), time.monotonic()
             answers = open_loop([port], requests(options.requests, share * full, 1, words))
             used = (used_s(server) - before) / ((time.monotonic() - began) * len(seen.cores))
             failed = [a.error for a in answers[0] if a.error]
-            pace, rate = (pace + probe.pace()) / 2, (rate + probe.bytes_per_s()) / 2
             row: Row = {
                 "budget": name, "device_nbytes": nbytes, "batch_slots": batch_slots, "share": share,
                 "rate": share * full, "requests": len(answers[0]), "failed": len(failed),
                 "first_failure": failed[0] if failed else "",
-                "pace": pace, "bytes_per_s": rate, "others": max(0.0, seen.share() - used),
+                "others": max(0.0, seen.share() - used),
                 "measured": measured(answers), "predicted": simulated(answers, times),
-                "at_probed_pace": simulated(answers, step_times(
-                    lm.plan, lm.steps.program, at_pace(lm.machine, rate, pace)))}
+                "replayed": simulated(answers, times, [TimedSteps.read(Path(log.name))])}
             rows.append(row)
-            show(row, ("measured", "predicted", "at_probed_pace"), f"{name}, {nbytes / 1e6:.0f} MB, {batch_slots} "
-                 f"slots: others took {row['others']:.0%} of the cores, products {pace:.2f} of the profile's, "
-                 f"reads {rate / 1e9:.2f} GB/s")
+            show(row, ("measured", "replayed", "predicted"), f"{name}, {nbytes / 1e6:.0f} MB, {batch_slots} "
+                 f"slots: others took {row['others']:.0%} of the cores")
             full = row["measured"]["ended_per_s"] if share > 1 else full
     return rows
 

@@ -17,7 +17,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import numpy as np
 from forebay.commands.options import model_folder
 from forebay.commands.prompts import load_tokenizer
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
+from forebay.rewriter.predict.of_programs import StepTimes
 
 LIMIT_S = 120.0  # of one request
 
@@ -42,8 +44,7 @@ class LoadRequest:
 
 @dataclass
 class LoadAnswer:
-    """Seconds since the load began: sent, first text, last text; tokens as the server counts them; or what went wrong.
-    """
+    """Times of `time.monotonic`: sent, first text, last text; tokens as the server counts them; or what went wrong."""
 
     sent_s: float
     first_s: float = 0.0
@@ -61,10 +62,10 @@ class LoadAnswer:
         return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
-async def ask(port: int, request: LoadRequest, began: float) -> LoadAnswer:
+async def ask(port: int, request: LoadRequest) -> LoadAnswer:
     """Send one request and read its stream to the end."""
     body = json.dumps({**request.body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    found = LoadAnswer(time.monotonic() - began)
+    found = LoadAnswer(time.monotonic())
     writer = None
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -77,7 +78,7 @@ async def ask(port: int, request: LoadRequest, began: float) -> LoadAnswer:
                 return found
             while line := await reader.readline():
                 if line.startswith(b"data: {"):
-                    note_event(found, json.loads(line[6:]), time.monotonic() - began)
+                    note_event(found, json.loads(line[6:]), time.monotonic())
                 elif line.startswith(b"data: [DONE]"):
                     break
             if not found.tokens:
@@ -110,18 +111,18 @@ async def _open_loop(port: int, requests: Sequence[LoadRequest]) -> list[LoadAns
     began, under_way = time.monotonic(), []
     for request in requests:
         await asyncio.sleep(max(0.0, began + request.at_s - time.monotonic()))
-        under_way.append(asyncio.create_task(ask(port, request, began)))
+        under_way.append(asyncio.create_task(ask(port, request)))
     return list(await asyncio.gather(*under_way))
 
 
 async def _closed_loop(port: int, requests: Sequence[LoadRequest], clients: int) -> list[LoadAnswer]:
-    began, left = time.monotonic(), list(reversed(list(enumerate(requests))))
+    left = list(reversed(list(enumerate(requests))))
     found: list[LoadAnswer | None] = [None] * len(requests)
 
     async def client() -> None:
         while left:
             number, request = left.pop()
-            found[number] = await ask(port, request, began)
+            found[number] = await ask(port, request)
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return [answer for answer in found if answer is not None]
@@ -140,11 +141,57 @@ def closed_loop(port: int, requests: Sequence[LoadRequest], clients: int) -> lis
     return asyncio.run(_closed_loop(port, requests, clients))
 
 
+# Writes of each step when it began, its tokens per sequence and its seconds, as the server's metrics count them.
+WATCHED = """
+import sys, time
+from forebay.commands.cli import main
+from forebay.runtime.run.session import Session
+from forebay.serving.metrics import Metrics
+log, tokens, step, count = open(sys.argv.pop(1), "w", buffering=1), [], Session.step, Metrics.steps
+def watched_step(self, inputs):
+    tokens[:] = [inputs.tokens]
+    return step(self, inputs)
+def watched_count(self, prefills, decodes, time_s):
+    print(time.monotonic() - time_s, *tokens, time_s, file=log)
+    count(self, prefills, decodes, time_s)
+Session.step, Metrics.steps = watched_step, watched_count
+main()
+"""
+
+
+@dataclass(frozen=True)
+class TimedSteps:
+    """TimedSteps that a server ran: when each began, by tokens per sequence, and its seconds."""
+
+    began_s: dict[int, list[float]]
+    took_s: dict[int, list[float]]
+
+    @classmethod
+    def read(cls, path: Path) -> TimedSteps:
+        found = cls({}, {})
+        for line in path.read_text().splitlines():
+            began, tokens, took = line.split()
+            found.began_s.setdefault(int(tokens), []).append(float(began))
+            found.took_s.setdefault(int(tokens), []).append(float(took))
+        return found
+
+    def pace(self, times: StepTimes) -> Callable[[float, int], float]:
+        """How many times as long as by `times` the step took that was under way at a time, of those over as many
+        tokens (of any size, where none was), or the next one."""
+        def at(at_s: float, tokens: int) -> float:
+            size = tokens if tokens in self.began_s else 1
+            number = bisect(self.began_s[size], at_s) - 1
+            number = max(0, min(number + (number < 0 or at_s > self.began_s[size][number] + self.took_s[size][number]),
+                                len(self.began_s[size]) - 1))
+            return self.took_s[size][number] * 2 / sum(times.seconds[size])
+        return at
+
+
 @contextlib.contextmanager
-def serving(budget: str, *options: str, threads: int = 0) -> Iterator[tuple[int, int, int]]:
+def serving(budget: str, *options: str, threads: int = 0, steps: str = os.devnull) -> Iterator[tuple[int, int, int]]:
     """`forebay serve demo` in a process of its own, on so many threads if they are given: its process, its port and its
-    slots."""
-    command = [sys.executable, "-m", "forebay", "serve", "demo", "--budget", f"device={budget}", "--port", "0"]
+    slots. Its steps go to the file `steps`."""
+    command = [sys.executable, "-c", WATCHED, steps, "serve", "demo", "--budget", f"device={budget}", "--port", "0"]
     own = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=own) as process:
         try:

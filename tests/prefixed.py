@@ -53,8 +53,8 @@ def save_family(family: str, folder: Path) -> None:
 
 
 def opened(folder: Path, **options: Any) -> Any:
-    return forebay.wrap(folder, {"device": 1 << 24, "host": 1 << 24, "disk": str(folder)}, prompt=PROMPT,
-                        new_tokens=NEW, machine=Machine.default(), **{"prefill_chunk": CHUNK, **options})
+    return forebay.wrap(folder, {"device": 1 << 24, "host": 1 << 24, "disk": str(folder)}, new_tokens=NEW,
+                        machine=Machine.default(), **{"prompt": PROMPT, "prefill_chunk": CHUNK, **options})
 
 
 def prompts_of(seed: int, count: int = 8) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from forebay.rewriter.ir.turns import DEFAULT_TURNS, StepTurns
@@ -70,8 +70,8 @@ class _Desk:
     def _chunks(self, tokens: int) -> int:
         return -(-tokens // max(self.times.chunks))
 
-    def step(self) -> tuple[float, list[_Seat]]:
-        """The next step: its seconds, and who has a token more behind it."""
+    def step(self) -> tuple[float, int, list[_Seat]]:
+        """The next step: its seconds, its tokens per sequence, and who has a token more behind it."""
         self.begin()
         if self.entering and self.turns.prefills(self.held, len(self.running), self.times.batch_slots):
             self.held += 1
@@ -79,20 +79,20 @@ class _Desk:
         self.held = 0
         seen = sum(group.done * len(group.seats) for group in self.entering)
         seen += sum(seat.cached + 1 for seat in self.running)
-        return self.times.decode_s(seen), self.decode()
+        return self.times.decode_s(seen), 1, self.decode()
 
-    def chunk(self, group: _Admitted) -> tuple[float, list[_Seat]]:
+    def chunk(self, group: _Admitted) -> tuple[float, int, list[_Seat]]:
         self.overtaken = group is not self.entering[0]
         chunk, longest = self.times.chunk_for(group.left), group.left + group.done
         group.done = max(0, min(group.done, longest - chunk)) + chunk
         took = self.times.prefill_s(chunk, group.done)
         if group.left > 0:
-            return took, []
+            return took, chunk, []
         self.entering.remove(group)
         for seat in group.seats:
             seat.cached, seat.left = seat.prompt, seat.left - 1
         self.running += group.seats
-        return took, group.seats
+        return took, chunk, group.seats
 
     def decode(self) -> list[_Seat]:
         for seat in self.running:
@@ -103,8 +103,12 @@ class _Desk:
         self.running = [seat for seat in self.running if seat.left]
 
 
-def simulate_slots(requests: Sequence[Arrival], times: StepTimes, turns: StepTurns = DEFAULT_TURNS) -> Served:
-    """Requests through the slots of a plan. TrafficError where one has no room in any."""
+def simulate_slots(
+    requests: Sequence[Arrival], times: StepTimes, turns: StepTurns = DEFAULT_TURNS,
+    pace: Callable[[float, int], float] = lambda at_s, tokens: 1.0,
+) -> Served:
+    """Requests through the slots of a plan. At `at_s` a step over so many tokens per sequence takes `pace` times what
+    `times` say. TrafficError where a request has no room in any slot."""
     for r in requests:
         if r.prompt > times.prompt or r.prompt + r.output - 1 > times.context:
             raise TrafficError(f"a request of {r.prompt} and {r.output} tokens has no room in slots of {times.prompt} "
@@ -120,8 +124,8 @@ def simulate_slots(requests: Sequence[Arrival], times: StepTimes, turns: StepTur
             request = requests[order[at]]
             desk.waiting.append(_Seat(order[at], request.prompt, 0, request.output))
             at, room = at + 1, room - 1
-        took, told = desk.step()
-        now += took
+        took, tokens, told = desk.step()
+        now += took * pace(now, tokens)
         for seat in told:
             if math.isnan(first[seat.index]):
                 first[seat.index] = now

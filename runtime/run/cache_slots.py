@@ -72,6 +72,12 @@ class CacheSlots:
         self._memory: dict[str, torch.Tensor] = {}  # bytes of homes
         self._bounce: Arena | None = None
 
+    @property
+    def layout(self) -> list[tuple[int, int, bool]]:
+        """Rows and bytes of each cache on the device, and whether it has a row for each token: `read` gives `write` of
+        other slots what it takes where these are equal."""
+        return [(view.shape[1], view.shape[3], growing) for view, growing in self._rows]
+
     def read(self, slot: int, first: int, end: int) -> torch.Tensor:
         """The bytes of tokens [first, end) of a slot's sequence, and of its states as they are now."""
         if self.blocks is not None:

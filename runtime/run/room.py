@@ -27,6 +27,14 @@ def fits(plan: Plan, prompt: int, new_tokens: int, rope_switch_length: int = 0) 
     return prompt + new_tokens - 1 <= w.context and (prompt <= w.prompt or not bounded)
 
 
+def require_room(plan: Plan, number: int, prompt: int, new_tokens: int, rope_switch_length: int = 0) -> None:
+    """RuntimeFault, which names a sequence by its number, if no slot of `plan` has room for it."""
+    if not fits(plan, prompt, new_tokens, rope_switch_length):
+        w = plan.workload
+        raise RuntimeFault(f"sequence {number} of {prompt} tokens with {new_tokens} new ones does not fit the plan's "
+                           f"slots, which are of {w.prompt} with {w.new_tokens}; plan for more (LanguageModel.reserve)")
+
+
 def refuse_crossing(plan: Plan, prompts: Sequence[torch.Tensor], new_tokens: int, rope_switch_length: int = 0) -> None:
     """RuntimeFault if the plan's cache has no room for so many prompts, or for them and their new tokens."""
     w, count, longest = plan.workload, len(prompts), max(p.numel() for p in prompts)

@@ -19,7 +19,7 @@ from forebay.runtime.run.entering_prompts import EnteringPrompts, PromptGroup
 from forebay.runtime.run.prefill import prompt_chunks
 from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import OneCall, Request
-from forebay.runtime.run.room import fits
+from forebay.runtime.run.room import require_room
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.step_inputs import StepInputs, counted_positions, joined_features
@@ -41,8 +41,7 @@ def answer_all(
     Prompts of like length are admitted together, the longest first; where the session keeps prefixes, with each those
     that begin alike. Steps that check drafts, if the plan has any, check those of `drafter`, whose rows are the slots,
     else what is looked up; they must not be drawn, so that each request's draws are its own. RuntimeFault, before
-    anything runs, for a request that no slot has room for. If `on_end` or `on_step` raises, the session is to be
-    closed.
+    anything runs, for a request that no slot has room for. Close the session if `on_end` or `on_step` raises.
     """
     scheduler = Scheduler(session, sampling, eos, on_end, drafter=drafter or PromptLookup())
     known = session.prefixes.expect([(each.ids, each.adapter) for each in requests]) if session.prefixes else []
@@ -58,17 +57,18 @@ def answer_all(
 def answer_arriving(
     session: Session, arriving: Arriving, eos: frozenset[int] = frozenset(), *, on_next: OnNext, on_end: OnEnd,
     on_step: OnStep = lambda work: None, turns: StepTurns = DEFAULT_TURNS, drafter: Drafter | None = None,
+    make: Callable[..., Scheduler] | None = None,
 ) -> WorkDone:
     """Answer like `answer_all` requests that arrive while others run, admitted in the order of arrival.
 
     Before every step `arriving(free, idle)` gives those that came since, by numbers that no other has, at most `free`
     of them. With `idle` nothing runs, and it may wait; None ends the loop, after those that still run. `on_next` is
-    told of every token as it is chosen and ends the request, whose slot is free then, by returning False. RuntimeFault
-    for a plan of several slots that begin together, and for a request that no slot has room for.
+    told of every token, and ends the request by returning False. `make` makes another scheduler. RuntimeFault for a
+    plan of several slots that begin together, and for a request that no slot has room for.
     """
     if not session.plan.schedule.batching.admitted and session.plan.workload.batch > 1:
         raise RuntimeFault("sequences of this plan begin together; plan for continuous batching (wrap(batch_slots=…))")
-    scheduler = Scheduler(session, Sampling(), eos, on_end, on_next, turns, drafter or PromptLookup())
+    scheduler = (make or Scheduler)(session, Sampling(), eos, on_end, on_next, turns, drafter or PromptLookup())
     open_ = True
     while open_ or scheduler.busy:
         came = arriving(max(0, len(scheduler.free) - len(scheduler.waiting)), not scheduler.busy) if open_ else {}
@@ -140,11 +140,7 @@ class Scheduler:
         if names := [each.adapter for each in requests.values() if each.adapter]:
             self.session.adapter_columns(names)  # which refuses unknown ones
         for i, each in requests.items():
-            if not fits(self.session.plan, each.ids.numel(), each.new_tokens, self.session.rope_switch_length):
-                w = self.session.plan.workload
-                raise RuntimeFault(f"sequence {i} of {each.ids.numel()} tokens with {each.new_tokens} new ones does "
-                                   f"not fit the plan's slots, which are of {w.prompt} with {w.new_tokens}; plan for "
-                                   "more (LanguageModel.reserve)")
+            require_room(self.session.plan, i, each.ids.numel(), each.new_tokens, self.session.rope_switch_length)
         self.requests.update(requests)
         self.new |= {number: [] for number in requests}
         self.work.left += sum(each.new_tokens for each in requests.values())
@@ -375,12 +371,16 @@ class Scheduler:
                     break
         for number in ended:
             self.work.ended += 1
-            self.sampler.forget(number)
-            self.shifts.pop(number, None)
-            del self.requests[number]
-            self.on_end(number, self.new.pop(number))
+            self.on_end(number, self.forget(number))
         if self.session.rope_switch_length:
             self._readmit()
+
+    def forget(self, number: int) -> list[int]:
+        """Drop a request that has no slot any more; the tokens of its answer."""
+        self.sampler.forget(number)
+        self.shifts.pop(number, None)
+        del self.requests[number]
+        return self.new.pop(number)
 
     def _leave(self, slot: int) -> None:
         """A slot is free."""

@@ -103,7 +103,7 @@ class Running:
 def made(
     folder: Path, *, batch_slots: int = BATCH_SLOTS, queue: int = 64, grace_s: float = 30.0, new_tokens: int = NEW,
     name: str = "tiny", planned: LanguageModel | None = None, port: int = 0, prompt: int = PROMPT,
-    eos: tuple[int, ...] = (2,), budget: int = BUDGET, image_nbytes: int = 0,
+    eos: tuple[int, ...] = (2,), budget: int = BUDGET, image_nbytes: int = 0, handoff: str = "",
     **options: Any
 ) -> tuple[Running, socket.socket]:
     """A server of the model in `folder` that is yet to be run, and the socket for it."""
@@ -120,7 +120,7 @@ def made(
     tokenizer.decode = gated
     chosen = ServingOptions(name, **{"hosts": frozenset(LOOPBACK), **options})
     run = ServerRun(Service(lm, tokenizer, eos, prompt, new_tokens, queue, chosen,
-                            image_nbytes=image_nbytes), grace_s)
+                            image_nbytes=image_nbytes, handoff=handoff), grace_s)
     at = bound_socket("127.0.0.1", port)
     return Running(run, at.getsockname()[1], gate), at
 

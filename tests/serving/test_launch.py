@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ from serving.served import save_model
 from typer.testing import CliRunner
 
 from forebay.commands.app import app
+from forebay.commands.serve_launch import launch_of
+from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.predict.model_shapes import PRESET_MODELS
+from forebay.rewriter.serving.goodput import Goodput, Measured, ServiceLevel
+from forebay.rewriter.serving.strategies import ServiceWanted, Strategy
+from forebay.rewriter.serving.traffic import Traffic
 
 QUICK = ("--requests", "20", "--runs", "1", "--jobs", "1", "--json")
 GPUS = ("--model", "llama-3-70b", "--machine", "h100", "--gpus", "8", "--isl", "256", "--osl", "32", *QUICK)
@@ -114,6 +121,18 @@ def test_several_instances_are_started_and_ended_together(tmp_path: Path) -> Non
         assert [line.split()[-1] for line in said] == ["8000", "8001"]
         all_of_them.terminate()
         assert all_of_them.wait(60) == 0
+
+
+def test_prefill_and_decode_apart_are_launched_in_pairs() -> None:
+    service = ServiceWanted(PRESET_MODELS["llama-3-8b"], PRESETS["h100"], Traffic(1.0, 20, 256, 32))
+    at = Measured(1.0, 0.1, 0.01, 0.0, 0.0)
+    found = [Goodput(Strategy(prefill=p, decode=d), 1.0, at, None) for p, d in ((2, 1), (2, 2))]
+    launch = launch_of(found, service, ServiceLevel(1.0, 1.0), None, "m")
+    assert "one process that decodes" in launch["why_not"] and launch["strategy"] == "2p2d tp1"
+    commands = [one["command"] for one in launch["instances"]]
+    assert [command.split()[0] for command in commands] == [f"CUDA_VISIBLE_DEVICES={i}" for i in range(4)]
+    assert [f"--role {role} --handoff decode-{i}.sock" in command and "--ttft" not in command for command, (i, role)
+            in zip(commands, product((1, 2), ("decode", "prefill")), strict=True)] == [True] * 4
 
 
 @pytest.mark.parametrize(("arguments", "why"), [

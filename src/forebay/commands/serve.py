@@ -6,7 +6,7 @@ import errno
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,10 +24,11 @@ from forebay.commands.terminal import FAILED, JobError, clean_errors, console, r
 from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
+    from forebay.commands.plan_serving import ServingGoals
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Budget
 
-in_network, in_goals, in_images = map(panel_option, ("Network", "Goals", "Images"))
+in_network, in_goals, in_images, in_phases = map(panel_option, ("Network", "Goals", "Images", "Prefill and decode"))
 
 PREFIX_CACHE = "256MiB"  # of prompts that need not be computed again
 
@@ -60,6 +61,10 @@ def serve(
         help="Memory of the budget for the vision tower. Default: images are refused.")] = None,
     image_files: Annotated[bool, in_images("--image-files",
         help="Images from files of this machine too, which requests name; else data URLs alone.")] = False,
+    role: Annotated[Literal["both", "prefill", "decode"], in_phases(
+        help="Phases of requests that this process computes. Two processes with one --handoff share them.")] = "both",
+    handoff: Annotated[str, in_phases(metavar="PATH",
+        help="Socket at which prompts are handed on with their KV cache.")] = "forebay-decode.sock",
     debug: DebugOption = False,
 ) -> None:
     """Serve MODEL to OpenAI clients within a budget, until Ctrl-C or SIGTERM.
@@ -85,6 +90,9 @@ def serve(
             raise JobError("--api-key must be printable ASCII without spaces at its ends")
         prompt, new_tokens = options.prompt or 1, options.new_tokens or 1
         goals = _goals(prompt, new_tokens, (ttft, tpot, isl, osl))
+        if role == "decode":
+            _decode(model, named_budget(budget), options, goals, handoff)
+            return
         try:
             socket = bound_socket(host, port)
         except OSError as error:
@@ -115,7 +123,7 @@ def serve(
             run = ServerRun(Service(
                 lm, tokenizer, stop_ids(folder, tokenizer), prompt,
                 min(new_tokens, limit - prompt) if limit else new_tokens, queue, told,
-                choice.turns, image_nbytes, image_files), grace)
+                choice.turns, image_nbytes, image_files, handoff if role == "prefill" else ""), grace)
             if lm.prefixes is not None:
                 lm.prefixes.open()
             _drop_cached(lm)
@@ -138,6 +146,27 @@ def serve(
             say(f"error: the model failed: {reason_of(failure)}")
             raise typer.Exit(FAILED)
         say("stopped")
+
+
+def _decode(model: str, sizes: Budget, options: Options, goals: ServingGoals | None, handoff: str) -> None:
+    """Decode what a server of role prefill hands on, until a signal."""
+    from forebay.commands.plan_serving import plan_serving
+    from forebay.commands.prompts import load_tokenizer, stop_ids
+    from forebay.serving.decode_server import DecodeServer, bound_path
+
+    try:
+        at = bound_path(handoff)
+    except OSError as error:
+        raise JobError(f"--handoff {handoff}: {error.strerror or error}") from error
+    folder = model_folder(model, options)
+    choice = plan_serving(folder, sizes, replace(options, prefix_cache=None, cache_dir=None), goals)
+    lm = choice.lm
+    _drop_cached(lm)
+    DecodeServer(lm, options.prompt or 1, options.new_tokens or 1, frozenset(stop_ids(folder, load_tokenizer(folder))),
+                 choice.turns).run(at, lambda: say(
+                     f"decoding {model} at {handoff} in {lm.plan.workload.batch} slots of {options.prompt} + "
+                     f"{options.new_tokens} tokens"))
+    say("stopped")
 
 
 def _without_images(sizes: Budget, memory: str | None, *, files: bool) -> tuple[Budget, int]:

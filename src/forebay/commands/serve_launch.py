@@ -44,8 +44,8 @@ def why_not(strategy: Strategy, service: ServiceWanted) -> str | None:
     machine = service.streams_on if strategy.offloaded else service.machine
     if not machine.kind.runs:
         return f"Forebay runs on CPUs and NVIDIA GPUs, not on {machine.device_kind}"
-    if strategy.prefill:
-        return "caches do not go from one server to another yet, so that prefill and decode cannot be apart"
+    if strategy.prefill != strategy.decode:
+        return "each server that computes prompts has one process that decodes them (--role), not more or fewer"
     if strategy.tensor_parallel > 1:
         return "`forebay serve` does not run on several ranks yet"
     return None
@@ -62,13 +62,15 @@ def _instances(
     strategy: Strategy, service: ServiceWanted, level: ServiceLevel, folder: str | None
 ) -> list[dict[str, Any]]:
     machine = service.streams_on if strategy.offloaded else service.machine
-    options = [*_sizes(strategy, service)]
-    if level.share == SERVED_SHARE:
-        options += [f"--ttft {1e3 * level.ttft_s:g} --tpot {1e3 * level.tpot_s:g}",
-                    f"--isl {service.traffic.prompt} --osl {service.traffic.output}"]
+    sizes, goals = _sizes(strategy, service), list[str]()
+    if level.share == SERVED_SHARE and not strategy.prefill:
+        goals = [f"--ttft {1e3 * level.ttft_s:g} --tpot {1e3 * level.tpot_s:g}",
+                 f"--isl {service.traffic.prompt} --osl {service.traffic.output}"]
+    apart = [f"--role {role} --handoff decode-{i + 1}.sock" for i in range(strategy.prefill)
+             for role in ("decode", "prefill")]
     made = []
-    for i in range(strategy.both or 1):
-        port = PORT + i
+    for i, role in enumerate(apart or [""] * (strategy.both or 1)):
+        port, options = PORT + i, [*sizes, *goals, *([role] if role else [])]
         environment = dict(machine.kind.visible(i))
         words = ["forebay serve", shlex.quote(folder or "MODEL"), f"--budget {_budget(strategy, service)}", *options]
         made.append({"name": f"instance-{i + 1}", "port": port, "environment": environment,
@@ -116,7 +118,7 @@ def write_launch(data: dict[str, Any], folder: Path) -> list[str]:
     launch, written = data["launch"], []
     for one in launch["instances"]:
         written.append(_script(folder / f"{one['name']}.sh", _instance_lines(one, data)))
-    if len(written) > 1 and launch["instances"][0]["environment"]:
+    if len(written) > 1 and (launch["instances"][0]["environment"] or "--role" in launch["instances"][0]["command"]):
         written.append(_script(folder / "launch.sh", _all_lines(launch["instances"])))
     choice = {"kind": "serve-choice", "model": data["model"], "best": data["strategies"][0], "launch": launch} | {
         key: data[key] for key in ("rate", "isl", "osl", "ttft_ms", "tpot_ms", "percentile")}

@@ -281,9 +281,8 @@ class _Endpoints:
         return self.batcher.prompt + self.batcher.new_tokens
 
     async def health(self, request: HttpRequest) -> Response:
-        broken = self.batcher.broken
-        return JSONResponse({"status": "ok"} if broken is None else {"status": "failed", "reason": str(broken)},
-                            200 if broken is None else 503)
+        fault = self.batcher.fault
+        return JSONResponse({"status": "failed", "reason": fault} if fault else {"status": "ok"}, 503 if fault else 200)
 
     async def metrics_text(self, request: HttpRequest) -> Response:
         return PlainTextResponse(self.metrics.text(gauges(self.batcher)), media_type=TYPE)

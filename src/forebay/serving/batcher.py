@@ -23,7 +23,7 @@ from forebay.runtime.run.progress import WorkDone
 from forebay.runtime.run.request import Request
 from forebay.runtime.run.room import fits
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scheduler import answer_arriving
+from forebay.runtime.run.scheduler import Scheduler, answer_arriving
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.step_inputs import PromptFeatures
 from forebay.serving.answer_text import AnswerText
@@ -130,6 +130,11 @@ class Batcher:
         self._thread.start()
 
     @property
+    def fault(self) -> str:
+        """Return why nothing can be answered; "" where it can."""
+        return "" if self.broken is None else str(self.broken)
+
+    @property
     def waiting(self) -> int:
         return len(self._waiting)
 
@@ -184,10 +189,20 @@ class Batcher:
                       drafting_per_slot(self.lm.helper, session) as drafter):
                     self._work, self._since_s = WorkDone(), time.monotonic()
                     answer_arriving(session, partial(self._arriving, session), self.eos, on_next=self._next,
-                                    on_end=self._end, on_step=self._stepped, turns=self.turns, drafter=drafter)
+                                    on_end=self._end, on_step=self._stepped, turns=self.turns, drafter=drafter,
+                                    make=self._scheduler(session))
                 ended = True
             except BaseException as error:
                 self._fail(error)
+
+    def _scheduler(self, session: Session) -> Callable[..., Scheduler]:
+        """Return what makes the scheduler of a session."""
+        return Scheduler
+
+    @property
+    def _room(self) -> int:
+        """Requests that may be admitted, if slots are free."""
+        return self._slots
 
     def _fail(self, error: BaseException) -> None:
         why = reason_of(error)
@@ -212,7 +227,7 @@ class Batcher:
     def _arriving(self, session: Session, free: int, idle: bool) -> dict[int, Request] | None:
         with self._changed:
             came: dict[int, Request] = {}
-            while idle and not self._waiting and not self._draining:
+            while idle and not (self._waiting and self._room > 0) and not self._draining:
                 if (ahead := self._turns.next(session.prefixes, self.lm.plan)) is not None:
                     self._ahead.add(number := next(self._numbers))
                     return {number: ahead}
@@ -220,7 +235,7 @@ class Batcher:
                 self._since_s = time.monotonic()
             if self._draining:
                 return None
-            while self._waiting and len(came) < free:
+            while self._waiting and len(came) < free and self._room > 0:
                 number, pending = next(self._numbers), self._waiting.popleft()
                 pending.entered_s = time.monotonic()
                 self.metrics.queued_s.note(pending.entered_s - pending.arrived_s)

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,7 @@ from forebay.serving.app import ServingOptions, make_app
 from forebay.serving.batcher import Batcher
 from forebay.serving.connection import ConnectionLimits, connection_type
 from forebay.serving.metrics import Metrics
+from forebay.serving.prefill_batcher import PrefillBatcher
 from forebay.serving.served_images import ServedImages
 from forebay.serving.text_codec import TextCodec
 
@@ -35,7 +37,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 class Service:
     """A model as a server runs it: a planned model, its tokenizer and the tokens that end answers, in slots of `prompt`
     and `new_tokens`, which take `turns`; at most `queue` requests wait. Images have `image_nbytes` of memory, and may
-    be files of this machine with `image_files`; of 0 none are taken."""
+    be files of this machine with `image_files`; of 0 none are taken. Computed prompts go to a process that decodes at
+    the socket `handoff`; of "" they decode here."""
 
     lm: LanguageModel
     tokenizer: Any
@@ -47,6 +50,7 @@ class Service:
     turns: StepTurns = SERVER_TURNS
     image_nbytes: int = 0
     image_files: bool = False
+    handoff: str = ""
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -89,8 +93,9 @@ class ServerRun:
     def __init__(self, service: Service, grace_s: float) -> None:
         self.service, self.metrics = service, Metrics()
         self._uvicorn: UvicornServer | None = None
-        self.batcher = Batcher(service.lm, service.prompt, service.new_tokens, frozenset(service.eos), service.queue,
-                               self.metrics, on_broken=self.stop, turns=service.turns)
+        make = partial(PrefillBatcher, service.handoff) if service.handoff else Batcher
+        self.batcher = make(service.lm, service.prompt, service.new_tokens, frozenset(service.eos), service.queue,
+                            self.metrics, on_broken=self.stop, turns=service.turns)
         self._grace_s = grace_s
 
     def run(self, at: socket.socket, on_start: Callable[[], None] = lambda: None) -> BaseException | None:
