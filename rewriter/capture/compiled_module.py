@@ -77,10 +77,10 @@ def capture_module(gm: fx.GraphModule, args: Sequence[Any], weights: Mapping[int
     No argument is read. Weights that are one view of one storage become one weight, under the first name; they and
     the inputs appear in row-major layout, except inputs that are dense in another order, which keep it. Matrix
     products stay whole (`aten.linear`), and so does attention. Raises OffloadError for what cannot be offloaded:
-    operators with sizes that depend on data, control flow, complex or sparse tensors, a weight that is changed.
+    operators with sizes that depend on data, control flow, complex weights, sparse tensors, a weight that is changed.
     """
     for position, arg in enumerate(args):
-        refuse_tensor(arg, weights.get(position, f"input {position}"))
+        refuse_tensor(arg, weights, position)
     first = _first_uses(args)
     positions = sorted(set(first.values()))
     call = _OverTensors(gm, args, [positions.index(first[i]) if i in first else -1 for i in range(len(args))])
@@ -186,16 +186,20 @@ def _export(call: _OverTensors, tensors: Sequence[torch.Tensor]) -> tuple[fx.Gra
 def is_plain(arg: object) -> bool:
     """Return whether an argument is no tensor, or one of strided data of its own."""
     return not isinstance(arg, torch.Tensor) or not (
-        arg.layout != torch.strided or is_traceable_wrapper_subclass(arg) or arg.is_quantized or arg.is_nested)
+        arg.layout != torch.strided or arg.is_conj() or arg.is_neg() or is_traceable_wrapper_subclass(arg)
+        or arg.is_quantized or arg.is_nested)
 
 
-def refuse_tensor(arg: object, name: str) -> None:
-    """OffloadError, naming the argument, for a tensor that no arena can hold."""
+def refuse_tensor(arg: object, weights: Mapping[int, str], position: int) -> None:
+    """OffloadError, naming the argument, for a tensor that no arena can hold, or a weight that no file can."""
     if not isinstance(arg, torch.Tensor):
         return
+    name = weights.get(position, f"input {position}")
+    if arg.is_conj() or arg.is_neg():
+        raise OffloadError(f"{name} is a conjugate that torch puts off; call .resolve_conj().resolve_neg()")
     if not is_plain(arg):
         raise OffloadError(f"{name} is a {type(arg).__name__} of layout {arg.layout}, without plain strided data")
-    if arg.dtype.is_complex:
+    if arg.dtype.is_complex and position in weights:
         raise OffloadError(f"{name} is complex ({arg.dtype})")
 
 
@@ -218,8 +222,8 @@ def _refuse_nodes(gm: fx.GraphModule) -> None:
             continue
         if not all(isinstance(v, torch.Tensor) for v in values_of(node)):  # of histogramdd, the edges
             raise OffloadError(f"{node.target} gives a list of tensors among its results")
-        if any(v.dtype.is_complex or v.layout != torch.strided for v in values_of(node)):
-            raise OffloadError(f"{node.target} makes a complex or sparse tensor")
+        if not all(map(is_plain, values_of(node))):
+            raise OffloadError(f"{node.target} makes a sparse tensor, or one whose conjugation is put off")
         if node.op == "get_attr" or node.target is operator.getitem:
             continue
         if not isinstance(node.target, torch._ops.OpOverload):

@@ -181,7 +181,7 @@ class OffloadedGraph:
     def _prepared(self, call: object, args: Sequence[Any]) -> Prepared:
         """Return the prepared call for these weights, made once and kept."""
         for i, arg in enumerate(args):
-            refuse_tensor(arg, self.weights.get(i, f"input {i}"))
+            refuse_tensor(arg, self.weights, i)
         prepared = self.prepared.get((call, self._slots(args)))
         if prepared is None or prepared.lost:
             with torch.random.fork_rng(devices=[]):  # tracing and trials draw numbers that are the run's to draw

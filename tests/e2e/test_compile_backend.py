@@ -16,7 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay import PlanError
-from forebay.backend import prepared_for, restore
+from forebay.backend import is_offloaded, prepared_for, restore
 from forebay.compiled.parameter_store import map_of
 from forebay.rewriter.capture.compiled_module import OffloadError
 from forebay.rewriter.checkpoints.records import CheckpointError
@@ -472,8 +472,36 @@ class Nonzero(Fourier):
         return self.line(x)[x[:, 0] > 0]
 
 
-def test_complex_values_fall_back(tmp_path, no_grad):
-    falls_back(Fourier().eval(), tmp_path, "complex", torch.randn(4, 64))
+class ComplexRotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        pairs = self.first(x).reshape(*x.shape[:-1], -1, 2)
+        turned = torch.view_as_complex(pairs.to(turns.real.dtype)) * turns
+        return self.last(torch.view_as_real(turned).flatten(-2).to(x.dtype)), turned
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_values_are_computed_in_the_arena(tmp_path, no_grad, dtype):
+    """Inputs, values between operators and results; a transform that keeps complex values to itself too."""
+    model, x, turns = ComplexRotary().eval(), torch.randn(2, 4, 64), torch.randn(4, 128, dtype=dtype)
+    for module, inputs in ((model, (x, turns)), (Fourier().eval(), (x,))):
+        nbytes = sum(p.nbytes for p in module.parameters()) // 2 + 60_000
+        run = compiled(module, tmp_path, nbytes)
+        for _ in range(2):
+            torch.testing.assert_close(run(*inputs), module(*inputs), rtol=1e-4, atol=1e-5)
+        assert is_offloaded(module)
+
+
+def test_complex_weights_and_conjugates_fall_back(tmp_path, no_grad):
+    model, x, turns = ComplexRotary().eval(), torch.randn(2, 4, 64), torch.randn(4, 128, dtype=torch.complex64)
+    falls_back(model, tmp_path, r"input \d is a conjugate that torch puts off; call", x, turns.conj())
+    model.first.weight = nn.Parameter(model.first.weight.to(torch.complex64))
+    model.first.bias = nn.Parameter(model.first.bias.to(torch.complex64))
+    model.forward = lambda x: model.last(model.first(x).abs())
+    falls_back(model, tmp_path, r"first\.\w+ is complex", x.to(torch.complex64))
 
 
 def test_sizes_that_depend_on_data_fall_back(tmp_path, no_grad):
