@@ -282,11 +282,6 @@ class Options:
                        expert_hits=plan.schedule.routed.measured,
                        activations=activations_of(plan) if plan.gemm else self.activations)
 
-    def output_agnostic(self) -> Options:
-        """Return the options that hold for steps with any kind of result."""
-        return Options(cache=self.cache, score_ranges=self.score_ranges, expert_hits=self.expert_hits,
-                       kv_blocks=self.kv_blocks, activations=self.activations)
-
 
 OPTIONS: dict[str, OptionRecord] = {
     each.name: replace(each.metadata["option"], default=each.default) for each in fields(Options) if each.metadata}

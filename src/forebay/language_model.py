@@ -17,7 +17,7 @@ from forebay.call_turns import CallTurns, ModelCall, TakesTurns
 from forebay.drafting import drafting_per_slot
 from forebay.huggingface.nn_module_compat import NnModuleCompat
 from forebay.images.open_tower import image_chunk, image_options, open_tower
-from forebay.model_planner import ModelPlanner, PlannedSteps, PlannerOf
+from forebay.model_planner import KindPlanner, ModelPlanner, PlannedSteps, PlannerOf
 from forebay.open_model import capture_folder, known_machine
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_generation_config
@@ -35,6 +35,7 @@ from forebay.rewriter.pipeline.plan_search import plan_answers, plan_batch
 from forebay.rewriter.pipeline.plan_task import PlanChoice
 from forebay.rewriter.planning.check_plan import require_within
 from forebay.rewriter.planning.options import Options, check_choices
+from forebay.rewriter.planning.other_kinds import carried
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.report.explain_shared import explain_shared
 from forebay.rewriter.switches import read_switches
@@ -208,11 +209,11 @@ class LanguageModel(SessionCalls, TakesTurns, ScoringCalls, TraceCalls, NnModule
             return self
         with self._turns.lock:
             if kind not in self._variants:
-                captured, options = self._capture(gives=gives, embeds=embeds), self.options.output_agnostic()
+                captured, options = self._capture(gives=gives, embeds=embeds), carried(self.options)
                 if captured.image_groups:
                     options = image_options(options, captured, image_chunk(self.config, self.plan.workload.prompt))
                 other = LanguageModel(captured, self.checkpoint, self.files, self.budget, self.plan.workload, options,
-                                      self.machine, capture=self._capture)
+                                      self.machine, planner_of=KindPlanner, capture=self._capture)
                 other._turns, other._origin = self._turns, weakref.ref(self)
                 other.config, other.generation_config = self.config, self.generation_config
                 self._variants[kind] = other

@@ -21,6 +21,7 @@ from forebay.rewriter.pipeline.plan_search import finish
 from forebay.rewriter.pipeline.plan_task import ModelGraphs, PlanChoice, PlanTask
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.options import Options
+from forebay.rewriter.planning.other_kinds import without_choices
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.run.room import with_rope_switch
 
@@ -146,6 +147,23 @@ class ModelPlanner:
         if workload.prompt + 1 > limit:
             raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
         return workload.of(workload.batch, workload.prompt, limit - workload.prompt)
+
+
+class KindPlanner(ModelPlanner):
+    """Plans steps of another kind than a user has planned, under the same options where the budget has room for them.
+    """
+
+    def planned(self, workload: Workload, options: Options, choose: PlanChoice) -> PlannedSteps:
+        try:
+            return super().planned(workload, options, choose)
+        except PlanError as error:
+            free, left = without_choices(options)
+            if not left:
+                raise
+            found = super().planned(workload, free, choose)
+            LOG.warning("%s: left to the planner for calls with images, embeddings or logits of all tokens: %s",
+                        ", ".join(left), error)
+            return found
 
 
 PlannerOf = Callable[[CapturedModel, Checkpoint, dict[str, FileSlice], Budget, Machine], PlanProvider]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from forebay import open_model as opening
 from forebay.api import wrap
 from forebay.language_model import LanguageModel
 from forebay.rewriter.capture.cache_name import CACHE_NAME, CACHE_NAMES
+from forebay.rewriter.ir.plan import PlanError
 from forebay.runtime.run.session import Session
 
 TOLERANCE: dict[str, Any] = dict(rtol=1e-3, atol=1e-4)
@@ -302,3 +304,30 @@ def test_text_in_the_place_of_tokens_is_refused_in_words(streamed: LanguageModel
     for text in ("once upon a time", ["once", "twice"]):
         with pytest.raises(ValueError, match="is text; give what the tokenizer makes of it"):
             streamed.generate(text, max_new_tokens=2)
+
+
+def test_calls_of_another_kind_keep_the_options(
+    llama_checkpoint: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Embeddings need more memory: where there is none for the options, the planner chooses, and says so."""
+    asked: dict[str, Any] = dict(batch=2, prompt=10, new_tokens=6, cache_tier="host", checkpoints=(1, 2),
+                                 prefix_cache="1MiB", prompt_lookup_num_tokens=2)
+
+    def choices(lm: LanguageModel) -> tuple[str, bool]:
+        batching = lm.plan.schedule.batching
+        return batching.cache.tier, batching.recomputation.checkpoints > 0
+
+    with llama_checkpoint.language_model(2_200_000, 1 << 20, **asked) as lm:
+        every = lm.giving("all")
+        assert choices(lm) == choices(every) == ("host", True) and not caplog.messages
+        assert every.options.prompt_lookup_num_tokens is None and every.prefixes is None
+    tight = dict(batch=2, prompt=10, new_tokens=6, weight_shares=(0.9, 0.1))
+    with pytest.raises(PlanError, match="smallest that can") as refused:
+        llama_checkpoint.language_model(1000, 1 << 20, **tight)
+    least = int(re.findall(r"\((\d+) bytes", str(refused.value))[0])
+    with llama_checkpoint.language_model(least, 1 << 20, **tight) as lm:
+        caplog.clear()
+        free = lm.giving("last", embeds=True).plan
+        assert sum(w.nbytes for w in free.weights if w.tier == "device") < 0.9 * sum(w.nbytes for w in free.weights)
+        assert [each.split(":")[0] for each in caplog.messages] == ["weight_shares"]
+        assert "left to the planner for calls with images, embeddings or logits" in caplog.text

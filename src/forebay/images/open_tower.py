@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.planning.options import Options
+
+LOG = logging.getLogger("forebay")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -70,6 +73,9 @@ def image_options(options: Options, captured: CapturedModel, prompt: int) -> Opt
     each other, each prompt is one chunk, so that no step breaks off within an image."""
     if not captured.image_groups or (options.prefill_chunk or 0) >= prompt:
         return options
+    if options.prefill_chunk and not options.chunk_of_images:
+        LOG.warning("prefill_chunk: steps over prompts with images take %d tokens, not %d, because tokens of an image "
+                    "see each other", prompt, options.prefill_chunk)
     return replace(options, prefill_chunk=prompt, chunk_of_images=True)
 
 
