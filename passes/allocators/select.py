@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from forebay.passes.allocators import greedy, native, neighbourhoods
+from forebay.passes.allocators import greedy, native, neighbourhoods, squeaky_wheel
 from forebay.passes.allocators.bounds import lower_bound
 from forebay.passes.allocators.problem import Allocation, Buffer, occupied, padded
 from forebay.passes.allocators.search import Verdict, search
@@ -63,15 +65,9 @@ def allocate(
     if staged is not None and _height(units, staged) < height:
         best, height, method = staged, _height(units, staged), "long-lived first"
     if height > target and len(units) > MANY:
-        last_s = LAST_SHARE * max(0.0, end - time.perf_counter())
-        best, height, method = _descend(units, best, height, method, target, end - last_s)
+        best, height, method = _of_many(units, best, height, method, target, end)
     elif height > target:
         best, height, method, bound = _improve(units, best, height, method, bound, target, end)
-    left_s = end - time.perf_counter()
-    if height > target and len(units) > MANY and left_s > MIN_SEARCH_S:
-        found = neighbourhoods.improve(units, best, max(target, bound), left_s)
-        if _height(units, found) < height:
-            best, height, method = found, _height(units, found), "neighbourhoods"
     offsets = [0] * len(buffers)
     for i, offset in zip(kept, best, strict=True):
         offsets[i] = offset * alignment
@@ -105,6 +101,29 @@ def _best_greedy(buffers: Sequence[Buffer], target: int, end: float) -> tuple[li
             best = offsets, _height(buffers, offsets), name
     assert best is not None
     return best
+
+
+def _of_many(
+    buffers: Sequence[Buffer], best: list[int], height: int, method: str, target: int, end: float
+) -> tuple[list[int], int, str]:
+    """Offsets, height and method of the lowest of two: first fit in better and better orders, on a thread of its own,
+    and searches that a local search follows."""
+    enough = threading.Event()
+    with ThreadPoolExecutor(1) as others:
+        reordered = others.submit(squeaky_wheel.improve, buffers, best, target, end - time.perf_counter(), enough)
+        last_s = LAST_SHARE * max(0.0, end - time.perf_counter())
+        best, height, method = _descend(buffers, best, height, method, target, end - last_s)
+        left_s = end - time.perf_counter()
+        if height > target and left_s > MIN_SEARCH_S:
+            found = neighbourhoods.improve(buffers, best, target, left_s)
+            if _height(buffers, found) < height:
+                best, height, method = found, _height(buffers, found), "neighbourhoods"
+        if height <= target:
+            enough.set()
+        found = reordered.result()
+    if _height(buffers, found) < height:
+        best, height, method = found, _height(buffers, found), "squeaky wheel"
+    return best, height, method
 
 
 def _descend(

@@ -1,8 +1,9 @@
-"""Local search never makes a packing worse, and thousands of buffers are searched, not only packed."""
+"""Neither local search nor other orders make a packing worse, and thousands of buffers are searched too."""
 
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,8 @@ from hypothesis import strategies as st
 from selection import examples
 
 from forebay.kernels.build import compile
-from forebay.passes.allocators import Allocation, Buffer, allocate, check, lower_bound
+from forebay.passes.allocators import Allocation, Buffer, allocate, check, lower_bound, neighbourhoods, squeaky_wheel
 from forebay.passes.allocators.greedy import by_area
-from forebay.passes.allocators.neighbourhoods import improve
 from forebay.passes.allocators.select import GREEDY
 
 WITH_COMPILER = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler on this machine")
@@ -52,10 +52,51 @@ def test_neighbourhoods_never_end_above_where_they_began(spans: list[tuple[int, 
     buffers = [Buffer(str(i), lower, lower + life, size) for i, (lower, life, size) in enumerate(spans)]
     before = by_area(buffers)
     assert before is not None
-    found = improve(buffers, before, lower_bound(buffers), 0.005, seed=seed)
+    found = neighbourhoods.improve(buffers, before, lower_bound(buffers), 0.005, seed=seed)
     height = height_of(buffers, found)
     check(buffers, Allocation(tuple(found), height, 0, "", 0))
     assert lower_bound(buffers) <= height <= height_of(buffers, before)
+
+
+def drawn(n: int, seed: int) -> list[Buffer]:
+    """Lives of up to a twentieth of the time, of any length below, and any size up to a megabyte."""
+    rng = random.Random(seed)
+    begins = [rng.randrange(10_000) for _ in range(n)]
+    return [Buffer(str(i), begin, begin + rng.randint(1, 500), rng.randint(1 << 10, 1 << 20))
+            for i, begin in enumerate(begins)]
+
+
+@WITH_COMPILER
+@settings(max_examples=examples(40), deadline=None)
+@given(spans=st.lists(SPANS, max_size=40), seed=st.integers(0, 1 << 60))
+def test_other_orders_never_end_above_where_they_began(spans: list[tuple[int, int, int]], seed: int) -> None:
+    buffers = [Buffer(str(i), lower, lower + life, size) for i, (lower, life, size) in enumerate(spans)]
+    before = by_area(buffers)
+    assert before is not None
+    found = squeaky_wheel.improve(buffers, before, lower_bound(buffers), 0.01, threading.Event(), seed=seed)
+    height = height_of(buffers, found)
+    check(buffers, Allocation(tuple(found), height, 0, "", 0))
+    assert lower_bound(buffers) <= height <= height_of(buffers, before)
+
+
+@WITH_COMPILER
+def test_other_orders_of_many_buffers_come_out_below_every_greedy_one() -> None:
+    buffers = drawn(2000, 0)
+    heights = {height_of(buffers, place(buffers)): place for place in GREEDY.values()}
+    least = min(heights)
+    target = least - (least - lower_bound(buffers)) // 3
+    found = squeaky_wheel.improve(buffers, heights[least](buffers) or (), target, 120.0, threading.Event())
+    check(buffers, Allocation(tuple(found), height_of(buffers, found), 0, "", 0))
+    assert height_of(buffers, found) <= target < least
+
+
+@WITH_COMPILER
+def test_other_orders_end_when_enough_is_found() -> None:
+    buffers, enough = drawn(2000, 0), threading.Event()
+    first = by_area(buffers)
+    assert first is not None
+    enough.set()
+    assert squeaky_wheel.improve(buffers, first, 1, 120.0, enough) == first
 
 
 @WITH_COMPILER
