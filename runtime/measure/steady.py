@@ -60,11 +60,12 @@ def steady_times(
     line: Callable[[Key], tuple[Hashable, tuple[float, ...]]], tries: int | None = None,
 ) -> dict[Key, float]:
     """Measure each entry of `timed`, up to `tries` (TRIES) times for those on a line that fits poorly: the best fit
-    counts. `line` says on which line an entry lies, and where, as `fit_times` takes it."""
+    counts. `line` says on which line an entry lies, and where, as `fit_times` takes it. Lines of which `measure` gives
+    nothing are not asked for again."""
     found = dict(measure(dict(timed)))
     for _ in range((tries or TRIES) - 1):
         before = _fits(found, line)
-        again = {key: what for key, what in timed.items() if before[line(key)[0]] < GOOD_R2}
+        again = {key: what for key, what in timed.items() if before.get(line(key)[0], 1.0) < GOOD_R2}
         if not again:
             break
         new = measure(again)

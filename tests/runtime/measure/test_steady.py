@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from functools import partial
 
 import pytest
 
 from forebay.rewriter.machine.quality import GOOD_R2
+from forebay.runtime.measure.kernels import call_times_s
 from forebay.runtime.measure.steady import CALM, TRIES, settled_rate, settled_s, steady_link, steady_times
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
@@ -88,6 +90,22 @@ def test_only_lines_that_fit_poorly_are_measured_again() -> None:
     found = steady_times(keys, measure, lambda key: (key[0], (key[1],)))
     assert asked == [set(keys), {("b", n) for n in (1, 4, 16, 64)}, {("b", n) for n in (1, 4, 16, 64)}]
     assert found == {(name, n): float(n) for name, n in keys}
+
+
+def test_a_line_of_which_nothing_was_measured_is_not_measured_again() -> None:
+    keys = {(name, n): None for name in "ab" for n in (1, 4)}
+    found = steady_times(keys, lambda timed: {key: float(key[1]) for key in timed if key[0] == "a"},
+                         lambda key: (key[0], (key[1],)))
+    assert found == {("a", 1): 1.0, ("a", 4): 4.0}
+
+
+@pytest.mark.parametrize(("slow", "kept"), [([0.5, 1e-3, 1e-3], True), ([0.5, 0.4, 0.5], False)])
+def test_an_implementation_is_left_out_where_it_is_slow_each_time(slow: list[float], kept: bool) -> None:
+    """Not where another process interrupted its first call for longer than any interruption is expected to take."""
+    given = iter(slow)
+    timed = {(name, "f", n): [partial(str, name)] for n in (1, 4) for name in ("fast", "slow")}
+    found = call_times_s(timed, 1, lambda turn, count: 1e-3 if next(turn)() == "fast" else next(given, 1e-3))
+    assert (("slow", "f", 4) in found) == kept
 
 
 def test_a_worse_second_measurement_does_not_count() -> None:
