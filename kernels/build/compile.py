@@ -14,7 +14,8 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from forebay.kernels.build.cache_folder import cache_folder, locked, make_cache_folder
@@ -25,11 +26,14 @@ from forebay.kernels.build.processors import processor_name
 
 LINK_FLAGS = ("-shared",)
 COMPILE_LIMIT_S = 300
+FIRST_WORD_S, SAY_EACH_S = 2.0, 10.0  # of a build, before a user is told how far it is, and from then on
 LOG = logging.getLogger("forebay")
 COMPILER_NBYTES = 640 << 20  # of one; 550 MiB were seen
 # What the system may give at another time, and what would help.
 SHORTAGES = {errno.EMFILE: "raise the limit of open files (ulimit -n)", errno.ENFILE: "end other programs",
              errno.ENOMEM: "free memory", errno.EAGAIN: "raise the limit of processes (ulimit -u)"}
+
+UNWRITABLE = errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.ENOTDIR, errno.EEXIST
 
 
 class BuildError(RuntimeError):
@@ -64,7 +68,8 @@ def load_library(library: Library) -> ctypes.CDLL:
         raise BuildError(f"{cxx} failed: {error.stderr.decode(errors='replace').strip()[-600:]}") from error
     except (OSError, subprocess.SubprocessError) as error:
         _raise_shortage(library, error)
-        raise BuildError(str(error)) from error
+        advice = "; set FOREBAY_CACHE to a folder that can be written"
+        raise BuildError(f"{error}{advice if getattr(error, 'errno', 0) in UNWRITABLE else ''}") from error
 
 
 def _load_prebuilt(library: Library) -> ctypes.CDLL | None:
@@ -104,13 +109,41 @@ def build(library: Library, cxx: str) -> Path:
     made = folder / f"{_stem(library)}-{digest(*map(str.encode, linked))}.so"
     if made.exists():
         return trust(made)
-    longest_first = sorted(texts, key=lambda path: -len(texts[path]))
     command = [cxx, *library.flags, *(f"-I{path}" for path in library.include)]
-    with locked(f"{library.name}.lock"), concurrent.futures.ThreadPoolExecutor(_compilers()) as pool:
-        list(pool.map(lambda path: _make(objects[path], [*command, "-c", str(path)]), longest_first))
+    with locked(f"{library.name}.lock"):
+        missing = {path: len(texts[path]) for path in texts if not objects[path].exists()}
+        _compile_all(missing, lambda path: _make(objects[path], [*command, "-c", str(path)]), library.name)
         _make(made, [cxx, *library.flags, *LINK_FLAGS, *(str(trust(path)) for path in objects.values()),
                      *library.link_flags])
     return trust(made)
+
+
+def _compile_all(sizes: Mapping[Path, int], compile_one: Callable[[Path], None], name: str) -> None:
+    """Compile sources of so many bytes, the largest first, as many at once as `_compilers`; a user who waits is told
+    how far it is. The time left counts sources that are being compiled as half done."""
+    count, whole = _compilers(), sum(sizes.values())
+    began_s, end_s = time.monotonic(), 0.0
+    say_s = began_s + FIRST_WORD_S
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        running = {pool.submit(compile_one, path): sizes[path] for path in sorted(sizes, key=lambda path: -sizes[path])}
+        while running:
+            ended, _ = concurrent.futures.wait(running, say_s - time.monotonic(), concurrent.futures.FIRST_COMPLETED)
+            now_s = time.monotonic()
+            try:
+                for each in ended:
+                    running.pop(each)
+                    each.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+            waiting = list(running.values())
+            if ended:
+                end_s = began_s + (now_s - began_s) * whole / (whole - sum(waiting) + sum(waiting[:count]) / 2)
+            if waiting and now_s >= say_s:
+                say_s = now_s + SAY_EACH_S
+                left = f", about {end_s - now_s:.0f} s left" if end_s > now_s else ""
+                LOG.warning("compiling the %s kernels, once: %.0f %% done%s", name, 100 - 100 * sum(waiting) / whole,
+                            left)
 
 
 def kept(library: Library) -> Path | None:

@@ -101,10 +101,10 @@ def _measured(folder: Path, *, quick: bool, anew: bool) -> Machine:
         say(f"warning: the machine profile cannot be kept, so every command measures anew: {reason}; set "
             "FOREBAY_CACHE to a folder that can be written")
     with progress_bar() as bar:
-        task = bar.add_task("measuring this machine" if reason else "measuring this machine, once", total=1.0, note="",
-                            visible=missing)
+        task = bar.add_task(what := "measuring this machine" if reason else "measuring this machine, once", total=1.0,
+                            note="", visible=missing)
         if missing and not console().is_terminal:
-            say("measuring this machine, once: " + ("some seconds" if quick else "about three minutes"))
+            say(f"{what}: {'some seconds' if quick else 'about three minutes'}")
         found = cached_machine(
             folder, quick=quick, anew=anew, keep=not reason, scratch=_writable(folder),
             progress=lambda stage, done: bar.update(task, completed=done, note=stage, visible=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import errno
 import os
+import re
 import stat
 import subprocess
 import threading
@@ -72,6 +73,32 @@ def test_of_processes_that_begin_at_once_one_builds(
     assert [(each.a(), each.b()) for each in loaded] == [(1, 2)] * 3
     compiled = [line for line in log.read_text().splitlines() if "--version" not in line]
     assert sorted(line.count(" -c ") for line in compiled) == [0, 1, 1], "one link, each source once"
+
+
+def test_who_waits_is_told_how_far_a_build_is(
+    library: Library, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "c++"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *b.cpp*) sleep 0.3;; esac\nexec {compile.compiler()} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(compile, "FIRST_WORD_S", 0.0)
+    monkeypatch.setattr(compile, "SAY_EACH_S", 0.05)
+    load_library(library)
+    assert caplog.messages[0] == "compiling the cpu kernels, once: 0 % done"
+    assert re.fullmatch(r"compiling the cpu kernels, once: [1-9]\d % done(, about \d s left)?", caplog.messages[-1])
+    caplog.clear()
+    load_library(library)
+    assert not caplog.messages
+
+
+def test_a_cache_that_cannot_be_written_is_said_with_what_to_do(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(BuildError, match=r"set FOREBAY_CACHE to a folder that can be written$"):
+        load_library(library)
 
 
 def test_the_cache_is_its_owners_alone(library: Library, cache: Path) -> None:
