@@ -16,7 +16,7 @@ from torch import nn
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.checkpoints.records import AddedTensors
-from forebay.rewriter.checkpoints.text_model import causal_class, text_config
+from forebay.rewriter.checkpoints.text_model import causal_class, not_causal, text_config
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.graph import CapturedModel, Gives
@@ -115,9 +115,10 @@ def _model_class(config_or_model: Any) -> tuple[type[PreTrainedModel], PreTraine
     if isinstance(config_or_model, PreTrainedConfig):
         config = text_config(config_or_model) or config_or_model
         if (cls := causal_class(config)) is None:
-            both = getattr(config, "is_encoder_decoder", False)
-            raise CaptureError(f"{config.model_type!r} is not a causal language model that transformers knows"
-                               + ("; forebay.wrap and forebay run take it with its encoder" if both else ""))
+            raise CaptureError(not_causal(config))
+        if getattr(getattr(config, "text_config", config), "cross_attention_layers", None):
+            raise CaptureError(f"{cls.__name__} (model type {config.model_type!r}) cannot be captured: some of its "
+                               "layers attend to images alone")
         return cls, config
     if isinstance(config_or_model, PreTrainedModel):
         return type(config_or_model), config_or_model.config

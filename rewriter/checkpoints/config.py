@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.rewriter.checkpoints.records import CheckpointError, TensorRecord
-from forebay.rewriter.checkpoints.text_model import causal_class
+from forebay.rewriter.checkpoints.text_model import causal_class, not_causal
 from forebay.rewriter.ir.files import read_input, special_kind, write_text
 from forebay.rewriter.one_thread import one_thread
 
@@ -142,15 +142,13 @@ def brings_code(path: Path) -> bool:
 
 @one_thread
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The causal language model of a config on the meta device, for its names and shapes; raises what its own code
-    objects to."""
-    from transformers import AutoModelForCausalLM
-
+    """The causal language model of a config on the meta device, for its names and shapes; CheckpointError where
+    there is none, and what its own code objects to."""
     cls: Any = causal_class(config)
+    if cls is None:
+        raise CheckpointError(not_causal(config))
     with torch.device("meta"):  # its attention is never run; one that the config names could be fetched and loaded
-        if cls is not None:
-            return cls._from_config(config, attn_implementation="eager")
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
+        return cls._from_config(config, attn_implementation="eager")
 
 
 @one_thread

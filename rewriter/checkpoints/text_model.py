@@ -110,6 +110,16 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         type(config) in MODEL_MAPPING) else found
 
 
+def not_causal(config: PreTrainedConfig) -> str:
+    """Say that there is no causal language model of a config, and which are supported instead."""
+    found = f"{config.model_type!r} is not a causal language model that transformers knows"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{found}; forebay.wrap and forebay run take encoder-decoders of text or speech with their encoder"
+    if getattr(config, "sub_configs", None):
+        return f"{found}; of multimodal models these are supported: {', '.join(sorted(MULTIMODAL))}"
+    return found
+
+
 @functools.cache
 @one_thread
 def _with_head(base: Any) -> type[PreTrainedModel]:

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forebay.commands.prompts import load_tokenizer, stop_ids
 from forebay.commands.terminal import JobError, message_of
+from forebay.embedding.embedder import Embedder
+from forebay.embedding.reranker import Reranker, is_reranker
+from forebay.embedding.sentence_files import is_embedder
 from forebay.exported.bundle import is_bundle, read_bundle
+from forebay.modules.encoder_decoder import encoder_decoder_class
+from forebay.modules.open_folder import open_streamed
+from forebay.modules.streamed_module import StreamedModule
 from forebay.open_model import open_graphs
 from forebay.rewriter.capture.experts import TABLE, experts_layout
 from forebay.rewriter.capture.language_model import capture_model
@@ -25,7 +31,7 @@ from forebay.rewriter.checkpoints.gguf_repack import open_gguf
 from forebay.rewriter.checkpoints.gguf_tensors import PlacedTensor, place_tensors
 from forebay.rewriter.checkpoints.grouped import GroupedTensor
 from forebay.rewriter.checkpoints.lora import is_adapter
-from forebay.rewriter.checkpoints.match_weights import weight_names
+from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_names
 from forebay.rewriter.checkpoints.matrices import find_matrices
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import is_quantized, open_quantized
@@ -40,6 +46,7 @@ from forebay.rewriter.checkpoints.text_model import text_config
 
 ROLES = {"tied": "embedding and head", "embedding": "embedding", "head": "head", "experts": "experts"}
 OTHERS, UNREAD = "norms, biases and others", "not read"
+NO_BUDGET = 1  # nothing is computed
 IN_PLACE, PACKED = "read in place", "packed once into the cache folder"
 HeldTensor = tuple[tuple[str, ...], str, int]  # of a stored tensor: the parameters that it holds, its format, its bytes
 
@@ -87,6 +94,7 @@ class ModelDescription:
         ends: Tokens that end an answer.
         tokenizer: Why there is no tokenizer; "" where there is one.
         opens: Whether the files are read in place, or packed first.
+        gives: "text", "embeddings" or "scores".
         runs: Whether this release runs the model.
         reason: Why it does not.
     """
@@ -110,6 +118,7 @@ class ModelDescription:
     ends: tuple[str, ...] = ()
     tokenizer: str = ""
     opens: str = ""
+    gives: str = "text"
     runs: bool = False
     reason: str = ""
 
@@ -159,6 +168,9 @@ def _placed(placed: Mapping[str, Any]) -> Iterator[tuple[str, GgufTensor]]:
 
 def _describe_folder(path: Path, found: ModelDescription) -> None:
     settings, bundle = quantization_settings(path), is_bundle(path)
+    if not settings and not bundle and (streamed := _open_module(path, found)) is not None:
+        _describe_module(path, streamed, found)
+        return
     found.opens = PACKED if settings else IN_PLACE
     found.container = "bundle" if bundle else "forebay quantize" if is_quantized(path) else str(
         settings.get("quant_method")) if settings else "safetensors"
@@ -168,7 +180,8 @@ def _describe_folder(path: Path, found: ModelDescription) -> None:
     config = read_config(path, checkpoint.tensors)
     model = meta_model(text_config(config) or config)
     model.tie_weights()  # type: ignore[no-untyped-call]
-    found.weights = _groups(model, list(_stored(checkpoint, model, config, found.container if settings else "")))
+    found.weights = _groups(model, list(_stored(
+        checkpoint, model, weight_names(config), found.container if settings else "")))
     _note_model(found, model)
     _note_text(found, path)
     if settings:
@@ -180,6 +193,28 @@ def _describe_folder(path: Path, found: ModelDescription) -> None:
     found.dtype = str(captured.dtype)[6:]
 
 
+def _open_module(path: Path, found: ModelDescription) -> StreamedModule | None:
+    """Open a model that runs as a module of transformers, and note what it gives; None for one that does not."""
+    if (auto := encoder_decoder_class(path)) is not None:
+        return open_streamed(path, auto)
+    if is_embedder(path):
+        found.gives = "embeddings"
+        return Embedder(path, NO_BUDGET).streamed
+    if is_reranker(path):
+        found.gives = "scores"
+        return Reranker(path, NO_BUDGET).streamed
+    return None
+
+
+def _describe_module(path: Path, streamed: StreamedModule, found: ModelDescription) -> None:
+    found.container, found.opens, found.dtype = "safetensors", IN_PLACE, str(streamed.dtype)[6:]
+    checkpoint, model = open_checkpoint(path), streamed.module
+    _note_files(found, {record.path for record in checkpoint.tensors.values()})
+    found.weights = _groups(model, list(_stored(checkpoint, model, checkpoint_names(model.config, type(model)), "")))
+    _note_model(found, model)
+    _note_text(found, path)
+
+
 def _check_formats(tensors: Sequence[SourceTensor], names: Mapping[str, str], model: Any) -> None:
     """Raise CheckpointError for tensors that no conversion keeps packed."""
     for tensor in tensors:
@@ -189,10 +224,12 @@ def _check_formats(tensors: Sequence[SourceTensor], names: Mapping[str, str], mo
     choose_formats(tensors, names, find_matrices(model), Wish(KEEP, head=True, embeddings=True))
 
 
-def _stored(checkpoint: Checkpoint, model: Any, config: Any, method: str) -> Iterator[HeldTensor]:
+def _stored(
+    checkpoint: Checkpoint, model: Any, naming: tuple[str, Callable[[str], str]], method: str
+) -> Iterator[HeldTensor]:
     """Each tensor of a folder with the parameter that it is, or that it is part of where a tool quantized the model by
-    a `method`."""
-    prefix, rename = weight_names(config)
+    a `method`; `naming` is the base model's prefix, and the renaming of checkpoint names."""
+    prefix, rename = naming
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
     def parameter(name: str) -> str:

@@ -13,7 +13,10 @@ import gguf
 import pytest
 import torch
 import transformers
+from embedding.folders import save as save_texts
+from embedding.folders import save_modules
 from families import llama
+from modules.test_encoder_decoder import save as save_both
 from quantized_folders import change_settings, make
 from quantized_model import write_quantized
 from safetensors.torch import load_file, save_file
@@ -184,3 +187,22 @@ def test_no_weight_is_read(tmp_path: Path) -> None:
         before = _read_nbytes()
         found = describe_model(str(folder))
         assert found.runs and _read_nbytes() - before < found.nbytes // 4
+
+
+@pytest.mark.parametrize(("kind", "gives", "architecture"), [
+    ("t5", "text", "T5ForConditionalGeneration"), ("mpnet", "embeddings", "MPNetModel"),
+    ("bert", "scores", "BertForSequenceClassification")])
+def test_models_with_an_encoder(kind: str, gives: str, architecture: str, tmp_path: Path) -> None:
+    """They run by other ways than a language model, and transformers has no causal model of some."""
+    if kind == "t5":
+        save_both(kind, tmp_path)
+    elif gives == "scores":
+        save_texts(kind, tmp_path, transformers.AutoModelForSequenceClassification, num_labels=1)
+    else:
+        save_texts(kind, tmp_path)
+        save_modules(tmp_path, {"pooling_mode": "mean"})
+    found = describe_model(str(tmp_path))
+    assert (found.runs, found.gives, found.architecture, found.reason) == (True, gives, architecture, "")
+    assert sum(group.parameters for group in found.weights) == found.parameters
+    assert sum(group.nbytes for group in found.weights if group.kind != "not read") == 4 * found.parameters
+    assert ("gives           " + gives in description_text(found)) == (gives != "text")

@@ -52,6 +52,8 @@ def description_text(found: ModelDescription) -> str:
         tokens = ", ".join(f"{name.removesuffix('_token')} {text!r}" for name, text in found.special_tokens.items())
         rows += [("chat template", ", ".join(found.chat_templates) or "none"), ("special tokens", tokens or "none"),
                  ("answers end at", ", ".join(map(repr, found.ends)) or "nothing but their length")]
+    if found.gives != "text":
+        rows.append(("gives", found.gives))
     rows.append(("runs", "yes" if found.runs else f"no: {found.reason}"))
     lines = [f"{title:<16}{text}" for title, text in rows]
     if found.weights:

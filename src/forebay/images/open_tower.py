@@ -15,6 +15,7 @@ from forebay.rewriter.checkpoints.text_model import MULTIMODAL
 from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.planning.options import Options
 
 LOG = logging.getLogger("forebay")
@@ -48,8 +49,13 @@ def open_tower(
     return ImageTower(config, checkpoint, captured.dtype)
 
 
+@one_thread
 def text_alone(kind: str, media: str = "images") -> str:
     """Return why models of a kind take no images, or no other `media`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if kind not in MULTIMODAL and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return f"{media}: models of type {kind!r} are not supported"
     why = ", because its vision tower is a MobileNet of timm" if kind == "gemma3n" else ""
     return f"{media}: a model of type {kind!r} takes text alone here{why}"
 

@@ -82,7 +82,7 @@ def _blank(config: Any, auto: str, dtype: torch.dtype) -> Any:
             module: Any = getattr(transformers, auto).from_config(config, dtype=dtype)
             module.tie_weights()
     except ValueError as error:  # a kind that has no such class
-        raise CheckpointError(f"a model of type {config.model_type!r} is no {auto} of transformers") from error
+        raise CheckpointError(f"models of type {config.model_type!r} are not supported") from error
     fill_constants(module)
     return module.eval()
 

@@ -97,7 +97,7 @@ def test_a_config_without_a_causal_model_does_not_bring_its_own(planted: Planted
     config = T5Config()
     config.auto_map = AUTO
     config._name_or_path = str(planted.folder)
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(CheckpointError, match="'t5' is not a causal language model"):
         meta_model(config)
 
 
