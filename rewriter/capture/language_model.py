@@ -116,9 +116,6 @@ def _model_class(config_or_model: Any) -> tuple[type[PreTrainedModel], PreTraine
         config = text_config(config_or_model) or config_or_model
         if (cls := causal_class(config)) is None:
             raise CaptureError(not_causal(config))
-        if getattr(getattr(config, "text_config", config), "cross_attention_layers", None):
-            raise CaptureError(f"{cls.__name__} (model type {config.model_type!r}) cannot be captured: some of its "
-                               "layers attend to images alone")
         return cls, config
     if isinstance(config_or_model, PreTrainedModel):
         return type(config_or_model), config_or_model.config

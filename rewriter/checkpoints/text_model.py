@@ -24,6 +24,7 @@ PLACEHOLDER = "image_placeholder"  # of a text config: the id that tables by ids
 # Settings by which a causal model changes its logits, and values that change nothing: heads of multimodal ones do not.
 PLAIN_HEAD = {"logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_multiplier": 1.0}
 CAP = "final_logit_softcapping"
+OF_PARTS = {"text_config", "vision_config", "audio_config"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -98,12 +99,14 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
 
 @one_thread
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class of causal language models of a config; None where there is none.
+    """Return the class of causal language models of a config; None where there is none, or images belong to it.
 
     transformers has none for the language models of Qwen2-VL and its relatives: theirs is made of the base model.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+    if _is_multimodal(config):
+        return None
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     whole = config.model_type.removesuffix("_text")
     return _with_head(MODEL_MAPPING[type(config)]) if found is None and whole in MULTIMODAL and (
@@ -115,9 +118,14 @@ def not_causal(config: PreTrainedConfig) -> str:
     found = f"{config.model_type!r} is not a causal language model that transformers knows"
     if getattr(config, "is_encoder_decoder", False):
         return f"{found}; forebay.wrap and forebay run take encoder-decoders of text or speech with their encoder"
-    if getattr(config, "sub_configs", None):
-        return f"{found}; of multimodal models these are supported: {', '.join(sorted(MULTIMODAL))}"
+    if _is_multimodal(config):
+        return (f"models of type {config.model_type!r} are not supported; of multimodal models these are: "
+                f"{', '.join(sorted(MULTIMODAL))}")
     return found
+
+
+def _is_multimodal(config: PreTrainedConfig) -> bool:
+    return config.model_type not in MULTIMODAL and not OF_PARTS.isdisjoint(getattr(config, "sub_configs", None) or ())
 
 
 @functools.cache

@@ -52,9 +52,13 @@ def open_tower(
 @one_thread
 def text_alone(kind: str, media: str = "images") -> str:
     """Return why models of a kind take no images, or no other `media`."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
-    if kind not in MULTIMODAL and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if kind not in MULTIMODAL and (kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+                                   or kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
         return f"{media}: models of type {kind!r} are not supported"
     why = ", because its vision tower is a MobileNet of timm" if kind == "gemma3n" else ""
     return f"{media}: a model of type {kind!r} takes text alone here{why}"
