@@ -3,8 +3,8 @@
 bundle   seconds from the start of a process to the first token, from a checkpoint and from a bundle of it, in turn, and
          of the processor. What reads take is listed too, and `import torch` alone: all weights are resident under the
          budget, so each start reads them all.
-kept     processor seconds of `run`, `chat` and `serve` until the first token, or until the server listens: the first
-         start with an empty cache of graphs and plans, later ones, and `import torch` alone, in turn.
+kept     seconds of `run`, `chat` and `serve` for one token, or until the server listens, of the processor and by the
+         clock: the first start with an empty cache of graphs and plans, the second, and `import torch` alone, in turn.
 compile  seconds to capture, plan, lower and prove Llamas of equal width and other depth. No weights are involved: the
          model is its config, the files are named and never opened. Each round compiles every depth from nothing, in
          turn, in one process whose imports and caches are warm.
@@ -100,22 +100,28 @@ def bundle(args: argparse.Namespace) -> dict[str, Any]:
     return {"clock_and_processor_s": found, "read_s": reads, "import_torch_s": imports}
 
 
-def cpu_s_of_start(command: list[str], env: dict[str, str]) -> float:
-    """Processor seconds of `forebay COMMAND` and its children; a server's until it listens."""
-    before = os.times()
+def started_s(command: list[str], env: dict[str, str]) -> tuple[float, float]:
+    """Seconds of `forebay COMMAND`: of the processor, children included, and by the clock until the first token, or
+    until a server listens."""
+    before, began = os.times(), time.perf_counter()
+    serves = command[0] == "serve"
     with subprocess.Popen([sys.executable, "-m", "forebay", *command], env=env, stdin=subprocess.PIPE, text=True,
-                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stderr is not None
+                          stdout=subprocess.DEVNULL if serves else subprocess.PIPE,
+                          stderr=subprocess.PIPE if serves else subprocess.DEVNULL) as process:
+        assert process.stdin is not None
         process.stdin.write("Hi\n" if command[0] == "chat" else "")
         process.stdin.close()
-        said = next((line for line in process.stderr if line.startswith("serving ")), "")
-        if said:
+        output = process.stderr if serves else process.stdout
+        assert output is not None
+        said = next((line for line in output if line.startswith("serving ")), "") if serves else output.read(1)
+        taken = time.perf_counter() - began
+        if said and serves:
             process.send_signal(signal.SIGTERM)
-        process.stderr.read()
-        if process.wait() or bool(said) != (command[0] == "serve"):
+        output.read()
+        if process.wait() or not said:
             raise SystemExit(f"forebay {' '.join(command)} failed; run it by hand")
     after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    return after.children_user + after.children_system - before.children_user - before.children_system, taken
 
 
 def import_s() -> float:
@@ -132,7 +138,8 @@ def kept(args: argparse.Namespace) -> dict[str, Any]:
     commands = {"run": ["run", args.model, PROMPT, "--new-tokens", "1", *budget],
                 "chat": ["chat", args.model, "--new-tokens", "1", *budget],
                 "serve": ["serve", args.model, "--port", "0", *budget]}
-    found: dict[str, list[float]] = {"import torch": []}
+    found: dict[str, list[tuple[float, float]]] = {}
+    imports: list[float] = []
     env = dict(os.environ)
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each start compiles its modules
     with tempfile.TemporaryDirectory() as folder:
@@ -141,16 +148,17 @@ def kept(args: argparse.Namespace) -> dict[str, Any]:
                 (Path(folder) / path.name).symlink_to(path)
         env["FOREBAY_CACHE"] = folder
         for _ in range(args.rounds):
-            found["import torch"].append(import_s())
+            imports.append(import_s())
             for name, command in commands.items():
                 for each in ("graphs", "plans"):
                     shutil.rmtree(Path(folder) / each, ignore_errors=True)
                 for turn in ("first", "second"):
-                    found.setdefault(f"{name}, {turn}", []).append(cpu_s_of_start(command, env))
-    print_table([{"start": name, "processor, s": spread(each, ".2f"),
-                  "beyond torch, s": spread((a - b for a, b in zip(each, found["import torch"], strict=True)), ".2f")}
-                 for name, each in found.items()])
-    return {"processor_s": found}
+                    found.setdefault(f"{name}, {turn}", []).append(started_s(command, env))
+    print_table([{"start": name, "processor, s": spread((cpu for cpu, _ in each), ".2f"),
+                  "beyond torch, s": spread((cpu - b for (cpu, _), b in zip(each, imports, strict=True)), ".2f"),
+                  "first token, s": spread((taken for _, taken in each), ".2f")} for name, each in found.items()])
+    print(f"import torch: {spread(imports, '.2f')} s of the processor")
+    return {"processor_and_clock_s": found, "import_torch_s": imports}
 
 
 def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, ...]:

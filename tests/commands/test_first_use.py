@@ -48,8 +48,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_one_prompt_is_answered_as_the_job_answers_it(answered: tuple[str, dict]) -> None:
-    found = call("run", "demo", "The capital of France is", "--budget", "200MB", "--new-tokens", "10")
+@pytest.mark.parametrize("greedy", [(), ("--temperature", "0", "--top-k", "5")])
+def test_one_prompt_is_answered_as_the_job_answers_it(answered: tuple[str, dict], greedy: tuple[str, ...]) -> None:
+    found = call("run", "demo", "The capital of France is", "--budget", "200MB", "--new-tokens", "10", *greedy)
     assert found.stdout.strip() == answered[0].strip()
     assert re.search(r"10 tokens: .* s to load, .* s of prefill, .* s of decode", found.stderr)
 

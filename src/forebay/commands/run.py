@@ -79,7 +79,8 @@ def run(
         help="Chat template of the model around each prompt. Default: where the model has one.",
         show_default=False)] = None,
     sample: Annotated[bool, in_sampling("--sample", help="Sampled tokens instead of the most likely ones.")] = False,
-    temperature: Annotated[float | None, in_sampling(help="Temperature of sampling. Implies --sample.")] = None,
+    temperature: Annotated[float | None, in_sampling(
+        help="Temperature of sampling; 0 takes the most likely tokens. Implies --sample.")] = None,
     top_k: Annotated[int | None, in_sampling(
         help="Number of most likely tokens to sample from; 0: all. Implies --sample.")] = None,
     top_p: Annotated[float | None, in_sampling(
@@ -109,9 +110,9 @@ def run(
         from forebay.modules.encoder_decoder import is_encoder_decoder
         from forebay.runtime.run.sampling import Sampling
 
-        drawing = sample or any(x is not None for x in (temperature, top_k, top_p))
+        drawing = temperature != 0 and (sample or any(x is not None for x in (temperature, top_k, top_p)))
         try:
-            sampling = Sampling(drawing, 1.0 if temperature is None else temperature,
+            sampling = Sampling(drawing, temperature or 1.0,
                                 50 if top_k is None else top_k, 1.0 if top_p is None else top_p)
         except ValueError as error:
             raise JobError(str(error)) from error
