@@ -3,18 +3,19 @@
 rates  SmolLM2-135M, planned with all the memory it wants and with half of that, gets requests in an open loop, Poisson:
        first far more than it can serve, which gives the rate at which it is full, then at shares of that. A simulation
        (`rewriter/serving/continuous_batching.py`) is given the same arrivals and lengths. Its steps take what the
-       Programs of the plan are predicted to take (`predicted`), or what steps of as many tokens took at that time of
-       the load (`replayed`), which leaves the simulator's own errors. Compared are times to the first token (TTFT) and
-       per token after it (TPOT), and requests that end a second between a fifth and four fifths of the run.
+       Programs of the plan are predicted to take (`predicted`), or what steps took at that time of the load
+       (`replayed`, with arrivals as the server noted them), which leaves the simulator's own errors. Compared are times
+       to the first token (TTFT) and per token after it (TPOT), and requests that end a second between a fifth and four
+       fifths of the run.
 peers  Servers side by side, each with 8 clients that ask again as soon as they are answered: completions of English
        text, greedy, streamed, in RAM, two threads. Answers are of 32 tokens (`equal`) or of 8 to 32 (`spread`).
        `forebay` serves the GGUF file as it is and as float32; peers are llama.cpp's server on the same file (xllamacpp,
        in the Python that `--llama` names) and `transformers serve` in float32, request by request and with continuous
        batching (`--transformers`). The first three take turns; those of transformers have one round of `equal` after.
        `others` are seconds of the cores that servers which should be idle took.
-ways   One server on all cores, and one for each core that take requests in turn, as BestServe's strategies divide
-       devices among instances, under the loads of `rates`. Steps are simulated on profiles of as many threads, measured
-       by as many processes at once.
+ways   One server on all cores; one for each core that take requests in turn; one that computes prompts and one that
+       decodes: as BestServe's strategies divide devices among instances, under the loads of `rates`. Steps are
+       simulated on profiles of as many threads, measured by as many processes at once.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,9 +45,10 @@ from benchmarks.server_load import (
     LoadAnswer,
     LoadRequest,
     ServerPeer,
-    TimedSteps,
+    clock_of,
     closed_loop,
     load,
+    logged,
     open_loop,
     serving,
     text_tokens,
@@ -58,13 +61,13 @@ from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.turns import SERVER_TURNS
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.of_programs import StepTimes
-from forebay.rewriter.serving.continuous_batching import simulate_slots
+from forebay.rewriter.serving.continuous_batching import as_predicted, simulate_apart, simulate_slots
 from forebay.rewriter.serving.served import percentile_s
 from forebay.rewriter.serving.traffic import Arrival, Traffic, arrivals
 from forebay.runtime.measure.neighbours import Neighbours
 
 PROMPTS, ANSWERS = (16, 64), (8, 24)  # tokens, drawn uniformly
-SHARES = (3.0, 0.3, 0.6, 0.9)  # of the rate at which it is full: of the first simulated, then as measured
+OVERLOAD, SHARES = 3.0, (0.3, 0.6, 0.9)  # of the rate at which it is full: of a guess, then as measured
 FULL = "2GiB"
 GUESS = 10.0  # requests per second
 MEASURE = """
@@ -114,55 +117,27 @@ def measured(answers: Sequence[Sequence[LoadAnswer]]) -> dict[str, float]:
 
 
 def simulated(
-    answers: Sequence[Sequence[LoadAnswer]], times: StepTimes, steps: Sequence[TimedSteps] = ()
+    answers: Sequence[Sequence[LoadAnswer]], times: StepTimes, logs: Sequence[Path] = (), moved_s: float | None = None
 ) -> dict[str, float]:
-    """Of the same requests, at each server by itself; with the `steps` of each at their pace."""
-    runs = [simulate_slots([Arrival(a.sent_s, a.prompt, a.tokens) for a in sorted(each, key=lambda a: a.sent_s)
-                            if not a.error], times, SERVER_TURNS, *[ran.pace(times) for ran in steps[i : i + 1]])
-            for i, each in enumerate(answers)]
-    return figures(np.concatenate([run.ttft_s for run in runs]), np.concatenate([run.tpot_s for run in runs]),
+    """Of the same requests, at each server by itself; with the `logs` of each as they arrived there, and by its clock.
+    With `moved_s` the cache of a token moves so long from the process that computes prompts to the one that decodes."""
+    runs, ttft = [], []
+    clocks = [clock_of(log, times) for log in logs] or [as_predicted] * (len(answers) + 1)
+    for i, each in enumerate(answers):
+        good = sorted((a for a in each if not a.error), key=lambda a: a.sent_s)
+        at = [line[0] for line in logged(logs[i]) if len(line) == 1][-len(each):] if logs else [a.sent_s for a in good]
+        load = [Arrival(at_s, a.prompt, a.tokens) for at_s, a in zip(sorted(at), good, strict=True)]
+        runs.append(simulate_slots(load, times, SERVER_TURNS, clocks[i]) if moved_s is None else simulate_apart(
+            load, times, times, SERVER_TURNS, (clocks[0], clocks[1]), moved_s))
+        ttft.append(runs[-1].first - np.array([a.sent_s for a in good]))
+    return figures(np.concatenate(ttft), np.concatenate([run.tpot_s for run in runs]),
                    [last for run in runs for last in run.last])
 
 
-def saturation(times: StepTimes, words: Sequence[int], count: int) -> float:
-    """Requests a second where they never end."""
-    load = requests(count, 1e6, 0, words)
-    run = simulate_slots([Arrival(r.at_s, len(r.body["prompt"]), r.body["max_tokens"]) for r in load], times,
-                         SERVER_TURNS)
-    return ended_per_s(list(run.last))
-
-
-def measure_budget(name: str, budget: str, options: argparse.Namespace, words: Sequence[int]) -> list[Row]:
-    lm = planned(budget, options.machine)
-    times, nbytes = step_times_of(lm), lm.plan.arenas["device"]
-    full = saturation(times, words, options.requests)  # until it is measured
-    rows: list[Row] = []
-    machine = ("--machine", str(options.machine)) if options.machine else ()
-    with tempfile.NamedTemporaryFile() as log, serving(
-            budget, *OPTIONS, *machine, steps=log.name) as (server, port, batch_slots):
-        assert batch_slots == times.batch_slots, "the server runs another plan"
-        for share in SHARES:
-            seen, before, began = Neighbours(), used_s(server), time.monotonic()
-            answers = open_loop([port], requests(options.requests, share * full, 1, words))
-            used = (used_s(server) - before) / ((time.monotonic() - began) * len(seen.cores))
-            failed = [a.error for a in answers[0] if a.error]
-            row: Row = {
-                "budget": name, "device_nbytes": nbytes, "batch_slots": batch_slots, "share": share,
-                "rate": share * full, "requests": len(answers[0]), "failed": len(failed),
-                "first_failure": failed[0] if failed else "",
-                "others": max(0.0, seen.share() - used),
-                "measured": measured(answers), "predicted": simulated(answers, times),
-                "replayed": simulated(answers, times, [TimedSteps.read(Path(log.name))])}
-            rows.append(row)
-            show(row, ("measured", "replayed", "predicted"), f"{name}, {nbytes / 1e6:.0f} MB, {batch_slots} "
-                 f"slots: others took {row['others']:.0%} of the cores")
-            full = row["measured"]["ended_per_s"] if share > 1 else full
-    return rows
-
-
-def show(row: Row, kinds: Sequence[str], title: str) -> None:
+def show(row: Row, kinds: Sequence[str]) -> None:
     """Print what a load came to, measured and otherwise, with how far that is off."""
-    print(f"{title}; {row['rate']:.2f} requests/s, {row['failed']} failed", flush=True)
+    print(f"{row['way']}: {row['rate']:.2f} requests/s, {row['failed']} failed, others took {row['others']:.0%} of the "
+          "cores", flush=True)
     print_table([{"of": kind, **{name.replace("_per_s", "/s"): f"{value:.2f}" if "per_s" in name else f"{value:.3f} s"
                                  for name, value in row[kind].items()},
                   "off": " ".join(f"{value / row['measured'][name] - 1:+.0%}" for name, value in row[kind].items())}
@@ -195,17 +170,6 @@ def shown(row: dict[str, Any]) -> Row:
             **{f"{name}, MB": row[f"{name}_nbytes"] / 1e6 for name in ("peak", "anonymous") if f"{name}_nbytes" in row}}
 
 
-def measure_rates(options: argparse.Namespace) -> dict[str, Any]:
-    """Both budgets under each load."""
-    words, rows = text_tokens(), []
-    for name in options.budgets:
-        budget = FULL if name == "full" else f"{planned(FULL, options.machine).plan.arenas['device'] // 2}"
-        began = time.monotonic()
-        rows += measure_budget(name, budget, options, words)
-        print(f"  {time.monotonic() - began:.0f} s", flush=True)
-    return {"rows": rows}
-
-
 def measure_peers(options: argparse.Namespace) -> dict[str, Any]:
     """Rounds of all servers that there are."""
     asked = peers.texts(options.requests)
@@ -230,38 +194,84 @@ def measured_profile(folder: Path, servers: int, threads: int) -> Path:
     return paths[0]
 
 
-def serve(
-    servers: int, threads: int, rate: float, count: int, profile: Path, times: StepTimes, words: list[int]
-) -> dict[str, Any]:
-    """Figures of one way to serve, measured and simulated, at so many requests per second."""
-    with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(serving(FULL, *OPTIONS, "--machine", str(profile), threads=threads))[1]
-                 for _ in range(servers)]
-        answers = open_loop(ports, requests(count, rate, 1, words))
-    return {"servers": servers, "threads": threads, "rate": rate,
-            "failed": sum(bool(a.error) for each in answers for a in each),
-            "measured": measured(answers), "simulated": simulated(answers, times)}
+@dataclass(frozen=True)
+class ServingWay:
+    """Servers that run, each on so many threads: their processes, ports, the files of their steps, and what those are
+    predicted to take. `moved_s` is of `simulated`."""
+
+    name: str
+    processes: list[int]
+    ports: list[int]
+    logs: list[Path]
+    times: StepTimes
+    moved_s: float | None
+
+    @classmethod
+    def start(
+        cls, stack: contextlib.ExitStack, folder: Path, profile: Path | None, servers: int, apart: bool = False,
+        budget: str = FULL,
+    ) -> ServingWay:
+        threads, lm, handoff = core_count() // servers, planned(budget, profile), ("--handoff", str(folder / "socket"))
+        times, work = step_times_of(lm), lm.plan.workload
+        name = f"{'prefill, decode' if apart else servers} x {threads} threads, {lm.plan.arenas['device'] / 1e6:.0f} MB"
+        logs, found = [folder / f"{name} {i}" for i in range(servers)], []
+        roles = [("--role", role, *handoff) for role in ("prefill", "decode")] if apart else [()] * servers
+        machine = ("--machine", str(profile)) if profile else ()
+        for log, role in [*zip(logs, roles, strict=True)][::-1]:  # who decodes is there first
+            found.append(stack.enter_context(serving(budget, *OPTIONS, *role, *machine, threads=threads,
+                                                     steps=str(log))))
+        assert {slots for *_, slots in found} == {times.batch_slots}, "a server runs another plan"
+        nbytes = sum(b.nbytes for b in lm.plan.buffers_of("decode") if b.kind == "cache") / work.batch / work.context
+        return cls(name, [process for process, *_ in found], [port for _, port, _ in found[::-1] if port], logs, times,
+                   2 * nbytes / lm.machine.memory_bytes_per_s if apart else None)
+
+    def serve(self, rate: float, count: int, words: list[int], seed: int) -> Row:
+        """Figures at so many requests per second: measured, with steps as they took, and as predicted."""
+        seen, before, began = Neighbours(), sum(map(used_s, self.processes)), time.monotonic()
+        answers = open_loop(self.ports, requests(count, rate, seed, words))
+        used = (sum(map(used_s, self.processes)) - before) / ((time.monotonic() - began) * len(seen.cores))
+        failed = [a.error for each in answers for a in each if a.error]
+        return {"way": self.name, "rate": rate, "requests": count, "failed": len(failed), "first_failure": failed[:1],
+                "others": max(0.0, seen.share() - used), "measured": measured(answers),
+                "replayed": simulated(answers, self.times, self.logs, self.moved_s and 0.0),
+                "predicted": simulated(answers, self.times, moved_s=self.moved_s)}
 
 
-def measure_ways(options: argparse.Namespace) -> dict[str, Any]:
-    """One server on all cores and one for each core, under each load."""
-    cores, words, full, rows = core_count(), text_tokens(), GUESS, list[Row]()
-    with tempfile.TemporaryDirectory() as folder:
-        profiles = {servers: measured_profile(Path(folder), servers, cores // servers) for servers in (1, cores)}
-        ways = [(servers, cores // servers, profile, step_times_of(planned(FULL, profile)))
-                for servers, profile in profiles.items()]
-        for share in SHARES:
-            at = [serve(servers, threads, share * full, options.requests, profile, times, words)
-                  for servers, threads, profile, times in ways]
-            if share > 1:
-                full = max(row["measured"]["ended_per_s"] for row in at)
-            rows += [row | {"share": share} for row in at]
-            for row in at:
-                show(row, ("measured", "simulated"), f"{row['servers']} x {row['threads']} threads")
+def under_loads(ways: Sequence[ServingWay], options: argparse.Namespace) -> list[Row]:
+    """All ways in turn, at a rate that is far more than they serve, then in rounds at shares of what the best served.
+    """
+    words, full, rows = text_tokens(), GUESS, list[Row]()
+    for seed, share in [(0, OVERLOAD), *((seed, share) for seed in range(options.rounds) for share in SHARES)]:
+        for way in ways:
+            rows.append(way.serve(share * full, options.requests, words, seed) | {"share": share, "round": seed})
+            show(rows[-1], ("measured", "replayed", "predicted"))
+        if share == OVERLOAD:
+            full = max(row["measured"]["ended_per_s"] for row in rows)
+    return rows
+
+
+def measure_rates(options: argparse.Namespace) -> dict[str, Any]:
+    """Both budgets under each load."""
+    rows = list[Row]()
+    for name in options.budgets:
+        budget = FULL if name == "full" else f"{planned(FULL, options.machine).plan.arenas['device'] // 2}"
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            way = ServingWay.start(stack, Path(folder), options.machine, 1, budget=budget)
+            rows += [row | {"budget": name} for row in under_loads([way], options)]
     return {"processor": processor(), "rows": rows}
 
 
-CASES = {"rates": (measure_rates, 300), "peers": (measure_peers, 32), "ways": (measure_ways, 200)}
+def measure_ways(options: argparse.Namespace) -> dict[str, Any]:
+    """One server on all cores, one for each core, and prefill and decode apart, under each load."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        profiles = {servers: measured_profile(Path(folder), servers, core_count() // servers)
+                    for servers in (1, core_count())}
+        ways = [ServingWay.start(stack, Path(folder), profile, servers) for servers, profile in profiles.items()]
+        ways.append(ServingWay.start(stack, Path(folder), profiles[core_count()], 2, apart=True))
+        return {"processor": processor(), "rows": under_loads(ways, options)}
+
+
+CASES = {"rates": (measure_rates, 60), "peers": (measure_peers, 32), "ways": (measure_ways, 60)}
 
 
 def main() -> None:
@@ -269,7 +279,7 @@ def main() -> None:
         __doc__, CASES, requests=(int, "at each rate, or of a round"), budgets=(["full", "half"], "of rates"),
         machine=(Path, "of rates: a profile in place of this machine's kept one"),
         llama=(str, "a Python that has xllamacpp"), transformers=(str, "a Python that has transformers and fastapi"),
-        path=("", "PYTHONPATH for that one"), rounds=(3, "of peers"))
+        path=("", "PYTHONPATH for that one"), rounds=(3, "at each rate, or of peers"))
     measure, count = CASES[options.case]
     options.requests = options.requests or count
     write_json(options, measure(options))

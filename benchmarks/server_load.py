@@ -17,8 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from forebay.commands.options import model_folder
 from forebay.commands.prompts import load_tokenizer
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
 from forebay.rewriter.predict.of_programs import StepTimes
+from forebay.rewriter.serving.continuous_batching import StepDuration
 
 LIMIT_S = 120.0  # of one request
 
@@ -141,64 +141,71 @@ def closed_loop(port: int, requests: Sequence[LoadRequest], clients: int) -> lis
     return asyncio.run(_closed_loop(port, requests, clients))
 
 
-# Writes of each step when it began, its tokens per sequence and its seconds, as the server's metrics count them.
+# Writes when each request arrives; of each step when it began, its tokens per sequence, what it sees of the caches, and
+# its seconds.
 WATCHED = """
 import sys, time
 from forebay.commands.cli import main
+from forebay.runtime.run.scheduler import Scheduler
 from forebay.runtime.run.session import Session
-from forebay.serving.metrics import Metrics
-log, tokens, step, count = open(sys.argv.pop(1), "w", buffering=1), [], Session.step, Metrics.steps
-def watched_step(self, inputs):
-    tokens[:] = [inputs.tokens]
-    return step(self, inputs)
-def watched_count(self, prefills, decodes, time_s):
-    print(time.monotonic() - time_s, *tokens, time_s, file=log)
-    count(self, prefills, decodes, time_s)
-Session.step, Metrics.steps = watched_step, watched_count
+from forebay.serving.batcher import Batcher
+log, seen = open(sys.argv.pop(1), "w", buffering=1), []
+submit, compute, step = Batcher.submit, Session.step, Scheduler.step
+def watched_submit(self, pending):
+    print(pending.arrived_s, file=log)
+    submit(self, pending)
+def watched_compute(self, inputs):
+    at, tokens = inputs.start, inputs.tokens
+    seen[:] = tokens, int(at[0]) + tokens if tokens > 1 else int(at.sum() + inputs.count.sum())
+    return compute(self, inputs)
+def watched_step(self):
+    began = time.monotonic()
+    step(self)
+    print(began, *seen, time.monotonic() - began, file=log)
+Batcher.submit, Session.step, Scheduler.step = watched_submit, watched_compute, watched_step
 main()
 """
+GAP_S = 0.02  # between two steps within which the loop did what it does between them
 
 
-@dataclass(frozen=True)
-class TimedSteps:
-    """TimedSteps that a server ran: when each began, by tokens per sequence, and its seconds."""
+def logged(log: Path) -> list[list[float]]:
+    return [[float(word) for word in line.split()] for line in log.read_text().splitlines()]
 
-    began_s: dict[int, list[float]]
-    took_s: dict[int, list[float]]
 
-    @classmethod
-    def read(cls, path: Path) -> TimedSteps:
-        found = cls({}, {})
-        for line in path.read_text().splitlines():
-            began, tokens, took = line.split()
-            found.began_s.setdefault(int(tokens), []).append(float(began))
-            found.took_s.setdefault(int(tokens), []).append(float(took))
-        return found
+def clock_of(log: Path, times: StepTimes) -> StepDuration:
+    """The pace of a server at any time by the file of its steps: the seconds that a step takes which begins then. Steps
+    of each size take what they took on average, by `times` of what they see, sooner or later as those did that ran at
+    that time; while none ran, as the next one did."""
+    steps = [line for line in logged(log) if len(line) > 1]
+    began, sizes, sees, took = map(np.array, zip(*steps, strict=True))
+    took[:-1] = np.where(np.diff(began) - took[:-1] < GAP_S, np.diff(began), took[:-1])
+    work = np.array([times.decode_s(n) if size == 1 else times.prefill_s(int(size), n)
+                     for size, n in zip(sizes, sees, strict=True)])
+    slower = {size: took[sizes == size].sum() / work[sizes == size].sum() for size in {*sizes}}
+    work *= [slower[size] for size in sizes]
+    idle = (began - np.concatenate([began[:1], (began + took)[:-1]])) * work / took
+    at = np.stack([began, began + took], 1).ravel()
+    done = np.stack([idle, work], 1).ravel().cumsum()  # at these times
 
-    def pace(self, times: StepTimes) -> Callable[[float, int], float]:
-        """How many times as long as by `times` the step took that was under way at a time, of those over as many
-        tokens (of any size, where none was), or the next one."""
-        def at(at_s: float, tokens: int) -> float:
-            size = tokens if tokens in self.began_s else 1
-            number = bisect(self.began_s[size], at_s) - 1
-            number = max(0, min(number + (number < 0 or at_s > self.began_s[size][number] + self.took_s[size][number]),
-                                len(self.began_s[size]) - 1))
-            return self.took_s[size][number] * 2 / sum(times.seconds[size])
-        return at
+    def clock(at_s: float, tokens: int, predicted_s: float) -> float:
+        end = np.interp(at_s, at, done) + max(0.0, at_s - at[-1]) + predicted_s * slower.get(tokens, slower[1.0])
+        return float(np.interp(end, done, at) + max(0.0, end - done[-1]) - at_s)
+
+    return clock
 
 
 @contextlib.contextmanager
 def serving(budget: str, *options: str, threads: int = 0, steps: str = os.devnull) -> Iterator[tuple[int, int, int]]:
-    """`forebay serve demo` in a process of its own, on so many threads if they are given: its process, its port and its
-    slots. Its steps go to the file `steps`."""
+    """`forebay serve demo` in a process of its own, on so many threads if they are given: its process, its port (0 of
+    one that decodes for another) and its slots. Its steps go to the file `steps`."""
     command = [sys.executable, "-c", WATCHED, steps, "serve", "demo", "--budget", f"device={budget}", "--port", "0"]
     own = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=own) as process:
         try:
             assert process.stderr is not None
             for line in process.stderr:
-                if found := re.search(r"at http://[^ ]*:(\d+) in (\d+) slots", line.replace("\n", " ")):
-                    yield process.pid, int(found[1]), int(found[2])
+                if found := re.search(r"at (?:http://[^ ]*:(\d+)|/[^ ]*) in (\d+) slots", line.replace("\n", " ")):
+                    yield process.pid, int(found[1] or 0), int(found[2])
                     break
             else:
                 raise RuntimeError("the server did not start")

@@ -1,5 +1,6 @@
 """The server of this package simulated step by step: sequences enter and leave the slots of one plan as
-`runtime.run.scheduler.answer_arriving` lets them, by the same `StepTurns`."""
+`runtime.run.scheduler.answer_arriving` lets them, by the same `StepTurns`; and two processes, of which one computes
+prompts and the other one decodes."""
 
 from __future__ import annotations
 
@@ -58,6 +59,16 @@ class _Desk:
     def busy(self) -> bool:
         return bool(self.waiting or self.entering or self.running)
 
+    def arrive(self, requests: Sequence[Arrival], order: Sequence[int], at: int, now: float, elsewhere: int = 0) -> int:
+        """Take requests from the place `at` of `order` on that have arrived, as far as slots are free; the place of the
+        next one. So many as hold slots `elsewhere` beyond those that are free there count as here."""
+        room = self.free - len(self.waiting) - max(0, elsewhere)
+        while room > 0 and at < len(order) and requests[order[at]].at_s <= now:
+            request = requests[order[at]]
+            self.waiting.append(_Seat(order[at], request.prompt, 0, request.output))
+            at, room = at + 1, room - 1
+        return at
+
     def begin(self) -> None:
         left = [self._chunks(group.left) for group in self.entering]
         next_ones = [seat for seat in self.waiting if self.turns.admits(self._chunks(seat.prompt), left)]
@@ -103,29 +114,30 @@ class _Desk:
         self.running = [seat for seat in self.running if seat.left]
 
 
+# Seconds of a step that begins at a time, over so many tokens per sequence, which is predicted to take so many.
+StepDuration = Callable[[float, int, float], float]
+
+
+def as_predicted(at_s: float, tokens: int, predicted_s: float) -> float:
+    """Return what a step is predicted to take, at any time."""
+    return predicted_s
+
+
 def simulate_slots(
-    requests: Sequence[Arrival], times: StepTimes, turns: StepTurns = DEFAULT_TURNS,
-    pace: Callable[[float, int], float] = lambda at_s, tokens: 1.0,
+    requests: Sequence[Arrival], times: StepTimes, turns: StepTurns = DEFAULT_TURNS, clock: StepDuration = as_predicted
 ) -> Served:
-    """Requests through the slots of a plan. At `at_s` a step over so many tokens per sequence takes `pace` times what
-    `times` say. TrafficError where a request has no room in any slot."""
-    for r in requests:
-        if r.prompt > times.prompt or r.prompt + r.output - 1 > times.context:
-            raise TrafficError(f"a request of {r.prompt} and {r.output} tokens has no room in slots of {times.prompt} "
-                               f"of prompt and {times.context} in all; longer ones (--prompt, --new-tokens) have")
+    """Requests through the slots of a plan, whose steps take `times` by this `clock`. TrafficError where a request has
+    no room in any slot."""
+    _refuse_long(requests, times)
     desk, order = _Desk(times, turns), sorted(range(len(requests)), key=lambda i: (requests[i].at_s, i))
     first, last = [math.nan] * len(requests), [math.nan] * len(requests)
     now, at = 0.0, 0
     while at < len(order) or desk.busy:
         if not desk.busy:
             now = max(now, requests[order[at]].at_s)
-        room = desk.free - len(desk.waiting)
-        while room > 0 and at < len(order) and requests[order[at]].at_s <= now:
-            request = requests[order[at]]
-            desk.waiting.append(_Seat(order[at], request.prompt, 0, request.output))
-            at, room = at + 1, room - 1
+        at = desk.arrive(requests, order, at, now)
         took, tokens, told = desk.step()
-        now += took * pace(now, tokens)
+        now += clock(now, tokens, took)
         for seat in told:
             if math.isnan(first[seat.index]):
                 first[seat.index] = now
@@ -133,3 +145,53 @@ def simulate_slots(
                 last[seat.index] = now
         desk.leave()
     return served(requests, first, last)
+
+
+def simulate_apart(
+    requests: Sequence[Arrival], prefill: StepTimes, decode: StepTimes, turns: StepTurns = DEFAULT_TURNS,
+    clocks: tuple[StepDuration, StepDuration] = (as_predicted, as_predicted), moved_s: float = 0.0,
+) -> Served:
+    """Requests whose prompts one process computes, and whose further tokens another one (`forebay serve --role`). As
+    many requests are under way as both have slots. The cache of a token takes `moved_s` of a prefill step, and as long
+    of a decode step. TrafficError as of `simulate_slots`."""
+    _refuse_long(requests, prefill)
+    order = sorted(range(len(requests)), key=lambda i: (requests[i].at_s, i))
+    first, last = [math.nan] * len(requests), [math.nan] * len(requests)
+    here, there, slots = _Desk(prefill, turns), _Desk(decode, turns), prefill.batch_slots + decode.batch_slots
+    handed: deque[tuple[float, _Seat]] = deque()
+    now, then, at = 0.0, 0.0, 0
+    while at < len(order) or here.busy or handed or there.running:
+        away = len(handed) + len(there.running)
+        open_ = at < len(order) and away < slots
+        come = now if here.busy else max(now, requests[order[at]].at_s) if open_ else math.inf
+        ready = then if there.running else max(then, handed[0][0]) if handed else math.inf
+        if come <= ready:
+            now, at = come, here.arrive(requests, order, at, come, away - decode.batch_slots)
+            took, tokens, told = here.step()
+            now += clocks[0](come, tokens, took)
+            here.running.clear()
+            for seat in told:
+                first[seat.index] = last[seat.index] = now
+            for seat in (seat for seat in told if seat.left):
+                now += moved_s * seat.prompt
+                handed.append((now, seat))
+            continue
+        moved = 0
+        while handed and handed[0][0] <= ready and there.free:
+            there.running.append(handed.popleft()[1])
+            moved += there.running[-1].prompt
+        took, _, told = there.step()
+        then = ready + clocks[1](ready, 1, took) + moved_s * moved
+        for seat in told:
+            last[seat.index] = then
+        there.leave()
+        if away >= slots:
+            now = max(now, then)
+    return served(requests, first, last)
+
+
+def _refuse_long(requests: Sequence[Arrival], times: StepTimes) -> None:
+    for r in requests:
+        if r.prompt > times.prompt or r.prompt + r.output - 1 > times.context:
+            raise TrafficError(f"a request of {r.prompt} and {r.output} tokens has no room in slots of {times.prompt} "
+                               f"of prompt and {times.context} in all; longer ones (--prompt, --new-tokens) have")

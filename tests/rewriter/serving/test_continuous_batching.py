@@ -17,7 +17,7 @@ from forebay.rewriter.ir.schedule.admission import Admission
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.turns import DEFAULT_TURNS, SERVER_TURNS, StepTurns
 from forebay.rewriter.predict.of_programs import StepTimes
-from forebay.rewriter.serving.continuous_batching import simulate_slots
+from forebay.rewriter.serving.continuous_batching import simulate_apart, simulate_slots
 from forebay.rewriter.serving.traffic import Arrival, Traffic, TrafficError, arrivals
 from forebay.runtime.run.request import Request
 from forebay.runtime.run.scheduler import answer_arriving
@@ -125,6 +125,34 @@ def test_a_long_prompt_starves_nobody() -> None:
     alike = [Arrival(0.0, 64, 1), Arrival(0.0, 64, 1), Arrival(0.0, 2, 1)]
     first = run_by_the_loop(alike, times, SERVER_TURNS)[0]
     assert first == [66, 130, 4]
+
+
+def test_prompts_and_answers_of_two_processes() -> None:
+    """By hand: prompts one after the other, steps of half a second for all; caches take a second there and
+    a second here. No more requests are under way than both have slots."""
+    prefill, decode = replace(TIMES, batch_slots=1), replace(TIMES, batch_slots=1)
+    requests = [Arrival(0.0, 16, 3), Arrival(0.5, 16, 1), Arrival(0.5, 10, 2)]
+    run = simulate_apart(requests, prefill, decode, moved_s=1 / 16)
+    assert list(run.first) == pytest.approx([1.75, 4.5, 6.25])
+    assert list(run.last) == pytest.approx([2.75 + 1 + 2 * 0.5, 4.5, 6.875 + 10 / 16 + 0.5])
+    run = simulate_apart(requests[:1], prefill, decode, clocks=(lambda at, n, s: 2 * s, lambda at, n, s: 3 * s))
+    assert list(run.last) == [2 * 1.75 + 3 * 2 * 0.5]
+    slow = replace(decode, seconds={1: (100.0, 100.0)})
+    run = simulate_apart([Arrival(0.0, 8, 2) for _ in range(4)], prefill, slow)
+    assert list(run.first) == [1.0, 2.0, 102.0, 202.0] and list(run.last) == [101.0, 201.0, 301.0, 401.0]
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.4, 3.0])
+def test_two_processes_with_room_compute_all(rate: float) -> None:
+    chance = random.Random(1)
+    requests = [replace(r, prompt=chance.randint(1, 32), output=chance.randint(1, 16))
+                for r in arrivals(Traffic(rate, 60, 1, 1), 1)]
+    run = simulate_apart(requests, TIMES, TIMES, SERVER_TURNS)
+    alone = simulate_slots([replace(r, output=1) for r in requests], TIMES, SERVER_TURNS)
+    assert (run.first >= alone.first - 1e-9).all() and (run.last >= run.first).all()
+    if rate < 0.1:  # slots are never short
+        assert list(run.first) == pytest.approx(list(alone.first))
+    assert (run.tpot_s >= 0.5).all()
 
 
 def test_what_has_no_room_is_refused() -> None:
