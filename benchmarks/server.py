@@ -124,9 +124,11 @@ def simulated(
     runs, ttft = [], []
     clocks = [clock_of(log, times) for log in logs] or [as_predicted] * (len(answers) + 1)
     for i, each in enumerate(answers):
-        good = sorted((a for a in each if not a.error), key=lambda a: a.sent_s)
-        at = [line[0] for line in logged(logs[i]) if len(line) == 1][-len(each):] if logs else [a.sent_s for a in good]
-        load = [Arrival(at_s, a.prompt, a.tokens) for at_s, a in zip(sorted(at), good, strict=True)]
+        good = sorted((a for a in each if not a.error), key=lambda a: (a.prompt, a.sent_s))
+        at = [(a.prompt, a.sent_s) for a in good]
+        if logs:
+            at = sorted((line[1], line[0]) for line in [x for x in logged(logs[i]) if len(x) == 2][-len(each):])
+        load = [Arrival(at_s, a.prompt, a.tokens) for (_, at_s), a in zip(at, good, strict=True)]
         runs.append(simulate_slots(load, times, SERVER_TURNS, clocks[i]) if moved_s is None else simulate_apart(
             load, times, times, SERVER_TURNS, (clocks[0], clocks[1]), moved_s))
         ttft.append(runs[-1].first - np.array([a.sent_s for a in good]))

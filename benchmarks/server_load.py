@@ -141,8 +141,8 @@ def closed_loop(port: int, requests: Sequence[LoadRequest], clients: int) -> lis
     return asyncio.run(_closed_loop(port, requests, clients))
 
 
-# Writes when each request arrives; of each step when it began, its tokens per sequence, what it sees of the caches, and
-# its seconds.
+# Writes when each request arrives, and its prompt's tokens; of each step when it began, its tokens per sequence, what
+# it sees of the caches, and its seconds.
 WATCHED = """
 import sys, time
 from forebay.commands.cli import main
@@ -152,7 +152,7 @@ from forebay.serving.batcher import Batcher
 log, seen = open(sys.argv.pop(1), "w", buffering=1), []
 submit, compute, step = Batcher.submit, Session.step, Scheduler.step
 def watched_submit(self, pending):
-    print(pending.arrived_s, file=log)
+    print(pending.arrived_s, len(pending.ids), file=log)
     submit(self, pending)
 def watched_compute(self, inputs):
     at, tokens = inputs.start, inputs.tokens
@@ -176,19 +176,20 @@ def clock_of(log: Path, times: StepTimes) -> StepDuration:
     """The pace of a server at any time by the file of its steps: the seconds that a step takes which begins then. Steps
     of each size take what they took on average, by `times` of what they see, sooner or later as those did that ran at
     that time; while none ran, as the next one did."""
-    steps = [line for line in logged(log) if len(line) > 1]
+    steps = [line for line in logged(log) if len(line) > 2]
     began, sizes, sees, took = map(np.array, zip(*steps, strict=True))
     took[:-1] = np.where(np.diff(began) - took[:-1] < GAP_S, np.diff(began), took[:-1])
     work = np.array([times.decode_s(n) if size == 1 else times.prefill_s(int(size), n)
                      for size, n in zip(sizes, sees, strict=True)])
     slower = {size: took[sizes == size].sum() / work[sizes == size].sum() for size in {*sizes}}
+    others = took.sum() / work.sum()
     work *= [slower[size] for size in sizes]
     idle = (began - np.concatenate([began[:1], (began + took)[:-1]])) * work / took
     at = np.stack([began, began + took], 1).ravel()
     done = np.stack([idle, work], 1).ravel().cumsum()  # at these times
 
     def clock(at_s: float, tokens: int, predicted_s: float) -> float:
-        end = np.interp(at_s, at, done) + max(0.0, at_s - at[-1]) + predicted_s * slower.get(tokens, slower[1.0])
+        end = np.interp(at_s, at, done) + max(0.0, at_s - at[-1]) + predicted_s * slower.get(tokens, others)
         return float(np.interp(end, done, at) + max(0.0, end - done[-1]) - at_s)
 
     return clock
