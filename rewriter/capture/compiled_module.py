@@ -158,6 +158,8 @@ def _tracing() -> Iterator[None]:
         raise
     except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
         text = str(error).strip().split("\n")[0]
+        if "FunctionalTensor" in text:
+            raise OffloadError("it uses torch.vmap or a like transform of functions, which cannot be traced") from error
         raise OffloadError(f"it cannot be traced with fixed sizes ({type(error).__name__}: {text})") from error
     finally:  # Dynamo enters vmap by a call, which an exception does not undo
         pop_dynamic_layer_stack_and_undo_to_depth(depth)
