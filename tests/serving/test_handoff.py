@@ -106,12 +106,17 @@ def asked_at_once(server: Running, count: int = 9) -> list[tuple[int, Any]]:
         return [(status, body.get("choices", body)) for status, body in replies]
 
 
-def test_a_server_answers_as_one_that_does_both(folder: Path, server: Running, tmp_path: Path) -> None:
+def test_a_server_answers_as_one_that_does_both(
+    folder: Path, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While another process decodes, more requests than it has slots; clients that leave free slots there too."""
     expected = asked_at_once(server)
     assert all(status == 200 for status, _ in expected)
     path = str(tmp_path / "at")
-    with decoding(folder, path) as there, serving(folder, handoff=path) as here:
+    monkeypatch.setattr("forebay.serving.decode_server.HELLO_S", 1)
+    with decoding(folder, path) as there, socket.socket(socket.AF_UNIX) as silent, contextlib.ExitStack() as stack:
+        silent.connect(path)  # who says nothing does not keep others waiting
+        here = stack.enter_context(serving(folder, handoff=path))
         assert asked_at_once(here) == expected
         with socket.create_connection(("127.0.0.1", here.port)) as leaves:
             body = json.dumps({**ASK, "stream": True}).encode()

@@ -25,6 +25,7 @@ from forebay.serving.handoff_wire import Terms, Wire, request_of
 from forebay.serving.run_server import signals_to
 
 LOG = logging.getLogger("forebay")
+HELLO_S = 2  # within which who connects says what it is
 
 
 def bound_path(path: str) -> socket.socket:
@@ -106,7 +107,9 @@ class DecodeServer:
             except OSError:
                 return
             try:
+                wire.wait_at_most(HELLO_S)
                 other = Terms(**wire.receive()[0])
+                wire.wait_at_most(0)
                 wire.send(asdict(terms))
                 while not other.mismatch(terms):
                     message, cache = wire.receive()

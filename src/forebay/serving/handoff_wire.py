@@ -65,6 +65,10 @@ class Wire:
         self._socket, self._lock = connected, threading.Lock()
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
 
+    def wait_at_most(self, seconds: int) -> None:
+        """Let `receive` raise an OSError where nothing comes for so long; 0: never."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
     def send(self, message: Mapping[str, Any], data: torch.Tensor | None = None) -> None:
         """Send a message. OSError where the peer is gone, or takes nothing."""
         head = json.dumps(message).encode()
