@@ -16,7 +16,12 @@ from torch import nn
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.checkpoints.records import AddedTensors
-from forebay.rewriter.checkpoints.text_model import causal_class, not_causal, text_config
+from forebay.rewriter.checkpoints.text_model import (
+    causal_class,
+    is_unsupported_multimodal,
+    not_causal,
+    text_config,
+)
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.graph import CapturedModel, Gives
@@ -118,6 +123,8 @@ def _model_class(config_or_model: Any) -> tuple[type[PreTrainedModel], PreTraine
             raise CaptureError(not_causal(config))
         return cls, config
     if isinstance(config_or_model, PreTrainedModel):
+        if is_unsupported_multimodal(config_or_model.config):
+            raise CaptureError(not_causal(config_or_model.config))
         return type(config_or_model), config_or_model.config
     raise CaptureError(
         f"{type(config_or_model).__name__} is neither a transformers config nor a transformers model; "

@@ -105,7 +105,7 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    if _is_multimodal(config):
+    if is_unsupported_multimodal(config):
         return None
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     whole = config.model_type.removesuffix("_text")
@@ -118,13 +118,14 @@ def not_causal(config: PreTrainedConfig) -> str:
     found = f"{config.model_type!r} is not a causal language model that transformers knows"
     if getattr(config, "is_encoder_decoder", False):
         return f"{found}; forebay.wrap and forebay run take encoder-decoders of text or speech with their encoder"
-    if _is_multimodal(config):
+    if is_unsupported_multimodal(config):
         return (f"models of type {config.model_type!r} are not supported; of multimodal models these are: "
                 f"{', '.join(sorted(MULTIMODAL))}")
     return found
 
 
-def _is_multimodal(config: PreTrainedConfig) -> bool:
+def is_unsupported_multimodal(config: PreTrainedConfig) -> bool:
+    """Return whether a config is of a multimodal model whose language model is not known here."""
     return config.model_type not in MULTIMODAL and not OF_PARTS.isdisjoint(getattr(config, "sub_configs", None) or ())
 
 

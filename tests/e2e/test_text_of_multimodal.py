@@ -83,7 +83,11 @@ def test_a_quantized_multimodal_folder_has_no_towers(tmp_path: Path) -> None:
 
 
 def test_a_kind_that_is_not_its_text_model_is_refused_by_name() -> None:
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    git = T.GitForCausalLM(T.GitConfig(**sizes, vocab_size=160, vision_config=sizes | {"image_size": 28}))
     for config in (T.VideoLlavaConfig(text_config=TEXT | {"model_type": "llama"}, vision_config=CLIP),
-                   T.Phi4MultimodalConfig(), T.MllamaConfig()):
+                   T.Phi4MultimodalConfig(), T.MllamaConfig(), git.config):
         with pytest.raises(CaptureError, match=f"^models of type '{config.model_type}' are not supported; of mul.*aya"):
             capture_model(config)
+    with pytest.raises(CaptureError, match=r"^models of type 'git' are not supported"):
+        forebay.wrap(git, "4MB")
