@@ -26,12 +26,14 @@ class Device(Protocol):
     takes the spill files of a program (nbytes by name) before any of its items is bound, unless they are there already,
     `spill_file` gives one of them, and `hold` what its launches keep outside the arenas (nbytes by name). `write`
     copies values to inputs of the next step, and `tell` says what such an input holds. `read_later` gives a call that
-    waits for a result alone. A device that `queues` takes the next step's items before that result is read. `joined`
+    waits for a result alone. A device that `queues` takes the next step's items before that result is read; one that
+    `loads_beside` reads resident weights while launches run. `joined`
     gives launches with nothing between them as the device issues them best: fewer calls, in the same order. `finish`
     returns when all work is done, and raises what any of it raised.
     """
 
     queues: bool
+    loads_beside: bool
 
     def allocate(self, arenas: Mapping[str, int]) -> None: ...
 

@@ -35,9 +35,11 @@ class StreamedDevice:
 
     Attributes:
         queues: Whether a step is issued and runs later, so that the next one may be issued before its result is read.
+        loads_beside: Whether a copy from disk to the memory of the device returns before it is done.
     """
 
     queues = False
+    loads_beside = False
 
     def __init__(
         self, reader: DiskReader, *, lookups: DiskReader | None = None, loads: DiskReader | None = None,

@@ -56,6 +56,7 @@ class VirtualDevice:
 
     cost: CostOf
     queues: bool = False
+    loads_beside: bool = False
     issued_s: float = 0.0  # when the thread that issues launches had issued the last
     clocks: dict[str, float] = field(default_factory=dict)
     events: dict[int, float] = field(default_factory=dict)

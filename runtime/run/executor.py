@@ -36,8 +36,7 @@ class BoundProgram:
         calls: list[Call] = []
         run: list[tuple[Launch, Call]] = []
         for item in items:
-            launch = bind_launch(item, self.device.tensor) if isinstance(item, Launch) else None
-            call = self.device.bind(item, launch)
+            call = self._ready(item)
             if call is None:
                 continue
             beside = isinstance(item, Launch) and item.stream != COMPUTE  # the device times and runs it elsewhere
@@ -49,6 +48,9 @@ class BoundProgram:
                 calls += (*self.device.joined(run), call)
                 run.clear()
         return [*calls, *self.device.joined(run)]
+
+    def _ready(self, item: Item) -> Call | None:
+        return self.device.bind(item, bind_launch(item, self.device.tensor) if isinstance(item, Launch) else None)
 
     def start(self) -> None:
         """Issue the copies that the first step expects in flight; once, before the first step of any program that

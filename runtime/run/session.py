@@ -1,4 +1,4 @@
-"""One plan on one device: memory taken, resident weights loaded, steps run."""
+"""One plan on one device: memory taken, resident weights loaded while the first step runs, further steps run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from forebay.rewriter.ir.shared_draft import SharedDraft
 from forebay.runtime.devices.device import Device, RuntimeFault
 from forebay.runtime.run.cache_blocks import CacheBlocks
 from forebay.runtime.run.executor import BoundProgram, load_resident
+from forebay.runtime.run.loading import FirstStep, while_loading
 from forebay.runtime.run.step_inputs import StepInputs
 from forebay.runtime.run.trace import Trace
 
@@ -103,6 +104,8 @@ class Session:
         self._started = False
         self._ran: BoundProgram | None = None  # last
         self._prologue: tuple[Item, ...] | None = None  # one for all: any step's end serves any start
+        self._first: FirstStep | None = None  # while weights that it does not read may still come
+        self._waited_s = 0.0
         self._end = weakref.finalize(self, _end, device)  # memory must outlast the reads that land in it
         self._end.atexit = False
         try:
@@ -111,7 +114,9 @@ class Session:
             self._routing = {  # of pools, in which all slots are empty
                 b.name: device.tensor(TensorRef(b.arena, b.offset, "int64", (b.nbytes // 8,), (1,), b.name)).zero_()
                 for b in plan.buffers if b.kind == "routing"}
-            load_resident([*load, *(() if shared is None else shared.load)], device)
+            self._load = (*load, *(() if shared is None else shared.load))
+            if not device.loads_beside:
+                self.load()
         except BaseException:
             self._end()
             raise
@@ -124,18 +129,39 @@ class Session:
             ref = TensorRef(b.arena, b.offset, str(value.dtype)[6:], tuple(value.shape), tuple(blank.stride()), name)
             self.device.tensor(ref).copy_(value)
 
+    def load(self) -> None:
+        """Read the resident weights that no step has begun with, and wait for them."""
+        load, self._load = self._load, ()
+        load_resident(load, self.device)
+
     def bound(self, tokens: int) -> BoundProgram:
         """The step over `tokens` tokens per sequence, ready to run."""
         found = self._bound.get(tokens)
         if found is None:
-            program = self._program(tokens)
-            LOG.debug("made %s: %d items", program.name, len(program.step))
-            if self._prologue not in (None, program.prologue):
-                raise RuntimeFault(f"{program.name} expects other copies in flight than the steps before it leave")
-            self._prologue = program.prologue
-            self._write_places(program)
-            found = self._bound[tokens] = BoundProgram(program, self.device, self.trace)
+            found = self._bound[tokens] = BoundProgram(self._made(tokens), self.device, self.trace)
         return found
+
+    def _made(self, tokens: int) -> Program:
+        program = self._program(tokens)
+        LOG.debug("made %s: %d items", program.name, len(program.step))
+        if self._prologue not in (None, program.prologue):
+            raise RuntimeFault(f"{program.name} expects other copies in flight than the steps before it leave")
+        self._prologue = program.prologue
+        self._write_places(program)
+        return program
+
+    def _begun(self, tokens: int) -> BoundProgram:
+        """The first step, with the copies that it expects in flight issued; it loads what is not loaded yet."""
+        load, self._load = self._load, ()
+        if not load:
+            return self.bound(tokens)
+        self._first = FirstStep(while_loading(self._made(tokens), load), self.device, self.trace)
+        return self._first
+
+    def take_waited_s(self) -> float:
+        """Seconds for which the first step stood still for resident weights, told once."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
     def _write_places(self, program: Program) -> None:
         """Tell, before the first step that brings experts into slots, where in its slot each expert lies."""
@@ -149,7 +175,7 @@ class Session:
 
     def step(self, inputs: StepInputs) -> torch.Tensor:
         """Run one step; return logits [B, V], or with `every_position` [B, S, V], valid until the next step."""
-        bound = self.bound(inputs.tokens)
+        bound = self.bound(inputs.tokens) if self._started else self._begun(inputs.tokens)
         if self.prefixes is not None:
             self.prefixes.overwrite(inputs)
         bound.write(inputs.by_name())
@@ -179,6 +205,7 @@ class Session:
         """Run the step that drafts over one token of each sequence, inputs and result as of `step`. What it writes to
         the cache, at `start`, the model's own steps write anew before they read it."""
         assert self.shared is not None
+        self.load()
         bound = self._drafting = self._drafting or BoundProgram(self.shared.program, self.device, self.trace)
         if self.prefixes is not None:
             self.prefixes.overwrite(inputs)
@@ -195,12 +222,18 @@ class Session:
         before it begins."""
         if self._ran is not None and self._ran is not bound and self._ran.stores:
             self.device.finish()
+        if self._first is not None and bound is not self._first:
+            self._first.finish()
+            self._first = None
         self._ran = bound
         bound.run()
+        if bound is self._first:
+            self._waited_s = bound.waited_s
 
     def grow(self) -> None:
         """Give the cache its full length: after the last chunk of the prompts, before the first step of one token."""
         if self._growth is not None:
+            self.load()
             self._grow = self._grow or BoundProgram(self._growth, self.device, self.trace)
             self._run(self._grow)
 
@@ -208,7 +241,7 @@ class Session:
         """Wait for copies under way and give the memory back; a session that is dropped does so by itself. What those
         copies meet no longer matters: no step waits for them."""
         self._bound.clear()
-        self._grow = self._ran = self._drafting = self.prefixes = None
+        self._grow = self._ran = self._drafting = self._first = self.prefixes = None
         self._end()
 
 

@@ -182,7 +182,7 @@ class LanguageModel(SessionCalls, TakesTurns, ScoringCalls, TraceCalls, NnModule
 
     @property
     def session(self) -> Session:
-        """The running session; made, and its resident weights loaded, when first asked for."""
+        """The running session, made when first asked for; its first step reads the resident weights."""
         if self._session is None:
             if self.helper is not None:
                 _ = self.helper.session
@@ -198,7 +198,8 @@ class LanguageModel(SessionCalls, TakesTurns, ScoringCalls, TraceCalls, NnModule
             if self.prefixes is not None:
                 self.prefixes.open()
                 reuse_prefixes(self._session, captured.states, self.prefixes, self.prefix_identity.digest())
-            LOG.info("loaded %d bytes of weights in %.1f s", plan.nbytes_on("device"), time.monotonic() - began)
+            LOG.info("took memory in %.1f s; the first step loads %d bytes of weights", time.monotonic() - began,
+                     plan.nbytes_on("device"))
         return self._session
 
     def giving(self, gives: Gives, embeds: bool = False) -> LanguageModel:

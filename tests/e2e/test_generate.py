@@ -455,10 +455,11 @@ def test_after_a_step_that_broke_off_the_next_answer_is_right(llama_checkpoint: 
 
     with llama_checkpoint.language_model(0.3, slots=3) as lm:
         check(lm, llama_checkpoint)
-        bound = max(lm.session._bound.items())[1]  # of the prefill
-        for at in (len(bound._step) // 3, 2 * len(bound._step) // 3):
-            bound = lm.session.bound(max(lm.session._bound) if lm.session._bound else lm.plan.schedule.prefill_chunk)
-            bound._step[at] = broken
+        chunk = lm.plan.schedule.prefill_chunk
+        for third in (1, 2):
+            lm.session.load()  # a step that loads is bound by itself
+            bound = lm.session.bound(chunk)
+            bound._step[third * len(bound._step) // 3] = broken
             with pytest.raises(KeyboardInterrupt):
                 answer(lm, llama_checkpoint) if asked == "generate" else lm.next_logits(llama_checkpoint.ids)
             check(lm, llama_checkpoint)

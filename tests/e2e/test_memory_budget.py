@@ -136,7 +136,7 @@ def evaluated(folder: str) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        eval_command(folder, text=text, budget=f"device={BUDGET_NBYTES}", context=64, batch=2, as_json=True,
+        eval_command(model=folder, text=text, budget=f"device={BUDGET_NBYTES}", context=64, batch=2, as_json=True,
                      machine=machine)
     return json.loads(said.getvalue()) | {"tokenizer": os.path.getsize(Path(folder, "tokenizer.json"))}
 

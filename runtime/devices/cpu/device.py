@@ -53,6 +53,8 @@ class ThreadDevice(StreamedDevice):
     its call returns; disk reads and writes are asynchronous with several in flight; other copies run on a FIFO worker
     for each direction."""
 
+    loads_beside = True
+
     def __init__(self, reader: DiskReader, **options: Any) -> None:
         """Take the readers, spill files and switches of a `StreamedDevice`."""
         super().__init__(reader, **options)

@@ -223,7 +223,7 @@ def _stream(
         lm.reserve(1, min(2 * len(ids), most), new_tokens)
     began = time.monotonic()
     if not images:  # else the tower comes first
-        _ = lm.session  # loads what is resident
+        _ = lm.session  # takes memory
     times = [time.monotonic()]
     made: list[int] = []
     shown = ""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Spent:
-    """Seconds of a job by what they went into: resident weights, steps over prompts, steps over answers."""
+    """Seconds of a job by what they went into: waits for resident weights, steps over prompts, steps over answers."""
 
     load_s: float = 0.0
     prefill_s: float = 0.0
@@ -33,6 +33,11 @@ class Spent:
         now = time.monotonic()
         setattr(self, name, getattr(self, name) + now - since)
         return now
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Count seconds that were counted to `source` to `target`."""
+        setattr(self, source, getattr(self, source) - seconds)
+        setattr(self, target, getattr(self, target) + seconds)
 
 
 def constant_nbytes(lm: LanguageModel, memory: MemoryWatch, prompts: Sequence[Prompt], answers: int, ask: Ask, *,

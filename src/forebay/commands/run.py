@@ -284,12 +284,13 @@ def _answer(
     for path in (files := files_in_budget(lm)):
         drop_file(path)  # what others left in the page cache would be memory beyond the budget
     with stopping() as stopped, MemoryWatch(files) as memory, JobProgress(total) as shown:
-        _ = lm.session  # loads what is resident
+        _ = lm.session  # takes memory; what is resident is read while the first prompts run
         started = spent.mark("load_s", began)
 
         def progress(now: WorkDone) -> None:
             nonlocal done, started
             started = spent.mark("prefill_s" if now.prefills > done.prefills else "decode_s", started)
+            spent.move("prefill_s", "load_s", lm.session.take_waited_s())
             done = replace(now)
             shown.show(now)
 

@@ -84,6 +84,7 @@ class Memory:
         device = open_device(prepared.machine, prepared.switches)
         load = resident_copies(prepared.plan, prepared.files)
         self._session = Session(prepared.plan, lambda _: prepared.program, load, prepared.captured.constants, device)
+        self._session.load()
         with torch.random.fork_rng(devices=[]):  # trials draw numbers that are the run's to draw
             self._bound = self._session.bound(1)
         self._bound.start()
