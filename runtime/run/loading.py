@@ -26,7 +26,7 @@ def while_loading(program: Program, load: Sequence[Copy]) -> Program:
 
 
 class _Reads:
-    """Who reads what `load` brings. `order` numbers the copies as they are first read."""
+    """Readers of what `load` brings. `order` numbers the copies as they are first read."""
 
     def __init__(self, load: Sequence[Copy]) -> None:
         self.order: dict[int, int] = {}
