@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -178,7 +179,7 @@ def trust(path: Path) -> Path:
         if status.st_uid != os.geteuid():
             raise BuildError(f"{place} belongs to another user; set FOREBAY_CACHE to a folder of your own")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise BuildError(f"{place} can be written by other users; run chmod go-w {place}")
+            raise BuildError(f"{place} can be written by other users; run chmod go-w {shlex.quote(str(place))}")
     return real
 
 
