@@ -209,7 +209,9 @@ def _own_settings(architecture: str, config: Any, told: Mapping[str, Any]) -> di
 def _latent_settings(kind: str, told: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     found = {"attention.key_length_mla": told["qk_nope_head_dim"] + told["qk_rope_head_dim"],
              "attention.value_length_mla": told["v_head_dim"], "expert_gating_func": 1 if kind == "deepseek_v2" else 2,
-             "attention.q_lora_rank": told["q_lora_rank"]}
+             "attention.q_lora_rank": told["q_lora_rank"],  # of the cache, which holds latents:
+             "attention.key_length": told["kv_lora_rank"] + told["qk_rope_head_dim"],
+             "attention.value_length": told["kv_lora_rank"]}
     if kind == "kimi_linear":
         return found | {"attention.head_count_kv": [1 if each == "full_attention" else 0 for each in kinds],
                         "rope.dimension_count": told["qk_rope_head_dim"],
