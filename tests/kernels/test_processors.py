@@ -23,7 +23,7 @@ KINDS = {"x86-64": "sse2", "haswell": "avx2", "skylake-avx512": "avx512f", "icel
 ALWAYS = ("x86-64", "armv8-a")
 FILES = ("products/linear/test_cpu.py", "products/linear_q/test_cpu.py", "attention/attention/test_cpu.py",
          "attention/attention_q/test_cpu.py", "cache/kv_append/test_cpu.py",
-         "recurrences/test_cpu.py", "formats/test_codebooks.py")
+         "attention/choose_blocks/test_cpu.py", "recurrences/test_cpu.py", "formats/test_codebooks.py")
 
 
 def flags_here() -> set[str]:
