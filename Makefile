@@ -38,12 +38,13 @@ lint: $(DEV_STAMP)
 types: $(DEV_STAMP)
 	$(BIN)/mypy
 
+# Three workers for two cores: while one waits for a server, a disk or ranks, the others compute.
 check: $(DEV_STAMP)
-	$(BIN)/pytest -n 2 --dist loadfile -m "not all"
+	$(BIN)/pytest -n 3 --dist loadfile -m "not all"
 
 # What each file takes, by which workers begin with the longest.
 durations: $(DEV_STAMP)
-	$(BIN)/pytest -n 2 --dist loadfile -m "not all" --write-durations
+	$(BIN)/pytest -n 3 --dist loadfile -m "not all" --write-durations
 
 # Every operator and module of torch's own databases over the compile backend, of which the suite has a sample.
 test-opinfo: $(DEV_STAMP)

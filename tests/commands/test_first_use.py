@@ -139,7 +139,7 @@ def test_the_logger_is_quiet_until_asked(logger: logging.Logger, small: str) -> 
     assert not logger.handlers and logger.level == logging.NOTSET
     heard = call("-vv", *run).stderr
     assert "forebay: " not in quiet
-    for part in ("forebay: planned 1 of", "forebay: loaded", "forebay: made step of 1 tokens"):
+    for part in ("forebay: planned 1 of", "forebay: took memory in", "forebay: made step of 1 tokens"):
         assert part in heard
 
 
