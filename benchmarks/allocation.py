@@ -1,8 +1,8 @@
-"""Static allocation of many buffers beside SuperMalloc: `python -m benchmarks.allocation`, with omnimalloc installed.
+"""Static allocation of many buffers, compared with SuperMalloc: `python -m benchmarks.allocation`.
 
-The problems are drawn by omnimalloc's own sources and put in random order: its tilings come in the order in which they
-are packed. Both allocators have the same seconds and the same cores. A figure is the height over the most bytes that
-live at once, which no packing is below. Of tilings 1.0 is known to be possible.
+It needs omnimalloc. The problems are drawn by omnimalloc's own sources and put in random order: its tilings come in
+the order in which they are packed. Both allocators have the same seconds and the same cores. A figure is the height
+over the most bytes that live at once, which no packing is below. Of tilings 1.0 is known to be possible.
 """
 
 from __future__ import annotations

@@ -173,9 +173,11 @@ def logged(log: Path) -> list[list[float]]:
 
 
 def clock_of(log: Path, times: StepTimes) -> StepDuration:
-    """The pace of a server at any time by the file of its steps: the seconds that a step takes which begins then. Steps
-    of each size take what they took on average, by `times` of what they see, sooner or later as those did that ran at
-    that time; while none ran, as the next one did."""
+    """Return the seconds that a step takes at any time, by the file of a server's steps.
+
+    Steps of each size take what they took on average for what they see (`times`). The pace at a time is that of the
+    steps that ran then; while none ran, that of the next one.
+    """
     steps = [line for line in logged(log) if len(line) > 2]
     began, sizes, sees, took = map(np.array, zip(*steps, strict=True))
     took[:-1] = np.where(np.diff(began) - took[:-1] < GAP_S, np.diff(began), took[:-1])

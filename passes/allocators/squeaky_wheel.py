@@ -24,8 +24,8 @@ def improve(
 ) -> list[int]:
     """Offsets of no greater height than that of `offsets`, of `target` bytes at the least, within `limit_s` seconds.
 
-    `offsets` themselves where there is no compiler. It ends when no step lowers the height any more, and within a round
-    once `enough` is set.
+    `offsets` themselves where there is no compiler. It ends when no step lowers the height, or soon after `enough` is
+    set.
     """
     library = native.load()
     if library is None or not buffers:
@@ -37,42 +37,36 @@ def improve(
     columns = native.BufferColumns(buffers)
     best = np.array(offsets, dtype=np.int64)
     height = int((best + size).max())
+    first, lowest = np.log(size), int(size.sum()) + 1  # the best priorities of all rounds, and their height
 
-    def place(priority: np.ndarray) -> np.ndarray | None:
+    def tops_of(priority: np.ndarray) -> np.ndarray | None:
+        """Ends of the buffers placed in this order, whose best are kept; None once time is over."""
+        nonlocal best, height, first, lowest
         found = np.full(len(buffers), -1, dtype=np.int64)
         order = np.argsort(-priority, kind="stable").astype(np.int32)
         left_s = 0.0 if enough.is_set() else end - time.perf_counter()
-        done = left_s > 0 and library.forebay_first_fit(columns, native.pointer(order), left_s, native.pointer(found))
-        return found if done else None
-
-    first, lowest = np.log(size), int(size.sum()) + 1  # the best priorities of all rounds, and their height
-    for exponent in EXPONENTS:
-        priority = np.log(size) + exponent * lifetime
-        found = place(priority)
-        if found is None:
-            return best.tolist()
-        top = int((found + size).max())
+        if left_s <= 0 or not library.forebay_first_fit(columns, native.pointer(order), left_s, native.pointer(found)):
+            return None
+        tops = found + size
+        top = int(tops.max())
         if top < lowest:
             first, lowest = priority, top
         if top < height:
             best, height = found, top
-    while height > target:
+        return tops
+
+    for exponent in EXPONENTS:
+        if tops_of(np.log(size) + exponent * lifetime) is None:
+            return best.tolist()
+    before = height + 1
+    while target < height < before:
         before = height
         for step in STEPS:
-            priority, idle = first, 0
+            priority, least, idle = first, lowest, 0
             while idle < PATIENCE and height > target:
-                found = place(priority)
-                if found is None:
+                if (tops := tops_of(priority)) is None:
                     return best.tolist()
-                tops = found + size
-                top = int(tops.max())
-                idle += 1
-                if top < lowest:
-                    first, lowest, idle = priority, top, 0
-                if top < height:
-                    best, height = found, top
-                blame = np.maximum(0.0, (tops - target) / max(1, top - target))
+                least, idle = lowest, 0 if lowest < least else idle + 1
+                blame = np.maximum(0.0, (tops - target) / max(1, int(tops.max()) - target))
                 priority = priority + step * blame * rng.uniform(size=len(buffers))
-        if height == before:
-            break
     return best.tolist()

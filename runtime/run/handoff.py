@@ -30,8 +30,8 @@ class ComputedPrompt:
     """A prompt that another session computed.
 
     Attributes:
-        request: Its request, of which the first token is known.
-        first: That token.
+        request: Its request.
+        first: The first token of the answer.
         cache: Bytes of its cache, as `CacheSlots.read` gave them.
     """
 

@@ -1,5 +1,7 @@
-"""The first step of a session, which begins while resident weights are still read: each of its items waits for those
-that it reads, and the weights come in the order in which it reads them."""
+"""The first step of a session, which begins while resident weights are still read.
+
+Each of its items waits for the weights that it reads. Weights are read in the order in which items use them.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ from forebay.runtime.run.executor import BoundProgram
 
 
 def while_loading(program: Program, load: Sequence[Copy]) -> Program:
-    """`program` as a first step: `load` stands in its prologue, and a Wait before whatever reads what one of them
-    brings. Its new events are negative. Those that nothing here reads come last, and nothing waits for them."""
+    """Return `program` as a first step.
+
+    The copies of `load` are in its prologue, in the order in which items read their targets. An item that reads one has
+    a Wait before it. New events are negative. Copies whose targets no item reads come last.
+    """
     found = _Reads(load)
     prologue, step = ([*found.gated(items)] for items in (program.prologue, program.step))
     order = [*found.order, *(i for i in range(len(load)) if i not in found.order)]
@@ -26,7 +31,7 @@ def while_loading(program: Program, load: Sequence[Copy]) -> Program:
 
 
 class _Reads:
-    """Readers of what `load` brings. `order` numbers the copies as they are first read."""
+    """Items that read targets of `load`. `order` numbers the copies by the first item that reads their target."""
 
     def __init__(self, load: Sequence[Copy]) -> None:
         self.order: dict[int, int] = {}
@@ -64,7 +69,7 @@ def _read(item: Item) -> Sequence[Span]:
 
 
 class FirstStep(BoundProgram):
-    """A Program of `while_loading` on a device. `waited_s`: seconds for which its items stood still for weights."""
+    """A Program of `while_loading` on a device. `waited_s`: seconds that launches waited for weights."""
 
     waited_s = 0.0
 

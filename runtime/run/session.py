@@ -130,9 +130,10 @@ class Session:
             self.device.tensor(ref).copy_(value)
 
     def load(self) -> None:
-        """Read the resident weights that no step has begun with, and wait for them."""
+        """Read the resident weights that no step has begun to read, and wait for them."""
         load, self._load = self._load, ()
-        load_resident(load, self.device)
+        if load:
+            load_resident(load, self.device)
 
     def bound(self, tokens: int) -> BoundProgram:
         """The step over `tokens` tokens per sequence, ready to run."""
@@ -151,7 +152,7 @@ class Session:
         return program
 
     def _begun(self, tokens: int) -> BoundProgram:
-        """The first step, with the copies that it expects in flight issued; it loads what is not loaded yet."""
+        """The first step over `tokens` tokens per sequence; it reads the resident weights, unless they were read."""
         load, self._load = self._load, ()
         if not load:
             return self.bound(tokens)
@@ -159,7 +160,7 @@ class Session:
         return self._first
 
     def take_waited_s(self) -> float:
-        """Seconds for which the first step stood still for resident weights, told once."""
+        """Return the seconds that the first step waited for resident weights, and 0 from then on."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 import transformers as T
 from embedding.folders import save, save_modules
 from embedding.test_embedder import MEAN, TEXTS
+from in_thread import running
 from typer.testing import CliRunner
 
 from forebay.commands import embed
@@ -33,18 +33,10 @@ from forebay.serving.text_models import TextServerRun
 @contextlib.contextmanager
 def serving(model: TextModel) -> Iterator[int]:
     """The port of a server of a model."""
-    run, started = TextServerRun(model, ServingOptions("tiny"), 5.0), threading.Event()
-    at = bound_socket("127.0.0.1", 0)
+    run, at = TextServerRun(model, ServingOptions("tiny"), 5.0), bound_socket("127.0.0.1", 0)
     port = at.getsockname()[1]
-    thread = threading.Thread(target=run.run, args=(at, started.set), daemon=True)
-    thread.start()
-    assert started.wait(60)
-    try:
+    with running(run.run, at, run.stop):
         yield port
-    finally:
-        run.stop()
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 def posted(port: int, path: str, **body: Any) -> tuple[int, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from budgets import attention_nbytes
+from in_thread import running
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -128,18 +129,15 @@ def made(
 @contextlib.contextmanager
 def serving(folder: Path, **options: Any) -> Iterator[Running]:
     """A server of the model in `folder`, as `made` has it, in a thread; its end is waited for."""
-    running, at = made(folder, **options)
-    started = threading.Event()
-    thread = threading.Thread(target=lambda: running.ended.append(running.run.run(at, started.set)), daemon=True)
-    thread.start()
-    assert started.wait(60)
-    try:
-        yield running
-    finally:
-        running.gate.set()
-        running.run.stop()
-        thread.join(60)
-        assert not thread.is_alive() and len(running.ended) == 1, "the server does not end"
+    server, at = made(folder, **options)
+
+    def stop() -> None:
+        server.gate.set()
+        server.run.stop()
+
+    with running(lambda *given: server.ended.append(server.run.run(*given)), at, stop):
+        yield server
+    assert len(server.ended) == 1, "the server does not end"
 
 
 def connected(server: Running) -> socket.socket:

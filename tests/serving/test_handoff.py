@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_thread import running
 from prefixed import NEW as NEW_TOKENS
 from prefixed import opened, prompts_of, save_family
 from selection import at_length
@@ -85,16 +85,9 @@ def test_sessions_that_cannot_hand_prompts_on_say_so(changed: dict[str, Any], wh
 def decoding(folder: Path, path: str, batch_slots: int = 2) -> Iterator[DecodeServer]:
     """A process that decodes, in a thread."""
     lm = forebay.wrap(folder, BUDGET, batch_slots=batch_slots, prompt=PROMPT, new_tokens=NEW, machine=Machine.default())
-    server, started = DecodeServer(lm, PROMPT, NEW, frozenset({2}), SERVER_TURNS), threading.Event()
-    thread = threading.Thread(target=server.run, args=(bound_path(path), started.set), daemon=True)
-    thread.start()
-    assert started.wait(60)
-    try:
+    server = DecodeServer(lm, PROMPT, NEW, frozenset({2}), SERVER_TURNS)
+    with running(server.run, bound_path(path), server.stop):
         yield server
-    finally:
-        server.stop()
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 def asked_at_once(server: Running, count: int = 9) -> list[tuple[int, Any]]:

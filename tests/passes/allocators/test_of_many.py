@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -45,14 +46,21 @@ def height_of(buffers: list[Buffer], offsets: list[int] | None) -> int:
     return max((o + b.size for o, b in zip(offsets, buffers, strict=True)), default=0)
 
 
+def reordered(buffers: list[Buffer], offsets: list[int], target: int, limit_s: float, *, seed: int) -> list[int]:
+    return squeaky_wheel.improve(buffers, offsets, target, limit_s, threading.Event(), seed=seed)
+
+
 @WITH_COMPILER
+@pytest.mark.parametrize("improve", [neighbourhoods.improve, reordered])
 @settings(max_examples=examples(60), deadline=None)
 @given(spans=st.lists(SPANS, max_size=40), seed=st.integers(0, 1 << 60))
-def test_neighbourhoods_never_end_above_where_they_began(spans: list[tuple[int, int, int]], seed: int) -> None:
+def test_neither_ends_above_where_it_began(
+    improve: Callable[..., list[int]], spans: list[tuple[int, int, int]], seed: int
+) -> None:
     buffers = [Buffer(str(i), lower, lower + life, size) for i, (lower, life, size) in enumerate(spans)]
     before = by_area(buffers)
     assert before is not None
-    found = neighbourhoods.improve(buffers, before, lower_bound(buffers), 0.005, seed=seed)
+    found = improve(buffers, before, lower_bound(buffers), 0.005, seed=seed)
     height = height_of(buffers, found)
     check(buffers, Allocation(tuple(found), height, 0, "", 0))
     assert lower_bound(buffers) <= height <= height_of(buffers, before)
@@ -64,19 +72,6 @@ def drawn(n: int, seed: int) -> list[Buffer]:
     begins = [rng.randrange(10_000) for _ in range(n)]
     return [Buffer(str(i), begin, begin + rng.randint(1, 500), rng.randint(1 << 10, 1 << 20))
             for i, begin in enumerate(begins)]
-
-
-@WITH_COMPILER
-@settings(max_examples=examples(40), deadline=None)
-@given(spans=st.lists(SPANS, max_size=40), seed=st.integers(0, 1 << 60))
-def test_other_orders_never_end_above_where_they_began(spans: list[tuple[int, int, int]], seed: int) -> None:
-    buffers = [Buffer(str(i), lower, lower + life, size) for i, (lower, life, size) in enumerate(spans)]
-    before = by_area(buffers)
-    assert before is not None
-    found = squeaky_wheel.improve(buffers, before, lower_bound(buffers), 0.01, threading.Event(), seed=seed)
-    height = height_of(buffers, found)
-    check(buffers, Allocation(tuple(found), height, 0, "", 0))
-    assert lower_bound(buffers) <= height <= height_of(buffers, before)
 
 
 @WITH_COMPILER
