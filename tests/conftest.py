@@ -25,6 +25,8 @@ from selection import (
     refuse_parts,
 )
 
+from forebay.commands import terminal
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a mistaken name is not asked for
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's own functions look at it when they are imported
 
@@ -43,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     pytest-xdist to the order of files that is found here; its own is by their numbers of tests. Collect rarely."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    terminal.PATIENCE_S = 1e6  # what a slow machine is told is in no expected output
     gc.set_threshold(10_000, 20, 50)  # else collections took 4 of 20 s of test_plan_is_obeyed; files end with one
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False

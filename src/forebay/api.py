@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from forebay.modules.encoder_decoder import EncoderDecoder, is_encoder_decoder
 from forebay.open_model import open_model
 from forebay.open_module import open_module
 from forebay.option_keywords import with_keywords
+from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.planning.features.admission import admitted_at_once
 from forebay.rewriter.planning.options import Options
@@ -60,13 +62,19 @@ def wrap(
         raise PlanError("adapter: it goes on top of a model's folder; give a PeftModel, or the folder")
     else:
         opened, capture = open_module(model, sizes.disk or tempfile.gettempdir())
-    captured = opened[0]
-    options = replace(options, admitted=admitted_at_once(options.batch_slots))
-    workload = Workload(options.batch_slots or options.batch or 1,
-                        options.prompt or min(128, max(1, (captured.max_positions or 256) // 2)),
-                        options.new_tokens or 128, *(options.typical or ()))
-    lm = build_model(opened, sizes, workload, options, capture=capture)
+    lm = plan_opened(opened, sizes, options, capture)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         empty_module(model)
         lm.config, lm.generation_config = cast(Any, model).config, cast(Any, model).generation_config
     return lm
+
+
+def plan_opened(
+    opened: tuple[Any, Any, Any], sizes: Budget, options: Options, capture: Callable[..., CapturedModel] | None = None
+) -> LanguageModel:
+    """Plan an opened model for one batch, as `wrap` does."""
+    options = replace(options, admitted=admitted_at_once(options.batch_slots))
+    workload = Workload(options.batch_slots or options.batch or 1,
+                        options.prompt or min(128, max(1, (opened[0].max_positions or 256) // 2)),
+                        options.new_tokens or 128, *(options.typical or ()))
+    return build_model(opened, sizes, workload, options, capture=capture)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -64,6 +66,16 @@ def test_a_mistaken_command_is_one_line(args: tuple[str, ...], message: str) -> 
     result = CliRunner().invoke(app, list(args))
     assert result.exit_code == 2 and not result.stdout
     assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("command", "code", "said"), [
+    ("help plan | true", 141, ""), ("papers | true", 141, ""), ("models none | true", 2, "error: "),
+    ("version > /dev/full", 2, "error: the output cannot be written: No space left on device\n"),
+    ("version >&-", 0, "")])
+def test_output_that_nobody_reads_ends_a_command_in_silence(command: str, code: int, said: str) -> None:
+    words = f"{sys.executable} -m forebay {command}; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", words], capture_output=True, text=True)
+    assert ended.returncode == code and ended.stderr.startswith(said) and bool(ended.stderr) == bool(said)
 
 
 def test_no_command_shows_the_help() -> None:

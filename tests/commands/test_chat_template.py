@@ -12,7 +12,6 @@ from selection import at_length
 from serving.served import save_model
 from typer.testing import CliRunner
 
-from forebay.commands import chat as chat_command
 from forebay.commands import chat_template, render_chats
 from forebay.commands.app import app
 from forebay.commands.chat_template import ChatTemplate, TemplateError
@@ -176,10 +175,7 @@ def test_nothing_is_left_running() -> None:
 
 
 @pytest.mark.parametrize("command", [["run", "MODEL", "hi", "--chat"], ["chat", "MODEL"]])
-def test_every_command_renders_within_the_limits(
-    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat_command, "FIRST_PROMPT", 16)  # the model has 128 positions
+def test_every_command_renders_within_the_limits(tmp_path: Path, command: list[str]) -> None:
     save_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ '%1000000000d' % 1 }}")
     given = [str(tmp_path) if word == "MODEL" else word for word in command]

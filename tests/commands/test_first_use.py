@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from serving.served import save_model
 from typer.testing import CliRunner, Result
 
 import forebay
-from forebay.commands import chat as chat_command
 from forebay.commands.app import app
+from forebay.commands.options import within_positions
+from forebay.commands.plan_serving import plan_serving
+from forebay.rewriter.planning.options import Options
 
 RUNNER = CliRunner()
 
@@ -81,14 +84,27 @@ def test_a_process_is_as_large_as_plan_said(tmp_path: Path) -> None:
     assert 0.8 * measured < expected < 1.35 * measured
 
 
-def test_a_conversation_goes_on_from_what_was_said(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_command, "FIRST_PROMPT", 16)  # the model has 128 positions
+def test_a_conversation_goes_on_from_what_was_said(small: str) -> None:
     options = ("chat", small, "--budget", "4MB", "--new-tokens", "6", "--temperature", "0")
     both = call(*options, said="w1 w2 w3\n\nw4 w5\n")
     first = call(*options, said="w1 w2 w3\n").stdout.strip()
     alone = call(*options, said="w4 w5\n").stdout.strip()
     assert both.stdout.startswith(first) and len(both.stderr.splitlines()) == 2
     assert both.stdout.removeprefix(first).strip() != alone, "the second answer did not see the first turn"
+
+
+def test_answers_are_as_long_as_the_positions_allow(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "the model has 128 positions: 64 are for an answer, 64 for a prompt\n"
+    talked = call("chat", small, "--budget", "4MB", said="w1\n" + "w4 " * 128, exit_code=2).stderr
+    assert talked.startswith(said) and talked.endswith("exceed the model's 128 positions; begin anew\n")
+    with plan_serving(Path(small), "4MB", Options(batch_slots=1)).lm as lm:
+        assert (lm.plan.workload.prompt, lm.plan.workload.new_tokens) == (64, 64)
+    assert within_positions(Options(prompt=100), 128, 512, 256).new_tokens == 28
+    assert capsys.readouterr().err == said + "the model has 128 positions: 28 are for an answer\n"
+    for options in (Options(prompt=128), Options(new_tokens=64)):
+        assert within_positions(options, 128, 64, 256) == replace(options, prompt=options.prompt or 64,
+                                                                  new_tokens=options.new_tokens or 256)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -102,12 +118,12 @@ def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], message:
     assert message in found.stderr and "Traceback" not in found.stderr
 
 
-@pytest.mark.parametrize("package", ["typer", at_length("rich")])
-def test_without_the_extra_it_says_what_to_install(tmp_path: Path, package: str) -> None:
+@pytest.mark.parametrize(("package", "command"), [("typer", "plan"), at_length("rich", "papers")])
+def test_without_the_extra_it_says_what_to_install(tmp_path: Path, package: str, command: str) -> None:
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name={package!r})")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    found = subprocess.run([sys.executable, "-m", "forebay", "plan", "demo", "--budget", "200MB"], capture_output=True,
-                           text=True, env=os.environ | {"PYTHONPATH": path})
+    found = subprocess.run([sys.executable, "-m", "forebay", command], capture_output=True, text=True,
+                           env=os.environ | {"PYTHONPATH": path})
     assert found.returncode != 0
     assert found.stderr.strip().splitlines()[-1].endswith(f"{package} is not installed; pip install "
                                                           "'forebay[models,cli]'")

@@ -16,9 +16,18 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from forebay.commands import terminal
 from forebay.commands.app import app
 from forebay.commands.process_memory import MemoryWatch
-from forebay.commands.terminal import clean_errors, console, print_answer, printable_output
+from forebay.commands.terminal import (
+    ProgressLines,
+    clean_errors,
+    console,
+    doing,
+    print_answer,
+    printable_output,
+    progress_bar,
+)
 from forebay.rewriter.capture.language_model import CaptureError
 from forebay.rewriter.machine.profile import Machine, save_machine
 
@@ -70,6 +79,19 @@ def test_errors_of_our_own_making_keep_their_traceback() -> None:
     for error in (RuntimeError("else"), KeyError("k"), AssertionError()):
         with pytest.raises(type(error)), clean_errors(False):
             raise error
+
+
+def test_what_takes_long_is_said_in_a_line_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with doing("waiting"), progress_bar() as bar:
+        bar.update(bar.add_task("hidden", visible=False), completed=1)
+    assert isinstance(bar, ProgressLines) and not bar._timers
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.01)
+    with doing("capturing"), progress_bar() as bar:
+        bar.update(task := bar.add_task("converting", visible=False), visible=True, completed=1)
+        bar._timers[task].join()
+    assert capsys.readouterr().err in ("capturing ...\nconverting ...\n", "converting ...\ncapturing ...\n")
 
 
 def test_memory_is_watched_without_a_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:

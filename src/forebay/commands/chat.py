@@ -21,9 +21,10 @@ from forebay.commands.options import (
     prepare_draft,
     require_writable,
     with_options,
+    within_positions,
 )
 from forebay.commands.seen_speeds import note_speed
-from forebay.commands.terminal import JobError, clean_errors, console, print_answer, say
+from forebay.commands.terminal import JobError, ProgressLines, clean_errors, doing, print_answer, say
 from forebay.rewriter.planning.options import Options, check_choices
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ NEW_TOKENS = 256  # of an answer, where nobody says
 MEDIA_LINES = ("/image", "/video")  # first words
 
 
-@with_options(leave=("batch", "prompt", "typical", "batch_slots", "plan", "mesh"),
-              defaults={"new_tokens": NEW_TOKENS, "prompt_lookup_num_tokens": "auto", "prefix_cache": "256MiB"})
+@with_options(leave=("batch", "prompt", "typical", "batch_slots", "plan", "mesh"), said={"new_tokens": f"{NEW_TOKENS}"},
+              defaults={"prompt_lookup_num_tokens": "auto", "prefix_cache": "256MiB"})
 def chat(
     model: ModelArgument,
     options: Options,
@@ -80,7 +81,7 @@ def chat(
         if not getattr(tokenizer, "chat_template", None):
             raise JobError(f"the tokenizer of {model} has no chat template; try forebay run {model} \"a prompt\"")
         with (ChatTemplate(tokenizer) as template,
-              _planned(folder, budget, replace(options, prompt=FIRST_PROMPT)) as lm):
+              _planned(folder, budget, options, NEW_TOKENS) as lm):
             messages = conversation(lm, session, system)
             chats, turns = ImageChats(folder, template), NextTurns()
             kinds, media = list[str](), list[Any]()  # of the next message, of all
@@ -94,7 +95,7 @@ def chat(
                 kinds = []
                 ids, given = chats.ids(messages, media) if media else (
                     prompt_ids(PromptLine(turn, turn, messages=messages), tokenizer, template), {})
-                text, new_ids = _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed + turn, given)
+                text, new_ids = _stream(lm, tokenizer, ids, options.new_tokens, sampling, seed + turn, given)
                 turns.note([*ids, *new_ids], "")
                 messages.append({"role": "assistant", "content": text})
                 if session is not None:
@@ -147,9 +148,6 @@ def answer_one(
     if not prompt.strip():
         raise JobError("the prompt is empty")
     folder = model_folder(model, options)
-    if options.new_tokens is None:
-        most = stored_plan(folder).workload.new_tokens if is_bundle(folder) else NEW_TOKENS
-        options = replace(options, new_tokens=most)
     tokenizer = (None if media else plain_tokenizer(folder)) or load_tokenizer(folder)
     chat = takes_chats(tokenizer, chat)
     given: dict[str, Any] = {}
@@ -167,27 +165,35 @@ def answer_one(
             ids, given = chats.ids(messages, opened)
         else:
             ids = prompt_ids(PromptLine(1, 1, prompt), tokenizer, template, chat)
-    with _planned(folder, budget, replace(options, prompt=len(ids))) as lm:
-        _stream(lm, tokenizer, ids, options.new_tokens or 1, sampling, seed, given)
+    most = stored_plan(folder).workload.new_tokens if is_bundle(folder) else NEW_TOKENS
+    with _planned(folder, budget, replace(options, prompt=len(ids)), most) as lm:
+        _stream(lm, tokenizer, ids, options.new_tokens, sampling, seed, given)
 
 
-def _planned(folder: Path, budget: str | None, options: Options) -> LanguageModel:
-    """The model planned for one sequence; within half of the memory that is free where no budget is named. A bundle's
-    own plan is taken where it is what is asked for."""
-    from forebay.api import wrap
+def _planned(folder: Path, budget: str | None, options: Options, new_tokens: int) -> LanguageModel:
+    """The model planned for one sequence, of `new_tokens` where nobody names more or less; within half of the memory
+    that is free where no budget is named. A bundle's own plan is taken where it is what is asked for."""
+    from forebay.api import plan_opened
     from forebay.exported.bundle import is_bundle
     from forebay.exported.start import open_bundle, stored_plan
+    from forebay.open_model import open_model
     from forebay.rewriter.ir.plan import Budget
+    from forebay.runtime.disk.spill_file import require_spill_folder
 
     options = replace(options, machine=machine_profile(options, folder))
     saved = stored_plan(folder) if budget is None and is_bundle(folder) and options.draft is None and (
         options.cache_dir is None) else None
-    if saved is not None and _serves(saved, options):
+    if saved is not None and _serves(saved, replace(options, prompt=options.prompt or FIRST_PROMPT,
+                                                    new_tokens=options.new_tokens or new_tokens)):
         return open_bundle(folder, machine=cast("Machine", options.machine), prefix_cache=options.prefix_cache)
     sizes = named_budget(budget) if saved is None else Budget(saved.budget.device, saved.budget.host)
+    require_spill_folder(sizes.disk)
     prepare_draft(options.draft, folder, sizes.device)
-    with console().status("capturing and planning"):
-        lm = wrap(folder, sizes, options)
+    with doing("capturing the model"):
+        opened = open_model(folder, dequantize=options.dequantize, keep=options.of_one_model, adapter=options.adapter)
+    options = within_positions(options, opened[0].max_positions, FIRST_PROMPT, new_tokens)
+    with doing("planning"):
+        lm = plan_opened(opened, sizes, options)
     if options.draft is not None:
         say(f"draft: {lm.draft_summary}")
     return lm
@@ -204,20 +210,24 @@ def _serves(plan: Plan, options: Options) -> bool:
 
 
 def _stream(
-    lm: LanguageModel, tokenizer: Any, ids: list[int], new_tokens: int, sampling: Sampling, seed: int,
+    lm: LanguageModel, tokenizer: Any, ids: list[int], asked: int | None, sampling: Sampling, seed: int,
     images: Mapping[str, Any],
 ) -> tuple[str, list[int]]:
-    """Print an answer as its tokens come, and its time to stderr; returns its text and tokens. `images` are the
-    processor's features of the prompt's images."""
+    """Print an answer as its tokens come, and its time to stderr; returns its text and tokens. It has as many new
+    tokens as are `asked` for, else as many as the plan and the model's positions hold. `images` are the processor's
+    features of the prompt's images."""
     import torch
 
     from forebay.commands.prompts import check_ids, ids_text, stop_ids
 
     check_ids(ids, None, lm.captured.vocab_size)
-    limit = lm.captured.max_positions
+    limit, new_tokens = lm.captured.max_positions, asked or lm.plan.workload.new_tokens
+    if limit and asked is None:
+        new_tokens = max(1, min(new_tokens, limit - len(ids)))
     if limit and len(ids) + new_tokens > limit:
-        raise JobError(f"{len(ids)} tokens and an answer of {new_tokens} exceed the model's {limit} positions; ask for "
-                       "less with --new-tokens" + (", or begin anew" if len(ids) < limit else ""))
+        raise JobError(f"{len(ids)} tokens and an answer of {new_tokens} exceed the model's {limit} positions; " + (
+            "begin anew" if asked is None else "ask for less with --new-tokens" + (
+                ", or begin anew" if len(ids) < limit else "")))
     if len(ids) > lm.plan.workload.prompt:
         most = limit - new_tokens if limit else 2 * len(ids)
         lm.reserve(1, min(2 * len(ids), most), new_tokens)
@@ -226,10 +236,11 @@ def _stream(
         _ = lm.session  # takes memory
     times = [time.monotonic()]
     made: list[int] = []
-    shown = ""
+    shown, waiting = "", ProgressLines()
 
     def on_token(column: torch.Tensor) -> None:
         nonlocal shown
+        waiting.stop()
         times.append(time.monotonic())
         made.append(int(column[0]))
         text = ids_text(tokenizer, made)
@@ -237,8 +248,11 @@ def _stream(
             print_answer(text[len(shown) :], end="")
             shown = text
 
-    _generate(lm, ids, new_tokens, stop_ids(lm.checkpoint.folder, tokenizer), sampling,
-              torch.Generator().manual_seed(seed), on_token, images)
+    with waiting:
+        if not sys.stderr.isatty():
+            waiting.add_task("reading the weights and the prompt")
+        _generate(lm, ids, new_tokens, stop_ids(lm.checkpoint.folder, tokenizer), sampling,
+                  torch.Generator().manual_seed(seed), on_token, images)
     text = ids_text(tokenizer, made)
     print_answer(text.removeprefix(shown))
     first, last, count = times[1], times[-1], len(times) - 1

@@ -6,9 +6,11 @@ import atexit
 import gc
 import os
 import sys
+from collections.abc import Callable
 
 from forebay.kernels.build.process_limits import limited_cores
 
+CUT_OFF = 128 + 13  # exit code of a command whose output is no longer read, as of one that SIGPIPE ended
 MANY_OBJECTS = 10_000  # between two looks of Python's collector, some megabytes; imports make many times as many
 
 
@@ -19,6 +21,9 @@ def main() -> None:
     if (cores := limited_cores()) is not None:  # more threads would be stopped in turn
         os.environ.setdefault("OMP_NUM_THREADS", str(cores))
     gc.set_threshold(MANY_OBJECTS)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     atexit.register(gc.freeze)  # or at its end Python looks through all of torch once more, for 0.2 s
     try:
         from forebay.commands.app import app
@@ -27,4 +32,32 @@ def main() -> None:
         if missing == "forebay":
             raise
         sys.exit(f"forebay: {missing} is not installed; pip install 'forebay[models,cli]'")
-    app()
+    sys.exit(_ended(app))
+
+
+def _ended(app: Callable[[], object]) -> int:
+    """Run the command and write all of its output; returns the exit code."""
+    from forebay.commands.terminal import FAILED, say
+
+    code: object = None
+    try:
+        try:
+            app()
+        except SystemExit as ended:
+            code = ended.code
+            if _pipe_broke(ended):
+                raise BrokenPipeError from ended
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            say(f"error: the output cannot be written: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries again at its end
+        code = CUT_OFF if isinstance(error, BrokenPipeError) else FAILED
+    return code if isinstance(code, int) else 0
+
+
+def _pipe_broke(error: BaseException | None) -> bool:
+    """Return whether an error came of a pipe that nobody reads."""
+    while error is not None and not isinstance(error, BrokenPipeError):
+        error = error.__cause__ or error.__context__
+    return error is not None

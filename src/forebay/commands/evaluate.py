@@ -23,7 +23,7 @@ from forebay.commands.options import (
     with_options,
 )
 from forebay.commands.prompts import load_tokenizer, text_ids
-from forebay.commands.terminal import JobError, clean_errors, console, progress_bar
+from forebay.commands.terminal import JobError, clean_errors, doing, progress_bar
 from forebay.rewriter.ir.files import read_input_text
 from forebay.rewriter.planning.options import Options
 
@@ -252,7 +252,7 @@ def eval_command(
         passages = read_passages(folder, words) if words is not None else []
         options = replace(options, machine=options.machine or kept_machine(folder))
         sizes = parse_budget(budget) if budget else default_budget()
-        with console().status("capturing and planning"):
+        with doing("capturing and planning"):
             lm = open_scorer(folder, sizes, options, context=context)
         files = {f.path for f in lm.files.values()}
         for path in files:

@@ -11,7 +11,7 @@ import typer
 
 from forebay.commands.mesh import all_ranks, say_mesh, with_mesh
 from forebay.commands.options import DebugOption
-from forebay.commands.terminal import JobError, clean_errors, console, progress_bar, say
+from forebay.commands.terminal import JobError, clean_errors, doing, progress_bar, say
 
 if TYPE_CHECKING:
     from forebay.rewriter.machine.profile import Machine
@@ -92,7 +92,7 @@ def machine_profile(options: Options | None, folder: Path) -> Machine:
 
 def _measured(folder: Path, *, quick: bool, anew: bool) -> Machine:
     """The kept profile, or with a progress bar a new one."""
-    with console().status("reading the machine profile"):
+    with doing("reading the machine profile"):
         from forebay.runtime.measure.kept import cached_machine, kept_machine
 
         missing = anew or kept_machine(folder) is None
@@ -101,10 +101,9 @@ def _measured(folder: Path, *, quick: bool, anew: bool) -> Machine:
         say(f"warning: the machine profile cannot be kept, so every command measures anew: {reason}; set "
             "FOREBAY_CACHE to a folder that can be written")
     with progress_bar() as bar:
-        task = bar.add_task(what := "measuring this machine" if reason else "measuring this machine, once", total=1.0,
-                            note="", visible=missing)
-        if missing and not console().is_terminal:
-            say(f"{what}: {'some seconds' if quick else 'about three minutes'}")
+        what = "measuring this machine" if reason else "measuring this machine, once"
+        takes = f": {'some seconds' if quick else 'about three minutes'}" if bar.disable else ""
+        task = bar.add_task(what + takes, total=1.0, note="", visible=missing)
         found = cached_machine(
             folder, quick=quick, anew=anew, keep=not reason, scratch=_writable(folder),
             progress=lambda stage, done: bar.update(task, completed=done, note=stage, visible=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -127,6 +128,20 @@ def _converting() -> Iterator[Callable[[int, int], None]]:
     with progress_bar() as bar:
         task = bar.add_task("converting, once", total=None, visible=False, note="")
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
+def within_positions(options: Options, limit: int, prompt: int, new_tokens: int) -> Options:
+    """The options with these sizes where nobody names others; with smaller ones, and it says so, where the model's
+    `limit` positions (0: none known) hold no more."""
+    asked = options.new_tokens
+    if limit:
+        prompt = min(prompt, max(1, limit - asked if asked else limit // 2))
+    prompt = options.prompt or prompt
+    room = limit - prompt if limit > prompt else new_tokens  # longer prompts are refused by who plans
+    if asked is None and room < new_tokens:
+        say(f"the model has {limit} positions: {room} are for an answer" + (
+            f", {prompt} for a prompt" if options.prompt is None else ""))
+    return dataclasses.replace(options, prompt=prompt, new_tokens=asked or min(new_tokens, room))
 
 
 def require_writable(path: Path | None, option: str) -> None:

@@ -25,7 +25,7 @@ from forebay.commands.options import (
     with_options,
 )
 from forebay.commands.seen_speeds import UNSEEN, seen_line
-from forebay.commands.terminal import clean_errors, console, say
+from forebay.commands.terminal import clean_errors, console, doing, say
 from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
@@ -165,11 +165,11 @@ def _plan_model(
     require_picture(pareto, "--pareto")
     folder = model_folder(model, options)
     profile = machine_profile(options, folder)
-    with console().status("capturing the model"):
+    with doing("capturing the model"):
         planner = ModelPlanner(*(opened := open_model(folder)), sizes, profile)
         options = calibrated(options, opened[1].fingerprint, opened[0].dtype)
         workload = _workload(options, opened[0].max_positions)
-    with console().status("planning"):
+    with doing("planning"):
         steps = planner.planned(workload, options, plan_batch)
         made, smallest = steps.plan, steps.pipeline.smallest_budget(options)
         others = plan_batches(planner.task(workload, options)) if pareto else []
@@ -215,7 +215,7 @@ def _plan_mesh(
     check_choices(workload, options)
     folder = model_folder(model, options)
     profile = machine_profile(options, folder)
-    with console().status("capturing the model"):
+    with doing("capturing the model"):
         opened = open_model(folder)
     options = calibrated(options, opened[1].fingerprint, opened[0].dtype)
     made = plans_of_ranks(opened, mesh, sizes, workload, options, profile)
@@ -236,7 +236,7 @@ def _plan_drafted(model: str, sizes: Budget, options: Options) -> None:
     folder = model_folder(model, options)
     options = replace(options, machine=machine_profile(options, folder))
     prepare_draft(options.draft, folder, sizes.device)
-    with console().status("capturing and planning"):
+    with doing("capturing and planning"):
         lm = wrap(folder, sizes, options)
     print(lm.explain())
 
@@ -271,7 +271,7 @@ def _explore(request: PlanRequest, as_json: bool, **choices: Any) -> None:
     from forebay.rewriter.ir.plan import PlanError
 
     try:
-        with console().status("searching"):
+        with doing("searching"):
             found = explore_config(request, **choices)
             found |= plan_of_policy(request, found)
     except ValueError as error:
@@ -286,7 +286,7 @@ def _plan_config(request: PlanRequest, options: Options, as_json: bool, save: Pa
     from forebay.rewriter.ir.plan import PlanError
 
     try:
-        with console().status("capturing and planning"):
+        with doing("capturing and planning"):
             found = plan_config(request, options, complete=save is not None)
     except ValueError as error:
         raise PlanError(str(error)) from error

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 from forebay.commands.prompts import BadLine, Prompt, PromptLine
-from forebay.commands.terminal import JobError, console, say
+from forebay.commands.terminal import JobError, doing, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +80,7 @@ def fit_job(
             work = Workload(len(kept), max(prompts), answer, computed, min(typical, answer))
             return build_model(opened, sizes, work, options, how)
 
-        with console().status("planning the job"):
+        with doing("planning the job"):
             if typical > beside:  # where long prompts have short answers, times of the usual one want more room
                 with suppress(PlanError):
                     return made_for(typical)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.commands.terminal import console
+from forebay.commands.terminal import doing
 
 if TYPE_CHECKING:
     from forebay.rewriter.ir.graph import CapturedModel
@@ -26,7 +26,7 @@ def plans_of_ranks(
     from forebay.rewriter.pipeline.plan_ranks import plan_together, rank_planners
 
     captured, checkpoint, files = opened
-    with console().status("planning all ranks"):
+    with doing("planning all ranks"):
         ranks = rank_planners(captured, checkpoint.fingerprint, files, read_mesh(mesh), budget, workload, options,
                               machine)
         planned = plan_together([planner for _, planner in ranks])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 BATCH_SLOTS = (16, 8, 4, 2, 1)  # that are compared where none are named
 HELD = (1, 2, 4)  # chunks before a step that decodes
+PROMPT, NEW_TOKENS = 512, 256  # of a slot, where nobody says
 REQUESTS = 200  # of a simulation; runs that show a queue have more
 SHARE = 90.0  # of requests that are to keep the goals
 
@@ -35,10 +36,12 @@ class ServingGoals:
 
 @dataclass(frozen=True)
 class ServingChoice:
-    """A planned model, whose turn its steps are, and the requests a second at which the goals are predicted to hold
-    (None without goals)."""
+    """A planned model for prompts and answers of so many tokens, whose turn its steps are, and the requests a second
+    at which the goals are predicted to hold (None without goals)."""
 
     lm: LanguageModel
+    prompt: int
+    new_tokens: int
     turns: StepTurns
     rate: float | None = None
 
@@ -52,6 +55,8 @@ def plan_serving(
     or none keeps the goals at any rate."""
     from forebay.build_model import build_model
     from forebay.commands.machine import machine_profile
+    from forebay.commands.options import within_positions
+    from forebay.commands.terminal import doing
     from forebay.images.open_tower import image_options
     from forebay.open_model import open_model
     from forebay.rewriter.ir.byte_sizes import parse_budget
@@ -61,14 +66,21 @@ def plan_serving(
 
     sizes = parse_budget(budget)
     require_spill_folder(sizes.disk)
-    batch_slots, prompt, new_tokens = options.batch_slots or 1, options.prompt or 1, options.new_tokens or 1
-    typical = (min(goals.prompt, prompt), min(goals.output, new_tokens)) if goals is not None else (0, 0)
+    batch_slots = options.batch_slots or 1
     planned = replace(options, admitted=admitted_at_once(batch_slots), machine=machine_profile(options, folder))
-    opened = open_model(folder, embeds=images, keep=options.of_one_model)
+    with doing("capturing the model"):
+        opened = open_model(folder, embeds=images, keep=options.of_one_model)
+    limit = opened[0].max_positions
+    planned = within_positions(planned, limit, PROMPT, NEW_TOKENS)
+    prompt, new_tokens = planned.prompt or 1, planned.new_tokens or 1
+    if limit > prompt:
+        new_tokens = min(new_tokens, limit - prompt)
+    typical = (min(goals.prompt, prompt), min(goals.output, new_tokens)) if goals is not None else (0, 0)
     planned = image_options(planned, opened[0], prompt)
-    lm = build_model(opened, sizes, Workload(batch_slots, prompt, new_tokens, *typical), planned,
-                     partial(plan_slots_of_server, goals=goals))
-    return ServingChoice(lm, *_turns_for(goals, lambda: step_times_of(lm)))
+    with doing("planning"):
+        lm = build_model(opened, sizes, Workload(batch_slots, prompt, new_tokens, *typical), planned,
+                         partial(plan_slots_of_server, goals=goals))
+    return ServingChoice(lm, prompt, new_tokens, *_turns_for(goals, lambda: step_times_of(lm)))
 
 
 def step_times_of(lm: LanguageModel) -> StepTimes:

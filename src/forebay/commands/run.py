@@ -32,7 +32,7 @@ from forebay.commands.options import (
 )
 from forebay.commands.ranks import among_ranks, as_first_rank, of_this_rank
 from forebay.commands.seen_speeds import note_speed
-from forebay.commands.terminal import JobError, clean_errors, console, say, stopping
+from forebay.commands.terminal import JobError, clean_errors, doing, say, stopping
 from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def run(
         pictured = takes_images(folder) and any(request.pictured for request in requests)
         if pictured and (plan is not None or save_plan is not None):
             raise JobError("--plan and --save-plan are for jobs of text alone; leave them or the images out")
-        with console().status("capturing the model"):
+        with doing("capturing the model"):
             captured, checkpoint, files = open_model(folder, verify=verify, keep=options.of_one_model, embeds=pictured)
             tokenizer = load_tokenizer(folder)
             images = JobImages(folder, tokenizer) if pictured else None

@@ -20,7 +20,8 @@ from forebay.commands.options import (
     prepare_draft,
     with_options,
 )
-from forebay.commands.terminal import FAILED, JobError, clean_errors, console, reason_of, say
+from forebay.commands.plan_serving import NEW_TOKENS, PROMPT
+from forebay.commands.terminal import FAILED, JobError, clean_errors, reason_of, say
 from forebay.rewriter.planning.options import Options
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ in_network, in_goals, in_images, in_phases = map(panel_option, ("Network", "Goal
 PREFIX_CACHE = "256MiB"  # of prompts that need not be computed again
 
 
-@with_options(leave=("batch", "typical", "plan", "mesh"), said={"batch_slots": "the planner's choice"},
-              defaults={"prompt": 512, "new_tokens": 256, "prompt_lookup_num_tokens": "auto",
-                        "prefix_cache": PREFIX_CACHE})
+@with_options(leave=("batch", "typical", "plan", "mesh"), said={
+    "batch_slots": "the planner's choice", "prompt": f"{PROMPT}", "new_tokens": f"{NEW_TOKENS}"},
+    defaults={"prompt_lookup_num_tokens": "auto", "prefix_cache": PREFIX_CACHE})
 def serve(
     model: ModelArgument,
     options: Options,
@@ -88,8 +89,7 @@ def serve(
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key
                                         and api_key):
             raise JobError("--api-key must be printable ASCII without spaces at its ends")
-        prompt, new_tokens = options.prompt or 1, options.new_tokens or 1
-        goals = _goals(prompt, new_tokens, (ttft, tpot, isl, osl))
+        goals = _goals(options.prompt or PROMPT, options.new_tokens or NEW_TOKENS, (ttft, tpot, isl, osl))
         if role == "decode":
             _decode(model, named_budget(budget), options, goals, handoff)
             return
@@ -111,18 +111,16 @@ def serve(
                 return
             tokenizer = (None if image_nbytes else plain_tokenizer(folder)) or load_tokenizer(folder)
             prepare_draft(options.draft, folder, sizes.device)
-            with console().status("capturing and planning, or reading what an earlier start kept"):
-                choice = plan_serving(folder, sizes, options, goals, images=bool(image_nbytes))
+            choice = plan_serving(folder, sizes, options, goals, images=bool(image_nbytes))
             _check_tower(choice.lm, image_nbytes)
-            lm, limit = choice.lm, choice.lm.captured.max_positions
+            lm, prompt, new_tokens = choice.lm, choice.prompt, choice.new_tokens
             if options.draft is not None:
                 say(f"draft: {lm.draft_summary}")
             drawn = named_sampling(folder)
             sampling = default_sampling(lm.generation_config.to_diff_dict() if drawn is None else drawn)
             told = ServingOptions(named, api_key, hosts, sampling=sampling, strict=strict)
             run = ServerRun(Service(
-                lm, tokenizer, stop_ids(folder, tokenizer), prompt,
-                min(new_tokens, limit - prompt) if limit else new_tokens, queue, told,
+                lm, tokenizer, stop_ids(folder, tokenizer), prompt, new_tokens, queue, told,
                 choice.turns, image_nbytes, image_files, handoff if role == "prefill" else ""), grace)
             if lm.prefixes is not None:
                 lm.prefixes.open()
@@ -131,7 +129,7 @@ def serve(
             def started() -> None:
                 shown, number = f"[{host}]" if ":" in host else host, socket.getsockname()[1]
                 say(f"serving {told.name} at http://{shown}:{number} in {lm.plan.workload.batch} slots of {prompt} "
-                    f"+ {run.service.new_tokens} tokens")
+                    f"+ {new_tokens} tokens")
                 if goals is not None:
                     say(f"predicted to keep its goals up to {choice.rate:.3g} requests/s of {goals.prompt} + "
                         f"{goals.output} tokens")
@@ -162,10 +160,10 @@ def _decode(model: str, sizes: Budget, options: Options, goals: ServingGoals | N
     choice = plan_serving(folder, sizes, replace(options, prefix_cache=None, cache_dir=None), goals)
     lm = choice.lm
     _drop_cached(lm)
-    DecodeServer(lm, options.prompt or 1, options.new_tokens or 1, frozenset(stop_ids(folder, load_tokenizer(folder))),
+    DecodeServer(lm, choice.prompt, choice.new_tokens, frozenset(stop_ids(folder, load_tokenizer(folder))),
                  choice.turns).run(at, lambda: say(
-                     f"decoding {model} at {handoff} in {lm.plan.workload.batch} slots of {options.prompt} + "
-                     f"{options.new_tokens} tokens"))
+                     f"decoding {model} at {handoff} in {lm.plan.workload.batch} slots of {choice.prompt} + "
+                     f"{choice.new_tokens} tokens"))
     say("stopped")
 
 

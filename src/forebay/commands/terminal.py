@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -16,7 +17,7 @@ from forebay.rewriter.ir.printable import PrintableError, PrintableStream, print
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 NO_MEMORY = "the system gives no more memory; a smaller --budget or --batch needs less, or end other programs"
 NO_THREADS = "the system gives no more threads; raise the limit (ulimit -u, or a container's) or end other programs"
@@ -25,6 +26,7 @@ SHORT = {errno.ENOMEM: NO_MEMORY, errno.EAGAIN: NO_THREADS,
          errno.EMFILE: "too many files are open; raise the limit (ulimit -n)",
          errno.ENFILE: "the system has too many files open; end other programs"}
 FAILED = 2  # exit code; 128 + the signal's number for a job that was interrupted
+PATIENCE_S = 1.0  # before a line says what takes so long, where stderr is no terminal
 
 
 class JobError(PrintableError, ValueError):
@@ -57,7 +59,7 @@ def clean_errors(debug: bool) -> Iterator[None]:
     before, warnings.formatwarning = warnings.formatwarning, _warning_line
     try:
         yield
-    except typer.Exit:
+    except (typer.Exit, BrokenPipeError):  # `cli.main` ends a command whose output nobody reads
         raise
     except KeyboardInterrupt:
         say("interrupted")
@@ -162,15 +164,62 @@ def console(*, stderr: bool = True) -> Console:
                             highlight=False)
 
 
-def progress_bar(remaining: bool = True) -> Progress:
-    """A bar on a terminal, and nothing elsewhere; with `remaining` it says how long the rest takes at the rate so far.
-    """
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Say what is done meanwhile: on a terminal while it lasts, elsewhere in one line if it takes `PATIENCE_S`."""
+    if sys.stderr.isatty():
+        with console().status(what):
+            yield
+        return
+    with ProgressLines() as lines:
+        lines.add_task(what)
+        yield
+
+
+class ProgressLines:
+    """Progress where stderr is no terminal: one line for each task that takes `PATIENCE_S`. Takes rich's calls."""
+
+    disable = True
+
+    def __init__(self) -> None:
+        self._tasks: list[str] = []
+        self._timers: dict[int, threading.Timer] = {}
+
+    def start(self) -> None:
+        """Do nothing: tasks begin when they are added."""
+
+    def stop(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def __enter__(self) -> ProgressLines:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def add_task(self, description: str, *, visible: bool = True, **state: object) -> TaskID:
+        self._tasks.append(description)
+        task = cast("TaskID", len(self._tasks) - 1)
+        self.update(task, visible=visible)
+        return task
+
+    def update(self, task: TaskID, *, visible: bool = False, **state: object) -> None:
+        if visible and task not in self._timers:
+            timer = self._timers[task] = threading.Timer(PATIENCE_S, say, [f"{self._tasks[task]} ..."])
+            timer.daemon = True
+            timer.start()
+
+
+def progress_bar(remaining: bool = True) -> Progress | ProgressLines:
+    """A bar on a terminal, and lines elsewhere; with `remaining` it says how long the rest takes at the rate so far."""
+    if not sys.stderr.isatty():
+        return ProgressLines()
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    where = console()
     return Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
-                    TextColumn("{task.fields[note]}"), *([TimeRemainingColumn()] if remaining else []), console=where,
-                    disable=not where.is_terminal)
+                    TextColumn("{task.fields[note]}"), *([TimeRemainingColumn()] if remaining else []),
+                    console=console())
 
 
 def say(text: str) -> None:
