@@ -107,7 +107,7 @@ def build(library: Library, cxx: str) -> Path:
     trust(folder)
     objects = {path: folder / f"{path.stem}-{digest(text, *common)}.o" for path, text in texts.items()}
     linked = " ".join(library.link_flags), *(path.name for path in objects.values())
-    made = folder / f"{_stem(library)}-{digest(*map(str.encode, linked))}.so"
+    made = folder / f"{_stem(library, texts)}-{digest(*map(str.encode, linked))}.so"
     if made.exists():
         return trust(made)
     command = [cxx, *library.flags, *(f"-I{path}" for path in library.include)]
@@ -155,9 +155,9 @@ def kept(library: Library) -> Path | None:
     return newest and trust(newest)
 
 
-def _stem(library: Library) -> str:
+def _stem(library: Library, texts: Mapping[Path, bytes] | None = None) -> str:
     """The beginning of the names of its compiled files, the same for all compilers."""
-    return f"{library.name}-{digest(library.digest().encode(), _machine(library))}"
+    return f"{library.name}-{digest(library.digest(texts).encode(), _machine(library))}"
 
 
 def _machine(library: Library) -> bytes:

@@ -10,9 +10,9 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from forebay.kernels.operators import ATTENTION, KV_APPEND
+from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.capture.latent import AllTokens, Latent
 from forebay.rewriter.capture.layer_states import layer_state, starts
-from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.capture.patterns import Temperature, window_of
 from forebay.rewriter.checkpoints.text_model import FULL, GROUPS, SLIDING
 from forebay.rewriter.ir.state import KVState

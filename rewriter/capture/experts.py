@@ -19,8 +19,8 @@ from forebay.kernels.formats.entry_part import Part
 from forebay.kernels.products.experts.entries import entry_parts, table_shape
 from forebay.kernels.products.experts.operator import EXPERTS
 from forebay.kernels.products.experts.reference import ACTIVATIONS, PLAIN, Form, activated
+from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.capture.family import Family, register_family
-from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.ir.expert_table import ExpertTable
 from forebay.rewriter.ir.graph import CapturedModel
 

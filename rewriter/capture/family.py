@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.capture.patterns import LayerType
 
 # The argument of models of recurrent layers alone, by which they take their states; `cache` from transformers 5.24.

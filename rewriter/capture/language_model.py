@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from forebay.kernels.operator import HOST_MEMORY
-from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.checkpoints.records import AddedTensors
 from forebay.rewriter.checkpoints.text_model import (
     causal_class,

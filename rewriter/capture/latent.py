@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from forebay.kernels.operators import KV_APPEND
+from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.capture.layer_states import layer_state, starts, states_before
-from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.ir.state import LatentState
 
 

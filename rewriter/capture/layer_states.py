@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 import torch
 
-from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.ir.state import StateSpec
 
 GiveState = Callable[[StateSpec], tuple[torch.Tensor, ...]]

@@ -12,17 +12,12 @@ from torch import nn
 from torch.library import custom_op
 from torch.utils import _pytree as pytree
 
-from forebay.rewriter.ir.printable import PrintableError
+from forebay.rewriter.capture.errors import CaptureError
 
 _SCALARS = (int, float, str, bool, type(None), torch.dtype)
 
-
 # what every module has, alike in all layers or, as parameters and buffers, looked at apart
 _MODULE_STATE = frozenset(vars(nn.Module()))
-
-
-class CaptureError(PrintableError):
-    """The model cannot be captured; the message names the reason."""
 
 
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:

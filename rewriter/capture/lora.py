@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.checkpoints.records import AddedTensors, TensorRecord
 from forebay.rewriter.ir.graph import CapturedModel
 

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.kernels.operators import ATTENTION, KV_APPEND, of_target
-from forebay.rewriter.capture.layers import CaptureError, LayerCall, LayerCalls, Slot
+from forebay.rewriter.capture.errors import CaptureError
+from forebay.rewriter.capture.layers import LayerCall, LayerCalls, Slot
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput, WeightSpec
 from forebay.rewriter.ir.state import (
     BorrowedKVState,

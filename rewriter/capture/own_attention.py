@@ -15,12 +15,12 @@ from torch import nn
 
 from forebay.kernels.operators import ATTENTION
 from forebay.rewriter.capture.cache_name import find_cache
+from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.capture.experts import jetmoe_experts, pick_gates
 from forebay.rewriter.capture.family import FAMILIES as FAMILIES
 from forebay.rewriter.capture.family import Family, register_family, require_release
 from forebay.rewriter.capture.family import adopt_family as adopt_family
 from forebay.rewriter.capture.layer_states import layer_state, starts
-from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.capture.recurrent_families import RECURRENT
 from forebay.rewriter.ir.state import BorrowedKVState
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.capture.errors import CaptureError
 
 
 class LayerType(NamedTuple):

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from forebay.kernels.operator import in_columns
 from forebay.kernels.operators import LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV
+from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.capture.family import require_release
 from forebay.rewriter.capture.layer_states import counts, layer_state, starts, states_before
-from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.ir.state import ConvolutionState, RecurrentState, ScanState
 
 OLDER = "has_previous_state"  # which mixers of older releases ask of their cache

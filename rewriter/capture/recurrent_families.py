@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from forebay.kernels.operators import WKV
+from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.capture.family import Family
 from forebay.rewriter.capture.layer_states import counts, layer_state, starts
-from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.capture.recurrences import calling, convolve, recur
 from forebay.rewriter.ir.state import WkvState
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GenerationMixin
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.capture.errors import CaptureError
 
 _length: ContextVar[torch.Tensor] = ContextVar("forebay_length")
 

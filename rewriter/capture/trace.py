@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.rewriter.capture.attention import TracedCache, masks_of_images
 from forebay.rewriter.capture.cache_name import cache_argument
+from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.capture.family import family_of, outer_inputs
 from forebay.rewriter.capture.layer_states import layer_inputs, starts
 from forebay.rewriter.capture.layers import (
-    CaptureError,
     LayerCall,
     LayerCalls,
     LayerIndex,

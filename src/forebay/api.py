@@ -17,7 +17,6 @@ from forebay.huggingface.emptied import empty_module
 from forebay.language_model import LanguageModel
 from forebay.modules.encoder_decoder import EncoderDecoder, is_encoder_decoder
 from forebay.open_model import open_model
-from forebay.open_module import open_module
 from forebay.option_keywords import with_keywords
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
@@ -61,6 +60,8 @@ def wrap(
     elif options.adapter is not None:
         raise PlanError("adapter: it goes on top of a model's folder; give a PeftModel, or the folder")
     else:
+        from forebay.open_module import open_module
+
         opened, capture = open_module(model, sizes.disk or tempfile.gettempdir())
     lm = plan_opened(opened, sizes, options, capture)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was

@@ -16,7 +16,6 @@ from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.pipeline.plan_search import plan_batch
 from forebay.rewriter.pipeline.plan_task import PlanChoice
 from forebay.rewriter.planning.options import Options
-from forebay.sharded import shard_model
 
 
 def build_model(
@@ -33,6 +32,8 @@ def build_model(
         raise PlanError("draft: a plan that is replayed was made without one; leave one of both out, or wrap the "
                         "draft by itself and give it to generate as assistant_model")
     if options.mesh is not None:
+        from forebay.sharded import shard_model
+
         return shard_model(read_mesh(options.mesh), *given)
     if options.draft is None:
         return LanguageModel(*given, capture=capture)

@@ -14,7 +14,6 @@ import torch
 
 from forebay.exported.bundle import is_bundle, read_bundle
 from forebay.kept_graphs import graphs_key, keep_graphs, read_graphs
-from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints.adapted import weights_folder
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.match_weights import (
@@ -72,6 +71,8 @@ def open_graphs(
     key = graphs_key(folder, checkpoint, (gives, embeds, dequantize)) if keep else None
     if key is not None and (kept := read_graphs(key)) is not None:
         return kept[0], checkpoint, kept[1]
+    from forebay.rewriter.capture.language_model import capture_model
+
     with hearing() as said:
         config = read_model_config(folder, checkpoint)
         captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint, config), gives=gives, embeds=embeds,

@@ -22,6 +22,7 @@ import forebay.commands.plan_config as planning
 import forebay.kept_graphs as kept_graphs
 import forebay.kept_texts as kept_texts
 import forebay.open_model as opening
+import forebay.rewriter.capture.language_model as capturing
 from forebay.api import wrap
 from forebay.commands.plan_serving import plan_serving
 from forebay.rewriter.capture.family import FAMILIES, Family
@@ -56,7 +57,7 @@ def answer(folder: Path, **options: Any) -> list[int]:
     return found
 
 
-def captures_nothing(patch: pytest.MonkeyPatch, module: Any = opening, name: str = "capture_model") -> None:
+def captures_nothing(patch: pytest.MonkeyPatch, module: Any = capturing, name: str = "capture_model") -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("captured again")
 

@@ -99,7 +99,8 @@ def test_constants_are_real_and_not_on_meta(llama_checkpoint: Any) -> None:
 
 def test_another_budget_captures_nothing_anew(llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     llama_checkpoint.opened  # noqa: B018
-    monkeypatch.setattr("forebay.open_model.capture_model", lambda *a, **k: pytest.fail("captured again"))
+    monkeypatch.setattr("forebay.rewriter.capture.language_model.capture_model",
+                        lambda *a, **k: pytest.fail("captured again"))
     for share in (0.4, 0.9):
         with llama_checkpoint.language_model(share, batch=1, prompt=2, new_tokens=2) as lm:
             check(lm, llama_checkpoint)  # and a larger workload plans again

@@ -140,6 +140,15 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
 for panel, commands in PANELS.items():
     for name, function in commands.items():
         app.command(name, rich_help_panel=panel)(function)
+def main() -> None:
+    """Run the command; where it is named first, the others are not prepared."""
+    named = [each for each in app.registered_commands if each.name == next(
+        (word for word in sys.argv[1:] if not VERBOSE.fullmatch(word)), None)]
+    if named and named[0].name != "help":
+        app.registered_commands = named
+    app()
+
+
 app.command("eval", rich_help_panel=PREPARE, add_help_option=False,
             context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(_eval)
 app.command("allocate", rich_help_panel="Other")(allocate)

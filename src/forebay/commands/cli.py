@@ -11,7 +11,7 @@ from collections.abc import Callable
 from forebay.kernels.build.process_limits import limited_cores
 
 CUT_OFF = 128 + 13  # exit code of a command whose output is no longer read, as of one that SIGPIPE ended
-MANY_OBJECTS = 10_000  # between two looks of Python's collector, some megabytes; imports make many times as many
+MANY_OBJECTS = 200_000  # between two looks of Python's collector, some 30 MB; imports and kept graphs make as many
 
 
 def main() -> None:
@@ -20,29 +20,29 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "0")  # spinning OpenMP threads take the core the disk reader needs
     if (cores := limited_cores()) is not None:  # more threads would be stopped in turn
         os.environ.setdefault("OMP_NUM_THREADS", str(cores))
-    gc.set_threshold(MANY_OBJECTS)
+    gc.set_threshold(MANY_OBJECTS, 50)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by who started this
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     atexit.register(gc.freeze)  # or at its end Python looks through all of torch once more, for 0.2 s
     try:
-        from forebay.commands.app import app
+        from forebay.commands.app import main as run_command
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing == "forebay":
             raise
         sys.exit(f"forebay: {missing} is not installed; pip install 'forebay[models,cli]'")
-    sys.exit(_ended(app))
+    sys.exit(_ended(run_command))
 
 
-def _ended(app: Callable[[], object]) -> int:
+def _ended(command: Callable[[], object]) -> int:
     """Run the command and write all of its output; returns the exit code."""
     from forebay.commands.terminal import FAILED, say
 
     code: object = None
     try:
         try:
-            app()
+            command()
         except SystemExit as ended:
             code = ended.code
             if _pipe_broke(ended):

@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forebay.commands.batch_requests import BatchRequest, read_batch_request
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.prompt_tables import TableError, carried, open_table
 from forebay.commands.terminal import JobError
@@ -20,6 +19,9 @@ from forebay.rewriter.checkpoints.named_errors import panicking
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.one_thread import one_thread
 from forebay.runtime.run.sampling import Sampling
+
+if TYPE_CHECKING:
+    from forebay.commands.batch_requests import BatchRequest
 
 QUESTION = ("prompt", "messages", "max_new_tokens", "adapter")  # of a line: what its answer depends on, and repeats
 ANSWER = ("id", *QUESTION, "text", "tokens", "prompt_tokens", "finish")  # what an answer has of its own
@@ -155,6 +157,8 @@ def _request(number: int, columns: dict[str, Any] | str, system: str | None) -> 
 
 
 def _batch_request(number: int, columns: dict[str, Any]) -> PromptLine:
+    from forebay.commands.batch_requests import read_batch_request
+
     _check_text(columns)
     request = read_batch_request(columns)
     asked = request.inquiry(Sampling())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from forebay.default_budget import budget_or_default
-from forebay.modules.open_folder import open_streamed
 from forebay.rewriter.checkpoints.config import read_config, read_generation_config
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.checkpoints.resolve import resolve_model
@@ -63,6 +62,8 @@ class EncoderDecoder:
     def __init__(
         self, model: str | os.PathLike[str], budget: Budget | int | str | dict[str, Any] | None = None
     ) -> None:
+        from forebay.modules.open_folder import open_streamed  # which loads the code of capture
+
         self.folder = resolve_model(model)
         auto = encoder_decoder_class(self.folder)
         if auto is None:

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from forebay.api import wrap
-from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.machine.profile import Machine
 from tests.e2e.coverage.outcome import EQUAL, Outcome, failed, one_line
 

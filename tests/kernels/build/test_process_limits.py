@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -171,17 +172,21 @@ def test_the_command_computes_in_as_many_threads_as_cores_may_be_used(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str | None] = []
-    monkeypatch.setattr("gc.set_threshold", lambda count: None)
-    monkeypatch.setattr("forebay.commands.app.app", lambda: asked.append(os.environ.get("OMP_NUM_THREADS")))
+    monkeypatch.setattr("gc.set_threshold", lambda *counts: None)
+    monkeypatch.setattr("forebay.commands.app.main", lambda: asked.append(os.environ.get("OMP_NUM_THREADS")))
     for name in ("GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "0")  # so that it is as before afterwards
     monkeypatch.delenv("OMP_NUM_THREADS")
-    cli.main()
+    ended = partial(pytest.raises, SystemExit, match="^0$")
+    with ended():
+        cli.main()
     group(tree.mount(2, "all"), cpu_max="300000 100000")
     tree.within("0::/")
-    cli.main()
+    with ended():
+        cli.main()
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    cli.main()
+    with ended():
+        cli.main()
     assert asked == [None, "3", "7"], "what the user says counts"
 
 
