@@ -1,16 +1,23 @@
-"""Release memory that torch otherwise keeps of a trace for the life of the process."""
+"""What torch keeps of a trace: released, as it would stay for the life of the process, or not kept to begin with."""
 
 from __future__ import annotations
 
 import linecache
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
+import torch._dynamo.config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+def uncached() -> AbstractContextManager[None]:
+    """Let fake tensors of modes made inside compute each operator anew. With sizes that vary, torch's cache of
+    operators takes 0.4 of a trace to fill and is seldom read; where all sizes are fixed, it pays."""
+    return torch._dynamo.config.patch(fake_tensor_cache_enabled=False)  # type: ignore[no-any-return, attr-defined]
 
 
 @contextmanager
@@ -29,9 +36,10 @@ def sources_released() -> Iterator[None]:
 def release_symbols(program: ExportedProgram) -> None:
     """Let the symbols of an exported program go with the last graph that uses them.
 
-    A symbolic size leads from a fake tensor through C++, where the garbage collector cannot follow, to its ShapeEnv,
-    so whatever leads back from there is a cycle for ever: the inputs that export tracks, and the cached results of
-    operators. The methods of ShapeEnv also remember their `self` in caches of their class, one of them without bound.
+    A symbolic size leads from a fake tensor through C++, where the garbage collector cannot follow, to its ShapeEnv, so
+    whatever leads back from there is a cycle for ever: the inputs that export tracks, and the results of operators
+    where they are cached (`uncached`). The methods of ShapeEnv also remember their `self` in caches of their class, one
+    of them without bound.
     """
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -62,9 +70,7 @@ def failures_released() -> Iterator[None]:
 
 def _release(mode: FakeTensorMode) -> None:
     assert mode.shape_env is not None
-    mode.cache_enabled = False  # else the passes fill it again
     mode.shape_env.tracked_fakes = None
-    mode.shape_env.fake_tensor_cache.clear()
 
 
 def _forget_environments() -> None:

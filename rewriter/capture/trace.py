@@ -34,7 +34,7 @@ from forebay.rewriter.capture.layers import (
 from forebay.rewriter.capture.lora import chosen_columns
 from forebay.rewriter.capture.merge import Kind, join
 from forebay.rewriter.capture.patterns import mark_patterns
-from forebay.rewriter.capture.released import failures_released, release_symbols, sources_released
+from forebay.rewriter.capture.released import failures_released, release_symbols, sources_released, uncached
 from forebay.rewriter.capture.rotary import calls_of, follow_length
 from forebay.rewriter.checkpoints.text_model import DEEPSTACK, GROUPS, PLACEHOLDER
 from forebay.rewriter.ir.graph import CapturedModel, Gives
@@ -162,7 +162,7 @@ class _Layer(nn.Module):
 
 def trace_model(model: Any, wanted: Gives, embeds: bool = False, adapter_columns: int = 0) -> CapturedModel:
     """Trace `model`, which is on the meta device and has our attention, into a `CapturedModel`."""
-    with compile_lock:  # Dynamo may trace in another thread, and patches what this does
+    with compile_lock, uncached():  # Dynamo may trace in another thread, and patches what this does
         return _traced(model, wanted, embeds, adapter_columns)
 
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from forebay.exported.errors import ExportError
 from forebay.exported.program import BoundGraph
-from forebay.rewriter.capture.released import sources_released
+from forebay.rewriter.capture.released import sources_released, uncached
 from forebay.rewriter.ir.graph import META, WeightInput
 from forebay.rewriter.one_thread import ONE_THREAD
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
@@ -99,7 +99,7 @@ def trace_module(module: nn.Module, inputs: Sequence[Any], shapes: Any, switches
 @contextmanager
 def _tracing() -> Iterator[None]:
     """Without gradients, and without guards for chance: BERT's would rule out sequences of as many tokens as heads."""
-    with torch.no_grad(), sources_released(), _config.patch(  # type: ignore[attr-defined]
+    with torch.no_grad(), sources_released(), uncached(), _config.patch(  # type: ignore[attr-defined]
             backed_size_oblivious=True):
         yield
 

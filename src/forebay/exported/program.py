@@ -14,6 +14,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch.export import Dim, ExportedProgram
 
 from forebay.rewriter.capture.concretise import inline_blocks
+from forebay.rewriter.capture.released import uncached
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
 from forebay.rewriter.one_thread import ONE_THREAD
 
@@ -66,7 +67,7 @@ def step_program(captured: CapturedModel, weights: Mapping[str, torch.Tensor]) -
     caches = inputs[len(single) :]
     examples: dict[str, Any] = {node.name: _example(node) for node in single} | {"caches": list(map(_example, caches))}
     shapes: dict[str, Any] = {node.name: _dims(node) for node in single} | {"caches": list(map(_dims, caches))}
-    with ONE_THREAD, compile_lock, torch.no_grad():
+    with ONE_THREAD, compile_lock, torch.no_grad(), uncached():
         return torch.export.export(BoundStep(flat, weights), (), examples, dynamic_shapes=shapes, strict=False)
 
 
