@@ -1,4 +1,4 @@
-"""What torch keeps of a trace: released, as it would stay for the life of the process, or not kept to begin with."""
+"""Memory that torch keeps of a trace for the life of the process: released, or not taken to begin with."""
 
 from __future__ import annotations
 
