@@ -61,7 +61,7 @@ def test_a_zigzag_pass_brings_each_weight_once(cases: Callable[[str], Case], rea
     case = cases("llama")
     marks: list[int] = []
     for order, micro_batches in (("zigzag", 1), ("zigzag", 5), ("row", 5)):
-        with case.language_model(1.0, slots=9, slot_nbytes=65536, prefill_chunk=2, order=order,
+        with case.language_model(0.9, slots=9, slot_nbytes=65536, prefill_chunk=2, order=order,
                                  micro_batches=micro_batches) as lm:
             marks.clear()
             case.answer(lm, on_token=lambda column: marks.append(reader_log.slices))
@@ -90,7 +90,7 @@ def test_without_any_one_wait_the_program_is_refused(
     cases: Callable[[str], Case], order: str, more: dict[str, Any]
 ) -> None:
     """Every wait of the compute stream, and those for slots that nothing else orders."""
-    with cases("llama").language_model(1.0, micro_batches=2, order=order, **more) as lm:
+    with cases("llama").language_model(0.9, micro_batches=2, order=order, **more) as lm:
         assert_waits_are_needed(lm.steps.program(1))
 
 
@@ -104,7 +104,7 @@ def test_copies_that_overtake_each_other(
     make_late(monkeypatch)
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases("llama")
-    with case.language_model(1.0, micro_batches=3, order=order, **more) as lm:
+    with case.language_model(0.9, micro_batches=3, order=order, **more) as lm:
         assert lm.plan.prediction.streamed_nbytes > 0
         case.check(lm)
 
