@@ -31,16 +31,20 @@ MODELS = {
     "beit": ("BeitModel", "BeitConfig",
              {**{k: v for k, v in SIZES.items() if k != "vocab_size"}, **IMAGE, "use_relative_position_bias": True},
              {"pixel_values": torch.linspace(-1, 1, 6144).view(2, 3, 32, 32)}),
+    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {
+        **SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 8}, {"input_ids": IDS, "use_cache": False}),
 }
+BUDGETS = {"gpt-oss": "600KiB"}  # others: 250 KiB
 
 
-@pytest.mark.parametrize("name", without(MODELS, ("bert", "llama", "clip text")))
+@pytest.mark.parametrize("name", without(MODELS, ("bert", "llama", "clip text", "gpt-oss")))
 @pytest.mark.filterwarnings("error:forebay")
 def test_models_with_indexing_are_offloaded(name, tmp_path):
     model_class, config_class, sizes, inputs = MODELS[name]
     model: nn.Module = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes)).eval()
     expected = model(**inputs)[0]
-    budget = {"device": "250KiB", "disk": str(tmp_path)}
+    budget = {"device": BUDGETS.get(name, "250KiB"), "disk": str(tmp_path)}
     run = torch.compile(model, backend="forebay", fullgraph=True, options={"budget": budget, "strict": True})
     for _ in range(2):
         torch.testing.assert_close(run(**inputs)[0], expected, rtol=1e-3, atol=1e-4)
