@@ -99,6 +99,7 @@ GGUF = _by_name((
     Contestant("forebay", source="packed"), Contestant("neurostream", "neurostream", "gguf"),
     Contestant("llama.cpp", "llama.cpp", "gguf")))
 LONG = _by_name((
+    _block("w4", "kv8", "zigzag"),
     Contestant("forebay w4 cache on disk", "forebay", "w4", {"cache_tier": "disk"}),
     *(Contestant(f"forebay w4 {share:.0%} of the blocks", "forebay", "w4", {"cache_tier": "disk", "kv_blocks": share})
       for share in (0.05, 0.1))))
