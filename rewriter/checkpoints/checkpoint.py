@@ -45,6 +45,7 @@ DTYPES: dict[str, torch.dtype] = {
 # Bits of an element of the format's other dtypes, whose tensors are known by their bytes alone.
 OPAQUE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+GGUF_MAGIC = b"GGUF"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of PEFT
@@ -229,11 +230,30 @@ def fingerprint_of(tensors: Mapping[str, TensorRecord], folder: Path | None) -> 
     return digest.hexdigest()
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is a GGUF file: by its name, or by its first bytes, because caches keep files without
+    endings."""
+    if path.suffix.lower() == ".gguf":
+        return not path.is_dir()
+    try:
+        with open_input(path) as file:
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError:
+        return False
+
+
+def require_weights(folder: Path) -> None:
+    """Raise CheckpointError, saying what to name instead, for a folder of GGUF files or of folders of adapters."""
+    endings = {entry.suffix.lower() for entry in folder.iterdir() if not entry.name.startswith(".")}
+    if ".safetensors" not in endings and (".gguf" in endings or adapters_within(folder)):
+        raise CheckpointError(_explain_missing(folder))
+
+
 def refuse_other_formats(path: Path) -> None:
     """Raise CheckpointError, saying how to convert, if the file `path` is a pickle, a GGUF or unknown."""
     if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(_explain_pickle(path))
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         raise CheckpointError(f"{path} is a GGUF file: name the file itself to `forebay.wrap` or to a command")
     if path.name == ADAPTER:
         raise CheckpointError(_explain_adapter(path.parent))
@@ -333,9 +353,11 @@ def _explain_missing(folder: Path) -> str:
     missing = f"{folder} holds neither {SINGLE} nor {INDEX}"
     if ADAPTER in names:
         return _explain_adapter(folder)
+    if adapters := adapters_within(folder):
+        return adapters
     if any(SHARD.fullmatch(name) for name in names):
         return f"{missing}, which says what its shards hold; fetch it again"
-    for found, advice in (([n for n in names if n.endswith(".gguf")], "name a file in it instead"),
+    for found, advice in (([n for n in names if is_gguf(folder / n)], "name a file in it instead"),
                           ([n for n in names if n.endswith(".safetensors")], "transformers reads no other names, such "
                            f"as those of Mistral's own format: fetch {SINGLE} or the shards. It has")):
         if found:
@@ -343,6 +365,12 @@ def _explain_missing(folder: Path) -> str:
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     return _explain_pickle(folder / pickles[0]) if pickles else (
         f"{folder} holds no checkpoint: neither {SINGLE} nor {INDEX}")
+
+
+def adapters_within(folder: Path) -> str:
+    """A sentence that names the adapters in folders of a folder, where PEFT keeps those with names; "" without any."""
+    found = sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
+    return f"{folder} holds adapters in folders of its own: name one of {', '.join(found[:5])}" if found else ""
 
 
 def _explain_adapter(folder: Path) -> str:

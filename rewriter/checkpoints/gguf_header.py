@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from forebay.rewriter.checkpoints.checkpoint import GGUF_MAGIC
 from forebay.rewriter.checkpoints.gguf_architectures import ARCHITECTURES
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.files import open_input
@@ -29,7 +30,8 @@ MOST_KEPT = 4096  # numbers of an array that is read: one for each layer, say; l
 LENGTHS = ("embedding_length", "feed_forward_length", "vocab_size", "attention.head_count", "attention.head_count_kv",
            "attention.key_length", "attention.value_length", "expert_count")
 # The name of one file of a split model, as llama.cpp writes and looks for it; numbers count from 1.
-PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.gguf)",
+                  re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def _parts(path: Path, metadata: dict[str, object]) -> tuple[Path, ...]:
     if named is None or int(named["count"]) != count:
         raise CheckpointError(f"{path} is one of the {count} parts of a split model and is not named like one: give "
                               f"all parts the names they were published with, NAME-00001-of-{count:05}.gguf and so on")
-    parts = tuple(path.with_name(f"{named['stem']}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1))
+    parts = tuple(path.with_name(f"{named['stem']}-{n:05}-of-{count:05}{named['ending']}") for n in range(1, count + 1))
     absent = [part.name for part in parts if not part.exists()]
     if absent:
         more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
@@ -207,7 +209,7 @@ def _parse(path: Path, whole: frozenset[str] = frozenset()) -> tuple[dict[str, o
         raise CheckpointError(f"no GGUF file at {path}")
     with open_input(path) as file:
         fields = _Fields(file)
-        if file.read(4) != b"GGUF":
+        if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
             raise CheckpointError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
         try:
             metadata, tensors = _parse_fields(fields, path, whole)

@@ -20,7 +20,7 @@ from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.ir.files import read_input, read_input_text
 from forebay.rewriter.ir.printable import printable, unfiltered
 
-MODEL = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+?))?(/(?P<file>[^@]+\.gguf))?")
+MODEL = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+?))?(/(?P<file>[^@]+\.(?i:gguf)))?")
 WEIGHTS = (".gguf", ".safetensors", *PICKLE_SUFFIXES)  # end the names of files
 COMMIT = re.compile("[0-9a-f]{40}")
 # What a model's folder needs in addition to weights, at the top of a repository.
@@ -41,7 +41,7 @@ class HubModel(NamedTuple):
 def hub_model(name: str) -> HubModel | None:
     """The model that a name means on the Hub; None for one that means none there."""
     found = MODEL.fullmatch(name)
-    if found is None or found["repository"].endswith(WEIGHTS):
+    if found is None or found["repository"].lower().endswith(WEIGHTS):
         return None
     return HubModel(found["repository"], found["revision"] or "main", found["file"] or "")
 
@@ -101,7 +101,7 @@ def _parts(file: str) -> list[str]:
     """The files of the GGUF model of which `file` is one."""
     found = PART.fullmatch(file)
     return [file] if found is None else [
-        f"{found['stem']}-{n:05}-of-{found['count']}.gguf" for n in range(1, int(found["count"]) + 1)]
+        f"{found['stem']}-{n:05}-of-{found['count']}{found['ending']}" for n in range(1, int(found["count"]) + 1)]
 
 
 def _fetch(model: HubModel, where: str) -> Path:
@@ -133,7 +133,7 @@ def _fetch(model: HubModel, where: str) -> Path:
 def _chosen(model: HubModel, files: Sequence[str]) -> list[str]:
     """Return the files of a repository that a model needs."""
     absent = [file for file in _parts(model.file) if file not in files] if model.file else []
-    ggufs = sorted(file for file in files if file.endswith(".gguf"))
+    ggufs = sorted(file for file in files if file.lower().endswith(".gguf"))
     weights = [file for file in files if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", file)]
     if model.file and not absent:
         return _parts(model.file)

@@ -16,7 +16,7 @@ from forebay.kernels.formats.codebooks import GRIDS
 from forebay.kernels.formats.row_sizes import product_refusal
 from forebay.kernels.formats.table import symmetric_name
 from forebay.kernels.quantization.quantize.reference import ROUNDINGS
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, Progress, is_gguf
 from forebay.rewriter.checkpoints.coded import CodedTensor
 from forebay.rewriter.checkpoints.config import write_dtype
 from forebay.rewriter.checkpoints.grouped import GroupedTensor
@@ -79,7 +79,7 @@ def quantize_model(
     """
     path, out = Path(model).expanduser(), Path(out).expanduser()
     _check(wish, path)
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         from forebay.rewriter.checkpoints.gguf_repack import open_gguf
 
         gguf = open_gguf(path)
@@ -191,7 +191,7 @@ def _refuse_halves(formats: Mapping[str, str], matrices: Mapping[str, Matrix]) -
 
 def _check(wish: Wish, path: Path) -> None:
     for format in (wish.weights, wish.head_format or NATIVE, *(format for _, format in wish.overrides)):
-        if format == KEEP and path.suffix != ".gguf" and quantization_settings(path) is None:
+        if format == KEEP and not is_gguf(path) and quantization_settings(path) is None:
             raise CheckpointError(f"the format {KEEP!r} is for GGUF files and others whose weights are quantized "
                                   f"already; {path} is none: name a format such as w4g64")
         if format == MIXED and wish.mixture is None:

@@ -26,7 +26,10 @@ from forebay.rewriter.checkpoints.checkpoint import (
     INDEX,
     SINGLE,
     Progress,
+    adapters_within,
+    is_gguf,
     refuse_other_formats,
+    require_weights,
 )
 from forebay.rewriter.checkpoints.config import require_regular_files
 from forebay.rewriter.checkpoints.gguf import convert_gguf
@@ -95,7 +98,7 @@ def locate_model(name_or_path: str | os.PathLike[str]) -> Path:
     if not path.exists():
         raise CheckpointError(f"no model at {path}: expected `demo`, a folder, a .gguf file, or a model of the Hugging "
                               "Face Hub, as in HuggingFaceTB/SmolLM2-135M-Instruct")
-    if path.is_dir() or path.suffix == ".gguf":
+    if path.is_dir() or is_gguf(path):
         return path
     refuse_other_formats(path)
     raise CheckpointError(f"{path} holds weights only: name the folder with its config.json, {SINGLE} or {INDEX}")
@@ -130,6 +133,7 @@ def resolve_model(
             return _with_adapters(_base_of(path, dequantize, progress), {"": path})
         settings = quantization_settings(path)
         if settings is None:
+            require_weights(path)
             return path
         read_scheme(settings, path)
         files = [str(p) for p in sorted(path.iterdir()) if p.is_file() and not p.name.startswith(".")]
@@ -162,7 +166,8 @@ def _with_adapters(base: Path, brought: Mapping[str, Path]) -> Path:
                               "the model that it was made of")
     for folder in brought.values():
         if not (folder / ADAPTER_CONFIG).is_file():
-            raise CheckpointError(f"{folder} holds no adapter, which is a folder with {ADAPTER_CONFIG} and {ADAPTER}")
+            raise CheckpointError(adapters_within(folder) or f"{folder} holds no adapter, which is a folder with "
+                                  f"{ADAPTER_CONFIG} and {ADAPTER}")
     states = [states_checksum(file_states(str(path) for path in folder.iterdir() if path.is_file()))
               for folder in (base, *brought.values())]
     identity = f"{base.resolve()} {brought} {states} {ADAPTED}"
@@ -247,8 +252,7 @@ def _packed_from(folder: Path) -> Path | None:
 def source_state(path: Path) -> list[int]:
     """Return the state of a folder or a GGUF file at conversion; for a split model, the states of its parts, in
     order."""
-    parts = gguf_parts(path) if path.suffix == ".gguf" else (path,)
-    return [number for part in parts for number in file_state(part)]
+    return [number for part in gguf_parts(path) for number in file_state(part)]
 
 
 def _convert_once(path: Path, identity: str, dequantize: bool, progress: Progress | None) -> Path:
@@ -257,7 +261,7 @@ def _convert_once(path: Path, identity: str, dequantize: bool, progress: Progres
     computed = "" if dequantize or other_dtype() == torch.float32 else f" {other_dtype()}"
 
     def write(folder: Path) -> None:
-        if dequantize and path.suffix == ".gguf":
+        if dequantize and is_gguf(path):
             convert_gguf(path, folder, progress=progress)
         else:
             wish = Wish(NATIVE) if dequantize else Wish(KEEP, head=True, embeddings=True)

@@ -11,6 +11,8 @@ from forebay.runtime.run.logits_processing import Constraint, TokenLogprobs
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.step_inputs import PromptFeatures
 
+NO_ADAPTER = "__base__"  # names the base among adapters, as in PEFT
+
 
 @dataclass(frozen=True)
 class Request:
@@ -41,6 +43,8 @@ class Request:
     adapter: str = ""
     features: Callable[[], PromptFeatures] | None = None
     lasting_generator: bool = False
+
+NO_ADAPTER = "__base__"  # names the base among adapters, as in PEFT
 
 
 @dataclass(frozen=True)

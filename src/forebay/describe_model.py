@@ -3,6 +3,7 @@ runs here."""
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,8 @@ from forebay.modules.streamed_module import StreamedModule
 from forebay.open_model import open_graphs
 from forebay.rewriter.capture.experts import TABLE, experts_layout
 from forebay.rewriter.capture.language_model import capture_model
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint
+from forebay.rewriter.checkpoints.adapted import made_of
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, is_gguf
 from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.checkpoints.expert_sources import StackedTensor
 from forebay.rewriter.checkpoints.expert_tables import WeightPiece
@@ -45,7 +47,7 @@ from forebay.rewriter.checkpoints.stored_tensors import spellings
 from forebay.rewriter.checkpoints.text_model import text_config
 
 ROLES = {"tied": "embedding and head", "embedding": "embedding", "head": "head", "experts": "experts"}
-OTHERS, UNREAD = "norms, biases and others", "not read"
+OTHERS, UNREAD, ADAPTER = "norms, biases and others", "not read", "adapter"
 NO_BUDGET = 1  # nothing is computed
 IN_PLACE, PACKED = "read in place", "packed once into the cache folder"
 HeldTensor = tuple[tuple[str, ...], str, int]  # of a stored tensor: the parameters that it holds, its format, its bytes
@@ -95,6 +97,7 @@ class ModelDescription:
         tokenizer: Why there is no tokenizer; "" where there is one.
         opens: Whether the files are read in place, or packed first.
         gives: "text", "embeddings" or "scores".
+        adapters: Folders of adapters on top of it by name; "" is the name of one that serves all requests.
         runs: Whether this release runs the model.
         reason: Why it does not.
     """
@@ -119,6 +122,7 @@ class ModelDescription:
     tokenizer: str = ""
     opens: str = ""
     gives: str = "text"
+    adapters: dict[str, str] = field(default_factory=dict)
     runs: bool = False
     reason: str = ""
 
@@ -134,7 +138,7 @@ def describe_model(model: str) -> ModelDescription:
         path = resolve_model(path)
     found = ModelDescription(model, str(path))
     try:
-        _describe_gguf(path, found) if path.suffix == ".gguf" else _describe_folder(path, found)
+        _describe_gguf(path, found) if is_gguf(path) else _describe_folder(path, found)
         found.runs = True
     except Exception as error:
         reason = message_of(error)
@@ -177,11 +181,16 @@ def _describe_folder(path: Path, found: ModelDescription) -> None:
     # `never`: checksums are compared where weights are read
     checkpoint = open_quantized(path, check="never") if is_quantized(path) else open_checkpoint(path)
     _note_files(found, {record.path for record in checkpoint.tensors.values()})
+    if (made := made_of(path)) is not None:
+        found.path, found.adapters = str(made.base), {name: str(each) for name, each in made.adapters.items()}
     config = read_config(path, checkpoint.tensors)
     model = meta_model(text_config(config) or config)
     model.tie_weights()  # type: ignore[no-untyped-call]
     found.weights = _groups(model, list(_stored(
         checkpoint, model, weight_names(config), found.container if settings else "")))
+    if added := list(checkpoint.added.tensors.values()):
+        found.weights += (TensorGroup(ADAPTER, str(added[0].dtype)[6:], len(added), sum(
+            math.prod(each.shape) for each in added), sum(each.nbytes for each in added)),)
     _note_model(found, model)
     _note_text(found, path)
     if settings:

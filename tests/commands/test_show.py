@@ -16,6 +16,7 @@ import transformers
 from embedding.folders import save as save_texts
 from embedding.folders import save_modules
 from families import llama
+from lora_folders import write_lora
 from modules.test_encoder_decoder import save as save_both
 from quantized_folders import change_settings, make
 from quantized_model import write_quantized
@@ -49,6 +50,20 @@ def assert_adds_up(found: ModelDescription, model: Any) -> None:
     assert (found.layers, found.vocabulary) == (model.config.num_hidden_layers, model.config.vocab_size)
     text = description_text(found)
     assert "runs            yes" in text and found.architecture in text
+
+
+def test_the_folder_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base and what is on top of it, each under its own name."""
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    model = transformers.AutoModelForCausalLM.from_config(llama(2))
+    model.save_pretrained(tmp_path / "base")
+    adapter = write_lora(tmp_path / "poems", model, r".*\.q_proj", tmp_path / "base", r=3)
+    found = describe_model(str(adapter))
+    assert (found.path, found.adapters) == (str(tmp_path / "base"), {"": str(adapter)})
+    held_in = sum(each.numel() for each in load_file(adapter / "adapter_model.safetensors").values())
+    assert held(found, "adapter", "float32") == (4, held_in, 4 * held_in)
+    assert found.parameters == sum(each.numel() for each in model.parameters())
+    assert f"adapter         {adapter}\n" in description_text(found)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -50,11 +50,13 @@ def test_lines_of_a_job_name_adapters(tmp_path: Path) -> None:
             return super().answer_all(asked, *args, **options)
 
     (tmp_path / "in.jsonl").write_text(
-        '{"prompt": "a", "adapter": "code"}\n{"prompt": "b"}\n{"prompt": "c", "adapter": "prose"}\n')
+        '{"prompt": "a", "adapter": "code"}\n{"prompt": "b"}\n{"prompt": "c", "adapter": "prose"}\n'
+        '{"prompt": "d", "adapter": "__base__"}\n{"prompt": "e", "adapter": ["code"]}\n')
     requests, _ = read_requests(tmp_path / "in.jsonl")
     known, bad = refuse_adapters([Prompt(each, (5, 9)) for each in requests], ("code", "poems"))
-    assert [(each.line, each.reason) for each in bad] == [(3, "no adapter 'prose'")]
+    assert [(each.line, each.reason) for each in bad] == [
+        (3, "no adapter 'prose'"), (5, "no adapter ['code']")]
     model = Listening(2)
     with AnswerFile(tmp_path / "out", SETTINGS) as output:
         run_job(model, known, output, Ask(8, (EOS,)), lambda ids: "x", adapters=("code", "poems"))
-    assert model.heard == ["code", ""] and '"adapter": "code"' in (tmp_path / "out").read_text()
+    assert model.heard == ["code", "", ""] and '"adapter": "code"' in (tmp_path / "out").read_text()

@@ -18,6 +18,7 @@ from forebay.rewriter.checkpoints.identity import TOKENIZER_FILES
 from forebay.rewriter.checkpoints.named_errors import panicking
 from forebay.rewriter.checkpoints.records import CheckpointError
 from forebay.rewriter.one_thread import one_thread
+from forebay.runtime.run.request import NO_ADAPTER
 from forebay.runtime.run.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -204,8 +205,11 @@ def encode(
 def refuse_adapters(prompts: Sequence[Prompt], adapters: Container[str]) -> tuple[list[Prompt], list[BadLine]]:
     """The prompts whose adapters are known, and the others with the reason. The model of a line of OpenAI's batch form
     may be any."""
+    def known(name: object) -> bool:
+        return not name or (isinstance(name, str) and (name == NO_ADAPTER or name in adapters))
+
     bad = [each.request.refused(f"no adapter {each.request.adapter!r}") for each in prompts
-           if each.request.adapter and each.request.batch is None and each.request.adapter not in adapters]
+           if each.request.batch is None and not known(each.request.adapter)]
     lines = {each.line for each in bad}
     return [each for each in prompts if each.request.line not in lines], bad
 

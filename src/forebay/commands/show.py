@@ -44,6 +44,8 @@ def description_text(found: ModelDescription) -> str:
         rows += [("architecture", f"{found.architecture} ({found.model_type}), {found.layers} layers"),
                  ("parameters", f"{_count(found.parameters)}{active}"),
                  ("context", f"{found.context or 'no limit known'}; vocabulary of {found.vocabulary} tokens")]
+    if found.adapters:
+        rows.append(("adapter", ", ".join(f"{name}={path}" if name else path for name, path in found.adapters.items())))
     if found.dtype:
         rows.append(("computes in", found.dtype))
     if found.tokenizer:

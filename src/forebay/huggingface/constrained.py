@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from forebay.runtime.run.logits_processing import Constraint
+from forebay.runtime.run.request import NO_ADAPTER
 from forebay.step_model import StepModel
 from forebay.structured_output import OutputGrammar, StructuredOutput
 
@@ -33,7 +34,7 @@ def take_grammar(options: dict[str, Any]) -> OutputGrammar | None:
 def take_adapters(options: dict[str, Any]) -> list[str]:
     """Take `adapter_names` out of a call's options: one for each prompt, "__base__" for none, as PEFT has them."""
     names = options.pop("adapter_names", None) or []
-    return ["" if name == "__base__" else name for name in names]
+    return ["" if name == NO_ADAPTER else name for name in names]
 
 
 def constraining(

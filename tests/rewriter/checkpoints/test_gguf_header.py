@@ -43,6 +43,38 @@ def test_any_part_is_the_whole_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("names", [
+    ("M.Q8_0.GGUF",), ("sha256-1f",), ("m-00001-of-00002.GGUF", "m-00002-of-00002.GGUF")])
+def test_a_file_is_known_by_what_it_holds(tmp_path: Path, names: tuple[str, ...]) -> None:
+    write_model(tmp_path / "m.gguf", "llama", kinds=("Q8_0",))
+    wanted = open_checkpoint(resolve_model(tmp_path / "m.gguf")).tensors
+    parts = split(tmp_path / "m.gguf", (7,)) if len(names) > 1 else [tmp_path / "m.gguf"]
+    (tmp_path / "other").mkdir()
+    for part, name in zip(parts, names, strict=True):
+        part.rename(tmp_path / "other" / name)
+    found = open_checkpoint(resolve_model(tmp_path / "other" / names[-1])).tensors
+    assert all(torch.equal(read_dequantized(record), read_dequantized(wanted[name])) for name, record in found.items())
+    if len(names) > 1:
+        (tmp_path / "other" / names[0]).unlink()
+        with pytest.raises(CheckpointError, match=rf"of which {names[0]} cannot be found"):
+            resolve_model(tmp_path / "other" / names[1])
+
+
+def test_a_folder_that_is_no_model_says_what_to_name(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    write_model(tmp_path / "files" / "m.GGUF", "llama", kinds=("Q8_0",))
+    with pytest.raises(CheckpointError, match=r"name a file in it instead: m\.GGUF"):
+        resolve_model(tmp_path / "files")
+    for name in ("poems", "code"):
+        (tmp_path / "adapters" / name).mkdir(parents=True)
+        (tmp_path / "adapters" / name / "adapter_config.json").write_text("{}")
+    for named in (dict(name_or_path=tmp_path / "adapters"),
+                  dict(name_or_path=tmp_path / "files" / "m.GGUF", adapter=tmp_path / "adapters")):
+        with pytest.raises(CheckpointError, match="holds adapters in folders of its own: name one of code, poems"):
+            resolve_model(**named)
+
+
+@pytest.mark.usefixtures("cache")
 def test_a_change_of_any_part_is_a_change(tmp_path: Path) -> None:
     write_model(tmp_path / "m.gguf", "llama")
     parts = split(tmp_path / "m.gguf", (5, 7))
