@@ -176,6 +176,35 @@ FB_INLINE void arrange_row(const T* x, int64_t k, int64_t group, int32_t codeboo
   }
 }
 
+#if FB_E4M3_BY_64
+// c[M, R] += x[M, k] times R rows of fp8 in groups of whole 64s. Each group of a row has one chain of sums: those of other
+// rows and groups run meanwhile. Results are the same for any R.
+template <int M, int R, class Scale>
+FB_INLINE void e4m3_rows(const float* x, int64_t xs, const uint8_t* rows, int64_t stride, int64_t group, int64_t groups,
+                         const Scale& scale_of, float* c, int64_t cs) {
+  vf total[R][M] = {};
+  for (int64_t g = 0; g < groups; ++g) {
+    const uint8_t* codes = rows + g * group;
+    const float* at = x + g * group;
+    FB_UNROLL for (int r = 0; r < R; ++r) call_ahead(codes + r * stride, group);
+    vf sum[R][M] = {};
+    for (int64_t i = 0; i < group; i += 64)
+      FB_UNROLL for (int r = 0; r < R; ++r) {
+        vf w[4];
+        e4m3_64(codes + r * stride + i, w);
+        FB_UNROLL for (int p = 0; p < 4; ++p)
+          FB_UNROLL for (int m = 0; m < M; ++m) sum[r][m] += w[p] * load(at + m * xs + i + p * VL);
+      }
+    FB_UNROLL for (int r = 0; r < R; ++r) {
+      const float scale = scale_of(rows + r * stride, g) * E4M3_UNIT_64;
+      FB_UNROLL for (int m = 0; m < M; ++m) total[r][m] += sum[r][m] * scale;
+    }
+  }
+  FB_UNROLL for (int r = 0; r < R; ++r)
+    FB_UNROLL for (int m = 0; m < M; ++m) c[m * cs + r] += lane_sum(total[r][m]);
+}
+#endif
+
 // c[M, n] += x[M, k] times packed rows whose group g has scale_of(row, g), codes in registers.
 template <int M, bool EIGHT, class Scale>
 static void look_up_product(const float* x, int64_t xs, const uint8_t* rows, int64_t stride, int64_t n, int64_t group,
@@ -183,28 +212,22 @@ static void look_up_product(const float* x, int64_t xs, const uint8_t* rows, int
   const float* numbers = SIXTEEN[EIGHT ? 0 : codebook - E2M1];
   const int64_t nbytes = EIGHT ? group : group / 2;
   begin_reading(rows, n * stride);
-  for (int64_t j = 0; j < n; ++j) {
+  int64_t j = 0;
+#if FB_E4M3_BY_64
+  if (EIGHT && group % 64 == 0) {
+    constexpr int R = M == 1 ? 4 : M == 2 ? 2 : 1;
+    for (; j + R <= n; j += R) e4m3_rows<M, R>(x, xs, rows + j * stride, stride, group, groups, scale_of, c + j, cs);
+    for (; j < n; ++j) e4m3_rows<M, 1>(x, xs, rows + j * stride, stride, group, groups, scale_of, c + j, cs);
+  }
+#endif
+  for (; j < n; ++j) {
     const uint8_t* row = rows + j * stride;
     vf total[M] = {};
     for (int64_t g = 0; g < groups; ++g) {
       const uint8_t* codes = row + g * nbytes;
-      const float *at = x + g * group, own = scale_of(row, g), scale = own * (EIGHT ? E4M3_UNIT : 1.0f);
+      const float *at = x + g * group, scale = scale_of(row, g) * (EIGHT ? E4M3_UNIT : 1.0f);
       call_ahead(codes, nbytes);
       vf sum[M] = {};
-#if FB_E4M3_BY_64
-      if (EIGHT && nbytes % 64 == 0) {
-        vf part[M][4] = {};  // one chain of sums would take four times as long as the codes
-        for (int64_t i = 0; i < nbytes; i += 64) {
-          vf w[4];
-          e4m3_64(codes + i, w);
-          FB_UNROLL for (int m = 0; m < M; ++m)
-            FB_UNROLL for (int p = 0; p < 4; ++p) part[m][p] += w[p] * load(at + m * xs + i + p * VL);
-        }
-        FB_UNROLL for (int m = 0; m < M; ++m)
-          total[m] += ((part[m][0] + part[m][1]) + (part[m][2] + part[m][3])) * (own * E4M3_UNIT_64);
-        continue;
-      }
-#endif
       for (int64_t i = 0; i < nbytes; i += VL) {
         if (EIGHT) {
           const vf w = e4m3_over_unit(codes + i);

@@ -66,6 +66,19 @@ def test_rows_are_multiplied_as_they_are_defined(stored: Packing) -> None:
                 assert ((y.double() - expected).abs() <= bound).all(), (m, dtype, impl)
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_fp8_rows_give_the_same_bits_in_any_company(group: int) -> None:
+    """Rows of weights are taken several at a time, as many as rows of x leave room for."""
+    stored = Packing(8, 320, group, torch.bfloat16, False, "e4m3")
+    rows, x = random_rows(stored, 11), torch.randn(4, 320)
+    whole = torch.empty(4, 11)
+    cpu.bind_linear_q("flat", x, rows, None, whole, stored)()
+    for m, (first, end) in itertools.product((1, 2, 3), ((0, 11), (2, 8), (10, 11))):
+        part = torch.empty(m, end - first)
+        cpu.bind_linear_q("flat", x[:m], rows[first:end], None, part, stored)()
+        assert torch.equal(part, whole[:m, first:end]), (m, first)
+
+
 @pytest.mark.parametrize("stored", [c for c in CASES if c.bits == 4], ids=lambda stored: stored.format)
 def test_few_rows_that_are_no_numbers_take_floats(stored: Packing) -> None:
     """Infinity and NaN stay in their row of x; a row so small that it has no integers loses nothing."""
