@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 
@@ -76,6 +77,14 @@ def test_output_that_nobody_reads_ends_a_command_in_silence(command: str, code: 
     words = f"{sys.executable} -m forebay {command}; exit ${{PIPESTATUS[0]}}"
     ended = subprocess.run(["bash", "-c", words], capture_output=True, text=True)
     assert ended.returncode == code and ended.stderr.startswith(said) and bool(ended.stderr) == bool(said)
+
+
+def test_a_closed_input_and_an_encoding_of_few_characters_are_no_errors() -> None:
+    code = "import sys, forebay.commands.app as app; from forebay.commands import cli; " \
+           "app.main = lambda: print([*sys.stdin], chr(0x65e5)); cli.main()"
+    ended = subprocess.run(["bash", "-c", f"{sys.executable} -c '{code}' <&-"], capture_output=True, text=True,
+                           env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[] \\u65e5\n", "")
 
 
 def test_no_command_shows_the_help() -> None:

@@ -29,6 +29,25 @@ def test_rows_of_csv_are_prompts_with_their_other_columns(tmp_path: Path) -> Non
     assert bad == [BadLine(3, "the prompt is empty", "row")]
 
 
+@pytest.mark.parametrize(("name", "content"), [
+    ("in.json", '\ufeff\r\n[{"prompt": "a, b"},\r\n {"prompt": "c", "n": 1},\n 7]'),
+    ("in.csv", "prompt;n\na, b;\nc;1\n;\n"),
+    ("in.csv", "n\tprompt\r\n\ta, b\r\n1\tc\r\n\t\r\n")])
+def test_an_array_and_other_delimiters_are_tables_too(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, "utf-8", newline="")
+    requests, (bad,) = read_requests(tmp_path / name)
+    assert [(r.line, r.prompt) for r in requests] == [(1, "a, b"), (2, "c")] and (bad.line, bad.unit) == (3, "row")
+    assert str(requests[1].carried["n"]) == "1"
+
+
+def test_plain_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("\nWhat is this?\nAnd this?\n")
+    with pytest.raises(JobError, match=r"in.txt is not JSON: .*; a line is an object .* \.csv, \.tsv, \.parquet"):
+        read_requests(tmp_path / "in.txt")
+    (tmp_path / "in.txt").write_text('{"prompt": "a"}\nAnd this?\n')
+    assert len(read_requests(tmp_path / "in.txt")[1]) == 1
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("ending", [".csv", ".tsv"])
 def test_what_the_csv_module_writes_is_read(tmp_path: Path, ending: str, seed: int) -> None:

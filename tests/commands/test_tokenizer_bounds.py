@@ -164,6 +164,8 @@ def test_an_expression_that_backtracks_is_one_line(tmp_path: Path, capfd: pytest
             ids_text(tokenizer, [0] * 40)
         assert "\n" not in str(refused.value)
         assert text_ids(tokenizer, "ab") == [0, 1]
+    with pytest.raises(BadPrompt, match="bytes that are no text"):
+        text_ids(tokenizer, os.fsdecode(b"a\xff"))
     assert capfd.readouterr().err == ""
     with pytest.raises(BaseException, match="retry-limit"):
         Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a" * 40)

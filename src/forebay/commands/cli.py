@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -21,9 +22,11 @@ def main() -> None:
     if (cores := limited_cores()) is not None:  # more threads would be stopped in turn
         os.environ.setdefault("OMP_NUM_THREADS", str(cores))
     gc.set_threshold(MANY_OBJECTS, 50)
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by who started this
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what an encoding such as ASCII lacks
     atexit.register(gc.freeze)  # or at its end Python looks through all of torch once more, for 0.2 s
     try:
         from forebay.commands.app import main as run_command
@@ -32,6 +35,9 @@ def main() -> None:
         if missing == "forebay":
             raise
         sys.exit(f"forebay: {missing} is not installed; pip install 'forebay[models,cli]'")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + 2)
     sys.exit(_ended(run_command))
 
 

@@ -1,4 +1,4 @@
-"""Rows of a file of prompts: JSON lines, CSV, TSV, Parquet, or a data set that `datasets` saved."""
+"""Rows of a file of prompts: JSON lines or a JSON array, CSV, TSV, Parquet, or a data set that `datasets` saved."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from forebay.rewriter.ir.printable import PrintableError
 PROMPT_NAMES = ("prompt", "messages")  # where no column is named
 SAVED = "state.json"  # of a data set, which is a folder
 MANY_SAVED = "dataset_dict.json"
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 CSV_FIELD_NBYTES = 1 << 24
 
 
@@ -32,7 +33,7 @@ def open_table(path: str | Path, column: str | None = None) -> Iterator[tuple[in
     """Return the rows of a file of prompts, whose kind its name's ending says: number, "line" or "row", columns.
 
     Args:
-        path: A file of JSON lines, `.csv`, `.tsv` or `.parquet`, or the folder of a saved data set.
+        path: A file of JSON lines or one JSON array, `.csv`, `.tsv` or `.parquet`, or the folder of a saved data set.
         column: The column with the prompts, which becomes `prompt`, or `messages` where it holds lists.
 
     Raises:
@@ -42,7 +43,10 @@ def open_table(path: str | Path, column: str | None = None) -> Iterator[tuple[in
     path = Path(path)
     read = _folder if path.is_dir() else READERS.get(path.suffix.lower())
     if read is None:
-        return ((number, "line", columns) for number, columns in _named_in_lines(_json_lines(path), column))
+        text = read_input(path).removeprefix(codecs.BOM_UTF8)
+        entries = _json_array(text)
+        unit, rows = ("line", _json_lines(text, path)) if entries is None else ("row", enumerate(entries, start=1))
+        return ((number, unit, columns) for number, columns in _named_in_lines(rows, column))
     return ((number, "row", columns) for number, columns in _named(_readable(read, path), column, path))
 
 
@@ -56,10 +60,28 @@ def _readable(read: Callable[[Path], Iterator[TableRow]], path: Path) -> Iterato
         raise TableError(f"{path} is no such table: {error}") from error
 
 
-def _json_lines(path: Path) -> Iterator[TableRow]:
-    for number, raw in enumerate(read_input(path).removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+def _json_array(text: bytes) -> list[Columns] | None:
+    """The entries of a file that is one array; None for any other."""
+    if text.lstrip()[:1] != b"[":
+        return None
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return [_as_columns(each) for each in entries]
+
+
+def _json_lines(text: bytes, path: Path) -> Iterator[TableRow]:
+    """Each line's entry. TableError where the first is none, and the name does not say that there are any."""
+    first = True
+    for number, raw in enumerate(text.split(b"\n"), start=1):
         if raw.strip():
-            yield number, _parsed(raw)
+            columns = _parsed(raw)
+            if first and isinstance(columns, str) and path.suffix.lower() not in JSON_SUFFIXES:
+                raise TableError(f'{path} is {columns}; a line is an object such as {{"prompt": "..."}}, and names of '
+                                 f"tables end with {', '.join(READERS)}")
+            first = False
+            yield number, columns
 
 
 def _parsed(raw: bytes) -> Columns:
@@ -69,9 +91,13 @@ def _parsed(raw: bytes) -> Columns:
         return f"not UTF-8: {error.reason} at byte {error.start}"
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
-    if not isinstance(entry, dict):
-        return f'expected an object such as {{"prompt": "..."}}, found {type(entry).__name__}'
-    return entry
+    return _as_columns(entry)
+
+
+def _as_columns(entry: Any) -> Columns:
+    if isinstance(entry, dict):
+        return entry
+    return f'expected an object such as {{"prompt": "..."}}, found {type(entry).__name__}'
 
 
 def _named_in_lines(rows: Iterable[TableRow], column: str | None) -> Iterator[TableRow]:
@@ -103,11 +129,14 @@ def _as_prompt(columns: dict[str, Any], column: str) -> dict[str, Any]:
     return {"messages" if isinstance(value, list) else "prompt": value} | others
 
 
-def _csv(path: Path, delimiter: str) -> Iterator[TableRow]:
+def _csv(path: Path, delimiters: str) -> Iterator[TableRow]:
+    """Cells apart by the first of the delimiters that the first row has."""
     try:
         text = read_input(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TableError(f"{path} is not UTF-8: {error.reason} at byte {error.start}; save it as UTF-8") from error
+    names_line = text.partition("\n")[0]
+    delimiter = next((each for each in delimiters if each in names_line), delimiters[0])
     before = csv.field_size_limit(CSV_FIELD_NBYTES)
     try:
         table = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
@@ -179,7 +208,7 @@ def _needing_pyarrow(path: Path) -> Iterator[None]:
 
 
 READERS: dict[str, Callable[[Path], Iterator[TableRow]]] = {
-    ".csv": lambda path: _csv(path, ","), ".tsv": lambda path: _csv(path, "\t"), ".parquet": _parquet}
+    ".csv": lambda path: _csv(path, ",;\t"), ".tsv": lambda path: _csv(path, "\t"), ".parquet": _parquet}
 
 
 def carried(columns: dict[str, Any], asked: Collection[str], own: Collection[str]) -> dict[str, Any]:

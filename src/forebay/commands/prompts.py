@@ -260,10 +260,13 @@ def chat_ids(
 def text_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
     """Token ids of a text, with the tokenizer's own `options`; BadPrompt where it fails."""
     try:
+        text.encode("utf-8")
         with panicking():
             return tokenizer(text, **options)["input_ids"]
     except MemoryError:
         raise
+    except UnicodeEncodeError as error:  # of a command line, of bytes that are none of the locale's encoding
+        raise BadPrompt("it has bytes that are no text in the encoding of this terminal") from error
     except Exception as error:  # the tokenizers library raises plain Exception: an unknown word without an [UNK], say
         raise BadPrompt(f"the tokenizer refuses it: {error}") from error
 
