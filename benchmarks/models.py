@@ -70,6 +70,7 @@ MODELS = {
     "qwen3-moe-skewed": RandomShape(2048, 4, 32, 4, 768, 32000, "qwen3_moe", 128, 8, 0.5),
     "qwen3-moe-small": RandomShape(512, 4, 8, 4, 128, 2048, "qwen3_moe", 32, 4),
     "llama-small": RandomShape(512, 6, 8, 4, 1408, 8192),
+    "multiquery": RandomShape(512, 6, 8, 1, 1408, 8192, head_dim=128),
     "opt-small": RandomShape(512, 6, 8, 8, 2048, 8192, "opt", tied=True)}
 
 

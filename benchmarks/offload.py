@@ -47,6 +47,7 @@ from benchmarks.command import arguments, note, write_json
 from benchmarks.contestants import (
     BLOCKS,
     BUSY,
+    CHECKPOINTS,
     CONTESTANTS,
     EXPERTS,
     LESSER,
@@ -122,6 +123,7 @@ CASES = {
                        "int8,llama.cpp in RAM,openvino,openvino bf16,onnxruntime", rounds=5, whole=True),
     "exported": OffloadCase("demo", "1x64+32,1x512+32", "exported,exported float32,onnxruntime,onnxruntime float32",
                             rounds=5, whole=True),
+    "checkpoints": OffloadCase("opt-small", "24x96+8", ",".join(CHECKPOINTS), "24MB", whole=True),
     "experts": OffloadCase("qwen3-moe", "1x1+8", ",".join(EXPERTS), "15%,30%,50%", 6, whole=True, draw=True, warm=True),
 }
 

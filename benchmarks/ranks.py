@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 import forebay
 from benchmarks.command import arguments, print_table, spread, write_json
+from benchmarks.models import model_folder
 from benchmarks.probes import Probe, at_pace
 from forebay.language_model import LanguageModel
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
@@ -52,25 +53,31 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class RanksCell:
-    """A layout: its mesh, the share of its weights beside the smallest plan that fits (1: all), packed weights."""
+    """A layout: its mesh, the share of its weights beside the smallest plan that fits (1: all), packed weights, and a
+    model of `benchmarks.models`, with as many prompts and tokens as `prompt` says in place of `--prompt`."""
 
     mesh: str
     batch: int = 1
     share: float = 1.0
     packed: str = ""
     micro_batches: int | None = None
+    model: str = "smollm2"
+    prompt: int = 0
 
     @property
     def name(self) -> str:
         return " ".join(filter(None, (
             self.mesh, f"b{self.batch}", f"{self.share:.0%}" if self.share < 1 else "", self.packed,
-            f"{self.micro_batches} micro-batches" if self.micro_batches else "")))
+            f"{self.micro_batches} micro-batches" if self.micro_batches else "",
+            f"{self.model}, prompt {self.prompt}" if self.prompt else "")))
 
 
 CELLS = (RanksCell("tensor=2"), RanksCell("stages=2"), RanksCell("tensor=2", 8), RanksCell("stages=2", 8),
          RanksCell("tensor=2", share=0.3), RanksCell("stages=2", share=0.3), RanksCell("tensor=2", packed="w4g64"),
          RanksCell("stages=2", 6, micro_batches=3), RanksCell("tensor=2,attention=batch", 8),
-         RanksCell("tensor=2,layout=xyz", 8), RanksCell("tensor=2,chunks=2", 8), RanksCell("tensor=2,chunks=4/1", 8))
+         RanksCell("tensor=2,layout=xyz", 8), RanksCell("tensor=2,chunks=2", 8), RanksCell("tensor=2,chunks=4/1", 8),
+         RanksCell("tensor=2", packed="w8g64"), RanksCell("tensor=2", 16, model="multiquery", prompt=1024),
+         RanksCell("tensor=2,attention=batch", 16, model="multiquery", prompt=1024))
 
 
 class RankSteps:
@@ -179,10 +186,11 @@ def measure_cells(cells: Sequence[RanksCell], folder: Path, machine: Machine, ar
     probe_of = functools.cache(lambda dtype, rows: Probe(folder, machine, dtype, rows))
     made: list[tuple[RanksCell, LanguageModel, dict[str, list[Program]], tuple[int, int], MeshProbe]] = []
     for cell in cells:
-        lm = wrapped(cell, _packed(folder, cell.packed), machine, args.prompt, args.new)
+        prompt = cell.prompt or args.prompt
+        lm = wrapped(cell, _folder(cell), machine, prompt, args.new)
         chunk = lm.plan.schedule.prefill_chunk
         programs = {"prefill": lm.steps.program(chunk), "decode": lm.steps.program(1)}
-        passes = -(-args.prompt // chunk), lm.plan.schedule.batching.admission.prefills(cell.batch)
+        passes = -(-prompt // chunk), lm.plan.schedule.batching.admission.prefills(cell.batch)
         assert lm.session is not None  # makes the groups in which ranks exchange
         lm.close()
         both = {phase: from_all(program) for phase, program in programs.items()}
@@ -190,7 +198,7 @@ def measure_cells(cells: Sequence[RanksCell], folder: Path, machine: Machine, ar
     visits: list[list[Row]] = [[] for _ in cells]
     for _ in range(args.rounds):
         for seen, (cell, lm, _programs, passes, probe) in zip(visits, made, strict=True):
-            seen.append(visit(lm, cell, probe, args.prompt, args.new, math.prod(passes)))
+            seen.append(visit(lm, cell, probe, cell.prompt or args.prompt, args.new, math.prod(passes)))
             lm.close()
             gc.collect()
     rows = []
@@ -198,7 +206,8 @@ def measure_cells(cells: Sequence[RanksCell], folder: Path, machine: Machine, ar
         program = both["decode"][dist.get_rank()]
         exchanges = [i for i in program.step if isinstance(i, Launch) and i.stream == COLLECT]
         rows.append({
-            "cell": cell.name, "chunk": lm.plan.schedule.prefill_chunk, "prompt": args.prompt, "new": args.new,
+            "cell": cell.name, "chunk": lm.plan.schedule.prefill_chunk, "prompt": cell.prompt or args.prompt,
+            "new": args.new, "cache_nbytes": sum(b.nbytes for b in lm.plan.buffers_of("decode") if b.kind == "cache"),
             "planned_decode_s": lm.plan.prediction.decode_time_s, "budget": lm.plan.budget.device,
             "exchanges": len(exchanges), "exchanged_nbytes": sum(s.nbytes for i in exchanges for s in i.writes),
             "streamed_nbytes": lm.plan.prediction.streamed_nbytes,
@@ -206,14 +215,14 @@ def measure_cells(cells: Sequence[RanksCell], folder: Path, machine: Machine, ar
     return rows
 
 
-def _packed(folder: Path, packed: str) -> Path:
-    """The model, or a copy of it in fewer bits, which rank 0 makes once."""
-    if not packed:
-        return folder
-    if dist.get_rank() == 0:
-        packed_copy(folder, packed)
-    from_all(None)
-    return packed_copy(folder, packed)
+def _folder(cell: RanksCell) -> Path:
+    """A layout's model, or a copy of it in fewer bits, which rank 0 makes once."""
+    for rank in range(RANKS):
+        if rank == dist.get_rank():
+            folder = model_folder(cell.model)
+            folder = packed_copy(folder, cell.packed) if cell.packed else folder
+        from_all(None)
+    return folder
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -226,7 +235,7 @@ def show(rows: Sequence[Row]) -> None:
         errors.append(abs(median(found)))
         free, said, *paces = (median(v[name] for v in visits) for name in (
             f"{phase}_free_predicted_s", f"{phase}_predicted_s", f"{phase}_pace", "exchange_pace"))
-        moved = {title: f"{row[f'{title}_nbytes'] / 1e6:.2f} MB" for title in ("exchanged", "streamed")}
+        moved = {title: f"{row.get(f'{title}_nbytes', 0) / 1e6:.2f} MB" for title in ("exchanged", "streamed", "cache")}
         lines.append({"layout": row["cell"], "step": phase, "predicted, ms": 1e3 * said,
                       "measured, ms (visits)": spread([1e3 * time_s for time_s in times], ".1f"),
                       "error (visits)": spread(found, "+.1%"), "exchanges free, ms": 1e3 * free,

@@ -144,12 +144,14 @@ class ScheduleSearch:
         best = min(self.planned, key=lambda pair: latency_s(pair[1]))
         return self.tried(best, [feature.improve for feature in FEATURES])
 
-    def tried(self, best: Planned, features: Sequence[Callable[[Plan, Trial], Plan]]) -> Planned:
-        """The best after each feature tried other schedules."""
+    def tried(
+        self, best: Planned, features: Sequence[Callable[[Plan, Trial], Plan]], *, closed: bool = False
+    ) -> Planned:
+        """The best after each feature tried other schedules, whose Programs are simulated, or by the closed form."""
         task, (pipeline, plan) = self.task, best
         self.planned.append(best)
-        trial = Trial(self.simulate, task.options, task.machine, pipeline.needs.rates.bytes_per_s,
-                      task.graphs_of(task.workload, ALONE))
+        trial = Trial(self.closed_form if closed else self.simulate, task.options, task.machine,
+                      pipeline.needs.rates.bytes_per_s, task.graphs_of(task.workload, ALONE))
         for improve in features:
             plan = improve(plan, trial)
         return next(pair for pair in self.planned if pair[1] is plan)
@@ -162,6 +164,19 @@ class ScheduleSearch:
         except PlanError:
             return None
         return self._simulated(pipeline, options or self.task.options)
+
+    def closed_form(self, batching: BatchSchedule) -> Plan | None:
+        """The plan of a schedule with staged caches by the closed form; None where there is none."""
+        task = self.task
+        with contextlib.suppress(PlanError):
+            pipeline = task.pipeline(batching)
+            staged = pipeline.needs.staged
+            assert staged is not None
+            needs = pipeline.needs.staging(staged.layers, batching, task.workload)
+            self.planned.append((pipeline, make_plan(needs, task.budget, task.workload, task.options,
+                                                     task.machine.name)))
+            return self.planned[-1][1]
+        return None
 
     def _simulated(self, pipeline: Pipeline, options: Options) -> Plan | None:
         try:  # layers that cannot share addresses take more than was known

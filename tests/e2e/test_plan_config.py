@@ -130,6 +130,25 @@ def test_caches_beyond_the_device_lie_on_slower_tiers(monkeypatch: pytest.Monkey
     assert plan_config(replace(asked, batch=64, capacity=(*little[:2], ("disk", 4 * 10**9)))).plan.workload.batch >= 64
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_share_of_the_cache_becomes_checkpoints_where_a_link_binds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, complete: bool
+) -> None:
+    """As the planner of a model does: by its Programs, or the closed form where a step has too many copies."""
+    monkeypatch.setattr("forebay.commands.plan_config.COMPLETED_COPIES", 10**6 if complete else -1)
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "opt", "hidden_size": 2048, "word_embed_proj_dim": 2048, "num_hidden_layers": 1, "ffn_dim": 4096,
+        "num_attention_heads": 16, "vocab_size": 512, "max_position_embeddings": 2048, "dtype": "float16"}))
+    asked = PlanRequest(str(tmp_path), "rtx4090", 1024, 256, batch=64,
+                        capacity=(("device", 3 * 10**9), ("host", 10**10)))
+    options = Options(cache_tier="host", cpu_attention=False, micro_batches=8)
+    found, plain = (plan_config(asked, replace(options, checkpoints=share)) for share in (None, (0, 1)))
+    kept = found.plan.schedule.batching.recomputation
+    assert found.complete is complete and 0 < kept.checkpoints <= kept.period
+    assert not plain.plan.schedule.batching.recomputation.checkpoints
+    assert tokens_per_s(found.plan) > tokens_per_s(plain.plan)
+
+
 def test_a_machine_elsewhere_and_a_step_of_many_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies in host memory is uploaded; a plan of many copies is made and not lowered."""
     request = PlanRequest("opt-125m", "t4", 32, 4, batch=1, capacity=(("device", 11 * 10**7),))
@@ -205,6 +224,21 @@ def test_a_policy_says_the_plan_that_puts_things_so() -> None:
     words = f"--batch 16 --micro-batches {chosen['micro_batches']} --policy "
     assert words + ",".join(f"{each:g}" for each in chosen["policy"]) in explore_text(found)
     assert "no plan has shares near these" in explore_text(found | {"options": {}})
+
+
+def test_a_policy_with_checkpoints_becomes_a_plan_with_such_a_share() -> None:
+    asked = PlanRequest("opt-1.3b", "t4", batch=16, capacity=(("device", 2 * 10**9), ("host", 10**10)))
+    found = explore_config(asked, checkpoints=False)
+    found["policy"]["block"]["host_attention"] = False
+    found["policy"]["shares"] |= {"kv": {"device": 0.3, "host": 0.2, "disk": 0.0},
+                                  "checkpoint": {"device": 0.0, "host": 0.3, "disk": 0.2}}
+    found |= plan_of_policy(asked, found)
+    assert found["options"]["checkpoints"] == (1, 2) and found["options"]["policy"][2:4] == (0.0, 80.0)
+    kept = plan_config(asked, Options(**found["options"])).plan.schedule.batching
+    assert (kept.recomputation.checkpoints, kept.recomputation.period) == (1, 2)
+    assert "--checkpoints 1,2 --no-cpu-attention --policy" in explore_text(found)
+    found["policy"]["block"]["host_attention"] = True
+    assert "checkpoints" not in plan_of_policy(asked, found)["options"], "the host attends to keys and values"
 
 
 def test_quantizing_is_never_slower() -> None:

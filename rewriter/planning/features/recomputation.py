@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from forebay.rewriter.ir.cache_layout import CACHE_STAGING
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import COMPUTE, DISK, DOWNLOAD, LOAD, UPWARD, WRITE
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
@@ -73,10 +74,11 @@ def with_checkpoints(
 
 def try_checkpoints(best: Plan, trial: Trial) -> Plan:
     """Simulate the schedule of `best` with checkpoints, where a link binds it and they are smaller than K and V: of all
-    tokens, and the shares next to the one with which computing and that link end together. What passes through host
+    tokens, the shares next to the one with which computing and that link end together, and those next to the best of
+    these, as long as one is better. What passes through host
     slots keeps K and V: of blocks of two kinds the slot is not the table in order, so it would cross whole."""
     batching = best.schedule.batching
-    hops = best.schedule.host_hop and batching.cache.tier == "disk"
+    hops = best.schedule.host_hop and any(b.arena == CACHE_STAGING for b in best.buffers)  # some lie on the disk
     if trial.options.checkpoints is not None or not (batching.cache.staged and link_binds(best)) or (
             batching.cache.cpu_attention or hops):
         return best
@@ -86,9 +88,18 @@ def try_checkpoints(best: Plan, trial: Trial) -> Plan:
         return best
     if full.recomputation.block_tokens <= full.cache.block_tokens or (every := trial.simulate(full)) is None:
         return best
-    some = [trial.simulate(replace(full, recomputation=replace(full.recomputation, checkpoints=share, period=period)))
-            for share, period in shares_beside(balanced_share(best, every)) if share < period]
-    return min([best, every, *(plan for plan in some if plan is not None)], key=latency_s)
+    found = {(1, 1): every}
+    near = [share for share in shares_beside(balanced_share(best, every)) if share not in found]
+    while near:
+        for share in near:
+            some, period = share
+            plan = trial.simulate(replace(full, recomputation=replace(
+                full.recomputation, checkpoints=some, period=period)))
+            found[share] = plan or every
+        least = min(found, key=lambda share: latency_s(found[share]))
+        at = SHARES.index(least)
+        near = [share for share in SHARES[max(0, at - 1):at + 2] if share not in found]
+    return min([best, *found.values()], key=latency_s)
 
 
 def asked_checkpoints(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:

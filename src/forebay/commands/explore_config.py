@@ -26,6 +26,7 @@ from forebay.rewriter.planning.options import Options
 from forebay.rewriter.policy.placement import NO_CHECKPOINTS
 from forebay.rewriter.policy.policy_search import Problem, Space, frontier, search
 from forebay.rewriter.policy.policy_summary import summary, weight_tiers
+from forebay.rewriter.predict.checkpoint_shares import SHARES
 from forebay.rewriter.predict.model_shapes import load_model_shape
 
 # Of a policy's shares on the device and in host memory, as plans also hold staging buffers; nearest first.
@@ -73,10 +74,15 @@ def plan_of_policy(request: PlanRequest, found: Mapping[str, Any]) -> dict[str, 
     sizes = dict.fromkeys(("device", "host", "disk"), 0)
     for weight in found["weights"].values():
         sizes[weight["tier"]] += weight["nbytes"]
-    tiers = [{tier: nbytes / sum(sizes.values()) for tier, nbytes in sizes.items()}, shares["kv"], shares["activation"]]
+    cache, kept = {tier: shares["kv"][tier] + shares["checkpoint"][tier] for tier in sizes}, {}
+    share = sum(shares["checkpoint"].values())
+    if share and not block["host_attention"]:  # caches on the device have none, nor those that the host attends to
+        cache |= {"device": 0.0, "host": cache["device"] + cache["host"]}
+        kept = {"checkpoints": min(SHARES, key=lambda s: abs(s[0] / s[1] - share)), "cpu_attention": False}
+    tiers = [{tier: nbytes / sum(sizes.values()) for tier, nbytes in sizes.items()}, cache, shares["activation"]]
     # the same sequences in fewer parts, as each part of a plan has copies of its own
     count = next(n for n in range(min(block["micro_batches"], MICRO_BATCHES), 0, -1) if block["sequences"] % n == 0)
-    options = {"batch": block["sequences"], "micro_batches": count, "cache": block["cache_format"]}
+    options = {"batch": block["sequences"], "micro_batches": count, "cache": block["cache_format"], **kept}
     weights = "" if block["weight_format"] == "native" else block["weight_format"]
     for scales in SCALES:
         asked = tuple(_percent(share[tier] * scale)
@@ -121,8 +127,14 @@ def explore_text(found: dict[str, Any]) -> str:
 
 def _options_text(found: Mapping[str, Any]) -> str:
     """The options of a policy's plan as the command line takes them."""
-    words = [f"--{name.replace('_', '-')} {','.join(f'{each:g}' for each in value) if name == 'policy' else value}"
-             for name, value in found["options"].items() if value != "native"]
+    words = []
+    for name, value in found["options"].items():
+        option = name.replace("_", "-")
+        if value is False:
+            words.append(f"--no-{option}")
+        elif value != "native":
+            text = ",".join(f"{each:g}" for each in value) if isinstance(value, tuple) else value
+            words.append(f"--{option} {text}")
     if not words:
         return "no plan has shares near these; without --explore the planner chooses"
     return f"{' '.join(words)}: {found['plan_tokens_per_s']:.4g} tokens/s predicted"

@@ -17,6 +17,7 @@ class Mechanism(NamedTuple):
         shown: The output that shows that it is on.
         figure: Its figure, measured or predicted, beside the paper's.
         absent: The missing part, if any.
+        command: A command of at most a few minutes that shows it on this machine, from the root of the repository.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Mechanism(NamedTuple):
     shown: str
     figure: str
     absent: str = ""
+    command: str = ""
 
 
 MECHANISMS: dict[str, tuple[Mechanism, ...]] = {

@@ -25,10 +25,11 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_search import Way, closed_form_way
+from forebay.rewriter.pipeline.plan_search import ScheduleSearch, Way, closed_form_way
 from forebay.rewriter.pipeline.plan_task import ModelGraphs, PlanTask
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
+from forebay.rewriter.planning.features.recomputation import try_checkpoints
 from forebay.rewriter.planning.features.sparsity import NO_SCHEDULE
 from forebay.rewriter.planning.objective import Objective, latency_s, tokens_per_s
 from forebay.rewriter.planning.options import Options
@@ -141,6 +142,8 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
 
     def plan_for(block: BlockShape, budget: Budget) -> Plan:
         try:
+            if options.cache_tier in ("host", "disk") and objective.kind != "budget":
+                raise PlanError(NO_SCHEDULE)
             plan = _fastest(pipelines_of(block.size), budget, options)
         except PlanError:
             if objective.kind == "budget" or (way := way_of(block.size)) is None:
@@ -155,13 +158,24 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
     plans = search_plans(plan_for, budget, objective, blocks(batch))
     best = best_plan(plans, objective)
     frontier = tuple((latency_s(p), tokens_per_s(p), p.workload.batch) for p in plan_frontier(plans))
-    complete = complete or step_copies(best) <= COMPLETED_COPIES
-    if complete:
-        way = next((way for way in ways if way.plan is best), None)
-        pipeline = way.pipeline.with_batching(way.batching) if way else next(
-            each for each in pipelines_of(best.workload.batch) if each.graphs.batching == best.schedule.batching)
-        best = pipeline.plan(Budget(best.budget.device, best.budget.host), options)
+    way, task = next((way for way in ways if way.plan is best), None), whole.for_batch(best.workload.batch)
+    pipeline = way.pipeline.with_batching(way.batching) if way else next(
+        each for each in pipelines_of(best.workload.batch) if each.graphs.batching == best.schedule.batching)
+    best, complete = _lowered(task, pipeline, best, way is not None, complete)
     return ConfigPlan(name, best, complete, captured, frontier)
+
+
+def _lowered(task: PlanTask, pipeline: Pipeline, plan: Plan, staged: bool, complete: bool) -> tuple[Plan, bool]:
+    """A plan of the closed form, lowered and simulated with `complete` or unless a step has too many copies, and
+    whether it is. A cache that is `staged` keeps checkpoints of a share of its tokens where that is faster."""
+    search, few = ScheduleSearch(task), step_copies(plan) <= COMPLETED_COPIES
+    if staged and not few:
+        pipeline, plan = search.tried((pipeline, plan), [try_checkpoints], closed=True)
+    if complete or few:
+        plan = pipeline.plan(Budget(plan.budget.device, plan.budget.host), task.options)
+    if staged and few:
+        _, plan = search.tried((pipeline, plan), [try_checkpoints])
+    return plan, complete or few
 
 
 def _fastest(pipelines: Sequence[Pipeline], budget: Budget, options: Options) -> Plan:
