@@ -19,6 +19,7 @@ _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 def papers_command(
     paper: Annotated[str, typer.Argument(metavar="[PAPER]", help="Part of a paper's name. Default: all five.")] = "",
+    commands: Annotated[bool, typer.Option("--commands", help="A command for each mechanism, and no table.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """List the mechanisms of five papers that run here, with their options and figures."""
@@ -31,6 +32,9 @@ def papers_command(
         found = {name: rows for name, rows in MECHANISMS.items() if paper.lower() in name.lower()}
         if not found:
             raise PlanError(f"no paper has {paper!r} in its name; they are {', '.join(MECHANISMS)}")
+        if commands:
+            print("mkdir -p out", *(row.command for rows in found.values() for row in rows), sep="\n")
+            return
         console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160)
         for name, rows in found.items():
             table = Table(title=name, title_justify="left", title_style="bold", show_lines=True)
@@ -52,9 +56,12 @@ def page_part() -> str:
     """The tables as docs/papers.md has them."""
     parts = []
     for name, rows in MECHANISMS.items():
-        lines = [f"| {' | '.join(row)} |".replace("  |", " |") for row in rows]
+        lines = [f"| {' | '.join((row.name, row.option, row.shown, row.figure, row.absent))} |".replace("  |", " |")
+                 for row in rows]
         head = "| Mechanism (section) | Turned on by | Shown by | Figure | Not there |"
-        parts.append("\n".join([f"### {name}", "", head, "|---|---|---|---|---|", *lines, ""]))
+        parts.append("\n".join([f"### {name}", "", head, "|---|---|---|---|---|", *lines, "",
+                                "| Mechanism (section) | Command |", "|---|---|",
+                                *(f"| {row.name} | `{row.command}` |" for row in rows), ""]))
     return "\n".join(parts)
 
 
