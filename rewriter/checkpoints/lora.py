@@ -157,7 +157,7 @@ def _scale(name: str, settings: Mapping[str, Any], module: str) -> tuple[float, 
         rank = int(_of_pattern(settings.get("rank_pattern"), module, settings["r"]))
         alpha = float(_of_pattern(settings.get("alpha_pattern"), module, settings["lora_alpha"]))
         return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank), rank
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, re.error) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, re.error) as error:
         raise CheckpointError(f"{name}: {ADAPTER_CONFIG} gives no rank and alpha for {module} ({error!r})") from error
 
 

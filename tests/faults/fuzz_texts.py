@@ -12,10 +12,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from lora_folders import write_lora
 from quantized_folders import quantized, settings
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from forebay.calibration import Calibration, LayerRouting, LayerScores, calibrated
 from forebay.commands import render_chats
@@ -26,8 +27,11 @@ from forebay.commands.prompts import PromptLine, encode, load_tokenizer
 from forebay.commands.terminal import JobError
 from forebay.huggingface.served import asks_nothing_more
 from forebay.kernels.build.cache_folder import cache_folder
+from forebay.rewriter.checkpoints.config import read_config
 from forebay.rewriter.checkpoints.conversions import list_conversions
 from forebay.rewriter.checkpoints.grouped import grouped_tensors
+from forebay.rewriter.checkpoints.lora import read_lora
+from forebay.rewriter.checkpoints.lora_tensors import lora_tensors
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.resolve import MODELS, SOURCE
 from forebay.rewriter.checkpoints.scheme import quantization_settings, read_scheme
@@ -186,6 +190,27 @@ def coded(method: str, folder: Path, header: bool = False, config: bool = False)
     made = Header if header else Format
     spoiled = folder / ("config.json" if config else "model.safetensors")
     return made(spoiled, lambda: _read_matrices(folder, repacked=True))
+
+
+def adapter(folder: Path, header: bool = False, config: bool = False) -> Format:
+    """An adapter's file or its settings, with a base that they fit."""
+    from families import llama
+
+    torch.manual_seed(0)
+    (base := folder / "base").mkdir()
+    model = AutoModelForCausalLM.from_config(llama(1))
+    model.save_pretrained(base)
+    own = write_lora(folder / "adapter", model, r".*\.[qv]_proj|lm_head", base, use_dora=True,
+                     rank_pattern={"v_proj": 2}, modules_to_save=["model.norm"])
+    checkpoint, base_config = open_checkpoint(base), read_config(base)
+
+    def read() -> None:
+        for tensor in lora_tensors(read_lora(own), checkpoint, base_config):
+            assert tuple(tensor.read().shape) == tensor.shape
+
+    tensors = own / "adapter_model.safetensors"
+    save_file(load_file(tensors), tensors)  # without metadata
+    return (Header if header else Format)(own / "adapter_config.json" if config else tensors, read)
 
 
 def config_alone(folder: Path) -> Format:

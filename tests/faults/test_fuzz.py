@@ -257,6 +257,8 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
     "served": fuzz_texts.served, "conversion": fuzz_texts.conversion,
     "calibration": fuzz_texts.calibration,
     **{method: partial(fuzz_texts.grouped, method) for method in ("awq", "gptq", "auto-round", "compressed-tensors")},
+    "adapter": fuzz_texts.adapter, "adapter header": partial(fuzz_texts.adapter, header=True),
+    "adapter settings": partial(fuzz_texts.adapter, config=True),
     "mxfp4": fuzz_texts.mxfp4, **{method: partial(fuzz_texts.coded, method) for method in fuzz_texts.CODED},
     **{f"{method} header": partial(fuzz_texts.coded, method, header=True) for method in fuzz_texts.CODED},
     **{f"{method} settings": partial(fuzz_texts.coded, method, config=True) for method in fuzz_texts.CODED}}
