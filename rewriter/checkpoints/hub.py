@@ -46,6 +46,13 @@ def hub_model(name: str) -> HubModel | None:
     return HubModel(found["repository"], found["revision"] or "main", found["file"] or "")
 
 
+def fetching(folder: Path) -> str:
+    """The command that fetches what a folder of the cache lacks; "" for other folders."""
+    stored = folder.parent.parent.name
+    name = stored.removeprefix("models--").replace("--", "/")
+    return f"hf download {name}" if folder.parent.name == "snapshots" and name != stored else ""
+
+
 def locate_on_hub(model: HubModel) -> Path:
     """The folder or the GGUF file of a model in the local cache, fetched if it is not there.
 

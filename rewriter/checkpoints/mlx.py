@@ -8,11 +8,14 @@
 
 Codes, scales and biases are kept; those in fp32 are rounded to fp16 or bf16.
 
+The experts of a mixture lie one behind the other in tensors of three dimensions, which the module calls switch_mlp.
+
 Layouts: mlx.core.quantize, mlx_lm's quantize_model.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +28,37 @@ from forebay.rewriter.checkpoints.checkpoint import read_rows, read_tensor
 from forebay.rewriter.checkpoints.coded import CodedTensor, StoredMatrix
 from forebay.rewriter.checkpoints.records import TensorRecord
 
+STACKED = re.compile(r"(?P<mixture>.+)\.switch_mlp\.(?P<matrix>(gate|up|down)_proj)\.(?P<part>weight|scales|biases)")
+EXPERT = re.compile(r"(?P<mixture>.+)\.experts\.\d+\.(?P<matrix>\w+)")
+MIXTRAL, MIXTRAL_NAMES = "block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+MOST_EXPERTS = 4096
 DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # by mode, group_size and bits
+
+
+def one_by_one(tensors: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
+    """The tensors of a checkpoint, those of stacked experts as a matrix for each expert, named as transformers does."""
+    found: dict[str, TensorRecord] = {}
+    for name, record in tensors.items():
+        stacked = STACKED.fullmatch(name)
+        if stacked is None or len(record.shape) != 3 or not 0 < record.shape[0] <= MOST_EXPERTS:
+            found[name] = record
+            continue
+        mixture, matrix = stacked["mixture"], stacked["matrix"]
+        own = MIXTRAL_NAMES[matrix] if mixture.endswith(MIXTRAL) else matrix
+        nbytes = record.nbytes // record.shape[0]
+        for i in range(record.shape[0]):
+            each = f"{mixture}.experts.{i}.{own}.{stacked['part']}"
+            found[each] = replace(record.part(i * nbytes, nbytes, record.dtype, record.shape[1:]), name=each)
+    return found
+
+
+def _settings_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a module: its own, or those of all experts of its mixture, or those of all matrices."""
+    names = [module]
+    if expert := EXPERT.fullmatch(module):
+        kinds = {own: kind for kind, own in MIXTRAL_NAMES.items()}
+        names.append(f"{expert['mixture']}.switch_mlp.{kinds.get(expert['matrix'], expert['matrix'])}")
+    return next((own for name in names if isinstance(own := settings.get(name), dict)), settings)
 
 
 def mlx_tensors(
@@ -48,8 +81,7 @@ def mlx_tensors(
             continue
         records = {part: each for part in ("weight", "scales", "biases") if (each := tensors.get(f"{module}.{part}"))}
         taken |= {each.name for each in records.values()}
-        own = settings.get(module)
-        found.append(_matrix(MatrixParts(name, folder, records), own if isinstance(own, dict) else settings, dtype))
+        found.append(_matrix(MatrixParts(name, folder, records), _settings_of(module, settings), dtype))
     return found, taken
 
 

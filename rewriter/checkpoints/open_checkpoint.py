@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from forebay.rewriter.checkpoints.adapted import made_of, with_adapters
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, open_safetensors
+from forebay.rewriter.checkpoints.mlx import one_by_one
 from forebay.rewriter.checkpoints.packed import is_quantized, open_quantized
 
 
@@ -24,4 +26,5 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Ch
         return with_adapters(path, adapted, open_checkpoint(adapted.base, verify=verify))
     if path.is_dir() and is_quantized(path):
         return open_quantized(path, check="always" if verify else "changed")
-    return open_safetensors(path, verify=verify)
+    found = open_safetensors(path, verify=verify)
+    return replace(found, tensors=one_by_one(found.tensors))

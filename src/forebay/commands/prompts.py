@@ -14,6 +14,7 @@ from forebay.commands.terminal import JobError
 from forebay.commands.tokenizer_bounds import UnboundedTokenizer, check_folder, check_loaded
 from forebay.images.parts import has_media, take_media
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos, require_regular_files
+from forebay.rewriter.checkpoints.hub import fetching
 from forebay.rewriter.checkpoints.identity import TOKENIZER_FILES
 from forebay.rewriter.checkpoints.named_errors import panicking
 from forebay.rewriter.checkpoints.records import CheckpointError
@@ -301,7 +302,9 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
-        raise JobError(f"{folder} holds no usable tokenizer: there is no tokenizer.json, nor another file of one")
+        advice = f"; fetch it: {command}" if (command := fetching(folder)) else ""
+        raise JobError(f"{folder} holds no usable tokenizer: there is no tokenizer.json, nor another file of "
+                       f"one{advice}")
     try:
         require_regular_files(folder)
         check_folder(folder)

@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from tiny_gguf import split, write_model
 
 from forebay.api import wrap
+from forebay.commands.prompts import load_tokenizer
 from forebay.commands.quantize import quantize_command
+from forebay.commands.terminal import JobError
 from forebay.rewriter.checkpoints import resolve
 from forebay.rewriter.checkpoints.hub import hub_model
 from forebay.rewriter.checkpoints.records import CheckpointError
@@ -129,6 +131,13 @@ def test_what_a_snapshot_lacks_is_named(cache: Path, made: dict[str, Path], lost
         link.unlink()
     with pytest.raises(CheckpointError, match=f"{TINY} is no file or folder, it is in .* without {lost}, and HF_HUB"):
         resolve_model(TINY)
+
+
+def test_a_snapshot_without_a_tokenizer_says_how_to_fetch_it(cache: Path, made: dict[str, Path]) -> None:
+    """As transformers leaves it behind where a model alone was loaded."""
+    store(cache, TINY, made[TINY])
+    with pytest.raises(JobError, match=rf"there is no tokenizer.json, .*; fetch it: hf download {TINY}$"):
+        load_tokenizer(resolve_model(TINY))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 import torch
 from quantized_model import Written, write_quantized
 from safetensors.torch import load_file, save_file
+from small_experts import small
 
 import forebay
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
@@ -128,3 +129,39 @@ def test_modes_that_are_unknown_are_refused(tmp_path: Path, mode: object, module
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"\bmode\b"):
         resolve_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("family", "mixture", "quantized"), [
+    ("mixtral", "block_sparse_moe", True), ("qwen3_moe", "mlp", False)])
+def test_stacked_experts(tmp_path: Path, family: str, mixture: str, quantized: bool) -> None:
+    """Those of a mixture lie in one tensor for each matrix; here one kind of matrix has settings of its own."""
+    model = small(family)
+    model.save_pretrained(tmp_path)
+    tensors, told = {}, {"group_size": 32, "bits": 4}
+    settings: dict[str, Any] = dict(told)
+    for name, value in model.state_dict().items():
+        module, _, matrix = name.replace(".mlp.experts.", f".{mixture}.switch_mlp.").rpartition(".")
+        if "switch_mlp" not in module:
+            tensors[name.replace(".mlp.", f".{mixture}.")] = value.contiguous()
+            continue
+        kinds = ("gate", "up") if "gate" in matrix else ("down",)
+        for kind, part in zip(kinds, value.chunk(len(kinds), 1), strict=True):
+            stacked, bits = f"{module}.{kind}_proj", 8 if kind == "down" else 4
+            if not quantized:
+                tensors[f"{stacked}.weight"] = part.contiguous()
+                continue
+            if bits == 8:
+                settings[stacked] = told | {"bits": 8}
+            made = [affine(*part.shape[1:], bits, 32) for _ in part]
+            tensors |= {f"{stacked}.{own}": torch.stack([each[0][own] for each in made]) for own in made[0][0]}
+            part.copy_(torch.stack([each[2] for each in made]))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "mlx"})
+    if quantized:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization": settings}))
+    with torch.no_grad():
+        expected = model(IDS).logits[:, -1]
+    with forebay.wrap(tmp_path, "300KB" if quantized else "8MB", prompt=5, new_tokens=2) as lm:
+        assert not quantized or any(spec.stored for spec in lm.captured.weights.values())
+        assert not quantized or lm.plan.prediction.streamed_nbytes > 0
+        assert (lm.next_logits(IDS) - expected).norm() < 1e-4 * expected.norm()
