@@ -213,7 +213,7 @@ class RankInputs:
                 self.head_rows = self._another(node, f"{node.name}_rows", mark, mark.name + ROWS)
             new.meta["val"] = self._part(value, self.cuts.weights.get(mark.name, ()))
             if node in self.tables:
-                new.meta[META] = replace(mark, among=shape_of(node)[0])
+                new.meta[META] = replace(mark, among=mark.among or shape_of(node)[0])
         else:
             new.meta["val"] = self._part(self.all_sequences.of(value), cut_of(self.split[node]))
 

@@ -22,7 +22,7 @@ from forebay.kernels.products.experts.reference import ACTIVATIONS, PLAIN, Form,
 from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.capture.family import Family, register_family
 from forebay.rewriter.ir.expert_table import ExpertTable
-from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.graph import META, CapturedModel, weight_name
 
 TABLE = "table"  # the name of the parameter, within the module of experts
 WAYS = (*((name, 0.0) for name in ACTIVATIONS[:-1]), ("alpha_swiglu", 1.702))
@@ -46,12 +46,25 @@ def adopt_experts(model: nn.Module) -> dict[str, ExpertTable]:
     return found
 
 
-def with_tables(captured: CapturedModel, tables: Mapping[str, ExpertTable]) -> CapturedModel:
-    """`captured` knowing which of its weights are tables of experts."""
+def router_choices(model: nn.Module) -> dict[str, int]:
+    """The experts that routers pick from, by the names of tables that have fewer: the others have no weights."""
+    return {f"{name}.{TABLE}": module.total_experts for name, module in model.named_modules()  # type: ignore[misc]
+            if getattr(module, "zero_expert_num", 0) and TABLE in module._parameters}
+
+
+def with_tables(captured: CapturedModel, tables: Mapping[str, ExpertTable], among: Mapping[str, int]) -> CapturedModel:
+    """`captured` knowing which weights are tables of experts, and `among` how many routers pick (`router_choices`)."""
     weights = dict(captured.weights)
     for name, table in tables.items():
         sources = tuple(f"{name.removesuffix(TABLE)}{source}" for source in table.sources)
         weights[name] = replace(weights[name], table=replace(table, sources=sources))
+    named = {(block, own): name for block, names in zip(captured.layers, captured.layer_weights, strict=True)
+             for own, name in names.items()}
+    for block, graph in {"": captured.step, **captured.blocks()}.items() if among else ():
+        for node in graph.graph.find_nodes(op="placeholder"):
+            own = weight_name(node)
+            if choices := among.get(named.get((block, own), own or "")):  # type: ignore[arg-type]
+                node.meta[META] = replace(node.meta[META], among=choices)
     return replace(captured, weights=weights)
 
 

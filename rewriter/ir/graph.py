@@ -24,7 +24,8 @@ META = "forebay"  # the one key of ours in node.meta, and in the meta of a whole
 @dataclass(frozen=True)
 class WeightInput:
     """On a placeholder: this input is the weight `name` (in a block graph: the name relative to its layer), stored in
-    `format`. `among`: of a table of which this rank has some experts, all that routers pick from."""
+    `format`. `among`: all that routers pick from, of a table that has only some of these: other ranks have the rest, or
+    the rest has no weights."""
 
     name: str
     format: str = "native"

@@ -138,8 +138,7 @@ def reads_table(user: fx.Node, weight: fx.Node) -> bool:
 
 
 def experts_among(table: Any) -> dict[str, int]:
-    """Return the argument of a launch whose router picks from more experts than its table has: other ranks have the
-    rest."""
+    """Return the argument of a launch whose router picks from more experts than its table has (`WeightInput`)."""
     mark = table.meta.get(META)
     return {"among": mark.among} if isinstance(mark, WeightInput) and mark.among else {}
 

@@ -199,7 +199,7 @@ class LatentState(StateSpec):
     kind = "latent"
     operators = (ATTENTION.name, KV_APPEND.name)
     rewindable = pageable = reorderable = in_blocks = True
-    unpackable = "packs keys and values apart, and the rows of latent attention are both"
+    unpackable = "has kernels for rows of up to 256 numbers, and rows of latent attention have 576 in most models"
 
     width: int
     dtype: torch.dtype

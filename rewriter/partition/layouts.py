@@ -203,6 +203,7 @@ def product_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, rows: fl
                  *, parallel: bool = False, weights: str = "bfloat16") -> ProductCost:
     """The products of one layer over `rows` tokens that a chip computes, of whatever sequences and phases."""
     block, sizes = _with_shared_heads(layer, layout, mesh), element_sizes(weights)
+    read_share = (layer.read_elements(rows) - layer.elements(ATTENTION)) / max(1, layer.elements(MLP))
     into = [(block.query + block.key_value, 1.0), (block.up, block.active)]
     out = [(block.query, 1.0), (block.inner, block.active)]
     if parallel:
@@ -223,7 +224,7 @@ def product_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, rows: fl
             beside_s = sum(collective_s(item, mesh) for item in (moved[:1] if looped else _added_up(moved)))
             chunks = (layout.gather_chunks if looped else layout.chunks) if beside_s else 1
             n_local, k_local, many = math.ceil(n / parts[0]), math.ceil(k / parts[1]), share * rows
-            read = 1 - (1 - share) ** rows  # of experts those that some token picks
+            read = read_share if share < 1 else 1.0
             again = n_local * (chunks - 1) / chunks if looped else 0  # what pieces before it have added up
             n_local, k_local = ((n_local, math.ceil(k_local / chunks)) if looped else
                                 (math.ceil(n_local / chunks), k_local))

@@ -15,22 +15,22 @@ from torch import fx
 
 from forebay.kernels import operators
 from forebay.kernels.attention.operations import attention_flops, latent_flops
-from forebay.kernels.products.experts.operator import arguments_of
 from forebay.rewriter.checkpoints.config import MOST_LAYERS, MOST_LENGTH, meta_model, oversized
 from forebay.rewriter.ir.files import read_input
-from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
+from forebay.rewriter.ir.graph import CapturedModel, values_of, weight_name
 from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.program import dtype_itemsize
 from forebay.rewriter.ir.state import KVState, LatentState, kv_states
 from forebay.rewriter.one_thread import one_thread
+from forebay.rewriter.predict.layer_stages import (
+    attention_stage,
+    live_elements,
+    product,
+    sizes_of_one,
+    used_share,
+)
 from forebay.rewriter.predict.preset_models import DENSE_CONFIGS, PRESET_CONFIGS
 
-aten = torch.ops.aten
-# How captured graphs multiply by a weight, and show it or a part of it.
-PRODUCTS = frozenset((aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
-                      aten.matmul.default, aten.einsum.default, aten._grouped_mm.default))
-VIEWS = frozenset((aten.transpose.int, aten.t.default, aten.permute.default, aten.view.default, aten.reshape.default,
-                   aten.slice.Tensor))
 ATTENTION, MLP = "attention", "mlp"
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -41,20 +41,24 @@ class ModelError(PrintableError, ValueError):
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A weight by its number of elements; `columns` of one that is multiplied by, 0 of others."""
+    """A weight by its number of elements; `columns` of one that is multiplied by, 0 of others. A token uses a `share`
+    of it: less than 1 of experts."""
 
     name: str
     elements: int
     columns: int = 0
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """`count` equal layers. Operations are of one token, 2 per multiply-add; `window` is 0 for full attention.
+    """`count` equal layers. Operations are of one token, 2 per multiply-add; `window`, in tokens or those of a chunk,
+    is 0 for full attention.
 
     The attention stage ends with the output projection. `activation_elements` is the peak of live activations, per
     token, outside attention itself. With latent attention all heads share one row, which is key and value.
-    Its first `latent` numbers are the latent, which each head could expand to `made` numbers.
+    Its first `latent` numbers are the latent, which each head could expand to `made` numbers. A layer attends
+    `attentions` times, each time to a cache of its own.
     """
 
     count: int
@@ -70,6 +74,7 @@ class LayerShape:
     activation_elements: int
     latent: int = 0
     made: int = 0
+    attentions: int = 1
 
     def elements(self, stage: str) -> int:
         """Weight elements of one layer's stage."""
@@ -91,17 +96,18 @@ class LayerShape:
     def read_elements(self, rows: float) -> float:
         """Weight elements of one layer that a step over so many tokens reads: of experts those that some token picks,
         as if the router preferred nobody."""
-        return self.elements(ATTENTION) + self.elements(MLP) * (1 - (1 - min(1.0, self.active_share(MLP))) ** rows)
+        return self.elements(ATTENTION) + sum(t.elements * (1 - (1 - t.share) ** rows) for t in self.mlp)
 
     def attended_flops(self, sequences: float, heads: int, queries: float, tokens: float) -> float:
         """Operations of so many heads' attention of the last `queries` of `tokens`."""
         given = sequences, heads, queries, tokens, self.head_dim
-        return latent_flops(*given, self.latent, self.made) if self.latent else attention_flops(*given, self.window)
+        return self.attentions * (
+            latent_flops(*given, self.latent, self.made) if self.latent else attention_flops(*given, self.window))
 
     @property
     def kv_elements(self) -> int:
         """Elements of K and V that one token leaves in the cache of one layer."""
-        return (1 if self.latent else 2) * self.kv_heads * self.head_dim
+        return self.attentions * (1 if self.latent else 2) * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -272,7 +278,8 @@ def load_config(model: str) -> tuple[str, dict[str, Any]]:
 
 def shape_from_graphs(captured: CapturedModel, name: str = "") -> ModelShape:
     """The shape of a captured model, read off the nodes of its block graphs and step graph."""
-    latents = [layer[0] for layer in captured.states if len(layer) == 1 and isinstance(layer[0], LatentState)]
+    latents = [spec for layer in captured.states for spec in layer[:1] if isinstance(spec, LatentState)
+               and all(isinstance(each, LatentState) for each in layer)]
     caches: Sequence[KVState | LatentState] = latents if len(latents) == len(captured.states) else kv_states(
         captured.states, "the model's shape")
     kinds, inside = [], set()
@@ -282,99 +289,36 @@ def shape_from_graphs(captured: CapturedModel, name: str = "") -> ModelShape:
         counts = Counter(caches[i] for i in indices)
         kinds += [_layer_of_graph(graph, count, kept) for kept, count in counts.items()]
     outside = tuple(TensorShape(n, math.prod(spec.shape)) for n, spec in captured.weights.items() if n not in inside)
-    head_elements = sum(math.prod(_ones(values_of(weight)[0].shape))
-                        for weight, _ in map(_product, captured.step.graph.nodes) if weight is not None)
+    head_elements = sum(math.prod(sizes_of_one(values_of(weight)[0].shape))
+                        for weight, _ in map(product, captured.step.graph.nodes) if weight is not None)
     return ModelShape(name or captured.model_type, str(captured.dtype)[6:], tuple(kinds), outside, head_elements)
 
 
 def _layer_of_graph(graph: fx.GraphModule, count: int, kept: KVState | LatentState) -> LayerShape:
     nodes = list(graph.graph.nodes)
-    attention = next(n for n in nodes if n.target is operators.ATTENTION.overload)
-    stages = _stages(nodes, attention)
+    attentions = [n for n in nodes if n.target is operators.ATTENTION.overload]
+    attending = attention_stage(nodes, attentions)
+    stages = {n: ATTENTION if n in attending else MLP for n in nodes}
     flops = {ATTENTION: 0, MLP: 0}
     weights: dict[str, list[TensorShape]] = {ATTENTION: [], MLP: []}
     for node in nodes:
         name = weight_name(node)
         if name is not None:
             stage = min((stages[u] for u in node.users), default=MLP)
-            shape = _ones(values_of(node)[0].shape)
-            weights[stage].append(TensorShape(name, math.prod(shape), shape[-1] if len(shape) > 1 else 0))
-        flops[stages[node]] += _product(node)[1]
-    heads, hidden = _ones(values_of(attention)[0].shape)[2], _ones(values_of(nodes[0])[0].shape)[-1]
+            shape = sizes_of_one(values_of(node)[0].shape)
+            weights[stage].append(TensorShape(name, math.prod(shape), shape[-1] if len(shape) > 1 else 0,
+                                              max((used_share(node, user) for user in node.users), default=1.0)))
+        flops[stages[node]] += product(node)[1]
+    heads, hidden = sizes_of_one(values_of(attentions[0])[0].shape)[2], sizes_of_one(values_of(nodes[0])[0].shape)[-1]
     rank = made = 0
     if isinstance(kept, LatentState):  # a matmul of queries and one of results have absorbed what would make keys
-        absorbed = [n for n in nodes if n.target is aten.bmm.default and _product(n)[0] is not None]
-        rank = _ones(values_of(absorbed[0])[0].shape)[-1]
-        made = sum(_product(n)[1] for n in absorbed) // (2 * heads * rank)
-    of_cache = (1, kept.width, 0) if isinstance(kept, LatentState) else (kept.kv_heads, kept.head_dim, kept.window)
+        absorbed = [n for n in nodes if n.target is torch.ops.aten.bmm.default and product(n)[0] is not None]
+        rank = sizes_of_one(values_of(absorbed[0])[0].shape)[-1]
+        made = sum(product(n)[1] for n in absorbed) // (2 * heads * rank * len(attentions))
+    of_cache = (1, kept.width, 0) if isinstance(kept, LatentState) else (
+        kept.kv_heads, kept.head_dim, abs(kept.window))
     return LayerShape(count, tuple(weights[ATTENTION]), tuple(weights[MLP]), flops[ATTENTION], flops[MLP], hidden,
-                      heads, *of_cache, _live_elements(nodes), rank, made)
-
-
-def _stages(nodes: list[fx.Node], attention: fx.Node) -> dict[fx.Node, str]:
-    """The attention stage: what attention needs, and what follows it up to the first product that is not by heads."""
-    before = {attention, *(n for n in nodes if n.target is operators.KV_APPEND.overload)}
-    stack = [*before]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in before:
-                before.add(source)
-                stack.append(source)
-    after, projected = {attention}, False
-    for node in nodes[nodes.index(attention) + 1:]:
-        if any(s in after for s in node.all_input_nodes) and not projected:
-            after.add(node)
-            projected = _product(node)[0] is not None and node.target is not aten.bmm.default
-    return {n: ATTENTION if n in before or n in after else MLP for n in nodes}
-
-
-def _product(node: fx.Node) -> tuple[fx.Node | None, int]:
-    """(the weight, operations per token) of a product with a weight, (None, 0) of any other node."""
-    if node.op != "call_function" or not values_of(node):
-        return None, 0
-    if node.target is operators.EXPERTS.overload:
-        given = arguments_of(node.args)
-        units = 2 * given.inner if given.form.gated else given.inner
-        chosen, hidden = (_ones(values_of(each)[0].shape)[-1] for each in (given.index, given.x))
-        return given.table, 2 * chosen * (units + given.inner) * hidden
-    weight = next((a for a in node.all_input_nodes if _is_matrix(a)), None)
-    if weight is None or node.target not in PRODUCTS:
-        return None, 0
-    out, shape = (_ones(values_of(each)[0].shape) for each in (node, weight))
-    return weight, 2 * math.prod(out) * (math.prod(shape[-2:]) // out[-1])
-
-
-def _is_matrix(node: fx.Node) -> bool:
-    base, _ = storage_of(node)
-    while base.target in VIEWS:
-        base = base.all_input_nodes[0]
-    return weight_name(base) is not None and values_of(base)[0].dim() > 1
-
-
-def _ones(shape: Any) -> list[int]:
-    """A shape for one token: every symbolic size taken as 1."""
-    return [int(s.node.expr.subs(dict.fromkeys(s.node.expr.free_symbols, 1))) if isinstance(s, torch.SymInt) else int(s)
-            for s in shape]
-
-
-def _live_elements(nodes: list[fx.Node]) -> int:
-    """Peak of live elements of one token over a block, caches and weights aside."""
-    last: dict[fx.Node, int] = {}
-    for i, node in enumerate(nodes):
-        for source in node.all_input_nodes:
-            last[storage_of(source)[0]] = i
-    live: dict[fx.Node, int] = {}
-    peak = 0
-    for i, node in enumerate(nodes):
-        base = storage_of(node)[0]
-        is_value = node.op == "call_function" and base is node and values_of(node)
-        if is_value or (node.op == "placeholder" and node.name == "hidden"):
-            live[node] = sum(math.prod(_ones(v.shape)) for v in values_of(node)
-                             if any(isinstance(size, torch.SymInt) for size in v.shape))
-        peak = max(peak, sum(live.values()))
-        for dead in [n for n in live if last.get(n, i) <= i]:
-            del live[dead]
-    return peak
+                      heads, *of_cache, live_elements(nodes), rank, made, len(attentions))
 
 
 def _positive(config: Mapping[str, Any], field: str, default: int | None = None) -> int:

@@ -97,6 +97,17 @@ def test_a_context_is_at_most_what_an_indexer_picks(saved: Saved) -> None:
         forebay.wrap(folder, "1MiB", prompt=PROMPT + NEW)
 
 
+def test_picks_of_experts_without_weights_read_nothing(saved: Saved) -> None:
+    """Of 11 choices 8 have weights: of its two picks a token reads 2 * 8/11 experts, less those that pools have."""
+    folder, model = saved("longcat_flash")
+    lm = opened(folder, (1 << 20) + (16 << 10), expert_slots=4)
+    assert torch.equal(tokens(lm), tokens(model))
+    named, entry = 8 * (1 - (1 - 2 / 11) ** 3), 3 * 64 * 32 * 4
+    assert lm.plan.schedule.routed.hit_rate == 0.5
+    assert lm.plan.prediction.streamed_nbytes == lm.steps.program(1).moved_nbytes() == round(2 * named * 0.5 * entry)
+    lm.close()
+
+
 def test_a_row_for_each_token_is_all_that_is_kept() -> None:
     captured = capture_model(small("deepseek_v3").config, dtype=torch.bfloat16)
     assert captured.states == ((LatentState(RANK + ROPE, torch.bfloat16),),) * 2
@@ -223,7 +234,7 @@ def test_rows_lie_on_tiers(saved: Saved, family: str, options: dict[str, Any], e
 
 def test_what_rows_cannot_do_is_refused_by_name(saved: Saved) -> None:
     folder, _ = saved("minicpm3")
-    for options, message in (({"cache": "kv8"}, "the rows of latent attention are both"),
+    for options, message in (({"cache": "kv8"}, "rows of latent attention have 576"),
                              (HOST | {"cpu_attention": True}, "^cpu_attention or .* this model keeps latents")):
         with pytest.raises(PlanError, match=message):
             forebay.wrap(folder, {"device": "1MiB", "host": "1MiB", "disk": folder}, batch=3, prompt=PROMPT,

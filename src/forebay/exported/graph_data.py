@@ -2,7 +2,8 @@
 
 A graph is a list of nodes in order. An input is {"in": name, "dtype": …, "shape": […]} with the sizes "B", "S" and "L"
 (sequences, tokens of each, room in the cache) for those that vary, and, for what it stands for, "weight": [name,
-format] or "state": [layer, tensor, kind, window]. An operation is {"op": name, "as": node, "args": […], "kwargs": {…}},
+format], of some tables of experts with the number that routers pick from as well, or "state": [layer, tensor, kind,
+window]. An operation is {"op": name, "as": node, "args": […], "kwargs": {…}},
 a layer {"call": block, "as": node, "args": […], "layer": number}, the result {"out": value}. Among arguments "%x" is
 the value of node x; numbers, booleans, null and lists are themselves; whatever else is an object of one entry that
 names its kind.
@@ -89,7 +90,7 @@ def _input_to_data(node: fx.Node, sizes: dict[object, str], where: str) -> dict[
         shape.append(letter)
     found: dict[str, Any] = {"in": node.name, "dtype": dtype_name(value.dtype), "shape": shape}
     if isinstance(mark, WeightInput):
-        found["weight"] = [mark.name, mark.format]
+        found["weight"] = [mark.name, mark.format, *([mark.among] if mark.among else [])]
     elif isinstance(mark, StateInput):
         found["state"] = [mark.layer, mark.tensor, mark.kind, mark.window]
     return found
@@ -248,10 +249,10 @@ def _shape_from_data(shape: object) -> tuple[int | str, ...]:
 
 def _mark_from_data(entry: Mapping[str, Any]) -> WeightInput | StateInput | None:
     if "weight" in entry:
-        name, kept = entry["weight"]
+        name, kept, *among = entry["weight"]
         if not isinstance(name, str) or not isinstance(kept, str) or "state" in entry:
             raise ValueError("weight: expected a name and a format")
-        return WeightInput(name, kept)
+        return WeightInput(name, kept, *(_number(each) for each in among[:1]))
     if "state" in entry:
         layer, tensor, kind, window = entry["state"]
         if not isinstance(tensor, str) or kind not in STATE_KINDS:

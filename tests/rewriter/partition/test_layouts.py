@@ -106,8 +106,8 @@ def test_one_chip_exchanges_nothing() -> None:
 
 def test_experts_are_divided_among_chips_in_one_dimension() -> None:
     """A token meets one of eight: a step over few tokens reads those that they pick, one over many reads all."""
-    layer = LayerShape(1, (), (TensorShape("e", 8 * 64 * 32, 32), TensorShape("d", 8 * 32 * 64, 64)), 1, 2 * 64 * 64,
-                       32, 4, 4, 8, 0, 64)
+    mlp = TensorShape("e", 8 * 64 * 32, 32, 1 / 8), TensorShape("d", 8 * 32 * 64, 64, 1 / 8)
+    layer = LayerShape(1, (), mlp, 1, 2 * 64 * 64, 32, 4, 4, 8, 0, 64)
     assert BlockWidths.of(layer).active == 2 / 16 and BlockWidths.of(layer).mixture
     problem = PartitionProblem(ModelShape("m", "bfloat16", (layer,), (), 32), mesh_of(TPU, (2, 2)), TIMES, 1e9, 4, 8, 8)
     assert {way.feedforward for work in problem.phases for way in problem.layouts(work)} == {"1d"}
@@ -117,7 +117,7 @@ def test_experts_are_divided_among_chips_in_one_dimension() -> None:
     def read(layer: LayerShape, rows: int) -> float:
         return product_cost(layer, way, problem.mesh, rows, TIMES).memory_s
 
-    dense = replace(layer, mlp_flops=16 * layer.mlp_flops // 2)
+    dense = replace(layer, mlp_flops=16 * layer.mlp_flops // 2, mlp=tuple(replace(each, share=1.0) for each in mlp))
     assert BlockWidths.of(dense).active == 1.0
     assert read(layer, 1) < 0.3 * read(dense, 1) and read(layer, 4) > 1.5 * read(layer, 1)
     weights = product_cost(layer, way, problem.mesh, 1, TIMES).weights_nbytes

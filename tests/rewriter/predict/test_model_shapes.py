@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,37 @@ def test_latents_are_one_row_a_token() -> None:
         assert widths.elements == pytest.approx(kind.elements(ATTENTION) + kind.elements(MLP), rel=0.02)
     routed = 8 * 3 * 64 * 32
     one = experts.elements(ATTENTION) + experts.elements(MLP) - routed
-    assert experts.read_elements(1) == pytest.approx(one + routed * 2 / 8, rel=0.1)
+    for rows in (1, 3, 10):  # whatever token picks what, shared experts are read once
+        assert experts.read_elements(rows) == pytest.approx(one + routed * (1 - (1 - 2 / 8) ** rows))
     assert experts.read_elements(1e6) == experts.elements(ATTENTION) + experts.elements(MLP)
     assert dense.read_elements(1) == dense.elements(ATTENTION) + dense.elements(MLP)
+
+
+def test_a_layer_may_attend_twice_and_pick_experts_that_have_no_weights() -> None:
+    """LongCat: of 11 choices 8 have weights, so a token reads 8/11 of its picks."""
+    sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    shape = captured("longcat_flash", torch.bfloat16, hidden_size=64, num_hidden_layers=2, ffn_hidden_size=96,
+                     expert_ffn_hidden_size=32, moe_topk=3, zero_expert_num=3, n_routed_experts=8, head_dim=8,
+                     num_attention_heads=4, num_key_value_heads=4, vocab_size=128, **sizes)
+    (layer,) = shape.layers
+    products = 64 * 24 + 24 * 4 * 24 + 64 * 24 + 16 * 4 * 32 + 64 * 4 * 16
+    assert sum(n * k for n, k in layer.matrices(ATTENTION)) == 2 * products == layer.flops(ATTENTION) / 2
+    assert shape.kv_nbytes(100) == 2 * 2 * 100 * (16 + 8) and (layer.latent, layer.made) == (16, 16 + 16)
+    once = replace(layer, attentions=1)
+    assert layer.attended_flops(3, 4, 5, 9) == 2 * once.attended_flops(3, 4, 5, 9)
+    expert, dense = 3 * 64 * 32, 2 * 3 * 64 * 96
+    assert layer.flops(MLP) == 2 * dense + round(2 * 3 * 8 / 11 * expert)
+    rest = layer.elements(ATTENTION) + layer.elements(MLP) - 8 * expert
+    assert layer.read_elements(2) == pytest.approx(rest + 8 * expert * (1 - (1 - 3 / 11) ** 2))
+    assert BlockWidths.of(layer).mixture
+
+
+def test_chunks_of_tokens_are_kept_like_windows() -> None:
+    shape = captured("llama4_text", hidden_size=64, num_hidden_layers=2, intermediate_size=32, intermediate_size_mlp=64,
+                     num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128, num_local_experts=4,
+                     attention_chunk_size=32, layer_types=["chunked_attention", "full_attention"])
+    assert [kind.window for kind in shape.layers] == [32, 0]
+    assert shape.kv_nbytes(100) == 2 * 2 * 2 * 16 * (32 + 100)
 
 
 @pytest.mark.parametrize(("queries", "tokens"), [(1, 100), (5, 9), (100, 100), (30, 100)])

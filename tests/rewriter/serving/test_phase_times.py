@@ -110,7 +110,8 @@ def test_experts_are_priced_by_what_a_token_takes_part_in() -> None:
     """A layer of 8 experts of which a token meets 2: a quarter of their operations, and the bytes of those that some
     token meets."""
     def layer(experts: int) -> LayerShape:
-        mlp = (TensorShape("in", 8 * 8192 * 4096, 4096), TensorShape("out", 8 * 4096 * 4096 * 2, 8192))
+        mlp = (TensorShape("in", 8 * 8192 * 4096, 4096, experts / 8),
+               TensorShape("out", 8 * 4096 * 4096 * 2, 8192, experts / 8))
         return replace(PRESET_MODELS["llama-3-8b"].layers[0], mlp=mlp, mlp_flops=experts * 2 * 2 * 8192 * 4096)
 
     some, every = (shape_times(replace(PRESET_MODELS["llama-3-8b"], layers=(layer(e),)), H100, 1) for e in (2, 8))
