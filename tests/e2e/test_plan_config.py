@@ -226,17 +226,28 @@ def test_a_policy_says_the_plan_that_puts_things_so() -> None:
     assert "no plan has shares near these" in explore_text(found | {"options": {}})
 
 
-def test_a_policy_with_checkpoints_becomes_a_plan_with_such_a_share() -> None:
+def test_a_policy_with_checkpoints_becomes_the_faster_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the nearest simple share of them, or with K and V alone, which alone the host attends to."""
     asked = PlanRequest("opt-1.3b", "t4", batch=16, capacity=(("device", 2 * 10**9), ("host", 10**10)))
     found = explore_config(asked, checkpoints=False)
     found["policy"]["block"]["host_attention"] = False
     found["policy"]["shares"] |= {"kv": {"device": 0.3, "host": 0.2, "disk": 0.0},
                                   "checkpoint": {"device": 0.0, "host": 0.3, "disk": 0.2}}
-    found |= plan_of_policy(asked, found)
-    assert found["options"]["checkpoints"] == (1, 2) and found["options"]["policy"][2:4] == (0.0, 80.0)
-    kept = plan_config(asked, Options(**found["options"])).plan.schedule.batching
-    assert (kept.recomputation.checkpoints, kept.recomputation.period) == (1, 2)
-    assert "--checkpoints 1,2 --no-cpu-attention --policy" in explore_text(found)
+    tried = []
+
+    def planned(request: PlanRequest, options: Options) -> Any:
+        made = plan_config(request, options)
+        tried.append((options.checkpoints, options.policy, tokens_per_s(made.plan)))
+        return made
+
+    monkeypatch.setattr("forebay.commands.explore_config.plan_config", planned)
+    best = plan_of_policy(asked, found)
+    assert [(kept, policy[2:4]) for kept, policy, _ in tried] == [(None, (30.0, 50.0)), ((1, 2), (0.0, 80.0))]
+    kept, policy, rate = max(tried, key=lambda each: each[2])
+    assert (best["options"].get("checkpoints"), best["options"]["policy"]) == (kept, policy)
+    assert best["plan_tokens_per_s"] == rate
+    text = explore_text(found | best | {"options": best["options"] | {"checkpoints": (1, 2), "cpu_attention": False}})
+    assert "--checkpoints 1,2" in text and "--no-cpu-attention" in text
     found["policy"]["block"]["host_attention"] = True
     assert "checkpoints" not in plan_of_policy(asked, found)["options"], "the host attends to keys and values"
 

@@ -68,32 +68,36 @@ def plan_of_policy(request: PlanRequest, found: Mapping[str, Any]) -> dict[str, 
     """The plan with a policy's shares: its "options", and its "plan_tokens_per_s" as predicted.
 
     Shares on the device and in host memory are those of the policy, or the first of `SCALES` of them for which there is
-    a plan; the rest of them moves to the disk. No options where none works.
+    a plan; the rest of them moves to the disk. A share of checkpoints becomes the nearest of `SHARES`, or K and V where
+    that is faster, or the host attends. No options where none works.
     """
     block, shares = found["policy"]["block"], found["policy"]["shares"]
     sizes = dict.fromkeys(("device", "host", "disk"), 0)
     for weight in found["weights"].values():
         sizes[weight["tier"]] += weight["nbytes"]
-    cache, kept = {tier: shares["kv"][tier] + shares["checkpoint"][tier] for tier in sizes}, {}
-    share = sum(shares["checkpoint"].values())
-    if share and not block["host_attention"]:  # caches on the device have none, nor those that the host attends to
-        cache |= {"device": 0.0, "host": cache["device"] + cache["host"]}
-        kept = {"checkpoints": min(SHARES, key=lambda s: abs(s[0] / s[1] - share)), "cpu_attention": False}
-    tiers = [{tier: nbytes / sum(sizes.values()) for tier, nbytes in sizes.items()}, cache, shares["activation"]]
+    cache, share = {tier: shares["kv"][tier] + shares["checkpoint"][tier] for tier in sizes}, sum(
+        shares["checkpoint"].values())
+    on_host = cache | {"device": 0.0, "host": cache["device"] + cache["host"]}  # no checkpoints of caches on the device
+    kept = {"checkpoints": min(SHARES, key=lambda s: abs(s[0] / s[1] - share)), "cpu_attention": False}
+    weights = "" if block["weight_format"] == "native" else block["weight_format"]
     # the same sequences in fewer parts, as each part of a plan has copies of its own
     count = next(n for n in range(min(block["micro_batches"], MICRO_BATCHES), 0, -1) if block["sequences"] % n == 0)
-    options = {"batch": block["sequences"], "micro_batches": count, "cache": block["cache_format"], **kept}
-    weights = "" if block["weight_format"] == "native" else block["weight_format"]
-    for scales in SCALES:
-        asked = tuple(_percent(share[tier] * scale)
-                      for share in tiers for tier, scale in zip(("device", "host"), scales, strict=True))
-        with suppress(PlanError):
-            made = plan_config(replace(request, objective="throughput", latency_s=None, batch=block["sequences"],
-                                       weights=weights or request.weights),
-                               Options(**options, policy=asked)).plan
-            return {"options": {**options, **({"weights": weights} if weights else {}), "policy": asked},
-                    "plan_tokens_per_s": tokens_per_s(made)}
-    return {"options": {}, "plan_tokens_per_s": 0.0}
+    options = {"batch": block["sequences"], "micro_batches": count, "cache": block["cache_format"]}
+    plans: list[dict[str, Any]] = [{"options": {}, "plan_tokens_per_s": 0.0}]
+    ways: list[tuple[dict[str, Any], dict[str, float]]] = [({}, cache), (kept, on_host)]
+    for more, caches in ways[:2 if share and not block["host_attention"] else 1]:
+        tiers = [{tier: nbytes / sum(sizes.values()) for tier, nbytes in sizes.items()}, caches, shares["activation"]]
+        for scales in SCALES:
+            asked = tuple(_percent(each[tier] * scale)
+                          for each in tiers for tier, scale in zip(("device", "host"), scales, strict=True))
+            with suppress(PlanError):
+                made = plan_config(replace(request, objective="throughput", latency_s=None, batch=block["sequences"],
+                                           weights=weights or request.weights),
+                                   Options(**options, **more, policy=asked)).plan
+                plans.append({"options": {**options, **more, **({"weights": weights} if weights else {}),
+                                          "policy": asked}, "plan_tokens_per_s": tokens_per_s(made)})
+                break
+    return max(plans, key=lambda each: each["plan_tokens_per_s"])
 
 
 def _percent(share: float) -> float:

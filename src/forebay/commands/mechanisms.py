@@ -64,7 +64,14 @@ MECHANISMS: dict[str, tuple[Mechanism, ...]] = {
             "measured: its answer for SmolLM2 within 150 MB and 1 GB (`--policy 19.7,80.2,0,100,100,0`) ran "
             "at 12 tokens/s on a busy AMX Xeon, 48 predicted for it alone; predicted: Tables 2, 4, 14",
             "forebay plan --config opt-30b --machine t4 --explore --batch 144 --prompt 512 --new-tokens 32",
-            "a policy with shares of checkpoints and attention on the host becomes a plan without checkpoints",
+        ),
+        Mechanism(
+            "latency against throughput (6.1, Figure 1)",
+            "`plan --pareto FILE`",
+            "a picture, and lines `frontier`",
+            "predicted for the preset: no T4 here",
+            "forebay plan --config opt-6.7b --machine t4 --explore --prompt 512 --new-tokens 32 --pareto "
+            "out/frontier.png",
         ),
         Mechanism(
             "CPU attention (4.2)",
@@ -135,7 +142,7 @@ MECHANISMS: dict[str, tuple[Mechanism, ...]] = {
             "balanced mini-batches (4.3.3)",
             "files of prompts with more prompts than the batch",
             "each prompt goes to the micro-batch with the fewest tokens",
-            "measured: the tokens of one prompt alone",
+            "measured: the same tokens",
             _job("slots", "device=60MiB,disk=out",
                  "--cache-tier disk --batch 4 --micro-batches 2 --checkpoints 1,2"),
         ),
@@ -199,6 +206,14 @@ MECHANISMS: dict[str, tuple[Mechanism, ...]] = {
             + _job("w8", "120MiB", "--mesh 2", ranks=True, model="out/w8"),
         ),
         Mechanism(
+            "heads that the chips do not divide (4)",
+            "always",
+            "`plan --mesh … --rank`",
+            "SmolLM2's 9 heads are 6 and 3 on two ranks, without padding (published: 48 heads padded to 64, 3 "
+            "% of the MFU)",
+            "forebay plan demo --mesh 2 --rank 1 --budget 80MiB",
+        ),
+        Mechanism(
             "chips, batch and latency (4)",
             "`forebay partition --pareto`",
             "its table and picture",
@@ -214,7 +229,7 @@ MECHANISMS: dict[str, tuple[Mechanism, ...]] = {
             "compiled and tested; not timed on a page",
             "forebay calibrate demo --prompts examples/prompts.jsonl --output out/scores.json --budget 200MB",
             "CPU kernels: a prototype took 3 to 9 % off attention over 512 and 4096 tokens (a thread of an "
-            "AMX Xeon), under 1 % of a step",
+            "AMX Xeon), under 1 % of a step; heads with caches of unequal lengths (MoA)",
         ),
         Mechanism(
             "flat GEMM with double buffering (IV)",
