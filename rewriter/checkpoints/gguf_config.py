@@ -178,8 +178,15 @@ def _token_ids(header: GgufHeader, vocabulary: Any) -> dict[str, Any]:
     for key, field in TOKEN_IDS.items():
         told = header.metadata.get(f"tokenizer.ggml.{key}")
         if told is not None:
-            found[field] = told if 0 <= told < vocabulary else None  # type: ignore[operator]
+            at = first_id(told)
+            found[field] = at if at is not None and 0 <= at < vocabulary else None
     return found
+
+
+def first_id(told: object) -> int | None:
+    """The id that a key of the metadata names, of several the first; None for what is no id."""
+    at = next(iter(told), None) if isinstance(told, tuple) else told
+    return at if isinstance(at, int) else None
 
 
 def _biases(table: Architecture, names: set[str]) -> dict[str, Any]:

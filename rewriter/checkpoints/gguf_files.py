@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 # Where a vocabulary has both of a pair, <|end|> ends a message of an answer, and not the answer.
 OF_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"}, {"<|flush|>", "<|call|>"})
 
@@ -45,5 +45,7 @@ def answer_ends(header: GgufHeader, eos: int | None, vocabulary: int, tokenizer:
     ends = {id: token.content for id, token in added.items() if token.special and token.content in ENDING_TEXTS}
     of_messages = {id for id, text in ends.items() if text == "<|end|>" and any(
         pair <= set(ends.values()) for pair in OF_MESSAGES)}
-    ids = dict.fromkeys([eos, *(header.metadata.get(key) for key in ENDS), *sorted(ends)])
+    told = [header.metadata.get(key) for key in ENDS]
+    ids = dict.fromkeys([eos, *(at for each in told for at in (each if isinstance(each, tuple) else (each,))),
+                         *sorted(ends)])
     return [id for id in ids if isinstance(id, int) and 0 <= id < vocabulary and id not in of_messages]

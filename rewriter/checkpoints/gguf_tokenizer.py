@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from forebay.rewriter.checkpoints.gguf_config import SENTENCEPIECE_IDS
+from forebay.rewriter.checkpoints.gguf_config import SENTENCEPIECE_IDS, first_id
 from forebay.rewriter.checkpoints.gguf_header import GgufHeader, read_arrays
 from forebay.rewriter.checkpoints.gguf_splits import ADD_BOS, NFC, WHOLE_WORDS, split_patterns
 from forebay.rewriter.checkpoints.records import CheckpointError
@@ -57,8 +57,8 @@ def read_tokenizer(header: GgufHeader) -> Any:
 def _special_ids(told: dict[str, object], kind: object, count: int) -> dict[str, int | None]:
     """The ids of special tokens; one outside the vocabulary means none."""
     defaults = {"unknown_token_id": 0} | SENTENCEPIECE_IDS if kind == "llama" else {}
-    ids = {name: told.get(key, defaults.get(key)) for name, key in SPECIAL.items()}
-    return {name: at if isinstance(at, int) and 0 <= at < count else None for name, at in ids.items()}
+    ids = {name: first_id(told.get(key, defaults.get(key))) for name, key in SPECIAL.items()}
+    return {name: at if at is not None and 0 <= at < count else None for name, at in ids.items()}
 
 
 def _templates(header: GgufHeader) -> str | dict[str, str] | None:

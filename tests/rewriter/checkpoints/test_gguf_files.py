@@ -44,7 +44,8 @@ def with_token(path: Path, text: str, kind: int) -> dict[str, Any]:
     ({"tokenizer.ggml.eot_token_id": 106, "tokenizer.ggml.eom_token_id": 107}, [1, 106, 107]),
     ({"tokenizer.ggml.eot_token_id": 1}, [1]), ({"tokenizer.ggml.eot_token_id": VOCAB}, [1]),
     ({"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.eom_token_id": 107}, [107]),
-    ({"tokenizer.ggml.eos_token_id": None}, []),
+    ({"tokenizer.ggml.eos_token_id": None}, []), ({"tokenizer.ggml.eos_token_id": "x"}, []),
+    ({"tokenizer.ggml.eos_token_id": [1, 105], "tokenizer.ggml.eot_token_id": [106, 107]}, [1, 105, 106, 107]),
 ])
 def test_ends_of_turns_and_messages_end_an_answer(tmp_path: Path, changes: dict[str, Any], ends: list[int]) -> None:
     out = written(tmp_path / "m.gguf", changes, tmp_path / "out")
