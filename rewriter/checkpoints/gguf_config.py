@@ -184,7 +184,7 @@ def _token_ids(header: GgufHeader, vocabulary: Any) -> dict[str, Any]:
 
 
 def first_id(told: object) -> int | None:
-    """The id that a key of the metadata names, of several the first; None for what is no id."""
+    """The id that a key of the metadata names, of several the first; None where it names none."""
     at = next(iter(told), None) if isinstance(told, tuple) else told
     return at if isinstance(at, int) else None
 
