@@ -46,20 +46,15 @@ def adopt_experts(model: nn.Module) -> dict[str, ExpertTable]:
     return found
 
 
-def router_choices(model: nn.Module) -> dict[str, int]:
-    """The experts that routers pick from, by the names of tables that have fewer: the others have no weights."""
-    return {f"{name}.{TABLE}": module.total_experts for name, module in model.named_modules()  # type: ignore[misc]
-            if getattr(module, "zero_expert_num", 0) and TABLE in module._parameters}
-
-
-def with_tables(captured: CapturedModel, tables: Mapping[str, ExpertTable], among: Mapping[str, int]) -> CapturedModel:
-    """`captured` knowing which weights are tables of experts, and `among` how many routers pick (`router_choices`)."""
+def with_tables(captured: CapturedModel, tables: Mapping[str, ExpertTable]) -> CapturedModel:
+    """`captured` knowing which of its weights are tables of experts, and among how many routers pick."""
     weights = dict(captured.weights)
     for name, table in tables.items():
         sources = tuple(f"{name.removesuffix(TABLE)}{source}" for source in table.sources)
         weights[name] = replace(weights[name], table=replace(table, sources=sources))
     named = {(block, own): name for block, names in zip(captured.layers, captured.layer_weights, strict=True)
              for own, name in names.items()}
+    among = {name: table.among for name, table in tables.items() if table.among}
     for block, graph in {"": captured.step, **captured.blocks()}.items() if among else ():
         for node in graph.graph.find_nodes(op="placeholder"):
             own = weight_name(node)
@@ -149,7 +144,8 @@ def _adopt(name: str, module: Any, layout: ExpertsLayout) -> ExpertTable:
                          requires_grad=False)
     module.register_parameter(TABLE, table)
     vars(module)[layout.called] = _forward(module, inner, layout.biased, form)
-    return ExpertTable(count, parts, sources)
+    among = getattr(module, "total_experts", count)
+    return ExpertTable(count, parts, sources, among if among > count else 0)
 
 
 def _parameter(module: nn.Module, path: str) -> torch.Tensor | None:

@@ -51,7 +51,7 @@ def capture_model(
     model whose attention cannot be replaced, or whose layers are not a plain chain; and, unless it is to be looked at
     alone (not `runs`), for one whose layers choose among experts.
     """
-    from forebay.rewriter.capture.experts import adopt_experts, router_choices, with_tables
+    from forebay.rewriter.capture.experts import adopt_experts, with_tables
     from forebay.rewriter.capture.family import family_of
     from forebay.rewriter.capture.lora import adopt_lora, with_adapters
     from forebay.rewriter.capture.recurrences import adopt_recurrences
@@ -74,13 +74,12 @@ def capture_model(
                 family_of(given).check(given)
             _refuse_mixers(cls, adopt_recurrences(model))
             tables = adopt_experts(model)
-            among = router_choices(model)
             if runs:
                 _refuse_experts(model, tables)
             added = added or AddedTensors()
             shared = adopt_lora(model, added)
             captured = with_adapters(trace_model(model, gives, embeds, added.width), added, shared)
-            return replace(with_tables(captured, tables, among),
+            return replace(with_tables(captured, tables),
                            token_types="token_type_ids" in inspect.signature(cls.forward).parameters)
         except CaptureError as error:
             raise CaptureError(f"{title}: {error}") from error

@@ -84,7 +84,7 @@ def table_record(
     """
     table, bands, made_of = spec.table, [], []
     assert table is not None
-    homes = [_homes(part, source, table.count, stored, prefix, folder)
+    homes = [_homes(part, source, table.count, stored, prefix, folder, table.among)
              for part, source in zip(table.parts, table.sources, strict=True)]
     for expert in range(table.count):
         for home in homes:
@@ -131,9 +131,10 @@ def table_of(spec: WeightSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def _homes(
-    part: Part, source: str, count: int, stored: Mapping[str, Sequence[TensorRecord]], prefix: str, folder: Path
+    part: Part, source: str, count: int, stored: Mapping[str, Sequence[TensorRecord]], prefix: str, folder: Path,
+    among: int = 0,
 ) -> Callable[[int], list[tuple[TensorRecord, int, int]]]:
-    """Find the bytes of a part, by expert: records, offsets in their files, and sizes."""
+    """Find the bytes of a part, by expert: records, offsets in their files, and sizes. `among`: of `ExpertTable`."""
     names = spellings(source, prefix)
 
     def called(expert: int) -> str:
@@ -164,9 +165,10 @@ def _homes(
     if stacked:
         first = stacked[0].packed or stacked[0]
         flat = len(first.shape) == len(part.shape)  # all experts' rows one after the other
-        shape = (count * part.shape[0], *part.shape[1:]) if flat else (count, *part.shape)
+        held = among if among and not flat and first.shape[0] == among else count
+        shape = (count * part.shape[0], *part.shape[1:]) if flat else (held, *part.shape)
         whole = _checked(stacked, shape, part, source)
-        nbytes = whole.nbytes // count
+        nbytes = whole.nbytes // held
         return lambda expert: [(whole, whole.offset + expert * nbytes, nbytes)]
     if not found(0, 0):
         raise CheckpointError(f"{folder} holds no tensor for {source}: it is a checkpoint of another model")

@@ -70,9 +70,14 @@ def pool_hits(picks: torch.Tensor, experts: int) -> tuple[float, ...]:
     for share in range(1, SHARES + 1):
         slots = max(1, experts * share // SHARES)
         missed = 0 if slots == experts else _missed(picks, experts, slots)
-        hits = 1 - missed / max(1, picks[len(picks) // COLD :].numel())
+        hits = 1 - missed / max(1, _with_weights(picks[len(picks) // COLD :], experts).numel())
         found.append(max([hits, *found[-1:]]))
     return tuple(found)
+
+
+def _with_weights(picks: torch.Tensor, experts: int) -> torch.Tensor:
+    """The picks of experts that have weights: routers may pick others behind them."""
+    return picks[picks < experts]
 
 
 def _missed(picks: torch.Tensor, experts: int, slots: int) -> int:
@@ -116,6 +121,6 @@ def calibrate_experts(
         layers = []
         for layer, each in sorted(trace.picks.items()):
             picks, experts = torch.cat(each), trace.experts[layer]
-            layers.append(LayerRouting(layer, tuple(torch.bincount(picks.flatten(), minlength=experts).tolist()),
-                                       pool_hits(picks, experts)))
+            counts = torch.bincount(_with_weights(picks, experts), minlength=experts)
+            layers.append(LayerRouting(layer, tuple(counts.tolist()), pool_hits(picks, experts)))
         return Calibration(lm.checkpoint.fingerprint, len(prompts), sum(p.numel() for p in prompts), (), tuple(layers))

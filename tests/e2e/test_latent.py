@@ -14,6 +14,7 @@ from selection import ALL, at_length
 from small_experts import Saved, random_model, saved_once
 
 import forebay
+from forebay.calibrate_experts import calibrate_experts
 from forebay.kernels.operators import ATTENTION, EXPANDED_ATTENTION
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints.packed import read_dequantized
@@ -97,7 +98,7 @@ def test_a_context_is_at_most_what_an_indexer_picks(saved: Saved) -> None:
         forebay.wrap(folder, "1MiB", prompt=PROMPT + NEW)
 
 
-def test_picks_of_experts_without_weights_read_nothing(saved: Saved) -> None:
+def test_picks_of_experts_without_weights_read_nothing(saved: Saved, tmp_path: Path) -> None:
     """Of 11 choices 8 have weights: of its two picks a token reads 2 * 8/11 experts, less those that pools have."""
     folder, model = saved("longcat_flash")
     lm = opened(folder, (1 << 20) + (16 << 10), expert_slots=4)
@@ -106,6 +107,14 @@ def test_picks_of_experts_without_weights_read_nothing(saved: Saved) -> None:
     assert lm.plan.schedule.routed.hit_rate == 0.5
     assert lm.plan.prediction.streamed_nbytes == lm.steps.program(1).moved_nbytes() == round(2 * named * 0.5 * entry)
     lm.close()
+    packed = quantize_model(folder, tmp_path / "packed", Wish("w8g32"))  # the first matrices have rows for all 11
+    same = small("longcat_flash")
+    same.load_state_dict({name: read_dequantized(record) for name, record in packed.tensors.items()})
+    with opened(tmp_path / "packed", 1 << 20, expert_slots=4) as lm:
+        assert torch.equal(tokens(lm), tokens(same))
+    found = calibrate_experts(folder, [torch.arange(3, 40)], {"device": 1 << 20, "disk": folder})
+    assert {len(each.counts) for each in found.experts} == {8}
+    assert all(0 < sum(each.counts) < 2 * 37 and each.hits[-1] == 1 for each in found.experts)
 
 
 def test_a_row_for_each_token_is_all_that_is_kept() -> None:

@@ -67,6 +67,7 @@ class StoredTable:
     count: int
     parts: tuple[StoredPart, ...]
     sources: tuple[str, ...]
+    among: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def captured_to_data(captured: CapturedModel, constants: Mapping[str, str]) -> d
 def _weight(spec: WeightSpec) -> StoredWeight:
     table = None if spec.table is None else StoredTable(spec.table.count, tuple(
         StoredPart(part.name, part.offset, tuple(part.shape), dtype_name(part.dtype)) for part in spec.table.parts),
-        spec.table.sources)
+        spec.table.sources, spec.table.among)
     return StoredWeight(spec.name, tuple(spec.shape), dtype_name(spec.dtype), spec.ties, _rows(spec.stored), table)
 
 
@@ -160,7 +161,7 @@ def _spec(weight: StoredWeight) -> WeightSpec:
     _check_sizes(f"graphs.weights: {weight.name}", weight.shape)
     table = None if weight.table is None else ExpertTable(weight.table.count, tuple(
         Part(part.name, part.offset, part.shape, dtype_named(part.dtype)) for part in weight.table.parts),
-        weight.table.sources)
+        weight.table.sources, weight.table.among)
     return WeightSpec(weight.name, weight.shape, dtype_named(weight.dtype), weight.ties,
                       _row_format(weight.name, weight.stored), table)
 
