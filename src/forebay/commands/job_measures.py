@@ -60,7 +60,7 @@ def job_measures(lm: LanguageModel, done: WorkDone, spent: Spent, elapsed_s: flo
         "answers": done.ended, "tokens": done.tokens, "steps": steps, "time_s": elapsed_s, **asdict(spent),
         "drafted_tokens": done.offered, "accepted_tokens": done.accepted,
         "batch_slots": plan.workload.batch, "tokens_per_s": done.tokens / elapsed_s, "steps_per_s": steps / elapsed_s,
-        "budget_nbytes": sum(each.budget.device for each in plans),
+        "budget_nbytes": sum(map(_given, plans)),
         "planned_peak_nbytes": sum(sum(each.prediction.peak_nbytes.values()) for each in plans),
         "measured_peak_nbytes": grown + memory.cached_peak, "anonymous_nbytes": grown,
         "python_nbytes": memory.before, "page_cache_nbytes": memory.cached_peak, "process_peak_nbytes": memory.peak,
