@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TIME_S = 5.0  # for one chat
+TIME_S = 5.0  # of the processor, for one chat
 NBYTES = 1 << 30  # of the process's address space, Python and jinja2 in it
 MOST_CHARACTERS = 1 << 24  # of one chat
 TRIES = 3  # chats that may run out of time before no more are tried
@@ -44,7 +44,7 @@ class ChatTemplate:
             self._ended += 1
             ended_by = process.wait()
             self.close()
-            raise TemplateError(f"it does not end within {TIME_S:g} s" if ended_by == -signal.SIGALRM else
+            raise TemplateError(f"it does not end within {TIME_S:g} s" if ended_by == -signal.SIGPROF else
                                 f"the process that renders it ended with code {ended_by}")
         kind, text = json.loads(line)
         if kind == "error":

@@ -94,7 +94,7 @@ def _by_transformers(job: dict[str, Any]) -> RenderChat:
 
 def _answer(job: dict[str, Any], line: str, by: RenderChat) -> tuple[str, str]:
     """The kind of a line's answer, and the text or the error."""
-    signal.setitimer(signal.ITIMER_REAL, job["time_s"])  # no handler: SIGALRM ends the process
+    signal.setitimer(signal.ITIMER_PROF, job["time_s"])  # of the processor; no handler: SIGPROF ends the process
     try:
         messages, told = json.loads(line)
         if not re.search(r"\btools\b", job["template"]):
@@ -110,7 +110,7 @@ def _answer(job: dict[str, Any], line: str, by: RenderChat) -> tuple[str, str]:
     except Exception as error:  # templates raise what they like
         return "error", f"{error}"[: job["most"]]
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _with_tools_as_text(messages: Messages, tools: list[Any] | None) -> Messages:
