@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from forebay.rewriter.capture.experts import experts_layout
+from forebay.rewriter.capture.experts import NAMED_LAYOUTS, experts_layout
+from forebay.rewriter.checkpoints.records import log_once
 from forebay.rewriter.one_thread import one_thread
 
 
@@ -47,6 +48,13 @@ def find_matrices(model: nn.Module) -> dict[str, Matrix]:
         known = tuple(names[id(weight)])
         found[known[0]] = Matrix(known, role, isinstance(module, Conv1D))
     return found
+
+
+def warn_of_native_experts(model: nn.Module) -> None:
+    """Log which experts are no matrices here, so that they keep their dtype (DBRX, JetMoE)."""
+    for kind in sorted({type(module).__name__ for module in model.modules()} & NAMED_LAYOUTS.keys()):
+        log_once(f"the weights of {kind} keep their dtype: experts that lie in matrices of two dimensions are not "
+                 "quantized")
 
 
 def _expert_matrices(model: nn.Module, names: Mapping[int, Sequence[str]]) -> tuple[dict[str, Matrix], set[int]]:

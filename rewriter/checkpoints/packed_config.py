@@ -9,7 +9,7 @@ import torch
 
 from forebay.kernels.formats.row_sizes import product_refusal
 from forebay.rewriter.checkpoints.match_weights import row_format
-from forebay.rewriter.checkpoints.matrices import Matrix, find_matrices
+from forebay.rewriter.checkpoints.matrices import Matrix, find_matrices, warn_of_native_experts
 from forebay.rewriter.checkpoints.records import CheckpointError, Packed, parse_format
 from forebay.rewriter.ir.graph import CapturedModel, WeightSpec
 
@@ -29,6 +29,7 @@ def pack_config(captured: CapturedModel, model: nn.Module, format: str) -> Captu
         CheckpointError: No kernel reads that format, or such rows of one of the weights.
     """
     matrices = find_matrices(model)
+    warn_of_native_experts(model)
     weights = dict(captured.weights)
     for name, spec in weights.items():
         matrix = matrices.get(spec.table.sources[0] if spec.table else name)

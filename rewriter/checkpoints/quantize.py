@@ -21,7 +21,7 @@ from forebay.rewriter.checkpoints.coded import CodedTensor
 from forebay.rewriter.checkpoints.config import write_dtype
 from forebay.rewriter.checkpoints.grouped import GroupedTensor
 from forebay.rewriter.checkpoints.identity import changed_file
-from forebay.rewriter.checkpoints.matrices import Matrix, find_matrices
+from forebay.rewriter.checkpoints.matrices import Matrix, find_matrices, warn_of_native_experts
 from forebay.rewriter.checkpoints.mixed_formats import Mixture, choose_mixture
 from forebay.rewriter.checkpoints.packed import NATIVE
 from forebay.rewriter.checkpoints.packed_writer import (
@@ -89,6 +89,7 @@ def quantize_model(
         source = open_folder_source(path)
     tensors, names = source.tensors, source.names
     matrices = find_matrices(source.model)
+    warn_of_native_experts(source.model)
     for tensor in tensors:
         turned = getattr(matrices.get(names.get(tensor.name, "")), "transposed", False)
         if turned and isinstance(tensor, GroupedTensor | CodedTensor):

@@ -17,7 +17,7 @@ from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
-from forebay.rewriter.checkpoints.records import CheckpointError
+from forebay.rewriter.checkpoints.records import CheckpointError, log_once
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
@@ -81,6 +81,14 @@ def test_routers_stay_and_experts_shrink(saved: Saved, tmp_path: Path) -> None:
         assert len(kept) == 3 and all(record.packed is None for record in kept.values())
         shapes = [record.packed.shape for record in packed.tensors.values() if record.packed is not None]
         assert sum(len(shape) == 3 for shape in shapes) == 6
+
+
+def test_experts_that_stay_native_are_said(saved: Saved, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log_once.cache_clear()
+    packed = quantize_model(saved("dbrx"), tmp_path, Wish("w8g32"))
+    assert [record.packed is None for name, record in packed.tensors.items() if name.endswith(".mlp.w1")] == [True] * 3
+    assert any(record.packed is not None for record in packed.tensors.values())
+    assert "the weights of DbrxExperts keep their dtype" in caplog.text
 
 
 def test_a_bundle_and_options(saved: Saved, tmp_path: Path) -> None:
