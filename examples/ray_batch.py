@@ -51,9 +51,11 @@ def answers(asked: list[dict[str, str]], workers: int, batch: int, *given: Any) 
     """Each answer when its batch is done."""
     import ray
 
+    ray.init(ignore_reinit_error=True)
+    cores = min(1.0, ray.cluster_resources()["CPU"] / workers)  # of a worker; else as many start as there are cores
+    pool = ray.data.ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=1)  # the first there takes one batch
     stage = ray.data.from_items(asked).map_batches(
-        Answering, fn_constructor_args=given, batch_size=batch, num_cpus=1,
-        compute=ray.data.ActorPoolStrategy(size=workers))
+        Answering, fn_constructor_args=given, batch_size=batch, num_cpus=cores, compute=pool)
     for row in stage.iter_rows():
         yield {"id": str(row["id"]), "text": str(row["text"])}
 
