@@ -44,8 +44,6 @@ class Request:
     features: Callable[[], PromptFeatures] | None = None
     lasting_generator: bool = False
 
-NO_ADAPTER = "__base__"  # names the base among adapters, as in PEFT
-
 
 @dataclass(frozen=True)
 class OneCall:

@@ -75,8 +75,8 @@ def with_checkpoints(
 def try_checkpoints(best: Plan, trial: Trial) -> Plan:
     """Simulate the schedule of `best` with checkpoints, where a link binds it and they are smaller than K and V: of all
     tokens, the shares next to the one with which computing and that link end together, and those next to the best of
-    these, as long as one is better. What passes through host
-    slots keeps K and V: of blocks of two kinds the slot is not the table in order, so it would cross whole."""
+    these, as long as one is better. What passes through host slots keeps K and V: of blocks of two kinds the slot is
+    not the table in order, so it would cross whole."""
     batching = best.schedule.batching
     hops = best.schedule.host_hop and any(b.arena == CACHE_STAGING for b in best.buffers)  # some lie on the disk
     if trial.options.checkpoints is not None or not (batching.cache.staged and link_binds(best)) or (

@@ -140,6 +140,13 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
 for panel, commands in PANELS.items():
     for name, function in commands.items():
         app.command(name, rich_help_panel=panel)(function)
+app.command("eval", rich_help_panel=PREPARE, add_help_option=False,
+            context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(_eval)
+app.command("allocate", rich_help_panel="Other")(allocate)
+app.command("help", rich_help_panel="Other")(_help)
+app.command("version", rich_help_panel="Other")(_version)
+
+
 def main() -> None:
     """Run the command; where it is named first, the others are not prepared."""
     named = [each for each in app.registered_commands if each.name == next(
@@ -147,10 +154,3 @@ def main() -> None:
     if named and named[0].name != "help":
         app.registered_commands = named
     app()
-
-
-app.command("eval", rich_help_panel=PREPARE, add_help_option=False,
-            context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(_eval)
-app.command("allocate", rich_help_panel="Other")(allocate)
-app.command("help", rich_help_panel="Other")(_help)
-app.command("version", rich_help_panel="Other")(_version)
