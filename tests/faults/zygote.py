@@ -31,6 +31,7 @@ from forebay.commands.terminal import JobError, clean_errors
 from forebay.kernels.cpu_support import native
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
+from forebay.rewriter.capture import language_model
 from forebay.rewriter.checkpoints.config import read_config
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import load_machine
@@ -45,7 +46,7 @@ from tests.faults.inject import Fault, Faults
 # is said to hang, for how long it must have computed nothing, and until one that computes is.
 LIMIT_S, IDLE_S, BUSY_S, POLL_S = 60.0, 20.0, 900.0, 0.005
 NEW = 4
-OPENING: Any = sys.modules["forebay.open_model"]
+CAPTURING: Any = language_model
 
 
 def _command(*arguments: object) -> int:
@@ -237,7 +238,7 @@ def _child(request: dict[str, Any]) -> int:
     os.dup2(log, 2)
     keep = open  # as it is without faults
     if request["captured"]:
-        OPENING.capture_model = lambda *_, **__: CAPTURED[0]
+        CAPTURING.capture_model = lambda *_, **__: CAPTURED[0]
     faults = Faults(None if fault is None else Fault(*fault))
     if request["inject"]:
         faults.install()
@@ -298,7 +299,7 @@ def main() -> None:
     model = Path(sys.argv[1])
     load_tokenizer(model)
     PLANNED.update(planned(model))
-    CAPTURED.append(OPENING.capture_model(read_config(model), dtype=torch.float32, gives="last"))
+    CAPTURED.append(CAPTURING.capture_model(read_config(model), dtype=torch.float32, gives="last"))
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after a fork"
     print("ready", flush=True)
     for line in sys.stdin:
