@@ -49,6 +49,8 @@ GGUF_MAGIC = b"GGUF"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of PEFT
+PIPELINE = "model_index.json"  # of diffusers
+MARKS = ("config.json", "modules.json", "export.json")  # one is in the folder of a model, of an embedder, of an export
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_HEADER_NBYTES = 100_000_000  # the reference implementation's own limit
 
@@ -243,9 +245,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def require_weights(folder: Path) -> None:
-    """Raise CheckpointError, saying what to name instead, for a folder of GGUF files or of folders of adapters."""
+    """Raise CheckpointError, saying what to name instead, for a folder that is no model's: of GGUF files, of folders of
+    adapters or models, or of neither."""
     endings = {entry.suffix.lower() for entry in folder.iterdir() if not entry.name.startswith(".")}
-    if ".safetensors" not in endings and (".gguf" in endings or adapters_within(folder)):
+    is_one = any((folder / name).exists() for name in MARKS)
+    if ".safetensors" not in endings and (not is_one or ".gguf" in endings or adapters_within(folder)):
         raise CheckpointError(_explain_missing(folder))
 
 
@@ -363,8 +367,15 @@ def _explain_missing(folder: Path) -> str:
         if found:
             return f"{missing}; {advice}: {', '.join(found[:5])}"
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
-    return _explain_pickle(folder / pickles[0]) if pickles else (
-        f"{folder} holds no checkpoint: neither {SINGLE} nor {INDEX}")
+    if pickles:
+        return _explain_pickle(folder / pickles[0])
+    if PIPELINE in names:
+        return f"{folder} holds a pipeline of diffusers, not one model: torch.compile offloads its parts"
+    if MARKS[0] in names:
+        return f"{folder} holds no checkpoint: neither {SINGLE} nor {INDEX}"
+    models = sorted(path.parent.name for path in folder.glob(f"*/{MARKS[0]}"))
+    return f"{folder} is no model's folder: it holds no checkpoint and no {MARKS[0]}" + (
+        f"; folders in it do: name one of {', '.join(models[:5])}" if models else "")
 
 
 def adapters_within(folder: Path) -> str:

@@ -53,12 +53,12 @@ def cached_machine(
 ) -> Machine:
     """The kept profile; where there is none, or `anew`, it is measured, and kept if `keep`.
 
-    A kept profile with guesses, or from a busy machine, is measured again: once in AGAIN_S, and on a quiet machine. One
-    process measures at a time, and those that waited take what it kept. `scratch`: a folder that can be written, where
-    `folder` cannot.
+    A kept profile with guesses, or from a busy machine, is measured again on a quiet machine. A try is made once in
+    AGAIN_S. One process measures at a time, and those that waited take what it kept. `scratch`: a folder that can be
+    written, where `folder` cannot.
     """
     kept = None if anew else kept_machine(folder)
-    if kept is not None and not (_poor(kept) and _is_old(folder) and _quiet(kept)):
+    if kept is not None and not (_poor(kept) and _is_old(folder) and _quiet(kept, folder)):
         return kept
     with locked("machine.lock") if keep else contextlib.nullcontext():
         other = None if anew else kept_machine(folder)
@@ -93,10 +93,13 @@ def _is_old(folder: str | os.PathLike[str]) -> bool:
     return True
 
 
-def _quiet(kept: Machine) -> bool:
-    """Return whether measuring again promises more than a poor profile; says so where not."""
+def _quiet(kept: Machine, folder: str | os.PathLike[str]) -> bool:
+    """Return whether measuring again promises more than a poor profile; says so where not, and puts it off by
+    AGAIN_S: to look takes time, which each command would take."""
     share = share_now()
     if share > BUSY:
+        with contextlib.suppress(OSError):  # of a cache that is not ours, or cannot be written
+            machine_cache_path(folder).touch()
         LOG.warning("others use %.0f %% of the cores, so this machine is not measured again now; predictions rest on "
                     "the earlier measurement, when they used %.0f %%", 100 * share, 100 * kept.others_share)
     return share <= BUSY

@@ -172,8 +172,8 @@ def _products(rows: Sequence[int], kind: str, n: int, k: int) -> Iterator[TimedP
     """By every implementation, for weights of a dtype, or packed rows for bfloat16 x."""
     operator, how, dtype = product_of(kind, k, torch.bfloat16)
     assert operator.implementations is not None
-    weights = (_parts(torch.uint8, n, Packing(**how).row_nbytes) if "bits" in how
-               else _parts(dtype, n, k))
+    weights = (cold_parts(torch.uint8, n, Packing(**how).row_nbytes) if "bits" in how
+               else cold_parts(dtype, n, k))
     for m in rows:
         x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
         shape = Product(kind, m, n, k)
@@ -230,7 +230,7 @@ class ColdCalls(Iterator[Call]):
         return call
 
 
-def _parts(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def cold_parts(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Return the tensors of a shape that fit in `cold_memory`: [count, *shape]."""
     memory, nbytes = cold_memory(), math.prod(shape) * dtype.itemsize
     count = memory.nbytes // nbytes
@@ -243,7 +243,7 @@ def cold_products(m: int, n: int, k: int, dtype: torch.dtype, impl: str = "") ->
 
     x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
     name = impl or linear.default_choice(dtype, m, n, k)
-    calls = ColdCalls(lambda weight: linear.bind_linear(name, x, weight, None, out), _parts(dtype, n, k))
+    calls = ColdCalls(lambda weight: linear.bind_linear(name, x, weight, None, out), cold_parts(dtype, n, k))
     for _ in calls.parts:
         next(calls)
     return calls
@@ -293,7 +293,7 @@ def _attention_calls(kind: str, batch: int, queries: int, tokens: int) -> tuple[
     def bound(pair: torch.Tensor) -> Call:
         return bind(Tensors((q, *pair, start, HEAD_DIM**-0.5, 0, 0.0, *how), {}, (out,)))
 
-    return nbytes, ColdCalls(bound, _parts(torch.uint8 if packed else dtype, 2, batch, KV_HEADS, tokens, width))
+    return nbytes, ColdCalls(bound, cold_parts(torch.uint8 if packed else dtype, 2, batch, KV_HEADS, tokens, width))
 
 
 def pack_elements_per_s(quick: bool) -> dict[str, float]:
@@ -336,7 +336,7 @@ def _experts_calls(kind: str, tokens: int) -> tuple[int, ColdCalls]:
     x = torch.ones(tokens, EXPERT_HIDDEN, dtype=dtype)
     index = torch.arange(PICKED).expand(tokens, PICKED).contiguous()
     weights, out = torch.ones(tokens, PICKED, dtype=dtype), torch.empty_like(x)
-    tables = _parts(parts[0].dtype, *table_shape(PICKED, parts))
+    tables = cold_parts(parts[0].dtype, *table_shape(PICKED, parts))
     args = EXPERT_INNER, False, *form, *stored.up, *stored.down
 
     def bind(table: torch.Tensor) -> Call:

@@ -15,7 +15,15 @@ from forebay.kernels.operator import HOST_KERNELS, Tensors
 from forebay.kernels.operators import RMS_NORM
 from forebay.rewriter.machine.profile import Link, Tier
 from forebay.runtime.measure.copies import BUFFER_NBYTES, copy_link, time_s
-from forebay.runtime.measure.kernels import GEMM_SHAPES, MIB, call_s, cold_memory, cold_products, gemm_points
+from forebay.runtime.measure.kernels import (
+    GEMM_SHAPES,
+    MIB,
+    call_s,
+    cold_memory,
+    cold_parts,
+    cold_products,
+    gemm_points,
+)
 from forebay.runtime.measure.steady import settled_s
 
 __all__ = ["attention_bytes_per_s", "copy_bytes_per_s", "device_tier", "dispatch_s", "gemm_points", "links"]
@@ -39,9 +47,9 @@ def copy_bytes_per_s(rounds: int) -> float:
 
 
 def read_bytes_per_s(rounds: int) -> float:
-    """Return how fast computation reads RAM: sums over `cold_memory`, in pieces."""
-    values = cold_memory().bytes.view(torch.float32).view(-1, PIECE_NBYTES // 4)
-    return PIECE_NBYTES / _piece_s([part.sum for part in values], rounds)
+    """Return how fast computation reads RAM: sums over `cold_memory`, in pieces that fit in it."""
+    pieces = cold_parts(torch.float32, PIECE_NBYTES // 4)
+    return PIECE_NBYTES / _piece_s([piece.sum for piece in pieces], rounds)
 
 
 def _piece_s(calls: Sequence[Callable[[], object]], rounds: int) -> float:

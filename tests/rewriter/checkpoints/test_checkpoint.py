@@ -196,13 +196,21 @@ def test_what_is_not_safetensors_is_refused_with_advice(tmp_path):
     (["consolidated.safetensors", "params.json"], r"Mistral's own format.*It has: consolidated\.safetensors$"),
     (["adapter_model.safetensors", "adapter_config.json"], "holds an adapter .*name the base as the model"),
     (["._model.safetensors", "._a.gguf"], "holds no checkpoint"),
+    (["model_index.json"], "pipeline of diffusers"),
+    (["config.json"], "holds no checkpoint: neither"),
+    (["notes.txt"], r"no model's folder: it holds no checkpoint and no config\.json$"),
+    (["one/config.json", "two/config.json"], r"no model's folder.*name one of one, two$"),
 ])
 def test_weights_of_other_names_lead_in_no_circle(tmp_path, names, message):
     """A folder is not sent to its file where the file is sent to its folder."""
     for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path)
+    if not any(name.endswith("safetensors") for name in names) and "config.json" not in names:
+        with pytest.raises(CheckpointError, match=message):
+            resolve_model(tmp_path)
     if "adapter_model.safetensors" in names:
         with pytest.raises(CheckpointError, match=message):
             resolve_model(tmp_path / "adapter_model.safetensors")

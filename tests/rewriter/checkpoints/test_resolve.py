@@ -180,9 +180,11 @@ def test_a_killed_conversion_is_finished(tmp_path, monkeypatch):
 
 
 def test_other_names(tmp_path, monkeypatch):
+    (tmp_path / "demo").mkdir()
+    for folder in (tmp_path, tmp_path / "demo"):
+        (folder / "config.json").write_text("{}")
     assert resolve_model(tmp_path) == tmp_path
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "demo").mkdir()
     assert resolve_model("./demo") == Path("demo")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_model("~/demo") == tmp_path / "demo"

@@ -14,6 +14,7 @@ from forebay.kernels.operators import RMS_NORM
 from forebay.runtime.devices.cpu import measure as measure_cpu
 from forebay.runtime.measure import kernels
 from forebay.runtime.measure.kernels import ColdCalls
+from forebay.runtime.run.arena import Arena
 
 
 def recorded(parts: torch.Tensor, used: list[tuple[int, int]]) -> ColdCalls:
@@ -69,6 +70,14 @@ def test_cold_memory_is_larger_than_the_caches_where_there_is_room(
     monkeypatch.setattr(kernels, "Arena", lambda nbytes: made.append(nbytes) or Empty())
     kernels.cold_memory.__wrapped__()
     assert made == [expected]
+
+
+def test_reads_are_timed_over_a_memory_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's limit on memory gives sizes that pieces of 8 MiB do not divide."""
+    memory = Arena(19 << 20)
+    memory.bytes.fill_(0)
+    monkeypatch.setattr(kernels, "cold_memory", lambda: memory)
+    assert measure_cpu.read_bytes_per_s(1) > 0
 
 
 class Empty:

@@ -101,9 +101,14 @@ def test_on_a_busy_machine_a_poor_profile_waits(
     cached_machine(tmp_path)
     _an_hour_later(tmp_path)
     caplog.clear()
-    monkeypatch.setattr(kept, "share_now", lambda: 0.4)
-    assert cached_machine(tmp_path) == POOR and measured == [GOOD]
+    looked: list[float] = []
+    monkeypatch.setattr(kept, "share_now", lambda: looked.append(0.4) or 0.4)
+    assert cached_machine(tmp_path) == cached_machine(tmp_path) == POOR and measured == [GOOD]
     assert len(caplog.records) == 1 and "40 %" in caplog.text
+    assert len(looked) == 1, "the next command neither sleeps to look nor says it again"
+    _an_hour_later(tmp_path)
+    monkeypatch.setattr(kept, "share_now", lambda: 0.0)
+    assert cached_machine(tmp_path) == GOOD
 
 
 def test_the_profile_with_fewer_guesses_stays(measured: list[Machine], tmp_path: Path) -> None:
