@@ -29,7 +29,8 @@ class RandomShape:
 
     `family` is a model type of transformers: `opt` has a key and a value for each query head, and biases. A layer
     of `qwen3_moe` has `experts` of `intermediate` units, and a token picks `picks` of them. With `skew` routers
-    prefer some: the row of expert e is (e + 1)**-skew times as long. A `window` is a Mistral's.
+    prefer some: the row of expert e is (e + 1)**-skew times as long. A `window` is a Mistral's. Blocks of
+    `gpt_neox` are parallel, attention beside the feed-forward, unless they are `serial`.
     """
 
     hidden: int = 2048
@@ -46,6 +47,7 @@ class RandomShape:
     positions: int = POSITIONS
     tied: bool = False  # the head's weights are the embedding's
     window: int = 0
+    serial: bool = False
 
     @property
     def head(self) -> int:
@@ -55,9 +57,9 @@ class RandomShape:
     @property
     def title(self) -> str:
         """What a folder is called."""
-        *sizes, family, experts, picks, skew, _, positions, _, _ = astuple(self)
+        *sizes, family, experts, picks, skew, _, positions, _, _, serial = astuple(self)
         others = (experts, picks, skew) if experts else () if positions == POSITIONS else (f"{positions}-positions",)
-        return "-".join(map(str, (family, *sizes, *others)))
+        return "-".join(map(str, (family, *sizes, *others, *(["serial"] if serial else []))))
 
 
 MODELS = {
@@ -70,6 +72,8 @@ MODELS = {
     "qwen3-moe-skewed": RandomShape(2048, 4, 32, 4, 768, 32000, "qwen3_moe", 128, 8, 0.5),
     "qwen3-moe-small": RandomShape(512, 4, 8, 4, 128, 2048, "qwen3_moe", 32, 4),
     "llama-small": RandomShape(512, 6, 8, 4, 1408, 8192),
+    "parallel": RandomShape(512, 6, 8, 8, 2048, 8192, "gpt_neox"),
+    "serial": RandomShape(512, 6, 8, 8, 2048, 8192, "gpt_neox", serial=True),
     "multiquery": RandomShape(512, 6, 8, 1, 1408, 8192, head_dim=128),
     "opt-small": RandomShape(512, 6, 8, 8, 2048, 8192, "opt", tied=True)}
 
@@ -140,6 +144,9 @@ def config_of(shape: RandomShape, dtype: torch.dtype = torch.bfloat16) -> Any:
         max_position_embeddings=shape.positions, eos_token_id=2, dtype=dtype, tie_word_embeddings=shape.tied)
     if shape.family == "opt":
         return AutoConfig.for_model("opt", ffn_dim=shape.intermediate, word_embed_proj_dim=shape.hidden, **sizes)
+    if shape.family == "gpt_neox":
+        return AutoConfig.for_model("gpt_neox", intermediate_size=shape.intermediate,
+                                    use_parallel_residual=not shape.serial, **sizes)
     sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head}
     if shape.window:
         sizes["sliding_window"] = shape.window

@@ -77,7 +77,9 @@ CELLS = (RanksCell("tensor=2"), RanksCell("stages=2"), RanksCell("tensor=2", 8),
          RanksCell("stages=2", 6, micro_batches=3), RanksCell("tensor=2,attention=batch", 8),
          RanksCell("tensor=2,layout=xyz", 8), RanksCell("tensor=2,chunks=2", 8), RanksCell("tensor=2,chunks=4/1", 8),
          RanksCell("tensor=2", packed="w8g64"), RanksCell("tensor=2", 16, model="multiquery", prompt=1024),
-         RanksCell("tensor=2,attention=batch", 16, model="multiquery", prompt=1024))
+         RanksCell("tensor=2,attention=batch", 16, model="multiquery", prompt=1024),
+         *(RanksCell("tensor=2", batch, model=model, prompt=32)
+           for batch in (1, 8) for model in ("parallel", "serial")))
 
 
 class RankSteps:

@@ -224,6 +224,19 @@ def closed_form_way(task: PlanTask, spill_nbytes: int) -> Way | None:
     return min((way for way in ways if way.spilled_nbytes <= spill_nbytes), key=lambda way: way.time_s, default=None)
 
 
+def no_way(task: PlanTask) -> PlanError:
+    """The reason why no cache off the device fits, of the way that fits the smallest budget."""
+    refused: list[tuple[float, PlanError]] = []
+    for batching in task.schedules(staged=True):
+        pipeline = task.pipeline(batching)
+        pipeline = pipeline.with_batching(asked_shares(batching, _layers(pipeline), task.options))
+        try:
+            make_plan(pipeline.needs, task.budget, pipeline.workload, task.options, task.machine.name)
+        except PlanError as error:
+            refused.append((_smallest_budget(pipeline, task.options), error))
+    return min(refused, key=lambda pair: pair[0], default=(0.0, PlanError(NO_SCHEDULE)))[1]
+
+
 @dataclass(frozen=True)
 class Way:
     """A block to lower, the pipeline of one with as many micro-batches, and the closed form's plan."""

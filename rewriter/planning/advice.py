@@ -9,6 +9,7 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import (
     ATTEND,
+    COLLECT,
     COMPUTE,
     DISK,
     DOWNLOAD,
@@ -75,6 +76,8 @@ def advise(plan: Plan, packs: bool = True) -> list[str]:
     if not p.decode_time_s:
         return []
     compute, lane = p.busy_time_s.get(COMPUTE, 0.0), _busiest(plan)
+    if (exchanges := p.busy_time_s.get(COLLECT, 0.0)) > max(compute, lane.time_s):
+        return _of_exchanges(p.decode_time_s, exchanges, max(compute, lane.time_s))
     if plan.schedule.routed.steps:
         return _of_experts(plan, compute)
     if not p.streamed_nbytes and not lane.time_s:
@@ -105,6 +108,15 @@ def advise(plan: Plan, packs: bool = True) -> list[str]:
     first = f"{bound}-bound: {lane.what} busy {busy[0]:.0f} % of the step, computation {busy[1]:.0f} %"
     return [first] + [f"{what} would give {times:.1f}x" for times, what in sorted(found, reverse=True)
                       if times >= MIN_GAIN]
+
+
+def _of_exchanges(step: float, exchanges: float, others: float) -> list[str]:
+    """The same where ranks exchange for longer than they compute and copy: most of a small exchange is its start, so
+    several sequences share it."""
+    faster = step / max(others, step - exchanges / 2)
+    return [f"exchange-bound: exchanges with other ranks take {100 * min(1.0, exchanges / step):.0f} % of the step",
+            f"exchanges twice as fast would give {faster:.1f}x",
+            "more sequences at once share the exchanges; stages (--mesh stages=N) have fewer, and one process none"]
 
 
 def _of_experts(plan: Plan, compute: float) -> list[str]:

@@ -208,7 +208,7 @@ def test_frontier_of_policies_is_drawn_and_saved(tmp_path: Path) -> None:
     assert "frontier" in explore_text(found)
 
 
-def test_a_policy_says_the_plan_that_puts_things_so() -> None:
+def test_a_policy_says_the_plan_that_puts_things_so(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = PlanRequest("opt-1.3b", "t4", batch=16, capacity=(("device", 2 * 10**9), ("host", 10**10)))
     found = explore_config(asked, checkpoints=False)
     found |= plan_of_policy(asked, found)
@@ -223,7 +223,10 @@ def test_a_policy_says_the_plan_that_puts_things_so() -> None:
     assert 0 < chosen["policy"][0] <= 100 * of_policy[0] / sum(each["nbytes"] for each in found["weights"].values())
     words = f"--batch 16 --micro-batches {chosen['micro_batches']} --policy "
     assert words + ",".join(f"{each:g}" for each in chosen["policy"]) in explore_text(found)
-    assert "no plan has shares near these" in explore_text(found | {"options": {}})
+    monkeypatch.setattr("forebay.commands.explore_config.SCALES", [(0.0, 0.75)])
+    small = plan_of_policy(replace(asked, capacity=(("device", 10**7), ("host", 10**10))), found)
+    assert small["options"] == {} and "the smallest that can is" in small["refused"]
+    assert f"none has shares near these: {small['refused']}" in explore_text(found | small)
 
 
 def test_a_policy_with_checkpoints_becomes_the_faster_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,9 @@ def test_lines_of_a_job_name_adapters(tmp_path: Path) -> None:
     known, bad = refuse_adapters([Prompt(each, (5, 9)) for each in requests], ("code", "poems"))
     assert [(each.line, each.reason) for each in bad] == [
         (3, "no adapter 'prose'"), (5, "no adapter ['code']")]
+    asked, bad = refuse_adapters([Prompt(each, (5, 9)) for each in requests], ())  # the base would answer all
+    assert [each.request.line for each in asked] == [2, 4] and [each.line for each in bad] == [1, 3, 5]
+    assert bad[0].reason == "no adapter 'code'; --adapter NAME=FOLDER opens one by name"
     model = Listening(2)
     with AnswerFile(tmp_path / "out", SETTINGS) as output:
         run_job(model, known, output, Ask(8, (EOS,)), lambda ids: "x", adapters=("code", "poems"))

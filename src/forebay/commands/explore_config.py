@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from forebay.rewriter.predict.model_shapes import load_model_shape
 SCALES = sorted(((device, host) for device in (1.0, 0.9, 0.75, 0.5, 0.0) for host in (1.0, 0.9, 0.75)),
                 key=lambda scales: -sum(scales))
 MICRO_BATCHES = 8  # at most of such a plan: each has its copies of cache and hidden states
-
 
 
 def explore_config(
@@ -69,7 +67,7 @@ def plan_of_policy(request: PlanRequest, found: Mapping[str, Any]) -> dict[str, 
 
     Shares on the device and in host memory are those of the policy, or the first of `SCALES` of them for which there is
     a plan; the rest of them moves to the disk. A share of checkpoints becomes the nearest of `SHARES`, or K and V where
-    that is faster, or the host attends. No options where none works.
+    that is faster, or the host attends. Where none works, there are no options, and "refused" says why.
     """
     block, shares = found["policy"]["block"], found["policy"]["shares"]
     sizes = dict.fromkeys(("device", "host", "disk"), 0)
@@ -83,21 +81,25 @@ def plan_of_policy(request: PlanRequest, found: Mapping[str, Any]) -> dict[str, 
     # the same sequences in fewer parts, as each part of a plan has copies of its own
     count = next(n for n in range(min(block["micro_batches"], MICRO_BATCHES), 0, -1) if block["sequences"] % n == 0)
     options = {"batch": block["sequences"], "micro_batches": count, "cache": block["cache_format"]}
-    plans: list[dict[str, Any]] = [{"options": {}, "plan_tokens_per_s": 0.0}]
     ways: list[tuple[dict[str, Any], dict[str, float]]] = [({}, cache), (kept, on_host)]
+    plans, refused = list[dict[str, Any]](), ""
     for more, caches in ways[:2 if share and not block["host_attention"] else 1]:
         tiers = [{tier: nbytes / sum(sizes.values()) for tier, nbytes in sizes.items()}, caches, shares["activation"]]
         for scales in SCALES:
             asked = tuple(_percent(each[tier] * scale)
                           for each in tiers for tier, scale in zip(("device", "host"), scales, strict=True))
-            with suppress(PlanError):
+            wanted = {**options, **more, "policy": asked}
+            try:
                 made = plan_config(replace(request, objective="throughput", latency_s=None, batch=block["sequences"],
-                                           weights=weights or request.weights),
-                                   Options(**options, **more, policy=asked)).plan
-                plans.append({"options": {**options, **more, **({"weights": weights} if weights else {}),
-                                          "policy": asked}, "plan_tokens_per_s": tokens_per_s(made)})
-                break
-    return max(plans, key=lambda each: each["plan_tokens_per_s"])
+                                           weights=weights or request.weights), Options(**wanted)).plan
+            except PlanError as error:
+                refused = str(error)
+                continue
+            plans.append({"options": wanted | ({"weights": weights} if weights else {}),
+                          "plan_tokens_per_s": tokens_per_s(made)})
+            break
+    return max(plans, key=lambda each: each["plan_tokens_per_s"],
+               default={"options": {}, "plan_tokens_per_s": 0.0, "refused": refused})
 
 
 def _percent(share: float) -> float:
@@ -140,5 +142,5 @@ def _options_text(found: Mapping[str, Any]) -> str:
             text = ",".join(f"{each:g}" for each in value) if isinstance(value, tuple) else value
             words.append(f"--{option} {text}")
     if not words:
-        return "no plan has shares near these; without --explore the planner chooses"
+        return f"none has shares near these: {found['refused']}. Without --explore the planner chooses"
     return f"{' '.join(words)}: {found['plan_tokens_per_s']:.4g} tokens/s predicted"

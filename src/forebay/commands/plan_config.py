@@ -25,7 +25,7 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline.plan_search import ScheduleSearch, Way, closed_form_way
+from forebay.rewriter.pipeline.plan_search import ScheduleSearch, Way, closed_form_way, no_way
 from forebay.rewriter.pipeline.plan_task import ModelGraphs, PlanTask
 from forebay.rewriter.pipeline.rewrite_captured import rewrite_captured
 from forebay.rewriter.pipeline.step_pipeline import Pipeline
@@ -145,9 +145,11 @@ def plan_config(request: PlanRequest, options: Options | None = None, *, complet
             if options.cache_tier in ("host", "disk") and objective.kind != "budget":
                 raise PlanError(NO_SCHEDULE)
             plan = _fastest(pipelines_of(block.size), budget, options)
-        except PlanError:
-            if objective.kind == "budget" or (way := way_of(block.size)) is None:
+        except PlanError as error:
+            if objective.kind == "budget":
                 raise
+            if (way := way_of(block.size)) is None:
+                raise (no_way(whole.for_batch(block.size)) if str(error) == NO_SCHEDULE else error) from None
             return way.plan
         if objective.kind == "budget" or not plan.prediction.streamed_nbytes or block.size == 1:
             return plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,13 +203,14 @@ def encode(
     return prompts, bad
 
 
-def refuse_adapters(prompts: Sequence[Prompt], adapters: Container[str]) -> tuple[list[Prompt], list[BadLine]]:
+def refuse_adapters(prompts: Sequence[Prompt], adapters: Collection[str]) -> tuple[list[Prompt], list[BadLine]]:
     """The prompts whose adapters are known, and the others with the reason. The model of a line of OpenAI's batch form
     may be any."""
     def known(name: object) -> bool:
         return not name or (isinstance(name, str) and (name == NO_ADAPTER or name in adapters))
 
-    bad = [each.request.refused(f"no adapter {each.request.adapter!r}") for each in prompts
+    advice = "" if adapters else "; --adapter NAME=FOLDER opens one by name"
+    bad = [each.request.refused(f"no adapter {each.request.adapter!r}{advice}") for each in prompts
            if each.request.batch is None and not known(each.request.adapter)]
     lines = {each.line for each in bad}
     return [each for each in prompts if each.request.line not in lines], bad

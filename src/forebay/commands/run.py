@@ -200,9 +200,8 @@ def run(
         encoded, more = encode(requests, tokenizer, chat=chat, vocab_size=captured.vocab_size, most_tokens=most,
                                images=None if images is None else images.ids)
         bad += more
-        if captured.adapters:
-            encoded, more = refuse_adapters(encoded, captured.adapters)
-            bad += more
+        encoded, more = refuse_adapters(encoded, captured.adapters)
+        bad += more
         grammar = None if json_schema is None else read_schema(json_schema)
         ask = jobs.Ask(new_tokens, eos, sampling, seed, Path(model).expanduser().resolve().name, grammar)
         kept = options if saved is None else options.as_planned(saved)

@@ -72,3 +72,12 @@ def test_a_host_that_attends_may_bind() -> None:
     assert first == "host-bound: attention on the host is busy 90 % of the step, computation 20 %"
     assert not any("twice as fast" in line for line in rest)
     assert any("which holds all weights and the KV cache" in line for line in rest)
+
+
+def test_ranks_that_exchange_for_longer_than_they_compute_are_told_so() -> None:
+    shared = replace(plan(0.1, 0.0), prediction=Prediction(1.0, 1.0, {"compute": 0.1, "collect": 0.9}, 0))
+    first, faster, others = advise(shared)
+    assert first == "exchange-bound: exchanges with other ranks take 90 % of the step"
+    assert faster == "exchanges twice as fast would give 1.8x" and "stages" in others
+    streams = replace(shared, prediction=Prediction(1.0, 1.0, {"compute": 0.1, "collect": 0.4, "disk": 1.0}, 1000))
+    assert advise(streams)[0].startswith("disk-bound")
