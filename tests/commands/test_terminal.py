@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from forebay.commands import terminal
+from forebay.commands import chat, terminal
 from forebay.commands.app import app
 from forebay.commands.process_memory import MemoryWatch
 from forebay.commands.terminal import (
@@ -29,7 +29,9 @@ from forebay.commands.terminal import (
     progress_bar,
 )
 from forebay.rewriter.capture.language_model import CaptureError
+from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.planning.options import Options
 
 
 @pytest.mark.parametrize(("error", "part"), [
@@ -176,3 +178,9 @@ def test_an_answer_goes_into_a_file_as_it_is(capsys: pytest.CaptureFixture[str])
         print_answer("\x1b[31mred", end="")
         print("\x1b[31mred")
     assert capsys.readouterr().out == "\x1b[31mred\\u001b[31mred\n"
+
+
+def test_a_budget_is_read_before_the_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "machine_profile", lambda *_: pytest.fail("measuring takes seconds"))
+    with pytest.raises(PlanError, match="unknown tier 'gpu'"):
+        chat._planned(tmp_path, "gpu=1MiB", Options(), 4)

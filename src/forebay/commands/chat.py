@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 from forebay.commands.machine import machine_profile
 from forebay.commands.options import (
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from forebay.images.chats import ImageChats
     from forebay.language_model import LanguageModel
     from forebay.rewriter.ir.plan import Plan
-    from forebay.rewriter.machine.profile import Machine
     from forebay.runtime.run.next_turns import NextTurns
     from forebay.runtime.run.sampling import Sampling
 
@@ -180,14 +179,14 @@ def _planned(folder: Path, budget: str | None, options: Options, new_tokens: int
     from forebay.rewriter.ir.plan import Budget
     from forebay.runtime.disk.spill_file import require_spill_folder
 
-    options = replace(options, machine=machine_profile(options, folder))
     saved = stored_plan(folder) if budget is None and is_bundle(folder) and options.draft is None and (
         options.cache_dir is None) else None
     if saved is not None and _serves(saved, replace(options, prompt=options.prompt or FIRST_PROMPT,
                                                     new_tokens=options.new_tokens or new_tokens)):
-        return open_bundle(folder, machine=cast("Machine", options.machine), prefix_cache=options.prefix_cache)
+        return open_bundle(folder, machine=machine_profile(options, folder), prefix_cache=options.prefix_cache)
     sizes = named_budget(budget) if saved is None else Budget(saved.budget.device, saved.budget.host)
     require_spill_folder(sizes.disk)
+    options = replace(options, machine=machine_profile(options, folder))  # may take seconds
     prepare_draft(options.draft, folder, sizes.device)
     with doing("capturing the model"):
         opened = open_model(folder, dequantize=options.dequantize, keep=options.of_one_model, adapter=options.adapter)
