@@ -25,7 +25,7 @@ from words import ROOT
 
 from forebay.rewriter.machine.profile import Machine, save_machine
 
-COMMAND = re.compile(r"^    ((?:torchrun .*)?forebay .*)$", re.MULTILINE)
+COMMAND = re.compile(r"^    ((?:torchrun .*)?forebay (?:.*\\\n)*.*)$", re.MULTILINE)
 REQUEST = re.compile(r"^    (curl .*(?:\n     .*)*)", re.MULTILINE)
 # A block that a sentence announces as output, below a command.
 SHOWN = re.compile(r"\n\n(?:\S.*\n)*(?:\S.*\b(?:output|prints)\b.*\n)(?:\S.*\n)*\n((?:    .*\n)+)")

@@ -652,7 +652,7 @@ def test_calibrate_measures_the_scores_of_prompts(folder: Path, tmp_path: Path) 
 
 
 def test_calibrate_names_bad_lines_and_cuts_long_prompts(folder: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "in"
+    prompts = tmp_path / "in.jsonl"
     prompts.write_text('{"prompt": \n' + json.dumps({"prompt": "w1 " * 300}) + '\n{"prompt": "  "}\n', encoding="utf-8")
     arguments = ["calibrate", folder, "--prompts", prompts, "--budget", "device=4MiB", "--output"]
     unwritable = _forebay(*arguments, tmp_path / "none" / "out")

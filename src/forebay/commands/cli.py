@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import io
 import os
@@ -26,7 +27,8 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed by who started this
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what an encoding such as ASCII lacks
+        with contextlib.suppress(OSError):  # of a stream whose file is another by now
+            sys.stdout.reconfigure(errors="backslashreplace")  # what an encoding such as ASCII lacks
     atexit.register(gc.freeze)  # or at its end Python looks through all of torch once more, for 0.2 s
     try:
         from forebay.commands.app import main as run_command

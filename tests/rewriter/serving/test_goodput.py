@@ -157,7 +157,8 @@ def test_a_device_that_streams_reads_few_experts_by_name() -> None:
     """An eighth of the feed-forward takes part in a token; a step of many tokens streams whole layers as a dense one's
     does, and one of few reads what they name and computes after it."""
     layer = LLAMA.layers[0]
-    model = replace(LLAMA, layers=(replace(layer, mlp_flops=layer.mlp_flops // 8),))
+    mlp = tuple(replace(each, share=1 / 8) for each in layer.mlp)
+    model = replace(LLAMA, layers=(replace(layer, mlp=mlp, mlp_flops=layer.mlp_flops // 8),))
     away, link = streamed(model, RTX, 10_000), RTX.link("host", "device")
     assert away == streamed(LLAMA, RTX, 10_000)
     times, dense = offloaded_times(model, RTX, away), offloaded_times(LLAMA, RTX, away)
