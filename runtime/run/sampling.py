@@ -49,8 +49,8 @@ class Sampling:
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p: {self.min_p} is not in [0, 1]")
         if not self.temperature > 0:
-            raise ValueError(f"temperature: {self.temperature} is not above 0; for greedy decoding take 0 in a command, "
-                             "do_sample=False in Python")
+            raise ValueError(f"temperature: {self.temperature} is not above 0; for greedy decoding take 0 in a "
+                             "command, do_sample=False in Python")
         if self.top_k < 0:
             raise ValueError(f"top_k: {self.top_k} is negative")
         if not 0 <= self.top_p <= 1:
