@@ -52,7 +52,7 @@ def test_tokens_equal_transformers(
     make_late(monkeypatch)
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
-    with case.language_model(1.0 if name == "llama" else 2.5, micro_batches=micro_batches, **options) as lm:
+    with case.language_model(0.9 if name == "llama" else 2.5, micro_batches=micro_batches, **options) as lm:
         batching, copies = lm.plan.schedule.batching, moved(prefill(lm))
         assert batching.hidden.tier == options["hidden_tier"] and batching.micro_batches.count == micro_batches
         device, host = options.get("hidden_shares", (0.0, 0.0))

@@ -75,7 +75,7 @@ def test_every_operator_is_launched_by_some_program() -> None:
     chosen = Options(kv_blocks=0.5, cache_tier="disk", cache_tokens=8)
     found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(rows) | (
         launched(rewritten("opt"), chosen)) | launched(rewrite_captured(experts(), Switches())) | (
-            launched(rewrite_captured(experts(), Switches()), Options(expert_slots=2), 500_000)) | (
+            launched(rewrite_captured(experts(), Switches()), Options(expert_slots=2), 450_000)) | (
                 launched(rewrite_captured(latent(), Switches()), Options(expand_latents=True)))
     found = found.union(*(launched(rewrite_captured(model, Switches()), Options(prompt_lookup_num_tokens=1))
                           for model in recurrent()))
