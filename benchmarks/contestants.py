@@ -103,7 +103,7 @@ LONG = _by_name((
     Contestant("forebay w4 cache on disk", "forebay", "w4", {"cache_tier": "disk"}),
     *(Contestant(f"forebay w4 {share:.0%} of the blocks", "forebay", "w4", {"cache_tier": "disk", "kv_blocks": share})
       for share in (0.05, 0.1))))
-# KV caches on the disk, of which so many stretches of tokens in a period are activation checkpoints.
+# KV caches on the disk. Some stretches of tokens in each period are activation checkpoints instead.
 CHECKPOINTS = _by_name(Contestant(f"forebay checkpoints {some}/{period}", options={
     "cache_tier": "disk", "checkpoints": (some, period)}) for some, period in ((0, 1), (1, 4), (1, 2), (1, 1)))
 CONTESTANTS = BLOCKS | SHARES | EXPERTS | PEERS | GGUF | LONG | CHECKPOINTS

@@ -29,8 +29,8 @@ class RandomShape:
 
     `family` is a model type of transformers: `opt` has a key and a value for each query head, and biases. A layer
     of `qwen3_moe` has `experts` of `intermediate` units, and a token picks `picks` of them. With `skew` routers
-    prefer some: the row of expert e is (e + 1)**-skew times as long. A `window` is a Mistral's. Blocks of
-    `gpt_neox` are parallel, attention beside the feed-forward, unless they are `serial`.
+    prefer some: the row of expert e is (e + 1)**-skew times as long. A `window` is a Mistral's. In blocks of
+    `gpt_neox` attention and the feed-forward are parallel, unless they are `serial`.
     """
 
     hidden: int = 2048

@@ -36,10 +36,9 @@ def sources_released() -> Iterator[None]:
 def release_symbols(program: ExportedProgram) -> None:
     """Let the symbols of an exported program go with the last graph that uses them.
 
-    A symbolic size leads from a fake tensor through C++, where the garbage collector cannot follow, to its ShapeEnv, so
-    whatever leads back from there is a cycle for ever: the inputs that export tracks, and the results of operators
-    where they are cached (`uncached`). The methods of ShapeEnv also remember their `self` in caches of their class, one
-    of them without bound.
+    A symbolic size refers to its ShapeEnv through C++, where the garbage collector cannot follow. References back from
+    there make a cycle that is never freed: the inputs that export tracks, and cached results of operators (`uncached`).
+    The methods of ShapeEnv also remember their `self` in caches of their class, one of them without bound.
     """
     for node in program.graph.nodes:
         value = node.meta.get("val")

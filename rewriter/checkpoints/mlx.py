@@ -8,7 +8,7 @@
 
 Codes, scales and biases are kept; those in fp32 are rounded to fp16 or bf16.
 
-The experts of a mixture lie one behind the other in tensors of three dimensions, which the module calls switch_mlp.
+The experts of a mixture are stacked in tensors of three dimensions, which the module calls switch_mlp.
 
 Layouts: mlx.core.quantize, mlx_lm's quantize_model.
 """

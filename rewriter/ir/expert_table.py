@@ -15,8 +15,8 @@ class ExpertTable:
         count: Experts.
         parts: The parts of an entry.
         sources: The name of the parameter, [count, *part.shape], that has each of them for all experts.
-        among: Experts that routers pick from, where that is more: those behind the table's have no weights. A
-            parameter may have unused rows for them.
+        among: Experts that routers pick from, where that is more. Those with larger numbers than the table's have no
+            weights, though a parameter may have unused rows for them.
     """
 
     count: int

@@ -23,7 +23,7 @@ VIEWS = frozenset((aten.transpose.int, aten.t.default, aten.permute.default, ate
 
 def attention_stage(nodes: list[fx.Node], attentions: list[fx.Node]) -> set[fx.Node]:
     """Nodes that attention needs, and those that follow it up to the first product that is not by heads. A second
-    attention of a layer needs those behind the one node through which it reads the results of the first."""
+    attention of a layer reads the first's results through one node, and needs the nodes after that."""
     found: set[fx.Node] = set()
     begin = 0
     for attention in attentions:

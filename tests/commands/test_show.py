@@ -53,7 +53,7 @@ def assert_adds_up(found: ModelDescription, model: Any) -> None:
 
 
 def test_the_folder_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base and what is on top of it, each under its own name."""
+    """The base and its adapters, each under its own name."""
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
     model = transformers.AutoModelForCausalLM.from_config(llama(2))
     model.save_pretrained(tmp_path / "base")

@@ -171,7 +171,7 @@ def answer_one(
 
 def _planned(folder: Path, budget: str | None, options: Options, new_tokens: int) -> LanguageModel:
     """The model planned for one sequence, of `new_tokens` where nobody names more or less; within half of the memory
-    that is free where no budget is named. A bundle's own plan is taken where it is what is asked for."""
+    that is free where no budget is named. A bundle's own plan is taken where it serves the options."""
     from forebay.api import plan_opened
     from forebay.exported.bundle import is_bundle
     from forebay.exported.start import open_bundle, stored_plan

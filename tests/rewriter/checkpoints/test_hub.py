@@ -134,7 +134,7 @@ def test_what_a_snapshot_lacks_is_named(cache: Path, made: dict[str, Path], lost
 
 
 def test_a_snapshot_without_a_tokenizer_says_how_to_fetch_it(cache: Path, made: dict[str, Path]) -> None:
-    """As transformers leaves it behind where a model alone was loaded."""
+    """As transformers leaves it where it loaded a model alone."""
     store(cache, TINY, made[TINY])
     with pytest.raises(JobError, match=rf"there is no tokenizer.json, .*; fetch it: hf download {TINY}$"):
         load_tokenizer(resolve_model(TINY))
