@@ -22,11 +22,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
 # Per-expert tensors; all experts of a layer in one tensor; groups of experts, shared ones beside, a dense first layer;
 # matrices that are transposed, and weights that scale what experts are given, or sinks of attention, biases, gates and
 # values in turn; rows of all experts in one matrix, of which the second alone is transposed; queries by experts too.
-FAMILIES = ["qwen3_moe", "granitemoe", "glm4_moe", "llama4_text", "gpt_oss", "dbrx", "jetmoe", at_length("mixtral"),
-            at_length("qwen2_moe"),
-            at_length("olmoe"), at_length("dots1"), at_length("minimax_m2"), at_length("granitemoeshared"),
-            at_length("flex_olmo"), at_length("ernie4_5_moe"), at_length("cohere2_moe"), at_length("hunyuan_v1_moe"),
-            at_length("phimoe")]
+FAMILIES = ["qwen3_moe", "glm4_moe", "llama4_text", "gpt_oss", "dbrx", "jetmoe", *map(at_length, (
+    "granitemoe", "mixtral", "qwen2_moe", "olmoe", "dots1", "minimax_m2", "granitemoeshared", "flex_olmo",
+    "ernie4_5_moe", "cohere2_moe", "hunyuan_v1_moe", "phimoe"))]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from extending.made_models import greedy, prompts, saved, streamed
 from families import captured, gpt2
+from selection import at_length
 from torch import fx
 
 from forebay.passes.fuse.fuse_rotary import fuse_rotary
@@ -49,7 +50,8 @@ def passes() -> Iterator[None]:
     PASSES[:] = before
 
 
-@pytest.mark.parametrize(("checked", "how"), [("FOREBAY_VERIFY", "graphs"), ("FOREBAY_BISECT", "1")])
+@pytest.mark.parametrize(("checked", "how"), [
+    at_length("FOREBAY_VERIFY", "graphs"), ("FOREBAY_BISECT", "1")])
 def test_a_pass_from_outside_rewrites_a_streamed_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: str, how: str
 ) -> None:
