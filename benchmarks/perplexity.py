@@ -4,9 +4,6 @@ formats  SmolLM2-135M from its Q4_1 GGUF, dequantized to float32, is the referen
          linear layers (not the head, not the embedding), its cache or its activation checkpoints (act8) in a format,
          run by Programs. A peer, where installed: llama.cpp on the file itself (through xllamacpp). Weights that come
          from Q4_1 lie on a grid of 32: w4g32 finds it again, while every coarser 4-bit group rounds a second time.
-files    The model quantized and saved by bitsandbytes, torchao, HQQ, compressed-tensors and transformers' BitNet, where
-         they are installed: what Forebay computes with the file, and transformers in float32 with the values that the
-         library itself gives back. compressed-tensors gives back NVFP4 in bf16.
 gguf     The model quantized anew by llama.cpp's own code to every GGUF type. Types of blocks of 256 fit the rows of its
          down projections alone (1536; the others have 576): there the rest is Q8_0. What Forebay computes with rows,
          as files run by default and with activations="int8"; what transformers computes in float32 with the values
@@ -23,7 +20,6 @@ import ctypes
 import functools
 import importlib.util
 import math
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +30,7 @@ import gguf
 import numpy as np
 import torch
 
-from benchmarks import library_files, llama_cpp
+from benchmarks import llama_cpp
 from benchmarks.command import arguments, listed, write_json
 from benchmarks.random_gguf import rewrite_gguf
 from forebay.commands.evaluate import open_scorer, perplexity
@@ -153,19 +149,6 @@ def of_formats(ids: torch.Tensor, folder: Path, args: argparse.Namespace, scratc
         yield {"name": name, "perplexity": found, "ratio": found / base}
 
 
-def of_files(ids: torch.Tensor, folder: Path, args: argparse.Namespace, scratch: str) -> Iterator[Row]:
-    """A row for each kind of file of the libraries that are here."""
-    for name, (library, write) in library_files.KINDS.items():
-        if not importlib.util.find_spec(library) or name not in (args.only or (name,)):
-            continue
-        out = Path(scratch) / name.replace(" ", "-")
-        values = by_transformers(write(folder, out), ids)
-        ours, _ = by_programs(resolve_model(out), None, Options(), ids, scratch)
-        yield {"name": name, "library": library, "perplexity": ours, "library_values": values, "ratio": ours / values,
-               "file_nbytes": sum(file.stat().st_size for file in out.glob("*.safetensors"))}
-        shutil.rmtree(out)
-
-
 def of_gguf(ids: torch.Tensor, folder: Path, args: argparse.Namespace, scratch: str) -> Iterator[Row]:
     """A row for each type of GGUF."""
     library, kept = llama_cpp.load_library(), Wish(KEEP, head=True, embeddings=True)
@@ -182,7 +165,7 @@ def of_gguf(ids: torch.Tensor, folder: Path, args: argparse.Namespace, scratch: 
 
 
 CASES: dict[str, tuple[Callable[..., Iterator[Row]], int]] = {  # and the tokens of the text
-    "formats": (of_formats, 16384), "files": (of_files, 4 * WINDOW), "gguf": (of_gguf, 4 * WINDOW)}
+    "formats": (of_formats, 16384), "gguf": (of_gguf, 4 * WINDOW)}
 
 
 def main() -> None:

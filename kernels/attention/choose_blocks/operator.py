@@ -2,7 +2,7 @@
 
 A block's weight is the sum over heads of its share of the softmax over all full blocks, as if each of `KEYS_OF_MEAN`
 keys were their mean. (Quest, arXiv 2406.10774, takes the largest possible score instead, which loses single facts:
-`benchmarks/block_choice.py`.) The first and the newest full block are always chosen. For the CPU alone.
+`docs/lab/2026-11.md`.) The first and the newest full block are always chosen. For the CPU alone.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import library_files
 import pytest
 import torch
 import transformers
 from selection import at_length
 
-from benchmarks import library_files
 from forebay.api import wrap
 from forebay.rewriter.checkpoints import resolve
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
