@@ -3,25 +3,20 @@
 Budgets are shares of the weights beside what the smallest plan takes; answers are greedy, to texts that repeat
 themselves (copy, summarize, edit code) and texts that do not. Contestants take turns over the same text:
 
-plain         one token a step
-lookup        drafts of prompt lookup, by the planner's own choice
-w4, w8        drafts of the same weights in 4 or 8 bits within the same budget, where that is predicted to pay
-transformers  with --peer: disk offload with as many bytes in memory, with its prompt lookup, or assisted by the w4 copy
+plain   one token a step
+lookup  drafts of prompt lookup, by the planner's own choice
+w4, w8  drafts of the same weights in 4 or 8 bits within the same budget, where that is predicted to pay
 
 The bound of a run is a plain pass over the tokens per pass. Predicted is what the plans say for the share of drafted
-tokens that were accepted. `--batch-slots 2,4,8` runs jobs of half as many answers again as there are slots.
-`torchrun --nproc-per-node=2 -m benchmarks.speculative --ranks --machine FILE`: two ranks of a thread each over gloo.
+tokens that were accepted.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -29,29 +24,20 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-import torch
 
 import forebay
-from benchmarks.command import arguments, listed, note, print_table, write_json
+from benchmarks.command import arguments, note, print_table, write_json
 from benchmarks.probes import Probe, at_pace, processor
 from forebay.commands.process_memory import disk_read_nbytes
 from forebay.commands.prompts import load_tokenizer
 from forebay.language_model import LanguageModel
 from forebay.open_model import known_machine
-from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
-from forebay.rewriter.checkpoints.packed import read_dequantized
-from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
+from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import COMPUTE
 from forebay.rewriter.machine.profile import Machine, load_machine
 from forebay.rewriter.pipeline.plan_draft import token_time_s
-from forebay.rewriter.planning.features.admission import admitted_at_once
-from forebay.rewriter.planning.options import Options
 from forebay.rewriter.predict.simulate import simulate
-from forebay.runtime.comm.ranks import leave_ranks
-from forebay.runtime.disk.page_cache import drop_file
-from forebay.runtime.run.request import Request
-from forebay.runtime.run.sampling import Sampling
 
 PARAGRAPH = ("The forebay is the pool in front of a mill's wheel. It keeps the wheel turning evenly while the stream "
              "that fills it rises and falls, and it lets sand and gravel settle before they reach the blades.")
@@ -71,16 +57,12 @@ OURS: dict[str, dict[str, Any]] = {
     "plain": {}, "lookup": {"prompt_lookup_num_tokens": "auto"},
     **{copy: {"prompt_lookup_num_tokens": "auto", "draft": copy} for copy in COPIES}}
 
-# Meshes, and MB of each rank's budget.
-RANKS = (("2", 2000), ("2", 200), ("stages=2", 2000), ("stages=2", 200))
-
 # Of the table: a figure, and how it is printed.
 COLUMNS = {"within": ("setting", "s"), "text": ("text", "s"), "contestant": ("who", "s"),
            "tokens/s": ("tokens_per_s", ".2f"), "times plain": ("gain", ".2f"),
            "tokens/pass": ("tokens_per_pass", ".2f"), "pass/plain pass": ("pass_over_plain", ".2f"),
            "accepted": ("accepted", ".0%"), "each stands": ("stands", ".0%"), "bytes/token": ("read_per_token", ".2g"),
-           "of predicted": ("measured_over_predicted", ".2f"), "reads, ms": ("reads_alone_ms", ".0f"),
-           "same tokens": ("same_tokens", ".0%")}
+           "of predicted": ("measured_over_predicted", ".2f"), "same tokens": ("same_tokens", ".0%")}
 Row = dict[str, Any]
 
 
@@ -96,137 +78,37 @@ def answer(lm: LanguageModel, ids: list[int], new: int) -> Row:
             "refused": tally.refused, "steps": dict(tally.steps), "drafting_s": tally.drafting_s}
 
 
-class Peer:
-    """transformers with weights offloaded to disk."""
-
-    def __init__(self, folder: Path, nbytes: int, scratch: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.folder = Path(shutil.copytree(folder, scratch / "peer", dirs_exist_ok=True))
-        self.model = AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype="auto", device_map="auto", max_memory={"cpu": nbytes},
-            offload_folder=str(scratch / "offload"))
-        self.assistant = expanded(packed_copy(folder, "w4g64")).to(self.model.dtype)
-
-    def answer(self, ids: list[int], new: int, **drafts: Any) -> Row:
-        for path in self.folder.glob("*.safetensors"):
-            drop_file(str(path))
-        begin = time.perf_counter()
-        out = self.model.generate(torch.tensor([ids]), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-                                  pad_token_id=0, **drafts)
-        return {"tokens": out[0, len(ids) :].tolist(), "time_s": time.perf_counter() - begin, "counted": new}
-
-    def answers(self, ids: list[int], new: int) -> dict[str, Row]:
-        """By prompt lookup, and by the copy in 4 bits as assistant."""
-        return {"transformers lookup": self.answer(ids, new, prompt_lookup_num_tokens=10),
-                "transformers w4": self.answer(ids, new, assistant_model=self.assistant)}
-
-
-def expanded(folder: Path) -> Any:
-    """The model of packed rows as transformers' own in float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
-    stored = {name: read_dequantized(record) for name, record in open_checkpoint(folder).tensors.items()}
-    missing = model.load_state_dict(stored, strict=False).missing_keys
-    assert set(missing) <= {"lm_head.weight"}, "only what is tied may be missing"
-    model.tie_weights()
-    return model
-
-
-def in_dtype(folder: Path, dtype: str, scratch: Path) -> Path:
-    """The float32 checkpoint in `folder`, or one of its weights rounded."""
-    if dtype == "float32":
-        return folder
-    from transformers import AutoModelForCausalLM
-
-    found = Path(shutil.copytree(folder, scratch / dtype))
-    for path in found.glob("*.safetensors*"):
-        path.unlink()
-    AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).save_pretrained(found)
-    return found
-
-
-def settings(args: argparse.Namespace, folder: Path, longest: int, machine: Machine) -> Iterator[tuple[Any, ...]]:
-    """Of each setting its name, the budget, a peer's, the contestants, and what their models are planned for."""
-    fixed: Row = dict(prompt=longest, new_tokens=args.new, machine=machine)
-    if args.ranks:
-        for mesh, megabytes in RANKS:
-            yield (f"{mesh}, {megabytes} MB", megabytes * 10**6, 0, {who: OURS[who] for who in ("plain", "lookup")},
-                   fixed | {"prompt": 128, "mesh": mesh})
-        return
-    for share, slots in itertools.product(args.shares, args.batch_slots or (0,)):
-        work = fixed | ({"batch_slots": slots} if slots else {})
-        with forebay.wrap(folder, 1 << 40, **work) as whole:
-            options = Options(admitted=admitted_at_once(slots)) if slots else whole.options
-            least, nbytes = whole.steps.pipeline.smallest_budget(options), int(share * whole.captured.weight_nbytes)
-        yield f"{100 * share:.0f} %" + (f", {slots} slots" if slots else ""), least + nbytes, nbytes, OURS, work
-
-
-def measure(args: argparse.Namespace, folder: Path, scratch: Path, machine: Machine) -> Iterator[list[Row]]:
-    """All answers of all contestants, or with slots their jobs, in turns, by setting."""
+def measure(args: argparse.Namespace, folder: Path, machine: Machine) -> Iterator[list[Row]]:
+    """All answers of all contestants in turns, by budget."""
     tokenizer = load_tokenizer(folder)
     prompts: dict[str, list[int]] = {name: tokenizer(TEXTS[name])["input_ids"] for name in args.texts}
-    probe = None if args.ranks else Probe(folder, machine, args.dtype, 1)
-    longest = max(map(len, prompts.values()))
-    for setting, budget, peer_nbytes, contestants, work in settings(args, folder, longest, machine):
-        lms = {who: forebay.wrap(folder, budget, **work, **drafts) for who, drafts in contestants.items()}
+    probe = Probe(folder, machine, "float32", 1)
+    work: Row = dict(prompt=max(map(len, prompts.values())), new_tokens=args.new, machine=machine)
+    with forebay.wrap(folder, 1 << 40, **work) as whole:
+        least, nbytes = whole.steps.pipeline.smallest_budget(whole.options), whole.captured.weight_nbytes
+    for share in args.shares:
+        budget, rows = least + int(share * nbytes), list[Row]()
+        lms = {who: forebay.wrap(folder, budget, **work, **drafts) for who, drafts in OURS.items()}
         for who, lm in lms.items():
             note(f"{budget} bytes, {who}: one token takes {lm.plan.prediction.decode_time_s:.3f} s, steps over "
                  f"{lm.plan.schedule.speculative_steps} {lm.plan.prediction.speculative_times_s} s"
-                 + (f"; {lm.draft_summary}" if "draft" in contestants[who] else ""))
-        peer = Peer(folder, peer_nbytes, scratch) if args.peer else None
-        slots, rows = work.get("batch_slots"), list[Row]()
+                 + (f"; {lm.draft_summary}" if "draft" in OURS[who] else ""))
         for turn in range(args.rounds + 1):  # the first binds programs, and does not count
-            for text, ids in {"all": []}.items() if slots else [*prompts.items()][: None if turn else 1]:
-                new = args.new if turn else 8
-                if slots:
-                    found = jobs(lms, [*prompts.values()], slots, new, probe)
-                else:
-                    found = {who: probed(lm, ids, new, probe, machine) for who, lm in lms.items()}
-                if peer is not None and turn:
-                    try:
-                        found |= peer.answers(ids, new)
-                    except NotImplementedError as error:  # what is tied has no room: "Cannot copy out of meta tensor"
-                        note(f"  transformers cannot run with so little: {error}")
-                        peer = None
+            for text, ids in [*prompts.items()][: None if turn else 1]:
+                found = {who: probed(lm, ids, args.new if turn else 8, probe, machine) for who, lm in lms.items()}
                 if turn:
                     times = (f"{who} {row['time_s']:.1f} s" for who, row in found.items())
-                    note(f"  {setting}, {text}: {', '.join(times)}")
-                    rows += [row | {"setting": setting, "text": text, "round": turn, "who": who}
+                    note(f"  {share:.0%}, {text}: {', '.join(times)}")
+                    rows += [row | {"setting": f"{share:.0%}", "text": text, "round": turn, "who": who}
                              for who, row in found.items()]
         for lm in lms.values():
             lm.close()
         yield rows
 
 
-def jobs(lms: Mapping[str, LanguageModel], prompts: list[list[int]], slots: int, new: int, probe: Probe | None
-         ) -> dict[str, Row]:
-    """A job of half as many answers again as there are slots, of everybody."""
-    assert probe is not None
-    asked = [Request(torch.tensor(ids), new - 8 * (i % 2) if new > 8 else 4) for i, ids in zip(
-        range(slots + -(-slots // 2)), itertools.cycle(prompts), strict=False)]
-    rate = probe.bytes_per_s()
-    return {who: job(lm, asked, rate) for who, lm in lms.items()}
-
-
-def job(lm: LanguageModel, asked: list[Request], bytes_per_s: float) -> Row:
-    """All answers, and what they took."""
-    found: dict[int, list[int]] = {}
-    began, before = time.perf_counter(), disk_read_nbytes()
-    work = lm.answer_all(asked, Sampling(), frozenset(), on_end=found.__setitem__, on_step=lambda _: None)
-    time_s, tokens = time.perf_counter() - began, [token for i in range(len(asked)) for token in found[i]]
-    return {"time_s": time_s, "tokens": tokens, "counted": len(tokens), "passes": work.decodes, "refused": 0,
-            "read_nbytes": disk_read_nbytes() - before, "offered": work.offered, "accepted": work.accepted,
-            "reads_alone_s": lm.plan.prediction.streamed_nbytes / bytes_per_s}
-
-
-def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe | None, machine: Machine) -> Row:
-    """An answer, and what its plans predict of a token at the rates of reads and products found before and behind it,
-    for the share of drafted tokens that stood in it; nothing on ranks, or where it drafted by lookup, whose matches
-    have no time."""
-    if probe is None:
-        return answer(lm, ids, new)
+def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe, machine: Machine) -> Row:
+    """An answer, and what its plans predict of a token at the rates of reads and products found before and after it,
+    for the share of accepted drafts in it; nothing where it drafted by lookup, whose matches have no time."""
     paces, rates = [probe.pace()], [probe.bytes_per_s()]
     row = answer(lm, ids, new)
     now = at_pace(machine, (rates[0] + probe.bytes_per_s()) / 2, (paces[0] + probe.pace()) / 2)
@@ -276,22 +158,18 @@ def summary(plain: list[Row], found: list[Row]) -> Row:
     """Times of a contestant's answers relative to `plain`, for the same texts in the same rounds."""
     pairs = list(zip(plain, found, strict=True))
     line: Row = {
-        "tokens_per_s": median(row["counted"] / row["time_s"] for row in found),  # a peer's time has the prompt too
+        "tokens_per_s": median(row["counted"] / row["time_s"] for row in found),
         "gain": median(a["time_s"] / a["counted"] / (b["time_s"] / b["counted"]) for a, b in pairs),
         "same_tokens": sum(_agreeing(a["tokens"], b["tokens"]) for a, b in pairs) / len(pairs)}
-    if "passes" not in found[0]:
-        return line
     right, offered = sum(row["accepted"] for row in found), sum(row["offered"] for row in found)
     checked = right + sum(row["refused"] for row in found)
     predicted = [row["time_s"] / row["counted"] / row["predicted_s"] for row in found if row.get("predicted_s")]
-    alone = [row["reads_alone_s"] for row in found if "reads_alone_s" in row]
     return line | {
         "tokens_per_pass": median(row["counted"] / row["passes"] for row in found),
         "pass_over_plain": median(b["time_s"] / b["passes"] / (a["time_s"] / a["passes"]) for a, b in pairs),
         "accepted": right / max(1, offered), "stands": right / max(1, checked),
         "read_per_token": median(row["read_nbytes"] / row["counted"] for row in found),
-        "measured_over_predicted": median(predicted) if predicted else None,
-        "reads_alone_ms": 1e3 * median(alone) if alone else None}
+        "measured_over_predicted": median(predicted) if predicted else None}
 
 
 def _agreeing(a: list[int], b: list[int]) -> float:
@@ -308,26 +186,16 @@ def report(lines: list[Row]) -> None:
 def main() -> None:
     args = arguments(
         __doc__, new=(96, "tokens of each answer"), rounds=(3, "turns of each"),
-        shares=([0.15, 0.3, 0.5, 0.75], "of the weights' bytes"), batch_slots=(listed(int), "jobs in so many slots"),
-        ranks=(False, "two ranks, started by torchrun"), texts=([*TEXTS], "by name"),
-        dtype=("float32", "of the weights, or bfloat16"), peer=(False, "transformers beside"),
+        shares=([0.15, 0.3, 0.5, 0.75], "of the weights' bytes"), texts=([*TEXTS], "by name"),
         quick=(False, "one round at 30 %%, a text of each kind, 48 tokens"), machine=(Path, "a saved machine profile"))
     if args.quick:
         args.new, args.rounds, args.shares, args.texts = 48, 1, [0.3], ["copy", "story"]
-    if args.ranks:
-        torch.set_num_threads(1)
-    first = os.environ.get("RANK", "0") == "0"
-    with tempfile.TemporaryDirectory(prefix="forebay-speculative-") as scratch:
-        folder, rows = in_dtype(demo_checkpoint(), args.dtype, Path(scratch)), list[Row]()
-        machine = load_machine(args.machine) if args.machine else known_machine(folder)
-        for found in measure(args, folder, Path(scratch), machine):
-            rows += found
-            if first:
-                write_json(args, {"processor": processor(), "rows": rows, "table": table(rows)})
-    if first:
-        report(table(rows))
-    if args.ranks:
-        leave_ranks()
+    folder, rows = Path(demo_checkpoint()), list[Row]()
+    machine = load_machine(args.machine) if args.machine else known_machine(folder)
+    for found in measure(args, folder, machine):
+        rows += found
+        write_json(args, {"processor": processor(), "rows": rows, "table": table(rows)})
+    report(table(rows))
 
 
 if __name__ == "__main__":

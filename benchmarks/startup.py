@@ -1,10 +1,10 @@
 """What a user waits for before the first token: `python -m benchmarks.startup [CASE]`.
 
-bundle   seconds from the start of a process to the first token, from a checkpoint and from a bundle of it, in turn, and
-         of the processor. What reads take is listed too, and `import torch` alone: all weights are resident under the
-         budget, so each start reads them all.
-kept     seconds of `run`, `chat` and `serve` for one token, or until the server listens, of the processor and by the
-         clock: the first start with an empty cache of graphs and plans, the second, and `import torch` alone, in turn.
+bundle   starts of `run` from a checkpoint and from a bundle of it, whose files are not cached. What reads take is
+         listed too: all weights are resident under the budget, so each start reads them all.
+kept     starts of `run`, `chat` and `serve`: the first with an empty cache of graphs and plans, and the second.
+         Both cases count seconds to the first token, or until the server listens, of the processor and by the clock,
+         in turn and with `import torch` alone.
 loading  seconds to the first token of a prompt where all weights are resident: read while the step runs, and before it,
          in turn, each in a process of its own whose memory is fresh. With the step alone, and plain reads.
 compile  seconds to capture, plan, lower and prove Llamas of equal width and other depth. No weights are involved: the
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +38,6 @@ from benchmarks.probes import processor
 from forebay.kernels.build.cache_folder import cache_folder
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.checkpoints.packed import open_quantized
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import FileSlice
@@ -52,22 +52,6 @@ PROMPT = "The capital of France is"
 STAGES = ("capture and fuse", "fix sizes", "plan, lower, prove")
 
 
-def start(model: Path, budget: str) -> tuple[float, float]:
-    """Seconds until the first token of an answer is on stdout, by the clock and of the processor, files not cached."""
-    for path in model.glob("*.safetensors"):
-        drop_file(str(path))
-    before, began = os.times(), time.perf_counter()
-    command = [sys.executable, "-m", "forebay", "run", str(model), PROMPT, "--new-tokens", "1", "--budget", budget]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        first = process.stdout.read(1)
-        taken = time.perf_counter() - began
-        if process.wait() or not first:
-            raise SystemExit(f"forebay run {model} failed; run it by hand")
-    after = os.times()
-    return taken, after.children_user + after.children_system - before.children_user - before.children_system
-
-
 def read_s(model: Path) -> float:
     """Seconds to read the weights once, plainly, not cached."""
     began = time.perf_counter()
@@ -80,33 +64,16 @@ def read_s(model: Path) -> float:
     return time.perf_counter() - began
 
 
-def bundle(args: argparse.Namespace) -> dict[str, Any]:
-    """Starts from a checkpoint and from a bundle."""
-    checkpoint = resolve_model(args.model)
-    found: dict[str, list[tuple[float, float]]] = {"checkpoint": [], "bundle": []}
-    reads, imports = [], []
-    with tempfile.TemporaryDirectory(dir=checkpoint.parent) as folder:
-        made = forebay.export(checkpoint, Path(folder) / "bundle", budget=args.budget)
-        print(f"{sum(r.nbytes for r in open_quantized(made).tensors.values()) / 1e6:.0f} MB of weights")
-        for _ in range(args.rounds):
-            for name, model in (("checkpoint", checkpoint), ("bundle", made)):
-                found[name].append(start(model, args.budget))
-            reads.append(read_s(made))
-            began = time.perf_counter()
-            subprocess.run([sys.executable, "-c", "import torch"], check=True)
-            imports.append(time.perf_counter() - began)
-    print_table([{"of": name, **{title: spread(each, ".2f") for title, each in zip(
-        ("first token, s", "processor, s"), zip(*times, strict=True), strict=True)}} for name, times in found.items()])
-    ratio = median(b[0] / c[0] for b, c in zip(found["bundle"], found["checkpoint"], strict=True))
-    print(f"plain reads {median(reads):.2f} s; import torch {median(imports):.2f} s; a bundle takes {ratio:.2f} of "
-          "what its checkpoint takes")
-    return {"clock_and_processor_s": found, "read_s": reads, "import_torch_s": imports}
+def children_s() -> float:
+    """Seconds of the processor that ended children have used."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def started_s(command: list[str], env: dict[str, str]) -> tuple[float, float]:
     """Seconds of `forebay COMMAND`: of the processor, children included, and by the clock until the first token, or
     until a server listens."""
-    before, began = os.times(), time.perf_counter()
+    before, began = children_s(), time.perf_counter()
     serves = command[0] == "serve"
     with subprocess.Popen([sys.executable, "-m", "forebay", *command], env=env, stdin=subprocess.PIPE, text=True,
                           stdout=subprocess.DEVNULL if serves else subprocess.PIPE,
@@ -123,45 +90,62 @@ def started_s(command: list[str], env: dict[str, str]) -> tuple[float, float]:
         output.read()
         if process.wait() or not said:
             raise SystemExit(f"forebay {' '.join(command)} failed; run it by hand")
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system, taken
+    return children_s() - before, taken
 
 
 def import_s() -> float:
     """Processor seconds of `import torch`."""
-    before = os.times()
+    before = children_s()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    return children_s() - before
+
+
+def starts(args: argparse.Namespace, commands: dict[str, list[str]], before: Callable[[str], object],
+           env: dict[str, str]) -> dict[str, Any]:
+    """Starts of all commands in turn; `before` prepares the one of a name."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+    imports: list[float] = []
+    for _ in range(args.rounds):
+        imports.append(import_s())
+        for name, command in commands.items():
+            before(name)
+            found[name].append(started_s([*command, "--budget", args.budget], env))
+    print_table([{"start": name, "processor, s": spread((cpu for cpu, _ in each), ".2f"),
+                  "beyond torch, s": spread((cpu - b for (cpu, _), b in zip(each, imports, strict=True)), ".2f"),
+                  "first token, s": spread((taken for _, taken in each), ".2f")} for name, each in found.items()])
+    print(f"import torch: {spread(imports, '.2f')} s of the processor")
+    return {"processor_and_clock_s": found, "import_torch_s": imports}
+
+
+def bundle(args: argparse.Namespace) -> dict[str, Any]:
+    """Starts from a checkpoint and from a bundle."""
+    checkpoint, reads = resolve_model(args.model), list[float]()
+    with tempfile.TemporaryDirectory(dir=checkpoint.parent) as folder:
+        models = {"checkpoint": checkpoint,
+                  "bundle": forebay.export(checkpoint, Path(folder) / "bundle", budget=args.budget)}
+        commands = {name: ["run", str(model), PROMPT, "--new-tokens", "1"] for name, model in models.items()}
+        found = starts(args, commands, lambda name: reads.append(read_s(models[name])), dict(os.environ))
+    print(f"plain reads: {spread(reads, '.2f')} s")
+    return found | {"read_s": reads}
 
 
 def kept(args: argparse.Namespace) -> dict[str, Any]:
     """First and later starts of the commands that answer."""
-    budget = ["--budget", args.budget]
-    commands = {"run": ["run", args.model, PROMPT, "--new-tokens", "1", *budget],
-                "chat": ["chat", args.model, "--new-tokens", "1", *budget],
-                "serve": ["serve", args.model, "--port", "0", *budget]}
-    found: dict[str, list[tuple[float, float]]] = {}
-    imports: list[float] = []
+    commands = {"run": ["run", args.model, PROMPT, "--new-tokens", "1"],
+                "chat": ["chat", args.model, "--new-tokens", "1"], "serve": ["serve", args.model, "--port", "0"]}
     env = dict(os.environ)
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each start compiles its modules
     with tempfile.TemporaryDirectory() as folder:
         for path in cache_folder().iterdir():
             if path.name not in ("graphs", "plans"):
                 (Path(folder) / path.name).symlink_to(path)
-        env["FOREBAY_CACHE"] = folder
-        for _ in range(args.rounds):
-            imports.append(import_s())
-            for name, command in commands.items():
-                for each in ("graphs", "plans"):
-                    shutil.rmtree(Path(folder) / each, ignore_errors=True)
-                for turn in ("first", "second"):
-                    found.setdefault(f"{name}, {turn}", []).append(started_s(command, env))
-    print_table([{"start": name, "processor, s": spread((cpu for cpu, _ in each), ".2f"),
-                  "beyond torch, s": spread((cpu - b for (cpu, _), b in zip(each, imports, strict=True)), ".2f"),
-                  "first token, s": spread((taken for _, taken in each), ".2f")} for name, each in found.items()])
-    print(f"import torch: {spread(imports, '.2f')} s of the processor")
-    return {"processor_and_clock_s": found, "import_torch_s": imports}
+
+        def forget(name: str) -> None:
+            for each in ("graphs", "plans") if name.endswith("first") else ():
+                shutil.rmtree(Path(folder) / each, ignore_errors=True)
+
+        return starts(args, {f"{name}, {turn}": command for name, command in commands.items()
+                             for turn in ("first", "second")}, forget, env | {"FOREBAY_CACHE": folder})
 
 
 FIRST_TOKEN = """

@@ -260,7 +260,7 @@ MECHANISMS: dict[str, tuple[Mechanism, ...]] = {
             "the planner's choice of `impl`",
             "the kernel's name in a Program",
             "measured: a resident 8B shape at 1.10x to 1.26x Inductor",
-            "python -m benchmarks.packed_products",
+            "python -m benchmarks.cpu_operators packed",
             "w4 on GPUs reads at 0.48 to 0.86 of a copy's rate; AMD GPUs (VI)",
         ),
         Mechanism(

@@ -1,12 +1,17 @@
-"""Recurrences on the CPU, compared with their ceilings: `python -m benchmarks.recurrences`.
+"""Operators on the CPU, compared with their ceilings: `python -m benchmarks.cpu_operators [recurrences|packed]`.
 
-Each row is an operator in the shape of a model's layer. A prompt of 1024 tokens of `forebay::linear_recurrence` is
-bound by the rate of matrix products: its floating-point operations are those of its chunks, and the ceiling is torch's
-product of two square matrices. The other operators multiply no matrices. One token for each of many sequences is bound
-by memory: the bytes are those of the states, read and written, and those of the token where they are not few (short
-convolutions, RWKV-4); the ceiling is torch scaling as many numbers in place. transformers' torch functions are the peer
-where they are functions of their own (gated delta rule). All lie in arenas, as tensors of steps do. They take turns in
-slices of equal length; figures are medians.
+recurrences  In the shapes of models' layers. A prompt of 1024 tokens of `forebay::linear_recurrence` is bound by the
+             rate of matrix products: its floating-point operations are those of its chunks, and the ceiling is torch's
+             product of two square matrices. The other operators multiply no matrices. One token for each of many
+             sequences is bound by memory: the bytes are those of the states, read and written, and those of the token
+             where they are not few (short convolutions, RWKV-4); the ceiling is torch scaling as many numbers in place.
+             transformers' torch functions are the peer where they are functions of their own (gated delta rule).
+packed       Packed matmuls at one row of inputs, by format and implementation. Calls go over matrices [4096, 4096] that
+             are more than the caches hold together. The ceiling is torch's sum over as much float32, in pieces of a
+             matrix's size, which reads and adds alone.
+
+Operators, ceilings and peers take turns in slices of equal length; figures are medians. Recurrences lie in arenas, as
+tensors of steps do. Times of one thread (OMP_NUM_THREADS=1) are its own processor time.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain, starmap
+from itertools import chain, cycle, starmap
 from statistics import median
 from typing import Any
 
@@ -28,14 +33,21 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from benchmarks.command import arguments, print_table, spread, write_json
 from benchmarks.probes import processor
+from forebay.kernels.formats import packing
+from forebay.kernels.formats.table import weight_format
 from forebay.kernels.operator import Operator, Tensors
 from forebay.kernels.operators import LINEAR_RECURRENCE, SELECTIVE_SCAN, SHORT_CONV, WKV
+from forebay.kernels.products.linear_q import cpu
 from forebay.runtime.run.arena import Arena
 
 TOKENS, CHUNK = 1024, 64
 STATES = 128 << 20  # bytes of states that a decode step reads: more than caches hold
 SQUARE = 1024
 SLICE_S = 0.1
+SIZE, MATRICES = 4096, 640 << 20  # rows and columns of packed matrices; bytes of all, more than caches hold (480 MiB)
+PIECE = 8 << 20  # of what is summed: about a matrix in 4 bits
+FORMATS = ("fp8", "mxfp4", "nvfp4", "nf4", "w8", "w4g32s")
+FILL = 0x11  # in scales: a small number
 Row = dict[str, Any]
 
 
@@ -190,12 +202,38 @@ def others() -> Iterator[BoundedCall]:
         draw(b, 1, 4096), draw(b, 1, 4096), -draw(4096).abs(), draw(4096)), 3, 3)
 
 
+def packed() -> Iterator[BoundedCall]:
+    """Products with the packed matrices of each format, by implementation."""
+    sums = cycle([piece.sum for piece in torch.ones(MATRICES // PIECE, PIECE // 4)])
+    for format in FORMATS:
+        stored = weight_format(format)
+        dtype = torch.bfloat16 if stored.codebook else torch.float16
+        rows = packing.Packing(stored.bits, SIZE, stored.group_size, dtype, stored.symmetric, stored.codebook)
+        made = torch.randint(0, 256, (SIZE, rows.row_nbytes), dtype=torch.uint8)
+        made[:, packing.codes_nbytes(SIZE, rows.bits, rows.group_size) :] = FILL
+        if rows.codebook == "e4m3":
+            made[(made & 127) == 127] = 1  # NaN
+        weights = [made.clone() for _ in range(-(-MATRICES // made.nbytes))]
+        x, out = torch.randn(1, SIZE), torch.empty(1, SIZE)
+        for impl in (each for each in cpu.implementations(rows.bits, rows.codebook) if each in ("int16", "flat")):
+            calls = cycle([cpu.bind_linear_q(impl, x, each, None, out, rows) for each in weights])
+            yield BoundedCall(f"{format}, {impl}", "byte", made.nbytes, lambda calls=calls: next(calls)(),  # type: ignore[misc]
+                              lambda: next(sums)(), PIECE)
+
+
+def recurrences() -> Iterator[BoundedCall]:
+    """All operators with a state."""
+    return chain(chain.from_iterable(starmap(chunked_and_stepped, SHAPES.items())), others())
+
+
+CASES = {"recurrences": recurrences, "packed": packed}
+
+
 def main() -> None:
-    args = arguments(__doc__, turns=(25, "slices of each"))
+    args = arguments(__doc__, CASES, turns=(25, "slices of each"))
     torch.manual_seed(0)
     print(f"{processor()}, {torch.get_num_threads()} threads")
-    works = chain(chain.from_iterable(starmap(chunked_and_stepped, SHAPES.items())), others())
-    rows = [work.measure(args.turns) for work in works]
+    rows = [work.measure(args.turns) for work in CASES[args.case]()]
     print_table([shown(row) for row in rows])
     write_json(args, rows)
 
