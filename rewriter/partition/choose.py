@@ -126,7 +126,8 @@ def options_of(problem: PartitionProblem) -> list[Option]:
             for way, i, kind, cost in _in_best_chunks(problem, layout, work):
                 seen = min(work.context, kind.window) if kind.window else work.context
                 kept = min(full, kind.window) if kind.window else full
-                held = 0.0 if work.name == PREFILL else kind.count * cost.cache_nbytes * kept / seen
+                held = 0.0 if work.name == PREFILL else kind.count * (
+                    cost.cache_nbytes * kept / seen + cost.state_nbytes)
                 found.append(Option(i, work.name, way, cost, steps * kind.count * cost.time_s, held))
     return found
 

@@ -94,6 +94,7 @@ class LayerCost:
     cache_nbytes: float
     working_nbytes: float
     hidden_s: float = 0.0
+    state_nbytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class BlockWidths:
         inner = sum(n * k for n, k in out) // layer.hidden
         up = sum(n * k for n, k in products) // layer.hidden - inner
         query, key_value = layer.heads * layer.head_dim, layer.kv_elements
-        if layer.latent:  # its products make queries and results of narrower ones: as many elements as they have
+        if layer.latent or layer.state_nbytes:  # wider or narrower ones: as many elements as its products have
             query = (sum(n * k for n, k in layer.matrices(ATTENTION)) // layer.hidden - key_value) // 2
         counted = layer.hidden * (2 * query + key_value + up + inner)
         return BlockWidths(layer.hidden, query, key_value, up, inner,
@@ -174,7 +175,8 @@ class ProductCost:
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """The cost of a layer's attention on one chip: over `cache_nbytes` of K and V."""
+    """The cost of a layer's attention on one chip, over `cache_nbytes` of K and V, and of its recurrences, which read
+    and write `state_nbytes`."""
 
     time_s: float
     compute_s: float
@@ -182,6 +184,7 @@ class AttentionCost:
     communication_s: float
     collectives: tuple[Collective, ...]
     cache_nbytes: float
+    state_nbytes: float
 
 
 def layer_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: PhaseWork, times: Estimator,
@@ -196,7 +199,7 @@ def layer_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: Phas
         communication_s - products.fetched_s)
     return LayerCost(done_s, products.compute_s + attended.compute_s, products.memory_s + attended.memory_s,
                      communication_s, (*products.collectives, *attended.collectives), products.weights_nbytes,
-                     attended.cache_nbytes, products.working_nbytes, products.hidden_s)
+                     attended.cache_nbytes, products.working_nbytes, products.hidden_s, attended.state_nbytes)
 
 
 def product_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, rows: float, times: Estimator,
@@ -247,7 +250,7 @@ def _with_shared_heads(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh) ->
     """A layer's widths, keys' and values' as often as chips compute them. The bytes of these further weights are not
     counted as held."""
     block, over = BlockWidths.of(layer), mesh.chips // mesh.size(layout.gathered)
-    if not layout.copied or layout.attention == "batch" or over <= layer.kv_heads:
+    if not layout.copied or layout.attention == "batch" or not 0 < layer.kv_heads < over:
         return block
     return replace(block, key_value=block.key_value * over // layer.kv_heads)
 
@@ -298,22 +301,25 @@ def attention_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: 
     over, sequences = mesh.size(rest), math.ceil(work.batch / mesh.size(layout.gathered))
     column = sequences * work.tokens * sizes.activation  # bytes of an element of all rows
     kept = min(work.context, layer.window) if layer.window else work.context
-    of_head = layer.kv_elements // layer.kv_heads
+    of_head = layer.kv_elements // max(1, layer.kv_heads)
     moved: tuple[Collective, ...] = ()
     if layout.attention == "batch":
-        own, heads, kv_heads = math.ceil(work.batch / mesh.chips), layer.heads, layer.kv_heads
+        own, heads, kv_heads, parts = math.ceil(work.batch / mesh.chips), layer.heads, layer.kv_heads, 1
         query = layer.heads * layer.head_dim
         moved = (Collective("all-to-all", rest, column * (query + layer.kv_elements) / over, "q, k, v"),
                  Collective("all-to-all", rest, column * query / over, "attended"))
     else:
-        own, heads, kv_heads = sequences, math.ceil(layer.heads / over), math.ceil(layer.kv_heads / over)
+        own, heads, kv_heads, parts = sequences, math.ceil(layer.heads / over), math.ceil(layer.kv_heads / over), over
         if kv_heads * over > layer.kv_heads and over > 1 and not layout.copied:  # some chips hold the same heads
             moved = (Collective("all-gather", rest, column * kv_heads * of_head, "k, v"),)
     nbytes = own * kept * kv_heads * of_head * sizes.activation
     flops = layer.attended_flops(own, heads, work.tokens, work.context)
-    return AttentionCost(times.attention_s(sizes.dtype, nbytes, flops), times.attention_s(sizes.dtype, 0.0, flops),
-                         times.attention_s(sizes.dtype, nbytes, 0.0), sum(collective_s(item, mesh) for item in moved),
-                         moved, nbytes)
+    states = own * layer.state_nbytes / parts
+    updated_s, recurring_s = times.touch_s(2 * states), times.work_s(own * work.tokens * layer.state_flops / parts, 0.0)
+    return AttentionCost(times.attention_s(sizes.dtype, nbytes, flops) + max(updated_s, recurring_s),
+                         times.attention_s(sizes.dtype, 0.0, flops) + recurring_s,
+                         times.attention_s(sizes.dtype, nbytes, 0.0) + updated_s,
+                         sum(collective_s(item, mesh) for item in moved), moved, nbytes, states)
 
 
 def feedforward_nbytes(layout: ChipLayout, mesh: ChipMesh, rows: int, hidden: int, inner: int) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from forebay.kernels import operators
+from forebay.kernels.operator import Tensors
 from forebay.kernels.products.experts.operator import arguments_of
 from forebay.rewriter.ir.graph import storage_of, values_of, weight_name
 from forebay.rewriter.ir.products import experts_among, reads_table
@@ -19,12 +20,31 @@ PRODUCTS = frozenset((aten.linear.default, aten.mm.default, aten.addmm.default, 
                       aten.matmul.default, aten.einsum.default, aten._grouped_mm.default))
 VIEWS = frozenset((aten.transpose.int, aten.t.default, aten.permute.default, aten.view.default, aten.reshape.default,
                    aten.slice.Tensor))
+RECURRENT = {operator.overload: operator for operator in (
+    operators.LINEAR_RECURRENCE, operators.SELECTIVE_SCAN, operators.WKV, operators.SHORT_CONV)}
 
 
-def attention_stage(nodes: list[fx.Node], attentions: list[fx.Node]) -> set[fx.Node]:
+def recurrences(nodes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes of a layer that update its recurrent states; without any, its short convolutions."""
+    return [n for n in nodes if n.target in RECURRENT and n.target is not operators.SHORT_CONV.overload] or [
+        n for n in nodes if n.target is operators.SHORT_CONV.overload]
+
+
+def state_flops(nodes: list[fx.Node]) -> int:
+    """Operations per token of a layer's recurrences and short convolutions."""
+    def of_one(value: Any) -> Any:
+        found = values_of(value) if isinstance(value, fx.Node) else ()
+        return torch.empty(sizes_of_one(found[0].shape), dtype=found[0].dtype, device="meta") if found else value
+
+    return sum(round(RECURRENT[n.target].cost(Tensors(tuple(map(of_one, n.args)), {}, (of_one(n),))).flops)
+               for n in nodes if n.target in RECURRENT)
+
+
+def attention_stage(nodes: list[fx.Node], attentions: list[fx.Node], others: list[fx.Node]) -> set[fx.Node]:
     """Nodes that attention needs, and those that follow it up to the first product that is not by heads. A second
-    attention of a layer reads the first's results through one node, and needs the nodes after that."""
-    found: set[fx.Node] = set()
+    attention of a layer reads the first's results through one node, and needs the nodes after that. The same of
+    `others`, which stand beside attention or in its place."""
+    found = set[fx.Node]().union(*(attention_stage(nodes, [other], []) for other in others))
     begin = 0
     for attention in attentions:
         end = nodes.index(attention)

@@ -20,13 +20,15 @@ from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel, values_of, weight_name
 from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.program import dtype_itemsize
-from forebay.rewriter.ir.state import KVState, LatentState, kv_states
+from forebay.rewriter.ir.state import KVState, LatentState, StateSpec, kv_states
 from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.predict.layer_stages import (
     attention_stage,
     live_elements,
     product,
+    recurrences,
     sizes_of_one,
+    state_flops,
     used_share,
 )
 from forebay.rewriter.predict.preset_models import DENSE_CONFIGS, PRESET_CONFIGS
@@ -58,7 +60,9 @@ class LayerShape:
     The attention stage ends with the output projection. `activation_elements` is the peak of live activations, per
     token, outside attention itself. With latent attention all heads share one row, which is key and value.
     Its first `latent` numbers are the latent, which each head could expand to `made` numbers. A layer attends
-    `attentions` times, each time to a cache of its own.
+    `attentions` times, each time to a cache of its own. Of each sequence it keeps states of `state_nbytes`, whatever
+    its length, that take `state_flops` a token: recurrences and short convolutions. Without attention it has no
+    `kv_heads`.
     """
 
     count: int
@@ -75,6 +79,8 @@ class LayerShape:
     latent: int = 0
     made: int = 0
     attentions: int = 1
+    state_nbytes: int = 0
+    state_flops: int = 0
 
     def elements(self, stage: str) -> int:
         """Weight elements of one layer's stage."""
@@ -91,7 +97,8 @@ class LayerShape:
 
     def active_share(self, stage: str) -> float:
         """Share of a stage's products that one token takes part in: 1 but for experts."""
-        return self.flops(stage) / (2 * sum(n * k for n, k in self.matrices(stage)))
+        products = 2 * sum(n * k for n, k in self.matrices(stage))
+        return self.flops(stage) / products if products else 1.0
 
     def read_elements(self, rows: float) -> float:
         """Weight elements of one layer that a step over so many tokens reads: of experts those that some token picks,
@@ -135,6 +142,11 @@ class ModelShape:
         """Bytes of all weights in the model's own format."""
         inside = sum(k.count * (k.elements(ATTENTION) + k.elements(MLP)) for k in self.layers)
         return self.itemsize * (inside + sum(t.elements for t in self.outside))
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of a sequence's states that do not depend on its length, over all layers."""
+        return sum(k.count * k.state_nbytes for k in self.layers)
 
     def kv_nbytes(self, tokens: int) -> int:
         """Cache bytes of `tokens` tokens over all layers, unquantized; windowed layers keep no more than a window."""
@@ -278,26 +290,33 @@ def load_config(model: str) -> tuple[str, dict[str, Any]]:
 
 def shape_from_graphs(captured: CapturedModel, name: str = "") -> ModelShape:
     """The shape of a captured model, read off the nodes of its block graphs and step graph."""
-    latents = [spec for layer in captured.states for spec in layer[:1] if isinstance(spec, LatentState)
-               and all(isinstance(each, LatentState) for each in layer)]
-    caches: Sequence[KVState | LatentState] = latents if len(latents) == len(captured.states) else kv_states(
-        captured.states, "the model's shape")
+    kept = list(map(_kept_states, captured.states))
     kinds, inside = [], set()
     for block, graph in captured.blocks().items():
         indices = [i for i, used in enumerate(captured.layers) if used == block]
         inside |= {n for i in indices for n in captured.layer_weights[i].values()}
-        counts = Counter(caches[i] for i in indices)
-        kinds += [_layer_of_graph(graph, count, kept) for kept, count in counts.items()]
+        counts = Counter(kept[i] for i in indices)
+        kinds += [_layer_of_graph(graph, count, *each) for each, count in counts.items()]
     outside = tuple(TensorShape(n, math.prod(spec.shape)) for n, spec in captured.weights.items() if n not in inside)
     head_elements = sum(math.prod(sizes_of_one(values_of(weight)[0].shape))
                         for weight, _ in map(product, captured.step.graph.nodes) if weight is not None)
     return ModelShape(name or captured.model_type, str(captured.dtype)[6:], tuple(kinds), outside, head_elements)
 
 
-def _layer_of_graph(graph: fx.GraphModule, count: int, kept: KVState | LatentState) -> LayerShape:
+def _kept_states(layer: Sequence[StateSpec]) -> tuple[KVState | LatentState | None, int]:
+    """The rows that a layer keeps of each token, and bytes of a sequence that do not depend on its length."""
+    rows = [spec for spec in layer if spec.grows]
+    if not all(isinstance(spec, LatentState) for spec in rows):
+        rows = list(kv_states([rows], "the model's shape"))
+    return (rows[0] if rows else None), sum(spec.sequence_nbytes for spec in layer)  # type: ignore[return-value]
+
+
+def _layer_of_graph(
+    graph: fx.GraphModule, count: int, kept: KVState | LatentState | None, state_nbytes: int
+) -> LayerShape:
     nodes = list(graph.graph.nodes)
     attentions = [n for n in nodes if n.target is operators.ATTENTION.overload]
-    attending = attention_stage(nodes, attentions)
+    attending = attention_stage(nodes, attentions, recurrences(nodes))
     stages = {n: ATTENTION if n in attending else MLP for n in nodes}
     flops = {ATTENTION: 0, MLP: 0}
     weights: dict[str, list[TensorShape]] = {ATTENTION: [], MLP: []}
@@ -309,16 +328,18 @@ def _layer_of_graph(graph: fx.GraphModule, count: int, kept: KVState | LatentSta
             weights[stage].append(TensorShape(name, math.prod(shape), shape[-1] if len(shape) > 1 else 0,
                                               max((used_share(node, user) for user in node.users), default=1.0)))
         flops[stages[node]] += product(node)[1]
-    heads, hidden = sizes_of_one(values_of(attentions[0])[0].shape)[2], sizes_of_one(values_of(nodes[0])[0].shape)[-1]
+    hidden = sizes_of_one(values_of(nodes[0])[0].shape)[-1]
+    heads = sizes_of_one(values_of(attentions[0])[0].shape)[2] if attentions else 1
     rank = made = 0
     if isinstance(kept, LatentState):  # a matmul of queries and one of results have absorbed what would make keys
         absorbed = [n for n in nodes if n.target is torch.ops.aten.bmm.default and product(n)[0] is not None]
         rank = sizes_of_one(values_of(absorbed[0])[0].shape)[-1]
         made = sum(product(n)[1] for n in absorbed) // (2 * heads * rank * len(attentions))
-    of_cache = (1, kept.width, 0) if isinstance(kept, LatentState) else (
+    of_cache = (0, 0, 0) if kept is None else (1, kept.width, 0) if isinstance(kept, LatentState) else (
         kept.kv_heads, kept.head_dim, abs(kept.window))
     return LayerShape(count, tuple(weights[ATTENTION]), tuple(weights[MLP]), flops[ATTENTION], flops[MLP], hidden,
-                      heads, *of_cache, live_elements(nodes), rank, made, len(attentions))
+                      heads, *of_cache, live_elements(nodes), rank, made, len(attentions), state_nbytes,
+                      state_flops(nodes))
 
 
 def _positive(config: Mapping[str, Any], field: str, default: int | None = None) -> int:

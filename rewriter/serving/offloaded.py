@@ -29,10 +29,10 @@ class Streamed:
 
 
 def streamed(model: ModelShape, machine: Machine, cache_tokens: int, budget_nbytes: int = 0,
-             staged: bool = False) -> Streamed:
+             staged: bool = False, sequences: int = 0) -> Streamed:
     """Weights that stream where the device (or so much of it as `budget_nbytes` says) holds that many tokens of cache
-    (if `staged`, those of a layer in each slot, and host memory all), its slots, and of the layers as many as fit
-    beside them.
+    (if `staged`, those of a layer in each slot, and host memory all), the states of so many `sequences`, its slots, and
+    of the layers as many as fit beside them.
 
     ModelError where even the slots and what lies outside the layers do not fit, or the tiers below hold too little.
     """
@@ -42,7 +42,8 @@ def streamed(model: ModelShape, machine: Machine, cache_tokens: int, budget_nbyt
     of_layers = [cache_tokens * model.itemsize * kind.kv_elements for kind in model.layers for _ in range(kind.count)]
     cache = SLOTS * max(of_layers) if staged else sum(of_layers)
     outside = model.weight_nbytes - sum(layers)
-    held = room - cache - outside - SLOTS * layers[0]
+    states = sequences * model.state_nbytes
+    held = room - cache - states - outside - SLOTS * layers[0]
     if held < 0:
         part = "two layers of " if staged else ""
         raise ModelError(f"{model.name}: {part}a cache of {cache_tokens} tokens, {SLOTS} layers in turn and the "

@@ -16,6 +16,7 @@ from forebay.rewriter.predict.roofline import asynchronous_time_s, attaining
 from forebay.rewriter.serving.llama_tables import EFFICIENCY, layer_modules, symbols
 
 KEPT = 1 << 16  # results per function: a search asks for a few hundred, a trace for as many as it has lengths
+ENDLESS = 1 << 40  # tokens of a cache where layers keep only states of one size
 AROUND = 5  # launches of a layer beside its products: two norms, positions, attention, the gate of the MLP (assumed)
 F = TypeVar("F", bound=Callable[..., float])
 
@@ -56,7 +57,7 @@ def table_times(model: ModelShape, machine: Machine, tensor_parallel: int, *, ex
     communication takes no time. A mixed step is a prefill after a decode step: the tables have no product of both.
     """
     layer, (peak, memory) = model.layers[0], (machine.peak_flops, machine.peak_memory_bytes_per_s)
-    if len(model.layers) > 1 or layer.window or len(layer.matrices(MLP)) != 3:
+    if len(model.layers) > 1 or layer.window or layer.state_nbytes or len(layer.matrices(MLP)) != 3:
         raise ModelError(f"{model.name}: the paper's tables are of Llama's layers; leave --paper out")
     if not peak or not memory:
         raise ModelError(f"machine {machine.name}: the paper's costs need peak_flops and peak_memory_bytes_per_s; "
@@ -148,9 +149,11 @@ def shape_times(model: ModelShape, machine: Machine, tensor_parallel: int) -> Ph
         kept_results(mixed))
 
 
-def cache_tokens(model: ModelShape, machine: Machine, tensor_parallel: int, rows: float = 0) -> int:
-    """Tokens whose K and V fit beside the weights on `tensor_parallel` devices, and beside what a step over `rows`
-    tokens works with; 0 or less: the weights do not fit.
+def cache_tokens(
+    model: ModelShape, machine: Machine, tensor_parallel: int, rows: float = 0, sequences: int = 1
+) -> int:
+    """Tokens whose K and V fit beside the weights on `tensor_parallel` devices, the states of so many `sequences`, and
+    what a step over `rows` tokens works with; 0 or less: the weights do not fit.
 
     A head of K and V lies on every device that needs it. A window's layers count as full ones, so that this is a bound
     from below.
@@ -162,8 +165,10 @@ def cache_tokens(model: ModelShape, machine: Machine, tensor_parallel: int, rows
              for kind in model.layers]
     room = machine.tiers["device"].capacity_nbytes - outside.weights_nbytes - max(
         products.working_nbytes for _, products, _ in costs)
-    room -= sum(count * products.weights_nbytes for count, products, _ in costs)
-    return math.floor(room / sum(count * attended.cache_nbytes for count, _, attended in costs))
+    room -= sum(count * (products.weights_nbytes + sequences * attended.state_nbytes)
+                for count, products, attended in costs)
+    token_nbytes = sum(count * attended.cache_nbytes for count, _, attended in costs)
+    return math.floor(room / token_nbytes) if token_nbytes else ENDLESS if room > 0 else 0
 
 
 def transfer_s(model: ModelShape, machine: Machine, tensor_parallel: int, tokens: int) -> float:
@@ -171,7 +176,7 @@ def transfer_s(model: ModelShape, machine: Machine, tensor_parallel: int, tokens
 
     Over the interconnect, or where the machine has none, down to the host and up again, one after the other.
     """
-    nbytes = model.kv_nbytes(tokens) / tensor_parallel
+    nbytes = (model.kv_nbytes(tokens) + model.state_nbytes) / tensor_parallel
     if machine.interconnect_bytes_per_s:
         return nbytes / machine.interconnect_bytes_per_s
     times = MachineEstimator(machine)

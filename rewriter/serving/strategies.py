@@ -96,7 +96,7 @@ def simulated(strategy: Strategy, service: ServiceWanted) -> Simulated:
     if service.paper:
         return Simulated(_as_the_paper(strategy, service, times), alone)
     rows = service.chunk or service.prefill_batch * service.traffic.prompt
-    held = cache_tokens(service.model, service.machine, strategy.tensor_parallel, rows)
+    held = cache_tokens(service.model, service.machine, strategy.tensor_parallel, rows, service.batch)
     if held <= 0:
         raise ModelError(f"{service.model.name} does not fit {strategy.tensor_parallel} x {service.machine.name} "
                          f"together with steps over {rows} tokens; more devices (--tp), or a smaller --prefill-batch "
@@ -144,8 +144,8 @@ def streams(strategy: Strategy, service: ServiceWanted) -> Streamed:
     longest = max((request_tokens(r) for r in traffic.trace), default=traffic.prompt + traffic.output)
     spread = 1 + 2 * traffic.length_cv  # of the mean: what most answers stay below
     tokens = int(strategy.offloaded * (traffic.prompt + traffic.output) * spread) + longest + 16
-    away = streamed(service.model, machine, tokens, service.budget_nbytes, strategy.staged)
-    if not strategy.staged:
+    away = streamed(service.model, machine, tokens, service.budget_nbytes, strategy.staged, strategy.offloaded)
+    if not strategy.staged or service.model.state_nbytes:  # checkpoints are of K and V alone
         return away
     return with_checkpoints(service.model, machine, away, strategy.offloaded, traffic.prompt + traffic.output / 2)
 

@@ -59,6 +59,24 @@ def test_a_workload_file_and_a_trace(tmp_path: Path) -> None:
     call(*QUICK, "--rate", "1e300", "--gpus", "1", "--tp", "1", "--instances", "1")  # no traceback
 
 
+def test_a_model_with_recurrent_layers_is_served(tmp_path: Path) -> None:
+    """Granite 4.0 H Small."""
+    config = {"model_type": "granitemoehybrid", "hidden_size": 4096, "num_hidden_layers": 10, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "vocab_size": 100352, "num_local_experts": 72, "num_experts_per_tok": 10,
+              "intermediate_size": 768, "shared_intermediate_size": 1536, "mamba_n_heads": 128, "mamba_d_head": 64,
+              "mamba_d_state": 128, "layer_types": ["mamba"] * 9 + ["attention"],
+              "dtype": "bfloat16", "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ("--model", str(tmp_path / "config.json"), *QUICK[2:])
+    found = json.loads(call(*model, "--tp", "1", "--gpus", "1", "--budget", "5GB", "--runs", "1", "--isl", "256",
+                            "--osl", "8", "--ttft", "9000", "--tpot", "900", "--json").stdout)
+    assert found["strategies"][0]["strategy"] == "1m tp1" and found["strategies"][0]["goodput"] > 0
+    assert any(row["offloaded_batch"] for row in found["strategies"])
+    assert not any(row["checkpoint_share"] for row in found["strategies"])  # these are of K and V alone
+    explored = RUNNER.invoke(app, ["plan", "--config", str(tmp_path / "config.json"), "--explore", "--machine", "h100"])
+    assert explored.exit_code == 2 and "--explore places K and V, and this model keeps other states" in explored.stderr
+
+
 def test_a_model_that_fits_no_device_is_served_by_one_that_streams() -> None:
     shown = call("--model", "codellama-34b", "--machine", "rtx4090", "--gpus", "1", "--isl", "256", "--osl", "8",
                  "--ttft", "60000", "--tpot", "9000", "--requests", "30", "--runs", "1", "--jobs", "1").stdout

@@ -26,7 +26,7 @@ from forebay.rewriter.policy.placement import NO_CHECKPOINTS
 from forebay.rewriter.policy.policy_search import Problem, Space, frontier, search
 from forebay.rewriter.policy.policy_summary import summary, weight_tiers
 from forebay.rewriter.predict.checkpoint_shares import SHARES
-from forebay.rewriter.predict.model_shapes import load_model_shape
+from forebay.rewriter.predict.model_shapes import ModelError, load_model_shape
 
 # Of a policy's shares on the device and in host memory, as plans also hold staging buffers; nearest first.
 SCALES = sorted(((device, host) for device in (1.0, 0.9, 0.75, 0.5, 0.0) for host in (1.0, 0.9, 0.75)),
@@ -43,8 +43,11 @@ def explore_config(
     `quantize` also tries weights and cache of few bits. Raises PlanError, BudgetError, ModelError or PresetError (all
     ValueErrors) that name the field, or the binding tier and the smallest budget for it.
     """
-    wanted = request.wanted()
-    problem = Problem(load_model_shape(request.config), request.known_machine, request.prompt,
+    wanted, model = request.wanted(), load_model_shape(request.config)
+    if model.state_nbytes:
+        raise ModelError(f"{model.name}: --explore places K and V, and this model keeps other states; leave --explore "
+                         "out")
+    problem = Problem(model, request.known_machine, request.prompt,
                       request.output, capacity=dict(request.capacity), typical=request.typical)
     space = Space(batch=request.batch, closed=frozenset() if checkpoints else NO_CHECKPOINTS,
                   weight_formats=("native", SMALL_WEIGHTS.name) if quantize else ("native",),

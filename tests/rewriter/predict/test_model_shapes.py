@@ -117,6 +117,41 @@ def test_a_layer_may_attend_twice_and_pick_experts_that_have_no_weights() -> Non
     assert BlockWidths.of(layer).mixture
 
 
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+             num_key_value_heads=2, head_dim=16)
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=2, mamba_d_conv=4, mamba_expand=2,
+             num_key_value_heads=2, head_dim=16)
+EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+
+
+@pytest.mark.parametrize(("kind", "sizes", "recurrent"), [
+    ("qwen3_next", DELTA | EXPERTS | dict(shared_expert_intermediate_size=32,
+                                          layer_types=["linear_attention", "full_attention", "linear_attention"]),
+     2 * (3 * (2 * 2 * 16 + 4 * 16) * 2 + 4 * 16 * 16 * 4)),
+    ("granitemoehybrid", MAMBA | EXPERTS | dict(shared_intermediate_size=64,
+                                                layer_types=["mamba", "attention", "mamba"]),
+     2 * (3 * (8 * 16 + 2 * 2 * 16) * 2 + 8 * 16 * 16 * 4)),
+    ("falcon_h1", MAMBA | dict(mamba_d_ssm=128), 3 * (3 * (8 * 16 + 2 * 2 * 16) * 2 + 8 * 16 * 16 * 4)),
+    ("mamba2", dict(state_size=16, num_heads=8, n_groups=2, head_dim=16), 3 * (3 * (8 * 16 + 2 * 2 * 16) * 2
+                                                                               + 8 * 16 * 16 * 4))])
+def test_states_of_one_size_are_counted_by_sequence(kind: str, sizes: dict[str, Any], recurrent: int) -> None:
+    """The last inputs of a convolution, and a recurrence's numbers in fp32; K and V of the layers that attend."""
+    shape = captured(kind, torch.bfloat16, **dict(
+        hidden_size=64, num_hidden_layers=3, intermediate_size=96, num_attention_heads=4, vocab_size=128) | sizes)
+    attending = {"falcon_h1": 3, "mamba2": 0}.get(kind, 1)
+    assert shape.state_nbytes == recurrent and shape.kv_nbytes(100) == attending * 100 * 2 * 2 * 16 * 2
+    recurring = [layer for layer in shape.layers if layer.state_nbytes]
+    assert sum(layer.count for layer in recurring) == (2 if attending == 1 else 3)
+    for layer in recurring:
+        numbers = 4 * 16 * 16 if kind == "qwen3_next" else 8 * 16 * 16
+        channels = (2 * 2 * 16 + 4 * 16) if kind == "qwen3_next" else 8 * 16 + 2 * 2 * 16
+        assert layer.state_flops == (7 if kind == "qwen3_next" else 5) * numbers + 2 * 4 * channels
+        widths = BlockWidths.of(layer)
+        assert widths.elements == pytest.approx(layer.elements(ATTENTION) + layer.elements(MLP), rel=0.05)
+        if kind != "falcon_h1":  # nothing attends
+            assert layer.attended_flops(3, 1, 5, 9) == 0 == layer.kv_elements
+
+
 def test_chunks_of_tokens_are_kept_like_windows() -> None:
     shape = captured("llama4_text", hidden_size=64, num_hidden_layers=2, intermediate_size=32, intermediate_size_mlp=64,
                      num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128, num_local_experts=4,

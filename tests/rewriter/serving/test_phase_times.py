@@ -10,7 +10,7 @@ import pytest
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.partition.collectives import NVLINK, mesh_of
-from forebay.rewriter.partition.layouts import ChipLayout, PhaseWork, layer_cost, outside_cost
+from forebay.rewriter.partition.layouts import ChipLayout, PhaseWork, attention_cost, layer_cost, outside_cost
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS, LayerShape, ModelError, ModelShape, TensorShape
 from forebay.rewriter.predict.roofline import attaining, module_s
@@ -127,6 +127,31 @@ def test_the_cache_is_what_weights_leave() -> None:
         used = LLAMA.weight_nbytes + LLAMA.kv_nbytes(tokens) - t * H100.tiers["device"].capacity_nbytes
         assert -t * LLAMA.kv_nbytes(1) < used <= 0
     assert cache_tokens(LLAMA, PRESETS["rtx4090"], 1) < 0
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_states_take_their_room_and_are_read_and_written(devices: int) -> None:
+    """Of two kinds of layers one keeps states in place of K and V: of each sequence, whatever its length."""
+    attending, state = replace(LLAMA.layers[0], count=24), 1 << 20
+    recurring = replace(attending, kv_heads=0, head_dim=0, heads=1, state_nbytes=state)
+    model, plain = (replace(LLAMA, layers=(attending, layer)) for layer in (recurring, replace(recurring,
+                                                                                             state_nbytes=0)))
+    assert model.state_nbytes == 24 * state and model.kv_nbytes(7) == LLAMA.kv_nbytes(7) // 2
+    mesh, times, work = mesh_of(H100, (devices,)), MachineEstimator(H100), PhaseWork("decode", 16, 1, 700)
+    costs = [attention_cost(layer, ChipLayout("1d", (), (), "heads"), mesh, work, times, "float16")
+             for layer in (recurring, attending)]
+    assert costs[0].state_nbytes == 16 * state / devices and not costs[0].cache_nbytes and not costs[1].state_nbytes
+    assert costs[0].time_s == costs[0].memory_s == pytest.approx(times.touch_s(2 * 16 * state / devices))
+    found, without = (shape_times(each, H100, devices).decode_s(16, 700) for each in (model, plain))
+    assert found > without
+    few, many = (cache_tokens(model, H100, devices, sequences=n) for n in (1, 101))
+    assert few - many == pytest.approx(100 * model.state_nbytes / model.kv_nbytes(1), abs=2)
+    with pytest.raises(ModelError, match="tables are of Llama's layers"):
+        table_times(replace(model, layers=(replace(attending, state_nbytes=state),)), ASCEND, devices)
+    alone = replace(model, layers=(recurring,))  # any length fits
+    assert cache_tokens(alone, H100, devices) > 1 << 30 and cache_tokens(alone, H100, devices, sequences=10**6) == 0
+    moved = transfer_s(model, H100, devices, 100) - transfer_s(plain, H100, devices, 100)
+    assert moved == pytest.approx(24 * state / devices / H100.interconnect_bytes_per_s)
 
 
 def test_transfers_take_the_link_there_is() -> None:
