@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 
 from forebay.rewriter.ir.program import (
     COMPUTE,
@@ -28,6 +29,7 @@ from forebay.rewriter.predict.item_costs import (
     taken_nbytes,
     touched_nbytes,
 )
+from forebay.rewriter.predict.missed_experts import by_missed_experts
 from forebay.runtime.devices.virtual import ItemCost, run_on_streams
 from forebay.runtime.devices.virtual_threads import run_on_threads
 
@@ -48,8 +50,20 @@ class Timeline:
 
 def simulate(program: Program, machine: Machine, steps: int = STEPS, times: Estimator | None = None) -> Timeline:
     """The last of so many steps of `program` on `machine`, in seconds: with the default the steady state, with 1 the
-    first step, which finds only the prologue issued. `times` stand in the place of the machine's own."""
+    first step, which finds only the prologue issued. `times` stand in the place of the machine's own. Times of steps
+    that read experts by name are means over `by_missed_experts`, of which the spans are one in the middle."""
     times = times or MachineEstimator(machine)
+    lines = [_run(each, steps, times) for each in by_missed_experts(program)]
+    if len(lines) == 1:
+        return lines[0]
+    busy = {stream: fmean(line.busy_time_s.get(stream, 0.0) for line in lines)
+            for stream in dict.fromkeys(stream for line in lines for stream in line.busy_time_s)}
+    middle = lines[len(lines) // 2]
+    bottleneck = CORES if middle.bottleneck == CORES else max(busy, key=lambda s: busy[s])
+    return Timeline(fmean(line.time_s for line in lines), busy, bottleneck, middle.spans)
+
+
+def _run(program: Program, steps: int, times: Estimator) -> Timeline:
     known: dict[tuple, ItemCost] = {}  # equal layers cost the same
 
     def cost(item: Item) -> ItemCost:

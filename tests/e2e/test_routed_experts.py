@@ -27,6 +27,9 @@ from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import Copy, FileSlice, Launch, Program, Rows, Span, Wait
 from forebay.rewriter.ir.schedule.routed_fetch import POOL
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.predict.missed_experts import CASES, by_missed_experts
+from forebay.rewriter.predict.simulate import simulate
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices import lookups
@@ -217,6 +220,54 @@ def test_predicted_bytes_are_those_of_a_router_that_prefers_nobody(saved: Saved)
         assert lm.plan.schedule.routed.hit_rate == 4 / EXPERTS
         assert "assumed: 50 % are there, if the router picks all equally often" in explain_plan(lm.plan)
         assert lm.plan.prediction.streamed_nbytes == program.moved_nbytes() == round(3 * named * 0.5 * entry)
+
+
+@pytest.mark.parametrize(("slots", "batch"), [(6, 1), (6, 3), (3, 3), (1, 1)])
+def test_predicted_steps_are_means_over_what_layers_may_miss(saved: Saved, slots: int, batch: int) -> None:
+    """In each case all that is named is either there or comes, and on average as much comes as is planned."""
+    folder, _ = saved("qwen3_moe")
+    with wrapped(folder, slots, batch) as lm:
+        program = lm.steps.program(1)
+    cases = by_missed_experts(program)
+    assert len(cases) == CASES
+    planned, *read = (sum(copy.src.typical * copy.src.nbytes for copy in fetches(each))  # type: ignore[union-attr]
+                      for each in (program, *cases))
+    assert read == sorted(read) and read[0] < read[-1] and sum(read) / CASES == pytest.approx(planned)
+    for each in cases:
+        shares = [i.kwargs["share"] for i in each.step if isinstance(i, Launch) and "entries" in i.kwargs]
+        assert all(0 <= share <= 1 for share in shares)
+        assert sum(shares) == pytest.approx(3)  # of three layers each has all that it names
+
+
+def test_predicted_times_are_those_of_layers_that_miss_different_numbers(saved: Saved) -> None:
+    """Of two experts a layer misses none, one or both, each read in a round of its own: the mean by the probability of
+    each is longer than the time of the mean, as what is read while others are computed costs next to nothing."""
+    folder, _ = saved("qwen3_moe")
+    with wrapped(folder, 6, 1) as lm:
+        program, default = lm.steps.program(1), Machine.default()
+    links = tuple(replace(link, bandwidth_bytes_per_s=1e9, latency_s=0.0) for link in default.links)
+    machine = replace(default, links=links, memory_bytes_per_s=5e8, dispatch_s=0.0, copy_issue_s=0.0, gemm=())
+
+    def with_missing(count: int) -> Program:
+        rounds = {i.kwargs["entries"].offset for i in program.step if isinstance(i, Launch) and "entries" in i.kwargs}
+        of_round, step, copies = (1 - count / 2, min(1, count) / 2, max(0, count - 1) / 2), [], 0
+        numbers = {at: n % 3 for n, at in enumerate(sorted(rounds))}
+        for item in program.step:
+            if isinstance(item, Launch) and "entries" in item.kwargs:
+                share = of_round[numbers[item.kwargs["entries"].offset]]
+                item = replace(item, kwargs={**item.kwargs, "share": share})
+            elif isinstance(item, Copy) and isinstance(item.src, Rows) and item.src.keeps:
+                item = replace(item, src=replace(item.src, typical=of_round[1 + copies % 2] * 2 / 6))
+                copies += 1
+            step.append(item)
+        return replace(program, step=tuple(i for i in step if getattr(i, "op", "") != ASSIGN_SLOTS.name))
+
+    times = [simulate(with_missing(count), machine).time_s for count in range(3)]
+    exact = sum(share * time_s for share, time_s in zip((0.75**2, 2 * 0.75 * 0.25, 0.25**2), times, strict=True))
+    mean = simulate(replace(program, step=tuple(
+        i for i in program.step if getattr(i, "op", "") != ASSIGN_SLOTS.name)), machine).time_s
+    assert simulate(program, machine).time_s == pytest.approx(exact, rel=0.02)
+    assert mean < 0.97 * exact
 
 
 def fetches(program: Program) -> list[Copy]:
