@@ -9,10 +9,9 @@ rates  SmolLM2-135M, planned with all the memory it wants and with half of that,
        fifths of the run.
 peers  Servers side by side, each with 8 clients that ask again as soon as they are answered: completions of English
        text, greedy, streamed, in RAM, two threads. Answers are of 32 tokens (`equal`) or of 8 to 32 (`spread`).
-       `forebay` serves the GGUF file as it is and as float32; peers are llama.cpp's server on the same file (xllamacpp,
-       in the Python that `--llama` names) and `transformers serve` in float32, request by request and with continuous
-       batching (`--transformers`). The first three take turns; those of transformers have one round of `equal` after.
-       `others` are seconds of the cores that servers which should be idle took.
+       `forebay` serves the GGUF file as it is and as float32; the peer is llama.cpp's server on the same file
+       (xllamacpp, in the Python that `--llama` names). They take turns. `others` are seconds of the cores that servers
+       which should be idle took.
 ways   One server on all cores; one for each core that take requests in turn; one that computes prompts and one that
        decodes: as BestServe's strategies divide devices among instances, under the loads of `rates`. Steps are
        simulated on profiles of as many threads, measured by as many processes at once.
@@ -22,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import subprocess
@@ -146,17 +146,15 @@ def show(row: Row, kinds: Sequence[str]) -> None:
                  for kind in kinds])
 
 
-def rounds_of(
-    servers: dict[str, ServerPeer], asked: Sequence[str], rounds: int, loads: Sequence[str] = ("equal", "spread")
-) -> list[dict[str, Any]]:
+def rounds_of(servers: dict[str, ServerPeer], asked: Sequence[str], rounds: int) -> list[Row]:
     """Rounds of each in turns, and the medians; one request per client warms up."""
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     for server in servers.values():
-        closed_loop(server.port, load(server, asked[:peers.CLIENTS]), peers.CLIENTS)
-    for number, kind in ((i, kind) for i in range(rounds) for kind in loads):
+        closed_loop(server.port, load(asked[:peers.CLIENTS]), peers.CLIENTS)
+    for number, kind in itertools.product(range(rounds), ("equal", "spread")):
         for name, server in servers.items():
             idle = sum(other.used_s() for other in servers.values() if other is not server)
-            row = peers.peer_figures(closed_loop(server.port, load(server, asked, kind == "spread"), peers.CLIENTS))
+            row = peers.peer_figures(closed_loop(server.port, load(asked, kind == "spread"), peers.CLIENTS))
             row["others_s"] = sum(other.used_s() for other in servers.values() if other is not server) - idle
             found.setdefault((kind, name), []).append(row)
             print_table([shown(row) | {"round": str(number), "load": kind, "server": name}])
@@ -176,10 +174,7 @@ def measure_peers(options: argparse.Namespace) -> dict[str, Any]:
     """Rounds of all servers that there are."""
     asked = peers.texts(options.requests)
     with contextlib.ExitStack() as stack:
-        summary = rounds_of(peers.start(stack, options), asked, options.rounds) if options.rounds else []
-    for name, more in peers.TRANSFORMERS.items() if options.transformers else ():
-        with contextlib.ExitStack() as stack:
-            summary += rounds_of({name: peers.start_transformers(stack, options, *more)}, asked, 1, ["equal"])
+        summary = rounds_of(peers.start(stack, options), asked, options.rounds)
     print_table([shown(row) for row in summary])
     return {"processor": processor(), "clients": peers.CLIENTS, "prompt": peers.PROMPT, "answer": peers.ANSWER,
             "spread": peers.SPREAD, "requests": options.requests, "servers": summary}
@@ -280,8 +275,7 @@ def main() -> None:
     options = arguments(
         __doc__, CASES, requests=(int, "at each rate, or of a round"), budgets=(["full", "half"], "of rates"),
         machine=(Path, "of rates: a profile in place of this machine's kept one"),
-        llama=(str, "a Python that has xllamacpp"), transformers=(str, "a Python that has transformers and fastapi"),
-        path=("", "PYTHONPATH for that one"), rounds=(3, "at each rate, or of peers"))
+        llama=(str, "a Python that has xllamacpp"), rounds=(3, "at each rate, or of peers"))
     measure, count = CASES[options.case]
     options.requests = options.requests or count
     write_json(options, measure(options))

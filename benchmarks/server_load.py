@@ -26,7 +26,7 @@ import numpy as np
 
 from forebay.commands.options import model_folder
 from forebay.commands.prompts import load_tokenizer
-from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
+from forebay.rewriter.checkpoints.resolve import demo_gguf
 from forebay.rewriter.predict.of_programs import StepTimes
 from forebay.rewriter.serving.continuous_batching import StepDuration
 
@@ -232,9 +232,6 @@ def text_tokens() -> list[int]:
 
 CLIENTS, PROMPT, ANSWER, SPREAD = 8, 48, 32, (8, 32)
 START_S = 180.0
-# Continuous batching would take its cache of all memory there is.
-TRANSFORMERS = {"transformers float32": (), "transformers float32, batching": ("--continuous-batching",
-                                                                              "--cb-max-memory-percent", "0.05")}
 LLAMA = """
 import sys, time, xllamacpp
 p = xllamacpp.CommonParams()
@@ -249,11 +246,10 @@ while True:
 
 @dataclass(frozen=True)
 class ServerPeer:
-    """A server in a process of its own, its port, and what its requests name as the model."""
+    """A server in a process of its own, and its port."""
 
     process: int
     port: int
-    model: str
 
     def used_s(self) -> float:
         return used_s(self.process)
@@ -268,27 +264,28 @@ def free_port() -> int:
 def forebay(stack: contextlib.ExitStack, *options: str) -> ServerPeer:
     process, port, _ = stack.enter_context(serving("4GiB", "--prompt", "64", "--new-tokens", str(ANSWER),
                                                    "--batch-slots", str(CLIENTS), "--name", "demo", *options))
-    return ServerPeer(process, port, "demo")
+    return ServerPeer(process, port)
 
 
-def peer(stack: contextlib.ExitStack, command: Sequence[str], port: int, model: str, **environment: str) -> ServerPeer:
-    """One that is up when it answers a request."""
+def llama_cpp(stack: contextlib.ExitStack, python: str) -> ServerPeer:
+    """llama.cpp's server, which is up when it answers a request."""
     own = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "PYTHONPATH")}
-    process = stack.enter_context(subprocess.Popen(command, env=own | environment, text=True,
+    port = free_port()
+    process = stack.enter_context(subprocess.Popen([python, "-c", LLAMA, str(demo_gguf()), str(port)], env=own,
                                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     stack.callback(process.kill)
-    found, end = ServerPeer(process.pid, port, model), time.monotonic() + START_S
+    found, end = ServerPeer(process.pid, port), time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
-        if not closed_loop(port, load(found, ["hello"]), 1)[0].error:
+        if not closed_loop(port, load(["hello"]), 1)[0].error:
             return found
         time.sleep(1)
-    raise RuntimeError(f"{command[0]} … does not serve")
+    raise RuntimeError(f"{python} … does not serve")
 
 
-def load(to: ServerPeer, texts: Sequence[str], spread: bool = False) -> list[LoadRequest]:
+def load(texts: Sequence[str], spread: bool = False) -> list[LoadRequest]:
     chance = random.Random(1)
     return [LoadRequest(0.0, "/v1/completions", {
-        "model": to.model, "prompt": text, "max_tokens": chance.randint(*SPREAD) if spread else ANSWER,
+        "model": "demo", "prompt": text, "max_tokens": chance.randint(*SPREAD) if spread else ANSWER,
         "temperature": 0}) for text in texts]
 
 
@@ -316,13 +313,5 @@ def memory_nbytes(process: int) -> dict[str, int]:
 def start(stack: contextlib.ExitStack, options: argparse.Namespace) -> dict[str, ServerPeer]:
     found = {"forebay 4 bits": forebay(stack), "forebay float32": forebay(stack, "--dequantize")}
     if options.llama:
-        port = free_port()
-        found["llama.cpp 4 bits"] = peer(stack, [options.llama, "-c", LLAMA, str(demo_gguf()), str(port)], port, "demo")
+        found["llama.cpp 4 bits"] = llama_cpp(stack, options.llama)
     return found
-
-
-def start_transformers(stack: contextlib.ExitStack, options: argparse.Namespace, *more: str) -> ServerPeer:
-    folder, port = str(demo_checkpoint()), free_port()
-    command = [options.transformers, "-m", "transformers.cli.transformers", "serve", folder, "--port", str(port),
-               "--device", "cpu", *more]
-    return peer(stack, command, port, folder, **({"PYTHONPATH": options.path} if options.path else {}))
