@@ -20,6 +20,7 @@ class Switches:
     poison: bool = False
     no_reuse: bool = False
     graphs: bool = True
+    pdl: bool = False  # programmatic dependent launches
     verify_graphs: bool = False  # after every pass, beside the Programs
 
 
@@ -50,5 +51,6 @@ def read_switches(environment: Mapping[str, str] = os.environ) -> Switches:
         poison=flag("FOREBAY_POISON", False),
         no_reuse=flag("FOREBAY_NO_REUSE", False),
         graphs=flag("FOREBAY_GRAPHS", True),
+        pdl=flag("FOREBAY_PDL", False),
         verify_graphs=graphs,
     )

@@ -6,6 +6,7 @@ decode_attention and prefill_attention stand beside torch's SDPA, the shared max
 from __future__ import annotations
 
 import functools
+import unittest.mock
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -61,7 +62,7 @@ def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: in
 
 
 def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: int, softcap: float) -> Work:
-    from forebay.kernels.attention.prefill_attention.gpu import bind_prefill_attention
+    from forebay.kernels.attention.prefill_attention.gpu import bind_prefill_attention, loop_order
 
     heads, kv_heads, queries = place.size(heads, 4), place.size(kv_heads, 2), place.size(queries, 37)
     window = place.size(window, min(window, 11))
@@ -73,6 +74,8 @@ def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: 
     out = torch.empty(1, queries, heads, DIM, dtype=DTYPE, device=place.device)
     scoring = Scoring(scale, window, softcap)
     ours = [bind_prefill_attention(q, k, v, start, scoring, out) for q in qs]
+    with unittest.mock.patch(f"{loop_order.__module__}.loop_order", lambda *of: {**loop_order(*of), "AHEAD": False}):
+        turns = [bind_prefill_attention(q, k, v, start, scoring, out) for q in qs]
     seen = sum(min(i + 1, window or queries) for i in range(queries))
 
     def want() -> torch.Tensor:
@@ -85,7 +88,8 @@ def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: 
                                             enable_gqa=True) for q in qs]  # fmt: skip
     kind = f", window {window}" if window else ", softcap" if softcap else ""
     name = f"{heads}/{kv_heads} heads, {queries} queries{kind}"
-    return Work(name, ours, checked(ours[0], out, want), LIMITS[DTYPE], nbytes, 4 * heads * DIM * seen, rivals)
+    return Work(name, ours, checked(ours[0], out, want), LIMITS[DTYPE], nbytes, 4 * heads * DIM * seen, rivals,
+                candidates={"tiles in turn": turns})  # fmt: skip
 
 
 def attention_q_work(

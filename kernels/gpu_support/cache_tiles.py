@@ -101,10 +101,15 @@ def load_tile(
     row = t.to(tl.int64) * stride_row
     if BITS == 0:
         d, valid = lane_values(D, DP, G, GP)
-        mask = seen[:, None]
-        if D != DP:
-            mask = mask & valid[None, :]
-        x = tl.load(ptr + row[:, None] + d[None, :], mask=mask, other=0.0)
+        at = ptr + row[:, None] + d[None, :]
+        if seen is None and D == DP:
+            x = tl.load(at)
+        elif seen is None:
+            x = tl.load(at, mask=valid[None, :], other=0.0)
+        elif D == DP:
+            x = tl.load(at, mask=seen[:, None], other=0.0)
+        else:
+            x = tl.load(at, mask=seen[:, None] & valid[None, :], other=0.0)
     else:
         GROUPS: tl.constexpr = (D + G - 1) // G
         GROUPS_P: tl.constexpr = DP // GP

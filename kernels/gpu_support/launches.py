@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from forebay.kernels.gpu_support.overlap import overlapping, waiting
 from forebay.kernels.gpu_support.scratch import Scratch, scratch_of
 
 ALIGN = 16  # a kernel is compiled for addresses that are multiples of it, or for any
@@ -41,6 +42,8 @@ def bound(launch: KernelCall) -> Callable[[], None]:
 
     Hooks that profilers put into Triton are still called: while there are any, every launch is made as Triton does.
     """
+    if overlapping():
+        launch = launch._replace(kernel=waiting(launch.kernel), constants={**launch.constants, "launch_pdl": True})
     compiled: Any = None
     direct: tuple[Any, ...] | None = None
     hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook

@@ -32,8 +32,8 @@ def test_every_switch_is_read() -> None:
     assert read_switches({
         "FOREBAY_DUMP": "/d", "FOREBAY_VERIFY": "0", "FOREBAY_SKIP": "a, b,", "FOREBAY_STOP_AFTER": " c ",
         "FOREBAY_BISECT": "1", "FOREBAY_SYNC": "true", "FOREBAY_POISON": "ON", "FOREBAY_NO_REUSE": "yes",
-        "FOREBAY_GRAPHS": "off", "UNRELATED": "x",
-    }) == Switches("/d", False, ("a", "b"), "c", True, True, True, True, False)
+        "FOREBAY_GRAPHS": "off", "FOREBAY_PDL": "1", "UNRELATED": "x",
+    }) == Switches("/d", False, ("a", "b"), "c", True, True, True, True, False, True)
 
 
 @pytest.mark.parametrize("off", ["0", "false", "OFF", "no", " 0 "])

@@ -86,17 +86,39 @@ def part_nbytes(group_heads: int, dim: int) -> int:
     return 4 * group_heads * (dim + 2)
 
 
+def resident_programs(dim: int, lanes: int, itemsize: int, bits: int) -> int:
+    """Programs that a multiprocessor holds at once, as the audit counts them on sm_80 and sm_90."""
+    row_nbytes = lanes * itemsize
+    if bits and itemsize == 4:
+        return 1 if lanes > 64 else 2
+    if row_nbytes <= 128 or (bits == 4 and dim == 128):
+        return 4 if row_nbytes <= 128 and bits == 4 else 3
+    return 2 if row_nbytes <= 256 or bits == 4 else 1
+
+
 def split_count(
-    rows: int, capacity: int, positions: int, part_nbytes: int, position_nbytes: int, processors: int
+    rows: int, capacity: int, positions: int, part_nbytes: int, position_nbytes: int, processors: int, resident: int = 1
 ) -> int:
     """Shares per sequence: programs enough for the chip, and partial results of at most 1 / 24 of the cache's bytes and
-    shares of four tiles or more; 1 / 20, and a tile, as long as the programs are no more than the multiprocessors.
+    shares of four tiles or more; 1 / 8 (they stay in the L2), and two tiles, as long as the programs are no more than
+    run at once, `resident` on each multiprocessor; a tile where they are no more than the multiprocessors.
 
-    A share writes and reads part_nbytes; a position takes position_nbytes in the cache of one head.
+    More than run at once are whole waves of them, where the last wave would take longer than it is full. A share writes
+    and reads part_nbytes; a position takes position_nbytes in the cache of one head.
     """
-    shortest = max(4 * positions, 24 * 2 * part_nbytes // position_nbytes)
-    each_once = min(processors // max(1, rows), capacity // max(positions, 20 * 2 * part_nbytes // position_nbytes))
-    return max(1, min(-(-PROGRAMS_PER_PROCESSOR * processors // max(1, rows)), max(capacity // shortest, each_once)))
+    rows = max(1, rows)
+    least = 8 * 2 * part_nbytes // position_nbytes
+    shortest, wave = max(4 * positions, 3 * least), resident * processors // rows
+    each_once = min(processors // rows, capacity // max(positions, least))
+    at_once = min(wave, capacity // max(2 * positions, least))
+    most = min(-(-PROGRAMS_PER_PROCESSOR * processors // rows), max(capacity // shortest, each_once, at_once))
+    tiles = -(-capacity // positions)
+
+    def turns(splits: int) -> int:
+        """Tiles that the longest row of programs reads one after the other; each program takes one more to start."""
+        return -(-rows * splits // (resident * processors)) * (-(-tiles // splits) + 1)
+
+    return max(1, min((most // wave * wave, most), key=turns) if 0 < wave < most else most)
 
 
 def counters_nbytes(batch: int, heads: int) -> int:
@@ -119,8 +141,9 @@ def workspace_nbytes(
     part = part_nbytes(heads // kv_heads, dim)
     row_nbytes = row_sizes.row_nbytes(dim, bits, group, row_sizes.CACHE_ALIGN) if bits else dim * itemsize
     folded = product(dim, group or dim, bits, itemsize, heads // kv_heads).folded
-    positions = tile(lane_count(dim, group or dim), itemsize, bits, folded).positions
-    splits = split_count(batch * kv_heads, capacity, positions, part, 2 * row_nbytes, processors)
+    lanes = lane_count(dim, group or dim)
+    positions, resident = tile(lanes, itemsize, bits, folded).positions, resident_programs(dim, lanes, itemsize, bits)
+    splits = split_count(batch * kv_heads, capacity, positions, part, 2 * row_nbytes, processors, resident)
     return counters_nbytes(batch, heads) + batch * kv_heads * splits * part
 
 

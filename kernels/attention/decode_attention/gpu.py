@@ -193,7 +193,8 @@ def bind_view(
     chosen, product = choose(view, q.dtype.itemsize, group_heads)
     if splits is None:
         sizes = (capacity, chosen.positions, part_nbytes(group_heads, dim), position_nbytes)
-        splits = split_count(batch * kv_heads, *sizes, processor_count(q.device))
+        resident = decode_shares.resident_programs(dim, view.constants["DP"], q.dtype.itemsize, view.constants["BITS"])
+        splits = split_count(batch * kv_heads, *sizes, processor_count(q.device), resident)
     scale_log2, cap = score_factors(scoring.scale, scoring.softcap)
     limit = register_limit(view, product["FOLDED"], q.dtype == torch.bfloat16)
     shares = batch * heads * splits

@@ -19,13 +19,14 @@ from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.gpu_support.arguments import before_hopper, check_device, check_tensor, fail, stages
 from forebay.kernels.gpu_support.cache_tiles import (  # fmt: skip
     AttendedCache,
+    CacheView,
+    capped,
     contiguous_view,
     dot,
     first_seen,
     load_tile,
     round_to,
     score_factors,
-    score_log2,
     sink_weight,
 )
 from forebay.kernels.gpu_support.launches import bound, kernel_call
@@ -56,34 +57,68 @@ EXACT_ROTATED = {"typical": PrefillTile(16, 32, 4, 2), "wide": PrefillTile(16, 1
 
 
 @triton.jit
+def loaded(t, end, since, MASKED: tl.constexpr, WINDOWED: tl.constexpr, BITS: tl.constexpr):
+    """Positions t of a tile that are loaded, those before `end` and from `since` on; None: all."""
+    if not MASKED and BITS == 0:
+        seen = None
+    else:
+        seen = t < end
+        if WINDOWED:
+            seen = seen & (t >= since)
+    return seen
+
+
+@triton.jit
+def tile_scores(
+    q, k_ptr, begin, end, since, kr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, BITS: tl.constexpr,
+    T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """q times K of positions begin .. begin + T - 1, in fp32; unless MASKED all are before `end`."""
+    t = begin + tl.arange(0, T)
+    k = load_tile(k_ptr, t, loaded(t, end, since, MASKED, WINDOWED, BITS), kr, q.dtype, BITS, D, DP, G, GP)
+    return dot(q, tl.trans(k), tl.zeros((q.shape[0], T), tl.float32))
+
+
+@triton.jit
 def attend(
-    acc, total, top, q, k_ptr, v_ptr, position, oldest, since, begin, end, kr, vr, scale_log2, softcap,
+    acc, total, top, s, q, k_ptr, v_ptr, position, oldest, since, begin, end, last, kr, vr, scale_log2, softcap,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr,
+    LATE: tl.constexpr, AHEAD: tl.constexpr,
     T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """The online softmax's state after positions begin .. end - 1; unless MASKED every row sees all of them. What is
-    before `since`, which no row sees, need not be there: a factor of 0 would not take NaN away."""
+    before `since`, which no row sees, need not be there: a factor of 0 would not take NaN away. `last` ends what is
+    loaded.
+
+    LATE: the scale is applied with the subtraction of the maximum, as one instruction. AHEAD: s holds the products of
+    the tile at `begin`; those of the next tile are multiplied during the softmax, and returned. Unless MASKED, a tile
+    at `end` must then be whole.
+    """
     for t0 in range(begin, end, T):
         t = t0 + tl.arange(0, T)
-        written = t < end
-        if WINDOWED:
-            written = written & (t >= since)
-        k = load_tile(k_ptr, t, written, kr, q.dtype, BITS, D, DP, G, GP)
-        s = score_log2(q, k, scale_log2, softcap, CAPPED)
+        if AHEAD:
+            following = tile_scores(q, k_ptr, t0 + T, last, since, kr, MASKED, WINDOWED, BITS, T, D, DP, G, GP)
+        else:
+            s = tile_scores(q, k_ptr, t0, last, since, kr, MASKED, WINDOWED, BITS, T, D, DP, G, GP)
+            following = s
+        if not LATE:
+            s = capped(s * scale_log2, softcap, CAPPED)
         if MASKED:
             seen = t[None, :] <= position[:, None]
             if WINDOWED:
                 seen = seen & (t[None, :] >= oldest[:, None])
             s = tl.where(seen, s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(s - base[:, None])
+        factor = scale_log2 if LATE else 1.0
+        higher = tl.maximum(top, tl.max(s, 1) * factor)
+        base = tl.maximum(higher, -3.0e38)  # also where no score is above -inf
+        p = tl.exp2(s * factor - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
-        v = load_tile(v_ptr, t, written, vr, q.dtype, BITS, D, DP, G, GP)
+        v = load_tile(v_ptr, t, loaded(t, last, since, MASKED, WINDOWED, BITS), vr, q.dtype, BITS, D, DP, G, GP)
         acc = dot(round_to(p, q.dtype), v, acc * shrink[:, None])
         top = higher
-    return acc, total, top
+        s = following
+    return acc, total, top, s
 
 
 @triton.jit
@@ -91,12 +126,12 @@ def prefill_attention_kernel(
     q_ptr, k_ptr, v_ptr, start_ptr, sinks_ptr, out_ptr, qb, qh, qs, kb, kh, kr, vb, vh, vr, ob, os, oh,
     queries, kv_heads, group_heads, window, scale_log2, softcap,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr,
-    BITS: tl.constexpr, UNIT: tl.constexpr, POWER: tl.constexpr,
+    BITS: tl.constexpr, UNIT: tl.constexpr, POWER: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
     ROWS: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, last first as it is the longest; sequence and KV head).
 
-    Strides of k and v are multiples of UNIT.
+    Strides of k and v are multiples of UNIT. LATE and AHEAD as in `attend`, of which POWER takes no AHEAD.
     """
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     b = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -125,26 +160,30 @@ def prefill_attention_kernel(
         since = first_seen(low, window)
         begin = since // T * T
         plain_begin = tl.maximum(begin, tl.cdiv(first_seen(high, window), T) * T)
-    plain_end = tl.maximum(plain_begin, (low + 1) // T * T)
+    # Where products are made ahead, the last whole tile is left to the loop that masks: the one after may not be whole.
+    plain_end = tl.maximum(plain_begin, (low + 1) // T * T - (T if AHEAD else 0))
     acc = tl.zeros((ROWS, DP), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
+    s = tl.zeros((ROWS, T), tl.float32)
+    if AHEAD:
+        s = tile_scores(q, k_ptr, begin, high + 1, since, kr, True, WINDOWED, BITS, T, D, DP, G, GP)
     if POWER == 0:
         if WINDOWED:
-            acc, total, top = attend(
-                acc, total, top, q, k_ptr, v_ptr, position, oldest, since, begin,
-                tl.minimum(plain_begin, high + 1), kr, vr,
-                scale_log2, softcap, True, WINDOWED, CAPPED, BITS, T, D, DP, G, GP,
+            acc, total, top, s = attend(
+                acc, total, top, s, q, k_ptr, v_ptr, position, oldest, since, begin,
+                tl.minimum(plain_begin, high + 1), high + 1, kr, vr,
+                scale_log2, softcap, True, WINDOWED, CAPPED, BITS, LATE, AHEAD, T, D, DP, G, GP,
             )  # fmt: skip
-        acc, total, top = attend(
-            acc, total, top, q, k_ptr, v_ptr, position, oldest, since, plain_begin, plain_end, kr, vr,
-            scale_log2, softcap, False, WINDOWED, CAPPED, BITS, T, D, DP, G, GP,
+        acc, total, top, s = attend(
+            acc, total, top, s, q, k_ptr, v_ptr, position, oldest, since, plain_begin, plain_end, high + 1, kr, vr,
+            scale_log2, softcap, False, WINDOWED, CAPPED, BITS, LATE, AHEAD, T, D, DP, G, GP,
         )  # fmt: skip
     else:  # one loop: rotated queries that two loops read would stay in registers, and 200 to 500 values spill
         plain_end = begin
-    acc, total, top = attend(
-        acc, total, top, q, k_ptr, v_ptr, position, oldest, since, plain_end, high + 1, kr, vr,
-        scale_log2, softcap, True, WINDOWED, CAPPED, BITS, T, D, DP, G, GP,
+    acc, total, top, s = attend(
+        acc, total, top, s, q, k_ptr, v_ptr, position, oldest, since, plain_end, high + 1, high + 1, kr, vr,
+        scale_log2, softcap, True, WINDOWED, CAPPED, BITS, LATE, AHEAD, T, D, DP, G, GP,
     )  # fmt: skip
     if HAS_SINKS:
         total += sink_weight(sinks_ptr + head, present, top)
@@ -166,6 +205,14 @@ def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bo
     return (SOME if rows <= 512 else MANY)[size]
 
 
+def loop_order(scoring: Scoring, view: CacheView, chosen: PrefillTile) -> dict[str, bool]:
+    """The constants LATE and AHEAD of `attend`. Only in tiles of two warp groups does the compiler put the products of
+    the next tile among the instructions of the softmax; over packed rows both would spill."""
+    native = view.constants["BITS"] == 0
+    long = chosen.rows == MANY["typical"].rows
+    return {"LATE": native and scoring.scale > 0 >= scoring.softcap, "AHEAD": native and long}
+
+
 def bind_view(
     q: Tensor, cache: AttendedCache, scoring: Scoring, out: Tensor, sinks: Tensor | None = None
 ) -> Callable[[], None]:
@@ -184,6 +231,7 @@ def bind_view(
         *out.stride()[:3], queries, kv_heads, group_heads, scoring.window, scale_log2, cap,
         WINDOWED=scoring.window != 0, CAPPED=scoring.softcap > 0, HAS_SINKS=sinks is not None,
         UNIT=view.unit, POWER=view.power, ROWS=chosen.rows, T=chosen.positions, **view.constants,
+        **loop_order(scoring, view, chosen),
         num_warps=chosen.num_warps, num_stages=stages(chosen.num_stages),
     ))  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from forebay.kernels.gpu_support.overlap import overlap_launches
 from forebay.kernels.gpu_support.scratch import Scratch, scratch_of
 from forebay.rewriter.ir.program import (
     ATTEND,
@@ -390,4 +391,5 @@ class CudaDevice(StreamedDevice):
 
 def open_cuda(opening: Opening) -> CudaDevice:
     """Open the process's current GPU."""
+    overlap_launches(opening.switches.pdl)
     return CudaDevice(opening.reader, graphs=opening.switches.graphs, **opening.shared())

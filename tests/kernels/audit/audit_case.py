@@ -43,6 +43,7 @@ class AuditCase:
     load_nbytes: int = 16  # bytes of a main operand's loads, where its rows' alignment forbids 16 (4: not counted)
     bytes_moved: int = 0  # read and written by one call at the shape the case stands for, all programs together
     minimum_bytes: int = 0  # each input read once and each output written once, at that shape
+    most_moved: float = 1.05  # times the minimum
     aim: float = 0.0  # share of a copy's bandwidth that `benchmarks.gpu` asks for; its hot loop must allow it
     # Bytes that one program's turn of the hot loop (one program, where it has no loop) moves from and to device memory:
     # not what programs share through L2. 0: not known.

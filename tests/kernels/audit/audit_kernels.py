@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 ARCHS = ("sm_80", "sm_90", "gfx942")
 # Dynamic shared memory that one block may take (CUDA C++ programming guide, table of compute capabilities; CDNA 3 ISA).
 SHARED_NBYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
-MOST_MOVED = 1.05
 # Issue slots count no barrier, bank conflict or wait for arithmetic: a fifth of them is left for these.
 LEAST_ISSUE = 1.25
 # Of the data sheet's bandwidth, what a copy reaches (an H200: 4.3 of 4.8 TB/s); aims are shares of that.
@@ -206,7 +205,7 @@ def problems_of(
     found = []
     if shared_nbytes > SHARED_NBYTES[arch]:
         found.append(f"{shared_nbytes} bytes of shared memory, the limit is {SHARED_NBYTES[arch]}")
-    if case.bytes_moved > MOST_MOVED * case.minimum_bytes:
+    if case.bytes_moved > case.most_moved * case.minimum_bytes:
         found.append(f"moves {case.bytes_moved / max(1, case.minimum_bytes):.3f} times the minimum")
     if arch.startswith("gfx"):
         return tuple(found)

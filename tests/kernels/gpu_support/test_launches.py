@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 
+from forebay.kernels.gpu_support import launches, overlap
 from forebay.kernels.gpu_support.launches import bound, bound_with_scratch, kernel_call
 from forebay.kernels.gpu_support.scratch import scratch_of
 
@@ -37,10 +38,12 @@ class Kernel:
     def __init__(self) -> None:
         self.compiled = Compiled()
         self.own: list[tuple[Any, ...]] = []
+        self.options: list[dict[str, Any]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
         def launch(*args: Any, **constants: Any) -> Compiled:
             self.own.append((grid, *args))
+            self.options.append(constants)
             return self.compiled
 
         return launch
@@ -85,6 +88,48 @@ def test_later_calls_go_to_the_compiled_kernel_on_the_stream_of_then(driver: Dri
     rest = ("function", "metadata", None, None, None, x.data_ptr(), 4, 16, 3)
     assert kernel.compiled.sent == [(5, 6, 1, (2, 7), *rest), (5, 6, 1, (2, 9), *rest)]
     assert len(kernel.own) == 1
+
+
+@pytest.mark.parametrize(("capability", "hip", "overlaps"), [((9, 0), None, True), ((8, 0), None, False),
+                                                             ((9, 4), "6.4", False)])
+def test_launches_overlap_where_asked_from_hopper_on(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver, capability: tuple[int, int], hip: str | None, overlaps: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    kernel, copy = Kernel(), Kernel()
+    monkeypatch.setattr(launches, "waiting", {kernel: copy}.__getitem__)
+    plain = bound(kernel_call(kernel, (1,), torch.zeros(4), 4, BLOCK=16))
+    try:
+        overlap.overlap_launches(True)
+        call = bound(kernel_call(kernel, (1,), torch.zeros(4), 4, BLOCK=16))
+    finally:
+        overlap.overlap_launches(False)
+    for each in (plain, call, call):
+        each()
+    taken = copy if overlaps else kernel
+    assert taken.options[-1] == {"BLOCK": 16} | ({"launch_pdl": True} if overlaps else {})
+    assert kernel.options[0] == {"BLOCK": 16}
+    assert len(copy.own) == overlaps and len(taken.compiled.sent) == 1
+
+
+class Source:
+    """As a JITFunction, which the interpreter does not make."""
+
+    def __init__(self, fn: str) -> None:
+        self.fn = self.src = fn
+
+    def _unsafe_update_src(self, src: str) -> None:
+        self.src = src
+
+
+@pytest.mark.parametrize("head", ['def k(\n    x,\n):\n    """Two\n    lines."""\n', "def k(x):\n"])
+def test_a_copy_of_a_kernel_waits_in_its_first_lines(head: str) -> None:
+    kernel = Source(head + "    at = x\n    if at:\n        return\n")
+    copy = overlap.waiting(kernel)
+    wait = "    tl.extra.cuda.gdc_wait()\n    tl.extra.cuda.gdc_launch_dependents()\n"
+    assert copy.src == head + wait + "    at = x\n    if at:\n        return\n"
+    assert kernel.src == kernel.fn and overlap.waiting(kernel) is copy
 
 
 def test_hooks_see_every_launch(driver: Driver, hook: Callable[[], None]) -> None:

@@ -165,11 +165,28 @@ def test_shares_are_no_shorter_than_their_results_allow() -> None:
 
 def test_one_sequence_fills_the_chip_as_far_as_its_shares_pay() -> None:
     part = decode_shares.part_nbytes(4, 128)
-    for capacity, wanted in ((1024, 6), (2048, 12), (4096, 16), (8192, 32)):  # of 8 KV heads; 256 positions in the last
-        assert decode_shares.split_count(8, capacity, 64, part, 512, 132) == wanted
-        assert wanted > 16 or 2 * wanted * part * 20 <= capacity * 512
-    assert 8 * 16 <= 132 < 8 * 17
-    assert decode_shares.split_count(64, 2048, 64, part, 512, 132) == 8, "eight sequences"
+    for capacity, wanted in ((1024, 15), (2048, 16), (4096, 32), (8192, 33), (16384, 33)):  # of 8 KV heads: 264
+        assert decode_shares.split_count(8, capacity, 64, part, 512, 132, 2) == wanted
+        assert 2 * wanted * part * 8 <= capacity * 512
+    assert decode_shares.split_count(64, 2048, 64, part, 512, 132, 2) == 8, "eight sequences"
+
+
+@pytest.mark.parametrize(("bits", "position_nbytes", "resident"), [(0, 512, 2), (4, 160, 3), (8, 288, 2)])
+@pytest.mark.parametrize("rows", [1, 8, 64, 128, 300])
+def test_shares_fill_waves_of_programs(bits: int, position_nbytes: int, resident: int, rows: int) -> None:
+    """The longest row of programs reads no more than with the shares that pay in more waves than one."""
+    part = decode_shares.part_nbytes(4, 128)
+    assert decode_shares.resident_programs(128, 128, 2, bits) == resident
+
+    def tiles(capacity: int, splits: int) -> int:
+        waves = -(-rows * splits // (resident * 132))
+        return waves * (-(-capacity // 64 // splits) + 1)
+
+    for capacity in (64, 500, 2048, 4096, 16384, 100_000):
+        found = decode_shares.split_count(rows, capacity, 64, part, position_nbytes, 132, resident)
+        alone = max(1, min(-(-8 * 132 // rows), capacity // max(256, 48 * part // position_nbytes)))
+        assert tiles(capacity, found) <= tiles(capacity, alone)
+        assert 16 * part * found <= capacity * position_nbytes or found == 1
 
 
 @pytest.mark.covering(1)

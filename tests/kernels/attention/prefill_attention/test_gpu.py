@@ -48,6 +48,23 @@ def test_matches_the_definition(
     assert relative_error(out, wanted) <= LIMIT[dtype]
 
 
+@pytest.mark.parametrize(("begin", "window", "softcap", "scale"),
+                         [(0, 0, 0.0, 0.2), (37, 0, 4.0, 0.2), (131, 90, 0.0, 0.2), (53, -64, 0.0, -0.2)])
+def test_long_prompts_multiply_a_tile_ahead(begin: int, window: int, softcap: float, scale: float) -> None:
+    q, k, v = made(torch.float16, 1, 4, 1, 137, 300, 24)
+    for cache in (k, v):  # the tile ahead of the last one, too, reads what was written alone
+        cache[:, :, begin + 137 :] = math.nan
+        cache[:, :, : max(0, attention.first_seen(begin, window))] = math.nan
+    start, scoring = torch.tensor([begin]), Scoring(scale, window, softcap)
+    view = gpu.contiguous_view(k, v)
+    chosen = gpu.tile(4 * 137, view.constants["DP"], 2)
+    assert gpu.loop_order(scoring, view, chosen) == {"AHEAD": True, "LATE": scale > 0 and not softcap}
+    out = torch.full((1, 137, 4, 24), math.nan, dtype=torch.float16)
+    gpu.bind_prefill_attention(q, k, v, start, scoring, out)()
+    wanted = attention.reference(q, k.nan_to_num(), v.nan_to_num(), start, scale, window, softcap)
+    assert relative_error(out, wanted) <= LIMIT[torch.float16]
+
+
 def test_scores_that_overflow_exp() -> None:
     q, k, v = made(torch.float16, 1, 2, 1, 20, 20, 32)
     out = torch.full((1, 20, 2, 32), math.nan, dtype=torch.float16)

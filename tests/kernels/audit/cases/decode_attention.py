@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 
-from forebay.kernels.attention.decode_attention.decode_shares import part_nbytes, split_count
+from forebay.kernels.attention.decode_attention.decode_shares import (
+    part_nbytes,
+    resident_programs,
+    split_count,
+)
 from forebay.kernels.attention.decode_attention.gpu import choose, decode_attention_kernel, register_limit
 from forebay.kernels.gpu_support.cache_tiles import CacheView, contiguous_view
 from forebay.kernels.products.linear.selection import SM_COUNT
@@ -24,7 +28,8 @@ def case(
     itemsize = 4 if dtype == "fp32" else 2
     chosen, product = choose(view, itemsize, heads // kv_heads, amd)
     partial = part_nbytes(heads // kv_heads, dim)
-    splits = split_count(kv_heads, length, chosen.positions, partial, position_nbytes, SM_COUNT)
+    resident = resident_programs(dim, view.constants["DP"], itemsize, bits)
+    splits = split_count(kv_heads, length, chosen.positions, partial, position_nbytes, SM_COUNT, resident)
     pointer = "*u8" if bits else f"*{dtype}"
     signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "start_ptr": "*i64"}
     signature |= {"sinks_ptr": f"*{dtype}", "counter_ptr": "*i32", "part_ptr": "*fp32", "stat_ptr": "*fp32"}
@@ -51,6 +56,7 @@ def case(
         main_operands=2,
         bytes_moved=minimum + 2 * kv_heads * splits * partial,
         minimum_bytes=minimum,
+        most_moved=1.125,  # what shares write stays in the L2
         turn_nbytes=chosen.positions * position_nbytes,
         archs=("gfx942",) if amd else (("sm_80", "sm_90", "gfx942") if plain else ("sm_80", "sm_90")),
     )  # fmt: skip

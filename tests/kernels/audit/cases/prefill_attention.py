@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from forebay.kernels.attention.prefill_attention.gpu import (
+    loop_order,
     prefill_attention_kernel,
     tile,
 )
@@ -36,7 +37,7 @@ def case(
     signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
     constants: dict[str, Any] = {"WINDOWED": scoring.window != 0, "CAPPED": scoring.softcap > 0}
     constants |= {"HAS_SINKS": sinks}
-    constants |= {"UNIT": view.unit, "POWER": view.power}
+    constants |= {"UNIT": view.unit, "POWER": view.power, **loop_order(scoring, view, chosen)}
     # Tiles of K and V that programs of one wave share come from L2: counted is what crosses from device memory.
     nbytes = queries * (kv_heads * position_nbytes + 2 * heads * dim * itemsize)
     return AuditCase(
