@@ -75,24 +75,45 @@ template <class T, class F> FB_INLINE float row_sum(const T* x, int64_t n, F f) 
   return lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-// exp(x) for x <= 0, relative error 2e-7; below -87 the result is 0. Range reduction by ln 2 and a Taylor polynomial of
-// degree 7: |r| <= 0.347 leaves r^8 / 8! = 5e-9.
+constexpr float LOG2_E = 1.44269502f, LOG2_E_REST = 1.92596299e-8f;
+
+// 2^r times 2^n for |r| <= 0.5, relative error 2e-7 and none where r is 0: a minimax polynomial, and the exponent's bits
+// of n + EXP_MAGIC, which must lie within those of normal numbers.
+constexpr float EXP_MAGIC = 12583039.0f;  // 1.5 * 2^23: adding it rounds to an integer; and 127
+FB_INLINE vf exp2_parts(vf r, vf shifted) {
+  vf p = vf{} + 1.32647230e-3f;
+  p = p * r + 9.67151327e-3f;
+  p = p * r + 5.55073377e-2f;
+  p = p * r + 2.40222421e-1f;
+  p = p * r + 6.93146978e-1f;
+  p = p * r + 1.0f;
+  return p * (vf)((vu)shifted << 23);
+}
+
+// exp(x) for |x| <= 87, relative error 2e-7.
+FB_INLINE vf exp_within(vf x) {
+  const vf shifted = x * LOG2_E + EXP_MAGIC, n = shifted - EXP_MAGIC;
+#if defined(__FMA__) || defined(__aarch64__)  // x * LOG2_E is not rounded before n is taken off
+  return exp2_parts((x * LOG2_E - n) + x * LOG2_E_REST, shifted);
+#else
+  return exp2_parts(((x - n * 0.693359375f) + n * 2.12194440e-4f) * LOG2_E, shifted);
+#endif
+}
+
+// exp(x) for x <= 0; below -87 the result is 0.
 FB_INLINE vf exp_nonpositive(vf x) {
-  const vf magic = vf{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const vf shifted = x * 1.44269504f + magic;
-  const vf n = shifted - magic;
-  const vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  vf p = vf{} + 1.98412698e-4f;
-  p = p * r + 1.38888889e-3f;
-  p = p * r + 8.33333333e-3f;
-  p = p * r + 4.16666667e-2f;
-  p = p * r + 1.66666667e-1f;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  const vu power = ((vu)shifted - 0x4b400000u + 127u) << 23;
-  const vf y = p * (vf)power;
+  const vf y = exp_within(x);
   return x < -87.0f ? vf{} : y;
+}
+
+// 1 / x of a normal number; with AVX-512, whose division takes 16 cycles, relative error 1e-7.
+FB_INLINE vf inverse(vf x) {
+#if defined(__AVX512F__)
+  const vf y = (vf)_mm512_rcp14_ps((__m512)x);
+  return y * (2.0f - x * y);
+#else
+  return 1.0f / x;
+#endif
 }
 
 FB_INLINE vf absolute(vf x) { return x < 0.0f ? -x : x; }
@@ -120,8 +141,8 @@ enum Activation : int32_t { NONE = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 
 FB_INLINE vf activate(int32_t kind, vf x) {
   switch (kind) {
     case SILU: {
-      const vf e = exp_nonpositive(-absolute(x));
-      return (x < 0.0f ? x * e : x) / (1.0f + e);
+      const vf e = exp_within(-(x < 87.0f ? x : vf{} + 87.0f)), y = inverse(1.0f + e);
+      return x * (x < -87.0f ? vf{} : y);
     }
     case GELU: return 0.5f * x * (1.0f + erf_of(x * 0.707106781f));
     case GELU_TANH: return 0.5f * x * (1.0f + tanh_of(0.797884561f * (x + 0.044715f * x * x * x)));

@@ -23,7 +23,6 @@ namespace {
 
 constexpr int64_t DECAYS = 1 << 17;  // numbers of `a` that a task meets all its sequences with: a part of L2
 constexpr int64_t AHEAD = 1024;      // numbers of the state between one that is used and one that is called in
-constexpr float LOG2_E = 1.44269504f;
 
 // Lane j: the sum of the lanes of v[j]. Vectors two by two keep the sums of two lanes each, of one lane that is of the
 // first and one of the second; then those four by four, and so on.
@@ -41,21 +40,11 @@ FB_INLINE vf lane_sums(vf (&v)[VL]) {
 #endif
 }
 
-// 2^x for x <= 0, relative error 2e-7; below -125 the result is 0. Where x is a product that is contracted, it is not
-// rounded before the nearest integer is taken off.
-FB_INLINE vf exp2_nonpositive(vf x) {
-  const vf magic = vf{} + 12583039.0f;  // 1.5 * 2^23, and 127 for the exponent's bits
-  const vf shifted = x + magic;
-  const vf r = x - (shifted - magic);
-  vf p = vf{} + 1.53375820e-4f;
-  p = p * r + 1.33998651e-3f;
-  p = p * r + 9.61851956e-3f;
-  p = p * r + 5.55032899e-2f;
-  p = p * r + 2.40226466e-1f;
-  p = p * r + 6.93147206e-1f;
-  p = p * r + 1.0f;
-  const vf y = p * (vf)((vu)shifted << 23);
-  return shifted < magic - 125.0f ? vf{} : y;
+// 2^(scale * a), at most 1; below 2^-125 the result is 0.
+FB_INLINE vf decay_of(float scale, vf a) {
+  const vf shifted = scale * a + EXP_MAGIC;
+  const vf y = exp2_parts(scale * a - (shifted - EXP_MAGIC), shifted);
+  return shifted < EXP_MAGIC - 125.0f ? vf{} : y;
 }
 
 // Vector i of a row of n numbers, of which the last vector may have fewer than VL: its other lanes are 0.
@@ -98,7 +87,8 @@ void numbers_of(const SelectiveScanArgs& s, int64_t b, int64_t first, int n, int
     for (int i = 0; i < n; ++i) std::fill_n(state + i * s.width, wide, 0.0f);
   for (int64_t t = 0; t < count; ++t) {
     const float *bt = s.b + b * s.b_batch + t * s.b_token + from, *ct = s.c + b * s.c_batch + t * s.c_token + from;
-    vf by_b[NV], by_c[NV], sums[VL] = {};
+    vf by_b[NV], by_c[NV], sums[VL];
+    for (int j = n; j < VL; ++j) sums[j] = vf{};
     FB_UNROLL for (int i = 0; i < NV; ++i) by_b[i] = read<WHOLE>(bt, i, wide), by_c[i] = read<WHOLE>(ct, i, wide);
     alignas(64) float scale[VL], given[VL];
     const float *xt = x + t * s.x_token, *dtt = dt + t * s.dt_token;
@@ -112,13 +102,15 @@ void numbers_of(const SelectiveScanArgs& s, int64_t b, int64_t first, int n, int
     }
     for (int j = 0; j < n; ++j) {
       float* held = state + j * s.width;
+      vf sum = {};
       FB_UNROLL for (int i = 0; i < NV; ++i) {
-        const vf decay = exp2_nonpositive(scale[j] * read<WHOLE>(a + j * s.width, i, wide));
+        const vf decay = decay_of(scale[j], read<WHOLE>(a + j * s.width, i, wide));
         const vf now = decay * read<WHOLE>(held, i, wide) + given[j] * by_b[i];
         write<WHOLE>(held, i, wide, now);
-        sums[j] += WHOLE ? now * by_c[i] : within(now * by_c[i], wide - i * VL);
+        sum += WHOLE ? now * by_c[i] : within(now * by_c[i], wide - i * VL);
         __builtin_prefetch(held + i * VL + AHEAD, 0, 2);
       }
+      sums[j] = sum;
     }
     const vf sum = lane_sums(sums);
     float* to = out + t * s.out_token;

@@ -104,21 +104,33 @@ template <class T, bool WHOLE, int KNOWN> void channels_of(const ShortConvArgs& 
   }
 }
 
+// As `rounded` and `store_whole`, and numbers below the normal ones become 0 where an instruction rounds to bf16.
+template <class T> FB_INLINE vf narrowed(const T* type, vf v) { return rounded(type, v); }
+template <class T> FB_INLINE void narrow(T* to, vf v) { store_whole(to, v); }
+#if defined(__AVX512BF16__)
+FB_INLINE vf narrowed(const bf16*, vf v) {
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
+}
+FB_INLINE void narrow(bf16* to, vf v) {
+  const __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+  std::memcpy(to, &h, sizeof h);
+}
+#endif
+
 // A row of each tap: those of the state from `state` on, and `x`. What a vector of channels reads is read before it
 // writes, as rows may lie whole pages apart, where processors take one for another.
 template <class T, int KNOWN>
-FB_INLINE void one_vector(const ShortConvArgs& a, const float* weights, int64_t stride, const T* bias, const T* x,
-                          T* state, T* out) {
-  const int64_t taps = KNOWN ? KNOWN : a.taps;
+FB_INLINE void one_vector(int64_t taps, int64_t channels, bool activation, const float* weights, int64_t stride,
+                          const T* bias, const T* x, T* state, T* out) {
   Raw<T> row[KNOWN ? KNOWN : TAPS];
   FB_UNROLL for (int64_t j = 0; j < taps; ++j)
-    std::memcpy(&row[j], j + 1 < taps ? state + j * a.channels : x, sizeof row[0]);
+    std::memcpy(&row[j], j + 1 < taps ? state + j * channels : x, sizeof row[0]);
   vf sum = bias ? load(bias) : vf{};
   FB_UNROLL for (int64_t j = 0; j < taps; ++j)
     sum += load(reinterpret_cast<const T*>(&row[j])) * load(weights + j * stride);
-  FB_UNROLL for (int64_t j = 1; j < taps; ++j) std::memcpy(state + (j - 1) * a.channels, &row[j], sizeof row[0]);
-  if (a.activation) sum = activate(SILU, rounded(out, sum));
-  store_whole(out, sum);
+  FB_UNROLL for (int64_t j = 1; j < taps; ++j) std::memcpy(state + (j - 1) * channels, &row[j], sizeof row[0]);
+  if (activation) sum = activate(SILU, narrowed(out, sum));
+  narrow(out, sum);
 }
 
 // One token of each of sequences [b0, b1) over channels [c0, c1), whole vectors: their weights are turned once. Rows
@@ -134,6 +146,8 @@ void one_token(const ShortConvArgs& a, int64_t b0, int64_t b1, int64_t c0, int64
     FB_UNROLL for (int64_t j = 0; j < taps; ++j) store(turned + j * stride + c - c0, w[j]);
   }
   const T* bias = static_cast<const T*>(a.bias);
+  const int64_t channels = a.channels;
+  const bool activation = a.activation;
   for (int64_t b = b0; b < b1; ++b) {
     if (a.count[b] < 1 || a.start[b] == 0) {
       others(b);
@@ -143,13 +157,17 @@ void one_token(const ShortConvArgs& a, int64_t b0, int64_t b1, int64_t c0, int64
     T* state = static_cast<T*>(a.state) + b * (taps - 1) * a.channels;
     T* out = static_cast<T*>(a.out) + b * a.out_batch;
     const auto vector_at = [&](int64_t c) {
-      one_vector<T, KNOWN>(a, turned + c - c0, stride, bias ? bias + c : nullptr, x + c, state + c, out + c);
+      one_vector<T, KNOWN>(taps, channels, activation, turned + c - c0, stride, bias ? bias + c : nullptr, x + c,
+                           state + c, out + c);
     };
     int64_t c = c0;
     for (; c + LINE <= c1; c += LINE) {
-      FB_UNROLL for (int64_t j = 0; j + 1 < taps; ++j) __builtin_prefetch(state + j * a.channels + c + LATER, 0, 2);
-      __builtin_prefetch(x + c + LATER, 0, 2);
-      __builtin_prefetch(out + c + LATER, 1, 2);
+      const bool next = c + LATER >= c1;  // the lines wanted then are the next sequence's
+      const int64_t l = next ? std::min(c + LATER - (c1 - c0), c1) : c + LATER;
+      const T* kept = state + (next ? (taps - 1) * channels : 0) + l;
+      FB_UNROLL for (int64_t j = 0; j + 1 < taps; ++j) __builtin_prefetch(kept + j * channels, 0, 2);
+      __builtin_prefetch(x + (next ? a.x_batch : 0) + l, 0, 2);
+      __builtin_prefetch(out + (next ? a.out_batch : 0) + l, 1, 2);
       FB_UNROLL for (int i = 0; i < LINE; i += VL) vector_at(c + i);
     }
     for (; c < c1; c += VL) vector_at(c);

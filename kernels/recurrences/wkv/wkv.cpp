@@ -47,7 +47,8 @@ template <bool WHOLE> void channels_of(const WkvArgs& a, int64_t b, int64_t c, i
     put(out + t * a.out_token, seen.above / seen.below);
     s = with_token({s.above, s.below, s.exponent + decay}, k, v);
   }
-  for (int row = 0; row < 3; ++row) __builtin_prefetch(state + row * a.channels + AHEAD, 0, 2);
+  const int64_t later = AHEAD + (c + AHEAD < a.channels ? 0 : 2 * a.channels);  // or the next sequence's
+  for (int row = 0; row < 3; ++row) __builtin_prefetch(state + row * a.channels + later, 0, 2);
   __builtin_prefetch(a.k + b * a.k_batch + c + AHEAD, 0, 2);
   __builtin_prefetch(a.v + b * a.v_batch + c + AHEAD, 0, 2);
   __builtin_prefetch(out + AHEAD, 1, 2);

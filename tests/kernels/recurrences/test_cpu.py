@@ -189,6 +189,22 @@ def test_many_tokens_at_once(name: str, threads: int, monkeypatch: pytest.Monkey
     assert relative(torch.cat(outs, 1), want) < 1e-6 and relative(state, kept) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations_of_any_number(path: str, dtype: torch.dtype) -> None:
+    """One tap of weight 1, over numbers at which exponentials overflow, vanish, or are not numbers."""
+    edges = torch.tensor([0.0, 1e-30, 86.9, 87.1, 88.7, 89.0, 104.0, 1e4, 1e30, 3e38, torch.inf])
+    x = torch.cat((torch.linspace(-130, 130, 999), edges, -edges, torch.tensor([torch.nan]))).to(dtype)
+    want = torch.nn.functional.silu(x.double())
+    for tokens in (1, 2):
+        given, out = x.expand(1, tokens, -1).contiguous(), torch.full((1, tokens, len(x)), torch.nan, dtype=dtype)
+        one, state = torch.ones(1, dtype=torch.int64), torch.zeros(1, 1, len(x), dtype=dtype)
+        weight = torch.stack((torch.zeros_like(x), torch.ones_like(x)), 1)
+        SHORT_CONV.bind["cpu"](Tensors((given, weight, None, state, one, one * tokens, "silu"), {}, (out,)))()
+        finite, found = want.isfinite(), out[0, 0].double()
+        assert torch.allclose(found[finite], want[finite], ROUNDING[dtype], 1e-35)
+        assert torch.equal(found[~finite].nan_to_num(7.0), want[~finite].nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 20])
 def test_nothing_to_compute(path: str, tokens: int) -> None:
     """No columns, no keys, or no tokens: results are zeros, and a state stays."""
