@@ -29,7 +29,9 @@ from benchmarks.page_cache import PageCache, StepClock
 from benchmarks.probes import Probe, at_pace, fill_cache, moved_nbytes, moved_so_far, write_rate
 from benchmarks.sources import expert_hits
 from forebay.commands.process_memory import MemoryWatch, anonymous_nbytes
-from forebay.rewriter.ir.program import COMPUTE
+from forebay.kernels.formats.slot_state import ITEMSIZE
+from forebay.kernels.operators import ASSIGN_SLOTS
+from forebay.rewriter.ir.program import COMPUTE, Launch
 from forebay.runtime.disk.page_cache import drop_file
 
 UNLIMITED = 1 << 40
@@ -42,6 +44,7 @@ IN_RAM = "transformers in RAM"
 LIBGOMP_SPINS = "300000"  # its default, with which llama.cpp is several times faster than without spinning
 # Processors that are simulated: what oneDNN and torch call their instructions.
 LESSER = {"haswell": ("AVX2", "avx2"), "skylake-avx512": ("AVX512_CORE", "avx512")}
+MOST_FILLING = 100  # answers that fill pools: routers may leave some experts out
 ROOM = 150 << 20  # above a budget, in the kernel's limit
 GROUPS = Path("/sys/fs/cgroup")
 Order = dict[str, Any]
@@ -107,6 +110,14 @@ LONG = _by_name((
 CHECKPOINTS = _by_name(Contestant(f"forebay checkpoints {some}/{period}", options={
     "cache_tier": "disk", "checkpoints": (some, period)}) for some, period in ((0, 1), (1, 4), (1, 2), (1, 1)))
 CONTESTANTS = BLOCKS | SHARES | EXPERTS | PEERS | GGUF | LONG | CHECKPOINTS
+
+
+def empty_slots(lm: Any) -> int:
+    """Return how many slots of an open model's pools hold no expert yet."""
+    memory = lm.session.device.arenas["device"].bytes
+    states = [(item.args[1].offset, item.args[3]) for item in lm.steps.program(1).step
+              if isinstance(item, Launch) and item.op == ASSIGN_SLOTS.name]
+    return sum(int((memory[at : at + slots * ITEMSIZE].view(torch.int64) == 0).sum()) for at, slots in states)
 
 
 class Forebay:
@@ -229,12 +240,22 @@ class Forebay:
         ids = peers.prompts(order)
         self.lm.session.bound(self.lm.plan.schedule.prefill_chunk)
         self.lm.generate(ids[:, :2], max_new_tokens=2, eos_token_id=None)
-        clock, before = StepClock(PageCache([self.folder])), moved_so_far()
         how = {"do_sample": True, "top_k": 0} if order.get("draw") else {}
+        filling = self.fill_pools(ids, order["new"], how) if order.get("warm") else None
+        clock, before = StepClock(PageCache([self.folder])), moved_so_far()
         self.lm.generate(ids, max_new_tokens=order["new"], eos_token_id=None, on_token=clock.start(order["new"]), **how)
         read, written = (b - a for a, b in zip(before, moved_so_far(), strict=True))
         return peers.whole_answer(clock) | {"answer_read_nbytes": read, "answer_written_nbytes": written,
-                                           "read_nbytes": read / order["new"]}
+                                           "read_nbytes": read / order["new"], "filling": filling}
+
+    def fill_pools(self, ids: torch.Tensor, new: int, how: Mapping[str, Any]) -> Order:
+        """Answer until an expert lies in every slot, as reads into memory that nobody touched take longer; the tokens
+        that this takes, and their seconds."""
+        began, answers = time.perf_counter(), 0
+        while empty_slots(self.lm) and answers < MOST_FILLING:
+            self.lm.generate(ids, max_new_tokens=new, eos_token_id=None, **how)
+            answers += 1
+        return {"tokens": answers * new, "seconds": time.perf_counter() - began, "empty_slots": empty_slots(self.lm)}
 
     def turn(self, order: Order) -> Order:
         self.lm = self.models[order["label"]]

@@ -17,7 +17,7 @@ gguf, large  without root the kernel holds nobody to the budget, and the page ca
 ram          Forebay computes in float32 ("packed") or bf16, activations as they are and rounded to 8 bits; llama.cpp
              and OpenVINO GenAI run by their own clocks, onnxruntime-genai on its own builder's model
 experts      tokens are drawn, because greedy answers of random weights repeat themselves; models stay open, and the
-             first round fills their pools
+             first round answers until every slot of their pools holds an expert (`filling` of a plan: tokens, seconds)
 
 `peak` is anonymous memory above what the process had when it had planned (`objects`; for peers both are above their
 imports), `resident` the growth of the process, pages of files included. With `--processor haswell` (or skylake-avx512)
@@ -102,7 +102,7 @@ class OffloadCase:
     prefill: bool = False  # sample the prefill too
     capped: bool = False  # the kernel holds processes to the budget and 150 MiB
     draw: bool = False  # tokens are drawn by their probabilities
-    warm: bool = False  # models stay open from turn to turn, and the first round is not counted
+    warm: bool = False  # models stay open, and the first round is not counted: it fills the pools of experts
     most: int = 3600  # seconds of a turn
 
 
@@ -177,7 +177,8 @@ def measure(args: argparse.Namespace, case: OffloadCase, model: str, sources: So
     order: Row = {"folder": str(folder), "scratch": str(sources.scratch), "vocab": vocab,
                   "dtype": "float32" if sources.file or model == "smollm2" else "bfloat16", "budget": int(nbytes),
                   "machine": str(args.machine or sources.scratch / "machine.json"), "whole": case.whole,
-                  "steps": case.steps, "prefill": case.prefill, "most": MOST, "capped": case.capped, "draw": case.draw}
+                  "steps": case.steps, "prefill": case.prefill, "most": MOST, "capped": case.capped, "draw": case.draw,
+                  "warm": case.warm}
     processes = {name: started(name, args.threads, args.processor) for name in (*aside(case), *parts)}
     try:
         return _measured(args, case, model, sources, order, parts, processes)
@@ -283,6 +284,8 @@ def run_cell(case: OffloadCase, title: str, cell: Cell, plans: list[Row], proces
                 continue
             if "planned_step_s" in plan:
                 turn |= ask(processes, name, "predicted", asked | {rate: link[rate] for rate in RATES}) or {}
+            if filling := turn.pop("filling", None):
+                plan.setdefault("filling", filling)
             if r or not case.warm:
                 turns.append(turn | {"name": name, "cell": cell.name, "round": r, "link": link})
             predicted = f" of {turn['predicted_step_s']:.3f} predicted" if "predicted_step_s" in turn else ""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from budgets import WITH_KERNELS
 
-from benchmarks.contestants import CONTESTANTS, RATES, Forebay
+from benchmarks.contestants import CONTESTANTS, RATES, Forebay, empty_slots
 from benchmarks.models import RandomShape, make_model
 from benchmarks.offload import CASES, Cell, around, cells, settings
 from benchmarks.offload_figures import (
@@ -69,6 +69,25 @@ def test_more_sequences_fit_with_their_cache_on_disk(order: dict[str, Any]) -> N
     whole = ours.turn(order | {"whole": True})
     ours.close()
     assert len(whole["tokens"]) == 8 and len(whole["tokens"][0]) == fit + 8
+
+
+@WITH_KERNELS
+def test_pools_are_full_before_a_turn_is_timed(tmp_path: Path) -> None:
+    """Slots that no answer has touched are counted, and none are left where answers filled them; others are told."""
+    machine = tmp_path / "machine.json"
+    save_machine(Machine.default(), str(machine))
+    folder = make_model(tmp_path / "model", RandomShape(64, 2, 4, 2, 32, 128, "qwen3_moe", 16, 2))
+    order = {"path": str(folder), "scratch": str(tmp_path), "vocab": 128, "machine": str(machine), "budget": 400_000,
+             "name": "", "options": {"expert_slots": 6}, "ram": False, "share": None, "label": "", "batch": 1,
+             "prompt": 1, "new": 8, "steps": 2, "prefill": True, "whole": True, "most": 64, "draw": True}
+    ours = Forebay(order)
+    assert ours.plan(order)["pool_slots"] == 6
+    cold = ours.turn(order | {"warm": True})
+    assert empty_slots(ours.lm) == cold["filling"]["empty_slots"] == 0 < cold["filling"]["tokens"]
+    assert ours.turn(order | {"warm": True})["filling"]["tokens"] == 0 and ours.turn(order)["filling"] is None
+    ours.lm.close()
+    assert empty_slots(ours.lm) == 12  # of two layers
+    ours.close()
 
 
 def turn(name: str, step_s: float, predicted_s: float = 0.0, **more: Any) -> dict[str, Any]:
