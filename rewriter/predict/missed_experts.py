@@ -10,8 +10,8 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
+from forebay.kernels import operators
 from forebay.kernels.formats.slot_state import ITEMSIZE, SlotState
-from forebay.kernels.operators import ASSIGN_SLOTS, EXPERTS
 from forebay.rewriter.ir.program import Copy, Item, Launch, Program, Rows, TensorRef
 
 CASES = 4  # equally likely numbers of missing experts, each the mean of a quarter of them
@@ -79,7 +79,7 @@ class _Pool:
 def _pools_of(program: Program) -> dict[str, _Pool]:
     """The pools of a program's tables, by the buffers that tell of them."""
     pools = {item.args[2].buffer: _Pool(item.args[2].offset, SlotState(*item.args[3:7]))
-             for item in program.step if isinstance(item, Launch) and item.op == ASSIGN_SLOTS.name}
+             for item in program.step if isinstance(item, Launch) and operators.find(item.op) is operators.ASSIGN_SLOTS}
     told = [(item, ref, pools[ref.buffer]) for item in program.step
             if (ref := _told(item)) is not None and ref.buffer in pools]
     for item, ref, pool in told:
@@ -93,7 +93,7 @@ def _pools_of(program: Program) -> dict[str, _Pool]:
 
 def _told(item: Item) -> TensorRef | None:
     """The numbers that tell an item its experts; None for other items."""
-    if isinstance(item, Launch) and item.op == EXPERTS.name:
+    if isinstance(item, Launch) and operators.find(item.op) is operators.EXPERTS:
         return item.kwargs.get("entries")  # type: ignore[no-any-return]
     return item.src.index if isinstance(item, Copy) and isinstance(item.src, Rows) and item.src.keeps else None
 
