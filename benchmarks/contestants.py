@@ -12,7 +12,6 @@ import contextlib
 import functools
 import gc
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -42,8 +41,6 @@ RATES = ("bytes_per_s", *PACES)
 OFFLOADED = ("disk-map", "accelerate")
 IN_RAM = "transformers in RAM"
 LIBGOMP_SPINS = "300000"  # its default, with which llama.cpp is several times faster than without spinning
-# Processors that are simulated: what oneDNN and torch call their instructions.
-LESSER = {"haswell": ("AVX2", "avx2"), "skylake-avx512": ("AVX512_CORE", "avx512")}
 MOST_FILLING = 100  # answers that fill pools: routers may leave some experts out
 ROOM = 150 << 20  # above a budget, in the kernel's limit
 GROUPS = Path("/sys/fs/cgroup")
@@ -96,9 +93,7 @@ GGUF = _by_name((
     *(Contestant(name, engine, source, {"precision": precision} if precision else {}, True)
       for name, engine, source, precision in (
           ("llama.cpp in RAM", "llama.cpp", "gguf", ""), ("openvino", "openvino", "gguf", ""),
-          ("openvino bf16", "openvino", "gguf", "bf16"), ("openvino float32", "openvino", "gguf", "f32"),
-          ("onnxruntime", "onnxruntime", "onnx", ""), ("onnxruntime float32", "onnxruntime", "onnx float32", ""),
-          ("exported", "onnxruntime", "exported", ""), ("exported float32", "onnxruntime", "exported float32", ""))),
+          ("openvino bf16", "openvino", "gguf", "bf16"), ("openvino float32", "openvino", "gguf", "f32"))),
     Contestant("forebay", source="packed"), Contestant("neurostream", "neurostream", "gguf"),
     Contestant("llama.cpp", "llama.cpp", "gguf")))
 LONG = _by_name((
@@ -316,13 +311,12 @@ class LinkNow:
                         "written_bytes_per_s": write_rate(order["scratch"], machine)}
 
 
-def started(one: str, threads: int, lesser: str | None) -> IsolatedWorker:
+def started(one: str, threads: int) -> IsolatedWorker:
     """The process of a contestant, of `link`, or of who is asked for what `fits`."""
     engine = CONTESTANTS[one].engine if one in CONTESTANTS else "forebay" if one == "fits" else one
     spins = LIBGOMP_SPINS if engine == "llama.cpp" else "0"
-    held = dict(zip(("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"), LESSER[lesser], strict=True)) if lesser else {}
-    return IsolatedWorker([sys.executable, "-m", "benchmarks.contestants", engine, lesser or ""], env={
-        **os.environ, "GOMP_SPINCOUNT": spins, "OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1", **held})
+    return IsolatedWorker([sys.executable, "-m", "benchmarks.contestants", engine], env={
+        **os.environ, "GOMP_SPINCOUNT": spins, "OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1"})
 
 
 def answer(engine: str, held: list[Any], order: Order) -> Order:
@@ -381,14 +375,9 @@ def remove_limits() -> None:
 
 
 def main() -> None:
-    engine, lesser = sys.argv[1:]
-    if engine in ("forebay", "link") and lesser:
-        from forebay.kernels.cpu_support import native
-
-        native.FLAGS = tuple(re.sub("=native", f"={lesser}", flag) for flag in native.FLAGS)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.set_grad_enabled(False)
-    serve(functools.partial(answer, engine, []), stalled_s=3600.0)
+    serve(functools.partial(answer, sys.argv[1], []), stalled_s=3600.0)
 
 
 if __name__ == "__main__":

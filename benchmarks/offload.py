@@ -15,13 +15,12 @@ blocks       the block in each order, weights and cache as they are, in 4 bits (
 prediction   budgets in percent of the weights beside what the smallest plan takes
 gguf, large  without root the kernel holds nobody to the budget, and the page cache serves who maps files
 ram          Forebay computes in float32 ("packed") or bf16, activations as they are and rounded to 8 bits; llama.cpp
-             and OpenVINO GenAI run by their own clocks, onnxruntime-genai on its own builder's model
+             and OpenVINO GenAI run by their own clocks
 experts      tokens are drawn, because greedy answers of random weights repeat themselves; models stay open, and the
              first round answers until every slot of their pools holds an expert (`filling` of a plan: tokens, seconds)
 
 `peak` is anonymous memory above what the process had when it had planned (`objects`; for peers both are above their
-imports), `resident` the growth of the process, pages of files included. With `--processor haswell` (or skylake-avx512)
-kernels are compiled for that kind, and torch and oneDNN are held to its instructions.
+imports), `resident` the growth of the process, pages of files included.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ from benchmarks.contestants import (
     CHECKPOINTS,
     CONTESTANTS,
     EXPERTS,
-    LESSER,
     LONG,
     OFFLOADED,
     PEERS,
@@ -120,9 +118,7 @@ CASES = {
     "long": OffloadCase("llama3-8b of 8 layers", "1x32752+16", ",".join(("forebay w4 zigzag", *LONG)), "4GB", steps=14,
                         capped=True),
     "ram": OffloadCase("demo", "1x64+32,1x512+32", "forebay packed,forebay packed int8,forebay in bf16,forebay in bf16 "
-                       "int8,llama.cpp in RAM,openvino,openvino bf16,onnxruntime", rounds=5, whole=True),
-    "exported": OffloadCase("demo", "1x64+32,1x512+32", "exported,exported float32,onnxruntime,onnxruntime float32",
-                            rounds=5, whole=True),
+                       "int8,llama.cpp in RAM,openvino,openvino bf16", rounds=5, whole=True),
     "checkpoints": OffloadCase("opt-small", "24x96+8", ",".join(CHECKPOINTS), "24MB", whole=True),
     "experts": OffloadCase("qwen3-moe", "1x1+8", ",".join(EXPERTS), "15%,30%,50%", 6, whole=True, draw=True, warm=True),
 }
@@ -133,8 +129,6 @@ def main() -> None:
     result: Row = {"processor": processor(), "case": args.case, "arguments": {k: str(v) for k, v in vars(args).items()},
                    "memory_bytes_per_s": memory_bytes_per_s(9), "models": []}
     with tempfile.TemporaryDirectory(prefix="offload-", dir=make_cache_folder()) as scratch:
-        if args.processor:
-            os.environ["FOREBAY_CACHE"] = str(Path(scratch) / "kernels")
         for model in case.models.split(","):
             sources = Sources(model, Path(scratch))
             for budget in case.budget.split(","):
@@ -152,13 +146,12 @@ def asked() -> tuple[argparse.Namespace, OffloadCase]:
     args = arguments(
         __doc__, CASES, **{f.name: (kinds[str(f.type)], "default: the case's") for f in fields(OffloadCase)},
         limit=(math.inf, "seconds after which no turn begins"), threads=(2, "of each"),
-        processor=(str, f"run as on a lesser one: {', '.join(LESSER)}"),
         machine=(Path, "a saved profile; measured at the start if not given"))
     given = {f.name: getattr(args, f.name) for f in fields(OffloadCase) if getattr(args, f.name) is not None}
     case = replace(CASES[args.case], **given)
-    unknown = {*case.contestants.split(",")} - {*CONTESTANTS} | {args.processor} - {None, *LESSER}
+    unknown = {*case.contestants.split(",")} - {*CONTESTANTS}
     if unknown := unknown | {model for model in case.models.split(",") if not known(model)}:
-        raise SystemExit(f"no such model, contestant or processor: {', '.join(sorted(unknown))}; contestants are "
+        raise SystemExit(f"no such model or contestant: {', '.join(sorted(unknown))}; contestants are "
                          f"{', '.join(CONTESTANTS)}")
     return args, case
 
@@ -179,7 +172,7 @@ def measure(args: argparse.Namespace, case: OffloadCase, model: str, sources: So
                   "machine": str(args.machine or sources.scratch / "machine.json"), "whole": case.whole,
                   "steps": case.steps, "prefill": case.prefill, "most": MOST, "capped": case.capped, "draw": case.draw,
                   "warm": case.warm}
-    processes = {name: started(name, args.threads, args.processor) for name in (*aside(case), *parts)}
+    processes = {name: started(name, args.threads) for name in (*aside(case), *parts)}
     try:
         return _measured(args, case, model, sources, order, parts, processes)
     finally:

@@ -7,7 +7,6 @@ import functools
 import gc
 import importlib
 import importlib.util
-import json
 import os
 import re
 import time
@@ -20,7 +19,7 @@ import torch
 from benchmarks.page_cache import PageCache, StepClock
 
 MODULES = {"forebay": "forebay.api", "link": "forebay.runtime.measure.machine", "llama.cpp": "xllamacpp",
-           "openvino": "openvino_genai", "onnxruntime": "onnxruntime_genai", "neurostream": "neurostream.api",
+           "openvino": "openvino_genai", "neurostream": "neurostream.api",
            "disk-map": "accelerate", "accelerate": "accelerate", "ram": "transformers"}
 LAYER_CLASSES = ["LlamaDecoderLayer", "OPTDecoderLayer"]  # which no map of devices may split
 Order = dict[str, Any]
@@ -239,30 +238,6 @@ class OpenVino:
         return {"prefill_s": metrics.get_ttft().mean / 1e3, "steps_s": [metrics.get_tpot().mean / 1e3]}
 
 
-class OnnxRuntime:
-    """onnxruntime-genai with what its own builder makes of the checkpoint, or `forebay export`."""
-
-    def __init__(self, order: Order) -> None:
-        import onnxruntime_genai as genai
-
-        config = genai.Config(order["path"])
-        options = {"intra_op_num_threads": torch.get_num_threads(), "inter_op_num_threads": 1}
-        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
-        self.genai, self.model = genai, genai.Model(config)
-
-    def turn(self, order: Order) -> Order:
-        ids, new = prompts(order).numpy().astype("int32"), order["new"]
-        options, whole = self.genai.GeneratorParams(self.model), ids.shape[1] + new
-        options.set_search_options(max_length=whole, min_length=whole, do_sample=False)
-        generator = self.genai.Generator(self.model, options)
-        times = [time.perf_counter()]
-        generator.append_tokens(ids)
-        for _ in range(new):
-            generator.generate_next_token()
-            times.append(time.perf_counter())
-        return {"prefill_s": times[1] - times[0], "steps_s": [(times[-1] - times[1]) / (new - 1)]}
-
-
 TRANSFORMERS = ("disk-map", "accelerate", "ram")
 ENGINES: dict[str, Any] = {**dict.fromkeys(TRANSFORMERS, Transformers), "llama.cpp": LlamaCpp, "openvino": OpenVino,
-                           "onnxruntime": OnnxRuntime, "neurostream": NeuroStream}
+                           "neurostream": NeuroStream}

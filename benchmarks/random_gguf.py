@@ -144,25 +144,3 @@ def _tensors(shape: RandomShape, architecture: str) -> list[tuple[Any, ...]]:
     if architecture == "lfm2":
         return [*found, ("token_embd_norm.weight", hidden)]
     return [*found, ("output_norm.weight", hidden), ("output.weight", shape.vocab, hidden)]
-
-
-def rewrite_gguf(source: Path | str, out: Path, written: Callable[[np.ndarray], tuple[np.ndarray, str]]
-                 ) -> None:
-    """A file of all that `source`, a Llama's, holds, its matrices as `written` says of their values: content and type.
-    """
-    import gguf
-
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(out, "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.architecture")):
-            sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub)
-    for tensor in reader.tensors:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        content, kind = (values, "F32") if values.ndim == 1 else written(values)
-        writer.add_tensor(tensor.name, content, raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

@@ -1,10 +1,8 @@
-"""What the contestants of `benchmarks.offload` open: random models by name, packed, copied, converted, exported."""
+"""What the contestants of `benchmarks.offload` open: random models by name, packed, copied, converted."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +22,13 @@ class ModelForm:
 
 
 class Sources:
-    """The forms of one model: `llama` (benchmarks.models), or a GGUF file: `demo`, `demo:Q8_0`, `3b:Q4_0`."""
+    """The forms of one model: `llama` (benchmarks.models), or a GGUF file: `demo`, `3b:Q4_0`."""
 
     def __init__(self, model: str, scratch: Path) -> None:
         self.scratch = scratch
         self.name, _, kind = model.partition(":")
-        self.file = gguf_file(self.name, kind, scratch) if kind or self.name not in (*MODELS, "smollm2") else None
-        self.kind = kind or "Q4_0"
+        made = kind or self.name not in (*MODELS, "smollm2")
+        self.file = gguf_file(self.name, kind or "Q4_0") if made else None
         self.made: dict[str, ModelForm] = {}
 
     @property
@@ -58,47 +56,26 @@ class Sources:
         """A token reads all weights but the embedding's, whose matrix is the head's too in the demo."""
         import gguf
 
-        import forebay
         from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
         from forebay.rewriter.checkpoints.resolve import resolve_model
 
         sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors}
         own = sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
         out = self.scratch / f"{file.stem}-{form}"
-        if form in ("packed", "half"):
-            if form == "packed":
-                out = resolve_model(file)
-            else:
-                quantize_model(file, out, Wish("keep", head=True, embeddings=True, dtype=torch.bfloat16))
-            return ModelForm(out, model_nbytes(out) * own // sum(sizes.values()))
         if form == "gguf":
             return ModelForm(file, own)
-        native = resolve_model("demo" if self.name == "demo" else file, dequantize=True)
-        if form.startswith("exported"):
-            model, more = native, {}
-            if form == "exported":
-                model, more = self.scratch / "symmetric", {"activations": "int8"}
-                quantize_model(native, model, Wish("w4g32", (), "symmetric", head=True))
-            forebay.export(model, out, "onnx", **more)
-        else:
-            bits = "fp32" if form.endswith("float32") else "int8" if self.kind == "Q8_0" else "int4"
-            build_onnx(native, out, bits, self.scratch / "cache")
-        return ModelForm(out, onnx_nbytes(out))
+        if form == "packed":
+            out = resolve_model(file)
+        else:  # in bf16
+            quantize_model(file, out, Wish("keep", head=True, embeddings=True, dtype=torch.bfloat16))
+        return ModelForm(out, model_nbytes(out) * own // sum(sizes.values()))
 
 
-def gguf_file(name: str, kind: str, scratch: Path) -> Path:
-    """The demo, as it is in Q4_1 or quantized anew by llama.cpp's own code, or a random model."""
+def gguf_file(name: str, kind: str) -> Path:
+    """The demo, whose types are its own, or a random model."""
     from forebay.rewriter.checkpoints.resolve import demo_gguf
 
-    if name != "demo":
-        return make_gguf(name, kind)
-    if not kind:
-        return demo_gguf()
-    from benchmarks.llama_cpp import load_library
-    from benchmarks.perplexity import write_file
-
-    write_file(load_library(), out := scratch / f"demo-{kind}.gguf", kind)
-    return out
+    return demo_gguf() if name == "demo" else make_gguf(name, kind)
 
 
 def expert_hits(folder: Path, device: int) -> tuple[float, ...]:
@@ -117,25 +94,5 @@ def expert_hits(folder: Path, device: int) -> tuple[float, ...]:
 
 
 def known(model: str) -> bool:
-    return model.partition(":")[0] in (*MODELS, "smollm2", "demo", *SHAPES)
-
-
-def build_onnx(model: Path, out: Path, precision: str, cache: Path) -> None:
-    """The model in a precision ("int4") by onnxruntime-genai's own builder."""
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(model), "-o", str(out), "-e", "cpu",
-               "-p", precision, "-c", str(cache)]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    if ran.returncode:
-        raise SystemExit(f"the builder failed (it needs: pip install onnx_ir): {ran.stderr.splitlines()[-1]}")
-
-
-def onnx_nbytes(folder: Path) -> int:
-    """Bytes of weights that a token reads: all but a table of embeddings that a lookup alone reads."""
-    import onnx
-
-    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
-    looked_up = {node.input[0] for node in graph.node if node.op_type == "Gather"}
-    looked_up -= {name for node in graph.node if node.op_type != "Gather" for name in node.input}
-    tables = (tensor for tensor in graph.initializer if tensor.name in looked_up)
-    beside = sum(int(entry.value) for tensor in tables for entry in tensor.external_data if entry.key == "length")
-    return sum(path.stat().st_size for path in folder.glob("model.onnx*")) - beside
+    """Whether a model may be named so."""
+    return model in (*MODELS, "smollm2", "demo") or model.partition(":")[0] in SHAPES

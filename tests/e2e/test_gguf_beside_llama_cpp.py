@@ -64,7 +64,7 @@ def test_perplexities_are_alike(tmp_path: Path, architecture: str, settings: dic
 
 def beside(path: Path, ids: torch.Tensor) -> float:
     """llama.cpp's perplexity, by a process of its own: what it cannot compute may abort it."""
-    run = run_code("import sys, torch; from pathlib import Path; from benchmarks import llama_cpp\n"
+    run = run_code("import sys, torch; from pathlib import Path; from tests import llama_cpp\n"
                    "path, ids, window = Path(sys.argv[1]), torch.tensor(eval(sys.argv[2])), int(sys.argv[3])\n"
                    "print(llama_cpp.perplexity(path, ids, window, 1))", str(path), str(ids.tolist()), str(TOKENS))
     if run.returncode:
