@@ -40,7 +40,7 @@ def adopt_experts(model: nn.Module) -> dict[str, ExpertTable]:
     """
     found = {}
     for name, module in model.named_modules():
-        layout = experts_layout(module) or NAMED_LAYOUTS.get(type(module).__name__)
+        layout = experts_layout(module)
         if layout is not None:
             found[f"{name}.{TABLE}"] = _adopt(name, module, layout)
     return found
@@ -92,10 +92,9 @@ class ExpertsLayout(NamedTuple):
 
 
 # Modules that do not tell their layout, by the names of their classes.
-LAYOUTS = {"Llama4TextExperts": ExpertsLayout(True, True, True, False, scales_input=True),
-           "LongcatFlashExperts": ExpertsLayout(True, True, False, False)}
-# The same of modules whose parameters go by names of their own.
-NAMED_LAYOUTS = {
+LAYOUTS = {
+    "Llama4TextExperts": ExpertsLayout(True, True, True, False, scales_input=True),
+    "LongcatFlashExperts": ExpertsLayout(True, True, False, False),
     "DbrxExperts": ExpertsLayout(True, True, False, False, down_transposed=True, up=("mlp.w1", "mlp.v1"),
                                  down="mlp.w2", activation="mlp.activation_fn"),
     "JetMoeMoE": ExpertsLayout(True, True, False, False, up=("input_linear.weight",), down="output_linear.weight",
@@ -104,13 +103,14 @@ NAMED_LAYOUTS = {
 
 def experts_layout(module: Any) -> ExpertsLayout | None:
     """The layout of a module of experts; None for other modules."""
-    if "down_proj" not in module._parameters:
+    layout = LAYOUTS.get(type(module).__name__)
+    if _parameter(module, layout.down if layout else "down_proj") is None:
         return None
-    if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
+    if layout is None and hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
         gated, concatenated, transposed, biased = (bool(getattr(module, name)) for name in (
             "has_gate", "is_concatenated", "is_transposed", "has_bias"))
         return ExpertsLayout(gated, concatenated, transposed, biased)
-    return LAYOUTS.get(type(module).__name__)
+    return layout
 
 
 def _adopt(name: str, module: Any, layout: ExpertsLayout) -> ExpertTable:

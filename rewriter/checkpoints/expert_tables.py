@@ -116,10 +116,14 @@ def _packed_entries(spec: WeightSpec, made_of: Iterable[TensorRecord], nbytes: i
     """Return the format of entries of so many bytes that are made of packed rows; None where they hold values as they
     are."""
     found = [record.packed for record in made_of if record.packed is not None]
-    if found and len(found) != 2:
-        raise CheckpointError(f"of the matrices of {spec.name} some are packed and some are not; quantize the model "
-                              "again, with a format for all")
-    return replace(found[0], shape=spec.shape, transposed=False, entry_nbytes=nbytes, down=found[1]) if found else None
+    if not found:
+        return None
+    matrices = sum(len(part.shape) == 2 for part in spec.table.parts)  # type: ignore[union-attr]
+    *ups, down = found
+    if len(found) != matrices or len({(up.format, up.scale_dtype) for up in ups}) != 1:
+        raise CheckpointError(f"of the matrices of {spec.name} some are packed and some are not, or the formats of "
+                              "matrices read as one differ; quantize the model again, with a format for all")
+    return replace(ups[0], shape=spec.shape, transposed=False, entry_nbytes=nbytes, down=down)
 
 
 def table_of(spec: WeightSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

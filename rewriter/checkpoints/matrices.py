@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from forebay.rewriter.capture.experts import NAMED_LAYOUTS, experts_layout
-from forebay.rewriter.checkpoints.records import log_once
+from forebay.rewriter.capture.experts import experts_layout
 from forebay.rewriter.one_thread import one_thread
 
 
@@ -18,11 +18,32 @@ class Matrix:
 
     Roles: `linear`; `experts`, of all experts of a layer; `head`, the output head; `embedding`, of tokens; `tied`, both
     of these; `table`, looked up by something else than tokens.
+
+    Attributes:
+        module: That of the experts.
+        joined: The names of all matrices of experts whose outputs are those of one product.
+        count: Experts whose rows lie one after the other in two dimensions; 0 where they have a dimension.
     """
 
     names: tuple[str, ...]
     role: str
     transposed: bool = False
+    module: str = ""
+    joined: tuple[str, ...] = ()
+    count: int = 0
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the matrix with a dimension of experts, if it is of experts."""
+        return (self.count, shape[0] // self.count, *shape[1:]) if self.count and len(shape) == 2 else tuple(shape)
+
+    def inputs(self, shape: Sequence[int]) -> int:
+        """The number of values that each output sums over, in a tensor of this shape."""
+        return self.shape(shape)[-2 if self.transposed else -1]
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its rows of outputs, those of one expert after the other."""
+        tensor = tensor.view(self.shape(tensor.shape))
+        return (tensor.mT if self.transposed else tensor).flatten(0, -2)
 
 
 @one_thread
@@ -50,22 +71,19 @@ def find_matrices(model: nn.Module) -> dict[str, Matrix]:
     return found
 
 
-def warn_of_native_experts(model: nn.Module) -> None:
-    """Log which experts are no matrices here, so that they keep their dtype (DBRX, JetMoE)."""
-    for kind in sorted({type(module).__name__ for module in model.modules()} & NAMED_LAYOUTS.keys()):
-        log_once(f"the weights of {kind} keep their dtype: experts that lie in matrices of two dimensions are not "
-                 "quantized")
-
-
 def _expert_matrices(model: nn.Module, names: Mapping[int, Sequence[str]]) -> tuple[dict[str, Matrix], set[int]]:
     """The matrices of experts by their names, and the outputs that a router may have: a number an expert, or one."""
     found, outputs = {}, set[int]()
-    for module in model.modules():
+    for path, module in model.named_modules():
         layout = experts_layout(module)
         if layout is None:
             continue
-        for parameter in (p for p in module.parameters(recurse=False) if p.dim() == 3):
-            (name,) = names[id(parameter)]
-            found[name] = Matrix((name, f"{name}.weight"), "experts", layout.transposed)
-            outputs |= {1, parameter.shape[0]}
+        own = [name for name, each in module.named_parameters(recurse=False) if each.dim() == 3]
+        for joined in (layout.up, (layout.down,)) if layout.up else ((name,) for name in own):
+            known = tuple(names[id(module.get_parameter(name))][0] for name in joined)
+            for name, parameter in zip(known, map(module.get_parameter, joined), strict=True):
+                turned = layout.transposed or (layout.down_transposed and joined == (layout.down,))
+                count = 0 if parameter.dim() == 3 else int(module.num_experts)  # type: ignore[arg-type]
+                found[name] = Matrix((name, f"{name}.weight"), "experts", turned, path, known, count)
+                outputs |= {1, count or parameter.shape[0]}
     return found, outputs

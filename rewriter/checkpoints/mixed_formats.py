@@ -68,16 +68,20 @@ def choose_mixture(
         raise CheckpointError(f"{mixture.bits:g} bits for each value are no number of bits; name one such as 4.5")
     tensors = {source.names[t.name]: t for t in source.tensors if t.name in names}
     wanted = {name: matrices[name] for name in tensors}
-    losses = {name: _Losses(tensor, wanted[name], rounding) for name, tensor in tensors.items()}
+    alike = {matrix.joined or (name,): [tensors[each] for each in matrix.joined or (name,)]
+             for name, matrix in wanted.items()}  # of one product
+    found = {names: _Losses(own, wanted[names[0]], rounding) for names, own in alike.items()}
+    losses = {name: each for names, each in found.items() for name in names}
     measure_sensitivity(source, wanted, _windows(source, mixture), lambda name, *each: losses[name].add(*each))
-    candidates = [each.candidates() for each in losses.values()]
+    candidates = [each.candidates() for each in found.values()]
     values = sum(math.prod(tensor.shape) for tensor in tensors.values())
     least = sum(min(each.nbytes for each in own) for own in candidates)
     if least * 8 > mixture.bits * values:
         raise CheckpointError(f"{mixture.bits:g} bits for each value are too few: the smallest formats take "
                               f"{math.ceil(least * 8000 / values) / 1000:g}, with scales and padding")
     chosen = solve_mixture(candidates, int(mixture.bits * values / 8))
-    return {tensor.name: candidate.format for tensor, candidate in zip(tensors.values(), chosen, strict=True)}
+    return {tensor.name: candidate.format for own, candidate in zip(alike.values(), chosen, strict=True)
+            for tensor in own}
 
 
 def solve_mixture(candidates: Sequence[Sequence[FormatCost]], nbytes: int) -> list[FormatCost]:
@@ -113,10 +117,11 @@ def _windows(source: QuantizeSource, mixture: Mixture) -> torch.Tensor:
 class _Losses:
     """The loss that each format of a matrix adds."""
 
-    def __init__(self, tensor: SourceTensor, matrix: Matrix, rounding: str) -> None:
-        self.inputs = tensor.shape[-2 if matrix.transposed else -1]
-        self.outputs, self.rounding = math.prod(tensor.shape) // max(1, self.inputs), rounding
-        self.exact = tensor.format()
+    def __init__(self, tensors: Sequence[SourceTensor], matrix: Matrix, rounding: str) -> None:
+        self.inputs = matrix.inputs(tensors[0].shape)
+        self.outputs = sum(math.prod(each.shape) for each in tensors) // max(1, self.inputs)
+        exact = {each.format() for each in tensors}
+        self.rounding, self.exact = rounding, exact.pop() if len(exact) == 1 else ""
         wanted = [parse_format(name) for name in dict.fromkeys((*CANDIDATES, *filter(None, [self.exact])))]
         self.formats = [f for f in wanted if not product_refusal(self.inputs, f.group_size)
                         and (rounding != "symmetric" or f.symmetric or f.name == self.exact)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from forebay.rewriter.checkpoints.coded import CodedTensor
 from forebay.rewriter.checkpoints.config import write_dtype
 from forebay.rewriter.checkpoints.grouped import GroupedTensor
 from forebay.rewriter.checkpoints.identity import changed_file
-from forebay.rewriter.checkpoints.matrices import Matrix, find_matrices, warn_of_native_experts
+from forebay.rewriter.checkpoints.matrices import Matrix, find_matrices
 from forebay.rewriter.checkpoints.mixed_formats import Mixture, choose_mixture
 from forebay.rewriter.checkpoints.packed import NATIVE
 from forebay.rewriter.checkpoints.packed_writer import (
@@ -35,6 +36,7 @@ from forebay.rewriter.checkpoints.quantize_source import (
     PIECE_NBYTES,
     QuantizeSource,
     open_folder_source,
+    open_rows,
 )
 from forebay.rewriter.checkpoints.records import CheckpointError, Packed, parse_format
 from forebay.rewriter.checkpoints.rounding import fitting_scale_dtype, pack_values
@@ -89,7 +91,6 @@ def quantize_model(
         source = open_folder_source(path)
     tensors, names = source.tensors, source.names
     matrices = find_matrices(source.model)
-    warn_of_native_experts(source.model)
     for tensor in tensors:
         turned = getattr(matrices.get(names.get(tensor.name, "")), "transposed", False)
         if turned and isinstance(tensor, GroupedTensor | CodedTensor):
@@ -103,7 +104,8 @@ def quantize_model(
         settings["mixture"] = {**wish.mixture.settings, "asked": formats}
         formats = _mixed(out, source, matrices, formats, settings, wish)
     settings["formats"] = formats
-    items = [_item(t, formats[t.name], matrices[names[t.name]] if formats[t.name] != NATIVE else None, wish)
+    by_name = {names.get(t.name): t for t in reversed(tensors)}
+    items = [_item(t, formats[t.name], matrices[names[t.name]] if formats[t.name] != NATIVE else None, wish, by_name)
              for t in tensors if t.name in formats]
 
     def check() -> None:
@@ -168,7 +170,7 @@ def choose_formats(
         elif wish.rounding == "symmetric" and format != MIXED:
             format = symmetric_name(format)
         if format not in (NATIVE, MIXED):
-            _refuse_unread(format, tensor.shape[-2 if matrix.transposed else -1], tensor.name)
+            _refuse_unread(format, matrix.inputs(tensor.shape), tensor.name)
         formats[tensor.name] = format
     _refuse_halves({names[name]: format for name, format in formats.items() if name in names}, matrices)
     if unused:
@@ -178,11 +180,16 @@ def choose_formats(
 
 
 def _refuse_halves(formats: Mapping[str, str], matrices: Mapping[str, Matrix]) -> None:
-    """CheckpointError for experts of which one matrix is packed and the other is not."""
+    """CheckpointError for experts of which one matrix is packed and the other is not, or of which two of one product
+    differ."""
     packed: dict[str, dict[str, bool]] = {}
     for name, format in formats.items():
         if name in matrices and matrices[name].role == "experts":
-            packed.setdefault(name.rpartition(".")[0], {})[name] = format != NATIVE
+            packed.setdefault(matrices[name].module, {})[name] = format != NATIVE
+            other = next((each for each in matrices[name].joined if formats.get(each, format) != format), None)
+            if other is not None:
+                raise CheckpointError(f"{name} would be {format} and {other}, which is read as one with it, "
+                                      f"{formats[other]}: name one format for both")
     for own in packed.values():
         if len(set(own.values())) > 1:
             native = next(name for name, is_packed in own.items() if not is_packed)
@@ -215,27 +222,30 @@ def _refuse_unread(format: str, inputs: int = 0, name: str = "") -> None:
                               f"{keep}")
 
 
-def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, wish: Wish) -> PendingTensor:
+def _item(
+    tensor: SourceTensor, format: str, matrix: Matrix | None, wish: Wish, by_name: Mapping[str | None, SourceTensor]
+) -> PendingTensor:
     dtype = wish.dtype if wish.dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
     if matrix is None:
         return PendingTensor(tensor.name, dtype, tensor.shape,
                              lambda: (None, (piece.to(dtype) for piece in tensor.contents())))
     stored = parse_format(format)
-    inputs = tensor.shape[-2 if matrix.transposed else -1]
-    outputs = math.prod(tensor.shape) // max(1, inputs)
+    inputs, shape = matrix.inputs(tensor.shape), matrix.shape(tensor.shape)
+    outputs = math.prod(shape) // max(1, inputs)
     width = stored.row_nbytes(inputs, dtype.itemsize)
     step = max(1, PIECE_NBYTES // (4 * inputs))
 
     def packed(scale_dtype: torch.dtype) -> Packed:
-        return Packed(format, stored.bits, stored.group_size, scale_dtype, tuple(tensor.shape), dtype,
+        return Packed(format, stored.bits, stored.group_size, scale_dtype, shape, dtype,
                       matrix.transposed)
 
     def pieces() -> Pieces:
         if tensor.format() == format:
             read = tensor.repacked()
             return packed(tensor.scale_dtype), (read(n, min(n + step, outputs)) for n in range(0, outputs, step))
-        rows = tensor.rows(matrix.transposed)
-        scale_dtype = torch.bfloat16 if stored.codebook else _scale_dtype(tensor.name, rows, outputs, step)
+        rows = open_rows(tensor, matrix)
+        alike = [open_rows(by_name[name], matrix) for name in matrix.joined if by_name[name] is not tensor]
+        scale_dtype = torch.bfloat16 if stored.codebook else _scale_dtype(tensor.name, (rows, *alike), outputs, step)
 
         def piece(n: int) -> torch.Tensor:
             values = rows(n, min(n + step, outputs))
@@ -253,10 +263,10 @@ def _not_finite(name: str) -> CheckpointError:
                            f"{name}={NATIVE}")
 
 
-def _scale_dtype(name: str, rows: ReadRows, outputs: int, step: int) -> torch.dtype:
-    """fp16, or bf16 for a matrix with values that fp16 cannot hold."""
+def _scale_dtype(name: str, alike: Sequence[ReadRows], outputs: int, step: int) -> torch.dtype:
+    """fp16, or bf16 for matrices of one product with values that fp16 cannot hold."""
     most = 0.0
-    for n in range(0, outputs, step):
+    for n, rows in itertools.product(range(0, outputs, step), alike):
         piece = rows(n, min(n + step, outputs))
         if not piece.isfinite().all():
             raise _not_finite(name)

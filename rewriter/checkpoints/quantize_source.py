@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from forebay.rewriter.checkpoints.match_weights import (
     unread_tensors,
     weight_names,
 )
+from forebay.rewriter.checkpoints.matrices import Matrix
 from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import copy_model_files
@@ -166,6 +167,13 @@ def _file_tensors(checkpoint: Checkpoint) -> list[SourceTensor]:
         made += grouped
     ordered = sorted(checkpoint.tensors.values(), key=lambda r: (r.path, r.offset, r.name))
     return made + [FileTensor(record) for record in ordered if record.name not in parts]
+
+
+def open_rows(tensor: SourceTensor, matrix: Matrix) -> ReadRows:
+    """Rows of a matrix's outputs in float32, also where those of all experts lie in two dimensions."""
+    if matrix.count and isinstance(tensor, FileTensor):
+        tensor = FileTensor(replace(tensor.record, shape=matrix.shape(tensor.shape)))
+    return tensor.rows(matrix.transposed)
 
 
 def _contents_fingerprint(checkpoint: Checkpoint) -> str:

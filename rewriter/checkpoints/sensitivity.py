@@ -202,9 +202,9 @@ def _noted_experts(own: str, name: str, matrix: Matrix, note: Note) -> Callable[
     squared."""
     def hook(module: Any, given: Any) -> None:
         def arrived(weight: torch.Tensor) -> None:
-            assert weight.grad is not None
-            each = [part.detach().mT if matrix.transposed else part.detach() for part in (weight, weight.grad)]
-            note(name, each[0].flatten(0, -2), each[1].flatten(0, -2).square())
+            if weight.grad is None:
+                return  # told already: the module was called several times, as for each expert
+            note(name, matrix.rows(weight.detach()), matrix.rows(weight.grad).square())
             weight.grad = None
 
         if torch.is_grad_enabled():
