@@ -44,8 +44,28 @@ def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> No
                 node, stored.in_features, stored.bits, stored.group_size, stored.scale_dtype, stored.dtype,
                 stored.transposed, stored.symmetric, stored.codebook))
         value.meta = {"val": original, "layer": readers[0].meta.get("layer", -1), "made_by": "quantize_weights"}
+        if original.dim() == 3:
+            _read_stacked(gm.graph, node, value)
+            continue
         for user in readers:
             user.replace_input_with(node, value)
+
+
+def _read_stacked(graph: fx.Graph, node: fx.Node, value: fx.Node) -> None:
+    """Let readers of a matrix of each expert [E, N, K], which is `node`, have the values of its rows, [E * N, K]: those
+    that flatten it as they are, others with the dimension of experts."""
+    stacked = value.meta["val"]
+    value.meta["val"] = rows = stacked.flatten(0, 1)
+    readers = [user for user in node.users if user is not value and user.op != "call_module"]
+    for user in readers:
+        if user.target is aten.view.default and user.meta["val"].shape == rows.shape:
+            user.replace_all_uses_with(value)
+            graph.erase_node(user)
+            continue
+        with graph.inserting_before(user):
+            view = graph.call_function(aten.view.default, (value, list(stacked.shape)))
+        view.meta = {**value.meta, "val": stacked}
+        user.replace_input_with(node, view)
 
 
 def _read_packed_experts(user: fx.Node, up: RowFormat, down: RowFormat) -> None:

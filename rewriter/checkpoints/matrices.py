@@ -11,6 +11,8 @@ from torch import nn
 from forebay.rewriter.capture.experts import experts_layout
 from forebay.rewriter.one_thread import one_thread
 
+STACKS = ("JetMoeParallelExperts",)  # modules whose weight has a matrix of each expert, also outside of mixtures
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -86,4 +88,7 @@ def _expert_matrices(model: nn.Module, names: Mapping[int, Sequence[str]]) -> tu
                 count = 0 if parameter.dim() == 3 else int(module.num_experts)  # type: ignore[arg-type]
                 found[name] = Matrix((name, f"{name}.weight"), "experts", turned, path, known, count)
                 outputs |= {1, count or parameter.shape[0]}
+    for path, module in model.named_modules():
+        if type(module).__name__ in STACKS and f"{path}.weight" not in found:
+            found[f"{path}.weight"] = Matrix((f"{path}.weight",), "experts", module=path)
     return found, outputs

@@ -78,7 +78,7 @@ def test_same_tokens_as_unpacked_weights_at_any_budget(saved: Saved, tmp_path: P
 
 def test_routers_stay_and_experts_shrink(saved: Saved, tmp_path: Path) -> None:
     for family, router, packed_ones in (("granitemoe", "router.layer.weight", 6), ("qwen3_moe", "mlp.gate.weight", 6),
-                                        ("dbrx", "router.layer.weight", 9), ("jetmoe", "mlp.router.layer.weight", 6)):
+                                        ("dbrx", "router.layer.weight", 9), ("jetmoe", "mlp.router.layer.weight", 12)):
         packed = quantize_model(saved(family), tmp_path / family, Wish("w4g32"))
         kept = {name: record for name, record in packed.tensors.items() if name.endswith(router)}
         assert len(kept) == 3 and all(record.packed is None for record in kept.values())
