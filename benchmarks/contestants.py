@@ -93,7 +93,7 @@ GGUF = _by_name((
     *(Contestant(name, engine, source, {"precision": precision} if precision else {}, True)
       for name, engine, source, precision in (
           ("llama.cpp in RAM", "llama.cpp", "gguf", ""), ("openvino", "openvino", "gguf", ""),
-          ("openvino bf16", "openvino", "gguf", "bf16"), ("openvino float32", "openvino", "gguf", "f32"))),
+          ("openvino bf16", "openvino", "gguf", "bf16"))),
     Contestant("forebay", source="packed"), Contestant("neurostream", "neurostream", "gguf"),
     Contestant("llama.cpp", "llama.cpp", "gguf")))
 LONG = _by_name((

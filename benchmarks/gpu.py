@@ -7,15 +7,13 @@
 
 Writes benchmarks/results/<gpu>-<date>.json, and the table of inflection points to selection-<gpu>.json in
 kernels/products/linear, where plans for such a GPU find it from then on; the same to $OUT where it is set. Shapes that
-were not timed keep what
-the table held for them. Times are medians of 30 CUDA graphs of calls over rotating buffers that together exceed the L2
-(`gpu_cases/timing.py`). An aim that is missed says so in the table of results. Cases run in a process apart, so that
-one that faults or hangs is one failed row; results are written after each module.
+were not timed keep what the table held for them. Times are medians of 30 CUDA graphs of calls over rotating buffers
+that together exceed the L2 (`gpu_cases/timing.py`). An aim that is missed says so in the table of results. Cases run in
+a process apart, so that one that faults or hangs is one failed row; results are written after each module.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import functools
 import importlib
@@ -34,7 +32,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import arguments, listed, write_json
 from benchmarks.gpu_cases.case import Case, Place, Work
+from benchmarks.isolated import IsolatedWorker, check_gpu, serve
 from forebay.runtime.devices.cpu.kind import CPU
 from forebay.runtime.devices.cuda.kind import CUDA
 
@@ -173,7 +173,7 @@ def warm_in_parallel(arguments: list[str]) -> None:
     """Compile in several processes, as one would take most of the time there is."""
     count = max(1, min(12, (os.cpu_count() or 2) - 2))
     command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    workers = [subprocess.Popen([*command, "--warm", str(i), str(count)]) for i in range(count)]
+    workers = [subprocess.Popen([*command, "--warm", f"{i},{count}"]) for i in range(count)]
     try:
         for worker in workers:
             worker.wait(max(1.0, STARTED + WARM_LIMIT_S - time.monotonic()))
@@ -212,34 +212,19 @@ def write(rows: list[Row], ceilings: dict[str, float], tables: bool = True, name
     return files
 
 
-def answer(cases: list[Case], place: Place, ceilings: dict[str, float], match: str) -> None:
-    """Run the cases whose numbers come on standard input."""
-    from benchmarks.isolated import check_gpu, serve
-
-    serve(lambda number: run_case(cases[number], place, ceilings, match), check_gpu)
-
-
-def read_options() -> argparse.Namespace:
-    """What the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--interpret", action="store_true", help="check at tiny shapes under Triton's interpreter")
-    parser.add_argument("--tiny", action="store_true", help="check at tiny shapes on the GPU, in this process")
-    parser.add_argument("--ops", default="", help="only these, by comma")
-    parser.add_argument("--match", default="", help="only shapes in which this regular expression is found; no table")
-    parser.add_argument("--name", default="", help="what the file of results is called beside the GPU and the day")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which no case is begun")
-    parser.add_argument("--answer", metavar="CEILINGS", help=argparse.SUPPRESS)
-    parser.add_argument("--warm", nargs=2, type=int, metavar=("I", "N"), help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
 def main() -> int:
-    options = read_options()
-    ops = set(filter(None, options.ops.split(",")))
+    options = arguments(
+        __doc__, interpret=(False, "check at tiny shapes under Triton's interpreter"),
+        tiny=(False, "check at tiny shapes on the GPU, in this process"), ops=(listed(str), "only these"),
+        match=("", "only shapes in which this regular expression is found; no table"),
+        name=("", "what the file of results is called beside the GPU and the day"),
+        limit=(LIMIT_S, "seconds after which no case is begun"), answer=(str, "ceilings, of a process that is asked"),
+        warm=(listed(int), "first case and step, of a process that compiles"))
+    ops = options.ops or []
     if options.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     tiny = options.interpret or options.tiny
-    families = all_cases(tiny, ops)
+    families = all_cases(tiny, set(ops))
     cases = [case for found in families.values() for case in found]
     if not options.interpret and not torch.cuda.is_available():
         print("benchmarks.gpu: no CUDA device; --interpret checks the kernels without one")
@@ -248,6 +233,7 @@ def main() -> int:
         here = Place(torch.device(CPU.name if options.interpret else CUDA.name), tiny=True)
         rows = run_all(families, lambda number: run_case(cases[number], here, {}, options.match), False,
                        lambda rows: None)
+        write_json(options, rows)
         return int(any("failed" in row for row in rows))
     place = Place(torch.device(CUDA.name, 0), False, torch.cuda.get_device_properties(0).L2_cache_size)
     if options.warm:
@@ -255,10 +241,10 @@ def main() -> int:
         warm(place, cases[first::step], options.match)
         return 0
     if options.answer:
-        answer(cases, place, json.loads(options.answer), options.match)
+        known = json.loads(options.answer)
+        serve(lambda number: run_case(cases[number], place, known, options.match), check_gpu)
         return 0
     from benchmarks.gpu_cases.timing import ceilings, uncaptured
-    from benchmarks.isolated import IsolatedWorker
     from forebay.kernels.products.linear import selection
 
     selection.table_of(torch.cuda.get_device_name())  # one that cannot be read, and so not added to, is refused now
@@ -270,17 +256,17 @@ def main() -> int:
         f"{limits['read_bytes_per_s'] / 1e9:.0f} GB/s, bf16 matmul "
         f"{limits['matmul_bf16_flop_per_s'] / 1e12:.0f} TFLOP/s, from pinned memory "
         f"{limits['host_to_device_bytes_per_s'] / 1e9:.1f} GB/s")  # fmt: skip
-    warm_in_parallel(["--ops", options.ops, "--match", options.match])
+    asked = ["--ops", ",".join(ops), "--match", options.match]
+    warm_in_parallel(asked)
     say("compiled")
-    command = [sys.executable, "-m", "benchmarks.gpu", "--ops", options.ops, "--match", options.match, "--answer",
-               json.dumps(limits)]
-    worker = IsolatedWorker(command)
+    worker = IsolatedWorker([sys.executable, "-m", "benchmarks.gpu", *asked, "--answer", json.dumps(limits)])
     keep = functools.partial(write, ceilings=limits, tables=not options.match, name=options.name)
     try:
         rows = run_all(families, lambda number: worker.ask(number, CASE_S), True, keep, options.limit)
     finally:
         worker.close()
     say("written: " + ", ".join(map(str, keep(rows))))
+    write_json(options, rows)
     missed = sum(not a["met"] for row in rows for a in row.get("aims", []))
     failed, skipped = (sum(what in row for row in rows) for what in ("failed", "skipped"))
     say(f"{len(rows)} cases: {failed} failed, {skipped} left out, {missed} aims missed")

@@ -11,7 +11,6 @@ what torch's allocator reserved is counted, what CUDA itself takes (`context_nby
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import functools
 import json
@@ -28,6 +27,7 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.command import arguments, write_json
 from benchmarks.gpu import STARTED, say
 from benchmarks.gpu_cases import offloaded, resident
 from benchmarks.gpu_cases.large_steps import (
@@ -264,15 +264,11 @@ def line(job: Row, row: Row) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help="only these, by comma; default: %(default)s")
-    parser.add_argument("--match", default="", help="only jobs in whose line this regular expression is found")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for the whole run")
-    parser.add_argument("--answer", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    parts = options.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
-        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    options = arguments(
+        __doc__, parts=([*PARTS], "only these"), match=("", "only jobs in whose line this regular expression is found"),
+        limit=(LIMIT_S, "seconds for the whole run"), answer=(Path, "folder of a process that is asked"))
+    if unknown := {*options.parts} - {*PARTS}:
+        raise SystemExit(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu_offload: torch finds no GPU here")
     if options.answer:
@@ -295,7 +291,7 @@ def main() -> int:
         worker = IsolatedWorker([sys.executable, "-m", "benchmarks.gpu_offload", "--answer", scratch])
         try:
             for number, job in enumerate(jobs()):
-                if job["part"] not in parts or not re.search(options.match, name_of(job)):
+                if job["part"] not in options.parts or not re.search(options.match, name_of(job)):
                     continue
                 left = STARTED + options.limit - time.monotonic()
                 row: Row = {"skipped": "left out, no time left"}
@@ -304,6 +300,7 @@ def main() -> int:
                 result["rows"].append(job | row)
                 say(line(job, row))
                 target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                write_json(options, result)
         finally:
             worker.close()
     say(f"written to {target}")

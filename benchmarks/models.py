@@ -1,4 +1,4 @@
-"""Random-weight checkpoints in bf16, made once in the cache folder: `python -m benchmarks.models [NAME]` prints where.
+"""Random-weight checkpoints in bf16, made once in the cache folder.
 
 Written shard by shard, so that making one takes the memory of a shard (400 MB), not of the model.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -28,9 +27,8 @@ class RandomShape:
     """Sizes of a model; the default is the Llama of 1.77 GB that most measurements are made on.
 
     `family` is a model type of transformers: `opt` has a key and a value for each query head, and biases. A layer
-    of `qwen3_moe` has `experts` of `intermediate` units, and a token picks `picks` of them. With `skew` routers
-    prefer some: the row of expert e is (e + 1)**-skew times as long. A `window` is a Mistral's. In blocks of
-    `gpt_neox` attention and the feed-forward are parallel, unless they are `serial`.
+    of `qwen3_moe` has `experts` of `intermediate` units, and a token picks `picks` of them. A `window` is a
+    Mistral's. In blocks of `gpt_neox` attention and the feed-forward are parallel, unless they are `serial`.
     """
 
     hidden: int = 2048
@@ -42,7 +40,6 @@ class RandomShape:
     family: str = "llama"
     experts: int = 0
     picks: int = 0
-    skew: float = 0.0
     head_dim: int = 0  # 0: hidden / heads
     positions: int = POSITIONS
     tied: bool = False  # the head's weights are the embedding's
@@ -57,8 +54,8 @@ class RandomShape:
     @property
     def title(self) -> str:
         """What a folder is called."""
-        *sizes, family, experts, picks, skew, _, positions, _, _, serial = astuple(self)
-        others = (experts, picks, skew) if experts else () if positions == POSITIONS else (f"{positions}-positions",)
+        *sizes, family, experts, picks, _, positions, _, _, serial = astuple(self)
+        others = (experts, picks) if experts else () if positions == POSITIONS else (f"{positions}-positions",)
         return "-".join(map(str, (family, *sizes, *others, *(["serial"] if serial else []))))
 
 
@@ -66,11 +63,7 @@ MODELS = {
     "llama3-8b": RandomShape(4096, 32, 32, 8, 14336, 128256),
     "llama3-8b of 8 layers": RandomShape(4096, 8, 32, 8, 14336, positions=131072),
     "llama": RandomShape(), "opt": RandomShape(2048, 14, 32, 32, 8192, 50272, "opt", tied=True),
-    "llama-medium": RandomShape(1024, 8, 8, 4, 2816, 8192),
-    "opt-medium": RandomShape(1024, 7, 16, 16, 4096, 8192, "opt", tied=True),
     "qwen3-moe": RandomShape(2048, 4, 32, 4, 768, 32000, "qwen3_moe", 128, 8),
-    "qwen3-moe-skewed": RandomShape(2048, 4, 32, 4, 768, 32000, "qwen3_moe", 128, 8, 0.5),
-    "qwen3-moe-small": RandomShape(512, 4, 8, 4, 128, 2048, "qwen3_moe", 32, 4),
     "llama-small": RandomShape(512, 6, 8, 4, 1408, 8192),
     "parallel": RandomShape(512, 6, 8, 8, 2048, 8192, "gpt_neox"),
     "serial": RandomShape(512, 6, 8, 8, 2048, 8192, "gpt_neox", serial=True),
@@ -120,8 +113,6 @@ def make_model(folder: Path, shape: RandomShape = RandomShape(), dtype: torch.dt
             value.fill_(0 if name.endswith("bias") else 1)
         else:
             value.normal_(0, SPREAD, generator=generator)
-        if name.endswith("mlp.gate.weight"):
-            value *= (torch.arange(1, shape.experts + 1, device=device) ** -shape.skew)[:, None]
         if held + value.nbytes > SHARD_NBYTES:
             flush()
             held = 0
@@ -172,7 +163,3 @@ def _tensors(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield from ((f"{at}.{expert}.down_proj.weight", tuple(value.shape[1:])) for expert in range(len(value)))
         elif name != "lm_head.weight" or not config.tie_word_embeddings:
             yield name, tuple(value.shape)
-
-
-if __name__ == "__main__":
-    print(model_folder(sys.argv[1] if len(sys.argv) > 1 else "llama"))

@@ -20,7 +20,7 @@ from benchmarks.page_cache import PageCache, StepClock
 
 MODULES = {"forebay": "forebay.api", "link": "forebay.runtime.measure.machine", "llama.cpp": "xllamacpp",
            "openvino": "openvino_genai", "neurostream": "neurostream.api",
-           "disk-map": "accelerate", "accelerate": "accelerate", "ram": "transformers"}
+           "disk-map": "accelerate", "accelerate": "accelerate", "ram": "transformers", "flexgen": "flexgen.flex_opt"}
 LAYER_CLASSES = ["LlamaDecoderLayer", "OPTDecoderLayer"]  # which no map of devices may split
 Order = dict[str, Any]
 

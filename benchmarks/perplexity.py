@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.command import arguments, listed, write_json
-from forebay.commands.evaluate import open_scorer, perplexity
+from forebay.commands.evaluate import open_scorer, perplexity, tokenize
 from forebay.kernels.formats.codebooks import GRIDS
 from forebay.kernels.formats.table import ACTIVATION_FORMATS, CACHE_FORMATS, WEIGHT_FORMATS
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
@@ -49,20 +49,12 @@ def by_programs(model: Path, wish: Wish | None, options: Options, ids: torch.Ten
         return perplexity(lm, ids, WINDOW).perplexity
 
 
-def text_ids(folder: Path, text: Path) -> torch.Tensor:
-    """The tokens [T] of a text file by the model's tokenizer."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return torch.tensor(tokenizer(text.read_text(encoding="utf-8"), verbose=False)["input_ids"])
-
-
 def main() -> None:
     args = arguments(__doc__, text=(TEXT, "file of text"), tokens=(16384, "of the text"),
                      only=(listed(str), "names of rows; the reference is always one"), threads=(2, "of torch"))
     torch.set_num_threads(args.threads)
     folder = resolve_model("demo", dequantize=True)
-    ids = text_ids(folder, args.text)[: args.tokens + 1]
+    ids = tokenize(folder, args.text.read_text(encoding="utf-8")).ids[: args.tokens + 1]
     rows, began = [], time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         for name in dict.fromkeys(("reference", *(args.only or FORMATS))):

@@ -20,7 +20,6 @@ SHAPES = {"1b": RandomShape(2048, 22, 32, 4, 5632, VOCAB), "3b": RandomShape(307
           "qwen3-14b": RandomShape(5120, 40, 40, 8, 17408, 151936),
           "qwen3-32b": RandomShape(5120, 64, 64, 8, 25600, 151936, head_dim=128),
           "qwen3moe-5gb": RandomShape(2048, 14, 32, 4, 768, VOCAB, "qwen3moe", 128, 8, head_dim=128),
-          "qwen3moe-5gb-skewed": RandomShape(2048, 14, 32, 4, 768, VOCAB, "qwen3moe", 128, 8, 0.5, 128),
           "qwen3next-2gb": RandomShape(2048, 8, 16, 2, 512, VOCAB, "qwen3_next", 128, 10, head_dim=256),
           "qwen3-1b": RandomShape(2048, 16, 16, 8, 6144, VOCAB), "qwen3-2b": RandomShape(2048, 30, 16, 8, 6144, VOCAB),
           "lfm2-350m": RandomShape(1024, 16, 16, 8, 4608, VOCAB), "lfm2-1b": RandomShape(2048, 16, 32, 8, 8192, VOCAB)}
@@ -76,8 +75,7 @@ def make_gguf(size: str, kind: str) -> Path:
         if len(sizes) == 1:
             writer.write_tensor_data(np.full(sizes, -1.0 if name.endswith("ssm_a") else 1.0, np.float32))
         elif is_router(name):
-            length = SPREAD * np.arange(1, sizes[0] + 1)[:, None] ** -shape.skew
-            writer.write_tensor_data((random.standard_normal(sizes) * length).astype(np.float32))
+            writer.write_tensor_data((random.standard_normal(sizes) * SPREAD).astype(np.float32))
         else:
             blocks = random.integers(0, 256, (math.prod(sizes[:-1]), sizes[-1] // elements, nbytes), np.uint8)
             blocks = CODES[kind].astype(np.uint8)[blocks]

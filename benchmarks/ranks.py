@@ -250,11 +250,7 @@ def show(rows: Sequence[Row]) -> None:
 def main() -> None:
     args = arguments(__doc__, cells=([*range(len(CELLS))], "numbers of layouts"), prompt=(32, "tokens"),
                      new=(10, "tokens"), rounds=(5, "visits of each layout"),
-                     machine=(Path, "a saved profile; what it lacks is measured at the start"),
-                     show=(Path, "print the rows of such a file and measure nothing"))
-    if args.show:
-        show(json.loads(args.show.read_text())["rows"])
-        return
+                     machine=(Path, "a saved profile; what it lacks is measured at the start"))
     if not has_launcher():
         os.environ["OMP_NUM_THREADS"] = "1"
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "-m",

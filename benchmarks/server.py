@@ -153,9 +153,9 @@ def rounds_of(servers: dict[str, ServerPeer], asked: Sequence[str], rounds: int)
         closed_loop(server.port, load(asked[:peers.CLIENTS]), peers.CLIENTS)
     for number, kind in itertools.product(range(rounds), ("equal", "spread")):
         for name, server in servers.items():
-            idle = sum(other.used_s() for other in servers.values() if other is not server)
+            idle = sum(used_s(other.process) for other in servers.values() if other is not server)
             row = peers.peer_figures(closed_loop(server.port, load(asked, kind == "spread"), peers.CLIENTS))
-            row["others_s"] = sum(other.used_s() for other in servers.values() if other is not server) - idle
+            row["others_s"] = sum(used_s(other.process) for other in servers.values() if other is not server) - idle
             found.setdefault((kind, name), []).append(row)
             print_table([shown(row) | {"round": str(number), "load": kind, "server": name}])
     return [{"load": kind, "server": name, **{key: median(r[key] for r in rows) for key in rows[0]},

@@ -251,9 +251,6 @@ class ServerPeer:
     process: int
     port: int
 
-    def used_s(self) -> float:
-        return used_s(self.process)
-
 
 def free_port() -> int:
     with socket.socket() as at:

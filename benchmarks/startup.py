@@ -5,8 +5,6 @@ bundle   starts of `run` from a checkpoint and from a bundle of it, whose files 
 kept     starts of `run`, `chat` and `serve`: the first with an empty cache of graphs and plans, and the second.
          Both cases count seconds to the first token, or until the server listens, of the processor and by the clock,
          in turn and with `import torch` alone.
-loading  seconds to the first token of a prompt where all weights are resident: read while the step runs, and before it,
-         in turn, each in a process of its own whose memory is fresh. With the step alone, and plain reads.
 compile  seconds to capture, plan, lower and prove Llamas of equal width and other depth. No weights are involved: the
          model is its config, the files are named and never opened. Each round compiles every depth from nothing, in
          turn, in one process whose imports and caches are warm.
@@ -34,7 +32,6 @@ import torch
 import forebay
 from benchmarks.command import arguments, print_table, spread, write_json
 from benchmarks.models import RandomShape, config_of
-from benchmarks.probes import processor
 from forebay.kernels.build.cache_folder import cache_folder
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs
@@ -148,38 +145,6 @@ def kept(args: argparse.Namespace) -> dict[str, Any]:
                              for turn in ("first", "second")}, forget, env | {"FOREBAY_CACHE": folder})
 
 
-FIRST_TOKEN = """
-import sys, time, torch, forebay
-model, budget, tokens, before = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "before"
-with forebay.wrap(model, budget, prompt=tokens, new_tokens=2) as lm:
-    for which in range(2):
-        ids = torch.randint(1, 1000, (1, tokens), generator=torch.Generator().manual_seed(which))
-        began = time.perf_counter()
-        if before and not which:
-            lm.session.load()
-        lm.next_logits(ids)
-        print(time.perf_counter() - began)
-"""
-
-
-def loading(args: argparse.Namespace) -> dict[str, Any]:
-    """First tokens of a model whose weights come meanwhile, or before."""
-    model = resolve_model(args.model)
-    found: dict[str, list[list[float]]] = {}
-    reads = []
-    for _ in range(args.rounds):
-        for when in ("meanwhile", "before"):
-            reads.append(read_s(model))  # which leaves nothing cached
-            command = [sys.executable, "-c", FIRST_TOKEN, str(model), args.budget, str(args.tokens), when]
-            told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            found.setdefault(when, []).append([float(line) for line in told.split()])
-    print_table([{"weights are read": when, "first token, s": spread((first for first, _ in each), ".2f"),
-                  "the next prompt's, s": spread((later for _, later in each), ".2f")} for when, each in found.items()])
-    ratio = median(a[0] / b[0] for a, b in zip(found["meanwhile"], found["before"], strict=True))
-    print(f"{ratio:.2f} of the time with reads before; plain reads {spread(reads, '.2f')} s")
-    return {"processor": processor(), "first_and_next_s": found, "read_s": reads}
-
-
 def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, ...]:
     """Seconds per stage; the budget is half of the weights, so that the other half streams."""
     config = config_of(RandomShape(hidden, layers, hidden // 64, hidden // 128, hidden * 11 // 4, 4096), torch.float32)
@@ -220,11 +185,11 @@ def compiled(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = arguments(__doc__, ("bundle", "kept", "loading", "compile"), model=("demo", "of all but compile"),
-                     budget=("2GB", "of all but compile"), tokens=(64, "of the prompts of loading"),
+    args = arguments(__doc__, ("bundle", "kept", "compile"), model=("demo", "of all but compile"),
+                     budget=("2GB", "of all but compile"),
                      layers=([12, 96], "depths to compile; ratios are to the first"),
                      hidden=(1024, "of the compiled module"), rounds=(3, "turns of each"))
-    write_json(args, {"bundle": bundle, "kept": kept, "loading": loading, "compile": compiled}[args.case](args))
+    write_json(args, {"bundle": bundle, "kept": kept, "compile": compiled}[args.case](args))
 
 
 if __name__ == "__main__":

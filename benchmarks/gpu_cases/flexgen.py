@@ -10,14 +10,6 @@ from benchmarks.models import RandomShape
 MISSING = "flexgen is not installed (pip install flexgen==0.1.8)"
 
 
-def installed() -> bool:
-    try:
-        import flexgen.flex_opt  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def step_times(shape: RandomShape, batch: int, prompt: int, steps: int, gpu_percent: int,
                micro_batches: int = 1, cache_on_host: bool = False, cpu_attention: bool = False) -> list[float]:
     """Seconds of a prefill of `prompt` tokens and of each decode step after it, of an OPT of this shape in fp16 with

@@ -15,7 +15,7 @@ from benchmarks.gpu_cases import flexgen, offloaded
 from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_row, token_times
 from benchmarks.models import RandomShape
 from benchmarks.page_cache import StepClock
-from benchmarks.peers import decode
+from benchmarks.peers import decode, installed
 from benchmarks.probes import crossing_nbytes
 
 BLOCK: dict[str, Any] = {"batch": 128, "prompt": 512, "new_tokens": 8}  # whose cache is beyond the device
@@ -87,7 +87,7 @@ def measure_flexgen(scratch: Path, machine: Any, job: Row) -> Row:
     """FlexGen on the OPT shape, with 5 % of it less on the GPU than the budget holds, for its buffers; or a block of
     eight batches of it with its cache in host memory. The process ends with it: torch draws no numbers on the GPU
     behind it."""
-    if not flexgen.installed():
+    if not installed("flexgen"):
         return {"skipped": flexgen.MISSING}
     _, held = begin_peak()
     percent = int(100 * offloaded.DEVICE_SHARE) - 5

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases import offloaded
+from benchmarks.gpu_cases.large_steps import prompts
 from benchmarks.gpu_cases.offloaded import Row, begin_peak, model_nbytes, saved_model, step_row, token_times
 from benchmarks.models import RandomShape
 
@@ -26,11 +27,6 @@ def jobs() -> list[Row]:
             for shape in SHAPES for batch in (1, 16) for name in CONTESTANTS]
 
 
-def prompt_of(job: Row) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(3, SHAPES[job["shape"]].vocab, (job["batch"], PROMPT), generator=generator)
-
-
 def by_transformers(folder: Path, job: Row) -> list[float]:
     """Times at which tokens came, through transformers' static cache; compiled by Inductor with CUDA graphs of its own
     where that is asked for (the first decode steps compile)."""
@@ -44,7 +40,7 @@ def by_transformers(folder: Path, job: Row) -> list[float]:
         step = torch.compile(model, dynamic=False, **how)
     times = []
     with torch.inference_mode():
-        ids = prompt_of(job).to(offloaded.GPU)
+        ids = prompts(SHAPES[job["shape"]], job["batch"], PROMPT).to(offloaded.GPU)
         token = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
         for _ in range(WARM + STEPS + 1):
             token.cpu()  # known on the host
@@ -64,7 +60,7 @@ def by_forebay(folder: Path, machine: Any, job: Row) -> list[float]:
     steps = WARM + STEPS + 1
     with wrap(folder, budget, batch=job["batch"], prompt=PROMPT, new_tokens=steps, machine=machine) as lm:
         assert lm.plan.prediction.streamed_nbytes == 0, "the plan streams weights of a model that fits"
-        return token_times(lm, prompt_of(job), steps)
+        return token_times(lm, prompts(SHAPES[job["shape"]], job["batch"], PROMPT), steps)
 
 
 def measure_resident(scratch: Path, machine: Any, job: Row) -> Row:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -121,39 +119,6 @@ def table_2() -> Iterator[Row]:
                   case.tokens_per_s, case.predicted(), bound, "fitted" if fitted else "")
 
 
-def constant(field: str) -> tuple[float, str]:
-    """A constant of the T4 by its path, and its source."""
-    machine, unpinned = PRESETS[MACHINE], UNPINNED[MACHINE]
-    if field in unpinned.sources:
-        return getattr(unpinned, field), unpinned.sources[field]
-    return machine.numbers()[field], machine.source(field)
-
-
-def changed(field: str, value: float) -> tuple[Machine, Unpinned]:
-    """The T4 with another value of one constant."""
-    machine, unpinned = PRESETS[MACHINE], UNPINNED[MACHINE]
-    new: dict[str, Any] = {field: value}
-    if field in unpinned.sources:
-        return machine, replace(unpinned, **new)
-    if field.startswith("links."):
-        _, src, dst, number = field.split(".")
-        links = tuple(replace(link, **{number: value}) if (link.src, link.dst) == (src, dst) else link  # type: ignore[arg-type]
-                      for link in machine.links)
-        return replace(machine, links=links), unpinned
-    return replace(machine, **new), unpinned
-
-
-def fit(field: str) -> float:
-    """The value of a fitted constant that reproduces its row, by bisection: throughput grows with it."""
-    case = next(c for c in TABLE_2 if (c.system, c.model, c.prompt) == FITTED[field])
-    low, high = 1e8, 1e12
-    while high / low > 1.0001:
-        middle = math.sqrt(low * high)
-        slow = case.predicted(case.problem(*changed(field, middle))) < case.tokens_per_s
-        low, high = (middle, high) if slow else (low, middle)
-    return low
-
-
 def other_lengths() -> Iterator[Row]:
     for case in OTHER_LENGTHS:
         name = f"{case.system}, {case.model}, prompt {case.prompt}, output {case.new_tokens}"
@@ -176,20 +141,6 @@ def planned() -> Iterator[Row]:
                       f"{case.system}, {case.model}, prompt {case.prompt}: {policy.block.micro_batch} x "
                       f"{policy.block.micro_batches} for {case.micro_batch} x {case.micro_batches}",
                       "token/s", case.predicted(whole=True), policy.tokens_per_s)
-
-
-def misranked(rows: list[Row], margin: float = 0.05) -> list[tuple[str, str]]:
-    """Pairs of systems on one model and prompt that the paper tells apart by more than `margin`, in the wrong order."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.row.partition(", ")[2], []).append(row)
-    wrong = []
-    for group in groups.values():
-        for a, b in combinations(group, 2):
-            slow, fast = sorted((a, b), key=lambda r: r.paper)
-            if fast.paper > (1 + margin) * slow.paper and fast.predicted < slow.predicted:
-                wrong.append((slow.row, fast.row))
-    return wrong
 
 
 def rows() -> list[Row]:

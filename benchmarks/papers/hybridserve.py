@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from scipy.optimize import brentq
-
 from benchmarks.papers.cache_balance import CacheBalance, fill_host, layer_times
 from benchmarks.papers.flexgen import DEEPSPEED, FLEXGEN
 from benchmarks.papers.published_runtime import UNPINNED, Runtime, running
@@ -140,16 +138,6 @@ def balances() -> Iterator[Row]:
     for model, paper in RATIOS.items():
         yield Row("HybridServe, section 5.5: host bytes of K and V per byte of checkpoints, everything counted", model,
                   "bytes", paper, balance(model, machine, printed=False).nbytes_ratio)
-
-
-def required_flops(model: str, *, printed: bool) -> float:
-    """The attained product rate at which this model's ratio would be the paper's (in blocks if `printed`)."""
-
-    def excess(flops: float) -> float:
-        found = balance(model, replace(PRESETS[MACHINE], product_flops=flops, peak_flops=0.0), printed=printed)
-        return (found.tokens_ratio if printed else found.nbytes_ratio) - RATIOS[model]
-
-    return float(brentq(excess, 2e13, 4e14, rtol=1e-6))
 
 
 def rows() -> list[Row]:

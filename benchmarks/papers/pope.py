@@ -61,17 +61,6 @@ def mfu(shape: PublishedShape, tokens: int, seconds: float, chips: int) -> float
     return 2 * shape.parameters * tokens / (seconds * chips * MACHINE.peak_flops)
 
 
-def fitted_step_s() -> float:
-    """Seconds of a collective's step that give `STEP_ROW_S`, by bisection: the pass takes longer with it."""
-    low, high = 0.0, 1e-4
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        slow = pass_s(PUBLISHED_SHAPES["palm-540b"], mesh_of(MACHINE, CUBE, step_s=middle), step(64, CONTEXT + 32),
-                      "2d", "batch") > STEP_ROW_S
-        low, high = (low, middle) if slow else (middle, high)
-    return low
-
-
 def table_1() -> Iterator[Row]:
     """The longest context whose K and V fit the reserved share, by the cache a chip holds for one token."""
     mesh = mesh_of(MACHINE, CUBE)

@@ -51,7 +51,7 @@ for job in resident.jobs()[:4]:
     row = bench.PARTS["resident"](Path(sys.argv[1]), machine, job)
     print(bench.line(job, row), flush=True)
     assert 0 < row["spread_s"][0] <= row["step_s"] <= row["spread_s"][1], row
-if not large_steps.flexgen.installed():
+if not large_steps.installed("flexgen"):
     assert "pip install" in bench.line({"part": "flexgen"}, bench.PARTS["flexgen"](Path(), machine, {"batch": 1}))
 """
 
