@@ -24,6 +24,7 @@ from forebay.kernels.gpu_support.cache_tiles import (  # fmt: skip
     contiguous_view,
     dot,
     first_seen,
+    lane_values,
     load_tile,
     round_to,
     score_factors,
@@ -31,6 +32,7 @@ from forebay.kernels.gpu_support.cache_tiles import (  # fmt: skip
 )
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.rotation import load_query, rotated_values
+from forebay.kernels.products.linear.selection import AMD
 
 
 class PrefillTile(NamedTuple):
@@ -50,7 +52,7 @@ MANY = {"typical": PrefillTile(128, 64, 8, 3), "wide": PrefillTile(64, 32, 8, 2)
 # Before Hopper, where the tiles above for more than 16 rows spill up to 72 values a thread of 255 registers.
 AMPERE = {"typical": PrefillTile(64, 64, 8, 3), "wide": PrefillTile(32, 32, 8, 2)}
 EXACT = {"typical": PrefillTile(32, 32, 4, 2), "wide": PrefillTile(16, 16, 4, 2)}
-# Over rotated rows, where the first of each kind would spill up to 70 values.
+# Over rotated rows (few over rows of two parts, too), where the first of each kind would spill up to 70 values.
 FEW_ROTATED = {"typical": PrefillTile(16, 64, 4, 2), "wide": PrefillTile(16, 32, 4, 2)}
 AMPERE_ROTATED = {"typical": PrefillTile(64, 64, 8, 2), "wide": AMPERE["wide"]}
 EXACT_ROTATED = {"typical": PrefillTile(16, 32, 4, 2), "wide": PrefillTile(16, 16, 4, 2)}
@@ -70,21 +72,28 @@ def loaded(t, end, since, MASKED: tl.constexpr, WINDOWED: tl.constexpr, BITS: tl
 
 @triton.jit
 def tile_scores(
-    q, k_ptr, begin, end, since, kr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, BITS: tl.constexpr,
+    q, q2, k_ptr, begin, end, since, kr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, BITS: tl.constexpr,
     T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    D2: tl.constexpr, DP2: tl.constexpr,
 ):  # fmt: skip
     """q times K of positions begin .. begin + T - 1, in fp32; unless MASKED all are before `end`."""
     t = begin + tl.arange(0, T)
-    k = load_tile(k_ptr, t, loaded(t, end, since, MASKED, WINDOWED, BITS), kr, q.dtype, BITS, D, DP, G, GP)
-    return dot(q, tl.trans(k), tl.zeros((q.shape[0], T), tl.float32))
+    seen = loaded(t, end, since, MASKED, WINDOWED, BITS)
+    k = load_tile(k_ptr, t, seen, kr, q.dtype, BITS, D, DP, G, GP)
+    s = dot(q, tl.trans(k), tl.zeros((q.shape[0], T), tl.float32))
+    if D2 != 0:
+        s = dot(q2, tl.trans(load_tile(k_ptr + D, t, seen, kr, q.dtype, 0, D2, DP2, D2, DP2)), s)
+    return s
 
 
 @triton.jit
 def attend(
-    acc, total, top, s, q, k_ptr, v_ptr, position, oldest, since, begin, end, last, kr, vr, scale_log2, softcap,
+    acc, acc2, total, top, s, q, q2, k_ptr, v_ptr, position, oldest, since, begin, end, last, kr, vr,
+    scale_log2, softcap,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr,
     LATE: tl.constexpr, AHEAD: tl.constexpr,
     T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    D2: tl.constexpr, DP2: tl.constexpr,
 ):  # fmt: skip
     """The online softmax's state after positions begin .. end - 1; unless MASKED every row sees all of them. What is
     before `since`, which no row sees, need not be there: a factor of 0 would not take NaN away. `last` ends what is
@@ -97,9 +106,11 @@ def attend(
     for t0 in range(begin, end, T):
         t = t0 + tl.arange(0, T)
         if AHEAD:
-            following = tile_scores(q, k_ptr, t0 + T, last, since, kr, MASKED, WINDOWED, BITS, T, D, DP, G, GP)
+            following = tile_scores(
+                q, q2, k_ptr, t0 + T, last, since, kr, MASKED, WINDOWED, BITS, T, D, DP, G, GP, D2, DP2,
+            )  # fmt: skip
         else:
-            s = tile_scores(q, k_ptr, t0, last, since, kr, MASKED, WINDOWED, BITS, T, D, DP, G, GP)
+            s = tile_scores(q, q2, k_ptr, t0, last, since, kr, MASKED, WINDOWED, BITS, T, D, DP, G, GP, D2, DP2)
             following = s
         if not LATE:
             s = capped(s * scale_log2, softcap, CAPPED)
@@ -114,11 +125,16 @@ def attend(
         p = tl.exp2(s * factor - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
-        v = load_tile(v_ptr, t, loaded(t, last, since, MASKED, WINDOWED, BITS), vr, q.dtype, BITS, D, DP, G, GP)
-        acc = dot(round_to(p, q.dtype), v, acc * shrink[:, None])
+        held = loaded(t, last, since, MASKED, WINDOWED, BITS)
+        v = load_tile(v_ptr, t, held, vr, q.dtype, BITS, D, DP, G, GP)
+        weights = round_to(p, q.dtype)
+        acc = dot(weights, v, acc * shrink[:, None])
+        if D2 != 0:
+            v2 = load_tile(v_ptr + D, t, held, vr, q.dtype, 0, D2, DP2, D2, DP2)
+            acc2 = dot(weights, v2, acc2 * shrink[:, None])
         top = higher
         s = following
-    return acc, total, top, s
+    return acc, acc2, total, top, s
 
 
 @triton.jit
@@ -128,10 +144,12 @@ def prefill_attention_kernel(
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr,
     BITS: tl.constexpr, UNIT: tl.constexpr, POWER: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
     ROWS: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    D2: tl.constexpr, DP2: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, last first as it is the longest; sequence and KV head).
 
     Strides of k and v are multiples of UNIT. LATE and AHEAD as in `attend`, of which POWER takes no AHEAD.
+    D2 of a row's values, 0 for none, follow the first D as a part of its own, in DP2 lanes.
     """
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     b = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -144,6 +162,11 @@ def prefill_attention_kernel(
     vb, vh, vr = vb // UNIT * UNIT, vh // UNIT * UNIT, vr // UNIT * UNIT
     q_at = b * qb + query.to(tl.int64) * qs + head * qh
     q = load_query(q_ptr + q_at, present, D, DP, G, GP, POWER)
+    q2 = q
+    acc2 = 0.0
+    if D2 != 0:
+        q2 = load_query(q_ptr + q_at + D, present, D2, DP2, D2, DP2, 0)
+        acc2 = tl.zeros((ROWS, DP2), tl.float32)
     k_ptr += b * kb + kv_head * kh
     v_ptr += b * vb + kv_head * vh
 
@@ -167,23 +190,24 @@ def prefill_attention_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     s = tl.zeros((ROWS, T), tl.float32)
     if AHEAD:
-        s = tile_scores(q, k_ptr, begin, high + 1, since, kr, True, WINDOWED, BITS, T, D, DP, G, GP)
+        s = tile_scores(q, q2, k_ptr, begin, high + 1, since, kr, True, WINDOWED, BITS, T, D, DP, G, GP, D2, DP2)
     if POWER == 0:
         if WINDOWED:
-            acc, total, top, s = attend(
-                acc, total, top, s, q, k_ptr, v_ptr, position, oldest, since, begin,
+            acc, acc2, total, top, s = attend(
+                acc, acc2, total, top, s, q, q2, k_ptr, v_ptr, position, oldest, since, begin,
                 tl.minimum(plain_begin, high + 1), high + 1, kr, vr,
-                scale_log2, softcap, True, WINDOWED, CAPPED, BITS, LATE, AHEAD, T, D, DP, G, GP,
+                scale_log2, softcap, True, WINDOWED, CAPPED, BITS, LATE, AHEAD, T, D, DP, G, GP, D2, DP2,
             )  # fmt: skip
-        acc, total, top, s = attend(
-            acc, total, top, s, q, k_ptr, v_ptr, position, oldest, since, plain_begin, plain_end, high + 1, kr, vr,
-            scale_log2, softcap, False, WINDOWED, CAPPED, BITS, LATE, AHEAD, T, D, DP, G, GP,
+        acc, acc2, total, top, s = attend(
+            acc, acc2, total, top, s, q, q2, k_ptr, v_ptr, position, oldest, since,
+            plain_begin, plain_end, high + 1, kr, vr,
+            scale_log2, softcap, False, WINDOWED, CAPPED, BITS, LATE, AHEAD, T, D, DP, G, GP, D2, DP2,
         )  # fmt: skip
     else:  # one loop: rotated queries that two loops read would stay in registers, and 200 to 500 values spill
         plain_end = begin
-    acc, total, top, s = attend(
-        acc, total, top, s, q, k_ptr, v_ptr, position, oldest, since, plain_end, high + 1, high + 1, kr, vr,
-        scale_log2, softcap, True, WINDOWED, CAPPED, BITS, LATE, AHEAD, T, D, DP, G, GP,
+    acc, acc2, total, top, s = attend(
+        acc, acc2, total, top, s, q, q2, k_ptr, v_ptr, position, oldest, since, plain_end, high + 1, high + 1, kr, vr,
+        scale_log2, softcap, True, WINDOWED, CAPPED, BITS, LATE, AHEAD, T, D, DP, G, GP, D2, DP2,
     )  # fmt: skip
     if HAS_SINKS:
         total += sink_weight(sinks_ptr + head, present, top)
@@ -191,18 +215,38 @@ def prefill_attention_kernel(
     out = round_to(out, out_ptr.dtype.element_ty)
     out_at = b * ob + query.to(tl.int64) * os + head * oh
     tl.store(out_ptr + out_at[:, None] + d[None, :], out, mask=present[:, None] & valid[None, :])
+    if D2 != 0:
+        d, valid = lane_values(D2, DP2, D2, DP2)
+        out = round_to(acc2 / total[:, None], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_at[:, None] + (D + d)[None, :], out, mask=present[:, None] & valid[None, :])
 
 
-def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bool = False) -> PrefillTile:
-    """The tile for so many rows, of K rows that take so many lanes of itemsize bytes once dequantized."""
+def tile(
+    rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bool = False, parts: int = 1
+) -> PrefillTile:
+    """The tile for so many rows, of K rows in 1 or 2 parts: so many lanes of itemsize bytes once dequantized."""
     size = "wide" if lanes > (64 if itemsize == 4 else 128) else "typical"
     if itemsize == 4:
         return (EXACT_ROTATED if rotated else EXACT)[size]
     if rows <= 16:
-        return (FEW_ROTATED if rotated else FEW)[size]
+        return (FEW_ROTATED if rotated or parts == 2 else FEW)[size]
     if ampere:
         return (AMPERE_ROTATED if rotated else AMPERE)[size]
     return (SOME if rows <= 512 else MANY)[size]
+
+
+def row_parts(view: CacheView, rows: int, itemsize: int, amd: bool = AMD) -> dict[str, int]:
+    """The constants D, DP, G and GP of a row, or of its first part, and D2 and DP2 of its second, for so many rows of
+    q. Native rows above 64 are taken as two parts where the powers of two that hold these are less than the one that
+    holds the row: 96 as 64 and 32. The four warps of a tile of few rows, or of fp32, share 32 lanes at least.
+
+    On AMD no gain is known: 96 would take more matrix instructions than 128."""
+    dim = view.constants["D"]
+    first = 1 << (dim.bit_length() - 1)
+    lanes = max(32 if rows <= 16 or itemsize == 4 else 16, triton.next_power_of_2(dim - first))
+    if amd or view.constants["BITS"] or first < 64 or first + lanes >= view.constants["DP"]:
+        return {name: view.constants[name] for name in ("D", "DP", "G", "GP")} | {"D2": 0, "DP2": 0}
+    return dict.fromkeys(("D", "DP", "G", "GP"), first) | {"D2": dim - first, "DP2": lanes}
 
 
 def loop_order(scoring: Scoring, view: CacheView, chosen: PrefillTile) -> dict[str, bool]:
@@ -223,14 +267,16 @@ def bind_view(
         return lambda: None
     group_heads = heads // kv_heads
     rows = queries * group_heads
-    chosen = tile(rows, view.constants["DP"], q.dtype.itemsize, before_hopper(q.device), view.power > 0)
+    itemsize, rotated = q.dtype.itemsize, view.power > 0
+    row = row_parts(view, rows, itemsize)
+    chosen = tile(rows, view.constants["DP"], itemsize, before_hopper(q.device), rotated, 2 if row["D2"] else 1)
     scale_log2, cap = score_factors(scoring.scale, scoring.softcap)
     return bound(kernel_call(
         prefill_attention_kernel, (triton.cdiv(rows, chosen.rows), batch * kv_heads),
         q, *view.pointers, cache.start, q if sinks is None else sinks, out, *q.stride()[:3], *view.strides,
         *out.stride()[:3], queries, kv_heads, group_heads, scoring.window, scale_log2, cap,
         WINDOWED=scoring.window != 0, CAPPED=scoring.softcap > 0, HAS_SINKS=sinks is not None,
-        UNIT=view.unit, POWER=view.power, ROWS=chosen.rows, T=chosen.positions, **view.constants,
+        UNIT=view.unit, POWER=view.power, ROWS=chosen.rows, T=chosen.positions, BITS=view.constants["BITS"], **row,
         **loop_order(scoring, view, chosen),
         num_warps=chosen.num_warps, num_stages=stages(chosen.num_stages),
     ))  # fmt: skip

@@ -19,6 +19,8 @@ LLAMA_3_8B = HeadShape(32, 8, 128)
 OPT_30B = HeadShape(56, 56, 128)
 GEMMA_2_9B = HeadShape(16, 8, 256)
 SMOLLM2_135M = HeadShape(9, 3, 64)
+PHI_2 = HeadShape(32, 32, 80)
+PHI_3_MINI = HeadShape(32, 32, 96)
 GPT_OSS = HeadShape(64, 8, 64)
 
 

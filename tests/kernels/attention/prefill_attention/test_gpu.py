@@ -29,8 +29,8 @@ def made(dtype: torch.dtype, batch: int, heads: int, kv_heads: int, queries: int
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "queries", "dim", "starts", "window", "softcap"),
-    [(6, 2, 37, 40, [0, 90], 0, 0.0), (4, 1, 1, 64, [70, 3], 0, 0.0), (2, 2, 33, 24, [101, 5], 19, 4.0),
-     (4, 2, 33, 24, [101, 5], -19, 4.0), (2, 1, 40, 64, [80, 0], -64, 0.0)],
+    [(6, 2, 37, 40, [0, 90], 0, 0.0), (4, 1, 1, 80, [70, 3], 0, 0.0), (2, 2, 33, 80, [101, 5], 19, 4.0),
+     (4, 2, 33, 96, [101, 5], -19, 4.0), (2, 1, 40, 192, [80, 0], -64, 0.0)],
 )
 def test_matches_the_definition(
     dtype: torch.dtype, heads: int, kv_heads: int, queries: int, dim: int, starts: list[int], window: int,
@@ -51,7 +51,8 @@ def test_matches_the_definition(
 @pytest.mark.parametrize(("begin", "window", "softcap", "scale"),
                          [(0, 0, 0.0, 0.2), (37, 0, 4.0, 0.2), (131, 90, 0.0, 0.2), (53, -64, 0.0, -0.2)])
 def test_long_prompts_multiply_a_tile_ahead(begin: int, window: int, softcap: float, scale: float) -> None:
-    q, k, v = made(torch.float16, 1, 4, 1, 137, 300, 24)
+    dim = 24 if window else 80
+    q, k, v = made(torch.float16, 1, 4, 1, 137, 300, dim)
     for cache in (k, v):  # the tile ahead of the last one, too, reads what was written alone
         cache[:, :, begin + 137 :] = math.nan
         cache[:, :, : max(0, attention.first_seen(begin, window))] = math.nan
@@ -59,10 +60,23 @@ def test_long_prompts_multiply_a_tile_ahead(begin: int, window: int, softcap: fl
     view = gpu.contiguous_view(k, v)
     chosen = gpu.tile(4 * 137, view.constants["DP"], 2)
     assert gpu.loop_order(scoring, view, chosen) == {"AHEAD": True, "LATE": scale > 0 and not softcap}
-    out = torch.full((1, 137, 4, 24), math.nan, dtype=torch.float16)
+    out = torch.full((1, 137, 4, dim), math.nan, dtype=torch.float16)
     gpu.bind_prefill_attention(q, k, v, start, scoring, out)()
     wanted = attention.reference(q, k.nan_to_num(), v.nan_to_num(), start, scale, window, softcap)
     assert relative_error(out, wanted) <= LIMIT[torch.float16]
+
+
+def test_rows_are_two_parts_where_these_take_fewer_lanes() -> None:
+    def parts(dim: int, rows: int = 64, itemsize: int = 2) -> tuple[int, int, int]:
+        row = torch.empty(1, 1, 1, dim)
+        found = gpu.row_parts(gpu.contiguous_view(row, row), rows, itemsize)
+        return found["DP"], found["D2"], found["DP2"]
+
+    wanted = {16: (16, 0, 0), 48: (64, 0, 0), 64: (64, 0, 0), 72: (64, 8, 16), 80: (64, 16, 16), 96: (64, 32, 32),
+              112: (128, 0, 0), 128: (128, 0, 0), 160: (128, 32, 32), 192: (128, 64, 64), 256: (256, 0, 0)}  # fmt: skip
+    assert {dim: parts(dim) for dim in wanted} == wanted
+    assert gpu.row_parts(gpu.contiguous_view(*[torch.empty(1, 1, 1, 80)] * 2), 64, 2, amd=True)["D2"] == 0
+    assert parts(80, rows=16) == parts(80, itemsize=4) == (64, 16, 32)
 
 
 def test_scores_that_overflow_exp() -> None:

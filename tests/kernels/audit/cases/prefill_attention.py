@@ -9,15 +9,28 @@ import torch
 from forebay.kernels.attention.prefill_attention.gpu import (
     loop_order,
     prefill_attention_kernel,
+    row_parts,
     tile,
 )
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.gpu_support.arguments import AMD_STAGES
 from forebay.kernels.gpu_support.cache_tiles import CacheView, contiguous_view
-from tests.kernels.audit.audit_case import GEMMA_2_9B, GPT_OSS, LLAMA_3_8B, OPT_30B, SMOLLM2_135M, AuditCase, HeadShape
+from tests.kernels.audit.audit_case import (  # fmt: skip
+    GEMMA_2_9B,
+    GPT_OSS,
+    LLAMA_3_8B,
+    OPT_30B,
+    PHI_2,
+    PHI_3_MINI,
+    SMOLLM2_135M,
+    AuditCase,
+    HeadShape,
+)
 
 PLAIN, GEMMA_2_SCORES = Scoring(1.0), Scoring(1.0, 4096, 50.0)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# Rows that are taken as two parts: 64 and 16, 64 and 32, 128 and 64.
+PARTS = ((2048, PHI_2), (16, PHI_2), (2048, PHI_3_MINI), (64, PHI_3_MINI), (2048, HeadShape(64, 4, 192)))
 
 
 def case(
@@ -27,7 +40,9 @@ def case(
     """One sequence, nothing cached before, seen through `view`; for GPUs before Hopper, or the others."""
     heads, kv_heads, dim = shape
     itemsize = DTYPES[dtype].itemsize
-    chosen = tile(queries * heads // kv_heads, view.constants["DP"], itemsize, ampere, view.power > 0)
+    rows = queries * heads // kv_heads
+    row = row_parts(view, rows, itemsize)
+    chosen = tile(rows, view.constants["DP"], itemsize, ampere, view.power > 0, 2 if row["D2"] else 1)
     pointer = "*u8" if view.constants["BITS"] else f"*{dtype}"
     signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "start_ptr": "*i64"}
     signature |= {"sinks_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
@@ -36,7 +51,7 @@ def case(
     signature |= dict.fromkeys((*strides, *cache_strides, "queries", "kv_heads", "group_heads", "window"), "i32")
     signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
     constants: dict[str, Any] = {"WINDOWED": scoring.window != 0, "CAPPED": scoring.softcap > 0}
-    constants |= {"HAS_SINKS": sinks}
+    constants |= {"HAS_SINKS": sinks, "BITS": view.constants["BITS"]}
     constants |= {"UNIT": view.unit, "POWER": view.power, **loop_order(scoring, view, chosen)}
     # Tiles of K and V that programs of one wave share come from L2: counted is what crosses from device memory.
     nbytes = queries * (kv_heads * position_nbytes + 2 * heads * dim * itemsize)
@@ -44,7 +59,7 @@ def case(
         name=f"{name}/{queries}x{dim}x{heads}/{kv_heads}-{dtype}{'/ampere' if ampere else ''}",
         fn=prefill_attention_kernel,
         signature=signature,
-        constants=constants | {"ROWS": chosen.rows, "T": chosen.positions} | view.constants,
+        constants=constants | {"ROWS": chosen.rows, "T": chosen.positions} | row,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         amd_stages=min(chosen.num_stages, AMD_STAGES),
@@ -55,7 +70,7 @@ def case(
         main_operands=3,
         bytes_moved=nbytes,
         minimum_bytes=nbytes,
-        archs=("sm_80",) if ampere else ("sm_90",) if dtype == "fp32" else ("sm_90", "gfx942"),
+        archs=("sm_80",) if ampere else ("sm_90",) if dtype == "fp32" or row["D2"] else ("sm_90", "gfx942"),
     )  # fmt: skip
 
 
@@ -70,7 +85,7 @@ def _case(
 
 
 def audit_cases() -> list[AuditCase]:
-    """Llama-3-8B, OPT-30B, Gemma-2-9B's windowed and soft-capped layers, SmolLM in fp32; short chunks and long ones."""
+    """Llama-3-8B, OPT-30B, Gemma-2-9B's windowed and soft-capped layers, SmolLM in fp32, rows of two parts."""
     cases = []
     for ampere in (False, True):
         cases += [
@@ -81,5 +96,7 @@ def audit_cases() -> list[AuditCase]:
             _case("fp32", "fp32", 64, SMOLLM2_135M, ampere=ampere),
             _case("long", "fp16", 2048, OPT_30B, ampere=ampere),
             _case("sinks", "bf16", 2048, GPT_OSS, ampere=ampere, sinks=True),
+            *(_case("parts", "bf16", queries, shape, ampere=ampere) for queries, shape in PARTS),
+            _case("parts", "fp32", 64, PHI_2, ampere=ampere),
         ]
     return cases
