@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from forebay.runtime.disk.page_cache import cached_nbytes, drop_file, resident_nbytes
+from forebay.runtime.disk.page_cache import drop_file, resident_nbytes
 
 DROP_ALL = Path("/proc/sys/vm/drop_caches")
 
@@ -21,13 +19,8 @@ class PageCache:
     def __init__(self, folders: Sequence[str]) -> None:
         self.paths = [p for folder in folders for p in sorted(Path(folder).glob("*")) if p.suffix in (
             ".safetensors", ".dat")]
-        self._fds = [os.open(p, os.O_RDONLY) for p in self.paths]
-        os.pread(self._fds[0], mmap.PAGESIZE, 0)
-        self._quick = cached_nbytes(self._fds[0]) > 0  # cachestat: Linux 6.5; else mincore, some 5 ms per 400 MB
 
     def nbytes(self) -> int:
-        if self._quick:
-            return sum(map(cached_nbytes, self._fds))
         return sum(map(resident_nbytes, self.paths))
 
     def drop(self) -> None:
@@ -36,10 +29,6 @@ class PageCache:
         except OSError:
             for path in self.paths:
                 drop_file(path)
-
-    def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
 
 
 class StepClock:

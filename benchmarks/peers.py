@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
@@ -141,7 +140,7 @@ class Transformers:
     def turn(self, order: Order) -> Order:
         ids, cache = prompts(order), PageCache(self.folders)
         clock = StepClock(cache)
-        with torch.inference_mode(), contextlib.closing(cache):
+        with torch.inference_mode():
             if order["whole"]:
                 cache.drop()
                 decode(self.model, ids[:, :2], 2, StepClock(cache))  # leaves its pages in the page cache from now on

@@ -17,44 +17,27 @@ DTYPE = torch.bfloat16
 GROUP = 64
 
 
-def _nbytes(rows: int, columns: int, bits: int, dim: int) -> int:
-    """Bytes of a matrix and of its codes, scales and lows: what is moved, in either direction."""
-    x = torch.empty(rows, columns, dtype=DTYPE, device="meta")
-    cost = QUANTIZE.cost(Tensors((x,), {}, QUANTIZE.overload(x, bits, GROUP, dim, DTYPE)))
-    return cost.read_nbytes + cost.written_nbytes
-
-
-def quantize_work(place: Place, bits: int, dim: int) -> Work:
-    from forebay.kernels.quantization.quantize.gpu import quantize
+def groups_work(place: Place, bits: int, dim: int, back: bool) -> Work:
+    """A matrix to codes, scales and lows, or `back`; the bytes of both are moved, in either direction."""
+    from forebay.kernels.quantization.quantize.gpu import dequantize, quantize
 
     rows, columns = place.size(4096, 5), place.size(4096, 5)
-    nbytes = _nbytes(rows, columns, bits, dim)
-    xs = list(repeated(lambda: normal(place, rows, columns, dtype=DTYPE), place.copies(nbytes)))
-    ours = [functools.partial(quantize, x, bits, GROUP, dim, DTYPE) for x in xs]
-
-    def verify() -> float:
-        want = op.reference(xs[0], bits, GROUP, dim, DTYPE)
-        return max(float((a != b).double().mean()) for a, b in zip(ours[0](), want, strict=True))
-
-    return Work(f"{rows}x{columns} along {dim}, {bits} bits", ours, verify, 0.0, nbytes, aims=(Aim("bandwidth", 0.6),))
-
-
-def dequantize_work(place: Place, bits: int, dim: int) -> Work:
-    from forebay.kernels.quantization.quantize.gpu import dequantize
-
-    rows, columns = place.size(4096, 5), place.size(4096, 5)
-    nbytes = _nbytes(rows, columns, bits, dim)
     x = normal(place, rows, columns, dtype=DTYPE)
+    cost = QUANTIZE.cost(Tensors((x,), {}, QUANTIZE.overload(x, bits, GROUP, dim, DTYPE)))
+    nbytes = cost.read_nbytes + cost.written_nbytes
     parts = op.reference(x, bits, GROUP, dim, DTYPE)
-    packed = list(repeated(lambda: parts[0], place.copies(nbytes)))
-    ours = [functools.partial(dequantize, one, *parts[1:], bits, GROUP, dim, x.shape[dim], DTYPE) for one in packed]
+    given = list(repeated(lambda: parts[0] if back else x, place.copies(nbytes)))
+    ours = [functools.partial(dequantize, one, *parts[1:], bits, GROUP, dim, x.shape[dim], DTYPE) if back
+            else functools.partial(quantize, one, bits, GROUP, dim, DTYPE) for one in given]
 
     def verify() -> float:
+        if not back:
+            return max(float((a != b).double().mean()) for a, b in zip(ours[0](), parts, strict=True))
         want = op.dequantize_reference(*parts, bits, GROUP, dim, x.shape[dim], torch.float32)
         out = ours[0]()
         return checked(lambda: out.copy_(ours[0]()), out, lambda: want)()
 
-    return Work(f"{rows}x{columns} along {dim}, {bits} bits", ours, verify, LIMITS[DTYPE], nbytes,
+    return Work(f"{rows}x{columns} along {dim}, {bits} bits", ours, verify, LIMITS[DTYPE] if back else 0.0, nbytes,
                 aims=(Aim("bandwidth", 0.6),))  # fmt: skip
 
 
@@ -75,8 +58,7 @@ def dequantize_rows_work(place: Place, bits: int, transposed: bool) -> Work:
 
 def cases(tiny: bool) -> list[Case]:
     """Both directions, widths and dimensions of a 4096 x 4096 matrix; packed rows of Llama-3-8B's down projection."""
-    groups = [Case(name, functools.partial(work, bits=bits, dim=dim))
-              for name, work in (("quantize", quantize_work), ("dequantize", dequantize_work))
-              for bits in (4, 8) for dim in (-1, 0)]
+    groups = [Case(name, functools.partial(groups_work, bits=bits, dim=dim, back=name == "dequantize"))
+              for name in ("quantize", "dequantize") for bits in (4, 8) for dim in (-1, 0)]
     return groups + [Case("dequantize_rows", functools.partial(dequantize_rows_work, bits=b, transposed=t))
                      for b in (4, 8) for t in (False, True)]

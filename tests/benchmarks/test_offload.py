@@ -77,11 +77,12 @@ def test_pools_are_full_before_a_turn_is_timed(tmp_path: Path) -> None:
     machine = tmp_path / "machine.json"
     save_machine(Machine.default(), str(machine))
     folder = make_model(tmp_path / "model", RandomShape(64, 2, 4, 2, 32, 128, "qwen3_moe", 16, 2))
-    order = {"path": str(folder), "scratch": str(tmp_path), "vocab": 128, "machine": str(machine), "budget": 400_000,
+    order = {"path": str(folder), "scratch": str(tmp_path), "vocab": 128, "machine": str(machine), "budget": 600_000,
              "name": "", "options": {"expert_slots": 6}, "ram": False, "share": None, "label": "", "batch": 1,
              "prompt": 1, "new": 8, "steps": 2, "prefill": True, "whole": True, "most": 64, "draw": True}
     ours = Forebay(order)
-    assert ours.plan(order)["pool_slots"] == 6
+    planned = ours.plan(order)
+    assert planned.get("pool_slots") == 6, planned
     cold = ours.turn(order | {"warm": True})
     assert empty_slots(ours.lm) == cold["filling"]["empty_slots"] == 0 < cold["filling"]["tokens"]
     assert ours.turn(order | {"warm": True})["filling"]["tokens"] == 0 and ours.turn(order)["filling"] is None
