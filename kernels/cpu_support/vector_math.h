@@ -95,8 +95,17 @@ FB_INLINE vf exp_within(vf x) {
   const vf shifted = x * LOG2_E + EXP_MAGIC, n = shifted - EXP_MAGIC;
 #if defined(__FMA__) || defined(__aarch64__)  // x * LOG2_E is not rounded before n is taken off
   return exp2_parts((x * LOG2_E - n) + x * LOG2_E_REST, shifted);
-#else
-  return exp2_parts(((x - n * 0.693359375f) + n * 2.12194440e-4f) * LOG2_E, shifted);
+#else  // a Taylor polynomial of degree 7 on base e: |r| <= 0.347 leaves r^8 / 8! = 5e-9
+  const vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  vf p = vf{} + 1.98412698e-4f;
+  p = p * r + 1.38888889e-3f;
+  p = p * r + 8.33333333e-3f;
+  p = p * r + 4.16666667e-2f;
+  p = p * r + 1.66666667e-1f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  return p * (vf)((vu)shifted << 23);
 #endif
 }
 
