@@ -35,7 +35,7 @@ def waiting(kernel: Any) -> Any:
     """
     lines = kernel.src.split("\n")
     body = ast.parse(kernel.src).body[0].body  # type: ignore[attr-defined]
-    first = body[1] if isinstance(body[0], ast.Expr) and len(body) > 1 else body[0]  # behind the docstring
+    first = body[1] if isinstance(body[0], ast.Expr) and len(body) > 1 else body[0]  # after the docstring
     lines[first.lineno - 1 : first.lineno - 1] = [" " * first.col_offset + line for line in WAIT]
     copy = type(kernel)(kernel.fn)
     copy._unsafe_update_src("\n".join(lines))
