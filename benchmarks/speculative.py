@@ -1,11 +1,11 @@
 """Tokens per pass and per second of SmolLM2 with drafts that are checked: `python -m benchmarks.speculative`.
 
-Budgets are shares of the weights beside what the smallest plan takes; answers are greedy, to texts that repeat
-themselves (copy, summarize, edit code) and texts that do not. Contestants take turns over the same text:
+Budgets are what the smallest plan takes and a share of the weights. Answers are greedy, to texts that repeat themselves
+(copy, summarize, edit code) and texts that do not. Contestants take turns over the same text:
 
 plain   one token a step
-lookup  drafts of prompt lookup, by the planner's own choice
-w4, w8  drafts of the same weights in 4 or 8 bits within the same budget, where that is predicted to pay
+lookup  drafts of prompt lookup, as many as the planner chooses
+w4, w8  drafts of the same weights in 4 or 8 bits, within the same budget, where they are predicted to pay
 
 The bound of a run is a plain pass over the tokens per pass. Predicted is what the plans say for the share of drafted
 tokens that were accepted.
@@ -23,7 +23,6 @@ from statistics import median
 from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
 
 import forebay
 from benchmarks.command import arguments, note, print_table, write_json
