@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +66,11 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: Generators = Non
     if generator is not None and not isinstance(generator, torch.Generator):
         return drawn(logits, sampling, torch.cat([
             torch.rand(1, generator=g, device=g.device).to(logits.device) for g in generator]))
-    return torch.multinomial(probabilities(logits, sampling), 1, generator=generator).squeeze(-1)
+    if not logits.is_cpu:
+        return torch.multinomial(probabilities(logits, sampling), 1, generator=generator).squeeze(-1)
+    # torch draws the numbers of one row after those of the row before
+    return _row_by_row(logits, lambda row, i: torch.multinomial(
+        probabilities(row, sampling), 1, generator=generator)[0])
 
 
 def drawn(logits: torch.Tensor, sampling: Sampling, uniforms: torch.Tensor) -> torch.Tensor:
@@ -80,9 +84,16 @@ def drawn(logits: torch.Tensor, sampling: Sampling, uniforms: torch.Tensor) -> t
         if uniforms.is_cpu:
             uniforms = uniforms.pin_memory().to(logits.device, non_blocking=True)
         return SAMPLING.overload(logits, uniforms, *options)  # type: ignore[no-any-return]
-    # a row at a time: what one takes in passing is some 100 bytes a logit, which no plan counts
-    return torch.cat([SAMPLING.overload(logits[i : i + 1], uniforms[i : i + 1], *options)
-                      for i in range(len(logits))])
+    return _row_by_row(logits, lambda row, i: SAMPLING.overload(row, uniforms[i : i + 1], *options))
+
+
+def _row_by_row(logits: torch.Tensor, draw: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """Tokens [B] that `draw` gives for a row [1, V] and its number, which takes some 100 bytes a logit in passing. All
+    tokens lie in one tensor: tensors of their own would lie between larger blocks of the heap, and keep these apart."""
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    for i in range(len(logits)):
+        tokens[i : i + 1] = draw(logits[i : i + 1], i)
+    return tokens
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:

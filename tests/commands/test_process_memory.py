@@ -47,8 +47,6 @@ def test_draws_take_what_is_promised(rows: int, how: str, top_k: int) -> None:
     done = run_code(DRAWING, *map(str, (rows, how, top_k, FEW, MANY)))
     assert done.returncode == 0, done.stderr
     few, many = map(int, done.stdout.split())
-    together = rows if how == "together" else 0
-    promised = beside_nbytes(0, drawn_from=MANY, together=together) - beside_nbytes(0, drawn_from=FEW,
-                                                                                    together=together)
+    promised = beside_nbytes(0, drawn_from=MANY) - beside_nbytes(0, drawn_from=FEW)
     print(f"\n{rows} rows {how}: {(many - few) / (MANY - FEW):.0f} bytes a word of {promised / (MANY - FEW):.0f}")
     assert 0.2 * promised < many - few <= promised

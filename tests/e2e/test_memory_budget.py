@@ -115,6 +115,29 @@ def staged(folder: str) -> dict[str, Any]:
             "spilled": max(spilled), "caches": moved, "planned": [peak["device"], peak["host"]], "cap": cap}
 
 
+def drawn(folder: str) -> dict[str, Any]:
+    """Draw tokens of many sequences with one generator; the memory that this took beyond that of greedy ones."""
+    import torch
+
+    import forebay.api
+    from forebay.commands.process_memory import MemoryWatch, beside_nbytes
+    from forebay.rewriter.machine.profile import Machine
+
+    torch.set_num_threads(2)
+    _warm_up_threads()
+    lm = forebay.api.wrap(folder, {"device": BUDGET_NBYTES}, batch=SEQUENCES, prompt=4, new_tokens=3,
+                          machine=Machine.default())
+    ids = torch.randint(5, lm.captured.vocab_size, (SEQUENCES, 4), generator=torch.Generator().manual_seed(2))
+    lm.generate(ids, max_new_tokens=3, eos_token_id=None)
+    with MemoryWatch([]) as watch:
+        out = lm.generate(ids, max_new_tokens=3, eos_token_id=None, do_sample=True, top_p=0.9,
+                          generator=torch.Generator().manual_seed(3))
+    promised = beside_nbytes(0, drawn_from=lm.captured.vocab_size) - beside_nbytes(0)
+    lm.close()
+    return {"different": len(set(out[:, 4:].flatten().tolist())), "growth": watch.peak - watch.before,
+            "promised": promised, "logits": 4 * SEQUENCES * lm.captured.vocab_size}
+
+
 def evaluated(folder: str) -> dict[str, Any]:
     """What `forebay eval` says that it took, of a text for a tokenizer whose vocabulary is larger than the budget."""
     import contextlib
@@ -361,6 +384,15 @@ def test_eval_keeps_its_budget(folder: Path, tmp_path: Path, weights: str) -> No
     assert seen["measured_peak"] <= BUDGET_NBYTES + (8 << 20)
 
 
+@pytest.mark.all
+def test_draws_of_many_sequences_keep_the_budget(tmp_path: Path) -> None:
+    """One float32 copy of all logits would break it."""
+    seen = in_process("drawn", make_model(tmp_path / "wide", SHAPES["wide"]))
+    print(f"\n{seen}")
+    assert seen["different"] > SEQUENCES and seen["logits"] > 2 * seen["promised"]
+    assert seen["growth"] <= seen["promised"]
+
+
 def test_loading_plainly_breaks_the_same_cap(folder: Path) -> None:
     failed = in_process("plainly", folder)["failed"]
     assert failed, "the cap does not hold: the whole model fits under it"
@@ -399,6 +431,6 @@ def test_the_promise_holds_over_jobs(tmp_path: Path) -> None:
 if __name__ == "__main__":
     began = time.perf_counter()
     answer = {"streamed": streamed, "staged": staged, "evaluated": evaluated, "plainly": plainly,
-              "promised": promised}[sys.argv[1]](sys.argv[2])
+              "drawn": drawn, "promised": promised}[sys.argv[1]](sys.argv[2])
     print(f"{time.perf_counter() - began:.1f} s", file=sys.stderr)
     print(json.dumps(answer))

@@ -6,8 +6,7 @@ The promise of a budget is one inequality, in which a GPU's memory has no part:
     constant = what the process holds before the budget is touched, measured there once,
                + THREADS_NBYTES + CALL_NBYTES per call of the plan's Programs
                + PROMPT_NBYTES per prompt + TOKEN_NBYTES per token of them, for a job
-               + LOGIT_NBYTES per word of the vocabulary, where tokens are drawn, or BATCH_LOGIT_NBYTES per word and row
-                 where one generator draws for a batch at once, as that of `generate(do_sample=True)` does
+               + LOGIT_NBYTES per word of the vocabulary, where tokens are drawn
                + TRACE_NBYTES for a job that is traced
 """
 
@@ -29,18 +28,15 @@ THREADS_NBYTES = 8 << 20  # stacks and heaps of the threads that read, write and
 CALL_NBYTES = 3 << 10  # a launch, copy or wait made ready: Python objects, tensors over the arena; 1.2 KiB were seen
 PROMPT_NBYTES, TOKEN_NBYTES = 1 << 10, 8  # a prompt as a tensor, and its place among the answered
 LOGIT_NBYTES = 120  # of one row at a time: float64, sorted and summed; 88 were seen
-BATCH_LOGIT_NBYTES = 48  # float32, sorted and summed as transformers does; 35 were seen
 
 
-def beside_nbytes(calls: int, prompts: int = 0, tokens: int = 0, drawn_from: int = 0, together: int = 0, *,
-                  traced: bool = False) -> int:
+def beside_nbytes(calls: int, prompts: int = 0, tokens: int = 0, drawn_from: int = 0, *, traced: bool = False) -> int:
     """The part of the promise's constant that is known beforehand: of a plan whose Programs have so many `calls`, a job
-    of so many prompts and tokens, and draws from a vocabulary of `drawn_from` (0: none are made), each row by itself or
-    for so many rows `together`; `traced` or not."""
+    of so many prompts and tokens, and draws from a vocabulary of `drawn_from` (0: none are made); `traced` or not."""
     from forebay.runtime.run.trace import TRACE_NBYTES
 
     return (THREADS_NBYTES + CALL_NBYTES * calls + PROMPT_NBYTES * prompts + TOKEN_NBYTES * tokens
-            + max(LOGIT_NBYTES, BATCH_LOGIT_NBYTES * together) * drawn_from + TRACE_NBYTES * traced)
+            + LOGIT_NBYTES * drawn_from + TRACE_NBYTES * traced)
 
 
 def calls_of(pipeline: Pipeline, plan: Plan) -> int:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.runtime.run.sampling import Sampling, choose
+from forebay.runtime.run.sampling import Sampling, choose, probabilities
 
 LOGITS = torch.randn(4, 30, generator=torch.Generator().manual_seed(0)) * 3
 
@@ -80,6 +80,20 @@ def test_only_tokens_that_transformers_allows_are_chosen(
     found, possible = support(Sampling(True, temperature, top_k, top_p), each=each), allowed(warpers)
     assert all(f <= p for f, p in zip(found, possible, strict=True))
     assert sum(map(len, found)) > 0.5 * sum(min(len(p), 12) for p in possible), "as good as nothing was tried"
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, 1), (3, 7), (5, 16), (4, 1000), (9, 4099)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_one_by_one_draw_what_torch_draws_of_all(count: int, words: int, dtype: torch.dtype) -> None:
+    logits = (torch.randn(count, words, generator=torch.Generator().manual_seed(words)) * 3).to(dtype)
+    for sampling in (Sampling(True, top_k=0), Sampling(True, 0.7, 50, 0.9, 0.05)):
+        ours, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
+        for _ in range(3):  # the next column goes on where this one ends
+            expected = torch.multinomial(probabilities(logits, sampling), 1, generator=theirs).squeeze(-1)
+            assert torch.equal(choose(logits, sampling, ours), expected)
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            assert torch.equal(choose(logits, sampling), choose(logits, sampling, torch.Generator().manual_seed(3)))
 
 
 def test_frequencies_follow_the_softmax() -> None:
