@@ -21,7 +21,7 @@ from forebay.modules.encoder_decoder import encoder_decoder_class
 from forebay.modules.open_folder import open_streamed
 from forebay.modules.streamed_module import StreamedModule
 from forebay.open_model import open_graphs
-from forebay.rewriter.capture.experts import TABLE, experts_layout
+from forebay.rewriter.capture.experts import TABLE
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints.adapted import made_of
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, is_gguf
@@ -48,6 +48,7 @@ from forebay.rewriter.checkpoints.text_model import text_config
 
 ROLES = {"tied": "embedding and head", "embedding": "embedding", "head": "head", "experts": "experts"}
 OTHERS, UNREAD, ADAPTER = "norms, biases and others", "not read", "adapter"
+PICKS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")  # experts of a token
 NO_BUDGET = 1  # nothing is computed
 IN_PLACE, PACKED = "read in place", "packed once into the cache folder"
 HeldTensor = tuple[tuple[str, ...], str, int]  # of a stored tensor: the parameters that it holds, its format, its bytes
@@ -297,12 +298,25 @@ def _note_model(found: ModelDescription, model: Any) -> None:
     found.layers, found.vocabulary = (getattr(config, name, 0) for name in ("num_hidden_layers", "vocab_size"))
     found.context = getattr(config, "max_position_embeddings", None) or 0
     found.parameters = sum(each.numel() for each in model.parameters())
-    picks, idle = getattr(config, "num_experts_per_tok", None), 0.0
-    for module in model.modules():
-        if experts_layout(module) is not None:
-            own = [each for each in module.parameters(recurse=False) if each.dim() > 1]
-            idle += sum(each.numel() * (1 - (picks or 0) / each.shape[0]) for each in own)
-    found.active_parameters = None if idle and not picks else round(found.parameters - idle)
+    found.active_parameters = _active_parameters(model)
+
+
+def _active_parameters(model: Any) -> int | None:
+    """The parameters that a token meets, on average; None where the config does not say how many experts it meets."""
+    total, matrices = sum(each.numel() for each in model.parameters()), find_matrices(model)
+    settings = (model.config, getattr(model.config, "ffn_config", None))
+    picks = next((found for each in settings for name in PICKS if (found := getattr(each, name, None))), None)
+    idle = 0.0
+    for name, parameter in model.named_parameters():
+        matrix = matrices.get(name.removesuffix("_bias"))
+        if matrix is None or matrix.role != "experts":
+            continue
+        if picks is None:
+            return None
+        experts = model.get_submodule(matrix.module)
+        met = picks * getattr(experts, "num_routed_experts", 1) / getattr(experts, "total_experts", 1)
+        idle += parameter.numel() * (1 - met / (matrix.count or parameter.shape[0]))
+    return round(total - idle)
 
 
 def _note_text(found: ModelDescription, folder: Path) -> None:

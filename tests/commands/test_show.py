@@ -21,6 +21,7 @@ from modules.test_encoder_decoder import save as save_both
 from quantized_folders import change_settings, make
 from quantized_model import write_quantized
 from safetensors.torch import load_file, save_file
+from selection import at_length
 from small_experts import small
 from tiny_gguf import VOCAB, copy_of, write_model
 from typer.testing import CliRunner
@@ -96,6 +97,24 @@ def test_experts_in_every_container(tmp_path: Path) -> None:
         assert_adds_up(found, model)
         assert found.container == container and found.active_parameters == active
         assert held(found, "experts", format)[1] == experts and not held(found, "not read")[0]
+
+
+@pytest.mark.parametrize("family", ["dbrx", "jetmoe", at_length("gpt_oss"), at_length("hunyuan_v1_moe")])
+def test_active_parameters_are_those_that_a_token_changes(tmp_path: Path, family: str) -> None:
+    """Experts in attention too, matrices in two dimensions, biases."""
+    model = small(family)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():  # queries count where there are several keys
+        before = model(torch.tensor([[3]]), use_cache=True).past_key_values
+    model(torch.tensor([[5]]), past_key_values=before).logits.square().sum().backward()
+    active = 0
+    for name, parameter in model.named_parameters():
+        of_experts = parameter.dim() > 1 and "router" not in name and "gate.wg" not in name and any(
+            part in name for part in ("experts.", "input_linear", "output_linear"))
+        active += int(parameter.grad.view(8, -1).any(1).sum()) * parameter.numel() // 8 if of_experts else (
+            parameter.numel())
+    found = describe_model(str(tmp_path))
+    assert found.runs and found.active_parameters == active < found.parameters
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
