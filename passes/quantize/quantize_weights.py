@@ -15,6 +15,7 @@ from forebay.rewriter.ir.graph import META, RowFormat, weight_name
 from forebay.rewriter.ir.products import Linear, fold, is_plain_bias, linear_arguments
 
 aten = torch.ops.aten
+FLATTENING = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
 
 
 def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> None:
@@ -53,19 +54,34 @@ def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> No
 
 def _read_stacked(graph: fx.Graph, node: fx.Node, value: fx.Node) -> None:
     """Let readers of a matrix of each expert [E, N, K], which is `node`, have the values of its rows, [E * N, K]: those
-    that flatten it as they are, others with the dimension of experts."""
+    that flatten it as they are, those that take an expert's of its own rows, others with the dimension of experts."""
     stacked = value.meta["val"]
     value.meta["val"] = rows = stacked.flatten(0, 1)
     readers = [user for user in node.users if user is not value and user.op != "call_module"]
     for user in readers:
-        if user.target is aten.view.default and user.meta["val"].shape == rows.shape:
+        if user.target in FLATTENING and user.meta["val"].shape == rows.shape:
             user.replace_all_uses_with(value)
             graph.erase_node(user)
+            continue
+        if user.target is aten.select.int and user.args[1] == 0:
+            _read_expert(graph, user, value)
             continue
         with graph.inserting_before(user):
             view = graph.call_function(aten.view.default, (value, list(stacked.shape)))
         view.meta = {**value.meta, "val": stacked}
         user.replace_input_with(node, view)
+
+
+def _read_expert(graph: fx.Graph, user: fx.Node, value: fx.Node) -> None:
+    """Replace the choice of an expert's matrix [N, K] by the values of its rows."""
+    (rows, *how), count, expert = value.args, user.meta["val"].shape[0], user.args[2]
+    with graph.inserting_before(user):
+        own = graph.call_function(aten.slice.Tensor, (rows, 0, expert * count, (expert + 1) * count))  # type: ignore[operator]
+        found = graph.call_function(DEQUANTIZE_ROWS.overload, (own, *how))
+    own.meta = {**value.meta, "val": rows.meta["val"][:count]}  # type: ignore[union-attr]
+    found.meta = {**value.meta, "val": user.meta["val"]}
+    user.replace_all_uses_with(found)
+    graph.erase_node(user)
 
 
 def _read_packed_experts(user: fx.Node, up: RowFormat, down: RowFormat) -> None:

@@ -207,8 +207,10 @@ def _jetmoe(module: Any) -> Callable[..., Any]:
         k, v = find_cache(others).update(k, v, None)
         found = attend(q, k, v, module.scaling).unflatten(2, (heads, picks)).transpose(2, 3).flatten(3)
         spread = torch.zeros_like(every).scatter(2, index, found * gates)
-        made = torch.bmm(spread.flatten(0, 1).transpose(0, 1), down.transpose(1, 2)).sum(0)
-        return made.view(hidden_states.shape) + own.bias, None, None
+        made = own.bias + nn.functional.linear(spread[:, :, 0], down[0])
+        for expert in range(1, len(down)):
+            made = made + nn.functional.linear(spread[:, :, expert], down[expert])
+        return made, None, None
 
     return forward
 

@@ -101,6 +101,29 @@ def test_what_no_product_consumes_stays_unpacked_apart() -> None:
     torch.testing.assert_close(run_graph(gm, inputs, rows)[0], expected[0], rtol=1e-5, atol=1e-5)
 
 
+def test_products_read_the_rows_of_all_experts_or_of_one() -> None:
+    """A matrix of each expert, flattened, taken apart, and whole."""
+    def build(graph: fx.Graph, n: Mapping[str, fx.Node]) -> object:
+        flat = graph.call_function(aten.flatten.using_ints, (n["e0"], 0, 1))
+        every = graph.call_function(aten.linear.default, (n["x"], flat))
+        own = [graph.call_function(aten.linear.default, (n["x"], graph.call_function(
+            aten.select.int, (n["e0"], 0, expert)))) for expert in (2, 0)]
+        return (every, *own, graph.call_function(aten.mul.Tensor, (n["e1"], 2)))
+
+    inputs, (form, rows) = {"x": torch.randn(5, 32)}, stored(torch.randn(24, 32))
+    gm = flat_graph(build, inputs, {name: torch.empty(3, 8, 32) for name in ("e0", "e1")})
+    quantize_weights(gm, {"e0": form, "e1": form})
+    fuse_dequantize(gm)
+    gm.graph.lint()
+    found = targets(gm)
+    assert found.count("forebay.linear_q.default") == 3 and found.count("forebay.dequantize_rows.default") == 1
+    values = operators.DEQUANTIZE_ROWS.overload(rows, 32, 4, 32, torch.float16, torch.float32, False).view(3, 8, 32)
+    x = inputs["x"]
+    expected = (x @ values.flatten(0, 1).T, x @ values[2].T, x @ values[0].T, 2 * values)
+    for got, want in zip(run_graph(gm, inputs, {"e0": rows, "e1": rows}), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(("width", "group"), [(48, 16), (64, 48), (64, 8)])
 def test_rows_that_products_do_not_read_stay_unpacked_apart(width: int, group: int) -> None:
     def build(graph: fx.Graph, n: Mapping[str, fx.Node]) -> object:
