@@ -6,7 +6,7 @@
 
 namespace forebay {
 
-constexpr int64_t MAX_HEAD_DIM = 256;  // 64 positions of 256 floats: 64 KiB of stack, beside as much for q and results
+constexpr int64_t MAX_HEAD_DIM = 640;  // 64 positions of 640 floats: 160 KiB of stack, as much for q and results
 constexpr int64_t MAX_ROTATION = 32;
 
 // Elements of a rotated block: the largest power of two, at most MAX_ROTATION, that divides dim.

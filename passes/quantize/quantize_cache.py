@@ -9,18 +9,20 @@ from forebay.kernels.formats.table import CacheFormat
 from forebay.kernels.operators import ATTENTION, KV_APPEND, find, of_target
 from forebay.rewriter.ir.graph import META
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.ir.state import KVState, StateInput
+from forebay.rewriter.ir.state import KVState, LatentState, StateInput
+
+ROWS = (KVState.kind, LatentState.kind)
 
 
 def quantize_cache(gm: fx.GraphModule, stored: CacheFormat) -> None:
     """Make every cache that `gm` appends to and attends over, and every cache input of a step graph, one of rows packed
-    in the format `stored`: uint8 [B, Hkv, L, nbytes of a row].
+    in the format `stored`: uint8 [B, Hkv, L, nbytes of a row]. Rows of latents are packed like keys.
 
     A graph without cache operators keeps its nodes. PlanError for attention with sinks, or between the tokens
     of an image, which reads values alone.
     """
     caches: dict[fx.Node, None] = {n: None for n in gm.graph.find_nodes(op="placeholder")
-                                   if isinstance(mark := n.meta.get(META), StateInput) and mark.kind == KVState.kind}
+                                   if isinstance(mark := n.meta.get(META), StateInput) and mark.kind in ROWS}
     for node in gm.graph.nodes:
         operator = of_target(node.target)
         if operator not in (ATTENTION, KV_APPEND):

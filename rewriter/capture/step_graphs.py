@@ -23,7 +23,7 @@ from forebay.rewriter.ir.schedule.speculation import REPLAY, Speculation
 from forebay.rewriter.ir.state import (
     LatentState,
     LentKVState,
-    kv_state,
+    format_of_rows,
     kv_states,
     require_states,
     rewindable,
@@ -136,7 +136,7 @@ def step_graphs(
                       prefill=None if batching.cache.staged or batching.admitted or any(
                           spec.sequence_nbytes for states in captured.states for spec in states)
                       else lambda tokens: step(tokens, workload.prompt),
-                      cache_format=next((kv.format for kv in map(kv_state, captured.states) if kv), "native"),
+                      cache_format=format_of_rows(captured.states),
                       batching=batching,
                       pageable=all(spec.pageable for states in captured.states for spec in states),
                       rewindable=rewindable(captured.states), latents=_keeps_latents(captured),
@@ -212,7 +212,8 @@ def _keeps_latents(captured: CapturedModel) -> bool:
 
 def _expands(captured: CapturedModel) -> bool:
     """Return whether steps of `captured` can make keys and values of latents."""
-    return captured.choices is not None and captured.prefill is None and _keeps_latents(captured)
+    return (captured.choices is not None and captured.prefill is None and _keeps_latents(captured)
+            and format_of_rows(captured.states) == "native")
 
 
 def _prompts(captured: CapturedModel, batching: BatchSchedule) -> CapturedModel:

@@ -194,16 +194,17 @@ class BorrowedKVState(StateSpec):
 @dataclass(frozen=True)
 class LatentState(StateSpec):
     """One row of `width` elements for each token, [B, 1, L, width], which latent attention takes for the key and the
-    value of every head; `part` tells one of a layer from others."""
+    value of every head, or a packed row, whose bytes are then counted as elements of dtype uint8; `part` tells one of
+    a layer from others."""
 
     kind = "latent"
     operators = (ATTENTION.name, KV_APPEND.name)
     rewindable = pageable = reorderable = in_blocks = True
-    unpackable = "has kernels for rows of up to 256 numbers, and rows of latent attention have 576 in most models"
 
     width: int
     dtype: torch.dtype
     part: int = 0
+    format: str = "native"
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
@@ -343,6 +344,11 @@ def require_states(states: LayerStates, capability: Capability, feature: str) ->
 def kv_state(states: Iterable[StateSpec]) -> KVState | None:
     """Keys and values among a layer's states; None where it keeps none."""
     return next((spec for spec in states if isinstance(spec, KVState)), None)
+
+
+def format_of_rows(states: LayerStates) -> str:
+    """Return the format of the layers' cache rows; "native" where they keep none."""
+    return next((spec.format for each in states for spec in each if isinstance(spec, KVState | LatentState)), "native")
 
 
 def unpackable(states: LayerStates) -> str:

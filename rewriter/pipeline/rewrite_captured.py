@@ -20,7 +20,15 @@ from forebay.rewriter.capture.stored_sizes import fill_values
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat, block_graphs, copy_node
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.ir.state import CheckpointState, KeyMeansState, KVState, LatentState, kv_states, unpackable
+from forebay.rewriter.ir.state import (
+    CheckpointState,
+    KeyMeansState,
+    KVState,
+    LatentState,
+    StateSpec,
+    kv_states,
+    unpackable,
+)
 from forebay.rewriter.pipeline.pass_list import PASSES, passes_in
 from forebay.rewriter.pipeline.run_passes import Stage, check_switches
 from forebay.rewriter.planning.best_product import rounding_names
@@ -61,7 +69,7 @@ def rewrite_captured(
         if why := unpackable(captured.states):
             raise PlanError(f"cache: {cache_format} {why}; keep it native")
         captured = replace(captured, states=tuple(
-            tuple(_packed(spec, kept) if isinstance(spec, KVState) else spec for spec in states)
+            tuple(_packed(spec, kept) for spec in states)
             for states in captured.states))
         given["quantize_cache"] = lambda _: (kept,)
     if formats:
@@ -206,10 +214,15 @@ def _format_of_cache(name: str) -> CacheFormat:
     return kept
 
 
-def _packed(spec: KVState, kept: CacheFormat) -> KVState:
-    """A layer's cache whose rows are packed: head_dim counts their bytes."""
-    return replace(spec, head_dim=kept.row_nbytes(spec.head_dim, spec.dtype.itemsize), dtype=torch.uint8,
-                   format=kept.name)
+def _packed(spec: StateSpec, kept: CacheFormat) -> StateSpec:
+    """A layer's state, whose rows are packed where it is a cache: head_dim or width counts their bytes."""
+    if isinstance(spec, LatentState):
+        return replace(spec, width=kept.row_nbytes(spec.width, spec.dtype.itemsize), dtype=torch.uint8,
+                       format=kept.name)
+    if isinstance(spec, KVState):
+        return replace(spec, head_dim=kept.row_nbytes(spec.head_dim, spec.dtype.itemsize), dtype=torch.uint8,
+                       format=kept.name)
+    return spec
 
 
 def _blocks_by_format(

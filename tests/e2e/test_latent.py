@@ -15,6 +15,8 @@ from small_experts import Saved, random_model, saved_once
 
 import forebay
 from forebay.calibrate_experts import calibrate_experts
+from forebay.kernels.cache.kv_append_q import reference as kv_append_q
+from forebay.kernels.formats import row_sizes
 from forebay.kernels.operators import ATTENTION, EXPANDED_ATTENTION
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints.packed import read_dequantized
@@ -24,6 +26,9 @@ from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.ir.state import LatentState
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.check_plan import refuse_cache
+from forebay.runtime.devices.cpu.kind import CPU
+from forebay.runtime.devices.cuda.kind import CUDA
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
@@ -200,6 +205,8 @@ def test_packed_weights_and_a_bundle(saved: Saved, tmp_path: Path) -> None:
                           expand_latents=expand)
         assert torch.equal(tokens(lm), want), source
         lm.close()
+    with opened(tmp_path / "bundle", 2 << 20, cache="kv8") as lm:
+        assert torch.equal(tokens(lm), tokens(rounded(model, 8)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, at_length(torch.float16)])
@@ -241,10 +248,51 @@ def test_rows_lie_on_tiers(saved: Saved, family: str, options: dict[str, Any], e
     lm.close()
 
 
+def rounded(model: Any, bits: int) -> Any:
+    """`model`, whose attention reads what packed rows of its latents stand for."""
+    for module in model.modules():
+        if hasattr(module, "expand_kv"):
+            vars(module)["expand_kv"] = _with_rounded_rows(module.expand_kv, bits)
+    return model
+
+
+def _with_rounded_rows(expand: Any, bits: int) -> Any:
+    def expand_kv(latent: torch.Tensor, rotated: torch.Tensor) -> Any:
+        rows = torch.cat((latent, rotated), -1)
+        group = row_sizes.cache_group_size(rows.shape[-1], bits)
+        read = kv_append_q.unpack(kv_append_q.pack(rows, bits, group), rows.shape[-1], bits, group, rows.dtype)
+        return expand(*read.split((latent.shape[-1], rotated.shape[-1]), -1))
+
+    return expand_kv
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3", "longcat_flash"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 2}, DISK, HOST, {"batch_slots": 2},
+                                     DISK | {"prompt_lookup_num_tokens": 3}, {"num_beams": 2}], ids=str)
+def test_packed_rows_give_the_tokens_of_what_they_stand_for(
+    saved: Saved, family: str, bits: int, options: dict[str, Any]
+) -> None:
+    (folder, _), beams = saved(family), options.get("num_beams", 1)
+    want = tokens(rounded(small(family), bits), num_beams=beams)
+    lm = forebay.wrap(folder, {"device": "2MiB", "host": "2MiB", "disk": folder}, batch=3 * beams, prompt=PROMPT,
+                      new_tokens=NEW, cache=f"kv{bits}", **{k: v for k, v in options.items() if k != "num_beams"})
+    assert lm.plan.cache_format == f"kv{bits}" and not lm.plan.schedule.batching.latents.expanded
+    assert torch.equal(tokens(lm, num_beams=beams), want)
+    if not options:
+        rows = 3 * (PROMPT + NEW) * row_sizes.cache_row_nbytes(RANK + ROPE, bits)
+        assert max(b.nbytes for b in lm.plan.buffers if b.name.startswith("cache_latent")) == rows
+    lm.close()
+
+
 def test_what_rows_cannot_do_is_refused_by_name(saved: Saved) -> None:
     folder, _ = saved("minicpm3")
-    for options, message in (({"cache": "kv8"}, "rows of latent attention have 576"),
+    for options, message in (({"cache": "kv8", "expand_latents": True}, "steps expand no kv8 rows"),
                              (HOST | {"cpu_attention": True}, "^cpu_attention or .* this model keeps latents")):
         with pytest.raises(PlanError, match=message):
             forebay.wrap(folder, {"device": "1MiB", "host": "1MiB", "disk": folder}, batch=3, prompt=PROMPT,
                          new_tokens=NEW, **options)
+    refuse_cache("kv8", CPU, latents=True)
+    with pytest.raises(PlanError, match="cache: kv8 rows of latents have no kernel for a GPU; keep the cache native"):
+        refuse_cache("kv8", CUDA, latents=True)

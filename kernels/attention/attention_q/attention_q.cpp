@@ -46,6 +46,7 @@ void run_task(const CacheAttentionArgs& a, int64_t b, int64_t h0, int64_t h1, in
   std::memset(o, 0, size_t(count * ds) * 4);
   const uint8_t* k = a.k_cache + b * a.k_batch;
   const uint8_t* v = a.v_cache + b * a.v_batch;
+  const bool same = k == v && a.k_head == a.v_head && a.k_row == a.v_row;  // rows of latents, unpacked once
   // Rows are in order of position, so the first sees the lowest key and the last the highest.
   const int64_t end = rows[m - 1].high;
   for (int64_t t0 = rows[0].low; t0 < end; t0 += KEYS) {
@@ -65,7 +66,7 @@ void run_task(const CacheAttentionArgs& a, int64_t b, int64_t h0, int64_t h1, in
         if (factor != 1.0f)
           for (int64_t j = 0; j < ds; j += VL) store(row + j, load(row + j) * factor);
       }
-      for (int64_t t = 0; t < n; ++t) {
+      for (int64_t t = 0; t < n && !same; ++t) {
         if (t < coming) prefetch_rows(v + next * a.v_head + (t1 + t) * a.v_row, 1, a.v_row, width);
         dequantize_row(v + h * a.v_head + (t0 + t) * a.v_row, f, 0, d, tile + t * d);
       }

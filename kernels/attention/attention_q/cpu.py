@@ -28,9 +28,11 @@ class CacheAttentionArgs(ctypes.Structure):
     )
 
 
-# Stack per thread of the C++ kernel: 32 query rows and their results of at most 256 floats, 32 x 64 scores, and 64
-# unpacked positions.
-NATIVE_NBYTES = 4 * (2 * 32 * 256 + 32 * 64 + 64 * 256)
+def stack_nbytes(head_dim: int) -> int:
+    """Bytes of a thread's stack in the C++ kernel: 32 query rows and their results, 32 x 64 scores, and 64 unpacked
+    positions."""
+    width = max(256, head_dim + -head_dim % 16)
+    return 4 * (2 * 32 * width + 32 * 64 + 64 * width)
 
 
 def workspace_nbytes(
@@ -39,7 +41,7 @@ def workspace_nbytes(
     """Upper bound, in bytes, of what a call takes beside its arguments, for the kernel present here."""
     library = native.load()
     if library is not None and head_dim <= library.forebay_cache_max_head_dim():
-        return NATIVE_NBYTES * torch.get_num_threads()
+        return stack_nbytes(head_dim) * torch.get_num_threads()
     return unpacked_nbytes(batch, heads, kv_heads, queries, length, head_dim, dtype, softcap)
 
 

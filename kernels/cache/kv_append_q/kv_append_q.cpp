@@ -38,12 +38,14 @@ void append_row(const T* x, int64_t dim, int64_t group, int32_t bits, uint8_t* r
 
 template <class T> void append(const CacheAppendArgs& a, int threads) {
   const int64_t tasks = a.batch * a.heads;
+  const bool same = a.k_cache == a.v_cache && a.k == a.v;  // rows of latents
   parallel_for(tasks, threads, tasks * a.rows * (a.k_dim + a.v_dim), [&](int64_t i) {
     const int64_t b = i / a.heads, h = i % a.heads;
     for (int64_t s = 0; s < a.rows; ++s) {
       const int64_t at = a.each ? a.start[b * a.rows + s] : a.start[b] + s;
       append_row(static_cast<const T*>(a.k) + b * a.k_batch + h * a.k_head + s * a.k_row, a.k_dim, a.group, a.bits,
                  a.k_cache + b * a.k_cache_batch + h * a.k_cache_head + at * a.k_cache_row);
+      if (same) continue;
       append_row(static_cast<const T*>(a.v) + b * a.v_batch + h * a.v_head + s * a.v_row, a.v_dim, a.group, a.bits,
                  a.v_cache + b * a.v_cache_batch + h * a.v_cache_head + at * a.v_cache_row);
     }

@@ -21,7 +21,10 @@ def latent_choices(batching: BatchSchedule, request: ScheduleRequest) -> Iterato
     """Yield both ways where none is asked for, to compare their Programs. PlanError where nothing keeps latents."""
     asked, can = request.options.expand_latents, request.graphs.expands
     if asked and not can:
-        raise PlanError("expand_latents: no layer of this model keeps latents that steps could expand; leave it out")
+        packed = request.graphs.cache_format != "native" and request.graphs.latents
+        raise PlanError("expand_latents: " + (
+            f"steps expand no {request.graphs.cache_format} rows; keep the cache native, or leave it out" if packed else
+            "no layer of this model keeps latents that steps could expand; leave it out"))
     if not asked:
         yield batching
     if asked or (asked is None and can and request.workload.prompt > 1):

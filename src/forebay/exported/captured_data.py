@@ -26,7 +26,7 @@ from forebay.rewriter.ir.graph import (
     WeightSpec,
 )
 from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.ir.state import STATE_KINDS, StateInput, StateSpec, kv_state, state_name
+from forebay.rewriter.ir.state import STATE_KINDS, StateInput, StateSpec, format_of_rows, state_name
 
 MOST_ELEMENTS = 1 << 40  # of a weight, of a cache per token: beyond any model, and bytes of tensors still fit 64 bits
 SMALL = Workload(batch=2, prompt=3, new_tokens=9)  # sizes at which a graph that was read is looked at
@@ -106,7 +106,7 @@ class StoredModel:
 def captured_to_data(captured: CapturedModel, constants: Mapping[str, str]) -> dict[str, Any]:
     """`captured` (rewritten, its cache native) as JSON values; `constants` names the tensor that each one is.
     ExportError names what the schema cannot hold, with its layer."""
-    if not captured.rewritten or any(kv.format != "native" for kv in map(kv_state, captured.states) if kv):
+    if not captured.rewritten or format_of_rows(captured.states) != "native":
         raise ExportError("a bundle holds rewritten graphs over a native cache")
     blocks: dict[str, object] = {
         name: graph_to_data(gm, f"layer {captured.layers.index(name)}") for name, gm in captured.blocks().items()}

@@ -142,6 +142,27 @@ def test_attention_matches_float64(
     assert torch.equal(found, out)
 
 
+@pytest.mark.parametrize(("dim", "heads", "queries"), ((576, 5, 1), (288, 3, 40), (1000, 2, 3)))
+@pytest.mark.parametrize("bits", (4, 8))
+def test_rows_of_latents_are_keys_and_values(path: str, dim: int, heads: int, queries: int, bits: int) -> None:
+    """One cache of wide rows, appended once and read once; rows of 1000 numbers go through torch."""
+    group, begin = row_sizes.cache_group_size(dim, bits), torch.tensor([3, 70])
+    rows, _, new, _, *_ = make([3, 70], queries, bits, dim, group)
+    rows, new = rows[:, :1], new[:, :1]
+    before = torch.randn(2, 1, 70, dim)
+    rows[:, :, :70] = kv_append_q_reference.pack(before, bits, group)
+    want, _ = kv_append_q_reference.reference(rows, rows, new, new, begin, bits, group)
+    kv_append_q_cpu.bind_kv_append_q(rows, rows, new, new, begin, bits, group)()
+    assert torch.equal(rows, want)
+    q = torch.randn(2, heads, queries, dim)
+    out = torch.empty(2, queries, heads, dim)
+    attention_q_cpu.bind_attention_q(q, rows, rows, begin, Scoring(0.1), bits, group, out)()
+    assert (out - attention_q_reference.reference(q, rows, rows, begin, 0.1, 0, 0.0, bits, group)).abs().max() < 1e-5
+    apart = torch.empty_like(out)
+    attention_q_cpu.bind_attention_q(q, rows, rows.clone(), begin, Scoring(0.1), bits, group, apart)()
+    assert torch.equal(out, apart)
+
+
 def test_bound_calls_read_present_contents(path: str) -> None:
     k_cache, v_cache, k, v, start, bits, group = make([40, 40], 1, 8)
     q, out = torch.randn(2, 6, 1, 20), torch.empty(2, 1, 6, 20)
@@ -232,7 +253,7 @@ def test_stack_of_the_native_kernel_is_what_is_stated() -> None:
     source = "".join((native.sources.KERNELS / name).read_text() for name in (
         "attention/attention_q/attention_q.cpp", "cpu_support/cache_rows.h"))
     rows, keys, dim = (int(source.split(f"{name} = ")[1].split(";")[0]) for name in ("ROWS", "KEYS", "MAX_HEAD_DIM"))
-    assert 4 * (2 * rows * dim + rows * keys + keys * dim) == attention_q_cpu.NATIVE_NBYTES
+    assert 4 * (2 * rows * dim + rows * keys + keys * dim) == attention_q_cpu.stack_nbytes(dim)
 
 
 @pytest.mark.parametrize("bits", (4, 8))
