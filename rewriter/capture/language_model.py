@@ -84,6 +84,10 @@ def capture_model(
         except CaptureError as error:
             raise CaptureError(f"{title}: {error}") from error
         except Exception as error:  # whatever the model's own code or the tracer objects to
+            unset = [name for name, value in config.to_dict().items() if "expert" in name and value is None]
+            if unset and isinstance(error, TypeError):
+                raise CaptureError(f"{title}: its config gives no value for {', '.join(unset)}; add "
+                                   f"{'it' if len(unset) == 1 else 'them'} to config.json") from error
             said = " ".join(str(error).split())[:200]
             raise CaptureError(f"{title}: its own code cannot be traced ({type(error).__name__}: {said})") from error
 

@@ -356,6 +356,16 @@ def test_a_family_that_keeps_a_state_by_code_of_its_own_is_refused(monkeypatch):
         capture_model(transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2))
 
 
+@pytest.mark.parametrize(("family", "message"), [
+    ("dots1", "gives no value for n_shared_experts, n_routed_experts, num_experts_per_tok; add them to config.json"),
+    ("deepseek_v2", "gives no value for num_experts_per_tok; add it to config.json")])
+def test_counts_of_experts_that_a_config_leaves_out_are_named(family, message):
+    config = transformers.CONFIG_MAPPING[family](
+        hidden_size=32, num_hidden_layers=2, intermediate_size=32, num_attention_heads=2, vocab_size=VOCAB)
+    with pytest.raises(CaptureError, match=message):
+        capture_model(config)
+
+
 def test_code_that_cannot_be_traced_is_told_once(monkeypatch):
     """In the error, and not in torch's own log as well."""
     from transformers.models.llama.modeling_llama import LlamaMLP
