@@ -11,11 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.attention.decode_attention.decode_shares import lane_count, lane_width
+from forebay.kernels.attention.decode_attention.decode_shares import MOST_DIM, TYPICAL_LANES, lane_count, lane_width
+from forebay.kernels.gpu_support.arguments import fail
+from forebay.kernels.products.linear.selection import AMD
 
 LOG2E = 1.4426950408889634
 # The interpreter multiplies the bit patterns of bf16 numbers, and cuts fp32 off to make them.
@@ -133,18 +136,33 @@ def load_tile(
 
 
 @triton.jit
+def load_parts(
+    ptr, t, seen, stride_row, dtype: tl.constexpr, BITS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D2: tl.constexpr, DP2: tl.constexpr,
+):  # fmt: skip
+    """load_tile of the first D of rows' values, and of the D2 after them; the first again where there are none."""
+    x = load_tile(ptr, t, seen, stride_row, dtype, BITS, D, DP, G, GP)
+    x2 = x
+    if D2 != 0:
+        x2 = load_tile(ptr + D, t, seen, stride_row, dtype, 0, D2, DP2, D2, DP2)
+    return x, x2
+
+
+@triton.jit
+def multiply_keys(q, q2, k, k2, D2: tl.constexpr):
+    """q [M, D] times keys [T, D] in fp32, of rows in one part, or in two."""
+    s = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32))
+    if D2 != 0:
+        s = dot(q2, tl.trans(k2), s)
+    return s
+
+
+@triton.jit
 def capped(s, softcap, CAPPED: tl.constexpr):
     """Scores times log2(e), from scores times scale * log2(e), or where capped times scale / softcap."""
     if CAPPED:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), in which infinities come out right; softcap is times log2(e)
         s = softcap * (1.0 - 2.0 / (tl.exp2(s * 2.8853900817779268) + 1.0))
     return s
-
-
-@triton.jit
-def score_log2(q, k, scale_log2, softcap, CAPPED: tl.constexpr):
-    """Attention scores [M, T] times log2(e) in fp32; scale_log2 is scale * log2(e), or scale / softcap where capped."""
-    s = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32)) * scale_log2
-    return capped(s, softcap, CAPPED)
 
 
 @triton.jit
@@ -155,7 +173,7 @@ def sink_weight(sinks_at, present, top):
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:
-    """(scale_log2, softcap) as score_log2 takes them."""
+    """(scale_log2, softcap): scale * log2(e), or scale / softcap where scores are capped, and the cap times log2(e)."""
     return (scale / softcap, softcap * LOG2E) if softcap > 0 else (scale * LOG2E, 0.0)
 
 
@@ -186,6 +204,34 @@ class AttendedCache(NamedTuple):
 def lanes(head_dim: int, group: int) -> dict[str, int]:
     """The constants D, DP, G and GP."""
     return {"D": head_dim, "DP": lane_count(head_dim, group), "G": group, "GP": lane_width(head_dim, group)}
+
+
+def row_parts(view: CacheView, least: int, amd: bool = AMD) -> dict[str, int]:
+    """The constants D, DP, G and GP of a row, or of its first part, and D2 and DP2 of its second, of `least` lanes or
+    more. Native rows above 64 values are two parts where the powers of two that hold these are less than the one that
+    holds the row: 96 is 64 and 32, and a latent row of 576 is 512 and 64.
+
+    On AMD no gain is known up to 256: 96 would take more matrix instructions than 128."""
+    dim = view.constants["D"]
+    first = 1 << (dim.bit_length() - 1)
+    lanes = max(least, triton.next_power_of_2(dim - first))
+    if view.constants["BITS"] or first < 64 or first + lanes >= view.constants["DP"] or (amd and dim <= 256):
+        return {name: view.constants[name] for name in ("D", "DP", "G", "GP")} | {"D2": 0, "DP2": 0}
+    return dict.fromkeys(("D", "DP", "G", "GP"), first) | {"D2": dim - first, "DP2": lanes}
+
+
+def same_rows(view: CacheView) -> bool:
+    """Tell whether keys and values of more than 256 numbers are the same bytes, as latents: kernels load them once."""
+    k, v = view.pointers
+    same = k.data_ptr() == v.data_ptr() and view.strides[:3] == view.strides[3:]
+    return same and view.constants["D"] > TYPICAL_LANES
+
+
+def check_head_dim(op: str, q: Tensor) -> None:
+    """The kernels have registers for q's rows: for 256 values in fp32."""
+    most = TYPICAL_LANES if q.dtype == torch.float32 else MOST_DIM
+    if not 1 <= q.shape[-1] <= most:
+        fail(op, "q", f"must have a head_dim of 1 .. {most} in {q.dtype}, got {q.shape[-1]}")
 
 
 def contiguous_view(k: Tensor, v: Tensor) -> CacheView:

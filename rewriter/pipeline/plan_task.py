@@ -66,7 +66,7 @@ class PlanTask:
     def schedules(self, staged: bool = False) -> list[BatchSchedule]:
         """List the schedules to compare with caches on the device, or where they leave it."""
         graphs = self.graphs_of(self.workload, ALONE)
-        return candidates(ScheduleRequest(self.workload, self.options, graphs, staged))
+        return candidates(ScheduleRequest(self.workload, self.options, graphs, self.machine, staged))
 
     def for_batch(self, batch: int, **options: object) -> PlanTask:
         """The same for so many sequences, with other `options`."""

@@ -22,7 +22,7 @@ from forebay.kernels.operator import Tensors
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
-from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.options import Options
@@ -104,6 +104,25 @@ def test_packed_weights_of_an_fp32_model(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.all
+def test_weights_of_fp8_are_multiplied_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are those of the CPU's kernels, to what fp16 rounds, and plans count the memory of x in another order."""
+    torch.manual_seed(0)
+    config = llama(2, hidden_size=128, intermediate_size=256, vocab_size=211, tie_word_embeddings=False)
+    transformers.AutoModelForCausalLM.from_config(config).half().save_pretrained(tmp_path / "half")
+    quantize_model(tmp_path / "half", tmp_path / "fp8", Wish("fp8"))
+    prompt = torch.randint(3, 211, (2, 6), generator=torch.Generator().manual_seed(1))
+    opened, found = open_model(tmp_path / "fp8"), {}
+    for kind in ("cpu", "NVIDIA H200"):
+        gpu = GpuOfThreads(monkeypatch) if kind != "cpu" else None
+        machine = replace(Machine.default(), device_kind=kind)
+        with LanguageModel(*opened, Budget(1 << 26, 1 << 24), Workload(2, 6, 2), Options(), machine) as lm:
+            found[kind] = lm.next_logits(prompt).double()
+    assert gpu is not None
+    assert {impl.split("_")[0] for op, impl in gpu.bound if op == "forebay.linear_q"} == {"raw"}
+    assert (found["NVIDIA H200"] - found["cpu"]).norm() < 5e-3 * found["cpu"].norm()
+
+
+@pytest.mark.all
 def test_a_quantized_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits are those of the CPU's kernels over such a cache, and the plan counts the shares of a decode step."""
     torch.manual_seed(0)
@@ -134,18 +153,23 @@ KINDS: dict[str, tuple[dict[str, Any], set[str]]] = {
         dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
              layer_types=["linear_attention", "full_attention"]),
         {"forebay.short_conv", "forebay.linear_recurrence"}),
+    "deepseek_v3": (
+        dict(moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+             first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+             v_head_dim=16, head_dim=8, num_key_value_heads=2),
+        {"forebay.attention", "forebay.experts"}),
     "mamba": (dict(state_size=4), {"forebay.short_conv", "forebay.selective_scan"}),
     "gpt_oss": (dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=3), {"forebay.experts"}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", at_length("mamba")])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", "deepseek_v3", at_length("mamba")])
 def test_layers_of_other_kinds(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of unequal length and a decode step give the logits of the CPU's kernels; tables of experts stream."""
     sizes, operators_of_it = KINDS[family]
     config = transformers.AutoConfig.for_model(
         family, hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, pad_token_id=0, max_position_embeddings=64, **sizes)
+        pad_token_id=0, max_position_embeddings=64, **dict(num_key_value_heads=1, head_dim=16) | sizes)
     model = random_model(config)
     model.save_pretrained(tmp_path)
     tight = sum(p.numel() * 3 for p in model.parameters()) + least_workspace_nbytes()  # of 4 bytes each
@@ -161,6 +185,9 @@ def test_layers_of_other_kinds(family: str, tmp_path: Path, monkeypatch: pytest.
             found[kind] = lm.generate(
                 prompt, attention_mask=mask, max_new_tokens=2, do_sample=False, output_logits=True,
                 return_dict_in_generate=True, eos_token_id=None, pad_token_id=0)
+    if family == "deepseek_v3":
+        with pytest.raises(PlanError, match="expand_latents: a GPU has no kernel"):
+            LanguageModel(*opened, Budget(tight, 1 << 24), Workload(2, 5, 3), Options(expand_latents=True), machine)
     assert family != "gpt_oss" or any(name.endswith("experts.table") for name in streams)
     assert gpu is not None and operators_of_it <= {op for op, _ in gpu.bound}
     assert torch.equal(found["cpu"].sequences, found["NVIDIA H200"].sequences)

@@ -23,6 +23,12 @@ class DecodeTile(NamedTuple):
 # multiprocessor. Four warps at 256 bytes spill on sm_90 with Triton 3.9; dequantized rows do not, and need less room.
 TILES = {"narrow": DecodeTile(64, 4, 3), "typical": DecodeTile(64, 8, 3), "wide": DecodeTile(32, 8, 3),
          "widest": DecodeTile(16, 4, 2)}
+# Rows of more than 256 values of 16 bits: latents, which are keys and values, met by 64 rows of scores or fewer, and
+# others. Products of 64 rows take their factors from shared memory on Hopper.
+TYPICAL_LANES, MOST_DIM = 256, 640
+LATENT = {"many": DecodeTile(32, 8, 3), "few": DecodeTile(64, 8, 2)}
+WIDE = DecodeTile(32, 8, 2)
+LEAST_POSITIONS = 128  # of a share of such rows: they take about as long as to write and read its results
 DEQUANTISED = DecodeTile(64, 4, 3)
 # Dequantized to fp32, by lanes: three products take the place of one, and their factors registers.
 EXACT = {"typical": DecodeTile(32, 4, 3), "wide": DecodeTile(16, 8, 2)}
@@ -38,7 +44,9 @@ class DecodeProduct(NamedTuple):
     folded: bool
 
 
-def product(head_dim: int, group: int, bits: int, itemsize: int, group_heads: int, amd: bool = AMD) -> DecodeProduct:
+def product(
+    head_dim: int, group: int, bits: int, itemsize: int, group_heads: int, amd: bool = AMD, hopper: bool = True
+) -> DecodeProduct:
     """The product for queries of itemsize bytes, `group_heads` to a KV head, over rows whose strides are words."""
     heads = _power_of_two(group_heads)
     lanes = lane_count(head_dim, group)
@@ -48,7 +56,8 @@ def product(head_dim: int, group: int, bits: int, itemsize: int, group_heads: in
     # On AMD, without the byte permutations, it would spill up to 124 values of 512 registers.
     if bits and itemsize == 2 and not amd and group * bits % 32 == 0 and 256 <= lanes * bits <= 1024 and rows <= 64:
         return DecodeProduct(rows, max(8, heads) if groups == 1 else rows // groups, True)
-    rows = min(64, max(16, heads))
+    # Before Hopper a product's factor is in registers: 64 rows of more than 256 values would spill.
+    rows = min(64 if (hopper and not amd) or head_dim <= TYPICAL_LANES else 32, max(16, heads))
     return DecodeProduct(rows, rows, False)
 
 
@@ -58,6 +67,8 @@ def tile(lanes: int, itemsize: int, bits: int, folded: bool) -> DecodeTile:
     Where folded, each of four warps takes 16 positions.
     """
     row_nbytes = lanes * itemsize
+    if not bits and lanes > TYPICAL_LANES:
+        return WIDE
     if bits and itemsize == 4:
         return EXACT["wide" if lanes > 64 else "typical"]
     if bits and (folded or row_nbytes <= 256):
@@ -121,6 +132,35 @@ def split_count(
     return max(1, min((most // wave * wave, most), key=turns) if 0 < wave < most else most)
 
 
+class DecodeShape(NamedTuple):
+    """Sizes that decide the shares of a launch: `rows` of sequences and KV heads, of `capacity` positions of
+    position_nbytes each; query heads of a KV head; values of a row, and the lanes they take once dequantized to
+    itemsize bytes from bits (0: as they are)."""
+
+    rows: int
+    capacity: int
+    position_nbytes: int
+    group_heads: int
+    dim: int
+    lanes: int
+    itemsize: int
+    bits: int
+
+
+def share_count(shape: DecodeShape, product: DecodeProduct, processors: int) -> int:
+    """Shares of a sequence; of rows of more than 256 values one for each multiprocessor, of 128 positions or more.
+
+    Many heads share such rows, so that multiprocessors wait for products rather than memory. Results, however large
+    beside the rows, then pay where they keep multiprocessors busy; they stay in the L2.
+    """
+    rows, capacity, position_nbytes, group_heads, dim, lanes, itemsize, bits = shape
+    if not bits and lanes > TYPICAL_LANES:
+        each_once = processors // max(1, rows * -(-group_heads // product.heads))
+        return max(1, min(each_once, capacity // LEAST_POSITIONS))
+    sizes = tile(lanes, itemsize, bits, product.folded).positions, part_nbytes(group_heads, dim), position_nbytes
+    return split_count(rows, capacity, *sizes, processors, resident_programs(dim, lanes, itemsize, bits))
+
+
 def counters_nbytes(batch: int, heads: int) -> int:
     """Bytes of the counters by which the last share of some heads to arrive is known."""
     return max(HELD_COUNTERS_NBYTES, 4 * batch * heads)
@@ -138,13 +178,11 @@ def workspace_nbytes(
 ) -> int:  # fmt: skip
     """Bytes that the shares of `attention` of one query and their counters take beside its arguments, or of
     `attention_q` with bits."""
-    part = part_nbytes(heads // kv_heads, dim)
+    rows, group_heads, lanes = batch * kv_heads, heads // kv_heads, lane_count(dim, group or dim)
     row_nbytes = row_sizes.row_nbytes(dim, bits, group, row_sizes.CACHE_ALIGN) if bits else dim * itemsize
-    folded = product(dim, group or dim, bits, itemsize, heads // kv_heads).folded
-    lanes = lane_count(dim, group or dim)
-    positions, resident = tile(lanes, itemsize, bits, folded).positions, resident_programs(dim, lanes, itemsize, bits)
-    splits = split_count(batch * kv_heads, capacity, positions, part, 2 * row_nbytes, processors, resident)
-    return counters_nbytes(batch, heads) + batch * kv_heads * splits * part
+    shape = DecodeShape(rows, capacity, 2 * row_nbytes, group_heads, dim, lanes, itemsize, bits)
+    splits = share_count(shape, product(dim, group or dim, bits, itemsize, group_heads), processors)
+    return counters_nbytes(batch, heads) + rows * splits * part_nbytes(group_heads, dim)
 
 
 def processors() -> int:

@@ -15,18 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay.kernels.attention.decode_attention.decode_shares import TYPICAL_LANES
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.gpu_support.arguments import before_hopper, check_device, check_tensor, fail, stages
 from forebay.kernels.gpu_support.cache_tiles import (  # fmt: skip
     AttendedCache,
     CacheView,
     capped,
+    check_head_dim,
     contiguous_view,
     dot,
     first_seen,
     lane_values,
-    load_tile,
+    load_parts,
+    multiply_keys,
     round_to,
+    row_parts,
+    same_rows,
     score_factors,
     sink_weight,
 )
@@ -55,7 +60,13 @@ EXACT = {"typical": PrefillTile(32, 32, 4, 2), "wide": PrefillTile(16, 16, 4, 2)
 # Over rotated rows (few over rows of two parts, too), where the first of each kind would spill up to 70 values.
 FEW_ROTATED = {"typical": PrefillTile(16, 64, 4, 2), "wide": PrefillTile(16, 32, 4, 2)}
 AMPERE_ROTATED = {"typical": PrefillTile(64, 64, 8, 2), "wide": AMPERE["wide"]}
+# Over rows of more than 256 values of 16 bits: latents, which are keys and values, and others.
+LATENT = {"few": PrefillTile(16, 64, 8, 2), "typical": PrefillTile(64, 32, 8, 3), "ampere": PrefillTile(32, 64, 8, 2)}
+WIDEST = {"few": PrefillTile(16, 32, 8, 2), "typical": PrefillTile(64, 16, 8, 3), "ampere": PrefillTile(32, 32, 8, 2)}
 EXACT_ROTATED = {"typical": PrefillTile(16, 32, 4, 2), "wide": PrefillTile(16, 16, 4, 2)}
+
+
+WIDE = tl.constexpr(TYPICAL_LANES)
 
 
 @triton.jit
@@ -76,14 +87,11 @@ def tile_scores(
     T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     D2: tl.constexpr, DP2: tl.constexpr,
 ):  # fmt: skip
-    """q times K of positions begin .. begin + T - 1, in fp32; unless MASKED all are before `end`."""
+    """q times K of positions begin .. begin + T - 1, in fp32, and K by part; unless MASKED all are before `end`."""
     t = begin + tl.arange(0, T)
     seen = loaded(t, end, since, MASKED, WINDOWED, BITS)
-    k = load_tile(k_ptr, t, seen, kr, q.dtype, BITS, D, DP, G, GP)
-    s = dot(q, tl.trans(k), tl.zeros((q.shape[0], T), tl.float32))
-    if D2 != 0:
-        s = dot(q2, tl.trans(load_tile(k_ptr + D, t, seen, kr, q.dtype, 0, D2, DP2, D2, DP2)), s)
-    return s
+    k, k2 = load_parts(k_ptr, t, seen, kr, q.dtype, BITS, D, DP, G, GP, D2, DP2)
+    return multiply_keys(q, q2, k, k2, D2), k, k2
 
 
 @triton.jit
@@ -91,13 +99,13 @@ def attend(
     acc, acc2, total, top, s, q, q2, k_ptr, v_ptr, position, oldest, since, begin, end, last, kr, vr,
     scale_log2, softcap,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr,
-    LATE: tl.constexpr, AHEAD: tl.constexpr,
+    SAME: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
     T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     D2: tl.constexpr, DP2: tl.constexpr,
 ):  # fmt: skip
     """The online softmax's state after positions begin .. end - 1; unless MASKED every row sees all of them. What is
     before `since`, which no row sees, need not be there: a factor of 0 would not take NaN away. `last` ends what is
-    loaded.
+    loaded. SAME: values are the keys.
 
     LATE: the scale is applied with the subtraction of the maximum, as one instruction. AHEAD: s holds the products of
     the tile at `begin`; those of the next tile are multiplied during the softmax, and returned. Unless MASKED, a tile
@@ -106,11 +114,11 @@ def attend(
     for t0 in range(begin, end, T):
         t = t0 + tl.arange(0, T)
         if AHEAD:
-            following = tile_scores(
+            following, k, k2 = tile_scores(
                 q, q2, k_ptr, t0 + T, last, since, kr, MASKED, WINDOWED, BITS, T, D, DP, G, GP, D2, DP2,
             )  # fmt: skip
         else:
-            s = tile_scores(q, q2, k_ptr, t0, last, since, kr, MASKED, WINDOWED, BITS, T, D, DP, G, GP, D2, DP2)
+            s, k, k2 = tile_scores(q, q2, k_ptr, t0, last, since, kr, MASKED, WINDOWED, BITS, T, D, DP, G, GP, D2, DP2)
             following = s
         if not LATE:
             s = capped(s * scale_log2, softcap, CAPPED)
@@ -125,12 +133,14 @@ def attend(
         p = tl.exp2(s * factor - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
-        held = loaded(t, last, since, MASKED, WINDOWED, BITS)
-        v = load_tile(v_ptr, t, held, vr, q.dtype, BITS, D, DP, G, GP)
+        if SAME:
+            v, v2 = k, k2
+        else:
+            held = loaded(t, last, since, MASKED, WINDOWED, BITS)
+            v, v2 = load_parts(v_ptr, t, held, vr, q.dtype, BITS, D, DP, G, GP, D2, DP2)
         weights = round_to(p, q.dtype)
         acc = dot(weights, v, acc * shrink[:, None])
         if D2 != 0:
-            v2 = load_tile(v_ptr + D, t, held, vr, q.dtype, 0, D2, DP2, D2, DP2)
             acc2 = dot(weights, v2, acc2 * shrink[:, None])
         top = higher
         s = following
@@ -142,13 +152,14 @@ def prefill_attention_kernel(
     q_ptr, k_ptr, v_ptr, start_ptr, sinks_ptr, out_ptr, qb, qh, qs, kb, kh, kr, vb, vh, vr, ob, os, oh,
     queries, kv_heads, group_heads, window, scale_log2, softcap,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr,
-    BITS: tl.constexpr, UNIT: tl.constexpr, POWER: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
-    ROWS: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    BITS: tl.constexpr, UNIT: tl.constexpr, POWER: tl.constexpr,
+    SAME: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     D2: tl.constexpr, DP2: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, last first as it is the longest; sequence and KV head).
 
-    Strides of k and v are multiples of UNIT. LATE and AHEAD as in `attend`, of which POWER takes no AHEAD.
+    Strides of k and v are multiples of UNIT. SAME, LATE and AHEAD as in `attend`, of which POWER takes no AHEAD.
     D2 of a row's values, 0 for none, follow the first D as a part of its own, in DP2 lanes.
     """
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
@@ -190,29 +201,35 @@ def prefill_attention_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     s = tl.zeros((ROWS, T), tl.float32)
     if AHEAD:
-        s = tile_scores(q, q2, k_ptr, begin, high + 1, since, kr, True, WINDOWED, BITS, T, D, DP, G, GP, D2, DP2)
-    if POWER == 0:
+        s, _, _ = tile_scores(q, q2, k_ptr, begin, high + 1, since, kr, True, WINDOWED, BITS, T, D, DP, G, GP, D2, DP2)
+    if POWER == 0 and DP <= WIDE:
         if WINDOWED:
             acc, acc2, total, top, s = attend(
                 acc, acc2, total, top, s, q, q2, k_ptr, v_ptr, position, oldest, since, begin,
                 tl.minimum(plain_begin, high + 1), high + 1, kr, vr,
-                scale_log2, softcap, True, WINDOWED, CAPPED, BITS, LATE, AHEAD, T, D, DP, G, GP, D2, DP2,
+                scale_log2, softcap, True, WINDOWED, CAPPED, BITS, SAME, LATE, AHEAD, T, D, DP, G, GP, D2, DP2,
             )  # fmt: skip
         acc, acc2, total, top, s = attend(
             acc, acc2, total, top, s, q, q2, k_ptr, v_ptr, position, oldest, since,
             plain_begin, plain_end, high + 1, kr, vr,
-            scale_log2, softcap, False, WINDOWED, CAPPED, BITS, LATE, AHEAD, T, D, DP, G, GP, D2, DP2,
+            scale_log2, softcap, False, WINDOWED, CAPPED, BITS, SAME, LATE, AHEAD, T, D, DP, G, GP, D2, DP2,
         )  # fmt: skip
-    else:  # one loop: rotated queries that two loops read would stay in registers, and 200 to 500 values spill
+    else:  # one loop: queries that are rotated or wide and that two loops read would stay in registers, and spill
         plain_end = begin
     acc, acc2, total, top, s = attend(
         acc, acc2, total, top, s, q, q2, k_ptr, v_ptr, position, oldest, since, plain_end, high + 1, high + 1, kr, vr,
-        scale_log2, softcap, True, WINDOWED, CAPPED, BITS, LATE, AHEAD, T, D, DP, G, GP, D2, DP2,
+        scale_log2, softcap, True, WINDOWED, CAPPED, BITS, SAME, LATE, AHEAD, T, D, DP, G, GP, D2, DP2,
     )  # fmt: skip
     if HAS_SINKS:
         total += sink_weight(sinks_ptr + head, present, top)
     out, d, valid = rotated_values(acc / total[:, None], D, DP, G, GP, POWER)
     out = round_to(out, out_ptr.dtype.element_ty)
+    if DP > WIDE:
+        # From the tile's end, as another value to the compiler: over the loop, addresses of these rows would spill.
+        row = first_row + ROWS - (ROWS - tl.arange(0, ROWS))
+        present = row < queries * group_heads
+        query = row // group_heads
+        head = kv_head * group_heads + row % group_heads
     out_at = b * ob + query.to(tl.int64) * os + head * oh
     tl.store(out_ptr + out_at[:, None] + d[None, :], out, mask=present[:, None] & valid[None, :])
     if D2 != 0:
@@ -222,9 +239,14 @@ def prefill_attention_kernel(
 
 
 def tile(
-    rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bool = False, parts: int = 1
-) -> PrefillTile:
-    """The tile for so many rows, of K rows in 1 or 2 parts: so many lanes of itemsize bytes once dequantized."""
+    rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bool = False, parts: int = 1,
+    same: bool = False,
+) -> PrefillTile:  # fmt: skip
+    """The tile for so many rows, of K rows in 1 or 2 parts: so many lanes of itemsize bytes once dequantized.
+
+    `same`: values are the keys."""
+    if lanes > TYPICAL_LANES:
+        return (LATENT if same else WIDEST)["few" if rows <= 16 else "ampere" if ampere or AMD else "typical"]
     size = "wide" if lanes > (64 if itemsize == 4 else 128) else "typical"
     if itemsize == 4:
         return (EXACT_ROTATED if rotated else EXACT)[size]
@@ -235,18 +257,9 @@ def tile(
     return (SOME if rows <= 512 else MANY)[size]
 
 
-def row_parts(view: CacheView, rows: int, itemsize: int, amd: bool = AMD) -> dict[str, int]:
-    """The constants D, DP, G and GP of a row, or of its first part, and D2 and DP2 of its second, for so many rows of
-    q. Native rows above 64 are taken as two parts where the powers of two that hold these are less than the one that
-    holds the row: 96 as 64 and 32. The four warps of a tile of few rows, or of fp32, share 32 lanes at least.
-
-    On AMD no gain is known: 96 would take more matrix instructions than 128."""
-    dim = view.constants["D"]
-    first = 1 << (dim.bit_length() - 1)
-    lanes = max(32 if rows <= 16 or itemsize == 4 else 16, triton.next_power_of_2(dim - first))
-    if amd or view.constants["BITS"] or first < 64 or first + lanes >= view.constants["DP"]:
-        return {name: view.constants[name] for name in ("D", "DP", "G", "GP")} | {"D2": 0, "DP2": 0}
-    return dict.fromkeys(("D", "DP", "G", "GP"), first) | {"D2": dim - first, "DP2": lanes}
+def least_lanes(rows: int, itemsize: int) -> int:
+    """Lanes of a row's second part, at least: the four warps of a tile of few rows, or of fp32, share 32."""
+    return 32 if rows <= 16 or itemsize == 4 else 16
 
 
 def loop_order(scoring: Scoring, view: CacheView, chosen: PrefillTile) -> dict[str, bool]:
@@ -268,16 +281,17 @@ def bind_view(
     group_heads = heads // kv_heads
     rows = queries * group_heads
     itemsize, rotated = q.dtype.itemsize, view.power > 0
-    row = row_parts(view, rows, itemsize)
-    chosen = tile(rows, view.constants["DP"], itemsize, before_hopper(q.device), rotated, 2 if row["D2"] else 1)
+    row = row_parts(view, least_lanes(rows, itemsize))
+    same, lanes = same_rows(view), view.constants["DP"]
+    chosen = tile(rows, lanes, itemsize, before_hopper(q.device), rotated, 2 if row["D2"] else 1, same)
     scale_log2, cap = score_factors(scoring.scale, scoring.softcap)
     return bound(kernel_call(
         prefill_attention_kernel, (triton.cdiv(rows, chosen.rows), batch * kv_heads),
         q, *view.pointers, cache.start, q if sinks is None else sinks, out, *q.stride()[:3], *view.strides,
         *out.stride()[:3], queries, kv_heads, group_heads, scoring.window, scale_log2, cap,
         WINDOWED=scoring.window != 0, CAPPED=scoring.softcap > 0, HAS_SINKS=sinks is not None,
-        UNIT=view.unit, POWER=view.power, ROWS=chosen.rows, T=chosen.positions, BITS=view.constants["BITS"], **row,
-        **loop_order(scoring, view, chosen),
+        UNIT=view.unit, POWER=view.power, SAME=same, ROWS=chosen.rows, T=chosen.positions,
+        BITS=view.constants["BITS"], **row, **loop_order(scoring, view, chosen),
         num_warps=chosen.num_warps, num_stages=stages(chosen.num_stages),
     ))  # fmt: skip
 
@@ -289,8 +303,7 @@ def _check(op: str, q: Tensor, start: Tensor, kv_heads: int, out: Tensor) -> Non
     batch, heads, queries, dim = q.shape
     if kv_heads < 1 or heads % kv_heads:
         fail(op, "kv_heads", f"must divide q's {heads} heads, got {kv_heads}")
-    if not 1 <= dim <= 256:
-        fail(op, "q", f"must have a head_dim of 1 .. 256, got {dim}")
+    check_head_dim(op, q)
     check_device(op, "start", start, q.device)
     check_tensor(op, "start", start, dtype=torch.int64, shape=(batch,))
     check_tensor(op, "out", out, device=q.device, dtype=q.dtype, shape=(batch, queries, heads, dim))

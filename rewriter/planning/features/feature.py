@@ -25,12 +25,14 @@ class ScheduleRequest:
         workload: The sizes that are asked for.
         options: What is asked of the plan.
         graphs: The model's step graphs for the whole workload at once.
+        machine: The machine that is to run it.
         staged: Whether caches leave the device.
     """
 
     workload: Workload
     options: Options
     graphs: StepGraphs
+    machine: Machine
     staged: bool = False
 
 

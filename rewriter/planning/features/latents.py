@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from forebay.kernels.operators import EXPANDED_ATTENTION
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.schedule.batch_schedule import BatchSchedule
 from forebay.rewriter.ir.schedule.latents import Latents
@@ -18,13 +19,18 @@ def explain_latents(plan: Plan) -> tuple[str, str] | None:
 
 
 def latent_choices(batching: BatchSchedule, request: ScheduleRequest) -> Iterator[BatchSchedule]:
-    """Yield both ways where none is asked for, to compare their Programs. PlanError where nothing keeps latents."""
-    asked, can = request.options.expand_latents, request.graphs.expands
+    """Yield both ways where none is asked for, to compare their Programs. PlanError where nothing keeps latents, or the
+    device has no kernel."""
+    asked, can, kind = request.options.expand_latents, request.graphs.expands, request.machine.kind
     if asked and not can:
         packed = request.graphs.cache_format != "native" and request.graphs.latents
         raise PlanError("expand_latents: " + (
             f"steps expand no {request.graphs.cache_format} rows; keep the cache native, or leave it out" if packed else
             "no layer of this model keeps latents that steps could expand; leave it out"))
+    if kind.kernels not in EXPANDED_ATTENTION.bind:
+        can = False
+        if asked:
+            raise PlanError(f"expand_latents: a {kind.title} has no kernel that expands latents; leave it out")
     if not asked:
         yield batching
     if asked or (asked is None and can and request.workload.prompt > 1):

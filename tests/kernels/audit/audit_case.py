@@ -22,6 +22,8 @@ SMOLLM2_135M = HeadShape(9, 3, 64)
 PHI_2 = HeadShape(32, 32, 80)
 PHI_3_MINI = HeadShape(32, 32, 96)
 GPT_OSS = HeadShape(64, 8, 64)
+DEEPSEEK_V3, DEEPSEEK_V2_LITE = HeadShape(128, 1, 576), HeadShape(16, 1, 576)  # over latent rows
+GEMMA_4 = HeadShape(16, 2, 512)  # its layers without a window
 
 
 @dataclass(frozen=True)

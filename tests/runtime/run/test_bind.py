@@ -182,7 +182,7 @@ def test_a_quantized_cache_is_written_and_read(bits: int) -> None:
         ("takes 3 rows", "linear", ((3, 64), (8, 64), None), (3, 8), "gemv"),
         ("impl must be one of", "linear", ((3, 64), (8, 64), None), (3, 8), "upcast"),
         ("out must have shape", "linear", ((3, 64), (8, 64), None), (3, 7), "flat"),
-        ("head_dim of 1 .. 256", "attention", ((1, 2, 1, 300), (1, 2, 4, 300), (1, 2, 4, 300)), (1, 1, 2, 300), ""),
+        ("head_dim of 1 .. 640", "attention", ((1, 2, 1, 700), (1, 2, 4, 700), (1, 2, 4, 700)), (1, 1, 2, 700), ""),
         ("rows of at most 16384", "rms_norm", ((2, 16385), (16385,)), (2, 16385), ""),
     ),
 )

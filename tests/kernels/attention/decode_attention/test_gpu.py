@@ -52,6 +52,32 @@ def test_matches_the_definition(
         assert relative_error(found, cache.expected(q, window, softcap)) <= LIMIT[dtype]
 
 
+@pytest.mark.parametrize(
+    ("dim", "heads", "dtype", "same"),
+    [(576, 70, torch.bfloat16, True), (576, 5, torch.float16, False), (288, 17, torch.float16, True),
+     (512, 3, torch.bfloat16, False)],
+)
+def test_rows_of_more_than_256_values(dim: int, heads: int, dtype: torch.dtype, same: bool) -> None:
+    """Of one part and of two, and latents, which are keys and values; what nobody wrote, NaN, follows each sequence."""
+    cache = native_cache((37, 5), 1, dim, dtype)
+    cache = replace(cache, v=cache.k) if same else cache
+    q = cache.queries(heads, dtype)
+    window, softcap = (11, 0.0) if same else (0, 3.0)
+    found = decode(cache, q, RANGE[dtype], window, softcap, splits=2)
+    assert relative_error(found, cache.expected(q, window, softcap)) <= LIMIT[dtype]
+
+
+def test_shares_of_latents_keep_every_multiprocessor_busy_and_are_counted() -> None:
+    """Their results are large beside the rows: by the rule of other rows one sequence would have a share or two."""
+    dim, heads = 576, 128
+    product = decode_shares.product(dim, dim, 0, 2, heads, amd=False)
+    for batch, capacity, wanted in ((1, 16384, 66), (1, 1024, 8), (1, 60, 1), (8, 16384, 8), (200, 16384, 1)):
+        shape = decode_shares.DecodeShape(batch, capacity, 2 * dim, heads, dim, 1024, 2, 0)
+        assert decode_shares.share_count(shape, product, 132) == wanted
+        counted = decode_shares.workspace_nbytes(batch, heads, 1, capacity, dim, 2, 132)
+        assert counted - decode_shares.counters_nbytes(batch, heads) == batch * wanted * heads * 4 * (dim + 2)
+
+
 def test_many_query_heads_and_a_single_share() -> None:
     cache = native_cache((37,), 1, 32, torch.float16)
     q = cache.queries(71, torch.float16)
@@ -145,7 +171,8 @@ def test_bad_arguments_are_named_before_a_launch(monkeypatch: pytest.MonkeyPatch
         ("k", lambda: call(good.bfloat16())),
         ("q", lambda: call(good[0])),
         ("q", lambda: call(good.mT.contiguous().mT)),
-        ("q", lambda: call(good.new_zeros(1, 4, 257))),
+        ("q", lambda: call(good.new_zeros(1, 4, 641))),
+        ("q", lambda: call(good.new_zeros(1, 4, 257).float())),
         ("kv_heads", lambda: call(good[:, :3])),
         ("start", lambda: call(start=cache.start.int())),
         ("start", lambda: call(start=cache.start[:0])),

@@ -69,14 +69,29 @@ def test_long_prompts_multiply_a_tile_ahead(begin: int, window: int, softcap: fl
 def test_rows_are_two_parts_where_these_take_fewer_lanes() -> None:
     def parts(dim: int, rows: int = 64, itemsize: int = 2) -> tuple[int, int, int]:
         row = torch.empty(1, 1, 1, dim)
-        found = gpu.row_parts(gpu.contiguous_view(row, row), rows, itemsize)
+        found = gpu.row_parts(gpu.contiguous_view(row, row), gpu.least_lanes(rows, itemsize), amd=False)
         return found["DP"], found["D2"], found["DP2"]
 
     wanted = {16: (16, 0, 0), 48: (64, 0, 0), 64: (64, 0, 0), 72: (64, 8, 16), 80: (64, 16, 16), 96: (64, 32, 32),
-              112: (128, 0, 0), 128: (128, 0, 0), 160: (128, 32, 32), 192: (128, 64, 64), 256: (256, 0, 0)}  # fmt: skip
+              112: (128, 0, 0), 128: (128, 0, 0), 160: (128, 32, 32), 192: (128, 64, 64), 256: (256, 0, 0),
+              288: (256, 32, 32), 512: (512, 0, 0), 576: (512, 64, 64)}  # fmt: skip
     assert {dim: parts(dim) for dim in wanted} == wanted
-    assert gpu.row_parts(gpu.contiguous_view(*[torch.empty(1, 1, 1, 80)] * 2), 64, 2, amd=True)["D2"] == 0
+    assert gpu.row_parts(gpu.contiguous_view(*[torch.empty(1, 1, 1, 80)] * 2), 16, amd=True)["D2"] == 0
     assert parts(80, rows=16) == parts(80, itemsize=4) == (64, 16, 32)
+
+
+@pytest.mark.parametrize(("dim", "heads", "same"), [(576, 8, True), (320, 2, True), (512, 2, False)])
+def test_rows_of_more_than_256_values(dim: int, heads: int, same: bool) -> None:
+    q, k, v = made(torch.bfloat16, 2, heads, 1, 9, 60, dim)
+    v = k if same else v
+    start = torch.tensor([40, 0])
+    for b, begin in enumerate(start.tolist()):
+        k[b, :, begin + 9 :] = v[b, :, begin + 9 :] = math.nan
+    for window in (0, 7):
+        out = torch.full((2, 9, heads, dim), math.nan, dtype=q.dtype)
+        gpu.bind_prefill_attention(q, k, v, start, Scoring(dim**-0.5, window), out)()
+        wanted = attention.reference(q, k.nan_to_num(), v.nan_to_num(), start, dim**-0.5, window)
+        assert relative_error(out, wanted) <= LIMIT[q.dtype]
 
 
 def test_scores_that_overflow_exp() -> None:

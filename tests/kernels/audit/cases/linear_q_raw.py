@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from forebay.kernels.formats.codebooks import CODEBOOKS
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.gpu_support.arguments import AMD_STAGES
 from forebay.kernels.products.linear import raw_layout, selection
@@ -30,7 +31,7 @@ def _order_case(bits: int, dtype: str) -> AuditCase:
 
 def case(
     bits: int, setting: selection.Setting, group: int, m: int, dtype: str = "bf16", amd: bool = False,
-    in_suite: bool = False, symmetric: bool = False,
+    in_suite: bool = False, symmetric: bool = False, codebook: str = "",
 ) -> AuditCase:  # fmt: skip
     """The audit's case of one setting at one shape, bias, SiLU and residual included; scales are of x's dtype."""
     n, k = DOWN
@@ -44,13 +45,14 @@ def case(
                   "partial_ptr": "*fp32"}
     rows = f"{group}s" if symmetric else str(group)
     return AuditCase(
-        name=f"{kind}/raw/g{rows}/{dtype}/m{m}/{setting.name}/s{grid.splits}{'/amd' if amd else ''}",
+        name=f"{kind}/raw/{codebook}g{rows}/{dtype}/m{m}/{setting.name}/s{grid.splits}{'/amd' if amd else ''}",
         fn=linear_raw_kernel,
         signature=signature | {name: "i32" for name in NUMBERS},
         constants={
             "BITS": bits, "GROUP": group, "BM": layout.tile_rows, "BN": setting.bn, "SPLITS": grid.splits,
             "ACTIVATION": "silu", "HAS_BIAS": True, "HAS_MULTIPLIER": False, "HAS_RESIDUAL": True, "ACCUMULATE": False,
-            "SYMMETRIC": symmetric, "SCALED": dtype == "bf16", "STAGES": AMD_STAGES if amd else setting.stages,
+            "SYMMETRIC": symmetric, "CODEBOOK": CODEBOOKS.index(codebook), "SCALED": dtype == "bf16",
+            "STAGES": AMD_STAGES if amd else setting.stages,
             "PTX": not amd, "WHOLE": True,
         },
         num_warps=setting.warps,
@@ -78,4 +80,8 @@ def audit_cases() -> list[AuditCase]:
             if first:
                 cases += [case(bits, setting, 32, 8), case(bits, setting, 128, 8, symmetric=True),
                           case(bits, setting, 128, 16, amd=True)]
-    return cases
+    cases += [case(8, selection.SETTINGS["linear_w8", "raw"][0], 128, m, codebook="e4m3", in_suite=m == 8)
+              for m in (8, 16, 64)]
+    fours = selection.SETTINGS["linear_w4", "raw"][0]
+    cases += [case(4, fours, 32, m, symmetric=True, codebook="e2m1") for m in (8, 16)]
+    return [*cases, case(8, selection.SETTINGS["linear_w8", "raw"][0], 128, 16, amd=True, codebook="e4m3")]

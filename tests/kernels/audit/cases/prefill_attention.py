@@ -7,16 +7,19 @@ from typing import Any
 import torch
 
 from forebay.kernels.attention.prefill_attention.gpu import (
+    least_lanes,
     loop_order,
     prefill_attention_kernel,
-    row_parts,
     tile,
 )
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.gpu_support.arguments import AMD_STAGES
-from forebay.kernels.gpu_support.cache_tiles import CacheView, contiguous_view
+from forebay.kernels.gpu_support.cache_tiles import CacheView, contiguous_view, row_parts, same_rows
 from tests.kernels.audit.audit_case import (  # fmt: skip
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
     GEMMA_2_9B,
+    GEMMA_4,
     GPT_OSS,
     LLAMA_3_8B,
     OPT_30B,
@@ -41,8 +44,8 @@ def case(
     heads, kv_heads, dim = shape
     itemsize = DTYPES[dtype].itemsize
     rows = queries * heads // kv_heads
-    row = row_parts(view, rows, itemsize)
-    chosen = tile(rows, view.constants["DP"], itemsize, ampere, view.power > 0, 2 if row["D2"] else 1)
+    row = row_parts(view, least_lanes(rows, itemsize))
+    chosen = tile(rows, view.constants["DP"], itemsize, ampere, view.power > 0, 2 if row["D2"] else 1, same_rows(view))
     pointer = "*u8" if view.constants["BITS"] else f"*{dtype}"
     signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "start_ptr": "*i64"}
     signature |= {"sinks_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
@@ -51,7 +54,7 @@ def case(
     signature |= dict.fromkeys((*strides, *cache_strides, "queries", "kv_heads", "group_heads", "window"), "i32")
     signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
     constants: dict[str, Any] = {"WINDOWED": scoring.window != 0, "CAPPED": scoring.softcap > 0}
-    constants |= {"HAS_SINKS": sinks, "BITS": view.constants["BITS"]}
+    constants |= {"SAME": same_rows(view), "HAS_SINKS": sinks, "BITS": view.constants["BITS"]}
     constants |= {"UNIT": view.unit, "POWER": view.power, **loop_order(scoring, view, chosen)}
     # Tiles of K and V that programs of one wave share come from L2: counted is what crosses from device memory.
     nbytes = queries * (kv_heads * position_nbytes + 2 * heads * dim * itemsize)
@@ -67,20 +70,21 @@ def case(
         divisible=(*(n for n, kind in signature.items() if kind.startswith("*")), *strides,
                    *(() if view.unit > 1 else cache_strides)),
         uses_dot=True,
-        main_operands=3,
+        main_operands=2 if constants["SAME"] else 3,
         bytes_moved=nbytes,
         minimum_bytes=nbytes,
-        archs=("sm_80",) if ampere else ("sm_90",) if dtype == "fp32" or row["D2"] else ("sm_90", "gfx942"),
+        archs=("sm_80",) if ampere else ("sm_90",) if dtype == "fp32" or row["DP"] > 256 or row["D2"] else (
+            "sm_90", "gfx942"),
     )  # fmt: skip
 
 
 def _case(
     name: str, dtype: str, queries: int, shape: HeadShape, scoring: Scoring = PLAIN, ampere: bool = False,
-    sinks: bool = False,
+    sinks: bool = False, same: bool = False,
 ) -> AuditCase:  # fmt: skip
-    """Over values as they are."""
-    row = torch.empty(1, shape.kv_heads, 1, shape.dim, dtype=DTYPES[dtype])
-    view, nbytes = contiguous_view(row, row), 2 * shape.dim * row.itemsize
+    """Over values as they are; the same for keys and values, or each its own."""
+    k, v = torch.empty(2, 1, shape.kv_heads, 1, shape.dim, dtype=DTYPES[dtype])
+    view, nbytes = contiguous_view(k, k if same else v), (1 if same else 2) * shape.dim * k.itemsize
     return case(f"prefill_attention/{name}", dtype, view, queries, shape, nbytes, scoring, ampere, sinks)
 
 
@@ -98,5 +102,8 @@ def audit_cases() -> list[AuditCase]:
             _case("sinks", "bf16", 2048, GPT_OSS, ampere=ampere, sinks=True),
             *(_case("parts", "bf16", queries, shape, ampere=ampere) for queries, shape in PARTS),
             _case("parts", "fp32", 64, PHI_2, ampere=ampere),
+            *(_case("latents", "bf16", queries, shape, ampere=ampere, same=True)
+              for queries, shape in ((2048, DEEPSEEK_V3), (1, DEEPSEEK_V2_LITE))),
+            _case("wide", "bf16", 2048, GEMMA_4, ampere=ampere),
         ]
     return cases
