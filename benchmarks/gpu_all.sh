@@ -17,8 +17,8 @@ if [ "${1:-}" = all ]; then
   run 900 gpu                    # kernels' times beside rivals, and the table of inflection points
   exit $failed
 fi
-run 70 gpu --tiny --ops linear_w4,linear_w8,decode_attention,prefill_attention,attention_q,sampling,kv_append_q
-run 110 gpu --ops linear_w4,linear_w8 --match '^M=(1|8|16|64|128) N=(4096 K=14336|28672)' --name packed --limit 100
-run 60 gpu --ops decode_attention,prefill_attention,attention_q,sampling,dequantize_rows,kv_append_q --name cache --limit 50
+run 70 gpu --tiny --ops linear_w4,linear_w8,linear_fp8,experts,decode_attention,prefill_attention,attention_q,sampling,kv_append_q
+run 120 gpu --ops linear_w4,linear_w8,linear_fp8 --match '^M=(1|8|16|64|128) N=(4096 K=14336|28672)' --name packed --limit 110
+run 80 gpu --ops experts,decode_attention,prefill_attention,attention_q,sampling,dequantize_rows,kv_append_q --name cache --limit 70
 run 265 gpu_offload --parts tokens,ways,blocks,resident --match 'tokens|ways|planned|8B, 8 layers.*(inductor|graphs)' --limit 255
 exit $failed

@@ -31,11 +31,9 @@ from benchmarks.command import arguments, write_json
 from benchmarks.gpu import STARTED, say
 from benchmarks.gpu_cases import offloaded, resident
 from benchmarks.gpu_cases.large_steps import (
-    SPECULATIVE,
     measure_blocks,
     measure_flexgen,
     measure_peer,
-    measure_speculative,
     measure_throughput,
 )
 from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_row, token_times
@@ -81,11 +79,9 @@ def jobs() -> list[Row]:
         {"part": "blocks", "shape": "llama", "attention": attention})]  # fmt: skip
     blocks += [{"part": "blocks", "shape": shape, "attention": "planned", "slot_nbytes": 8 << 20}
                for shape in ("llama", "opt")]
-    speculative = [{"part": "speculative", "way": way} for way in range(len(SPECULATIVE))]
     shared = [{"part": "shared", "weights": weights} for weights in ("w8", "w4")]
     routed = [{"part": "routed", "source": source, "slots": slots} for source in ("host", "disk") for slots in (3, 8)]
-    return (tokens + routed + ways + shared + formats + speed[:3] + peers + opt + speed[3:] + speculative + blocks
-            + resident.jobs())  # fmt: skip
+    return tokens + routed + ways + shared + formats + speed[:3] + peers + opt + speed[3:] + blocks + resident.jobs()
 
 
 @functools.cache
@@ -233,8 +229,7 @@ def half_resident(folder: Path, machine: Any, cache: str) -> int:
 PARTS: dict[str, Callable[[Path, Any, Row], Row]] = {
     "tokens": check_tokens, "routed": check_routed, "ways": check_ways, "shared": check_shared,
     "formats": check_formats, "throughput": measure_throughput, "peer": measure_peer, "flexgen": measure_flexgen,
-    "blocks": measure_blocks,
-    "speculative": measure_speculative, "resident": resident.measure_resident,
+    "blocks": measure_blocks, "resident": resident.measure_resident,
 }
 
 

@@ -29,15 +29,18 @@ def whole_waves(place: Place, rows: int) -> list[int]:
     return sorted({max(1, each * processors // rows) for each in (1, 2, 3, 4, 6, 8)})[:: place.size(1, 3)]
 
 
-def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: int) -> Work:
+def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: int, dim: int = DIM) -> Work:
+    """Rows of more than 256 values are keys and values at once, as latents are."""
     from forebay.kernels.attention.decode_attention.gpu import bind_decode_attention_contiguous as launch
 
     batch, heads, kv_heads = place.size(batch, 2), place.size(heads, 4), place.size(kv_heads, 2)
     context = place.size(context, 150)
-    nbytes = 2 * batch * DIM * (2 * kv_heads * context + 2 * heads)
-    caches = list(repeated(lambda: normal(place, 2, batch, kv_heads, context, DIM), place.copies(nbytes)))
-    q, out = normal(place, batch, heads, DIM), torch.empty(batch, heads, DIM, dtype=DTYPE, device=place.device)
-    start, scale = torch.full((batch,), context - 1, device=place.device), DIM**-0.5
+    parts = 1 if dim > 256 else 2
+    nbytes = 2 * batch * dim * (parts * kv_heads * context + 2 * heads)
+    made = repeated(lambda: normal(place, parts, batch, kv_heads, context, dim), place.copies(nbytes))
+    caches = [(rows[0], rows[-1]) for rows in made]
+    q, out = normal(place, batch, heads, dim), torch.empty(batch, heads, dim, dtype=DTYPE, device=place.device)
+    start, scale = torch.full((batch,), context - 1, device=place.device), dim**-0.5
 
     def calls(softmax: SoftmaxRange) -> list[functools.partial]:
         return [launch(q, k, v, start, Scoring(scale), out, softmax) for k, v in caches]
@@ -46,10 +49,10 @@ def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: in
     candidates = {f"{splits} splits": [launch(q, k, v, start, Scoring(scale), out, SHARED, splits)
                                        for k, v in caches] for splits in whole_waves(place, batch * kv_heads)}
     rivals: dict[str, list] = {"synchronised": calls(SYNCHRONISED)}
-    aims = [Aim("bandwidth", 0.85), Aim("synchronised", 1.1)] if context % 64 == 0 else []
+    aims = [Aim("bandwidth", 0.85), Aim("synchronised", 1.1)] if context % 64 == 0 and parts == 2 else []
     if not place.tiny:
         # queries of a group are rows of one product: the fastest way to give torch grouped queries of one position
-        grouped = q.view(batch, kv_heads, -1, DIM)
+        grouped = q.view(batch, kv_heads, -1, dim)
         sdpa = functools.partial(scaled_dot_product_attention, scale=scale)
         rivals["SDPA"] = [functools.partial(sdpa, grouped, k, v) for k, v in caches]
         aims += [Aim("SDPA", 1.0)] if aims else []
@@ -57,8 +60,8 @@ def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: in
     def want() -> torch.Tensor:
         return attention.reference(q[:, :, None], *caches[0], start, scale, dtype=torch.float32)[:, 0]
 
-    return Work(f"B={batch} {heads}/{kv_heads} heads, {context} positions", ours, checked(ours[0], out, want),
-                LIMITS[DTYPE], nbytes, 4 * batch * heads * DIM * context, rivals, tuple(aims), candidates)  # fmt: skip
+    return Work(f"B={batch} {heads}/{kv_heads} heads of {dim}, {context} positions", ours, checked(ours[0], out, want),
+                LIMITS[DTYPE], nbytes, 4 * batch * heads * dim * context, rivals, tuple(aims), candidates)  # fmt: skip
 
 
 def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: int, softcap: float) -> Work:
@@ -132,6 +135,8 @@ def cases(tiny: bool) -> list[Case]:
         *(Case("decode_attention", functools.partial(decode, batch=b, heads=32, kv_heads=8)) for b in (1, 16)),
         Case("decode_attention", functools.partial(decode, batch=2, heads=56, kv_heads=56)),
         Case("decode_attention", functools.partial(decode_work, batch=3, heads=24, kv_heads=8, context=4099)),
+        *(Case("decode_attention", functools.partial(decode, batch=1, heads=h, kv_heads=1, dim=576))
+          for h in (128, 16)),
         *(Case("prefill_attention", functools.partial(prefill, window=w, softcap=c)) for w, c in kinds),
         Case("prefill_attention", functools.partial(prefill_work, heads=24, kv_heads=8, queries=2011, window=509,
                                                     softcap=0.0)),

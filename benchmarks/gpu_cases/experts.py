@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
+from torch.nn.functional import silu
 
-from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal
+from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error
 from forebay.kernels.formats.slot_state import slot_state
 from forebay.kernels.products.expert_slots import reference as slot
 from forebay.kernels.products.experts import reference as expert
@@ -31,8 +33,18 @@ def experts_work(place: Place, tokens: int) -> Work:
     read = len(set(order.flatten().tolist())) * 3 * inner * hidden * 2
     call = bind_experts(x, index, shares, held, expert.Form(), expert.Storage(), out)
     verify = checked(call, out, lambda: expert.reference(x, index, shares, held))
-    return Work(f"{tokens} tokens, {picks} of {count} x 3x{inner}x{hidden}", [call], verify, LIMITS[x.dtype], read,
-                flops=6 * tokens * picks * inner * hidden, aims=AIM if tokens < 8 else ())
+
+    def grouped() -> Tensor:
+        picked, by = index.flatten().sort()
+        ends = torch.searchsorted(picked, torch.arange(count, device=x.device), right=True, out_int32=True)
+        gate, more = torch._grouped_mm(x[by // picks], up.mT, offs=ends).chunk(2, -1)
+        made = torch._grouped_mm(silu(gate) * more, down.mT, offs=ends) * shares.flatten()[by, None]
+        return torch.zeros_like(x).index_add_(0, by // picks, made)
+
+    return Work(f"{tokens} tokens, {picks} of {count} x 3x{inner}x{hidden}", [call],
+                lambda: max(verify(), relative_error(grouped(), out)), LIMITS[x.dtype], read,
+                flops=6 * tokens * picks * inner * hidden, aims=AIM if tokens < 8 else (),
+                rivals={"torch._grouped_mm": [grouped]})  # fmt: skip
 
 
 def assign_work(place: Place, tokens: int) -> Work:
@@ -86,6 +98,6 @@ def fetch_work(place: Place, picks: int) -> Work:
 
 def cases(tiny: bool) -> list[Case]:
     """Steps of Qwen3-30B-A3B over one token and more."""
-    return [*(Case("experts", functools.partial(experts_work, tokens=tokens)) for tokens in (1, 64)),
+    return [*(Case("experts", functools.partial(experts_work, tokens=tokens)) for tokens in (1, 64, 1024)),
             *(Case("expert_slots", functools.partial(fetch_work, picks=picks)) for picks in (5, 40)),
             *(Case("expert_slots", functools.partial(assign_work, tokens=tokens)) for tokens in (1, 16))]

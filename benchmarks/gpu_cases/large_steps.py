@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,8 +18,6 @@ from benchmarks.peers import decode, installed
 from benchmarks.probes import crossing_nbytes
 
 BLOCK: dict[str, Any] = {"batch": 128, "prompt": 512, "new_tokens": 8}  # whose cache is beyond the device
-SPECULATIVE: tuple[dict[str, Any], ...] = ({}, {"prompt_lookup_num_tokens": 7}, {"draft": "w4"})
-SPEAKS = 96  # tokens of an answer with drafts
 
 
 def kind_of(job: Row) -> tuple[RandomShape, torch.dtype]:
@@ -52,19 +49,6 @@ def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
             "link_bytes_per_s": link.bandwidth_bytes_per_s, "predicted_step_s": p.decode_time_s,
             "plan_nbytes": p.peak_nbytes} | peak_within(budget["device"], before)  # fmt: skip
     return row if p.streamed_nbytes else row | {"failed": "nothing streamed"}
-
-
-def size_s(lm: Any, size: int, turns: int = 8) -> float:
-    """Median seconds of a step over `size` tokens after the prompt, again and again."""
-    from forebay.runtime.run.step_inputs import StepInputs
-
-    times, start = [], torch.tensor([64])
-    for turn in range(turns):
-        began = time.perf_counter()
-        inputs = StepInputs(torch.full((1, size), 3 + turn), start, torch.zeros_like(start))
-        lm.session.step(inputs).argmax(-1).tolist()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
 
 
 def measure_peer(scratch: Path, machine: Any, job: Row) -> Row:
@@ -123,30 +107,4 @@ def measure_blocks(scratch: Path, machine: Any, job: Row) -> Row:
            "predicted_step_s": p.decode_time_s, "predicted_prefill_s": p.prefill_time_s, "busy_s": p.busy_time_s,
            "block": str(s.batching), "items": dict(items), "slots": s.slots, "slot_nbytes_planned": s.slot_nbytes,
            "prefill_chunk": s.prefill_chunk, "plan_nbytes": p.peak_nbytes}  # fmt: skip
-    return row | peak_within(budget["device"], before)
-
-
-def measure_speculative(scratch: Path, machine: Any, job: Row) -> Row:
-    """An answer of the large model at batch 1 with drafts that passes over the streamed weights check, or without."""
-    from forebay.api import wrap
-
-    folder, asked = saved_model(scratch, offloaded.LARGE, torch.bfloat16), SPECULATIVE[job["way"]]
-    nbytes = offloaded.model_nbytes(folder)
-    budget = {"device": int(offloaded.DEVICE_SHARE * nbytes), "host": nbytes + (4 << 30)}
-    before = begin_peak()
-    with wrap(folder, budget, prompt=64, new_tokens=SPEAKS, machine=machine, **asked) as lm:
-        ids = prompts(offloaded.LARGE, 1, 64)
-        lm.generate(ids, max_new_tokens=16, eos_token_id=None)
-        steps = lm.plan.schedule.speculative_steps
-        sizes_s = [size_s(lm, size) for size in (1, *steps)]  # whose kernels are compiled by the first of each
-        began, times = time.perf_counter(), []
-        tokens = lm.generate(ids, max_new_tokens=SPEAKS, eos_token_id=None,
-                             on_token=lambda _: times.append(time.perf_counter()))[0, 64:]  # fmt: skip
-        tally = lm.tally
-        moved = lm.plan.prediction.streamed_nbytes
-        predicted = [lm.plan.prediction.decode_time_s, *lm.plan.prediction.speculative_times_s]
-    spent_s = times[-1] - times[0]
-    row = {"asked": asked, "tokens_per_s": (SPEAKS - 1) / spent_s, "step_s": spent_s / (tally.decodes or SPEAKS - 1),
-           "prefill_s": times[0] - began, "moved_nbytes": moved, "speculative_steps": list(steps), "tally": str(tally),
-           "sizes": tally.steps, "predicted_s": predicted, "sizes_s": sizes_s, "tokens": tokens.tolist()}  # fmt: skip
     return row | peak_within(budget["device"], before)

@@ -1,4 +1,4 @@
-"""linear, and linear_q of 4 and 8 bits, at few rows: every candidate of `selection`, beside cuBLAS in bf16."""
+"""linear, and linear_q of 4 and 8 bits and fp8, at few rows: every candidate of `selection`, beside cuBLAS in bf16."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Call, Case, Place, Work, normal, relative_error, repeated
 from forebay.kernels.formats import packing, row_sizes
+from forebay.kernels.formats.codebooks import split_scales
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.products.linear import reference as plain
 from forebay.kernels.products.linear import selection
@@ -18,6 +19,7 @@ from forebay.runtime.devices.cuda.kind import CUDA
 
 GROUP = 128
 BITS = {kind: bits for bits, kind in selection.KIND_OF_BITS.items()}
+FP8 = "linear_fp8"  # over codes as they are, or dequantized
 DTYPE = torch.bfloat16
 # (N, K) of Llama-3-8B: down, gate or up, fused QKV, output; and of OPT-30B: up, down, QKV or output.
 SHAPES = ((4096, 14336), (14336, 4096), (6144, 4096), (4096, 4096), (28672, 7168), (7168, 28672), (7168, 7168))
@@ -34,6 +36,8 @@ def packed_rows(place: Place, n: int, stored: Packing) -> Tensor:
     nbytes = row_sizes.codes_nbytes(k, bits, GROUP)
     codes = torch.randint(0, 256, (n, nbytes), dtype=torch.uint8, device=place.device, generator=generator)
     scale = torch.rand(n, groups, device=place.device, generator=generator) * (2**-bits * 8 / k**0.5)
+    if stored.codebook:  # of numbers below 2, without the codes that are none
+        return packing.pack_rows(codes & 0xBF, *split_scales(scale * 2**bits / 8))
     low = None if stored.symmetric else (scale * -(2 ** (bits - 1))).to(DTYPE)
     return packing.pack_rows(codes, scale.to(DTYPE), low)
 
@@ -57,7 +61,8 @@ def _calls(stored: Packing | None, x: Tensor, weights: list[Tensor], impl: str, 
 def linear_work(place: Place, kind: str, m: int, n: int, k: int, symmetric: bool = False) -> Work:
     n, k = place.size(n, 72), place.size(k, 272)
     x, out = normal(place, m, k, dtype=DTYPE), torch.empty(m, n, dtype=DTYPE, device=place.device)
-    stored = None if kind == "linear" else Packing(BITS[kind], k, GROUP, DTYPE, symmetric)
+    stored = None if kind == "linear" else Packing(BITS.get(kind, 8), k, GROUP, DTYPE, symmetric,
+                                                   "e4m3" if kind == FP8 else "")  # fmt: skip
     if stored is None:
         weight_nbytes = 2 * n * k
         make = functools.partial(normal, place, n, k, dtype=DTYPE, scale=k**-0.5)
@@ -67,7 +72,8 @@ def linear_work(place: Place, kind: str, m: int, n: int, k: int, symmetric: bool
     nbytes = weight_nbytes + 2 * m * (n + k)
     weights = list(repeated(make, place.copies(weight_nbytes)))
     processors = torch.cuda.get_device_properties(place.device).multi_processor_count if not place.tiny else 4
-    names = selection.candidates(kind, m, n, k, processors)[:: place.size(1, 4)]
+    names = (selection.ATEN, selection.RAW) if kind == FP8 else \
+        selection.candidates(kind, m, n, k, processors)[:: place.size(1, 4)]
     candidates = {name: _calls(stored, x, weights, name, out) for name in names}
     ours = _calls(stored, x, weights, "", out)
 
@@ -88,7 +94,7 @@ def linear_work(place: Place, kind: str, m: int, n: int, k: int, symmetric: bool
     rows = ", symmetric" if symmetric else ""
     return Work(f"M={m} N={n} K={k}{rows}", ours, verify, LIMITS[DTYPE], nbytes, 2 * m * n * k, rivals,
                 aims if m <= 16 and BITS.get(kind) != 8 and (n, k) in SHAPES else (), candidates,
-                (kind, m, n, k) if (n, k) in SHAPES else None)  # fmt: skip
+                (kind, m, n, k) if (n, k) in SHAPES and kind != FP8 else None)  # fmt: skip
 
 
 def cases(tiny: bool) -> list[Case]:
@@ -98,7 +104,7 @@ def cases(tiny: bool) -> list[Case]:
     return [
         Case(kind, functools.partial(linear_work, kind=kind, m=m, n=n, k=k))
         for m, n, k in (sizes if tiny else (*sizes[:first], *TAILS, *sizes[first:]))
-        for kind in (selection.KIND_OF_BITS[4], "linear", selection.KIND_OF_BITS[8])
+        for kind in (selection.KIND_OF_BITS[4], "linear", selection.KIND_OF_BITS[8], *([FP8] if m <= 128 else []))
     ] + [
         Case(kind, functools.partial(linear_work, kind=kind, m=m, n=n, k=k, symmetric=True))
         for m, n, k in TAILS for kind in BITS

@@ -20,7 +20,7 @@ from forebay.rewriter.machine.profile import Machine
 
 share_graphs(pytest.MonkeyPatch())  # budgets are looked for by planning the same models ten times
 offloaded.GPU, offloaded.LARGE, offloaded.DEVICE_SHARE = "cpu", bench.SMALL, 0.8
-large_steps.BLOCK, large_steps.SPEAKS = {"batch": 6, "prompt": 24, "new_tokens": 5}, 12
+large_steps.BLOCK = {"batch": 6, "prompt": 24, "new_tokens": 5}
 offloaded.OPT = RandomShape(64, 4, 4, 4, 192, 512, "opt")
 torch.cuda.reset_peak_memory_stats = torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None
 torch.cuda.max_memory_reserved = torch.cuda.memory_reserved = lambda: 0
@@ -36,7 +36,6 @@ few = [jobs[3], *ways, {"part": "shared", "weights": "w8"}, *formats[1:4:2],
        next(j for j in jobs if j.get("cache") == "kv4" != j["weights"] != "native"),
        next(j for j in jobs if j.get("shape") == "opt"),
        *(j for j in jobs if j["part"] == "blocks" and j["attention"] == "planned" and "slot_nbytes" not in j),
-       *(j for j in jobs if j["part"] == "speculative" and j["way"]),
        next(j for j in jobs if j["part"] == "throughput" and j["source"] == "disk")]
 for job in few:
     row = bench.PARTS[job["part"]](Path(sys.argv[1]), machine, job)
@@ -63,7 +62,7 @@ def test_the_checks_and_measurements_of_every_kind(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [line.split(",")[0] for line in done.stdout.splitlines()]
     assert parts == ["tokens", *["ways"] * 4, "shared", *["formats"] * 3, "throughput", *["blocks"] * 2,
-                     *["speculative"] * 2, "throughput", *["resident"] * 4]  # fmt: skip
+                     "throughput", *["resident"] * 4]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

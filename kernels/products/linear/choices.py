@@ -22,14 +22,26 @@ def _kind(weight: str) -> tuple[str, int]:
     return selection.KIND_OF_BITS[stored.bits], stored.group_size
 
 
+def coded(m: int, group_size: int, codebook: str) -> str:
+    """The implementation of a product with codes of a codebook: over codes as they are, or torch's of numbers that are
+    written and read once more in 16 bits. No table names it: those bytes are four times the codes' own."""
+    few = selection.serves(selection.RAW, m) and raw_layout.serves(group_size, codebook)
+    return selection.RAW if few else selection.ATEN
+
+
 def choose(product: Product, device_name: str, activations: str = "bfloat16") -> str:
     """The implementation of a product on a GPU of that name, in full, from its measured table, or where it has none the
     default one; `activations` is the dtype of what meets packed weights."""
     weight, m, n, k = product
     kind, group_size = _kind(weight)
     stored = packed_format(weight)
-    own = group_size in (0, *GROUP_SIZES) and (stored is None or not stored.codebook)
-    if (weight if kind == "linear" else activations) not in HALVES or not own:
+    own = group_size in (0, *GROUP_SIZES)
+    if (weight if kind == "linear" else activations) not in HALVES:
+        return selection.ATEN
+    if stored is not None and stored.codebook:
+        name = coded(m, stored.group_size, stored.codebook)
+        return selection.explicit(kind, name, m, n, k, decode_shares.processors())
+    if not own:
         return selection.ATEN
     name = selection.choose(kind, m, n, k, selection.table_of(device_name))
     if stored is not None and name.startswith(selection.RAW) and not raw_layout.serves(group_size):

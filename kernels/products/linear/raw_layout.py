@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 TURN = 128  # elements of K that a turn of the kernel's loop takes
 GROUP_SIZES = (32, 64, 128)
+CODED = ("e4m3", "e2m1")  # codebooks whose numbers a few instructions make of codes
 MOST_ROWS = 64  # of x in a tile, each group of a turn by itself
 
 
@@ -43,9 +44,9 @@ class RawLayout(NamedTuple):
         return self.ordered_nbytes + 4 * 3 * self.turns * self.shape[1]
 
 
-def serves(group_size: int) -> bool:
-    """Return whether groups fill a turn, and are not too many."""
-    return group_size in GROUP_SIZES
+def serves(group_size: int, codebook: str = "") -> bool:
+    """Return whether groups fill a turn, and are not too many, of codes that are whole numbers or in CODED."""
+    return group_size in GROUP_SIZES and codebook in ("", *CODED)
 
 
 def tile_rows(m: int, group_size: int) -> int:

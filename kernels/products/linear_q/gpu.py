@@ -2,7 +2,7 @@
 
     gemv    M = 1 or 2: fused multiply-adds in fp32
     flat    M up to 16, or "large" in tiles of 64: tensor cores, codes on their wide side; K split where N is short
-    raw     M up to 128: tensor cores over codes as they are (`gpu_raw`), where a table names it
+    raw     M up to 128: tensor cores over codes as they are (`gpu_raw`), for fp8 and fp4, or where a table names it
     aten    W dequantized once, then torch's product (`gpu_dequantized`)
 
 Codes are read as 32-bit words and become weights of x's dtype two at a time (`unpacking`), four (4 bits) or two (8)
@@ -25,7 +25,7 @@ from forebay.kernels.gpu_support.arguments import check_tensor, fail, stages
 from forebay.kernels.gpu_support.launches import KernelCall, kernel_call
 from forebay.kernels.gpu_support.unpacking import spread, weights_of
 from forebay.kernels.products.linear import selection
-from forebay.kernels.products.linear.choices import GROUP_SIZES
+from forebay.kernels.products.linear.choices import GROUP_SIZES, coded
 from forebay.kernels.products.linear.gpu import tile_of
 from forebay.kernels.products.linear.gpu_arguments import bind_split, prepare, sm_count
 from forebay.kernels.products.linear.gpu_epilogue import finish
@@ -297,10 +297,12 @@ def _bind(
     result = operands.out.view(*x.shape[:-1], n) if out is None else out
     if result.numel() == 0:
         return (lambda: None), result
-    if not impl:
-        ours = group_size in GROUP_SIZES and not codebook
+    if codebook:
+        impl = impl or coded(m, group_size, codebook)
+    elif not impl:
+        ours = group_size in GROUP_SIZES
         impl = selection.choose(selection.KIND_OF_BITS[bits], m, n, max(1, k)) if ours else selection.ATEN
-    if impl == selection.ATEN or x.dtype == torch.float32 or codebook:
+    if impl == selection.ATEN or x.dtype == torch.float32 or (codebook and not impl.startswith(selection.RAW)):
         return bind_dequantized(x, rows, bias, stored, after, result), result
     if group_size not in GROUP_SIZES:
         fail(OP, "group_size", f"must be one of {GROUP_SIZES} for {impl!r}, got {group_size}")

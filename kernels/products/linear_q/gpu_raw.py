@@ -3,6 +3,7 @@
 The tensor cores multiply these by x in fp16. A group's sum starts at what 1024 and 64 add to it, and its scale is
 applied to the sum, not to its codes: no instruction is spent on a weight but the one that makes it. A kernel before
 (`raw_order_kernel`) puts the elements of each group of x in the order in which parts of words meet them, and adds them.
+Codes of fp8 (e4m3) and of fp4 (e2m1) become their numbers over a power of two, by four instructions for two of them.
 
 x in bf16 is scaled to fp16 group by group, by powers of two. Values below 2^-29 of their group's largest round; a group
 that holds an infinity or NaN gives NaN. Lows and scales are taken as they are stored, in fp32.
@@ -18,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay.kernels.formats.codebooks import CODEBOOKS
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.gpu_support.arguments import fail, stages
+from forebay.kernels.gpu_support.codebooks import E4M3, coded_scale
 from forebay.kernels.gpu_support.launches import KernelCall, bound, bound_with_scratch, kernel_call
 from forebay.kernels.products.linear import raw_layout, selection
 from forebay.kernels.products.linear.gpu_arguments import Operands
@@ -101,13 +104,28 @@ def raw_codes(w, PART: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def raw_numbers(w, PART: tl.constexpr, CODEBOOK: tl.constexpr):
+    """Numbers of the same elements in a codebook of CODED, over 2^8 (e4m3) or 2^14 (e2m1), exact in fp16: the sign and
+    the magnitude of a code are moved to where fp16 has its sign, exponent and first bits."""
+    if CODEBOOK == E4M3:
+        top = w << 8 if PART == 0 else w
+        pair = (top & 0x80008000) | ((top >> 1) & 0x3F803F80)
+    else:
+        top = w << (12 - 4 * PART)
+        pair = (top & 0x80008000) | ((top >> 3) & 0x0E000E00)
+    first = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    second = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.join(first, second), (w.shape[0], 2 * w.shape[1]))
+
+
+@triton.jit
 def halves_at(rows, below, index, left, GROUPS: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr):
-    """Halves [BN, GROUPS] from `index` on of rows that begin `below` [BN, 1] words behind `rows`, in fp32; 0 from
+    """Halves [BN, GROUPS] of HALF from `index` on of rows that begin `below` [BN, 1] words behind `rows`; 0 from
     `left` on."""
     group = tl.arange(0, GROUPS)[None, :]
     at = rows + (below + (index + group) // 2)
     word = tl.load(at) if WHOLE else tl.load(at, mask=group < left, other=0)
-    return (word >> ((index + group) % 2 * 16).to(tl.uint32)).to(tl.uint16).to(HALF, bitcast=True).to(tl.float32)
+    return (word >> ((index + group) % 2 * 16).to(tl.uint32)).to(tl.uint16).to(HALF, bitcast=True)
 
 
 @triton.jit
@@ -116,13 +134,13 @@ def linear_raw_kernel(
     m, n, om, pm, rm, row_units, groups, width, padded,
     BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ACCUMULATE: tl.constexpr, SYMMETRIC: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr,
-    PTX: tl.constexpr, WHOLE: tl.constexpr,
+    ACCUMULATE: tl.constexpr, SYMMETRIC: tl.constexpr, CODEBOOK: tl.constexpr, SCALED: tl.constexpr,
+    STAGES: tl.constexpr, PTX: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows and columns, split of K): word_ptr are rows as 32-bit values, half_ptr gives scales' dtype.
 
     A turn multiplies by 128 codes of a row at once, which may be several groups: each is a row of x by itself.
-    WHOLE: the groups fill every turn. row_units is the bytes between rows over 16.
+    WHOLE: the groups fill every turn. row_units is the bytes between rows over 16. CODEBOOK: 0, or one of CODED.
     """
     WORDS: tl.constexpr = TURN * BITS // 32
     COLUMNS: tl.constexpr = 2 * WORDS
@@ -150,22 +168,32 @@ def linear_raw_kernel(
         else:
             there = word < left * (GROUP * BITS // 32)
             w = tl.load(word_at + word_place, mask=there, other=0, eviction_policy="evict_first")
-        found = tl.broadcast_to(tl.load(sum_at + wide)[None, :], (BN, BM * EACH))
+        if CODEBOOK == 0:
+            found = tl.broadcast_to(tl.load(sum_at + wide)[None, :], (BN, BM * EACH))
+        else:
+            found = tl.zeros((BN, BM * EACH), tl.float32)
         for part in tl.static_range(16 // BITS):
             x = tl.load(x_at + part * COLUMNS + x_place)
-            codes = raw_codes(w, part, BITS, PTX)
+            codes = raw_codes(w, part, BITS, PTX) if CODEBOOK == 0 else raw_numbers(w, part, CODEBOOK)
             if WIDEN:
                 x, codes = x.to(tl.float32), codes.to(tl.float32)
             found = tl.dot(codes, tl.trans(x), found)
         if SCALED:
             found *= tl.load(sum_at + 2 * padded + wide)[None, :]
         scale = halves_at(rows, below, scale_at + turn * EACH, left, EACH, WHOLE, HALF)
+        low = scale
+        if not SYMMETRIC:
+            low = halves_at(rows, below, scale_at + groups + turn * EACH, left, EACH, WHOLE, HALF)
+        if CODEBOOK == 0:
+            scale = scale.to(tl.float32)
+        else:
+            scale = coded_scale(scale, low, SYMMETRIC) * (256.0 if CODEBOOK == E4M3 else 16384.0)
         if EACH == 1:
             total += scale * found
         else:
             total += tl.sum(tl.reshape(found, (BN, EACH, BM)) * scale[:, :, None], 1)
-        if not SYMMETRIC:
-            low = halves_at(rows, below, scale_at + groups + turn * EACH, left, EACH, WHOLE, HALF)
+        if not SYMMETRIC and CODEBOOK == 0:
+            low = low.to(tl.float32)
             sums = tl.load(sum_at + padded + wide)
             if EACH == 1:
                 total += low * sums[None, :]
@@ -189,7 +217,7 @@ def bind_raw(
 
     `workspace` is as of `bind_split`, or None: then the scratch of the stream serves.
     """
-    if not raw_layout.serves(stored.group_size):
+    if not raw_layout.serves(stored.group_size, stored.codebook):
         fail("linear_q", "group_size", f"must be one of {raw_layout.GROUP_SIZES} for 'raw', got {stored.group_size}")
     x, scaled = operands.x, operands.x.dtype == torch.bfloat16
     layout = raw_layout.of(x.shape[0], stored.in_features, stored.group_size)
@@ -197,7 +225,8 @@ def bind_raw(
     first, end = grid.workspace_nbytes - grid.counters_nbytes, layout.nbytes
     constants = operands.constants() | {
         "BITS": stored.bits, "GROUP": stored.group_size, "BM": layout.tile_rows, "BN": setting.bn,
-        "SPLITS": grid.splits, "SYMMETRIC": stored.symmetric, "SCALED": scaled, "STAGES": stages(setting.stages),
+        "SPLITS": grid.splits, "SYMMETRIC": stored.symmetric, "CODEBOOK": CODEBOOKS.index(stored.codebook),
+        "SCALED": scaled, "STAGES": stages(setting.stages),
         "PTX": torch.version.hip is None and not INTERPRETED, "WHOLE": layout.is_whole,
         "num_warps": setting.warps,
     }  # fmt: skip

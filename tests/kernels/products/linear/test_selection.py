@@ -103,6 +103,14 @@ def test_torch_multiplies_weights_in_groups_that_our_kernels_do_not_take(group: 
     assert choices.choose(Product("w4g16s", 1, 64, 1024), "NVIDIA H200") != "aten"
 
 
+@pytest.mark.parametrize(("weight", "m", "activations", "wanted"), [
+    ("fp8", 1, "bfloat16", "raw_64x128_s4"), ("fp8", 128, "float16", "raw"), ("fp8", 129, "bfloat16", "aten"),
+    ("mxfp4", 8, "bfloat16", "raw"), ("nvfp4", 8, "bfloat16", "aten"), ("nf4", 8, "bfloat16", "aten"),
+    ("fp8", 1, "float32", "aten")])
+def test_codes_of_fp8_and_fp4_are_multiplied_as_they_are(weight: str, m: int, activations: str, wanted: str) -> None:
+    assert choices.choose(Product(weight, m, 4096, 4096), "NVIDIA H200", activations).startswith(wanted)
+
+
 def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
     selection.save_table("a GPU", selection.fit(TIMES), tmp_path / "table.json")
     assert selection.load_table("a GPU", tmp_path / "table.json") == selection.fit(TIMES)

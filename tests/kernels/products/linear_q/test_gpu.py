@@ -13,7 +13,7 @@ from closeness import assert_near, poisoned
 from torch import Tensor
 from torch.nn import functional
 
-from forebay.kernels.formats import packing
+from forebay.kernels.formats import codebooks, packing
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.gpu_support.scratch import scratch_of
 from forebay.kernels.operator import Product
@@ -21,6 +21,7 @@ from forebay.kernels.products.linear import choices, selection
 from forebay.kernels.products.linear.reference import PLAIN, After
 from forebay.kernels.products.linear.selection import KIND_OF_BITS
 from forebay.kernels.products.linear_q.gpu import bind_linear_q, linear_q
+from forebay.kernels.products.linear_q.reference import reference as linear_q_reference
 from forebay.kernels.quantization.quantize.reference import dequantize_reference, reference
 
 
@@ -78,6 +79,41 @@ def test_near_float64(
     out = poisoned(m, n, dtype=dtype)
     assert linear_q(x, rows, bias, stored, After("gelu", residual=residual), out, impl) is out
     assert_near(out, functional.gelu(x.double() @ w.double().T + bias.double()) + residual.double())
+
+
+def coded_rows(n: int, codes: Tensor, stored: Packing) -> Tensor:
+    """Rows of codes, and scales of every size that a bf16 x leaves room for."""
+    groups = -(-stored.in_features // stored.group_size)
+    scale = torch.rand(n, groups) * 2.0 ** torch.randint(-14, 4, (n, groups))
+    parts = (scale.bfloat16(), None) if stored.symmetric else codebooks.split_scales(scale)
+    return packing.pack_rows(codes, *parts)
+
+
+@pytest.mark.parametrize(("codebook", "bits"), [("e4m3", 8), ("e2m1", 4)])
+def test_every_code_becomes_its_number(codebook: str, bits: int) -> None:
+    """x picks one element after the other, so that sums are the numbers themselves."""
+    values = codebooks.codebook_values(codebook)
+    codes = torch.where(values.isnan(), 0, torch.arange(len(values))).to(torch.uint8)
+    rows = packing.pack_rows(packing.pack_codes(codes[:, None].repeat(1, 128), bits),
+                             *codebooks.split_scales(torch.ones(len(codes), 1)))  # fmt: skip
+    x = torch.eye(128, dtype=torch.float16)[:9]
+    got = linear_q(x, rows, None, Packing(bits, 128, 128, torch.bfloat16, codebook=codebook), impl="raw")
+    assert torch.equal(got.float(), values[codes.long()].expand(9, -1))
+
+
+@pytest.mark.parametrize(("codebook", "bits", "group", "symmetric"),
+                         [("e4m3", 8, 128, False), ("e4m3", 8, 32, False), ("e2m1", 4, 32, True)])
+@pytest.mark.parametrize(("m", "n", "k", "impl"), [(3, 40, 256, ""), (19, 33, 300, "raw_64x128_s2"), (130, 9, 128, "")])
+def test_codes_of_codebooks_are_multiplied_as_they_are(
+    codebook: str, bits: int, group: int, symmetric: bool, m: int, n: int, k: int, impl: str
+) -> None:
+    torch.manual_seed(m + group)
+    stored = Packing(bits, k, group, torch.bfloat16, symmetric, codebook)
+    codes = torch.randint(0, 256, (n, -(-k // group) * group * bits // 8), dtype=torch.uint8)
+    codes = torch.where(codes & 127 == 127, 0, codes).to(torch.uint8)  # e4m3's NaN
+    rows, x, residual = coded_rows(n, codes, stored), torch.randn(m, k).half(), torch.randn(m, n).half()
+    got = linear_q(x, rows, None, stored, After("silu", residual=residual), impl=impl)
+    assert_near(got, linear_q_reference(x, rows, None, stored, After("silu", residual=residual)))
 
 
 @pytest.mark.parametrize("bits", (4, 8))
