@@ -89,7 +89,7 @@ def test_a_long_sequence_is_split(dim: int, group: int, windows: tuple[int, ...]
     ends = [1100, 200]
     q, (k, v) = queries(ends, 2, 1, dim, torch.float16), made(ends, 1, dim, 4, group)
     start = torch.tensor(ends) - 1
-    assert gpu.decode_attention.split_count(2, k.shape[2], 64, 4 * 2 * (dim + 2), 2 * k.shape[3], 132) > 1
+    assert gpu.decode_attention.decode_shares.split_count(2, k.shape[2], 64, 4 * 2 * (dim + 2), 2 * k.shape[3], 132) > 1
     for window in windows:
         found = run(q, k, v, start, window, 0.0, 4, group)
         wanted = attention_q.reference(q, k, v, start, dim**-0.5, window, 0.0, 4, group)

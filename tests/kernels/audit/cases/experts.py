@@ -30,18 +30,23 @@ def _case(
 
 
 def audit_cases() -> list[AuditCase]:
-    """A decode step of Qwen3-30B-A3B, in bf16 and 4 bits, and one of gpt-oss."""
+    """A decode step of Qwen3-30B-A3B, in bf16 and 4 bits, and one of gpt-oss; steps of many rows an expert."""
     hidden, inner, count, picks = 2048, 768, 128, 8
     whose = {"index_ptr": "*i64", "entries_ptr": "*i64"}, dict.fromkeys(("experts", "first", "entries"), "i32")
     cases = [_case("sort", sort_kernel, whose[0] | {"order_ptr": "*i32", "ends_ptr": "*i32", "picks": "i32"} | whose[1],
                    {"HAS_ENTRIES": True, "B": SORTED}, 12 * picks + 4 * count)]
-    for name, stored, form in (
-        ("bf16", Stored(), Form()), ("w4g32", Stored(4, 32), Form()), ("w8g32s", Stored(8, 32, symmetric=True), Form()),
-        ("mxfp4", Stored(4, 32, torch.bfloat16, True, "e2m1"), Form()),
-        ("gpt-oss", Stored(), Form("alpha_swiglu", True, True, True, True, alpha=1.702, limit=7.0)),
+    few = tile(torch.bfloat16, 1)
+    many = {f"rows-{each}": tile(torch.bfloat16, 4096, each) for each in (64, 65)}
+    for name, stored, form, chosen in (
+        ("bf16", Stored(), Form(), few), ("w4g32", Stored(4, 32), Form(), few),
+        ("w8g32s", Stored(8, 32, symmetric=True), Form(), few),
+        ("mxfp4", Stored(4, 32, torch.bfloat16, True, "e2m1"), Form(), few),
+        ("gpt-oss", Stored(), Form("alpha_swiglu", True, True, True, True, alpha=1.702, limit=7.0), few),
+        *((f"{kind}/{rows}", stored, Form(), chosen) for rows, chosen in many.items()
+          for kind, stored in (("bf16", Stored()), ("w4g32", Stored(4, 32)))),
     ):  # fmt: skip
-        shared = {**tile(torch.bfloat16, 1), "TRANSPOSED": form.transposed, "SCALED": False,
-                  "HAS_BIAS": form.interleaved}
+        warps, chosen = chosen["num_warps"], {name: n for name, n in chosen.items() if name != "num_warps"}
+        shared = {**chosen, "TRANSPOSED": form.transposed, "SCALED": False, "HAS_BIAS": form.interleaved}
         rows = {"x_ptr": "*bf16", "order_ptr": "*i32", "ends_ptr": "*i32", "share_ptr": "*bf16",
                 "w_ptr": "*u8" if stored.bits else "*bf16", "bias_ptr": "*bf16"}
         numbers = dict.fromkeys(("hidden", "inner"), "i32")
@@ -53,10 +58,11 @@ def audit_cases() -> list[AuditCase]:
             | {"alpha": "fp32", "limit": "fp32"},
             shared | {"ACTIVATION": form.activation, "GATED": True, "INTERLEAVED": form.interleaved,
                       "LIMITED": form.limit > 0} | _stored_as(stored, hidden),
-            picks * 2 * inner * size, uses_dot=True))  # fmt: skip
+            picks * 2 * inner * size, uses_dot=True, num_warps=warps))  # fmt: skip
         size = stored.packing(inner).row_nbytes if stored.bits else 2 * inner
         cases.append(_case(f"down/{name}", down_kernel, rows | {"out_ptr": "*fp32"} | numbers | ends,
-                           shared | _stored_as(stored, inner), picks * hidden * size, uses_dot=True))
+                           shared | _stored_as(stored, inner), picks * hidden * size, uses_dot=True,
+                           num_warps=warps))  # fmt: skip
     numbers = dict.fromkeys(("picks", "hidden", "os"), "i32")
     cases.append(_case("sum", sum_kernel, {"part_ptr": "*fp32"} | whose[0] | {"out_ptr": "*bf16"} | numbers | whose[1],
                        {"HAS_ENTRIES": True, "ACCUMULATE": False, "B": SUMMED}, picks * hidden * 4))

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from forebay.kernels.formats.packing import pack_rows
-from forebay.kernels.products.experts.gpu import bind_experts
+from forebay.kernels.products.experts.gpu import bind_experts, tile
 from forebay.kernels.products.experts.reference import Experts, Form, Storage, Stored, reference
 from tests.kernels.products.experts.test_cpu import FORMS, ROUNDING, STORED, Case, case
 
@@ -55,6 +55,14 @@ def test_more_picks_of_an_expert_than_a_program_takes_at_a_time() -> None:
     """And more picks than a program of the sort compares with at once."""
     each = prepared(Form(), Storage(), torch.float32, tokens=40)
     assert each.error(run(each, torch.full_like(each.x, torch.nan))) < 2e-6
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(66, 64), (100, 128)])
+def test_many_rows_of_an_expert_are_taken_in_larger_tiles(tokens: int, rows: int) -> None:
+    each = prepared(Form(), Storage(), torch.bfloat16, tokens)
+    assert tile(torch.bfloat16, tokens, 2 * tokens / 3)["BM"] == rows
+    assert each.error(run(each, torch.full_like(each.x, torch.nan))) < ROUNDING[torch.bfloat16]
+    assert tile(torch.float32, tokens, 1000.0)["BM"] == 32 and tile(torch.bfloat16, 8, 1000.0)["BM"] == 16
 
 
 def test_entries_and_parts() -> None:
