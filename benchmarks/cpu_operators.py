@@ -4,11 +4,12 @@ recurrences  In the shapes of models' layers. A prompt of 1024 tokens of `foreba
              rate of matrix products: its floating-point operations are those of its chunks, and the ceiling is torch's
              product of two square matrices. The other operators multiply no matrices. One token for each of many
              sequences is bound by memory: the bytes are those of the states, read and written, and those of the token
-             where they are not few (short convolutions, RWKV-4); the ceiling is torch scaling as many numbers in place.
+             where they are not few (Mamba, short convolutions, RWKV-4); the ceiling is torch adding 0 to the same
+             states in place, which reads and writes alone.
              transformers' torch functions are the peer where they are functions of their own (gated delta rule).
 packed       Packed matmuls at one row of inputs, by format and implementation. Calls go over matrices [4096, 4096] that
-             are more than the caches hold together. The ceiling is torch's sum over as much float32, in pieces of a
-             matrix's size, which reads and adds alone.
+             are more than the caches hold together, as states are. The ceiling is torch's sum over as much float32, in
+             pieces of a matrix's size, which reads and adds alone.
 
 Operators, ceilings and peers take turns in slices of equal length; figures are medians. Recurrences lie in arenas, as
 tensors of steps do. Times of one thread (OMP_NUM_THREADS=1) are its own processor time.
@@ -41,10 +42,11 @@ from forebay.kernels.products.linear_q import cpu
 from forebay.runtime.run.arena import Arena
 
 TOKENS, CHUNK = 1024, 64
-STATES = 128 << 20  # bytes of states that a decode step reads: more than caches hold
+STATES = 640 << 20  # bytes of states that a decode step reads, or of packed matrices: more than caches hold (480 MiB)
+PEER_TURNS = 5  # of which the peer, which takes the longest, has one
 SQUARE = 1024
 SLICE_S = 0.1
-SIZE, MATRICES = 4096, 640 << 20  # rows and columns of packed matrices; bytes of all, more than caches hold (480 MiB)
+SIZE = 4096  # rows and columns of packed matrices
 PIECE = 8 << 20  # of what is summed: about a matrix in 4 bits
 FORMATS = ("fp8", "mxfp4", "nvfp4", "nf4", "w8", "w4g32s")
 FILL = 0x11  # in scales: a small number
@@ -107,13 +109,15 @@ def timed(call: Callable[[], object], at_least: float = SLICE_S) -> float:
     return spent / calls
 
 
-def ours(shape: RecurrentShape, batch: int, tokens: int) -> tuple[Callable[[], object], tuple[Tensor | None, ...]]:
-    """A bound call over states that go on, and its arguments."""
+def ours(
+    shape: RecurrentShape, batch: int, tokens: int
+) -> tuple[Callable[[], object], tuple[Tensor | None, ...], Tensor]:
+    """A bound call over states that go on, its arguments before them, and the states."""
     given = tuple(None if t is None else placed(t) for t in shape.arguments(batch, tokens))
-    state = placed(torch.zeros(batch, shape.heads, shape.width, shape.columns))
+    states = placed(torch.zeros(batch, shape.heads, shape.width, shape.columns))
     start, count = torch.ones(batch, dtype=torch.int64), torch.full((batch,), tokens)
     out = placed(torch.empty(batch, tokens, shape.heads, shape.columns))
-    return LINEAR_RECURRENCE.bind["cpu"](Tensors((*given, state, start, count), {}, (out,))), given
+    return LINEAR_RECURRENCE.bind["cpu"](Tensors((*given, states, start, count), {}, (out,))), given, states
 
 
 def peer(
@@ -145,18 +149,18 @@ class BoundedCall:
                     "peer_s": []}
         for turn in range(turns + 1):
             spent, bound_s = timed(self.call), timed(self.bound)
-            peer_s = timed(self.peer) if self.peer else 0.0
+            if self.peer and turn % PEER_TURNS == 1:
+                row["peer_s"].append(timed(self.peer))
             if turn:  # the first warms up
                 row["call_s"].append(spent)
                 row["ceiling"].append(self.bound_amount / bound_s)
-                row["peer_s"] += [peer_s] if self.peer else []
         return row
 
 
-def scaling() -> tuple[Callable[[], object], int]:
-    """torch scaling numbers in place, and the bytes that it reads and writes."""
-    numbers = placed(torch.randn(STATES // 4))
-    return lambda: numbers.mul_(1.0), 2 * STATES
+def renewing(states: Tensor) -> tuple[Callable[[], object], int]:
+    """torch reading and writing states, and the bytes of both."""
+    words = states.view(torch.int32)
+    return lambda: words.add_(0), 2 * states.nbytes
 
 
 def chunked_and_stepped(name: str, shape: RecurrentShape) -> Iterator[BoundedCall]:
@@ -164,13 +168,13 @@ def chunked_and_stepped(name: str, shape: RecurrentShape) -> Iterator[BoundedCal
     square = placed(torch.randn(SQUARE, SQUARE))
     batch = STATES // (4 * shape.heads * shape.width * shape.columns)
     prompt, step = (1, TOKENS), (batch, 1)
-    for unit, amount, sizes, bound, function in (
-        ("FLOP", shape.flops(TOKENS), prompt, (lambda: square @ square, 2 * SQUARE**3), torch_chunk_gated_delta_rule),
-        ("byte", 2 * STATES, step, scaling(), torch_recurrent_gated_delta_rule),
-    ):
-        call, given = ours(shape, *sizes)
+    for sizes, function in ((prompt, torch_chunk_gated_delta_rule), (step, torch_recurrent_gated_delta_rule)):
+        call, given, states = ours(shape, *sizes)
         compared = peer(shape, given, function) if shape.corrects and not shape.by_channel else None
-        yield BoundedCall(name, unit, amount, call, *bound, compared)
+        if sizes == step:
+            yield BoundedCall(name, "byte", 2 * states.nbytes, call, *renewing(states), compared)
+        else:
+            yield BoundedCall(name, "FLOP", shape.flops(TOKENS), call, lambda: square @ square, 2 * SQUARE**3, compared)
 
 
 def stepped(name: str, operator: Operator, width: int, arguments: Callable[[int], tuple[object, ...]], state: int,
@@ -183,14 +187,14 @@ def stepped(name: str, operator: Operator, width: int, arguments: Callable[[int]
     held, one = placed(torch.rand(batch, *shape).to(dtype)), torch.ones(batch, dtype=torch.int64)
     out = placed(torch.empty(batch, 1, width, dtype=dtype))
     call = operator.bind["cpu"](Tensors((*given, held, one, one, *rest), {}, (out,)))
-    return BoundedCall(name, "byte", 2 * held.nbytes + token * out.nbytes, call, *scaling())
+    return BoundedCall(name, "byte", 2 * held.nbytes + token * out.nbytes, call, *renewing(held))
 
 
 def others() -> Iterator[BoundedCall]:
     """Decode steps in the shapes of Falcon-Mamba, Qwen3-Next's and LFM2's convolutions, and RWKV-4."""
     draw = torch.randn
     yield stepped("Mamba", SELECTIVE_SCAN, 8192, lambda b: (
-        draw(b, 1, 8192), draw(b, 1, 8192).abs(), -draw(8192, 16).abs(), draw(b, 1, 16), draw(b, 1, 16)), 16)
+        draw(b, 1, 8192), draw(b, 1, 8192).abs(), -draw(8192, 16).abs(), draw(b, 1, 16), draw(b, 1, 16)), 16, 3)
     for name, width, taps, dtype, rest in (
         ("conv 4 f32", 8192, 4, torch.float32, ("silu",)), ("conv 4 bf16", 8192, 4, torch.bfloat16, ("silu",)),
         ("conv 3 bf16", 2048, 3, torch.bfloat16, ()),
@@ -204,7 +208,7 @@ def others() -> Iterator[BoundedCall]:
 
 def packed() -> Iterator[BoundedCall]:
     """Products with the packed matrices of each format, by implementation."""
-    sums = cycle([piece.sum for piece in torch.ones(MATRICES // PIECE, PIECE // 4)])
+    sums = cycle([piece.sum for piece in torch.ones(STATES // PIECE, PIECE // 4)])
     for format in FORMATS:
         stored = weight_format(format)
         dtype = torch.bfloat16 if stored.codebook else torch.float16
@@ -213,7 +217,7 @@ def packed() -> Iterator[BoundedCall]:
         made[:, packing.codes_nbytes(SIZE, rows.bits, rows.group_size) :] = FILL
         if rows.codebook == "e4m3":
             made[(made & 127) == 127] = 1  # NaN
-        weights = [made.clone() for _ in range(-(-MATRICES // made.nbytes))]
+        weights = [made.clone() for _ in range(-(-STATES // made.nbytes))]
         x, out = torch.randn(1, SIZE), torch.empty(1, SIZE)
         for impl in (each for each in cpu.implementations(rows.bits, rows.codebook) if each in ("int16", "flat")):
             calls = cycle([cpu.bind_linear_q(impl, x, each, None, out, rows) for each in weights])

@@ -75,6 +75,22 @@ template <class T, class F> FB_INLINE float row_sum(const T* x, int64_t n, F f) 
   return lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
+// Lane j: the sum of the lanes of v[j]. Vectors two by two keep the sums of two lanes each, of one lane that is of the
+// first and one of the second; then those four by four, and so on.
+FB_INLINE vf lane_sums(vf (&v)[VL]) {
+#if defined(__AVX512F__)
+  return (vf)sums_of(reinterpret_cast<const __m512(&)[16]>(v));
+#else
+  FB_UNROLL for (int step = 1; step < VL; step *= 2) {
+    vi own, other;
+    for (int i = 0; i < VL; ++i) own[i] = i & step ? VL + i : i, other[i] = own[i] ^ step;
+    FB_UNROLL for (int j = 0; j < VL; j += 2 * step)
+      v[j] = __builtin_shuffle(v[j], v[j + step], own) + __builtin_shuffle(v[j], v[j + step], other);
+  }
+  return v[0];
+#endif
+}
+
 constexpr float LOG2_E = 1.44269502f, LOG2_E_REST = 1.92596299e-8f;
 
 // 2^r times 2^n for |r| <= 0.5, relative error 2e-7 and none where r is 0: a minimax polynomial, and the exponent's bits

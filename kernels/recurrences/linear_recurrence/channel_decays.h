@@ -13,27 +13,47 @@ constexpr int64_t NEAR = 8;  // tokens whose products with each other are made c
 // decayed since before the first, `keys` k decayed until after the last, `decays` those of all tokens up to each.
 inline void meet_near(float* q, float* k, int64_t width, float* decays, float* keys, float* kk, float* qk) {
   FB_UNROLL for (int t = 0; t < NEAR; ++t) {
-    vf sum_kk[NEAR] = {}, sum_qk[NEAR] = {};
+    vf sum[2 * NEAR] = {};  // of kk and qk
     for (int64_t c = 0; c < width; c += VL) {
       const vf decay = load(decays + t * ROW + c), query = load(q + t * ROW + c), key = load(k + t * ROW + c);
       FB_UNROLL for (int i = 0; i < t; ++i) {
         const vf now = load(keys + i * ROW + c) * decay;
         store(keys + i * ROW + c, now);
-        sum_kk[i] += now * key;
-        sum_qk[i] += now * query;
+        sum[i] += now * key;
+        sum[NEAR + i] += now * query;
       }
-      sum_qk[t] += key * query;
+      sum[NEAR + t] += key * query;
       store(keys + t * ROW + c, key);
       const vf since = t ? load(decays + (t - 1) * ROW + c) * decay : decay;
       store(decays + t * ROW + c, since);
       store(q + t * ROW + c, query * since);
       store(k + t * ROW + c, key * since);
     }
-    FB_UNROLL for (int i = 0; i <= t; ++i) {
-      kk[t * TOKENS + i] = i < t ? lane_sum(sum_kk[i]) : 0.0f;
-      qk[t * TOKENS + i] = lane_sum(sum_qk[i]);
-    }
+    alignas(64) float made[2 * NEAR];
+    FB_UNROLL for (int i = 0; i < 2 * NEAR; i += VL)
+      store(made + i, lane_sums(reinterpret_cast<vf(&)[VL]>(sum[i])));
+    std::memcpy(kk + t * TOKENS, made, NEAR * 4);
+    std::memcpy(qk + t * TOKENS, made + NEAR, NEAR * 4);
   }
+}
+
+// The products of NEAR tokens with n of their panel before them, of which `columns` are k.
+template <int NV> FB_INLINE void meet_vectors(const float* x, const float* columns, int64_t width, int64_t n, float* to) {
+  vf acc[NEAR][NV] = {};
+  for (int64_t i = 0; i < width; ++i) {
+    vf w[NV];
+    FB_UNROLL for (int v = 0; v < NV; ++v) w[v] = load(columns + i * TOKENS + v * VL);
+    FB_UNROLL for (int t = 0; t < NEAR; ++t)
+      FB_UNROLL for (int v = 0; v < NV; ++v) acc[t][v] += x[t * ROW + i] * w[v];
+  }
+  FB_UNROLL for (int t = 0; t < NEAR; ++t)
+    for (int64_t i = 0; i < n; i += NEAR)
+      std::memcpy(to + t * TOKENS + i, reinterpret_cast<const float*>(acc[t]) + i, NEAR * 4);
+}
+
+FB_INLINE void meet_before(const float* x, const float* columns, int64_t width, int64_t n, float* to) {
+  if (n <= VL) meet_vectors<1>(x, columns, width, n, to);
+  else meet_vectors<PANEL / VL>(x, columns, width, n, to);
 }
 
 // Columns [0, n) of [width, TOKENS], whole vectors, decayed by a number a row.
@@ -57,13 +77,10 @@ inline void meet_panel(const float* logs, int64_t logs_token, bool corrects, int
     float *q = c.q + t * ROW, *k = c.k + t * ROW;
     meet_near(q, k, c.width, decayed, keys, c.kk + t * TOKENS + t, c.qk + t * TOKENS + t);
     if (t > begin) {
-      alignas(64) float made[2][NEAR * PANEL] = {};
-      if (corrects) meet(k, ROW, c.turned + begin, NEAR, c.width, made[0], PANEL, TOKENS);
-      meet(q, ROW, c.turned + begin, NEAR, c.width, made[1], PANEL, TOKENS);
+      const int64_t at = t * TOKENS + begin;
+      if (corrects) meet_before(k, c.turned + begin, c.width, t - begin, c.kk + at);
+      meet_before(q, c.turned + begin, c.width, t - begin, c.qk + at);
       for (int64_t i = 0; i < NEAR; ++i) {
-        const int64_t at = (t + i) * TOKENS + begin;
-        std::memcpy(c.kk + at, made[0] + i * PANEL, size_t(t - begin) * 4);
-        std::memcpy(c.qk + at, made[1] + i * PANEL, size_t(t - begin) * 4);
         scale_row(q + i * ROW, since, c.width);
         scale_row(k + i * ROW, since, c.width);
       }

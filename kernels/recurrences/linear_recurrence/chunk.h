@@ -8,10 +8,16 @@ namespace {
 
 constexpr int64_t TOKENS = 64;        // of a chunk, at most
 constexpr int64_t CHUNK_WIDTH = 256;  // widest keys of chunks
+constexpr int64_t SPREAD = 128;       // columns of a head that a task takes, at most
+constexpr int64_t SPREAD_ROW = apart(4 * SPREAD) / 4;
+constexpr int64_t STEPS = 16;          // of a sum, between lines that are called in
 constexpr int64_t ROW = apart(4 * CHUNK_WIDTH) / 4;
 
+struct Keys { alignas(64) float q[TOKENS * ROW], k[TOKENS * ROW]; };  // zeros after the width, to a whole cache line
+struct Values { alignas(64) float v[TOKENS * SPREAD_ROW], logs[TOKENS * ROW]; };  // `logs` of channels' decays
+
 struct Chunk {
-  alignas(64) float q[TOKENS * ROW], k[TOKENS * ROW];  // zeros after the width, to a whole vector
+  float *q, *k;  // of a Keys
   alignas(64) float turned[CHUNK_WIDTH * TOKENS];      // k by channels, [width, TOKENS]; zeros after the tokens
   alignas(64) float kk[TOKENS * TOKENS], qk[TOKENS * TOKENS];  // [t, i]: the products of token t with k[i], i <= t
   alignas(64) float corrects[TOKENS * TOKENS];  // [t, i]: what of u[i] is added to u[t]
@@ -20,29 +26,71 @@ struct Chunk {
   int64_t tokens, width;
 };
 
-// Rows that are read or written next: their cache lines are called in between products, as many as these hide.
+// Rows that are read or written next. Between products, as many as these hide, cache lines are called in, and those of
+// rows that are read are put together soon after: rows of one head lie whole pages apart, and many share a set of L2.
 class Ahead {
  public:
-  void add(const float* at, int64_t stride, int64_t rows, int64_t width) {
-    if (rows > 0) sets_[count_++] = {at, stride, rows, width};
+  struct Rows { const float* at; int64_t stride, rows, width; float* to; int64_t to_stride, padded; };
+
+  void add(const Rows& rows) {
+    if (rows.rows <= 0 || rows.width <= 0) return;
+    sets_[count_++] = rows;
+    if (rows.to) placed_ = count_;  // those that stay where they are come last
   }
   void call() {
-    for (int left = LINES; left > 0 && set_ < count_; --left) {
-      const Rows& s = sets_[set_];
-      __builtin_prefetch(s.at + row_ * s.stride + column_, 0, 2);
-      if ((column_ += 16) < s.width) continue;
-      column_ = 0;
-      if (++row_ == s.rows) row_ = 0, ++set_;
-    }
+    for (int i = 0; i < LINES; ++i)
+      next(called_, count_, [](const Rows& s, int64_t row, int64_t column) {
+        __builtin_prefetch(s.at + row * s.stride + column, 0, 2);
+      });
+    if (lag_ < LAG) ++lag_;
+    else put(LINES);
   }
+  void finish() { while (put(LINES)) {} }
 
  private:
-  static constexpr int LINES = 8;
-  struct Rows { const float* at; int64_t stride, rows, width; };
+  static constexpr int LINES = 4, LAG = 4;
+  static constexpr int64_t LINE = 16;
+  struct Place { int set; int64_t row, column; };
+
+  // The line at a place, if any is left of `sets`, and on to the next.
+  template <class F> bool next(Place& p, int sets, const F& f) {
+    if (p.set == sets) return false;
+    const Rows& s = sets_[p.set];
+    f(s, p.row, p.column);
+    if ((p.column += LINE) < s.padded) return true;
+    p.column = 0;
+    if (++p.row == s.rows) p.row = 0, ++p.set;
+    return true;
+  }
+  bool put(int lines) {
+    bool left = true;
+    for (int i = 0; i < lines; ++i)
+      left = next(put_, placed_, [](const Rows& s, int64_t row, int64_t column) {
+        const float* from = s.at + row * s.stride + column;
+        float* to = s.to + row * s.to_stride + column;
+        FB_UNROLL for (int64_t j = 0; j < LINE; j += VL) {
+          const int64_t n = s.width - column - j;
+          store(to + j, n >= VL ? load(from + j) : load_partial(from + j, int(std::max<int64_t>(0, n))));
+        }
+      });
+    return left;
+  }
+
   Rows sets_[5];
-  int count_ = 0, set_ = 0;
-  int64_t row_ = 0, column_ = 0;
+  int count_ = 0, placed_ = 0, lag_ = 0;
+  Place called_ = {}, put_ = {};
 };
+
+// acc[MB, PANEL] += x[MB, k] times a panel, during which lines are called in.
+template <int MB>
+FB_INLINE void sums(const float* x, int64_t xs, const float* panel, int64_t k, vf (&acc)[MB][2], Ahead& ahead) {
+  int64_t i = 0;
+  for (; i + STEPS <= k; i += STEPS) {
+    panel_sums<MB>(x + i, xs, panel + i * PANEL, PANEL, STEPS, acc);
+    ahead.call();
+  }
+  panel_sums<MB>(x + i, xs, panel + i * PANEL, PANEL, k - i, acc);
+}
 
 // c[m, PANEL] += x[m, k] times a panel of k rows, `ps` apart.
 FB_INLINE void meet(const float* x, int64_t xs, const float* panel, int64_t m, int64_t k, float* c, int64_t cs,
@@ -52,13 +100,6 @@ FB_INLINE void meet(const float* x, int64_t xs, const float* panel, int64_t m, i
       constexpr int MB = decltype(rows)::value;
       panel_block<MB>(x + r * xs + i, xs, panel + i * ps, std::min(DEPTH, k - i), c + r * cs, cs, ps);
     });
-}
-
-// n numbers, and zeros after them to a whole vector.
-FB_INLINE void copy_row(const float* from, int64_t n, float* to) {
-  int64_t i = 0;
-  for (; i + VL <= n; i += VL) store(to + i, load(from + i));
-  if (i < n) store(to + i, load_partial(from + i, int(n - i)));
 }
 
 FB_INLINE void scale_row(float* row, const float* by, int64_t n) {
@@ -75,14 +116,8 @@ FB_INLINE void turn_rows(const float* rows, int64_t n, int64_t width, float* col
     for (int64_t t = 0; t < n; ++t) columns[i * TOKENS + t] = rows[t * ROW + i];
 }
 
-// A chunk's tokens, from `from` on, of k head `few`: rows, their panels, and their products where decays are apart.
-template <bool BY_CHANNEL> void take(const LinearRecurrenceArgs& a, int64_t b, int64_t few, int64_t from, Chunk& c) {
-  const float* q = a.q + b * a.q_batch + from * a.q_token + few * a.q_head;
-  const float* k = a.k + b * a.k_batch + from * a.k_token + few * a.k_head;
-  for (int64_t t = 0; t < c.tokens; ++t) {
-    copy_row(q + t * a.q_token, c.width, c.q + t * ROW);
-    copy_row(k + t * a.k_token, c.width, c.k + t * ROW);
-  }
+// What a chunk's rows of q and k give: their panels, and their products where decays are apart.
+template <bool BY_CHANNEL> void meet_all(bool corrects, Chunk& c) {
   std::memset(c.kk, 0, size_t(c.tokens * TOKENS) * 4);
   std::memset(c.qk, 0, size_t(c.tokens * TOKENS) * 4);
   if (BY_CHANNEL) return;
@@ -91,7 +126,7 @@ template <bool BY_CHANNEL> void take(const LinearRecurrenceArgs& a, int64_t b, i
     turn_rows(c.k + t * ROW, std::min<int64_t>(8, c.tokens - t), c.width, c.turned + t);
   for (int64_t t = 0; t < c.tokens; t += PANEL) {
     const int64_t m = c.tokens - t, at = t * TOKENS + t;
-    if (a.beta) meet(c.k + t * ROW, ROW, c.turned + t, m, c.width, c.kk + at, TOKENS, TOKENS);
+    if (corrects) meet(c.k + t * ROW, ROW, c.turned + t, m, c.width, c.kk + at, TOKENS, TOKENS);
     meet(c.q + t * ROW, ROW, c.turned + t, m, c.width, c.qk + at, TOKENS, TOKENS);
   }
 }

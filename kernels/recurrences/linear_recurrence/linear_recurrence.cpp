@@ -14,32 +14,8 @@
 namespace {
 
 constexpr int64_t FEW_TOKENS = 8;  // from so many on chunks pay
-constexpr int64_t SPREAD = 128;    // columns of a head that a task takes, at most
 constexpr int64_t HELD = 1 << 17;  // numbers of the states of its heads: a part of L2, and 0.5 MB of its stack
 static_assert(SPREAD % WIDE == 0 && WIDE % PANEL == 0 && SPREAD * CHUNK_WIDTH <= HELD);
-
-// u of MB tokens, from which those before them are taken already: each takes its own from those after it.
-template <int MB> FB_INLINE void correct_block(const float* corrects, float* u) {
-  vf held[MB][2];
-  FB_UNROLL for (int t = 0; t < MB; ++t)
-    FB_UNROLL for (int n = 0; n < 2; ++n) held[t][n] = load(u + t * PANEL + n * VL);
-  FB_UNROLL for (int i = 0; i < MB; ++i)
-    FB_UNROLL for (int t = i + 1; t < MB; ++t)
-      FB_UNROLL for (int n = 0; n < 2; ++n) held[t][n] += corrects[t * TOKENS + i] * held[i][n];
-  FB_UNROLL for (int t = 0; t < MB; ++t)
-    FB_UNROLL for (int n = 0; n < 2; ++n) store(u + t * PANEL + n * VL, held[t][n]);
-}
-
-// MB rows of the state, decayed, and what m tokens add to them.
-template <int MB>
-FB_INLINE void renew_block(const float* keys, const float* decay, const float* u, int64_t m, float* held) {
-  vf acc[MB][2];
-  FB_UNROLL for (int i = 0; i < MB; ++i)
-    FB_UNROLL for (int n = 0; n < 2; ++n) acc[i][n] = load(held + i * PANEL + n * VL) * decay[i];
-  panel_sums<MB>(keys, TOKENS, u, PANEL, m, acc);
-  FB_UNROLL for (int i = 0; i < MB; ++i)
-    FB_UNROLL for (int n = 0; n < 2; ++n) store(held + i * PANEL + n * VL, acc[i][n]);
-}
 
 // Rows of PANEL numbers, of which n are in memory, and back.
 FB_INLINE void take_rows(const float* from, int64_t stride, int64_t rows, int64_t n, float* to) {
@@ -61,56 +37,78 @@ FB_INLINE void put_rows(const float* from, int64_t rows, int64_t n, float* to, i
     }
 }
 
-// Columns of v, of the state in a panel, and of the results, of which n are in memory.
+// Columns of v, of the state in a panel, and of the results.
 struct Columns {
   const float* v;
   int64_t v_token;
   float* held;  // [width, PANEL]
   float* out;
-  int64_t out_token, n;
+  int64_t out_token;
 };
 
-// A chunk for some columns: false, and nothing written, where any number is not finite. There tokens would see what
+// u of tokens [t, t + MB), from those before t and from each other.
+template <int MB> FB_INLINE void correct_block(const Chunk& c, const Columns& p, int64_t t, float* u, Ahead& ahead) {
+  vf acc[MB][2] = {};
+  sums<MB>(c.k + t * ROW, ROW, p.held, c.width, acc, ahead);
+  FB_UNROLL for (int m = 0; m < MB; ++m)
+    FB_UNROLL for (int n = 0; n < 2; ++n)
+      acc[m][n] = c.beta[t + m] * (load(p.v + (t + m) * p.v_token + n * VL) - acc[m][n] * c.from_begin[t + m]);
+  const float* corrects = c.corrects + t * TOKENS;
+  sums<MB>(corrects, TOKENS, u, t, acc, ahead);
+  FB_UNROLL for (int i = 0; i < MB; ++i)
+    FB_UNROLL for (int m = i + 1; m < MB; ++m)
+      FB_UNROLL for (int n = 0; n < 2; ++n) acc[m][n] += corrects[m * TOKENS + t + i] * acc[i][n];
+  FB_UNROLL for (int m = 0; m < MB; ++m)
+    FB_UNROLL for (int n = 0; n < 2; ++n) store(u + (t + m) * PANEL + n * VL, acc[m][n]);
+}
+
+// Their results; `odd` is 0 where all are finite.
+template <int MB>
+FB_INLINE void result_block(const Chunk& c, const Columns& p, int64_t t, const float* u, vf& odd, Ahead& ahead) {
+  vf acc[MB][2] = {};
+  sums<MB>(c.q + t * ROW, ROW, p.held, c.width, acc, ahead);
+  FB_UNROLL for (int m = 0; m < MB; ++m)
+    FB_UNROLL for (int n = 0; n < 2; ++n) acc[m][n] *= c.from_begin[t + m];
+  sums<MB>(c.adds + t * TOKENS, TOKENS, u, t + MB, acc, ahead);
+  vf all[2] = {};
+  FB_UNROLL for (int m = 0; m < MB; ++m)
+    FB_UNROLL for (int n = 0; n < 2; ++n) {
+      all[n] += acc[m][n];
+      store(p.out + (t + m) * p.out_token + n * VL, acc[m][n]);
+    }
+  odd += (all[0] + all[1]) * 0.0f;
+}
+
+// MB rows of the state, decayed, and what the tokens add to them.
+template <int MB> FB_INLINE void renew_block(const Chunk& c, int64_t row, const float* u, float* held, Ahead& ahead) {
+  vf acc[MB][2];
+  FB_UNROLL for (int i = 0; i < MB; ++i)
+    FB_UNROLL for (int n = 0; n < 2; ++n) acc[i][n] = load(held + (row + i) * PANEL + n * VL) * c.whole[row + i];
+  sums<MB>(c.turned + row * TOKENS, TOKENS, u, c.tokens, acc, ahead);
+  FB_UNROLL for (int i = 0; i < MB; ++i)
+    FB_UNROLL for (int n = 0; n < 2; ++n) store(held + (row + i) * PANEL + n * VL, acc[i][n]);
+}
+
+// A chunk for some columns: false, and the state as it was, where any number is not finite. There tokens would see what
 // comes after them, as 0 times it.
 bool columns_of(const Chunk& c, const Columns& p, bool corrects, Ahead& ahead) {
-  alignas(64) float u[TOKENS * PANEL], made[TOKENS * PANEL] = {};
-  const int64_t m = c.tokens;
-  const vf zero = {};
+  alignas(64) float u[TOKENS * PANEL];
   vf odd = {};
-  take_rows(p.v, p.v_token, m, p.n, u);
-  if (corrects) {
-    alignas(64) float known[TOKENS * PANEL] = {};
-    meet(c.k, ROW, p.held, m, c.width, known, PANEL, PANEL);
-    for (int64_t t = 0; t < m; ++t)
-      FB_UNROLL for (int i = 0; i < PANEL; i += VL)
-        store(u + t * PANEL + i,
-              c.beta[t] * (load(u + t * PANEL + i) - load(known + t * PANEL + i) * c.from_begin[t]));
-  }
-  meet(c.q, ROW, p.held, m, c.width, made, PANEL, PANEL);
-  for (int64_t t = 0; t < m; ++t)
-    FB_UNROLL for (int i = 0; i < PANEL; i += VL)
-      store(made + t * PANEL + i, load(made + t * PANEL + i) * c.from_begin[t]);
-  equal_blocks(0, m, [&](auto rows, int64_t t) {
+  if (!corrects) take_rows(p.v, p.v_token, c.tokens, PANEL, u);
+  equal_blocks(0, c.tokens, [&](auto rows, int64_t t) {
     constexpr int MB = decltype(rows)::value;
-    if (corrects) {
-      panel_block<MB>(c.corrects + t * TOKENS, TOKENS, u, t, u + t * PANEL, PANEL);
-      correct_block<MB>(c.corrects + t * TOKENS + t, u + t * PANEL);
-    }
-    panel_block<MB>(c.adds + t * TOKENS, TOKENS, u, t + MB, made + t * PANEL, PANEL);
-    ahead.call();
+    if (corrects) correct_block<MB>(c, p, t, u, ahead);
+    result_block<MB>(c, p, t, u, odd, ahead);
   });
-  for (int64_t t = 0; t < m; ++t)
+  for (int64_t t = 0; t < c.tokens; ++t)
     FB_UNROLL for (int i = 0; i < PANEL; i += VL) {
       const vf added = load(u + t * PANEL + i) * c.to_end[t];
-      odd += added * zero + load(made + t * PANEL + i) * zero;
+      odd += added * 0.0f;
       store(u + t * PANEL + i, added);
     }
   if (lane_sum(odd) != 0.0f) return false;
-  put_rows(made, m, p.n, p.out, p.out_token);
-  equal_blocks(0, c.width, [&](auto rows, int64_t i) {
-    renew_block<decltype(rows)::value>(c.turned + i * TOKENS, c.whole + i, u, m, p.held + i * PANEL);
-    ahead.call();
-  });
+  equal_blocks(0, c.width,
+               [&](auto rows, int64_t i) { renew_block<decltype(rows)::value>(c, i, u, p.held, ahead); });
   return true;
 }
 
@@ -137,63 +135,105 @@ template <class F> void each_panel(const LinearRecurrenceArgs& a, const Piece& p
 // Tokens [from, to) of a sequence.
 struct Span { int64_t from, to; };
 
-// What is read and written after head h of tokens `now`: of the next head, or of the first one of the tokens `next`. Of
-// these each head calls in a part of q and k.
-Ahead ahead_of(const LinearRecurrenceArgs& a, const Piece& p, int64_t h, const Span& now, const Span& next) {
-  Ahead ahead;
-  const bool last = h + 1 == p.h1;
-  const int64_t n = p.c1 - p.c0, to = last ? p.h0 : h + 1, few = p.h0 / a.group;
-  const Span& s = last ? next : now;
-  const int64_t tokens = s.to - s.from;
-  ahead.add(a.v + p.b * a.v_batch + s.from * a.v_token + to * a.v_head + p.c0, a.v_token, tokens, n);
-  ahead.add(a.out + p.b * a.out_batch + s.from * a.out_token + to * a.out_head + p.c0, a.out_token, tokens, n);
+// Where rows lie while they are used, and where those lie that come after them.
+struct Staged {
+  Keys keys[2];
+  Values values[2];
+  int key = 0, value = 0;
+};
+
+// Tokens [from, from + some) of q and k head `few`, which become rows `at` on.
+void stage_keys(const LinearRecurrenceArgs& a, int64_t b, int64_t few, int64_t from, int64_t at, int64_t some, Keys& to,
+                Ahead& ahead) {
+  const int64_t padded = round_up(a.width, 16), t = from + at;
+  ahead.add({a.q + b * a.q_batch + t * a.q_token + few * a.q_head, a.q_token, some, a.width, to.q + at * ROW, ROW,
+             padded});
+  ahead.add({a.k + b * a.k_batch + t * a.k_token + few * a.k_head, a.k_token, some, a.width, to.k + at * ROW, ROW,
+             padded});
+}
+
+// Tokens of the columns of head h, and those of its results.
+void stage_values(const LinearRecurrenceArgs& a, const Piece& p, int64_t h, const Span& s, Values& to, Ahead& ahead) {
+  const int64_t tokens = s.to - s.from, n = p.c1 - p.c0;
   if (a.by_channel)
-    ahead.add(a.log_decay + p.b * a.decay_batch + s.from * a.decay_token + to * a.decay_head, a.decay_token, tokens,
-              a.width);
-  const int64_t heads = p.h1 - p.h0, length = next.to - next.from;
-  const int64_t first = next.from + (h - p.h0) * length / heads, end = next.from + (h - p.h0 + 1) * length / heads;
-  ahead.add(a.q + p.b * a.q_batch + first * a.q_token + few * a.q_head, a.q_token, end - first, a.width);
-  ahead.add(a.k + p.b * a.k_batch + first * a.k_token + few * a.k_head, a.k_token, end - first, a.width);
+    ahead.add({a.log_decay + p.b * a.decay_batch + s.from * a.decay_token + h * a.decay_head, a.decay_token, tokens,
+               a.width, to.logs, ROW, round_up(a.width, 16)});
+  ahead.add({a.v + p.b * a.v_batch + s.from * a.v_token + h * a.v_head + p.c0, a.v_token, tokens, n, to.v, SPREAD_ROW,
+             round_up(n, std::max<int64_t>(PANEL, 16))});
+  ahead.add({a.out + p.b * a.out_batch + s.from * a.out_token + h * a.out_head + p.c0, a.out_token, tokens, n, nullptr,
+             0, n});
+}
+
+// Heads that one after another use the same rows of q and k, which channels' decays change.
+int64_t alike(const LinearRecurrenceArgs& a) { return a.by_channel ? 1 : a.group; }
+
+// What comes after head h of tokens `now`: the next head, or the first one of the tokens `next`. Heads alike stage a part
+// each of q and k of those after them.
+Ahead ahead_of(const LinearRecurrenceArgs& a, const Piece& p, int64_t h, const Span& now, const Span& next,
+               Staged& staged) {
+  Ahead ahead;
+  const int64_t few = alike(a), begin = std::max(p.h0, h / few * few), end = std::min(p.h1, (h / few + 1) * few);
+  const bool last = h + 1 == p.h1, last_group = end == p.h1;
+  const Span& s = last_group ? next : now;
+  const int64_t part = (h - begin) * (s.to - s.from) / (end - begin);
+  const int64_t to = (h + 1 - begin) * (s.to - s.from) / (end - begin);
+  stage_keys(a, p.b, (last_group ? p.h0 : end) / a.group, s.from, part, to - part, staged.keys[!staged.key], ahead);
+  stage_values(a, p, last ? p.h0 : h + 1, last ? next : now, staged.values[!staged.value], ahead);
   return ahead;
 }
 
 template <bool BY_CHANNEL>
-void chunk_of(const LinearRecurrenceArgs& a, const Piece& p, const Span& now, const Span& next, Held& held) {
+void chunk_of(const LinearRecurrenceArgs& a, const Piece& p, const Span& now, const Span& next, Held& held,
+              Staged& staged) {
   Chunk c;
   c.tokens = now.to - now.from, c.width = a.width;
   for (int64_t h = p.h0; h < p.h1; ++h) {
-    if (BY_CHANNEL || h == p.h0 || h % a.group == 0) take<BY_CHANNEL>(a, p.b, h / a.group, now.from, c);
+    c.q = staged.keys[staged.key].q, c.k = staged.keys[staged.key].k;
+    const Values& values = staged.values[staged.value];
+    if (h == p.h0 || h % alike(a) == 0) meet_all<BY_CHANNEL>(a.beta, c);
     for (int64_t t = 0; t < c.tokens; ++t)
       c.beta[t] = a.beta ? a.beta[p.b * a.beta_batch + (now.from + t) * a.beta_token + h] : 0.0f;
-    const float* logs = a.log_decay + p.b * a.decay_batch + now.from * a.decay_token + h * a.decay_head;
-    if (BY_CHANNEL) decay_channels(logs, a.decay_token, a.beta, c);
-    else decay_tokens(logs, a.decay_token, a.beta, c);
-    const float* v = a.v + p.b * a.v_batch + now.from * a.v_token + h * a.v_head;
+    if (BY_CHANNEL) decay_channels(values.logs, ROW, a.beta, c);
+    else decay_tokens(a.log_decay + p.b * a.decay_batch + now.from * a.decay_token + h * a.decay_head, a.decay_token,
+                      a.beta, c);
     float* out = a.out + p.b * a.out_batch + now.from * a.out_token + h * a.out_head;
     float* state = a.state + (p.b * a.heads + h) * a.width * a.columns;
-    Ahead ahead = ahead_of(a, p, h, now, next);
+    Ahead ahead = ahead_of(a, p, h, now, next, staged);
     for (int64_t i = p.c0; i < p.c1; i += PANEL) {
-      const Columns at = {v + i, a.v_token, held.of(p, h, i, a.width), out + i, a.out_token,
-                          std::min<int64_t>(PANEL, p.c1 - i)};
-      if (columns_of(c, at, a.beta, ahead)) continue;
-      put_rows(at.held, a.width, at.n, state + i, a.columns);
-      walk_columns<BY_CHANNEL>(a, {p.b, h, now.from, now.to, false}, i, i + at.n);
-      take_rows(state + i, a.columns, a.width, at.n, at.held);
+      const int64_t n = std::min<int64_t>(PANEL, p.c1 - i);
+      alignas(64) float made[TOKENS * PANEL];  // of columns that are no whole panel
+      const Columns at = {values.v + i - p.c0, SPREAD_ROW, held.of(p, h, i, a.width), n < PANEL ? made : out + i,
+                          n < PANEL ? PANEL : a.out_token};
+      if (columns_of(c, at, a.beta, ahead)) {
+        if (n < PANEL) put_rows(made, c.tokens, n, out + i, a.out_token);
+        continue;
+      }
+      put_rows(at.held, a.width, n, state + i, a.columns);
+      walk_columns<BY_CHANNEL>(a, {p.b, h, now.from, now.to, false}, i, i + n);
+      take_rows(state + i, a.columns, a.width, n, at.held);
     }
+    ahead.finish();
+    staged.value ^= 1;
+    staged.key ^= h + 1 == p.h1 || (h + 1) % alike(a) == 0;
   }
 }
 
 template <bool BY_CHANNEL>
 void run_chunks(const LinearRecurrenceArgs& a, const Piece& p, int64_t count, bool begins) {
   Held held;
+  Staged staged;
   each_panel(a, p, held, [&](const float* state, float* panel, int64_t n) {
     if (begins) std::memset(panel, 0, size_t(a.width * PANEL) * 4);
     else take_rows(state, a.columns, a.width, n, panel);
   });
   const int64_t chunks = (count + TOKENS - 1) / TOKENS;
   const auto begin = [&](int64_t i) { return count * std::min(i, chunks) / chunks; };
+  Ahead first;
+  stage_keys(a, p.b, p.h0 / a.group, 0, 0, begin(1), staged.keys[0], first);
+  stage_values(a, p, p.h0, {0, begin(1)}, staged.values[0], first);
+  first.finish();
   for (int64_t i = 0; i < chunks; ++i)
-    chunk_of<BY_CHANNEL>(a, p, {begin(i), begin(i + 1)}, {begin(i + 1), begin(i + 2)}, held);
+    chunk_of<BY_CHANNEL>(a, p, {begin(i), begin(i + 1)}, {begin(i + 1), begin(i + 2)}, held, staged);
   each_panel(a, p, held, [&](float* state, const float* panel, int64_t n) {
     put_rows(panel, a.width, n, state, a.columns);
   });

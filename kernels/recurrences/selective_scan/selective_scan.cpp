@@ -22,23 +22,8 @@ extern "C" struct SelectiveScanArgs {
 namespace {
 
 constexpr int64_t DECAYS = 1 << 17;  // numbers of `a` that a task meets all its sequences with: a part of L2
-constexpr int64_t AHEAD = 1024;      // numbers of the state between one that is used and one that is called in
-
-// Lane j: the sum of the lanes of v[j]. Vectors two by two keep the sums of two lanes each, of one lane that is of the
-// first and one of the second; then those four by four, and so on.
-FB_INLINE vf lane_sums(vf (&v)[VL]) {
-#if defined(__AVX512F__)
-  return (vf)sums_of(reinterpret_cast<const __m512(&)[16]>(v));
-#else
-  FB_UNROLL for (int step = 1; step < VL; step *= 2) {
-    vi own, other;
-    for (int i = 0; i < VL; ++i) own[i] = i & step ? VL + i : i, other[i] = own[i] ^ step;
-    FB_UNROLL for (int j = 0; j < VL; j += 2 * step)
-      v[j] = __builtin_shuffle(v[j], v[j + step], own) + __builtin_shuffle(v[j], v[j + step], other);
-  }
-  return v[0];
-#endif
-}
+constexpr int64_t AHEAD = 1536;      // numbers of the state between one that is used and one that is called in
+constexpr int64_t SOON = 256;        // and of `a`, from L2
 
 // 2^(scale * a), at most 1; below 2^-125 the result is 0.
 FB_INLINE vf decay_of(float scale, vf a) {
@@ -73,16 +58,21 @@ FB_INLINE vf within(vf v, int n) {
   return v;
 }
 
-// Channels [first, first + n) of a sequence, at most VL, and numbers [from, from + wide) of their states. Results are
-// added to those of the numbers before these.
+// Channels [first, first + most) of a sequence, at most VL, and numbers [from, from + wide) of their states. Results are
+// added to those of the numbers before these. WHOLE: `most` is VL, and wide NV vectors.
 template <int NV, bool WHOLE>
-void numbers_of(const SelectiveScanArgs& s, int64_t b, int64_t first, int n, int64_t from, int wide) {
+void numbers_of(const SelectiveScanArgs& s, int64_t b, int64_t first, int most, int64_t from, int wide) {
+  const int n = WHOLE ? VL : most;
   const int64_t count = std::min(std::max<int64_t>(s.count[b], 0), s.tokens);
   const float* a = s.a + first * s.width + from;
   float* state = s.state + (b * s.channels + first) * s.width + from;
   const float* x = s.x + b * s.x_batch + first * s.x_channel;
   const float* dt = s.dt + b * s.dt_batch + first * s.dt_channel;
   float* out = s.out + b * s.out_batch + first * s.out_channel;
+  const int64_t later = AHEAD / s.width;  // channels
+  __builtin_prefetch(x + later * s.x_channel, 0, 2);
+  __builtin_prefetch(dt + later * s.dt_channel, 0, 2);
+  __builtin_prefetch(out + later * s.out_channel, 1, 2);
   if (!s.start[b])
     for (int i = 0; i < n; ++i) std::fill_n(state + i * s.width, wide, 0.0f);
   for (int64_t t = 0; t < count; ++t) {
@@ -104,10 +94,13 @@ void numbers_of(const SelectiveScanArgs& s, int64_t b, int64_t first, int n, int
       float* held = state + j * s.width;
       vf sum = {};
       FB_UNROLL for (int i = 0; i < NV; ++i) {
-        const vf decay = decay_of(scale[j], read<WHOLE>(a + j * s.width, i, wide));
+        vf rate = read<WHOLE>(a + j * s.width, i, wide);
+        keep(rate);
+        const vf decay = decay_of(scale[j], rate);
         const vf now = decay * read<WHOLE>(held, i, wide) + given[j] * by_b[i];
         write<WHOLE>(held, i, wide, now);
         sum += WHOLE ? now * by_c[i] : within(now * by_c[i], wide - i * VL);
+        __builtin_prefetch(a + j * s.width + i * VL + SOON, 0, 3);
         __builtin_prefetch(held + i * VL + AHEAD, 0, 2);
       }
       sums[j] = sum;
@@ -125,7 +118,7 @@ void numbers_of(const SelectiveScanArgs& s, int64_t b, int64_t first, int n, int
 }
 
 template <int NV> void row_of(const SelectiveScanArgs& s, int64_t b, int64_t first, int n, int64_t from, int numbers) {
-  if (numbers == NV * VL) numbers_of<NV, true>(s, b, first, n, from, numbers);
+  if (numbers == NV * VL && n == VL) numbers_of<NV, true>(s, b, first, n, from, numbers);
   else numbers_of<NV, false>(s, b, first, n, from, numbers);
 }
 

@@ -205,6 +205,20 @@ def test_activations_of_any_number(path: str, dtype: torch.dtype) -> None:
         assert torch.equal(found[~finite].nan_to_num(7.0), want[~finite].nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("activation", ["", "silu"])
+def test_subnormal_results_stay(path: str, tokens: int, activation: str) -> None:
+    """A step of one token rounds to bf16 as steps of more do."""
+    x = torch.tensor([3e-39, -1e-40, 1.0, 2e-38]).repeat(9).to(torch.bfloat16)
+    given, one, taps = x.expand(1, tokens, -1).contiguous(), torch.ones(1, dtype=torch.int64), torch.tensor([0.0, 1.0])
+    args = (given, taps.expand(len(x), 2).contiguous().bfloat16(), None, torch.zeros(1, 1, len(x)).bfloat16(), one,
+            one * tokens, activation)
+    out = torch.full_like(given, torch.nan)
+    want, _ = SHORT_CONV.reference(*args)
+    SHORT_CONV.bind["cpu"](Tensors(args, {}, (out,)))()
+    assert torch.equal(out, want.to(torch.bfloat16)) and out[0, 0, 0]
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 20])
 def test_nothing_to_compute(path: str, tokens: int) -> None:
     """No columns, no keys, or no tokens: results are zeros, and a state stays."""
