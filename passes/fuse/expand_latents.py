@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from forebay.kernels.operators import ATTENTION, EXPANDED_ATTENTION
+from forebay.kernels.operators import ATTENTION, ATTENTION_Q, EXPANDED_ATTENTION, of_target
 
 aten = torch.ops.aten
 SHAPES = (aten.view.default, aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.transpose.int)
@@ -27,13 +27,14 @@ def expand_latents(gm: fx.GraphModule) -> None:
     """Make every attention over latent rows in `gm`, a graph of steps over several tokens, the operator that expands
     keys and values. The products that absorb the matrix into queries and results go. Other attention stays."""
     graph, changed = gm.graph, False
-    for node in list(graph.find_nodes(op="call_function", target=ATTENTION.overload)):
+    for node in [node for node in graph.nodes if of_target(node.target) in (ATTENTION, ATTENTION_Q)]:
         found = _match(node)
         if found is None:
             continue
         with graph.inserting_before(node):
             _, *shared = node.args[:7]
-            made = graph.call_function(EXPANDED_ATTENTION.overload, (found.query, *shared, found.up, found.plain))
+            made = graph.call_function(EXPANDED_ATTENTION.overload, (
+                found.query, *shared, found.up, found.plain, *node.args[7:]))
         made.meta = {**node.meta, "val": found.values.meta["val"].contiguous(), "made_by": expand_latents.__name__}
         found.values.replace_all_uses_with(made)
         changed = True
@@ -44,7 +45,8 @@ def expand_latents(gm: fx.GraphModule) -> None:
 def _match(node: fx.Node) -> _Absorbed | None:
     """Match the nodes that capture puts around latent attention (`Latent` in `rewriter/capture/latent.py`)."""
     query, rows, other = node.args[:3]
-    if rows is not other or len(node.args) > 7 or not isinstance(query, fx.Node) or (
+    more = 0 if of_target(node.target) is ATTENTION else 2  # bits and group of packed rows
+    if rows is not other or len(node.args) > 7 + more or not isinstance(query, fx.Node) or (
             query.target is not aten.cat.default or len(node.users) != 1):
         return None
     parts: Any = query.args[0]

@@ -212,8 +212,7 @@ def _keeps_latents(captured: CapturedModel) -> bool:
 
 def _expands(captured: CapturedModel) -> bool:
     """Return whether steps of `captured` can make keys and values of latents."""
-    return (captured.choices is not None and captured.prefill is None and _keeps_latents(captured)
-            and format_of_rows(captured.states) == "native")
+    return captured.choices is not None and captured.prefill is None and _keeps_latents(captured)
 
 
 def _prompts(captured: CapturedModel, batching: BatchSchedule) -> CapturedModel:

@@ -271,14 +271,16 @@ def _with_rounded_rows(expand: Any, bits: int) -> Any:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk": 2}, DISK, HOST, {"batch_slots": 2},
                                      DISK | {"prompt_lookup_num_tokens": 3}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("expand", [True, False])
 def test_packed_rows_give_the_tokens_of_what_they_stand_for(
-    saved: Saved, family: str, bits: int, options: dict[str, Any]
+    saved: Saved, family: str, bits: int, options: dict[str, Any], expand: bool
 ) -> None:
     (folder, _), beams = saved(family), options.get("num_beams", 1)
     want = tokens(rounded(small(family), bits), num_beams=beams)
     lm = forebay.wrap(folder, {"device": "2MiB", "host": "2MiB", "disk": folder}, batch=3 * beams, prompt=PROMPT,
-                      new_tokens=NEW, cache=f"kv{bits}", **{k: v for k, v in options.items() if k != "num_beams"})
-    assert lm.plan.cache_format == f"kv{bits}" and not lm.plan.schedule.batching.latents.expanded
+                      new_tokens=NEW, cache=f"kv{bits}", expand_latents=expand,
+                      **{k: v for k, v in options.items() if k != "num_beams"})
+    assert lm.plan.cache_format == f"kv{bits}" and lm.plan.schedule.batching.latents.expanded is expand
     assert torch.equal(tokens(lm, num_beams=beams), want)
     if not options:
         rows = 3 * (PROMPT + NEW) * row_sizes.cache_row_nbytes(RANK + ROPE, bits)
@@ -288,11 +290,9 @@ def test_packed_rows_give_the_tokens_of_what_they_stand_for(
 
 def test_what_rows_cannot_do_is_refused_by_name(saved: Saved) -> None:
     folder, _ = saved("minicpm3")
-    for options, message in (({"cache": "kv8", "expand_latents": True}, "steps expand no kv8 rows"),
-                             (HOST | {"cpu_attention": True}, "^cpu_attention or .* this model keeps latents")):
-        with pytest.raises(PlanError, match=message):
-            forebay.wrap(folder, {"device": "1MiB", "host": "1MiB", "disk": folder}, batch=3, prompt=PROMPT,
-                         new_tokens=NEW, **options)
+    with pytest.raises(PlanError, match=r"^cpu_attention or .* this model keeps latents"):
+        forebay.wrap(folder, {"device": "1MiB", "host": "1MiB", "disk": folder}, batch=3, prompt=PROMPT,
+                     new_tokens=NEW, cpu_attention=True, **HOST)
     refuse_cache("kv8", CPU, latents=True)
     with pytest.raises(PlanError, match="cache: kv8 rows of latents have no kernel for a GPU; keep the cache native"):
         refuse_cache("kv8", CUDA, latents=True)

@@ -11,7 +11,7 @@ using namespace forebay;
 
 extern "C" struct ExpandedAttentionArgs {
   const void* q;         // [B, H, S, plain + rotated]
-  const void* rows;      // [B, 1, L, rank + rotated]
+  const void* rows;      // [B, 1, L, rank + rotated], or where there are `bits` packed rows, as of attention_q
   const int64_t* start;  // [B], read at every call
   const void* up;        // [H, plain + value, rank], contiguous
   void* out;             // [B, S, H, value]
@@ -19,15 +19,16 @@ extern "C" struct ExpandedAttentionArgs {
   int64_t most, lot;     // query rows of a task; cached rows that it expands at a time
   int64_t q_batch, q_head, q_row, row_batch, row, out_batch, out_row, out_head;
   int64_t window;        // as first_seen has it
+  int64_t group;
   float scale, softcap;
-  int32_t dtype;
+  int32_t dtype, bits;
 };
 
 namespace {
 
 // A worker's scratch: some latents, what is made of them, and of each query row its softmax and what it has gathered.
 template <class K> struct Scratch {
-  float *latents, *made, *o, *sums;
+  float *latents, *made, *o, *sums, *rows;
   K *keys, *values;
   Row* state;
   int64_t made_row, k_row, v_row, floats;
@@ -55,36 +56,49 @@ template <class K> struct Scratch {
     o = take(4 * a.most * row_stride(a.value));
     sums = take(sizeof(K) == 2 ? 64 * a.most : 0);
     state = reinterpret_cast<Row*>(take(a.most * int64_t(sizeof(Row))));
+    rows = take(a.bits ? 4 * a.lot * (a.rank + a.rotated) : 0);
   }
 };
 
-// Keys and values of head h of n cached rows.
+// The values of n packed rows.
+template <class T> void unpack(const ExpandedAttentionArgs& a, const uint8_t* rows, int64_t n, T* to) {
+  alignas(64) float held[MAX_HEAD_DIM];
+  const int64_t width = a.rank + a.rotated;
+  const GroupFormat f = format_of(width, a.group, a.bits);
+  for (int64_t i = 0; i < n; ++i) {
+    dequantize_row(rows + i * a.row, f, 0, width, held);
+    rotate(held, width, read_factor(rotation_size(width)));
+    for (int64_t j = 0; j < width; ++j) store_one(to + i * width + j, held[j]);
+  }
+}
+
+// Keys and values of head h of n cached rows, which begin `step` elements apart.
 template <class T, class K>
-void expand(const ExpandedAttentionArgs& a, const T* rows, int64_t n, int64_t h, const Scratch<K>& at) {
+void expand(const ExpandedAttentionArgs& a, const T* rows, int64_t step, int64_t n, int64_t h, const Scratch<K>& at) {
   const T* up = static_cast<const T*>(a.up) + h * (a.plain + a.value) * a.rank;
   const int64_t columns = a.plain + a.value;
 #if FB_BF16
   if constexpr (sizeof(K) == 2) {
     using namespace bf16_products;
     char* x = reinterpret_cast<char*>(at.latents);
-    for (int64_t i = 0; i < n; ++i) copy_row(rows + i * a.row, a.rank, x + i * row_nbytes(a.rank));
+    for (int64_t i = 0; i < n; ++i) copy_row(rows + i * step, a.rank, x + i * row_nbytes(a.rank));
     panel_product<Weights::ROWS>(x, n, up, a.rank, columns, a.rank, at.made, at.made_row, false);
     for (int64_t i = 0; i < n; ++i) {
       const float* made = at.made + i * at.made_row;
       round_row(made, a.plain, reinterpret_cast<char*>(at.keys + i * at.k_row));
-      std::memcpy(at.keys + i * at.k_row + a.plain, rows + i * a.row + a.rank, size_t(a.rotated) * 2);
+      std::memcpy(at.keys + i * at.k_row + a.plain, rows + i * step + a.rank, size_t(a.rotated) * 2);
       round_row(made + a.plain, a.value, reinterpret_cast<char*>(at.values + i * at.v_row));
     }
     return;
   } else
 #endif
   {
-    for (int64_t i = 0; i < n; ++i) upcast(rows + i * a.row, at.latents + i * a.rank, a.rank);
+    for (int64_t i = 0; i < n; ++i) upcast(rows + i * step, at.latents + i * a.rank, a.rank);
     std::memset(at.made, 0, size_t(n * at.made_row) * 4);
     meet_rows(at.latents, up, a.rank, n, columns, a.rank, at.made, at.made_row);
     for (int64_t i = 0; i < n; ++i) {
       std::memcpy(at.keys + i * at.k_row, at.made + i * at.made_row, size_t(a.plain) * 4);
-      upcast(rows + i * a.row + a.rank, at.keys + i * at.k_row + a.plain, a.rotated);
+      upcast(rows + i * step + a.rank, at.keys + i * at.k_row + a.plain, a.rotated);
     }
   }
 }
@@ -120,7 +134,13 @@ void run_task(const ExpandedAttentionArgs& a, int64_t b, int64_t h, int64_t s0, 
   const int64_t end = at.state[count - 1].high;
   for (int64_t t0 = at.state[0].low; t0 < end; t0 += a.lot) {
     const int64_t n = std::min(a.lot, end - t0);
-    expand(a, static_cast<const T*>(a.rows) + b * a.row_batch + t0 * a.row, n, h, at);
+    if (a.bits) {
+      T* unpacked = reinterpret_cast<T*>(at.rows);
+      unpack(a, static_cast<const uint8_t*>(a.rows) + b * a.row_batch + t0 * a.row, n, unpacked);
+      expand(a, static_cast<const T*>(unpacked), a.rank + a.rotated, n, h, at);
+    } else {
+      expand(a, static_cast<const T*>(a.rows) + b * a.row_batch + t0 * a.row, a.row, n, h, at);
+    }
     for (int64_t i = 0; i < count; i += together) {
       const int64_t m = std::min(together, count - i);
       const int64_t seen = std::min(n, at.state[i + m - 1].high - t0);  // by the last of these rows

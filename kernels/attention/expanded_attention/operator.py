@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forebay.kernels.attention.costs import caches_once
 from forebay.kernels.attention.expanded_attention.cpu import bind_expanded_attention, workspace_nbytes
-from forebay.kernels.attention.expanded_attention.reference import ExpandedSizes, check, reference
+from forebay.kernels.attention.expanded_attention.reference import ExpandedSizes, RowCodes, check, reference
 from forebay.kernels.attention.operations import attention_flops, expansion_flops
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.define import define_operator
@@ -23,9 +23,11 @@ from forebay.kernels.operator import Call, Cost, Use, dtype_of
 
 def _expanded_attention(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, up: Tensor, plain: int,
+    bits: int = 0, group: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [B, H, S, plain + rotated], rows [B, 1, L, rank + rotated] as k and as v, start int64 [B], up
-    [H, plain + value, rank] -> [B, S, H, value]; window and softcap as `forebay::attention` has them.
+    [H, plain + value, rank] -> [B, S, H, value]; window and softcap as `forebay::attention` has them. With `bits` rows
+    are packed, uint8 [B, 1, L, R], as those of `forebay::attention_q`.
 
     q and the rows may be strided. ValueError names the argument that is wrong.
     """
@@ -34,8 +36,8 @@ def _expanded_attention(
 
 
 def _bind(use: Use) -> Call:
-    (q, k, v, start), (up, plain), (out,) = use.args[:4], use.args[7:], use.out
-    return bind_expanded_attention(q, k, v, start, Scoring(*use.args[4:7]), up, plain, out)
+    (q, k, v, start), (up, plain, *codes), (out,) = use.args[:4], use.args[7:], use.out
+    return bind_expanded_attention(q, k, v, start, Scoring(*use.args[4:7]), up, plain, out, RowCodes(*codes))
 
 
 def _sizes(use: Use) -> ExpandedSizes:
@@ -54,11 +56,12 @@ def _cost(use: Use) -> Cost:
 
 EXPANDED_ATTENTION = define_operator(
     _expanded_attention,
-    check=lambda q, k, v, start, scale, window, softcap, up, plain: check(q, k, v, start, up, plain),
+    check=lambda q, k, v, start, scale, window, softcap, up, plain, *codes: check(
+        q, k, v, start, up, plain, RowCodes(*codes)),
     reference=reference,
     cost=_cost,
     bind={"cpu": _bind},
-    workspace={"cpu": lambda use: workspace_nbytes(_sizes(use), dtype_of(use.args[0]))},
+    workspace={"cpu": lambda use: workspace_nbytes(_sizes(use), dtype_of(use.args[0]), len(use.args) > 9)},
     layouts={"start": "dense", "up": "dense"},
     caches=("k", "v"),
     timed_as="attention",

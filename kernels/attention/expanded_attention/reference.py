@@ -9,7 +9,19 @@ from torch import Tensor
 
 from forebay.kernels.attention.attention.reference import reference as attention
 from forebay.kernels.attention.scoring import Scoring
+from forebay.kernels.cache.kv_append_q.reference import check_format, unpack
 from forebay.kernels.cpu_support import native
+from forebay.kernels.formats import row_sizes
+
+
+class RowCodes(NamedTuple):
+    """Codes of packed rows, as of `attention_q`: their bits, 0 for rows as they are, and values of a group."""
+
+    bits: int = 0
+    group: int = 0
+
+
+PLAIN = RowCodes()
 
 
 class ExpandedSizes(NamedTuple):
@@ -33,11 +45,12 @@ class ExpandedSizes(NamedTuple):
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: Scoring, up: Tensor, plain: int,
-    dtype: torch.dtype = torch.float64,
+    codes: RowCodes = PLAIN, dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """In dtype by the definition, on any device: q [B, H, S, plain + rotated], rows [B, 1, L, rank + rotated], up
-    [H, plain + value, rank] -> [B, S, H, value]."""
+    """In dtype by the definition, on any device: q [B, H, S, plain + rotated], rows [B, 1, L, rank + rotated] or
+    packed ones, up [H, plain + value, rank] -> [B, S, H, value]."""
     del v
+    k = unpack(k, up.shape[2] + q.shape[3] - plain, *codes) if codes.bits else k
     keys, values = expanded(k.to(dtype), up.to(dtype), plain)
     width, value = keys.shape[-1], values.shape[-1]
     most = max(width, value)  # zeros behind the narrower ones change no result
@@ -57,12 +70,18 @@ def fail(argument: str, problem: str) -> None:
     raise ValueError(f"expanded_attention: {argument} {problem}")
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, start: Tensor, up: Tensor, plain: int) -> None:
+def check(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, up: Tensor, plain: int, codes: RowCodes = PLAIN
+) -> None:
     """ValueError names the argument whose shape or dtype is wrong."""
     for tensor, name, dims in ((q, "q", 4), (k, "k", 4), (up, "up", 3)):
         if tensor.dim() != dims:
             fail(name, f"must have {dims} dimensions, got shape {tuple(tensor.shape)}")
-        if tensor.dtype not in native.DTYPES or tensor.dtype != q.dtype:
+        if codes.bits and tensor is k:
+            check_format("expanded_attention", *codes)
+            if k.dtype != torch.uint8:
+                fail(name, f"must be uint8, got {k.dtype}")
+        elif tensor.dtype not in native.DTYPES or tensor.dtype != q.dtype:
             fail(name, f"must be fp32, bf16 or fp16 and of q's dtype {q.dtype}, got {tensor.dtype}")
     batch, heads, _, dim = q.shape
     if v.data_ptr() != k.data_ptr() or v.shape != k.shape or v.stride() != k.stride():
@@ -71,6 +90,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, start: Tensor, up: Tensor, plain: int
         fail("up", f"must have q's {heads} heads, {plain} rows of each for keys and others for values, got "
                    f"{tuple(up.shape)}")
     width = up.shape[2] + dim - plain
+    width = row_sizes.row_nbytes(width, *codes, row_sizes.CACHE_ALIGN) if codes.bits else width
     if k.shape[:2] != (batch, 1) or k.shape[3] != width:
         fail("k", f"must be [{batch}, 1, L, {width}] as q and up ask, got shape {tuple(k.shape)}")
     if start.dtype != torch.int64 or start.shape != (batch,):

@@ -23,10 +23,7 @@ def latent_choices(batching: BatchSchedule, request: ScheduleRequest) -> Iterato
     device has no kernel."""
     asked, can, kind = request.options.expand_latents, request.graphs.expands, request.machine.kind
     if asked and not can:
-        packed = request.graphs.cache_format != "native" and request.graphs.latents
-        raise PlanError("expand_latents: " + (
-            f"steps expand no {request.graphs.cache_format} rows; keep the cache native, or leave it out" if packed else
-            "no layer of this model keeps latents that steps could expand; leave it out"))
+        raise PlanError("expand_latents: no layer of this model keeps latents that steps could expand; leave it out")
     if kind.kernels not in EXPANDED_ATTENTION.bind:
         can = False
         if asked:

@@ -12,8 +12,10 @@ from torch import Tensor
 from forebay.kernels.attention.attention.operator import ATTENTION
 from forebay.kernels.attention.expanded_attention import cpu
 from forebay.kernels.attention.expanded_attention.operator import EXPANDED_ATTENTION
-from forebay.kernels.attention.expanded_attention.reference import reference
+from forebay.kernels.attention.expanded_attention.reference import RowCodes, reference
 from forebay.kernels.attention.scoring import Scoring
+from forebay.kernels.cache.kv_append_q.reference import pack, unpack
+from forebay.kernels.formats import row_sizes
 from forebay.kernels.operator import Tensors
 
 expanded_attention = EXPANDED_ATTENTION.overload
@@ -75,6 +77,24 @@ def test_keys_and_values_are_those_of_each_head(
         assert (wide[..., :2] == 7).all() and (wide[..., -4:] == 7).all()
         assert error(reference(q, rows, rows, begin, how, up, plain), want) < 1e-9
         assert torch.equal(expanded_attention(q, rows, rows, begin, *how, up, plain), out)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_rows_are_those_that_they_stand_for(path: str, sizes: str, bits: int, dtype: torch.dtype) -> None:
+    q, rows, start, up = make([3, 0, 290], 13, SIZES[sizes], dtype)
+    width, plain = rows.shape[-1], SIZES[sizes][2]
+    group = row_sizes.cache_group_size(width, bits)
+    packed = torch.full((*rows.shape[:3], row_sizes.cache_row_nbytes(width, bits)), 0xFF, dtype=torch.uint8)
+    for b, begin in enumerate(start.tolist()):
+        packed[b, :, : begin + 13] = pack(rows[b, :, : begin + 13], bits, group)
+    found = expanded_attention(q, packed, packed, start, 0.2, 0, 0.0, up, plain, bits, group)
+    want = by_definition(q, unpack(packed, width, bits, group), start, up, plain, Scoring(0.2))
+    assert error(found, want) < TOLERANCE[dtype]
+    assert error(reference(q, packed, packed, start, Scoring(0.2), up, plain, RowCodes(bits, group)), want) < 1e-9
+    with pytest.raises(ValueError, match="k must be"):
+        expanded_attention(q, rows, rows, start, 0.2, 0, 0.0, up, plain, bits, group)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
