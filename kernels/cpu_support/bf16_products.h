@@ -24,6 +24,7 @@ FB_INLINE void add_products(__m512& sum, __m512i w, __m512i x) {
 // Rows in groups, as Fp32Rows.
 struct GroupRows {
   using Weight = bf16;
+  using Packs = GroupRows;
   static constexpr int64_t STEP = 32, BLOCK = std::numeric_limits<int64_t>::max();
 
   FB_INLINE vf of_x(const bf16* x) { return (vf)_mm512_loadu_si512(x); }

@@ -26,6 +26,7 @@ typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
 
 #define FB_INLINE static inline __attribute__((always_inline))
+#define FB_APART static __attribute__((noinline))  // once in the code, however often it is called
 #define FB_UNROLL _Pragma("GCC unroll 16")
 
 enum Dtype : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
@@ -171,6 +172,12 @@ template <class T> FB_INLINE void upcast(const T* from, float* to, int64_t n) {
   for (; i < n; ++i) to[i] = load_one(from + i);
 }
 
+// sum + x[0, k) * w[0, k), in order: what is left of a row after its whole vectors.
+template <class W> FB_APART float rest_of(float sum, const float* x, const W* w, int64_t k) {
+  for (int64_t i = 0; i < k; ++i) sum += x[i] * load_one(w + i);
+  return sum;
+}
+
 // c[m, n] += sum_k x[m, k] * w[n, k]: both operands run along k. MB * NB accumulators stay in registers.
 template <class W, int MB, int NB>
 FB_INLINE void dot_block(const float* x, int64_t xs, const W* w, int64_t ws, int64_t k, float* c, int64_t cs) {
@@ -187,9 +194,8 @@ FB_INLINE void dot_block(const float* x, int64_t xs, const W* w, int64_t ws, int
   }
   FB_UNROLL for (int m = 0; m < MB; ++m)
     FB_UNROLL for (int n = 0; n < NB; ++n) {
-      float sum = lane_sum(acc[m][n]);
-      for (int64_t j = i; j < k; ++j) sum += x[m * xs + j] * load_one(w + n * ws + j);
-      c[m * cs + n] += sum;
+      const float sum = lane_sum(acc[m][n]);
+      c[m * cs + n] += i < k ? rest_of(sum, x + m * xs + i, w + n * ws + i, k - i) : sum;
     }
 }
 
@@ -266,9 +272,8 @@ FB_INLINE void dot_block16(const float* x, int64_t xs, const W* w, int64_t ws, i
     }
   }
   add_sums<MB, NB>(acc, c, cs);
-  for (; i < k; ++i)
-    FB_UNROLL for (int m = 0; m < MB; ++m)
-      FB_UNROLL for (int n = 0; n < NB; ++n) c[m * cs + n] += x[m * xs + i] * load_one(w + n * ws + i);
+  for (int m = 0; i < k && m < MB; ++m)
+    for (int n = 0; n < NB; ++n) c[m * cs + n] = rest_of(c[m * cs + n], x + m * xs + i, w + n * ws + i, k - i);
 }
 #endif
 
@@ -286,14 +291,15 @@ static void dot_rows(const float* x, int64_t xs, const W* w, int64_t ws, int64_t
   for (; j < n; ++j) dot_block<W, MB, 1>(x, xs, w + j * ws, ws, k, c + j, cs);
 }
 
-// c[m, n] += x[m, k] w[n, k]^T, with 8 to 12 accumulators whatever m is (FMA latency 4, two per cycle: 8 hide it).
-template <class W>
+// c[m, n] += x[m, k] w[n, k]^T, with 8 to 12 accumulators whatever m is (FMA latency 4, two per cycle: 8 hide it). FEW:
+// m is 1 or 2.
+template <bool FEW = false, class W>
 static void multiply_dot(const float* x, int64_t xs, const W* w, int64_t ws, int64_t m, int64_t n, int64_t k, float* c,
                          int64_t cs) {
   int64_t i = 0;
-  for (; i + 4 <= m; i += 4) dot_rows<W, 4, 3>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs);
+  if constexpr (!FEW) for (; i + 4 <= m; i += 4) dot_rows<W, 4, 3>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs);
   switch (m - i) {
-    case 3: dot_rows<W, 3, 4>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs); break;
+    case 3: if constexpr (!FEW) dot_rows<W, 3, 4>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs); break;
     case 2: dot_rows<W, 2, 6>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs); break;
     case 1: dot_rows<W, 1, 8>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs); break;
   }

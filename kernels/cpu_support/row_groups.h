@@ -25,6 +25,7 @@ constexpr int TOGETHER = 3;  // weight rows: 24 accumulators of 32 registers, or
 // added; the vector of x or w where so many elements are left; what becomes of sums.
 template <class W> struct Fp32Rows {
   using Weight = W;
+  using Packs = Fp32Rows<float>;  // how x lies does not depend on the weights' type
   static constexpr int64_t STEP = VL, BLOCK = 2048;
 
   template <class X> FB_INLINE vf of_x(const X* x) { return load(x); }
@@ -75,8 +76,7 @@ template <int MB = GROUP, class F> static void row_groups(int64_t i, int64_t m, 
 // sums[n * GROUP + m] += x[m, k] w[n, k] of MB rows in `packed` and NB weight rows; FIRST: those after them are called
 // in. A function of its own, since gcc 12 moves sums to memory and back where many of these are in one.
 template <class Kind, int MB, int NB, bool FIRST>
-static __attribute__((noinline)) void group_block(const vf* packed, const typename Kind::Weight* w, int64_t ws,
-                                                  int64_t k, float* sums) {
+FB_APART void group_block(const vf* packed, const typename Kind::Weight* w, int64_t ws, int64_t k, float* sums) {
   vf acc[TOGETHER][GROUP];
   FB_UNROLL for (int n = 0; n < TOGETHER; ++n)
     FB_UNROLL for (int m = 0; m < GROUP; ++m) acc[n][m] = vf{};
@@ -104,7 +104,7 @@ static __attribute__((noinline)) void group_block(const vf* packed, const typena
 template <class Kind> constexpr int64_t vectors_of(int64_t k) { return (k + Kind::STEP - 1) / Kind::STEP; }
 
 // x[m, k] as groups take it, in m * vectors_of(k) vectors.
-template <class Kind, class X> static void pack_groups(const X* x, int64_t xs, int64_t m, int64_t k, vf* packed) {
+template <class Kind, class X> FB_APART void pack_groups(const X* x, int64_t xs, int64_t m, int64_t k, vf* packed) {
   row_groups(0, m, 0, [&](auto rows, int64_t i, int64_t) {
     constexpr int MB = decltype(rows)::value;
     vf* to = packed + i * vectors_of<Kind>(k);
@@ -128,9 +128,12 @@ static void multiply_groups(const vf* packed, const typename Kind::Weight* w, in
       constexpr int MB = decltype(rows)::value;
       float* to = sums + (group * (n + GROUP) + j) * GROUP;
       const vf* from = packed + i * vectors_of<Kind>(k);
-      const auto block = j + 1 == n ? group_block<Kind, MB, 1, false> : j + 2 == n ? group_block<Kind, MB, 2, false>
-                         : group ? group_block<Kind, MB, 3, false> : group_block<Kind, MB, 3, true>;
-      block(from, w + j * ws, ws, k, to);
+      if (j + TOGETHER > n) {
+        for (int64_t one = j; one < n; ++one, to += GROUP) group_block<Kind, MB, 1, false>(from, w + one * ws, ws, k, to);
+      } else {
+        const auto block = group ? group_block<Kind, MB, TOGETHER, false> : group_block<Kind, MB, TOGETHER, true>;
+        block(from, w + j * ws, ws, k, to);
+      }
     });
 }
 

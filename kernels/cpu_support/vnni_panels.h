@@ -43,7 +43,7 @@ template <int BITS, int NBYTES> FB_INLINE void expand(__m512i codes, int32_t* to
 
 // A panel of up to 32 rows, elements [k0, k0 + depth), k0 and depth whole groups.
 template <int BITS, int NBYTES>
-FB_INLINE void fill(const uint8_t* rows, int64_t stride, int64_t n, int64_t k0, int64_t depth, int32_t* panel) {
+FB_APART void fill(const uint8_t* rows, int64_t stride, int64_t n, int64_t k0, int64_t depth, int32_t* panel) {
   constexpr int64_t CODES = 64 * 8 / BITS;                                    // elements of 64 bytes
   constexpr int64_t WORDS = 32 / BITS / elements_of(NBYTES) * PANEL;          // lanes that one word of codes becomes
   const int64_t nbytes = depth * BITS / 8;
@@ -67,7 +67,7 @@ FB_INLINE void fill(const uint8_t* rows, int64_t stride, int64_t n, int64_t k0, 
 }
 
 // Scales (or lows) of groups [g0, g0 + count) of up to 32 rows, count at most 32, at to[g * PANEL + row].
-FB_INLINE void fill_scales(const uint8_t* at, int64_t stride, int64_t n, int32_t dtype, int64_t count, float* to) {
+FB_APART void fill_scales(const uint8_t* at, int64_t stride, int64_t n, int32_t dtype, int64_t count, float* to) {
   for (int64_t half = 0; half < PANEL; half += 16) {
     __m512i r[16];
     FB_UNROLL for (int i = 0; i < 16; ++i)
@@ -106,7 +106,7 @@ struct Part {
 // c[m, PANEL] += MB rows of x times a part. A function of its own, whose sums then stay in registers: within a loop over
 // groups gcc 12 keeps them in memory.
 template <int NBYTES, bool LOWS, int MB>
-static __attribute__((noinline)) void part_block(const Operands& a, const Part& part, int64_t m0, float* c, int64_t cs) {
+FB_APART void part_block(const Operands& a, const Part& part, int64_t m0, float* c, int64_t cs) {
   __m512i acc[MB][2];
   const float* x_sum = a.x_sum + m0 * a.groups + part.g;
   if (!LOWS && part.begins) {  // what the middle code makes of all elements

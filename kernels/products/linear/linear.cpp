@@ -78,8 +78,8 @@ void run_chunk(const LinearArgs& a, const float* x, int64_t xs, int64_t m0, int6
     for (int64_t k0 = 0; k0 < a.k; k0 += OUTER_K_BLOCK)
       multiply_outer(x + k0, xs, w + k0 * a.w_stride + n0, a.w_stride, m, n, std::min(OUTER_K_BLOCK, a.k - k0), c, cs);
   else
-    for (int64_t k0 = 0; k0 < a.k; k0 += K_BLOCK)
-      multiply_dot(x + k0, xs, w + n0 * a.w_stride + k0, a.w_stride, m, n, std::min(K_BLOCK, a.k - k0), c, cs);
+    for (int64_t k0 = 0; k0 < a.k; k0 += K_BLOCK)  // more rows of x are in groups or meet panels
+      multiply_dot<FB_ROW_GROUPS>(x + k0, xs, w + n0 * a.w_stride + k0, a.w_stride, m, n, std::min(K_BLOCK, a.k - k0), c, cs);
   end_rows(a, c, cs, m0, m1, n0, n1);
 }
 
@@ -101,8 +101,18 @@ void run_groups(const LinearArgs& a, const vf* packed, int64_t m0, int64_t m, in
   end_rows(a, c, cs, m0, m0 + m, n0, n1);
 }
 
-template <class Kind, class X>
-void run_in_groups(const LinearArgs& a, const X* x, float* scratch, int64_t scratch_floats, int threads) {
+// x[m, k] from (m0, k0) on as groups of this kind take it.
+template <class Packs>
+void pack_any(const LinearArgs& a, int64_t m0, int64_t k0, int64_t m, int64_t k, vf* packed) {
+  const int64_t at = m0 * a.x_stride + k0;
+  if constexpr (Packs::STEP == VL) {
+    if (a.x_dtype == F32) return pack_groups<Packs>(static_cast<const float*>(a.x) + at, a.x_stride, m, k, packed);
+    if (a.x_dtype == F16) return pack_groups<Packs>(static_cast<const f16*>(a.x) + at, a.x_stride, m, k, packed);
+  }
+  pack_groups<Packs>(static_cast<const bf16*>(a.x) + at, a.x_stride, m, k, packed);
+}
+
+template <class Kind> void run_in_groups(const LinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
   const int64_t row = std::max<int64_t>(1, vectors_of<Kind>(a.k)), share = (a.n + 4 * threads - 1) / (4 * threads);
   // Whole lines: vectors that lie in two of them are loaded at half the rate.
   auto* packed = reinterpret_cast<vf*>((reinterpret_cast<uintptr_t>(scratch) + 63) / 64 * 64);
@@ -111,21 +121,12 @@ void run_in_groups(const LinearArgs& a, const X* x, float* scratch, int64_t scra
   for (int64_t m0 = 0; m0 < a.m; m0 += most) {
     const int64_t m = std::min(most, a.m - m0);
     for (int64_t k0 = 0; k0 < a.k; k0 += std::min(a.k, Kind::BLOCK))
-      pack_groups<Kind>(x + m0 * a.x_stride + k0, a.x_stride, m, std::min(Kind::BLOCK, a.k - k0),
-                        packed + k0 / Kind::STEP * m);
+      pack_any<typename Kind::Packs>(a, m0, k0, m, std::min(Kind::BLOCK, a.k - k0), packed + k0 / Kind::STEP * m);
     // 64 products a ns, or 16 GB/s of weights.
     parallel_for((a.n + chunk - 1) / chunk, threads, m * a.n * a.k / 64 + a.n * a.k / 8, [&](int64_t i) {
       run_groups<Kind>(a, packed, m0, m, i * chunk, std::min(a.n, (i + 1) * chunk));
     });
   }
-}
-
-template <class Kind> bool run_as_groups(const LinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
-  if (!in_groups(a)) return false;
-  if (a.x_dtype == F32) run_in_groups<Kind>(a, static_cast<const float*>(a.x), scratch, scratch_floats, threads);
-  else if (a.x_dtype == BF16) run_in_groups<Kind>(a, static_cast<const bf16*>(a.x), scratch, scratch_floats, threads);
-  else run_in_groups<Kind>(a, static_cast<const f16*>(a.x), scratch, scratch_floats, threads);
-  return true;
 }
 #endif
 
@@ -200,7 +201,7 @@ void run_bf16(const LinearArgs& a, float* scratch, int64_t scratch_floats, int t
 
 template <class W> void run(const LinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
 #if FB_ROW_GROUPS
-  if (run_as_groups<Fp32Rows<W>>(a, scratch, scratch_floats, threads)) return;
+  if (in_groups(a)) return run_in_groups<Fp32Rows<W>>(a, scratch, scratch_floats, threads);
 #endif
   const bool direct = a.x_dtype == F32, panels = a.m >= PANEL_ROWS<W>;
   const int64_t fitting = a.k ? std::max<int64_t>(1, scratch_floats / a.k) : M_BLOCK;
@@ -239,7 +240,7 @@ extern "C" int forebay_linear(const LinearArgs* a, float* scratch, int64_t scrat
 #if FB_BF16
   if (takes_bf16(*a)) {
     if (in_groups(*a) && a->m > bf16_products::FEW_ROWS)
-      run_in_groups<bf16_products::GroupRows>(*a, static_cast<const bf16*>(a->x), scratch, scratch_floats, threads);
+      run_in_groups<bf16_products::GroupRows>(*a, scratch, scratch_floats, threads);
     else
       run_bf16(*a, scratch, scratch_floats, threads);
     return 0;
