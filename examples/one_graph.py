@@ -25,7 +25,8 @@ from forebay.rewriter.switches import Switches
 
 BUDGET, SLOTS, SLOT_NBYTES, CHUNK, THREADS = 910_000, 2, 32 << 10, 4, 2
 WORKLOAD = Workload(batch=2, prompt=8, new_tokens=8)
-UNFUSED = ("fuse_rms_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual", "shorten_lifetimes")  # shows more of a graph
+UNFUSED = ("fuse_rms_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual", "shorten_lifetimes",
+           "order_products")  # shows more of a graph
 HEADER_NBYTES = 2408  # of the file, before its first weight
 
 

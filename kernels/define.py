@@ -16,8 +16,8 @@ Bind = Callable[[Use], Call]
 
 
 def filling(bind: Callable[..., Call]) -> Bind:
-    """The `bind` of a record that passes a use's arguments, then its results, to a launcher."""
-    return lambda use: bind(*use.args, *use.out)
+    """The `bind` of a record that passes a use's arguments, then its results, to a launcher; others by name."""
+    return lambda use: bind(*use.args, *use.out, **use.kwargs)
 
 
 def on_gpu(module: str, name: str) -> Bind:

@@ -68,12 +68,14 @@ ROUNDED = ("bf16", "int8")  # what activations, and the weights that meet them, 
 class Implementations:
     """How a product can be computed. `candidates(weight)` are the implementations on the CPU here from which the
     measurements of a machine choose; `default[device](shape, device name, dtype of x)` names one where nothing was
-    measured. `rounding(shape, activations)` are further ones, which round to what is wished, one of `ROUNDED`."""
+    measured. `rounding(shape, activations)` are further ones, which round to what is wished, one of `ROUNDED`.
+    `joins(name)` tells whether one takes several weights in a launch (`join_launches`)."""
 
     shape: Callable[[Use], Product]
     candidates: Callable[[str], tuple[str, ...]]
     default: Mapping[str, Callable[[Product, str, str], str]]
     rounding: Callable[[Product, str], tuple[str, ...]] = lambda shape, activations: ()
+    joins: Callable[[str], bool] = lambda impl: False
 
 
 Call = Callable[[], object]
@@ -98,8 +100,10 @@ class Operator:
     whether its kernels take such tensors, of those that a pass asks about. `layouts` names, by argument, how a tensor
     must lie for its launches; lowering asks (`accepts`) and otherwise calls the operator through torch, which takes any
     strides. An argument without an entry may have any strides. `timed_as` says which of a machine's
-    measurements tell its time. `onnx` is what it is in ONNX, as a function of its arguments that puts operators into a
-    graph (`onnx_meaning`); without it the operator has no place there.
+    measurements tell its time. `takes_rotary` tells of an append whether its launches may turn keys on their way: q and
+    tables are then named q, cos and sin, and its result is q turned (`join_launches`). `onnx` is what it is in ONNX, as
+    a function of its arguments that puts operators into a graph (`onnx_meaning`); without it the operator has no place
+    there.
     """
 
     overload: torch._ops.OpOverload
@@ -109,6 +113,7 @@ class Operator:
     workspace: Mapping[str, Callable[[Use], int]] = field(default_factory=dict)
     allocator_transient_nbytes: Callable[[Use], int] = lambda _: 0
     takes: Callable[..., bool] = lambda *_: True
+    takes_rotary: Callable[[Use], bool] = lambda _: False
     layouts: Mapping[str, OperandLayout] = field(default_factory=dict)
     overwrites: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
@@ -195,8 +200,9 @@ def dtype_of(tensor: Any) -> torch.dtype:
 
 
 def nbytes_of(*values: Any) -> int:
-    """Bytes of all tensors among values; whatever has no shape counts nothing."""
-    return sum(math.prod(v.shape) * dtype_of(v).itemsize for v in values if hasattr(v, "shape"))
+    """Bytes of all tensors among values and in tuples of them; whatever has no shape counts nothing."""
+    return sum(math.prod(v.shape) * dtype_of(v).itemsize if hasattr(v, "shape") else
+               nbytes_of(*v) if isinstance(v, tuple) else 0 for v in values)
 
 
 def each_once(use: Use) -> Cost:

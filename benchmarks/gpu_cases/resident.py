@@ -18,13 +18,13 @@ SHAPES = {  # of SmolLM2-135M and Llama-3-8B, with random weights in bf16
     "135M": RandomShape(576, 30, 9, 3, 1536, 49152), "8B": RandomShape(4096, 32, 32, 8, 14336, 128256),
     "8B, 8 layers": RandomShape(4096, 8, 32, 8, 14336, 128256)}
 PROMPT, STEPS, WARM = 64, 32, 4  # tokens of a prompt, steps that are timed, steps before that
-CONTESTANTS = ("eager", "inductor", "forebay, launches", "forebay, graphs", "forebay, overlapped graphs")
+OURS = "forebay, launches", "forebay, graphs", "forebay, overlapped graphs", "forebay, unjoined graphs"
 
 
 def jobs() -> list[Row]:
     """Each contestant takes its turn at a shape and batch."""
     return [{"part": "resident", "shape": shape, "batch": batch, "contestant": name}
-            for shape in SHAPES for batch in (1, 16) for name in CONTESTANTS]
+            for shape in SHAPES for batch in (1, 16) for name in ("eager", "inductor", *OURS)]
 
 
 def by_transformers(folder: Path, job: Row) -> list[float]:
@@ -54,6 +54,7 @@ def by_forebay(folder: Path, machine: Any, job: Row) -> list[float]:
     from forebay.api import wrap
 
     os.environ["FOREBAY_PDL"] = "1" if "overlapped" in job["contestant"] else "0"
+    os.environ["FOREBAY_SKIP"] = "join_launches" if "unjoined" in job["contestant"] else ""
     os.environ["FOREBAY_GRAPHS"] = "1" if job["contestant"].endswith("graphs") else "0"
     nbytes = model_nbytes(folder)
     budget = {"device": 2 * nbytes + (1 << 30), "host": nbytes + (1 << 30)}

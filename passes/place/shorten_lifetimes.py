@@ -26,7 +26,7 @@ def shorten_lifetimes(gm: fx.GraphModule) -> None:
     if any(node.op == "call_module" for node in nodes):
         return
     later = _as_late_as_possible(nodes)
-    if _peak(later) < _peak(nodes):
+    if peak_nbytes(later) < peak_nbytes(nodes):
         for node in later[1:]:
             later[0].append(node)
             later[0] = node
@@ -78,7 +78,7 @@ def _base(node: object) -> object:
     return node
 
 
-def _peak(order: Sequence[fx.Node]) -> int:
+def peak_nbytes(order: Sequence[fx.Node]) -> int:
     """Most bytes per token live at once: sizes that vary, batch and tokens, are common to all values and left out.
     Beside the first input, inputs are there all the time and count nothing."""
     last: dict[object, int] = {}

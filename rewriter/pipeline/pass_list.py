@@ -12,6 +12,7 @@ from forebay.passes.fuse.fuse_swiglu import fuse_swiglu
 from forebay.passes.lower.delegate_launches import delegate_launches
 from forebay.passes.lower.hoist_gathers import hoist_gathers
 from forebay.passes.lower.hoist_prefetch import hoist_prefetch
+from forebay.passes.lower.join_launches import join_launches
 from forebay.passes.lower.lower import lower
 from forebay.passes.lower.offload_hidden import offload_hidden
 from forebay.passes.lower.place_copies import place_copies
@@ -19,6 +20,7 @@ from forebay.passes.lower.share_maximum import share_maximum
 from forebay.passes.place.allocate_buffers import allocate_buffers
 from forebay.passes.place.insert_transfers import insert_transfers
 from forebay.passes.place.order_gathers import order_gathers
+from forebay.passes.place.order_products import order_products
 from forebay.passes.place.select_gemm import select_gemm
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
 from forebay.passes.place.specialise_blocks import specialise_blocks
@@ -44,6 +46,7 @@ PASSES: list[Pass] = [
     Pass(fuse_residual, "captured", "each graph", "it takes the products that the others leave", optional=True),
     Pass(shorten_lifetimes, "captured", "each graph", optional=True,
          why="after fusing: it orders what is left; queries are made after keys and values are stored"),
+    Pass(order_products, "captured", "each graph", "it may not undo what lowered the peak", optional=True),
     Pass(quantize_cache, "captured", "each graph", rounds=True, asked=True,
          why="it changes operators and no order, and is fused with nothing: behind all that fuse"),
     Pass(quantize_weights, "captured", "each graph", "the products have what they took over, and keep it", asked=True),
@@ -66,6 +69,8 @@ PASSES: list[Pass] = [
     # on the step as a list of launches, where the order of the whole step can be seen
     Pass(lower, "lowered", "whole step", "every value has its address: graphs become launches, layers laid end to end"),
     Pass(share_maximum, "lowered", "draft", "blocks are recorded for many layers: only launches are a layer's own"),
+    Pass(join_launches, "lowered", "draft", optional=True,
+         why="addresses say what may be one launch, and copies are hoisted for the launches that are left"),
     Pass(delegate_launches, "lowered", "draft",
          "launches stand in the order of turns: those over host memory leave the device's stream"),
     Pass(hoist_gathers, "lowered", "draft", "gathers cross the borders of layers, and what is fetched for them too"),

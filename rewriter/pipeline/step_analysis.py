@@ -9,6 +9,7 @@ from torch import fx
 
 from forebay.kernels import operators
 from forebay.kernels.operator import Product
+from forebay.kernels.products.linear.joined import MOST_COLUMNS
 from forebay.passes.lower.launches import Launches
 from forebay.passes.place.allocate_buffers import plan_activations
 from forebay.rewriter.capture.concretise import inline_blocks
@@ -20,7 +21,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.best_product import best_product
 from forebay.rewriter.planning.launch_memory import phase_workspace, product_launch, unplaced
 from forebay.rewriter.planning.model_needs import PhaseNeed
-from forebay.rewriter.planning.product_shapes import ProductUse, product_uses
+from forebay.rewriter.planning.product_shapes import ProductUse, joined_shapes, product_uses
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class StepAnalysis:
                 flat, representatives = inline_blocks(self.graphs.step(tokens)), {}
             batching = self.graphs.batching.of_step(tokens)
             layout = replace(plan_activations(flat, self.reuse, batching), representatives=representatives)
-            self.takers[tokens] = self._launches(flat, uses := product_uses(flat))
+            self.takers[tokens] = self._launches(flat, uses := (*product_uses(flat), *self._joined(flat)))
             if tokens > 1:
                 self.need(1)
             taken, *parts = phase_workspace(self.takers, tokens, self.graphs.batching.is_prefill(tokens))
@@ -75,6 +76,16 @@ class StepAnalysis:
         assert choice is not None
         return choice.default[self.machine.kind.kernels](product, self.machine.device_kind, self.graphs.dtype)
 
+    def _joined(self, flat: fx.GraphModule) -> Iterable[ProductUse]:
+        """The products of a flat graph that the device's kernels compute together. Each weight takes whole tiles."""
+        if not self.machine.kind.joins:
+            return
+        for shape, rows in joined_shapes(flat).items():
+            choice = operators.product_with(shape[0]).implementations
+            if choice is not None and choice.joins(self.best_gemm(shape)):
+                dtype, m, _, k = shape
+                yield ProductUse(shape, "", "", (dtype, m, sum(-(-n // MOST_COLUMNS) * MOST_COLUMNS for n in rows), k))
+
     def _launches(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> list[Launch]:
         """The launches of a flat graph, of equal layers once, and the products of weights that may come in tiles, as
         our own operator."""
@@ -86,8 +97,9 @@ class StepAnalysis:
             if shape is not None:
                 node.meta[META] = Gemm(self.best_gemm(shape))
             nodes.append(node)
-        tiled = (product_launch(Product(*u.tiled), self.best_gemm(u.tiled), self.machine.kind, self.graphs.dtype)
-                 for u in uses if not u.shape)
+        tiled = (product_launch(Product(*u.tiled), self.best_gemm(u.shape or u.tiled), self.machine.kind,
+                                self.graphs.dtype)
+                 for u in uses if u.shape is None or (not u.cut and u.shape != u.tiled))
         return [*tiled, *(launch for n in nodes for launch in launches.of(n))]
 
 

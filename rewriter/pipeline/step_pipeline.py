@@ -262,10 +262,12 @@ class Pipeline:
         stage = Stage(gm, self.switches, f"{tokens}_tokens", runs=self._runs(seen))
         for each in passes_in("planned"):
             stage.run(each, lambda _: (seen,))
-        beside = self.graphs.files, self.machine.kind.with_memory, f"step of {tokens} tokens"
+        kind = self.machine.kind
+        beside = {"lower": (self.graphs.files, kind.with_memory, f"step of {tokens} tokens"),
+                  "join_launches": (kind.joins, kind.with_memory)}
         program: Any = stage.gm
         for each in passes_in("lowered"):
-            program = stage.lowered(each, program, seen, *(beside if each.name == "lower" else ()))
+            program = stage.lowered(each, program, seen, *beside.get(each.name, ()))
         budget = {"device": plan.budget.device, "host": plan.budget.host or None}
         for tier, limit in budget.items():
             taken = plan.arenas.get(tier, 0) + program.workspace_nbytes(tier)

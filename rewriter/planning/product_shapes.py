@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import fx
 
+from forebay.kernels.products.linear.joined import MOST_WEIGHTS
 from forebay.rewriter.ir.graph import weight_name
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.products import Shape, linear_arguments, product_shape, reads_table, tileable
@@ -47,6 +48,34 @@ def product_uses(flat: fx.GraphModule) -> tuple[ProductUse, ...]:
             tiled = shape
         found[ProductUse(shape, weight_name(weight) or "", cut, tiled)] = None
     return tuple(found)
+
+
+def joined_shapes(flat: fx.GraphModule) -> dict[Shape, tuple[int, ...]]:
+    """Shapes of products of one operand that `join_launches` may make one, with the rows of each weight: of a few that
+    nothing follows, and of a gate and what it multiplies."""
+    found: dict[Shape, tuple[int, ...]] = {}
+    apart: dict[fx.Node, list[fx.Node]] = {}
+    for node in flat.graph.nodes:
+        linear = linear_arguments(node)
+        if linear is None or product_shape(node) is None:
+            continue
+        gate = linear_arguments(linear.multiplier)
+        if linear[3:6] == (None, None, ""):
+            apart.setdefault(linear.x, []).append(node)
+        elif gate is not None and gate.x is linear.x and gate.activation and linear[4:6] == (None, ""):
+            found |= _side_by_side([linear.multiplier, node])
+    for nodes in apart.values():
+        for count in range(2, MOST_WEIGHTS + 1):
+            for first in range(len(nodes) - count + 1):
+                found |= _side_by_side(nodes[first : first + count])
+    return found
+
+
+def _side_by_side(nodes: Sequence[fx.Node]) -> dict[Shape, tuple[int, ...]]:
+    shapes: list[Any] = [product_shape(node) for node in nodes]
+    rows = tuple(n for _, _, n, _ in shapes)
+    (dtype, m, _, k), *others = shapes
+    return {(dtype, m, sum(rows), k): rows} if all(other == (dtype, m, other[2], k) for other in others) else {}
 
 
 def weights_of_layers(step: fx.GraphModule) -> dict[int, tuple[str | None, ...]]:

@@ -51,6 +51,7 @@ class DeviceKind:
             thread's time, other processes slow them, and products are chosen by measurement.
         slot_nbytes: Sizes of staging slots that plans compare, of equals the first.
         near_disk: The tier that disk reads land in. "host" means that copies hop: disk, pinned host memory, device.
+        joins: Its kernels take what several launches do, as one (`join_launches`).
         halves_alike: Its float16 and bfloat16 kernels have the same rates.
         runs: Programs run on it; otherwise it is only predicted.
         torus: Chips of it are linked in a torus.
@@ -72,6 +73,7 @@ class DeviceKind:
     on_host_cores: bool = False
     slot_nbytes: tuple[int, ...] = LINK_SLOTS
     near_disk: Literal["device", "host"] = "host"
+    joins: bool = False
     halves_alike: bool = True
     runs: bool = True
     torus: bool = False

@@ -10,6 +10,7 @@ from torch import Tensor
 from forebay.kernels.attention.attention.onnx import kv_append as kv_append_onnx
 from forebay.kernels.cache.kv_append.cpu import bind_kv_append
 from forebay.kernels.cache.kv_append.reference import reference
+from forebay.kernels.cache.turned import turning
 from forebay.kernels.define import define_operator, filling, on_gpu
 from forebay.kernels.operator import Cost, Use, nbytes_of
 
@@ -26,7 +27,7 @@ def _kv_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Te
 def _cost(use: Use) -> Cost:
     """The new positions alone."""
     _, _, k, v, start = use.args
-    return Cost(0, nbytes_of(k, v, start), nbytes_of(k, v))
+    return Cost(0, nbytes_of(k, v, start, *use.kwargs.values()), nbytes_of(k, v, *use.out))
 
 
 KV_APPEND = define_operator(
@@ -34,8 +35,9 @@ KV_APPEND = define_operator(
     writes=("k_cache", "v_cache"),
     reference=reference,
     cost=_cost,
-    bind={"cpu": filling(bind_kv_append), "cuda": on_gpu(f"{__package__}.gpu", "bind_kv_append")},
+    bind={"cpu": turning(filling(bind_kv_append)), "cuda": on_gpu(f"{__package__}.gpu", "bind_kv_append")},
     layouts={"start": "dense"},
     caches=("k_cache", "v_cache"),
+    takes_rotary=lambda use: use.args[2].shape[-1] % 2 == 0,
     onnx=kv_append_onnx,
 )

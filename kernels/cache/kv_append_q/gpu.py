@@ -7,6 +7,7 @@ nothing is cancelled, and ranges come out as the reference's but for the roundin
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -14,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.cache.kv_append_q import reference as operator
-from forebay.kernels.gpu_support.arguments import check_tensor
+from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.cache_rows import check_rows, rotation_power, row_strides, unit_of
 from forebay.kernels.gpu_support.cache_tiles import lane_values, lanes, round_to
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.rotation import load_rotated, rotated
+from forebay.kernels.positions.rotary.gpu import Turned, turn, turn_heads
 from forebay.kernels.products.linear.selection import AMD
 from forebay.kernels.quantization.quantize.gpu import CODE_BASE, group_codes, group_range, pack_codes
 
@@ -72,7 +74,16 @@ def refitted(x, valid, based, scale, low):
 
 
 @triton.jit
-def load_blocks(source, stride, heads, HEADS: tl.constexpr, D: tl.constexpr):
+def load_quarter(at, partner_at, cos_at, sin_at, sign, there, TURNED: tl.constexpr):
+    """A quarter of each block, in fp32, rotated within it; TURNED: the heads are first turned by their position."""
+    x = tl.load(at, mask=there, other=0.0)
+    if TURNED:
+        x = turn(x, tl.load(partner_at, mask=there, other=0.0), tl.load(cos_at), tl.load(sin_at), sign)
+    return rotated(x.to(tl.float32), 3, 0)
+
+
+@triton.jit
+def load_blocks(source, stride, heads, cos_ptr, sin_ptr, HEADS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr):
     """Rotated blocks [HEADS * D / 32, 32] in fp32 of the first HEADS of some heads, 0 from `heads` on.
 
     A thread holds whole blocks: stages of strides 1, 2 and 4 are within quarters, of 16 bytes of the source, and those
@@ -83,14 +94,17 @@ def load_blocks(source, stride, heads, HEADS: tl.constexpr, D: tl.constexpr):
     head = block // BLOCKS
     there = head < heads
     at = source + head.to(tl.int64) * stride + block % BLOCKS * 32 + tl.arange(0, 8)[None, :]
-    a = tl.load(at, mask=there, other=0.0)
-    b = tl.load(at + 8, mask=there, other=0.0)
-    c = tl.load(at + 16, mask=there, other=0.0)
-    d = tl.load(at + 24, mask=there, other=0.0)
-    a = rotated(a.to(tl.float32), 3, 0)
-    b = rotated(b.to(tl.float32), 3, 0)
-    c = rotated(c.to(tl.float32), 3, 0)
-    d = rotated(d.to(tl.float32), 3, 0)
+    partner, cos, sin, sign = at, at, at, 1.0
+    if TURNED:  # halves of a head are whole blocks
+        upper = block % BLOCKS >= BLOCKS // 2
+        partner = at + tl.where(upper, -(D // 2), D // 2)
+        sign = tl.where(upper, 1.0, -1.0)
+        cos = cos_ptr + block % BLOCKS * 32 + tl.arange(0, 8)[None, :]
+        sin = sin_ptr + block % BLOCKS * 32 + tl.arange(0, 8)[None, :]
+    a = load_quarter(at, partner, cos, sin, sign, there, TURNED)
+    b = load_quarter(at + 8, partner + 8, cos + 8, sin + 8, sign, there, TURNED)
+    c = load_quarter(at + 16, partner + 16, cos + 16, sin + 16, sign, there, TURNED)
+    d = load_quarter(at + 24, partner + 24, cos + 24, sin + 24, sign, there, TURNED)
     even = tl.join(a + b + (c + d), a + b - (c + d))
     odd = tl.join(a - b + (c - d), a - b - (c - d))
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), (HEADS * BLOCKS, 32)) * 0.125
@@ -98,9 +112,9 @@ def load_blocks(source, stride, heads, HEADS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def store_rotated(
-    source, stride, row, row_stride, heads, fits,
+    source, stride, row, row_stride, heads, fits, cos_ptr, sin_ptr,
     HEADS: tl.constexpr, BLOCKWISE: tl.constexpr, BITS: tl.constexpr, POWER: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """D elements from each of HEADS heads at `source` to packed rows at `row`; heads from `heads` on are not there."""
     GROUPS: tl.constexpr = (D + G - 1) // G
@@ -110,7 +124,7 @@ def store_rotated(
     PER_UNIT: tl.constexpr = 8 * UNIT // BITS
     head = tl.arange(0, HEADS)
     if BLOCKWISE:
-        x = load_blocks(source, stride, heads, HEADS, D)
+        x = load_blocks(source, stride, heads, cos_ptr, sin_ptr, HEADS, D, TURNED)
     else:
         x = load_rotated(source + head.to(tl.int64) * stride, head < heads, (POWER + 1) // 2, D, DP, G, GP, POWER)
     x = tl.reshape(x, (HEADS * GROUPS_P, GP))
@@ -140,8 +154,12 @@ def kv_append_q_kernel(
     kb, kh, ks, vb, vh, vs, kcb, kch, kcl, vcb, vch, vcl,
     HEADS: tl.constexpr, BLOCKWISE: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, POWER: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    q_ptr=None, turned_ptr=None, cos_ptr=None, sin_ptr=None, q_heads=0,
+    qb=0, qh=0, qs=0, ob=0, oh=0, os=0, cb=0, cs=0, nb=0, ns=0, TURNED: tl.constexpr = False,
 ):  # fmt: skip
     """Program (token, block of heads, K or V); a token whose position is outside the cache is left out.
+
+    TURNED: keys are turned on their way, and so are queries, by programs behind those of keys and values.
 
     Strides of the caches are multiples of UNIT. `step` is what is added from token to token to what start says.
     """
@@ -151,16 +169,23 @@ def kv_append_q_kernel(
     position = tl.load(start_ptr + b * tb + s * ts) + s * step
     first = (tl.program_id(1) * HEADS).to(tl.int64)
     fits = (position >= 0) & (position < capacity)
+    if TURNED:
+        cos_ptr += b * cb + s * cs
+        sin_ptr += b * nb + s * ns
+        if tl.program_id(2) == 2:
+            turn_heads(q_ptr + b * qb + s * qs + first * qh, qh, turned_ptr + b * ob + s * os + first * oh, oh,
+                       cos_ptr, sin_ptr, q_heads - first, D, D // 2, HEADS)  # fmt: skip
+            heads = 0
     if tl.program_id(2) == 0:
         stride = kch // UNIT * UNIT
         row = k_cache_ptr + b * (kcb // UNIT * UNIT) + position * (kcl // UNIT * UNIT) + first * stride
-        store_rotated(k_ptr + b * kb + s * ks + first * kh, kh, row, stride, heads - first, fits,
-                      HEADS, BLOCKWISE, BITS, POWER, D, DP, G, GP)  # fmt: skip
+        store_rotated(k_ptr + b * kb + s * ks + first * kh, kh, row, stride, heads - first, fits, cos_ptr, sin_ptr,
+                      HEADS, BLOCKWISE, BITS, POWER, D, DP, G, GP, TURNED)  # fmt: skip
     else:
         stride = vch // UNIT * UNIT
         row = v_cache_ptr + b * (vcb // UNIT * UNIT) + position * (vcl // UNIT * UNIT) + first * stride
-        store_rotated(v_ptr + b * vb + s * vs + first * vh, vh, row, stride, heads - first, fits,
-                      HEADS, BLOCKWISE, BITS, POWER, D, DP, G, GP)  # fmt: skip
+        store_rotated(v_ptr + b * vb + s * vs + first * vh, vh, row, stride, heads - first, fits, cos_ptr, sin_ptr,
+                      HEADS, BLOCKWISE, BITS, POWER, D, DP, G, GP, False)  # fmt: skip
 
 
 def tile(heads: int, wide: int) -> tuple[int, int]:
@@ -183,9 +208,13 @@ def _constants(
 
 
 def bind_kv_append_q(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int
-) -> Callable[[], None]:
-    """kv_append_q as a call without arguments, on the tensors' contents at each call; the checks are made here."""
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int,
+    *out: Tensor, **tables: Tensor,
+) -> Callable[[], None]:  # fmt: skip
+    """kv_append_q as a call without arguments, on the tensors' contents at each call; the checks are made here.
+
+    With q, cos and sin the keys are turned by these tables on their way, and so is q, into out.
+    """
     op = "kv_append_q"
     operator.check(k_cache, v_cache, k, v, start, bits, group)
     check_tensor(op, "k", k, device=k_cache.device)
@@ -198,10 +227,16 @@ def bind_kv_append_q(
         check_rows(op, cache, name, dim)
     strides = (*row_strides(k_cache), *row_strides(v_cache))
     constants, warps = _constants(heads, dim, group, bits, k.element_size())
+    blocks, turned = triton.cdiv(heads, constants["HEADS"]), dict[str, Any]()
+    if tables:
+        if not constants["BLOCKWISE"] or dim < 64:
+            fail(op, "q", f"cannot be turned with keys of {dim} {k.dtype} in groups of {group}")
+        turned = Turned(**tables, out=out[0]).arguments(op, k)
+        blocks = max(blocks, triton.cdiv(tables["q"].shape[1], constants["HEADS"]))
     places = (0, *start.stride()) if start.dim() == 2 else (1, start.stride(0), 0)
     return bound(kernel_call(
-        kv_append_q_kernel, (batch * queries, triton.cdiv(heads, constants["HEADS"]), 2),
+        kv_append_q_kernel, (batch * queries, blocks, 3 if turned else 2),
         k, v, start, k_cache, v_cache, queries, heads, k_cache.shape[2], *places, *k.stride()[:3], *v.stride()[:3],
         *strides,
-        UNIT=unit_of(*strides), **constants, num_warps=warps,
+        UNIT=unit_of(*strides), **constants, num_warps=warps, **turned,
     ))  # fmt: skip

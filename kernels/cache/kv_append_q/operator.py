@@ -28,8 +28,9 @@ from torch import Tensor
 
 from forebay.kernels.cache.kv_append_q.cpu import bind_kv_append_q
 from forebay.kernels.cache.kv_append_q.reference import check, reference
+from forebay.kernels.cache.turned import turning
 from forebay.kernels.define import define_operator, filling, on_gpu
-from forebay.kernels.operator import Cost, Use, nbytes_of
+from forebay.kernels.operator import Cost, Use, dtype_of, nbytes_of
 
 
 def _kv_append_q(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
@@ -45,7 +46,13 @@ def _cost(use: Use) -> Cost:
     """The new positions alone."""
     k_cache, v_cache, k, v, start = use.args[:5]
     rows = math.prod(k.shape[:3]) * (k_cache.shape[3] + v_cache.shape[3])
-    return Cost(0, nbytes_of(k, v, start), rows)
+    return Cost(0, nbytes_of(k, v, start, *use.kwargs.values()), rows + nbytes_of(*use.out))
+
+
+def _takes_rotary(use: Use) -> bool:
+    """Return whether halves of a head are whole blocks of the rotation (`load_blocks` of the GPU's kernel)."""
+    k, group = use.args[2], use.args[6]
+    return k.shape[-1] in (64, 128, 256) and group % 32 == 0 and dtype_of(k).itemsize == 2
 
 
 KV_APPEND_Q = define_operator(
@@ -53,7 +60,8 @@ KV_APPEND_Q = define_operator(
     writes=("k_cache", "v_cache"),
     reference=reference,
     cost=_cost,
-    bind={"cpu": filling(bind_kv_append_q), "cuda": on_gpu(f"{__package__}.gpu", "bind_kv_append_q")},
+    bind={"cpu": turning(filling(bind_kv_append_q)), "cuda": on_gpu(f"{__package__}.gpu", "bind_kv_append_q")},
     layouts={"start": "dense"},
     caches=("k_cache", "v_cache"),
+    takes_rotary=_takes_rotary,
 )

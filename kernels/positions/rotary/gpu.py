@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -26,6 +27,29 @@ def turn(x, partner, cos, sin, sign):
 
 
 @triton.jit
+def turn_heads(
+    source, stride, target, target_stride, cos_ptr, sin_ptr, heads,
+    D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Store the first HEADS of some heads at `source`, turned, to `target`; cos and sin are those of their position."""
+    head = tl.arange(0, HEADS)
+    d = tl.arange(0, HALF)
+    used = d < D // 2
+    inside = (head < heads)[:, None] & used[None, :]
+    wide = head.to(tl.int64)[:, None]
+    x_at = source + wide * stride + d[None, :]
+    lower = tl.load(x_at, mask=inside, other=0.0)
+    upper = tl.load(x_at + D // 2, mask=inside, other=0.0)
+    out_at = target + wide * target_stride + d[None, :]
+    cos = tl.load(cos_ptr + d, mask=used)[None, :]
+    sin = tl.load(sin_ptr + d, mask=used)[None, :]
+    tl.store(out_at, turn(lower, upper, cos, sin, -1.0), mask=inside)
+    cos = tl.load(cos_ptr + D // 2 + d, mask=used)[None, :]
+    sin = tl.load(sin_ptr + D // 2 + d, mask=used)[None, :]
+    tl.store(out_at + D // 2, turn(upper, lower, cos, sin, 1.0), mask=inside)
+
+
+@triton.jit
 def rotary_kernel(
     x_ptr, cos_ptr, sin_ptr, out_ptr, queries, heads, xb, xh, xs, cb, cs, nb, ns, ob, oh, os,
     D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
@@ -34,22 +58,9 @@ def rotary_kernel(
     token = tl.program_id(0)
     b = (token // queries).to(tl.int64)
     s = (token % queries).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    d = tl.arange(0, HALF)
-    used = d < D // 2
-    inside = (head < heads)[:, None] & used[None, :]
-    x_at = x_ptr + b * xb + s * xs + head.to(tl.int64)[:, None] * xh + d[None, :]
-    lower = tl.load(x_at, mask=inside, other=0.0)
-    upper = tl.load(x_at + D // 2, mask=inside, other=0.0)
-    cos_at = cos_ptr + b * cb + s * cs + d
-    sin_at = sin_ptr + b * nb + s * ns + d
-    out_at = out_ptr + b * ob + s * os + head.to(tl.int64)[:, None] * oh + d[None, :]
-    cos = tl.load(cos_at, mask=used)[None, :]
-    sin = tl.load(sin_at, mask=used)[None, :]
-    tl.store(out_at, turn(lower, upper, cos, sin, -1.0), mask=inside)
-    cos = tl.load(cos_at + D // 2, mask=used)[None, :]
-    sin = tl.load(sin_at + D // 2, mask=used)[None, :]
-    tl.store(out_at + D // 2, turn(upper, lower, cos, sin, 1.0), mask=inside)
+    first = (tl.program_id(1) * HEADS).to(tl.int64)
+    turn_heads(x_ptr + b * xb + s * xs + first * xh, xh, out_ptr + b * ob + s * os + first * oh, oh,
+               cos_ptr + b * cb + s * cs, sin_ptr + b * nb + s * ns, heads - first, D, HALF, HEADS)  # fmt: skip
 
 
 def tile(heads: int, dim: int) -> tuple[int, int, int]:
@@ -72,6 +83,30 @@ def check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def table_strides(table: Tensor) -> tuple[int, int]:
     """(over sequences, over positions) of a table [B or 1, S, D]."""
     return (table.stride(0) if table.shape[0] > 1 else 0), table.stride(1)
+
+
+class Turned(NamedTuple):
+    """Queries q [B, H, S, D] that a kernel turns while it appends keys, tables [B or 1, S, D], and where q goes."""
+
+    q: Tensor
+    cos: Tensor
+    sin: Tensor
+    out: Tensor
+
+    def arguments(self, op: str, k: Tensor) -> dict[str, Any]:
+        """The kernel's arguments by name; ValueError where they do not suit the new keys k [B, Hkv, S, D]."""
+        q, cos, sin, out = self
+        check_tensor(op, "q", q, device=k.device, dtype=k.dtype)
+        check_tables(op, q, cos, sin)
+        check_tensor(op, "out", out, device=k.device, dtype=k.dtype, shape=q.shape)
+        if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+            fail(op, "q", f"must have the sequences, positions and D of k {tuple(k.shape)}, got {tuple(q.shape)}")
+        strides = (*q.stride()[:3], *out.stride()[:3], *table_strides(cos), *table_strides(sin))
+        return {"q_ptr": q, "turned_ptr": out, "cos_ptr": cos, "sin_ptr": sin, "q_heads": q.shape[1],
+                **dict(zip(STRIDES, strides, strict=True)), "TURNED": True}
+
+
+STRIDES = ("qb", "qh", "qs", "ob", "oh", "os", "cb", "cs", "nb", "ns")
 
 
 def bind_rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Callable[[], None]:

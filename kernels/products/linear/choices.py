@@ -84,14 +84,16 @@ def transient_nbytes(impl: str, product: Product, itemsize: int = HALF_NBYTES) -
     return 2 * m * n * getattr(torch, weight).itemsize
 
 
-def workspace_nbytes(impl: str, product: Product, itemsize: int = HALF_NBYTES) -> int:
+def workspace_nbytes(
+    impl: str, product: Product, itemsize: int = HALF_NBYTES, widths: tuple[int, ...] = ()
+) -> int:
     """Bytes that a product takes beside its operands, and torch's beside cuBLAS's workspace. `itemsize` is that of what
-    meets packed weights."""
+    meets packed weights, `widths` are the rows of weights that share the launch."""
     weight, m, n, k = product
     kind, group_size = _kind(weight)
     if impl == selection.ATEN:
         packed = packed_format(weight) is not None
         scratch = dequantized_rows(n, k, itemsize) * k * itemsize if packed else 0
         return scratch + transient_nbytes(impl, product, itemsize)
-    split = selection.workspace_nbytes(kind, impl, m, n, k, group_size, decode_shares.processors())
+    split = selection.workspace_nbytes(kind, impl, m, n, k, group_size, decode_shares.processors(), widths)
     return selection.HELD_COUNTERS_NBYTES + split

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, fail, stages
 from forebay.kernels.gpu_support.launches import KernelCall, kernel_call
+from forebay.kernels.operator import Use
 from forebay.kernels.products.linear import selection
-from forebay.kernels.products.linear.gpu_arguments import bind_split, prepare, sm_count
-from forebay.kernels.products.linear.gpu_epilogue import finish
+from forebay.kernels.products.linear.gpu_arguments import Others, bind_split, prepare, sm_count
+from forebay.kernels.products.linear.gpu_epilogue import column_tiles, columns_at, finish, rows_at, segment_of
 from forebay.kernels.products.linear.reference import PLAIN, After
 from forebay.kernels.products.linear.selection import Grid, grid_of
 
@@ -49,10 +50,20 @@ def linear_vector_kernel(
     KN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    second_ptr=None, second_n=0, second_om=0, second_out_ptr=None, second_bias_ptr=None,
+    third_ptr=None, third_n=0, third_om=0, third_out_ptr=None, third_bias_ptr=None,
+    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = False,
 ):  # fmt: skip
     """Program (tile of columns, split of K): BM = M is 1 or 2; sums stay apart per element of K until the end."""
     tile, split = tl.program_id(0), tl.program_id(1)
-    column = tile * BN + tl.arange(0, BN)
+    tile_n = tile
+    if SEGMENTS > 1:
+        tile_n, n, om, out_ptr, bias_ptr, weight_ptr = segment_of(
+            tile_n, n, om, out_ptr, bias_ptr, weight_ptr, second_n, second_om, second_out_ptr, second_bias_ptr,
+            second_ptr, third_n, third_om, third_out_ptr, third_bias_ptr, third_ptr, BN,
+        )  # fmt: skip
+    column = columns_at(tile_n, BN, GATED)
+    rows = rows_at(weight_ptr, second_ptr, BN, GATED)
     at = tl.arange(0, BK)
     steps = tl.cdiv(tl.cdiv(k, BK), SPLITS)
     sum0 = tl.zeros((BN, BK), tl.float32)
@@ -64,7 +75,7 @@ def linear_vector_kernel(
         if KN:
             weight_at = weight_ptr + place.to(tl.int64)[None, :] * ws + column[:, None]
         else:
-            weight_at = weight_ptr + column.to(tl.int64)[:, None] * ws + place[None, :]
+            weight_at = rows + column.to(tl.int64)[:, None] * ws + place[None, :]
         w = tl.load(weight_at, mask=inside, other=0.0)
         x0 = tl.load(x_ptr + place, mask=used, other=0.0)
         if BM == 2:  # both rows are on their way before one is waited for
@@ -76,7 +87,7 @@ def linear_vector_kernel(
     finish(
         y, row, column[:, None], row, tl.arange(0, BN)[:, None], tile, split, counter_ptr, partial_ptr,
         out_ptr, bias_ptr, multiplier_ptr, residual_ptr, m, n, om, pm, rm,
-        ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS,
+        ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS, second_bias_ptr, GATED,
     )  # fmt: skip
 
 
@@ -87,12 +98,20 @@ def linear_matrix_kernel(
     KN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     ACCUMULATE: tl.constexpr, STAGES: tl.constexpr,
+    second_ptr=None, second_n=0, second_om=0, second_out_ptr=None, second_bias_ptr=None,
+    third_ptr=None, third_n=0, third_om=0, third_out_ptr=None, third_bias_ptr=None,
+    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = False,
 ):  # fmt: skip
     """Program (tile of rows and columns, split of K): weights first, which gives the tile's transpose, but for KN."""
-    tile_m, tile_n = tile_of(tl.cdiv(m, BM), tl.cdiv(n, BN))
+    tile_m, tile_n = tile_of(tl.cdiv(m, BM), column_tiles(n, second_n, third_n, BN, SEGMENTS, GATED))
     tile, split = tl.program_id(0), tl.program_id(1)
+    if SEGMENTS > 1:
+        tile_n, n, om, out_ptr, bias_ptr, weight_ptr = segment_of(
+            tile_n, n, om, out_ptr, bias_ptr, weight_ptr, second_n, second_om, second_out_ptr, second_bias_ptr,
+            second_ptr, third_n, third_om, third_out_ptr, third_bias_ptr, third_ptr, BN,
+        )  # fmt: skip
     row = tile_m * BM + tl.arange(0, BM)
-    column = tile_n * BN + tl.arange(0, BN)
+    column = columns_at(tile_n, BN, GATED)
     at = tl.arange(0, BK)
     steps = tl.cdiv(tl.cdiv(k, BK), SPLITS)
     first = split * steps * BK
@@ -100,7 +119,8 @@ def linear_matrix_kernel(
     if KN:
         weight_at = weight_ptr + (first + at).to(tl.int64)[:, None] * ws + column[None, :]
     else:
-        weight_at = weight_ptr + column.to(tl.int64)[:, None] * ws + (first + at)[None, :]
+        weight_at = rows_at(weight_ptr, second_ptr, BN, GATED) + column.to(tl.int64)[:, None] * ws
+        weight_at += (first + at)[None, :]
     sums = tl.zeros((BM, BN) if KN else (BN, BM), tl.float32)
     for begin in tl.range(first, tl.minimum(k, first + steps * BK), BK, num_stages=STAGES):
         used = at < k - begin
@@ -125,14 +145,16 @@ def linear_matrix_kernel(
         finish(
             sums, row[None, :], column[:, None], local_row[None, :], local_column[:, None], tile, split,
             counter_ptr, partial_ptr, out_ptr, bias_ptr, multiplier_ptr, residual_ptr, m, n, om, pm, rm,
-            ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS,
+            ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS, second_bias_ptr, GATED,
         )  # fmt: skip
 
 
-def _plan(m: int, n: int, k: int, impl: str, multiprocessors: int) -> tuple[str, selection.Setting, Grid]:
+def _plan(
+    m: int, n: int, k: int, impl: str, multiprocessors: int, widths: tuple[int, ...] = ()
+) -> tuple[str, selection.Setting, Grid]:
     name = impl or selection.choose("linear", m, n, k)
     implementation, setting, splits = selection.parse("linear", name, m, n, k, multiprocessors)
-    return implementation, setting, grid_of(implementation, setting, splits, m, n, k, selection.AMD)
+    return implementation, setting, grid_of(implementation, setting, splits, m, n, k, selection.AMD, widths=widths)
 
 
 def workspace_nbytes(m: int, n: int, k: int, impl: str = "", multiprocessors: int = selection.SM_COUNT) -> int:
@@ -141,9 +163,11 @@ def workspace_nbytes(m: int, n: int, k: int, impl: str = "", multiprocessors: in
 
 
 def _bind(
-    x: Tensor, weight: Tensor, bias: Tensor | None, after: After, out: Tensor | None, impl: str, form: str,
-    accumulate: bool, workspace: Tensor | None,
+    x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], after: After, outs: tuple[Tensor, ...],
+    impl: str, form: str, accumulate: bool, workspace: Tensor | None,
 ) -> tuple[Callable[[], None], Tensor]:  # fmt: skip
+    weight, bias, out, others = weights[0], biases[0], outs[0] if outs else None, Others(
+        weights[1:], biases[1:], outs[1:])
     if form not in FORMS:
         fail("linear", "form", f"must be one of {FORMS}, got {form!r}")
     if weight.dim() != 2:
@@ -151,13 +175,14 @@ def _bind(
     n, k = weight.shape if form == "nk" else reversed(weight.shape)
     operands = prepare("linear", x, n, k, bias, after, out, accumulate)
     check_tensor("linear", "weight", weight, device=x.device, dtype=x.dtype)
+    others, widths = others.checked("linear", operands, weight), others.widths(n)
     m = operands.x.shape[0]
     result = operands.out if out is None else out
     if out is None:
         result = result.view(*x.shape[:-1], n)
     if result.numel() == 0:
         return (lambda: None), result
-    implementation, setting, grid = _plan(m, n, max(1, k), impl, sm_count(x.device))
+    implementation, setting, grid = _plan(m, sum(widths), max(1, k), impl, sm_count(x.device), widths)
     vector = implementation == "gemv"
     kernel: Any = linear_vector_kernel if vector else linear_matrix_kernel
     programs = grid.rows * grid.columns, grid.splits
@@ -165,7 +190,7 @@ def _bind(
     constants = operands.constants() | {
         "KN": form == "kn", "BN": setting.bn, "BK": setting.bk, "BM": grid.tile_elements // setting.bn,
         "SPLITS": grid.splits, "num_warps": setting.warps,
-    } | ({} if vector else {"STAGES": stages(setting.stages)})  # fmt: skip
+    } | ({} if vector else {"STAGES": stages(setting.stages)}) | others.constants()  # fmt: skip
 
     def launch(counters: Tensor, partials: Tensor) -> KernelCall:
         return kernel_call(kernel, programs, operands.x, weight, counters, partials, *arguments, **constants)
@@ -185,7 +210,13 @@ def bind_linear(
     accumulate: bool = False,
 ) -> Callable[[], None]:
     """linear as a call without arguments, on the tensors' contents at each call; the checks are made here."""
-    return _bind(x, weight, bias, after, out, impl, form, accumulate, None)[0]
+    return _bind(x, (weight,), (bias,), after, (out,), impl, form, accumulate, None)[0]
+
+
+def bind_joined(use: Use, after: After) -> Callable[[], None]:
+    """A launch with several weights [N, K] (`joined`) as a call without arguments."""
+    x, weights, biases = use.args
+    return _bind(x, weights, biases, after, use.out, use.impl, "nk", False, None)[0]
 
 
 def linear(
@@ -206,6 +237,6 @@ def linear(
     is [N, K], or [K, N] with form "kn". Only last dimensions must be contiguous: out may be a column slice. impl is a
     name of `selection`; "" asks its default table. ValueError names what is wrong, before the launch.
     """
-    run, result = _bind(x, weight, bias, after, out, impl, form, accumulate, workspace)
+    run, result = _bind(x, (weight,), (bias,), after, () if out is None else (out,), impl, form, accumulate, workspace)
     run()
     return result

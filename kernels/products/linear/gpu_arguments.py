@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.launches import KernelCall, bound, bound_with_scratch
 from forebay.kernels.products.linear import selection
 from forebay.kernels.products.linear.gpu_epilogue import ACTIVATIONS
+from forebay.kernels.products.linear.joined import MOST_WEIGHTS
 from forebay.kernels.products.linear.reference import After
 from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES, Grid
 
@@ -98,6 +99,56 @@ def prepare(
         activation,
         accumulate,
     )
+
+
+class Others(NamedTuple):
+    """The weights of a launch beyond its first, with a bias and a result each; with no results a gate's only one."""
+
+    weights: tuple[Tensor, ...] = ()
+    biases: tuple[Tensor | None, ...] = ()
+    outs: tuple[Tensor, ...] = ()
+
+    def widths(self, n: int) -> tuple[int, ...]:
+        """Columns that have tiles of their own, of a first weight with n rows."""
+        rows = tuple(weight.shape[0] for weight in self.weights)
+        return (n, *rows) if self.outs or not rows else (n + sum(rows),)
+
+    def checked(self, op: str, first: Operands, weight: Tensor) -> Others:
+        """The same with results as matrices; ValueError where they do not suit the first."""
+        if len(self.weights) >= MOST_WEIGHTS or (self.weights and first.accumulate):
+            fail(op, "weight", f"must be {MOST_WEIGHTS} at most, and not accumulate, got {1 + len(self.weights)}")
+        if self.weights and not self.outs and (not first.activation or self.weights[0].shape != weight.shape):
+            fail(op, "weight", "of a gate must have an activation, and the shape of what it multiplies")
+        for other, bias in zip(self.weights, self.biases, strict=True):
+            check_tensor(op, "weight", other, device=weight.device, dtype=weight.dtype)
+            if other.shape[1:] != weight.shape[1:] or other.stride() != weight.stride():
+                fail(op, "weight", f"must all have rows of {weight.shape[1]} columns, {weight.stride(0)} apart")
+            if (bias is None) != (first.bias is None):
+                fail(op, "bias", "must be of all weights or of none")
+            if bias is not None and first.bias is not None:
+                check_tensor(op, "bias", bias, device=weight.device, dtype=first.bias.dtype, shape=other.shape[:1])
+        outs = tuple(_matrix(op, "out", out) for out in self.outs)
+        for out, other in zip(outs, self.weights, strict=False):
+            check_tensor(op, "out", out, device=weight.device, dtype=first.out.dtype,
+                         shape=(first.out.shape[0], other.shape[0]))
+        return self._replace(outs=outs)
+
+    def constants(self, view: torch.dtype | None = None) -> dict[str, Any]:
+        """Arguments of a kernel by name, with weights seen in a dtype."""
+        if not self.weights:
+            return {}
+        found: dict[str, Any] = {"SEGMENTS": 1 + len(self.outs), "GATED": not self.outs}
+        for name, i in (("second", 0), ("third", min(1, len(self.weights) - 1))):  # of two the third is never reached
+            weight, bias = self.weights[i], self.biases[i]
+            found |= {f"{name}_ptr": weight if view is None else weight.view(view), f"{name}_bias_ptr": bias}
+            if self.outs:
+                out = self.outs[i]
+                found |= {f"{name}_n": weight.shape[0] if i or name == "second" else 0, f"{name}_om": out.stride(0),
+                          f"{name}_out_ptr": out, f"{name}_bias_ptr": out if bias is None else bias}
+        return found
+
+
+ALONE = Others()
 
 
 @functools.cache

@@ -10,7 +10,7 @@ dtypes: fp32, bf16, fp16, mixed at will but for aten; multiplier and residual ha
 is added to what out holds, as row tiles of a [K, N] weight need. What follows the product rounds as operators apart
 would: product, activation, multiplication and addition each to out's dtype. out may be the memory of multiplier or of
 residual, element on element, unless that is x's memory too. Every launcher raises ValueError naming op and argument
-before it writes anything.
+before it writes anything. A launch may have several weights (`joined`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forebay.kernels.operator import Call, Cost, Implementations, Operator, Product, Use, nbytes_of
-from forebay.kernels.products.linear import choices, cpu, selection
+from forebay.kernels.products.linear import choices, cpu, joined, selection
 from forebay.kernels.products.linear.by_torch import bind_by_torch
 from forebay.kernels.products.linear.cpu import default_choice, run
 from forebay.kernels.products.linear.onnx import linear as linear_onnx
@@ -68,9 +68,9 @@ def _after(use: Use) -> After:
 
 
 def _shape(use: Use) -> Product:
-    x, weight, _ = use.args
-    n, k = weight.shape if use.kwargs["form"] == "nk" else reversed(weight.shape)
-    return Product(weight.dtype, math.prod(x.shape[:-1]), n, k)
+    x, weights = use.args[0], joined.weights_of(use)
+    n, k = weights[0].shape if use.kwargs["form"] == "nk" else reversed(weights[0].shape)
+    return Product(weights[0].dtype, math.prod(x.shape[:-1]), n + sum(w.shape[0] for w in weights[1:]), k)
 
 
 def _cost(use: Use) -> Cost:
@@ -80,6 +80,8 @@ def _cost(use: Use) -> Cost:
 
 
 def _bind_cpu(use: Use) -> Call:
+    if len(joined.weights_of(use)) > 1:
+        return joined.one_by_one(_bind_cpu, use)
     x, weight, bias = use.args
     accumulate, conv1d = use.kwargs["accumulate"], use.kwargs["form"] == "kn"
     return cpu.bind_linear(use.impl, x, weight, bias, use.out[0], accumulate, conv1d, _after(use))
@@ -88,8 +90,15 @@ def _bind_cpu(use: Use) -> Call:
 def _bind_cuda(use: Use) -> Call:
     """By the implementation that the plan names, a name of `selection`; fp32 and "aten" by torch."""
     x, weight, bias = use.args
+    by_torch = use.impl == selection.ATEN or x.dtype not in (torch.float16, torch.bfloat16)
+    if len(joined.weights_of(use)) > 1:
+        if by_torch:
+            return joined.one_by_one(_bind_cuda, use)
+        from forebay.kernels.products.linear.gpu import bind_joined
+
+        return bind_joined(use, _after(use))
     (out,), form, accumulate, after = use.out, use.kwargs["form"], use.kwargs["accumulate"], _after(use)
-    if use.impl == selection.ATEN or x.dtype not in (torch.float16, torch.bfloat16):
+    if by_torch:
         if x.dtype != weight.dtype:
             raise ValueError(f"linear: weight must be of x's dtype {x.dtype}, got {weight.dtype}")
         matrix = weight if form == "kn" else weight.mT
@@ -109,7 +118,8 @@ LINEAR = Operator(
     reference,
     _cost,
     bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
-    workspace={"cpu": _cpu_workspace, "cuda": lambda use: choices.workspace_nbytes(use.impl, _shape(use))},
+    workspace={"cpu": _cpu_workspace, "cuda": lambda use: choices.workspace_nbytes(
+        use.impl, _shape(use), widths=joined.widths(use))},
     allocator_transient_nbytes=lambda use: choices.transient_nbytes(use.impl, _shape(use)),
     overwrites=("multiplier", "residual"),
     layouts={"x": "rows", "weight": "rows", "bias": "dense", "multiplier": "rows", "residual": "rows"},
@@ -117,6 +127,7 @@ LINEAR = Operator(
         _shape,
         candidates=lambda weight: cpu.implementations(getattr(torch, weight)),
         default={"cpu": lambda p, *_: default_choice(getattr(torch, p.weight), p.m, p.n, p.k), "cuda": choices.choose},
+        joins=lambda impl: impl != selection.ATEN,
     ),
     timed_as="product",
     onnx=linear_onnx,

@@ -193,11 +193,12 @@ class Grid:
 
 
 def grid_of(implementation: str, setting: Setting, splits: int, m: int, n: int, k: int, amd: bool = False,
-            group_size: int = 128) -> Grid:
-    """The grid of a launch; splits without a tile of K are not made."""
+            group_size: int = 128, widths: Sequence[int] = ()) -> Grid:
+    """The grid of a launch; splits without a tile of K are not made. `widths`: columns that have tiles of their own, n
+    in sum."""
     bm = tile_rows(implementation, setting, m, amd, group_size)
     splits = max(1, min(splits, -(-k // setting.bk)))
-    return Grid(-(-m // bm), -(-n // setting.bn), splits, bm * setting.bn)
+    return Grid(-(-m // bm), sum(-(-width // setting.bn) for width in widths or (n,)), splits, bm * setting.bn)
 
 
 def explicit(kind: str, name: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> str:
@@ -209,13 +210,15 @@ def explicit(kind: str, name: str, m: int, n: int, k: int, sm_count: int = SM_CO
 
 
 def workspace_nbytes(
-    kind: str, name: str, m: int, n: int, k: int, group_size: int = 0, sm_count: int = SM_COUNT
+    kind: str, name: str, m: int, n: int, k: int, group_size: int = 0, sm_count: int = SM_COUNT,
+    widths: Sequence[int] = (),
 ) -> int:
-    """Bytes of a launch besides its operands: split sums, their counters, and x in the layout of `raw`."""
+    """Bytes of a launch besides its operands: split sums, their counters, and x in the layout of `raw`. `widths` as of
+    `grid_of`."""
     implementation, setting, splits = parse(kind, name, m, n, k, sm_count)
     amd = AMD and kind == "linear"
     laid = raw_layout.of(m, k, group_size).nbytes if implementation == RAW else 0
-    grid = grid_of(implementation, for_group(setting, group_size), splits, m, n, k, amd, group_size)
+    grid = grid_of(implementation, for_group(setting, group_size), splits, m, n, k, amd, group_size, widths)
     return grid.workspace_nbytes + laid
 
 

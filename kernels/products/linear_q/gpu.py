@@ -24,11 +24,12 @@ from forebay.kernels.formats.packing import SCALE_DTYPES, Packing
 from forebay.kernels.gpu_support.arguments import check_tensor, fail, stages
 from forebay.kernels.gpu_support.launches import KernelCall, kernel_call
 from forebay.kernels.gpu_support.unpacking import spread, weights_of
+from forebay.kernels.operator import Use
 from forebay.kernels.products.linear import selection
 from forebay.kernels.products.linear.choices import GROUP_SIZES, coded
 from forebay.kernels.products.linear.gpu import tile_of
-from forebay.kernels.products.linear.gpu_arguments import bind_split, prepare, sm_count
-from forebay.kernels.products.linear.gpu_epilogue import finish
+from forebay.kernels.products.linear.gpu_arguments import ALONE, Others, bind_split, prepare, sm_count
+from forebay.kernels.products.linear.gpu_epilogue import column_tiles, columns_at, finish, rows_at, segment_of
 from forebay.kernels.products.linear.reference import PLAIN, After
 from forebay.kernels.products.linear.selection import Grid, grid_of
 from forebay.kernels.products.linear_q import gpu_raw
@@ -51,8 +52,8 @@ def load_halves(rows, below, index, left, GROUPS: tl.constexpr, WHOLE: tl.conste
         words = tl.load(rows + index // 2 + (below + tl.arange(0, GROUPS // 2)[None, :]))
         bits = tl.reshape(tl.interleave(words & 0xFFFF, words >> 16), (below.shape[0], GROUPS))
     elif GROUPS == 1:
-        place = tl.reshape(below, (below.shape[0],)) + index // 2
-        bits = tl.load(rows + place) if WHOLE else tl.load(rows + place, mask=left > 0, other=0)
+        place = tl.reshape(rows + (below + index // 2), (below.shape[0],))
+        bits = tl.load(place) if WHOLE else tl.load(place, mask=left > 0, other=0)
         bits = (bits >> (index % 2 * 16).to(tl.uint32))[:, None]
     else:
         group = tl.arange(0, GROUPS)
@@ -92,6 +93,9 @@ def linear_quantized_matrix_kernel(
     SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, ACCUMULATE: tl.constexpr, SYMMETRIC: tl.constexpr, STAGES: tl.constexpr,
     PTX: tl.constexpr, WHOLE: tl.constexpr,
+    second_ptr=None, second_n=0, second_om=0, second_out_ptr=None, second_bias_ptr=None,
+    third_ptr=None, third_n=0, third_om=0, third_out_ptr=None, third_bias_ptr=None,
+    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = False,
 ):  # fmt: skip
     """Program (tile of rows and columns, split of K); word_ptr are rows as 32-bit values, half_ptr gives scales' dtype.
 
@@ -107,12 +111,18 @@ def linear_quantized_matrix_kernel(
     HALF: tl.constexpr = half_ptr.dtype.element_ty
     TWO: tl.constexpr = BM == 16
     NARROW: tl.constexpr = 8 if TWO else BM
-    tile_m, tile_n = tile_of(tl.cdiv(m, BM), tl.cdiv(n, BN))
+    tile_m, tile_n = tile_of(tl.cdiv(m, BM), column_tiles(n, second_n, third_n, BN, SEGMENTS, GATED))
     tile, split = tl.program_id(0), tl.program_id(1)
+    if SEGMENTS > 1:
+        tile_n, n, om, out_ptr, bias_ptr, word_ptr = segment_of(
+            tile_n, n, om, out_ptr, bias_ptr, word_ptr, second_n, second_om, second_out_ptr, second_bias_ptr,
+            second_ptr, third_n, third_om, third_out_ptr, third_bias_ptr, third_ptr, BN,
+        )  # fmt: skip
     row = tile_m * BM + tl.arange(0, NARROW)
-    column = tile_n * BN + tl.arange(0, BN)
+    column = columns_at(tile_n, BN, GATED)
+    lowest = tile_n * (BN // 2 if GATED else BN)
     # What is the same for the whole tile stays a scalar, and what is not fits in 32 bits.
-    below = (tl.minimum(column, n - 1) - tile_n * BN)[:, None] * (row_units * 4)
+    below = (tl.minimum(column, n - 1) - lowest)[:, None] * (row_units * 4)
     at, word = tl.arange(0, BK), tl.arange(0, WORDS)
     if WHOLE:
         groups = groups // GROUPS * GROUPS
@@ -120,7 +130,7 @@ def linear_quantized_matrix_kernel(
     first = split * steps * GROUPS
     x_at = x_ptr + (tile_m * BM).to(tl.int64) * xm + first * GROUP
     x_place = tl.arange(0, NARROW)[:, None] * xm + at[None, :]
-    rows = word_ptr + (tile_n * BN).to(tl.int64) * (row_units * 4)
+    rows = rows_at(word_ptr, second_ptr, BN, GATED) + lowest.to(tl.int64) * (row_units * 4)
     word_at = rows + first * GROUP_WORDS
     word_place = below + word[None, :]
     scale_at = groups * (GROUP * BITS // 16)
@@ -160,7 +170,7 @@ def linear_quantized_matrix_kernel(
     finish(
         sums, row[None, :], column[:, None], tl.arange(0, BM)[None, :], tl.arange(0, BN)[:, None], tile, split,
         counter_ptr, partial_ptr, out_ptr, bias_ptr, multiplier_ptr, residual_ptr, m, n, om, pm, rm,
-        ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS,
+        ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS, second_bias_ptr, GATED,
     )  # fmt: skip
 
 
@@ -191,6 +201,9 @@ def linear_quantized_vector_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, ACCUMULATE: tl.constexpr, SYMMETRIC: tl.constexpr,
+    second_ptr=None, second_n=0, second_om=0, second_out_ptr=None, second_bias_ptr=None,
+    third_ptr=None, third_n=0, third_om=0, third_out_ptr=None, third_bias_ptr=None,
+    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = False,
 ):  # fmt: skip
     """Program (tile of columns, split of K): BM = M is 1 or 2; weights and sums in fp32."""
     PER_WORD: tl.constexpr = 32 // BITS
@@ -200,12 +213,19 @@ def linear_quantized_vector_kernel(
     GROUP_WORDS: tl.constexpr = GROUP // PER_WORD
     HALF: tl.constexpr = half_ptr.dtype.element_ty
     tile, split = tl.program_id(0), tl.program_id(1)
-    column = tile * BN + tl.arange(0, BN)
-    below = (tl.minimum(column, n - 1) - tile * BN)[:, None] * (row_units * 4)
+    tile_n = tile
+    if SEGMENTS > 1:
+        tile_n, n, om, out_ptr, bias_ptr, word_ptr = segment_of(
+            tile_n, n, om, out_ptr, bias_ptr, word_ptr, second_n, second_om, second_out_ptr, second_bias_ptr,
+            second_ptr, third_n, third_om, third_out_ptr, third_bias_ptr, third_ptr, BN,
+        )  # fmt: skip
+    column = columns_at(tile_n, BN, GATED)
+    lowest = tile_n * (BN // 2 if GATED else BN)
+    below = (tl.minimum(column, n - 1) - lowest)[:, None] * (row_units * 4)
     at, word = tl.arange(0, BK), tl.arange(0, WORDS)
     steps = tl.cdiv(tl.cdiv(groups, GROUPS), SPLITS)
     first = split * steps * GROUPS
-    rows = word_ptr + (tile * BN).to(tl.int64) * (row_units * 4)
+    rows = rows_at(word_ptr, second_ptr, BN, GATED) + lowest.to(tl.int64) * (row_units * 4)
     word_at = rows + (below + word[None, :])
     scale_at = groups * (GROUP * BITS // 16)
     sum0 = tl.zeros((BN, WORDS), tl.float32)
@@ -234,16 +254,19 @@ def linear_quantized_vector_kernel(
     finish(
         y, row, column[:, None], row, tl.arange(0, BN)[:, None], tile, split, counter_ptr, partial_ptr,
         out_ptr, bias_ptr, multiplier_ptr, residual_ptr, m, n, om, pm, rm,
-        ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS,
+        ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS, second_bias_ptr, GATED,
     )  # fmt: skip
 
 
-def plan(m: int, n: int, stored: Packing, impl: str, multiprocessors: int) -> tuple[str, selection.Setting, Grid]:
+def plan(
+    m: int, n: int, stored: Packing, impl: str, multiprocessors: int, widths: tuple[int, ...] = ()
+) -> tuple[str, selection.Setting, Grid]:
     """(implementation, setting, grid) of a launch of our kernels."""
     kind, k = selection.KIND_OF_BITS[stored.bits], max(1, stored.in_features)
     implementation, setting, splits = selection.parse(kind, impl, m, n, k, multiprocessors)
     setting = selection.for_group(setting, stored.group_size)
-    return implementation, setting, grid_of(implementation, setting, splits, m, n, k, group_size=stored.group_size)
+    grid = grid_of(implementation, setting, splits, m, n, k, group_size=stored.group_size, widths=widths)
+    return implementation, setting, grid
 
 
 def check_rows(rows: Tensor, stored: Packing, x: Tensor) -> None:
@@ -284,15 +307,25 @@ def bind_linear_q(
     return _bind(x, rows, bias, stored, after, out, impl, None)[0]
 
 
+def bind_joined(use: Use, stored: Packing, after: After) -> Callable[[], None]:
+    """A launch with several weights (`joined`) as a call without arguments, by one of our own kernels."""
+    x, weights, biases = use.args
+    for rows in weights[1:]:
+        check_rows(rows, stored, x)
+    others = Others(weights[1:], biases[1:], use.out[1:])
+    return _bind(x, weights[0], biases[0], stored, after, use.out[0], use.impl, None, others)[0]
+
+
 def _bind(
     x: Tensor, rows: Tensor, bias: Tensor | None, stored: Packing, after: After, out: Tensor | None, impl: str,
-    workspace: Tensor | None,
+    workspace: Tensor | None, others: Others = ALONE,
 ) -> tuple[Callable[[], None], Tensor]:  # fmt: skip
     """(the launch as a call without arguments, what it fills)."""
     check_tensor(OP, "x", x, dtype=(torch.float16, torch.bfloat16, torch.float32))
     check_rows(rows, stored, x)
     (bits, k, group_size, scale_dtype, symmetric, codebook), n = stored, rows.shape[0]
     operands = prepare(OP, x, n, k, bias, after, out, False, (x.dtype,))
+    others, widths = others.checked(OP, operands, rows), others.widths(n)
     m = operands.x.shape[0]
     result = operands.out.view(*x.shape[:-1], n) if out is None else out
     if result.numel() == 0:
@@ -306,9 +339,9 @@ def _bind(
         return bind_dequantized(x, rows, bias, stored, after, result), result
     if group_size not in GROUP_SIZES:
         fail(OP, "group_size", f"must be one of {GROUP_SIZES} for {impl!r}, got {group_size}")
-    implementation, setting, grid = plan(m, n, stored, impl, sm_count(x.device))
+    implementation, setting, grid = plan(m, sum(widths), stored, impl, sm_count(x.device), widths)
     if implementation == "raw":
-        return gpu_raw.bind_raw(operands, rows, stored, setting, grid, workspace), result
+        return gpu_raw.bind_raw(operands, rows, stored, setting, grid, workspace, others), result
     vector = implementation == "gemv"
     kernel: Any = linear_quantized_vector_kernel if vector else linear_quantized_matrix_kernel
     programs = grid.rows * grid.columns, grid.splits
@@ -318,7 +351,7 @@ def _bind(
     constants = operands.constants() | {
         "BITS": bits, "GROUP": group_size, "BM": grid.tile_elements // setting.bn, "BN": setting.bn, "BK": setting.bk,
         "SPLITS": grid.splits, "SYMMETRIC": symmetric, "num_warps": setting.warps,
-    }  # fmt: skip
+    } | others.constants(torch.uint32)  # fmt: skip
     if not vector:
         ptx = torch.version.hip is None and not INTERPRETED
         whole = torch.version.hip is None and k > 0 and k % setting.bk == 0

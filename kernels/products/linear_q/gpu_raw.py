@@ -25,8 +25,8 @@ from forebay.kernels.gpu_support.arguments import fail, stages
 from forebay.kernels.gpu_support.codebooks import E4M3, coded_scale
 from forebay.kernels.gpu_support.launches import KernelCall, bound, bound_with_scratch, kernel_call
 from forebay.kernels.products.linear import raw_layout, selection
-from forebay.kernels.products.linear.gpu_arguments import Operands
-from forebay.kernels.products.linear.gpu_epilogue import finish
+from forebay.kernels.products.linear.gpu_arguments import ALONE, Operands, Others
+from forebay.kernels.products.linear.gpu_epilogue import columns_at, finish, rows_at, segment_of
 from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES, Grid
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -136,6 +136,9 @@ def linear_raw_kernel(
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     ACCUMULATE: tl.constexpr, SYMMETRIC: tl.constexpr, CODEBOOK: tl.constexpr, SCALED: tl.constexpr,
     STAGES: tl.constexpr, PTX: tl.constexpr, WHOLE: tl.constexpr,
+    second_ptr=None, second_n=0, second_om=0, second_out_ptr=None, second_bias_ptr=None,
+    third_ptr=None, third_n=0, third_om=0, third_out_ptr=None, third_bias_ptr=None,
+    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = False,
 ):  # fmt: skip
     """Program (tile of rows and columns, split of K): word_ptr are rows as 32-bit values, half_ptr gives scales' dtype.
 
@@ -149,11 +152,17 @@ def linear_raw_kernel(
     tile, split = tl.program_id(0), tl.program_id(1)
     tiles_m = tl.cdiv(m, BM)
     tile_m, tile_n = tile % tiles_m, tile // tiles_m  # those that share weights run side by side
-    row, column = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
+    if SEGMENTS > 1:
+        tile_n, n, om, out_ptr, bias_ptr, word_ptr = segment_of(
+            tile_n, n, om, out_ptr, bias_ptr, word_ptr, second_n, second_om, second_out_ptr, second_bias_ptr,
+            second_ptr, third_n, third_om, third_out_ptr, third_bias_ptr, third_ptr, BN,
+        )  # fmt: skip
+    row, column = tile_m * BM + tl.arange(0, BM), columns_at(tile_n, BN, GATED)
+    lowest = tile_n * (BN // 2 if GATED else BN)
     wide = tile_m * (BM * EACH) + tl.arange(0, BM * EACH)
     word = tl.arange(0, WORDS)[None, :]
-    below = ((tl.minimum(column, n - 1) - tile_n * BN) * (row_units * 4))[:, None]
-    rows = word_ptr + (tile_n * BN).to(tl.int64) * (row_units * 4)
+    below = ((tl.minimum(column, n - 1) - lowest) * (row_units * 4))[:, None]
+    rows = rows_at(word_ptr, second_ptr, BN, GATED) + lowest.to(tl.int64) * (row_units * 4)
     turns = tl.cdiv(groups, EACH)
     steps = tl.cdiv(turns, SPLITS)
     first = split * steps
@@ -205,13 +214,13 @@ def linear_raw_kernel(
     finish(
         total, row[None, :], column[:, None], tl.arange(0, BM)[None, :], tl.arange(0, BN)[:, None], tile, split,
         counter_ptr, partial_ptr, out_ptr, bias_ptr, multiplier_ptr, residual_ptr, m, n, om, pm, rm,
-        ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS,
+        ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS, second_bias_ptr, GATED,
     )  # fmt: skip
 
 
 def bind_raw(
     operands: Operands, rows: Tensor, stored: Packing, setting: selection.Setting, grid: Grid,
-    workspace: Tensor | None,
+    workspace: Tensor | None, others: Others = ALONE,
 ) -> Callable[[], None]:  # fmt: skip
     """Both launches as a call without arguments, with operands and rows that have been checked.
 
@@ -229,7 +238,7 @@ def bind_raw(
         "SCALED": scaled, "STAGES": stages(setting.stages),
         "PTX": torch.version.hip is None and not INTERPRETED, "WHOLE": layout.is_whole,
         "num_warps": setting.warps,
-    }  # fmt: skip
+    } | others.constants(torch.uint32)  # fmt: skip
 
     def launches(values: Tensor, counters: Tensor) -> list[KernelCall]:
         ordered = values[first : first + layout.ordered_nbytes].view(torch.float16)

@@ -28,7 +28,7 @@ from torch import Tensor
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import weight_format
 from forebay.kernels.operator import ROUNDED, Call, Cost, Implementations, Operator, Product, Use, dtype_of, nbytes_of
-from forebay.kernels.products.linear import choices
+from forebay.kernels.products.linear import choices, joined, selection
 from forebay.kernels.products.linear.reference import After
 from forebay.kernels.products.linear_q import cpu
 from forebay.kernels.products.linear_q.cpu import bind_linear_q, default_choice
@@ -82,9 +82,8 @@ def _after(use: Use) -> After:
 
 
 def _shape(use: Use) -> Product:
-    x, rows, _ = use.args
-    stored = _stored(use)
-    return Product(stored.format, math.prod(x.shape[:-1]), rows.shape[0], stored.in_features)
+    stored, n = _stored(use), sum(rows.shape[0] for rows in joined.weights_of(use))
+    return Product(stored.format, math.prod(use.args[0].shape[:-1]), n, stored.in_features)
 
 
 def _cost(use: Use) -> Cost:
@@ -93,14 +92,21 @@ def _cost(use: Use) -> Cost:
 
 
 def _bind_cpu(use: Use) -> Call:
+    if len(joined.weights_of(use)) > 1:
+        return joined.one_by_one(_bind_cpu, use)
     x, rows, bias = use.args
     return cpu.bind_linear_q(use.impl, x, rows, bias, use.out[0], _stored(use), _after(use))
 
 
 def _bind_cuda(use: Use) -> Call:
-    from forebay.kernels.products.linear_q.gpu import bind_linear_q
+    from forebay.kernels.products.linear_q.gpu import bind_joined, bind_linear_q
 
     x, rows, bias = use.args
+    if len(joined.weights_of(use)) > 1:
+        coded = _stored(use).codebook and not use.impl.startswith(selection.RAW)
+        if use.impl == selection.ATEN or x.dtype == torch.float32 or coded:
+            return joined.one_by_one(_bind_cuda, use)
+        return bind_joined(use, _stored(use), _after(use))
     return bind_linear_q(x, rows, bias, _stored(use), _after(use), use.out[0], use.impl)
 
 
@@ -139,7 +145,8 @@ LINEAR_Q = Operator(
     reference,
     _cost,
     bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
-    workspace={"cpu": _cpu_workspace, "cuda": lambda use: choices.workspace_nbytes(*_on_cuda(use))},
+    workspace={"cpu": _cpu_workspace, "cuda": lambda use: choices.workspace_nbytes(
+        *_on_cuda(use), joined.widths(use))},
     allocator_transient_nbytes=lambda use: choices.transient_nbytes(*_on_cuda(use)),
     overwrites=("multiplier", "residual"),
     layouts={"x": "rows", "rows": "rows", "bias": "dense", "multiplier": "rows", "residual": "rows"},
@@ -148,6 +155,7 @@ LINEAR_Q = Operator(
         candidates=_candidates,
         default={"cpu": lambda p, *_: _default_choice(p), "cuda": choices.choose},
         rounding=_rounding,
+        joins=lambda impl: impl != selection.ATEN,
     ),
     timed_as="product",
     onnx=linear_q_onnx,

@@ -29,7 +29,7 @@ def _here() -> str | None:
 CUDA = DeviceKind(
     name="cuda", kernels=KERNELS, title="GPU",
     covers=lambda device_kind: device_kind.startswith(("NVIDIA", "Tesla")), here=_here, opener=_open,
-    collectives="cpu:gloo,cuda:nccl", with_memory=with_cuda_memory, select=torch.cuda.set_device,
+    collectives="cpu:gloo,cuda:nccl", joins=True, with_memory=with_cuda_memory, select=torch.cuda.set_device,
     visible=lambda number: {"CUDA_VISIBLE_DEVICES": str(number)}, free_nbytes=lambda: torch.cuda.mem_get_info()[0])
 # Whatever no other kind covers: planned and predicted as a GPU with host memory beside it.
 ACCELERATOR = replace(CUDA, name="accelerator", covers=lambda device_kind: True, here=lambda: None, runs=False,

@@ -102,7 +102,9 @@ def compile_case(case: AuditCase, arch: str) -> Any:
     signature = {name: case.signature.get(name, "constexpr") for name in case.fn.arg_names}
     place = {name: i for i, name in enumerate(case.fn.arg_names)}
     attrs = {(place[name],): [["tt.divisibility", 16]] for name in case.divisible}
-    source = ASTSource(fn=case.fn, signature=signature, constexprs=dict(case.constants), attrs=attrs)
+    left_out = {name: parameter.default for name, parameter in case.fn.signature.parameters.items()
+                if signature[name] == "constexpr" and parameter.default is not parameter.empty}
+    source = ASTSource(fn=case.fn, signature=signature, constexprs=left_out | dict(case.constants), attrs=attrs)
     stages = case.amd_stages or case.num_stages if amd else case.num_stages
     options = {"num_warps": case.num_warps, "num_stages": stages}
     if case.max_registers and not amd:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import triton
 
 from forebay.kernels.cache.kv_append.gpu import kv_append_kernel, tile
+from forebay.kernels.positions.rotary.gpu import STRIDES
 from tests.kernels.audit.audit_case import AuditCase
 
 
@@ -33,4 +36,16 @@ def audit_cases() -> list[AuditCase]:
                 turn_nbytes=nbytes // (512 * triton.cdiv(heads, block)),
             )
         )
+        cases.append(turned(cases[-1], f"*{dtype}", 2 * 512 * 4 * heads * dim * 2, K_DIM=dim))
     return cases
+
+
+def turned(case: AuditCase, pointer: str, nbytes: int, **constants: int) -> AuditCase:
+    """The case with queries and keys turned on their way, which moves so many bytes more."""
+    pointers = dict.fromkeys(("q_ptr", "turned_ptr", "cos_ptr", "sin_ptr"), pointer)
+    return replace(
+        case, name=f"{case.name}/turned", in_suite=False,
+        signature={**case.signature, **pointers, **dict.fromkeys(("q_heads", *STRIDES), "i32")},
+        constants={**case.constants, **constants, "TURNED": True}, divisible=(*case.divisible, *pointers, *STRIDES),
+        bytes_moved=case.bytes_moved + nbytes, minimum_bytes=case.minimum_bytes + nbytes, aim=0.0, turn_nbytes=0,
+        load_nbytes=8)  # a thread has 4 elements of each half of a head

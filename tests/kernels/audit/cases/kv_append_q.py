@@ -8,6 +8,7 @@ from forebay.kernels.cache.kv_append_q.gpu import _constants, kv_append_q_kernel
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.gpu_support.cache_rows import unit_of
 from tests.kernels.audit.audit_case import AuditCase
+from tests.kernels.audit.cases.kv_append import turned
 
 
 def _case(bits: int, heads: int, dim: int, dtype: str, in_suite: bool = True, amd: bool = False) -> AuditCase:
@@ -41,6 +42,7 @@ def _case(bits: int, heads: int, dim: int, dtype: str, in_suite: bool = True, am
 def audit_cases() -> list[AuditCase]:
     """Llama-3-8B, SmolLM2-135M, Gemma-2-9B, and heads of 80, whose groups are not whole blocks of a rotation."""
     return [
+        *(turned(_case(bits, 8, 128, "bf16"), "*bf16", 2 * 512 * 32 * 128 * 2) for bits in (4, 8)),
         _case(4, 8, 128, "bf16"),
         _case(8, 8, 128, "bf16"),
         _case(4, 3, 64, "fp16"),

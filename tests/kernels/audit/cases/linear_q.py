@@ -11,6 +11,7 @@ from forebay.kernels.products.linear_q.gpu import (
     linear_quantized_vector_kernel,
 )
 from tests.kernels.audit.audit_case import AuditCase
+from tests.kernels.audit.cases.linear import JOINED, join
 
 POINTERS = ("x_ptr", "word_ptr", "half_ptr", "counter_ptr", "partial_ptr", "out_ptr", "bias_ptr", "multiplier_ptr",
             "residual_ptr")
@@ -20,9 +21,10 @@ DOWN = 4096, 14336  # N and K of Llama-3-8B's down projection, at which all case
 
 def case(
     bits: int, implementation: str, setting: selection.Setting, group: int, m: int, dtype: str = "bf16",
-    amd: bool = False, in_suite: bool = False, symmetric: bool = False,
+    amd: bool = False, in_suite: bool = False, symmetric: bool = False, joined: str = "",
 ) -> AuditCase:  # fmt: skip
-    """The audit's case of one setting at one shape, bias, SiLU and residual included; scales are of x's dtype."""
+    """The audit's case of one setting at one shape, bias, SiLU and residual included; scales are of x's dtype. `joined`
+    as of `join`."""
     n, k = DOWN
     kind = selection.KIND_OF_BITS[bits]
     setting = selection.for_group(setting, group)
@@ -33,7 +35,7 @@ def case(
     rows = f"{group}s" if symmetric else str(group)
     minimum = n * Packing(bits, k, group, symmetric=symmetric).row_nbytes + 2 * (m * k + 2 * m * n + n)
     partial = 2 * 4 * m * n * grid.splits if grid.splits > 1 else 0
-    return AuditCase(
+    return join(joined, pointer=f"*{dtype}", case=AuditCase(
         name=f"{kind}/{implementation}/g{rows}/{dtype}/m{m}/{setting.name}/s{grid.splits}{'/amd' if amd else ''}",
         fn=linear_quantized_vector_kernel if vector else linear_quantized_matrix_kernel,
         signature=signature | {name: "i32" for name in NUMBERS},
@@ -55,12 +57,16 @@ def case(
         turn_nbytes=setting.bn * (setting.bk * bits // 8 + (2 if symmetric else 4) * (setting.bk // group)),
         in_suite=in_suite,
         archs=("gfx942",) if amd else (("sm_80", "sm_90", "gfx942") if vector else ("sm_80", "sm_90")),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def audit_cases() -> list[AuditCase]:
     """Llama-3-8B's down projection, K = 14336, N = 4096: every setting, group size and dtype of x."""
-    return [case for bits, groups in ((4, (64, 32, 128)), (8, (128,))) for case in _cases_of(bits, groups)]
+    joined = [case(bits, implementation, selection.SETTINGS[selection.KIND_OF_BITS[bits], implementation][0], 128, m,
+                   in_suite=bits == 4, joined=how)
+              for bits, implementation, m in ((4, "flat", 1), (8, "gemv", 1), (8, "flat", 8)) for how in JOINED]
+    return joined + [
+        case for bits, groups in ((4, (64, 32, 128)), (8, (128,))) for case in _cases_of(bits, groups)]
 
 
 def _cases_of(bits: int, groups: tuple[int, ...]) -> list[AuditCase]:

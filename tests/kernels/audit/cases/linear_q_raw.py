@@ -8,6 +8,7 @@ from forebay.kernels.gpu_support.arguments import AMD_STAGES
 from forebay.kernels.products.linear import raw_layout, selection
 from forebay.kernels.products.linear_q.gpu_raw import linear_raw_kernel, raw_order_kernel
 from tests.kernels.audit.audit_case import AuditCase
+from tests.kernels.audit.cases.linear import JOINED, join
 from tests.kernels.audit.cases.linear_q import DOWN
 
 POINTERS = ("ordered_ptr", "sum_ptr", "word_ptr", "half_ptr", "counter_ptr", "partial_ptr", "out_ptr", "bias_ptr",
@@ -72,6 +73,8 @@ def case(
 def audit_cases() -> list[AuditCase]:
     """Llama-3-8B's down projection at 8 to 64 rows: every setting, by groups and dtypes of x."""
     cases = [_order_case(bits, dtype) for bits in (4, 8) for dtype in ("bf16", "fp16")]
+    cases += [join(how, "*bf16", case(bits, selection.SETTINGS[selection.KIND_OF_BITS[bits], "raw"][0], 128, 8))
+              for bits in (4, 8) for how in JOINED]
     for bits in (4, 8):
         for setting in selection.SETTINGS[selection.KIND_OF_BITS[bits], "raw"]:
             first = setting == selection.SETTINGS[selection.KIND_OF_BITS[bits], "raw"][0]
