@@ -61,6 +61,10 @@ def test_verbose_before_and_after_the_command(
     (("run",), "error: missing argument 'MODEL'; root run --help lists arguments and options\n"),
     (("plan", "demo", "--bath", "2"), "error: no such option: --bath"),
     (("serve", "demo", "--port", "x"), "error: invalid value for '--port': "),
+    (("plan", "demo", "--explore", "--pareto", "--diagonal"),
+     "error: option '--pareto' requires a value, and '--diagonal' is an option; "),
+    (("plan", "demo", "--save-plan", "--no-recompute"), "error: option '--save-plan' requires a value, and "),
+    (("eval", "demo", "--text", "--json"), "error: option '--text' requires a value, and '--json' is an option; "),
     (("eval",), "error: missing argument 'MODEL'; root eval --help lists arguments and options\n"),
     (("runn",), "error: no such command 'runn'"), (("help", "rum"), "error: invalid value: no command 'rum'")])
 def test_a_mistaken_command_is_one_line(args: tuple[str, ...], message: str) -> None:

@@ -7,10 +7,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from forebay.commands.allocate import allocate
 from forebay.commands.calibrate import calibrate_command
@@ -66,6 +67,22 @@ class Commands(TyperGroup):
         return list(self.commands)
 
 
+class Command(TyperCommand):
+    """A command whose options do not take each other for values: `--pareto --diagonal` would write a file "--diagonal".
+    """
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Refuse an option in place of a value."""
+        parameters: Any = self.get_params(ctx)  # type: ignore[arg-type]
+        options = {name: each for each in parameters for name in (*each.opts, *each.secondary_opts) if name[0] == "-"}
+        end = args.index("--") if "--" in args else len(args)
+        for given, value in pairwise(args[:end]):
+            option = options.get(given)
+            if option is not None and value in options and not (option.is_flag or option.count):
+                raise UsageError(f"option {given!r} requires a value, and {value!r} is an option", ctx)
+        return super().parse_args(ctx, args)  # type: ignore[arg-type]
+
+
 app = typer.Typer(cls=Commands, pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]},
                   help="Run language models larger than the fast memory you have.")
@@ -110,7 +127,7 @@ def _eval(context: typer.Context) -> None:
 
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False,
                           context_settings={"help_option_names": ["-h", "--help"]})
-    command.command()(eval_command)
+    command.command(cls=Command)(eval_command)
     raise typer.Exit(command(context.args, prog_name=context.command_path, standalone_mode=False) or 0)
 
 
@@ -139,10 +156,10 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
 }
 for panel, commands in PANELS.items():
     for name, function in commands.items():
-        app.command(name, rich_help_panel=panel)(function)
+        app.command(name, cls=Command, rich_help_panel=panel)(function)
 app.command("eval", rich_help_panel=PREPARE, add_help_option=False,
             context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(_eval)
-app.command("allocate", rich_help_panel="Other")(allocate)
+app.command("allocate", cls=Command, rich_help_panel="Other")(allocate)
 app.command("help", rich_help_panel="Other")(_help)
 app.command("version", rich_help_panel="Other")(_version)
 
