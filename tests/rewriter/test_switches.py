@@ -117,10 +117,11 @@ def test_a_dump_shows_what_a_pass_did_in_every_block(tmp_path: Path) -> None:
 def test_a_draft_is_dumped_before_and_after_its_copies_are_ordered(tmp_path: Path) -> None:
     _, program = planned(chain(tmp_path, width=64), SMALL, switches=Switches(dump=str(tmp_path)))
     folder = tmp_path / "1_tokens"
-    before, shared, delegated, gathered, own, after, away = (
+    before, shared, joined, delegated, gathered, own, after, away = (
         (folder / name).read_text().splitlines() for name in DRAFTS)
-    assert own == gathered == delegated == shared == before, (
-        "no ranges of scores are known, nothing attends on the host, nobody gathers weights, no feature has steps")
+    assert own == gathered == delegated == joined == shared == before, (
+        "no ranges of scores are known, no launches are joined, nothing attends on the host, nobody gathers weights, "
+        "no feature has steps")
     assert away == after, "no hidden states leave the device"
     assert before[0] == "prologue ()" and after[0] == f"prologue {tuple(range(len(program.prologue) // 2))}"
     fetches = [line.split()[2] for line in before if line.startswith("Fetch")]
