@@ -67,7 +67,7 @@ class Commands(TyperGroup):
         return list(self.commands)
 
 
-class Command(TyperCommand):
+class CheckedCommand(TyperCommand):
     """A command whose options do not take each other for values: `--pareto --diagonal` would write a file "--diagonal".
     """
 
@@ -127,7 +127,7 @@ def _eval(context: typer.Context) -> None:
 
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False,
                           context_settings={"help_option_names": ["-h", "--help"]})
-    command.command(cls=Command)(eval_command)
+    command.command(cls=CheckedCommand)(eval_command)
     raise typer.Exit(command(context.args, prog_name=context.command_path, standalone_mode=False) or 0)
 
 
@@ -156,10 +156,10 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
 }
 for panel, commands in PANELS.items():
     for name, function in commands.items():
-        app.command(name, cls=Command, rich_help_panel=panel)(function)
+        app.command(name, cls=CheckedCommand, rich_help_panel=panel)(function)
 app.command("eval", rich_help_panel=PREPARE, add_help_option=False,
             context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(_eval)
-app.command("allocate", cls=Command, rich_help_panel="Other")(allocate)
+app.command("allocate", cls=CheckedCommand, rich_help_panel="Other")(allocate)
 app.command("help", rich_help_panel="Other")(_help)
 app.command("version", rich_help_panel="Other")(_version)
 
