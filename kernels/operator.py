@@ -200,7 +200,7 @@ def dtype_of(tensor: Any) -> torch.dtype:
 
 
 def nbytes_of(*values: Any) -> int:
-    """Bytes of all tensors among values and in tuples of them; whatever has no shape counts nothing."""
+    """Bytes of all tensors among values and in tuples of them. Values without a shape count nothing."""
     return sum(math.prod(v.shape) * dtype_of(v).itemsize if hasattr(v, "shape") else
                nbytes_of(*v) if isinstance(v, tuple) else 0 for v in values)
 

@@ -1,4 +1,4 @@
-"""linear, and linear_q of 4 and 8 bits and fp8, at few rows: every candidate of `selection`, beside cuBLAS in bf16."""
+"""linear, and linear_q of 4 and 8 bits and fp8, at few rows: every candidate of `selection`, and cuBLAS in bf16."""
 
 from __future__ import annotations
 

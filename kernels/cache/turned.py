@@ -1,7 +1,7 @@
 """Launches that turn queries and new keys by their positions, and append: on the CPU one operator after the other.
 
-Such a launch of an append is named q, cos and sin beside its arguments, of which k is not turned yet. Its result is q
-turned; keys turned are nowhere but in the cache.
+Such a launch of an append is given q, cos and sin too, and keys that are not turned yet. Its result is q turned. Turned
+keys are in the cache alone.
 """
 
 from __future__ import annotations

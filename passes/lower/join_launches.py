@@ -39,12 +39,12 @@ class _LaunchRun(NamedTuple):
 
     launches: tuple[Launch, ...]
     before: tuple[Item | Mark, ...]  # marks that may stand before all of them
-    behind: tuple[Item | Mark, ...]  # those that may stand behind them
+    after: tuple[Item | Mark, ...]  # those that may stand after them
     end: int  # of the items that it is made of
 
     @property
     def released(self) -> tuple[Span, ...]:
-        return tuple(mark.span for mark in self.behind if type(mark) is Release)
+        return tuple(mark.span for mark in self.after if type(mark) is Release)
 
 
 class _Joining:
@@ -63,7 +63,7 @@ class _Joining:
                 continue
             yield from group.before
             yield self.counted(joined)
-            yield from (mark for mark in group.behind if type(mark) is not Release or mark.span.buffer not in gone)
+            yield from (mark for mark in group.after if type(mark) is not Release or mark.span.buffer not in gone)
             at = group.end
 
     def _joined(self, at: int) -> tuple[_LaunchRun, Launch | None, frozenset[str]]:
@@ -82,7 +82,7 @@ class _Joining:
         return longest, None, frozenset()
 
     def _group(self, at: int, count: int = LONGEST) -> _LaunchRun:
-        """The group of at most so many launches from `at` on; memory that is given back behind it is part of it."""
+        """The group of at most so many launches from `at` on; memory that is given back after it is part of it."""
         launches: list[Launch] = []
         marks: tuple[list[Item | Mark], list[Item | Mark]] = [], []
         place = at
@@ -180,7 +180,7 @@ def _one(
 
 def _is_sound(group: _LaunchRun, joined: Launch) -> bool:
     """Return whether the launch writes nothing that it reads, but what one of the group wrote in place, nor memory that
-    is given back behind it and was given back before it was written."""
+    is given back after it and was given back before it was written."""
     written_in_place = {span for launch in group.launches for span in launch.writes if span in launch.reads}
     fresh = [span for span in joined.writes if span not in written_in_place]
     others = [span for span in joined.reads if span not in written_in_place]

@@ -9,13 +9,13 @@ from forebay.rewriter.ir.products import linear_arguments
 
 
 def order_products(gm: fx.GraphModule) -> None:
-    """Move the products of one operand that nothing follows up behind the first of them, unless the peak of live bytes
-    then rises. Graphs that call blocks are left alone."""
+    """Move plain products of one operand to just after the first of them, unless the peak of live bytes then rises.
+    Graphs that call blocks are left alone."""
     nodes = list(gm.graph.nodes)
     if any(node.op == "call_module" for node in nodes):
         return
     places = {node: i for i, node in enumerate(nodes)}
-    behind: dict[fx.Node, list[fx.Node]] = {}
+    after: dict[fx.Node, list[fx.Node]] = {}
     firsts: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         linear = linear_arguments(node)
@@ -23,11 +23,11 @@ def order_products(gm: fx.GraphModule) -> None:
             continue
         first = firsts.setdefault(linear.x, node)
         if first is not node and all(places[operand] < places[first] for operand in node.all_input_nodes):
-            behind.setdefault(first, []).append(node)
-    moved = {node for group in behind.values() for node in group}
-    order = [n for node in nodes if node not in moved for n in (node, *behind.get(node, ()))]
+            after.setdefault(first, []).append(node)
+    moved = {node for group in after.values() for node in group}
+    order = [n for node in nodes if node not in moved for n in (node, *after.get(node, ()))]
     if order == nodes or peak_nbytes(order) > peak_nbytes(nodes):
         return
-    for first, group in behind.items():
+    for first, group in after.items():
         for node in reversed(group):
             first.append(node)

@@ -150,8 +150,8 @@ class DecodeShape(NamedTuple):
 def share_count(shape: DecodeShape, product: DecodeProduct, processors: int) -> int:
     """Shares of a sequence; of rows of more than 256 values one for each multiprocessor, of 128 positions or more.
 
-    Many heads share such rows, so that multiprocessors wait for products rather than memory. Results, however large
-    beside the rows, then pay where they keep multiprocessors busy; they stay in the L2.
+    Many heads share such rows, so multiprocessors wait for products rather than memory. More shares then pay, even
+    where their results are larger than the rows: results stay in the L2, and all multiprocessors work.
     """
     rows, capacity, position_nbytes, group_heads, dim, lanes, itemsize, bits = shape
     if not bits and lanes > TYPICAL_LANES:
