@@ -8,13 +8,17 @@ from forked import run_code
 from forebay.commands.process_memory import beside_nbytes
 
 # In processes of their own, whose peak begins where they do: what a draw from each vocabulary adds to what is resident.
+# Each block of memory is a mapping of its own, of small pages, by which what is freed is gone and no peak is rounded.
 DRAWING = """
-import os, sys, torch
+import ctypes, os, sys, torch
 from forebay.runtime.run.sampling import Sampling, choose
 
 rows, each, top_k = int(sys.argv[1]), sys.argv[2] == "each", int(sys.argv[3])
 sampling = Sampling(True, 0.7, top_k, 0.9)
 torch.set_num_threads(1)
+PR_SET_THP_DISABLE, M_MMAP_THRESHOLD = 41, -3
+libc = ctypes.CDLL(None)
+assert libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0 and libc.mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
 
 def held(name):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
@@ -38,6 +42,7 @@ drawn(100)  # what is made at the first call
 print(forked(int(sys.argv[4])), forked(int(sys.argv[5])))
 """
 FEW, MANY = 100_000, 400_000
+SEEN_NBYTES = {"each": 40, "together": 24}  # a word; the promise has room for what a heap adds
 
 
 @pytest.mark.parametrize("top_k", [0, 50])
@@ -49,4 +54,4 @@ def test_draws_take_what_is_promised(rows: int, how: str, top_k: int) -> None:
     few, many = map(int, done.stdout.split())
     promised = beside_nbytes(0, drawn_from=MANY) - beside_nbytes(0, drawn_from=FEW)
     print(f"\n{rows} rows {how}: {(many - few) / (MANY - FEW):.0f} bytes a word of {promised / (MANY - FEW):.0f}")
-    assert 0.2 * promised < many - few <= promised
+    assert 0.8 * SEEN_NBYTES[how] * (MANY - FEW) < many - few <= promised
