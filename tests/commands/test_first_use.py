@@ -51,7 +51,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("greedy", [(), ("--temperature", "0", "--top-k", "5")])
+@pytest.mark.parametrize("greedy", [(), at_length(("--temperature", "0", "--top-k", "5"))])
 def test_one_prompt_is_answered_as_the_job_answers_it(answered: tuple[str, dict], greedy: tuple[str, ...]) -> None:
     found = call("run", "demo", "The capital of France is", "--budget", "200MB", "--new-tokens", "10", *greedy)
     assert found.stdout.strip() == answered[0].strip()

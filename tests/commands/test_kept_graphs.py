@@ -16,6 +16,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from selection import at_length
 from transformers import AutoModelForCausalLM
 
 import forebay.commands.plan_config as planning
@@ -163,7 +164,8 @@ def test_code_from_outside_keeps_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert kept_graphs.graphs_key(folder, checkpoint, "") is not None
 
 
-@pytest.mark.parametrize("damage", ["cut", "no constants", "another's", "not text", "a digit", "a constant"])
+@pytest.mark.parametrize("damage", [
+    "cut", at_length("no constants"), "another's", at_length("not text"), "a digit", at_length("a constant")])
 def test_files_that_are_damaged_are_passed_over(tmp_path: Path, damage: str, cache: Path) -> None:
     folder = saved(tmp_path / "model")
     expected = answer(folder)

@@ -117,7 +117,7 @@ def test_active_parameters_are_those_that_a_token_changes(tmp_path: Path, family
     assert found.runs and found.active_parameters == active < found.parameters
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+@pytest.mark.parametrize("method", [at_length("gptq"), at_length("awq"), "compressed-tensors"])
 def test_weights_that_other_tools_quantized(tmp_path: Path, method: str) -> None:
     make(tmp_path, method)
     found = describe_model(str(tmp_path))

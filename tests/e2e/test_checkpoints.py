@@ -33,7 +33,7 @@ SHARES = [(1, 1), (1, 2), (2, 3), (1, 3)]
 WAYS: list[dict[str, Any]] = [
     {}, {"order": "row"}, {"cache_tier": "host"}, {"cache_slots": 1}, {"admitted": 2}, {"prefill_chunk": 37},
     {"cache_tokens": 8, "micro_batches": 5}, {"cache_tier": "disk", "cache_shares": (0.0, 0.5)}]
-SAMPLE = [("opt", (1, 1), 0), ("opt", (2, 3), 4), ("gpt2", (1, 2), 1), ("gemma2", (1, 2), 5), ("llama", (2, 3), 2),
+SAMPLE = [("opt", (1, 1), 0), ("opt", (2, 3), 4), ("llama", (1, 2), 1), ("gemma2", (1, 2), 5), ("llama", (2, 3), 2),
           ("llama", (1, 2), 6), ("opt", (1, 3), 7), ("gpt2", (2, 3), 3)]  # every way and family
 
 

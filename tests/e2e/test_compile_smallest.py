@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from selection import at_length
 from torch import nn
 
 from forebay.backend import prepared_for
@@ -153,7 +154,7 @@ def test_of_operators_that_read_several_streamed_weights(form: str) -> None:
     assert_named_is_smallest(lambda: Reads(function, weights), torch.linspace(-1, 1, 288).view(2, 144))
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+@pytest.mark.parametrize("family", ["Llama", at_length("GPT2")])
 def test_of_language_models(family: str) -> None:
     sizes = {"Llama": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                        "intermediate_size": 256},

@@ -11,6 +11,7 @@ import pytest
 import torch
 import typer
 from budgets import attention_nbytes
+from selection import at_length
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
@@ -77,7 +78,7 @@ def _text(ids: torch.Tensor) -> str:
     return " ".join(f"w{i}" for i in ids.tolist())
 
 
-@pytest.mark.parametrize("share", [2.0, 0.6])
+@pytest.mark.parametrize("share", [at_length(2.0), 0.6])
 def test_perplexity_is_that_of_plain_transformers(folder: Path, share: float) -> None:
     """Windows that do not divide the text, in memory and streamed, two at a time, in chunks."""
     expected = torch.cat([_log_probabilities(folder, IDS[i : i + 21]) for i in range(0, 74, 20)])

@@ -163,7 +163,7 @@ def test_its_own_steps_draft(tmp_path: Path, driver: None, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("name", "more"), [
     at_length("opt", HOST), ("opt", DISK | {"checkpoints": (1, 1), "checkpoint_format": "act8"}),
-    ("gpt2", DISK | {"admitted": 2, "order": "row"})])
+    at_length("gpt2", DISK | {"admitted": 2, "order": "row"})])
 def test_checkpoints(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -> None:
     """Prompts leave blocks of them; from the disk they pass through host slots as others do."""
     case = Case(name, tmp_path, 37, 5)

@@ -195,7 +195,7 @@ def test_adapters_that_do_more_than_add_matrices_serve_alone(tmp_path: Path) -> 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("case", without(CASES, [case for case in CASES if case not in (
-    "llama saved", "gpt2 dora", "mixtral")]))
+    "llama saved", "gpt2 dora")]))
 def test_logits_are_those_of_peft(tmp_path: Path, case: str) -> None:
     """Of the folder, and of the model in memory, as PEFT computes and saves it."""
     peft = pytest.importorskip("peft")

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("private_cache")  # notes on verified check
 WIDE = {"llama": {"hidden_size": 256, "intermediate_size": 2048}, "gpt2": {"n_embd": 384}}
 CACHES = {"kv8": 0.02, "kv4": 0.3}  # the most that logits may differ by, relative to theirs
 # Beside a plain one, which streams, matrices stored the other way, windows and softcaps, and fused products.
-LEFT = ("opt", "opt_projected", "qwen2", "qwen3", "mistral", "gpt_neox", "llama4")
+LEFT = ("opt", "opt_projected", "qwen2", "qwen3", "mistral", "phi3", "gpt_neox", "llama4")
 KEPT = {family: list(CACHES) if ALL or family in ("llama", "gemma2") else [list(CACHES)[i % 2]]
         for i, family in enumerate(families.FAMILIES)}
 

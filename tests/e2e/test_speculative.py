@@ -55,7 +55,7 @@ def language_model(folder: Path, options: Options) -> LanguageModel:
 GAP_SHARE = 1e-3  # of logits that are mostly below 1: those of one token were seen to differ by 1e-4
 KINDS = [(weights, cache) for weights in ("native", "w4") for cache in ("native", "kv8")]
 SOME = {"llama": [KINDS[0], KINDS[3]], "opt": [("w4", "native")], "gpt2": [("native", "kv8")],
-        "gemma2": [("native", "native"), ("w4", "kv8")]}
+        "gemma2": [("w4", "kv8")]}
 
 
 @pytest.mark.parametrize(("folders", "weights", "cache"), [

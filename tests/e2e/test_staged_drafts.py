@@ -44,7 +44,7 @@ WAYS: list[Any] = [
     ("opt", 2, SHARED | {"cpu_attention": True}), ("gemma2", 3, DISK | {"cache_tokens": 3}),
     at_length("gemma2", 2, ATTENDED), ("opt", 2, DISK | {"checkpoints": (1, 2)}),
     at_length("llama", 5, {"cache_tier": "device", "hidden_tier": "disk", "prefill_chunk": 6}),
-    ("gpt2", 5, DISK | {"hidden_tier": "host"})]
+    ("llama", 5, DISK | {"hidden_tier": "host"}), at_length("gpt2", 5, DISK | {"hidden_tier": "host"})]
 
 
 @pytest.mark.parametrize(("name", "micro_batches", "options"), WAYS)
@@ -74,7 +74,8 @@ def test_tokens_equal_transformers(
 
 
 @pytest.mark.parametrize(("admitted", "options"), [
-    at_length(0, DISK), (2, DISK), at_length(1, SHARED), (2, ATTENDED), at_length(2, DISK | {"micro_batches": 2})])
+    at_length(0, DISK), at_length(2, DISK), at_length(1, SHARED), (2, ATTENDED),
+    at_length(2, DISK | {"micro_batches": 2})])
 def test_sequences_in_places(cases: Callable[[str], Case], admitted: int, options: dict[str, Any]) -> None:
     """More of them than slots, of unequal lengths; one is drawn, as its seed has it without drafts."""
     case = cases("llama")

@@ -59,6 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tokens", [1, 3, 30])
 def test_drafts_end_where_the_answer_does(streamed: LanguageModel, model: Any, way: str, tokens: int) -> None:

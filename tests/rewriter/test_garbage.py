@@ -11,6 +11,12 @@ import forebay.rewriter.garbage as garbage
 from forebay.rewriter.garbage import DUE, collect_when_due, no_collection
 
 
+@pytest.fixture(autouse=True)
+def as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite has fewer collections (`tests/conftest.py`)."""
+    monkeypatch.setattr(garbage, "DUE", DUE)
+
+
 class _Cycle:
     def __init__(self) -> None:
         self.itself = self

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from selection import without
 from torch import fx
 from torch.fx.node import map_aggregate
 
@@ -92,7 +93,7 @@ def test_of_parallel_blocks_both_inputs_of_a_chunk_are_gathered_at_once() -> Non
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", without(families.FAMILIES, ("qwen3", "llama4", "phi3", "mistral", "gemma2")))
 @pytest.mark.parametrize("share", [LINE, GRID, replace(GRID, attention="batch", chunks=(3, 1)), GATHERING,
                                    replace(GRID, attention="batch", gather_chunks=(3, 1))])
 def test_pieces_have_every_element_of_a_rank_once(family: str, share: RankShare) -> None:

@@ -3,6 +3,7 @@ import operator
 
 import pytest
 import torch
+from selection import without
 from torch import fx
 
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
@@ -88,7 +89,7 @@ def test_unknown_missing_and_unfitting_inputs_are_named():
         concretise(lm.step, good | {"start": meta(2)})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", without(FAMILIES, ("qwen2", "qwen3", "mistral", "phi3", "opt")))
 @pytest.mark.parametrize(("batch", "seq"), [(1, 1), (3, 1), (2, 7)])
 def test_no_symbolic_size_is_left(family, batch, seq):
     lm = captured(family)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from selection import without
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -67,7 +68,7 @@ class Runner:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("flat", "batch", "chunk"), [(False, 1, 16), (False, 3, 5), (True, 1, 5), (True, 3, 16)],
                          ids=["blocks", "blocks, chunked", "flat, chunked", "flat"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", without(FAMILIES, ("gemma2", "phi3", "qwen3", "qwen2", "mistral")))
 def test_logits_equal_eager(family, chunk, batch, flat):
     model = eager_model(family)
     torch.manual_seed(1)

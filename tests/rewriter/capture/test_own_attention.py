@@ -64,7 +64,8 @@ def captured(name: str) -> CapturedModel:
     return capture_model(CONFIGS[name])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", without(CONFIGS, (
+    "falcon", "falcon, alibi", "gptj", "codegen", "gpt_neox_japanese", "xglm", "stablelm", "biogpt")))
 def test_logits_equal_transformers_in_chunks_of_unequal_prompts(name: str) -> None:
     model = model_of(name)
     lm = captured(name)

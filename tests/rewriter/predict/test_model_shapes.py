@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import at_length
 
 from forebay.rewriter.partition.layouts import BlockWidths
 from forebay.rewriter.predict.model_shapes import (
@@ -128,10 +129,10 @@ EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_in
     ("qwen3_next", DELTA | EXPERTS | dict(shared_expert_intermediate_size=32,
                                           layer_types=["linear_attention", "full_attention", "linear_attention"]),
      2 * (3 * (2 * 2 * 16 + 4 * 16) * 2 + 4 * 16 * 16 * 4)),
-    ("granitemoehybrid", MAMBA | EXPERTS | dict(shared_intermediate_size=64,
-                                                layer_types=["mamba", "attention", "mamba"]),
-     2 * (3 * (8 * 16 + 2 * 2 * 16) * 2 + 8 * 16 * 16 * 4)),
-    ("falcon_h1", MAMBA | dict(mamba_d_ssm=128), 3 * (3 * (8 * 16 + 2 * 2 * 16) * 2 + 8 * 16 * 16 * 4)),
+    at_length("granitemoehybrid", MAMBA | EXPERTS | dict(shared_intermediate_size=64,
+                                                         layer_types=["mamba", "attention", "mamba"]),
+              2 * (3 * (8 * 16 + 2 * 2 * 16) * 2 + 8 * 16 * 16 * 4)),
+    at_length("falcon_h1", MAMBA | dict(mamba_d_ssm=128), 3 * (3 * (8 * 16 + 2 * 2 * 16) * 2 + 8 * 16 * 16 * 4)),
     ("mamba2", dict(state_size=16, num_heads=8, n_groups=2, head_dim=16), 3 * (3 * (8 * 16 + 2 * 2 * 16) * 2
                                                                                + 8 * 16 * 16 * 4))])
 def test_states_of_one_size_are_counted_by_sequence(kind: str, sizes: dict[str, Any], recurrent: int) -> None:

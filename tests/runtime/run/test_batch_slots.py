@@ -119,7 +119,8 @@ def answers(
     ("gemma2", {"admitted": 3, "micro_batches": 2, "order": "row"}),
     at_length("llama", {"admitted": 2, "micro_batches": 2} | DISK),
     at_length("llama", {"admitted": 5, "micro_batches": 3} | DISK),
-    ("gemma2", {"admitted": 2, "micro_batches": 3, "order": "row"} | DISK),
+    at_length("gemma2", {"admitted": 2, "micro_batches": 3, "order": "row"} | DISK),
+    ("llama", {"admitted": 2, "micro_batches": 3, "order": "row"} | DISK),
     ("opt", {"admitted": 3, "micro_batches": 1, "cache_slots": 1} | DISK), ("gpt2", {"micro_batches": 2}),
     ("llama", {})])
 def test_answers_are_those_of_each_prompt_alone(

@@ -157,7 +157,7 @@ def test_steps_over_all_places_check_drafts_where_sequences_enter(batching: Batc
 
 CHUNKS = [(prompt, drafted) for prompt in (3, 4, 16, 17, 40) for drafted in ("auto", 1, 3, 15)] + [(2, "auto")]
 # A step over 2, 4 or 16 tokens beside a chunk of as many, of one less and of one more.
-BESIDE = [(3, "auto"), (3, 1), (4, 3), (16, 15), (17, 15), (17, 1), (40, "auto"), (40, 3), (2, "auto")]
+BESIDE = [(3, 1), (16, 15), (17, 15), (40, "auto"), (2, "auto")]
 
 
 @pytest.mark.parametrize(("prompt", "drafted"), without(CHUNKS, [each for each in CHUNKS if each not in BESIDE]))
