@@ -157,4 +157,6 @@ def load() -> ctypes.CDLL | None:
     found.forebay_chain.argtypes = (pointer, ctypes.c_int64, pointer, ctypes.c_int64, ctypes.c_int)
     found.forebay_chain.restype = ctypes.c_int64
     found.forebay_attention_max_head_dim.restype = ctypes.c_int64
+    found.forebay_linear_recurrence_scratch.argtypes = (ctypes.c_int64,) * 4
+    found.forebay_linear_recurrence_scratch.restype = ctypes.c_int64
     return found

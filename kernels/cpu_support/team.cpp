@@ -22,9 +22,9 @@ namespace {
 constexpr int64_t WAKING_NS = 20000;                     // waking a sleeper costs the caller some 5 µs
 constexpr auto WATCH = std::chrono::microseconds(50);    // how long a thread looks for work before it sleeps
 constexpr int PAUSES = 64;                               // between looks at the clock
-// Of each thread, whatever `ulimit -s` says: states and rows of linear recurrences, the most that a kernel keeps there,
-// take 1.2 MiB.
-constexpr size_t STACK_NBYTES = 2 << 20;
+// Of each thread, whatever `ulimit -s` says. Attention over packed rows keeps 0.33 MiB there, the most of all kernels: a
+// caller's thread may have as little as 512 KiB.
+constexpr size_t STACK_NBYTES = 1 << 20;
 constexpr int PATIENCE = 1024;                           // pauses before the processor is offered to others
 constexpr int PLACES = 64;                               // threads whose processors are known to each other
 constexpr auto STAY = std::chrono::milliseconds(2);      // how long a thread stays where it has moved to, at least

@@ -73,16 +73,16 @@ def layer_cuts(step: fx.GraphModule) -> dict[object, Cut]:
                   if isinstance(given, fx.Node) and follows_positions(given)]
         cut = smallest_cut(block, tables, behind_products=True)
         if cut is None:
-            raise CannotCheckpoint(f"{name} appends to no cache")
+            raise CannotCheckpoint(f"layers like {name} keep no K and V")
         if len(cut.kept) != 1 or not 2 <= _value(cut.kept[0]).dim() <= 3:
-            raise CannotCheckpoint(f"K and V are made of {', '.join(n.name for n in cut.kept) or 'nothing'} in {name}; "
-                                   "checkpoints are of one value for each token")
+            raise CannotCheckpoint(f"in {name} K and V follow from {', '.join(n.name for n in cut.kept) or 'nothing'}, "
+                                   "and checkpoints keep one value for each token")
         for node in cut.made:
             for source in node.all_input_nodes:
                 if source.op != "placeholder" and values_of(source) and source not in {*cut.kept, *cut.made} and (
                         _follows_call(source)):
-                    raise CannotCheckpoint(f"K and V are made of {source.name} in {name}, which follows from the "
-                                           "positions of new tokens")
+                    raise CannotCheckpoint(f"in {name} K and V follow from the positions of a call's tokens "
+                                           f"({source.name}), which checkpoints do not keep")
         found[name] = cut
     if not found:
         raise CannotCheckpoint("the model has no layers that are captured by themselves")

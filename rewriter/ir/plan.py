@@ -62,7 +62,7 @@ class Workload:
     def whole(self, batching: BatchSchedule) -> Workload:
         """Round up to whole micro-batches, and to a prompt that a prefill step can compute."""
         count = batching.micro_batches.count
-        prompt = max(self.prompt, 2) if batching.admitted else self.prompt  # a step over one token decodes
+        prompt = max(self.prompt, 3) if batching.admitted else self.prompt  # steps over fewer decode or check drafts
         return replace(self, batch=-(-self.batch // count) * count, prompt=prompt)
 
     def effective_lengths(self, batching: BatchSchedule) -> tuple[int, int]:

@@ -257,6 +257,17 @@ def test_drafts_change_no_token(saved: Saved, family: str, options: dict[str, An
                 assert tally.accepted > 3 and tally.refused > 3 and {2, 3, 6} <= tally.steps.keys()
 
 
+@pytest.mark.parametrize("slots", ["batch", "batch_slots"])
+def test_short_prompts_have_drafts_too(saved: Saved, slots: str) -> None:
+    """Steps over two tokens, which replay accepted ones, are there beside those that compute a prompt of two."""
+    folder, model, ids, _, _ = saved("lfm2")
+    prompts, sizes = ids[:2, :2], {"prompt": 2, "new_tokens": 9}
+    with forebay.wrap(folder, 4 << 20, prompt_lookup_num_tokens=5, **{slots: 2}, **sizes) as lm:
+        assert lm.plan.schedule.speculative_steps[-1] == 2
+        found = lm.generate(prompts, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    assert torch.equal(found[:, 2:], torch.stack([greedy(model, row, 9) for row in prompts]))
+
+
 @pytest.mark.parametrize(("family", "tier"), [
     ("lfm2", "disk"), ("mamba2", "host"), *(at_length(family, tier) for tier in ("disk", "host") for family in (
         "qwen3_next", "mamba", "falcon_h1", "nemotron_h", "granitemoehybrid"))])

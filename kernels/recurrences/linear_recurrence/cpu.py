@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from forebay.kernels.cpu_support import native
@@ -26,6 +27,14 @@ class LinearRecurrenceArgs(ctypes.Structure):
     )
 
 
+def workspace_nbytes(tokens: int, heads: int, width: int, columns: int) -> int:
+    """Bytes of scratch of the C++ kernel: rows, products and states of a chunk for each thread, where there are chunks.
+    """
+    library = native.load()
+    each = library.forebay_linear_recurrence_scratch(tokens, heads, width, columns) if library is not None else 0
+    return int(4 * torch.get_num_threads() * each)
+
+
 def bind_linear_recurrence(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, start: Tensor,
     count: Tensor, out: Tensor,
@@ -41,4 +50,5 @@ def bind_linear_recurrence(
         *(stride for t in (q, k, v, log_decay) for stride in t.stride()[:3]),
         *((0, 0) if beta is None else beta.stride()[:2]), *out.stride()[:3], log_decay.dim() == 4,
     )  # fmt: skip
-    return native.NativeCall("linear_recurrence", args, given)
+    floats = workspace_nbytes(v.shape[1], *state.shape[1:]) // 4
+    return native.NativeCall("linear_recurrence", args, given, floats)

@@ -7,6 +7,9 @@
 //   out[t] = p[t] * q[t] state + sum over i <= t of d[t, i] * (q[t] k[i]) * u[i]
 //   state = p[last] * state + sum over i of d[last, i] * k[i] u[i]^T
 // Quotients d are never divided: they are products of decays, none above 1.
+#include <atomic>
+#include <new>
+
 #include "channel_decays.h"
 #include "subnormals.h"
 #include "team.h"
@@ -14,7 +17,7 @@
 namespace {
 
 constexpr int64_t FEW_TOKENS = 8;  // from so many on chunks pay
-constexpr int64_t HELD = 1 << 17;  // numbers of the states of its heads: a part of L2, and 0.5 MB of its stack
+constexpr int64_t HELD = 1 << 17;  // numbers of the states of a task's heads, at most: a part of L2
 static_assert(SPREAD % WIDE == 0 && WIDE % PANEL == 0 && SPREAD * CHUNK_WIDTH <= HELD);
 
 // Rows of PANEL numbers, of which n are in memory, and back.
@@ -118,14 +121,14 @@ struct Piece { int64_t b, h0, h1, c0, c1; };
 
 // The states of a piece's heads in panels, [head][panel][width][PANEL].
 struct Held {
-  alignas(64) float panels[HELD];
+  float* panels;
   float* of(const Piece& p, int64_t h, int64_t i, int64_t width) {
     return panels + ((h - p.h0) * round_up(p.c1 - p.c0, PANEL) + i - p.c0) * width;
   }
 };
 
 // f(state, panel, columns): where each panel of a piece lies in memory, and apart.
-template <class F> void each_panel(const LinearRecurrenceArgs& a, const Piece& p, Held& held, const F& f) {
+template <class F> void each_panel(const LinearRecurrenceArgs& a, const Piece& p, Held held, const F& f) {
   for (int64_t h = p.h0; h < p.h1; ++h)
     for (int64_t i = p.c0; i < p.c1; i += PANEL)
       f(a.state + (p.b * a.heads + h) * a.width * a.columns + i, held.of(p, h, i, a.width),
@@ -141,6 +144,23 @@ struct Staged {
   Values values[2];
   int key = 0, value = 0;
 };
+
+// A worker's scratch, behind which the states of its heads lie: too much for the stacks that callers' threads may have.
+struct Scratch {
+  Staged staged;
+  Chunk chunk;
+  Held held() { return {reinterpret_cast<float*>(this + 1)}; }
+};
+
+int64_t panel_floats(int64_t width, int64_t columns) {
+  return std::max<int64_t>(1, std::min(SPREAD, round_up(columns, PANEL)) * width);
+}
+
+// Floats of a worker's scratch; 0 where no call of so many tokens takes chunks.
+int64_t scratch_floats(int64_t tokens, int64_t heads, int64_t width, int64_t columns) {
+  if (tokens < FEW_TOKENS || width > CHUNK_WIDTH) return 0;
+  return int64_t(sizeof(Scratch) / 4) + round_up(std::min(HELD, heads * panel_floats(width, columns)), 16);
+}
 
 // Tokens [from, from + some) of q and k head `few`, which become rows `at` on.
 void stage_keys(const LinearRecurrenceArgs& a, int64_t b, int64_t few, int64_t from, int64_t at, int64_t some, Keys& to,
@@ -183,9 +203,10 @@ Ahead ahead_of(const LinearRecurrenceArgs& a, const Piece& p, int64_t h, const S
 }
 
 template <bool BY_CHANNEL>
-void chunk_of(const LinearRecurrenceArgs& a, const Piece& p, const Span& now, const Span& next, Held& held,
-              Staged& staged) {
-  Chunk c;
+void chunk_of(const LinearRecurrenceArgs& a, const Piece& p, const Span& now, const Span& next, Scratch& scratch) {
+  Chunk& c = scratch.chunk;
+  Staged& staged = scratch.staged;
+  Held held = scratch.held();
   c.tokens = now.to - now.from, c.width = a.width;
   for (int64_t h = p.h0; h < p.h1; ++h) {
     c.q = staged.keys[staged.key].q, c.k = staged.keys[staged.key].k;
@@ -219,9 +240,10 @@ void chunk_of(const LinearRecurrenceArgs& a, const Piece& p, const Span& now, co
 }
 
 template <bool BY_CHANNEL>
-void run_chunks(const LinearRecurrenceArgs& a, const Piece& p, int64_t count, bool begins) {
-  Held held;
-  Staged staged;
+void run_chunks(const LinearRecurrenceArgs& a, const Piece& p, int64_t count, bool begins, float* memory) {
+  Scratch& scratch = *new (memory) Scratch;
+  Staged& staged = scratch.staged;
+  const Held held = scratch.held();
   each_panel(a, p, held, [&](const float* state, float* panel, int64_t n) {
     if (begins) std::memset(panel, 0, size_t(a.width * PANEL) * 4);
     else take_rows(state, a.columns, a.width, n, panel);
@@ -233,13 +255,13 @@ void run_chunks(const LinearRecurrenceArgs& a, const Piece& p, int64_t count, bo
   stage_values(a, p, p.h0, {0, begin(1)}, staged.values[0], first);
   first.finish();
   for (int64_t i = 0; i < chunks; ++i)
-    chunk_of<BY_CHANNEL>(a, p, {begin(i), begin(i + 1)}, {begin(i + 1), begin(i + 2)}, held, staged);
+    chunk_of<BY_CHANNEL>(a, p, {begin(i), begin(i + 1)}, {begin(i + 1), begin(i + 2)}, scratch);
   each_panel(a, p, held, [&](float* state, const float* panel, int64_t n) {
     put_rows(panel, a.width, n, state, a.columns);
   });
 }
 
-template <bool BY_CHANNEL> void run_piece(const LinearRecurrenceArgs& a, const Piece& p) {
+template <bool BY_CHANNEL> void run_piece(const LinearRecurrenceArgs& a, const Piece& p, float* scratch) {
   const WithoutSubnormals flushed;
   const int64_t count = std::min(std::max<int64_t>(a.count[p.b], 0), a.tokens);
   const bool begins = a.start[p.b] == 0;
@@ -251,34 +273,45 @@ template <bool BY_CHANNEL> void run_piece(const LinearRecurrenceArgs& a, const P
   if (count < FEW_TOKENS || a.width > CHUNK_WIDTH) {
     for (int64_t h = p.h0; h < p.h1; ++h) walk_columns<BY_CHANNEL>(a, {p.b, h, 0, count, begins}, p.c0, p.c1);
   } else {
-    run_chunks<BY_CHANNEL>(a, p, count, begins);
+    run_chunks<BY_CHANNEL>(a, p, count, begins, scratch);
   }
 }
 
 }  // namespace
 
-// Needs dense last dimensions, a dense state, and a width of MOST_WIDTH at most.
-extern "C" int forebay_linear_recurrence(const LinearRecurrenceArgs* a, float*, int64_t, int threads) {
-  if (a->width > MOST_WIDTH) return 1;
+// Floats of scratch for one thread.
+extern "C" int64_t forebay_linear_recurrence_scratch(int64_t tokens, int64_t heads, int64_t width, int64_t columns) {
+  return scratch_floats(tokens, heads, width, columns);
+}
+
+// Needs dense last dimensions, a dense state, a width of MOST_WIDTH at most, and scratch for one worker at least.
+extern "C" int forebay_linear_recurrence(const LinearRecurrenceArgs* a, float* scratch, int64_t floats, int threads) {
+  const int64_t each = scratch_floats(a->tokens, a->heads, a->width, a->columns);
+  const int64_t workers = each ? std::min<int64_t>(threads, floats / each) : threads;
+  if (a->width > MOST_WIDTH || workers < 1) return 1;
   if (!a->heads) return 0;
   // tasks enough for all threads: few heads are cut by columns, of many some go together
-  const int64_t heads = a->batch * a->heads, wanted = 4 * threads;
+  const int64_t heads = a->batch * a->heads, wanted = 4 * workers;
   const int64_t wides = std::max<int64_t>(1, (a->columns + WIDE - 1) / WIDE);
   const int64_t cut = std::clamp<int64_t>(wanted / std::max<int64_t>(heads, 1), 1, wides);
   const bool chunked = a->tokens >= FEW_TOKENS;
   const int64_t most_wides = chunked ? SPREAD / WIDE : wides, part = std::min((wides + cut - 1) / cut, most_wides);
   const int64_t parts = (wides + part - 1) / part;
-  const int64_t held = std::max<int64_t>(1, std::min(SPREAD, round_up(a->columns, PANEL)) * a->width);
+  const int64_t held = panel_floats(a->width, a->columns);
   int64_t run = std::clamp<int64_t>(heads / wanted, 1, std::clamp<int64_t>(HELD / held, 1, a->heads));
   if (run > a->group) run -= run % a->group;  // heads that share q and k stay together, or are cut apart from others
   const int64_t cut_of = run < a->group ? a->group : a->heads, runs = (cut_of + run - 1) / run;
   const int64_t tasks = a->batch * (a->heads / cut_of) * runs * parts;
-  parallel_for(tasks, threads, heads * a->columns * (a->tokens + 1) * a->width / 128, [&](int64_t i) {
-    const int64_t c = i % parts * part * WIDE, r = i / parts % runs * run, of = i / parts / runs;
-    const int64_t b = of / (a->heads / cut_of), h = of % (a->heads / cut_of) * cut_of;
-    const Piece piece = {b, h + r, h + std::min(cut_of, r + run), c, std::min(a->columns, c + part * WIDE)};
-    if (a->by_channel) run_piece<true>(*a, piece);
-    else run_piece<false>(*a, piece);
+  std::atomic<int64_t> next{0};
+  parallel_for(std::min(workers, tasks), threads, heads * a->columns * (a->tokens + 1) * a->width / 128,
+               [&](int64_t worker) {
+    for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
+      const int64_t c = i % parts * part * WIDE, r = i / parts % runs * run, of = i / parts / runs;
+      const int64_t b = of / (a->heads / cut_of), h = of % (a->heads / cut_of) * cut_of;
+      const Piece piece = {b, h + r, h + std::min(cut_of, r + run), c, std::min(a->columns, c + part * WIDE)};
+      if (a->by_channel) run_piece<true>(*a, piece, scratch + worker * each);
+      else run_piece<false>(*a, piece, scratch + worker * each);
+    }
   });
   return 0;
 }

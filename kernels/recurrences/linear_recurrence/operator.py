@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forebay.kernels.define import define_operator, filling, on_gpu
 from forebay.kernels.operator import Cost, Use, nbytes_of
-from forebay.kernels.recurrences.linear_recurrence.cpu import bind_linear_recurrence
+from forebay.kernels.recurrences.linear_recurrence.cpu import bind_linear_recurrence, workspace_nbytes
 from forebay.kernels.recurrences.linear_recurrence.reference import reference
 
 
@@ -45,6 +45,7 @@ LINEAR_RECURRENCE = define_operator(
     reference=reference,
     cost=_cost,
     bind={"cpu": filling(bind_linear_recurrence), "cuda": on_gpu(f"{__package__}.gpu", "bind_linear_recurrence")},
+    workspace={"cpu": lambda use: workspace_nbytes(use.args[2].shape[1], *use.args[5].shape[1:])},
     layouts={**dict.fromkeys(("q", "k", "v", "log_decay", "beta"), "columns"),
              **dict.fromkeys(("state", "start", "count"), "dense")},
 )

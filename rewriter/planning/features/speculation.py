@@ -67,7 +67,8 @@ def forced_sizes(graphs: StepGraphs, workload: Workload, options: Options) -> tu
     chunk = min(options.prefill_chunk or 1, workload.prompt)
     asked = {*_asked_sizes(options), *(() if graphs.rewindable else (REPLAY,))}
     sizes = tuple(n for n in sorted(asked, reverse=True) if 1 < n <= workload.new_tokens and n != chunk)
-    beside_prompt = tuple(n for n in sizes if n != workload.prompt)
+    needed = () if graphs.rewindable or options.admitted else (REPLAY,)
+    beside_prompt = tuple(n for n in sizes if n != workload.prompt or n in needed)
     if not (beside_prompt or (sizes and not options.admitted)):
         raise PlanError(f"prompt_lookup_num_tokens: {_no_size(workload, options)}")
     if not graphs.rewindable and REPLAY not in (beside_prompt or sizes):

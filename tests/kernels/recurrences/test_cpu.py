@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from forked import run_code
 from torch import Tensor
 
+from forebay.kernels.build.compile import compiler
 from forebay.kernels.operator import Operator, Tensors
 from forebay.kernels.recurrences.keep_state.operator import KEEP_STATE
 from forebay.kernels.recurrences.linear_recurrence.operator import LINEAR_RECURRENCE
@@ -187,6 +189,38 @@ def test_many_tokens_at_once(name: str, threads: int, monkeypatch: pytest.Monkey
         counts = [min(size, max(0, n - at)) for n in lengths]
         outs.append(run(case, slice(at, at + size), state, [s + at for s in begins], counts))
     assert relative(torch.cat(outs, 1), want) < 1e-6 and relative(state, kept) < 1e-6
+
+
+SMALL_STACK = """
+import sys, threading, torch
+from forebay.kernels.operator import Tensors
+from forebay.kernels.operators import LINEAR_RECURRENCE
+from allocated import peak_allocated
+threads, sizes = int(sys.argv[1]), (1, 70, 8)
+q, k, v, decay, beta = (torch.rand(*sizes, n) for n in (256, 256, 128, 256, 1))
+state, one, out = torch.rand(1, 8, 256, 128), torch.ones(1).long(), torch.empty_like(v)
+use = Tensors((q / 256, k / 256, v, -decay, beta[..., 0], state, one, 70 * one), {}, (out,))
+torch.set_num_threads(threads)
+want, _ = LINEAR_RECURRENCE.reference(*use.args)
+told = []
+def call():
+    torch.set_num_threads(threads)
+    told.append(LINEAR_RECURRENCE.workspace_nbytes(use, "cpu") - peak_allocated(LINEAR_RECURRENCE.bind["cpu"](use)))
+threading.stack_size(512 << 10)
+caller = threading.Thread(target=call)
+caller.start()
+caller.join()
+assert told == [0], told
+assert torch.allclose(out.double(), want, rtol=1e-5, atol=1e-5)
+"""
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_a_thread_of_a_small_stack_may_call(threads: str) -> None:
+    """Of 512 KiB, as systems give some. Rows and states of chunks lie in scratch, which the plan counts."""
+    done = run_code("import sys; sys.path.append('tests')\n" + SMALL_STACK, threads)
+    assert done.returncode == 0, done
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

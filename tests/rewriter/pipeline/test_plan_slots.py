@@ -69,7 +69,7 @@ def test_a_job_that_fits_nowhere_is_refused_for_one_place() -> None:
 
 def test_a_prompt_of_one_token_enters() -> None:
     plan = places_of(1 << 28, Workload(100, 1, 5), 8)
-    assert plan.workload.prompt == 2 and plan.schedule.prefill_chunks == (2,)
+    assert plan.workload.prompt == 3 and plan.schedule.prefill_chunks == (3,)
 
 
 def test_answers_begin_together_where_the_device_caches_them() -> None:

@@ -219,20 +219,19 @@ def test_no_budget_is_sought_where_the_chunk_is_a_step_that_checks() -> None:
         made.smallest_budget(Options(prefill_chunk=32))
 
 
-@pytest.mark.parametrize(("prompt", "drafted"), [(1, 3), (2, 3), (1, 1), (2, 1)])
-def test_a_short_prompt_that_enters_is_computed_by_a_prefill_step(prompt: int, drafted: int) -> None:
-    """A prefill step has at least 2 tokens, so a prompt of 1 takes the size that a prompt of 2 takes."""
+@pytest.mark.parametrize(("drafted", "steps"), [(3, (4, 2)), (1, (2,))])
+@pytest.mark.parametrize("prompt", [1, 2])
+def test_a_short_prompt_that_enters_is_computed_by_a_prefill_step(
+    prompt: int, drafted: int, steps: tuple[int, ...]
+) -> None:
+    """A prefill step has at least 3 tokens: steps over one decode, and those over two may check drafts."""
 
     def graphs_of(work: Workload, batching: BatchSchedule) -> Any:
         return pipeline(work, batching).graphs
 
     work, options = Workload(1, prompt, 24), Options(prompt_lookup_num_tokens=drafted, admitted=1)
-    if drafted == 1:
-        with pytest.raises(PlanError, match="steps over 2 tokens compute the prompt, in chunks of as many"):
-            plan_batch(PlanTask(graphs_of, Budget(1 << 24), work, options, Machine.default(), Switches()))
-        return
     _, plan = plan_batch(PlanTask(graphs_of, Budget(1 << 24), work, options, Machine.default(), Switches()))
-    assert plan.schedule.speculative_steps == (4,) and plan.schedule.prefill_chunk == 2
+    assert plan.schedule.speculative_steps == steps and plan.schedule.prefill_chunk == 3
 
 
 @pytest.mark.parametrize(("steps", "message"), [
