@@ -28,11 +28,11 @@ from forebay.rewriter.machine.profile import Machine, save_machine
 
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "0"))
-SAMPLE = {"run": 2, "quantize": 6, "packed": 2, "job": 6, "spilled": 3, "generate": 3, "spill": 3, "compiled": 3,
-          "served": 3}
+SAMPLE = {"run": 2, "quantize": 4, "packed": 2, "job": 4, "spilled": 2, "generate": 2, "spill": 2, "compiled": 2,
+          "served": 2}
 PLANNING = ("run", "packed")  # that capture and plan each time
 COUNT = 3  # prompts
-MANY = 120 if ALL else 40  # of a job that is killed
+MANY = 120 if ALL else 24  # of a job that is killed
 KILLS = 30 if ALL else 3
 # Words that say what is short where no file is to blame.
 SHORTAGES = ("gives no more memory", "gives no more threads", "ulimit", "io_uring", "the spill file", "the disk reader")
