@@ -127,6 +127,7 @@ def test_what_cannot_be_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.all
 def test_the_notebook_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     cells = json.loads((EXAMPLES / "tutorial.ipynb").read_text())["cells"]

@@ -12,6 +12,7 @@ def known() -> dict[str, flashdecoding.Arithmetic]:
     return flashdecoding.known()
 
 
+@pytest.mark.all
 def test_longest_contexts_are_within_five_percent() -> None:
     rows = flashdecoding.rows()
     assert [row.paper for row in rows] == [320_000, 502_000, 110_000, 128_000]

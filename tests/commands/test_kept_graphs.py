@@ -106,6 +106,7 @@ def mixture() -> Any:
                           num_experts_per_tok=2, max_position_embeddings=128)
 
 
+@pytest.mark.all
 def test_the_second_start_imports_little(tmp_path: Path) -> None:
     """No code of models, nor a solver or a compiler of kernels that only some plans need."""
     folder = saved(tmp_path / "model")

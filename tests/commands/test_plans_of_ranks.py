@@ -86,6 +86,7 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
     return answers(out)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("mesh", "rates"), [at_length("4", "1"), ("2x2", "0.5,100")])
 def test_the_command_that_is_printed_runs_with_the_plans_that_are_written(
     folder: Path, tmp_path: Path, expected: list[str], mesh: str, rates: str

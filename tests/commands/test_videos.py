@@ -39,6 +39,7 @@ def shots(folder: Path, frames: np.ndarray) -> list[Path]:
     return paths
 
 
+@pytest.mark.all
 def test_jobs_answer_lines_with_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file the frames that the processor chooses are seen, of a list all."""
     whole, processor = qwen(tmp_path)

@@ -133,6 +133,7 @@ def test_where_no_draft_pays_none_is_taken_and_it_is_said(llama_checkpoint: Any)
                              for each in (lm, plain)))
 
 
+@pytest.mark.all
 def test_a_budget_without_room_for_both_says_what_is_lacking(llama_checkpoint: Any) -> None:
     options: Any = dict(prompt=10, new_tokens=8, draft=llama_checkpoint.folder)
     nbytes = llama_checkpoint.share(0.3)

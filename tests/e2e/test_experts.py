@@ -65,6 +65,7 @@ def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
     lm.close()
 
 
+@pytest.mark.all
 def test_a_model_in_memory_and_a_bundle(saved: Saved, tmp_path: Path) -> None:
     folder, model = saved("granitemoe")
     ids, mask = prompts()
@@ -81,6 +82,7 @@ def test_a_model_in_memory_and_a_bundle(saved: Saved, tmp_path: Path) -> None:
         lm.close()
 
 
+@pytest.mark.all
 def test_bf16_stays_near(tmp_path: Path) -> None:
     model = small("qwen3_moe", torch.bfloat16)
     model.save_pretrained(tmp_path)

@@ -235,6 +235,7 @@ def test_images_run_in_parts(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.all
 def test_a_budget_for_no_whole_prompt_names_what_can_be_changed(tmp_path: Path) -> None:
     """Images ask for steps over whole prompts, which is no option of the user; one that is given is named as ever."""
     whole = save("paligemma", tmp_path)

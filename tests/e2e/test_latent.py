@@ -193,6 +193,7 @@ def test_beams_change_places(saved: Saved) -> None:
     lm.close()
 
 
+@pytest.mark.all
 def test_packed_weights_and_a_bundle(saved: Saved, tmp_path: Path) -> None:
     folder, _ = saved("minicpm3")
     packed = quantize_model(folder, tmp_path / "packed", Wish("w4g32", (("*kv_b_proj*", "w8g32"),)))

@@ -229,6 +229,7 @@ def test_a_policy_says_the_plan_that_puts_things_so(monkeypatch: pytest.MonkeyPa
     assert f"none has shares near these: {small['refused']}" in explore_text(found | small)
 
 
+@pytest.mark.all
 def test_a_policy_with_checkpoints_becomes_the_faster_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the nearest simple share of them, or with K and V alone, which alone the host attends to."""
     asked = PlanRequest("opt-1.3b", "t4", batch=16, capacity=(("device", 2 * 10**9), ("host", 10**10)))

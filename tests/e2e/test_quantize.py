@@ -146,6 +146,7 @@ def test_memory_stays_within_two_of_the_largest_tensors(small: Path, large: Path
     assert grown <= 2 * largest, f"{grown} bytes beyond the start, the largest tensor has {largest}"
 
 
+@pytest.mark.all
 def test_killed_and_run_again_it_finishes(large: Path, tmp_path: Path) -> None:
     """SIGKILL once the first file stands: the rest follows, the first stays."""
     out = tmp_path / "out"

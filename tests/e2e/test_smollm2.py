@@ -10,19 +10,19 @@ import torch
 import transformers
 from e2e.agreement import assert_same_tokens
 from opened import open_rewritten
-from selection import at_length
+from selection import ALL, at_length
 
 from forebay.language_model import LanguageModel
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.planning.options import Options
 
-NEW = 64
+NEW = 64 if ALL else 12
 PROMPTS = (
     "The capital of France is", "Once upon a time, in a village by the sea, there lived", "def fibonacci(n):",
     "Water boils at", "1, 1, 2, 3, 5, 8,", "The best way to learn a language is to", "In 1969", "My favourite colour",
 )
 # share of the weights, slots (None: the planner's choice), new tokens
-RUNS = (at_length(1.0, None, 64), (0.5, 2, 12), at_length(0.5, 1, 12), at_length(0.5, 3, 12), at_length(0.15, 3, 64),
+RUNS = (at_length(1.0, None, NEW), (0.5, 2, 12), at_length(0.5, 1, 12), at_length(0.5, 3, 12), at_length(0.15, 3, NEW),
         at_length(0.15, 1, 12), at_length(0.15, 2, 12))
 
 
@@ -32,7 +32,7 @@ class Reference:
     model: torch.nn.Module
     ids: torch.Tensor
     mask: torch.Tensor
-    expected: torch.Tensor  # [8, P + 64]
+    expected: torch.Tensor  # [8, P + NEW]
     nbytes: int
 
 

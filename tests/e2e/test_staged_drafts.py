@@ -96,6 +96,7 @@ def test_sequences_in_places(cases: Callable[[str], Case], admitted: int, option
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.all
 def test_a_models_own_cache_may_be_staged(cases: Callable[[str], Case]) -> None:
     """Of the model that drafts: its tokens are taken back as well, here from the disk."""
     case = cases("llama")

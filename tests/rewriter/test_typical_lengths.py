@@ -88,6 +88,7 @@ def test_room_is_for_the_longest_and_times_are_the_usual_ones() -> None:
     assert typical.prediction.peak_nbytes == whole.prediction.peak_nbytes
 
 
+@pytest.mark.all
 def test_jobs_of_equal_room_may_want_other_plans() -> None:
     """Half a chunk leaves room for more slots: worth it where prompts are usually far shorter than a chunk."""
     found = {job: places_of(job, 4 << 20, batch_slots=None)[1] for job in (LONGEST, USUAL)}

@@ -124,6 +124,7 @@ def test_steps_over_one_token_and_plans_without_memory_are_as_they_were() -> Non
     assert draft.items == [Exchanged("a")]
 
 
+@pytest.mark.all
 def test_of_ranks_whose_links_work_by_themselves_prompts_take_less_time() -> None:
     """So the planner gives gathers memory; not where products wait as long as exchanges take."""
     links, mesh = tuple(ExchangeLink(kind, 2, 5e9, 1e-6) for kind in RING_STEPS), "tensor=2,layout=xyz"

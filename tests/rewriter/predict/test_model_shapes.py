@@ -99,6 +99,7 @@ def test_latents_are_one_row_a_token() -> None:
     assert dense.read_elements(1) == dense.elements(ATTENTION) + dense.elements(MLP)
 
 
+@pytest.mark.all
 def test_a_layer_may_attend_twice_and_pick_experts_that_have_no_weights() -> None:
     """LongCat: of 11 choices 8 have weights, so a token reads 8/11 of its picks."""
     sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
