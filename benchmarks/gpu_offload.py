@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.command import arguments, write_json
 from benchmarks.gpu import STARTED, say
-from benchmarks.gpu_cases import offloaded, resident
+from benchmarks.gpu_cases import offloaded, resident, whole_steps
 from benchmarks.gpu_cases.large_steps import (
     measure_blocks,
     measure_flexgen,
@@ -81,7 +81,9 @@ def jobs() -> list[Row]:
                for shape in ("llama", "opt")]
     shared = [{"part": "shared", "weights": weights} for weights in ("w8", "w4")]
     routed = [{"part": "routed", "source": source, "slots": slots} for source in ("host", "disk") for slots in (3, 8)]
-    return tokens + routed + ways + shared + formats + speed[:3] + peers + opt + speed[3:] + blocks + resident.jobs()
+    small = whole_steps.jobs()
+    return tokens + routed + ways + small + shared + formats + speed[:3] + peers + opt + speed[3:] + blocks + (
+        resident.jobs())
 
 
 @functools.cache
@@ -116,17 +118,11 @@ def streams(lm: Any) -> Row:
     return {} if lm.plan.prediction.streamed_nbytes else {"failed": "nothing streamed"}
 
 
-def workspace_nbytes() -> int:
-    from forebay.runtime.devices.cuda.memory import least_workspace_nbytes
-
-    return least_workspace_nbytes() if torch.cuda.is_available() else 0
-
-
 def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
     """Tokens under a budget that streams from disk or host memory."""
     folder = saved_model(scratch, SMALL, torch.float32)
     nbytes = offloaded.model_nbytes(folder)
-    budget = {"device": int(nbytes * job["share"]) + workspace_nbytes()}
+    budget = {"device": int(nbytes * job["share"]) + offloaded.workspace_nbytes()}
     if job["host"]:
         budget["host"] = int(nbytes * job["host"]) + (8 << 20)
     return compare_tokens(folder, machine, budget, streams if job["share"] < 1 else lambda _: {}, slots=job["slots"])
@@ -140,7 +136,7 @@ def check_routed(scratch: Path, machine: Any, job: Row) -> Row:
     folder = saved_model(scratch, MIXTURE, torch.float32)
     ids, _ = reference_tokens(folder)
     nbytes = offloaded.model_nbytes(folder)
-    budget = {"device": nbytes * job["slots"] // MIXTURE.experts + (24 << 20) + workspace_nbytes(),
+    budget = {"device": nbytes * job["slots"] // MIXTURE.experts + (24 << 20) + offloaded.workspace_nbytes(),
               "host": nbytes // 2 if job["source"] == "disk" else nbytes + (24 << 20)}
 
     def look(lm: Any) -> Row:
@@ -229,7 +225,7 @@ def half_resident(folder: Path, machine: Any, cache: str) -> int:
 PARTS: dict[str, Callable[[Path, Any, Row], Row]] = {
     "tokens": check_tokens, "routed": check_routed, "ways": check_ways, "shared": check_shared,
     "formats": check_formats, "throughput": measure_throughput, "peer": measure_peer, "flexgen": measure_flexgen,
-    "blocks": measure_blocks, "resident": resident.measure_resident,
+    "blocks": measure_blocks, "resident": resident.measure_resident, "whole_steps": whole_steps.measure_whole_steps,
 }
 
 

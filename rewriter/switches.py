@@ -22,6 +22,7 @@ class Switches:
     graphs: bool = True
     pdl: bool = False  # programmatic dependent launches
     verify_graphs: bool = False  # after every pass, beside the Programs
+    whole_steps: bool = False  # streamed steps as one CUDA graph each, with their copies
 
 
 class SwitchError(ValueError):
@@ -37,10 +38,11 @@ def read_switches(environment: Mapping[str, str] = os.environ) -> Switches:
             return default if value == "" else True
         if value in ("0", "false", "off", "no"):
             return False
-        also = ", or graphs" if name == "FOREBAY_VERIFY" else ""
+        also = {"FOREBAY_VERIFY": ", or graphs", "FOREBAY_GRAPHS": ", or steps"}.get(name, "")
         raise SwitchError(f"{name}={environment[name]!r}: write 1 or 0{also}")
 
-    graphs = environment.get("FOREBAY_VERIFY", "").strip().lower() == "graphs"
+    graphs, whole = (environment.get(name, "").strip().lower() == word
+                     for name, word in (("FOREBAY_VERIFY", "graphs"), ("FOREBAY_GRAPHS", "steps")))
     return Switches(
         dump=environment.get("FOREBAY_DUMP", ""),
         verify=graphs or flag("FOREBAY_VERIFY", True),
@@ -50,7 +52,8 @@ def read_switches(environment: Mapping[str, str] = os.environ) -> Switches:
         sync=flag("FOREBAY_SYNC", False),
         poison=flag("FOREBAY_POISON", False),
         no_reuse=flag("FOREBAY_NO_REUSE", False),
-        graphs=flag("FOREBAY_GRAPHS", True),
+        graphs=whole or flag("FOREBAY_GRAPHS", True),
         pdl=flag("FOREBAY_PDL", False),
         verify_graphs=graphs,
+        whole_steps=whole,
     )

@@ -40,6 +40,12 @@ def model_nbytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
+def workspace_nbytes() -> int:
+    from forebay.runtime.devices.cuda.memory import least_workspace_nbytes
+
+    return least_workspace_nbytes() if torch.cuda.is_available() else 0
+
+
 def begin_peak() -> tuple[int, int]:
     """Begin to count what the allocator reserves; returns what else is taken of the GPU (contexts of processes), and
     what this process holds already: torch keeps a workspace of cuBLAS for each stream that ever multiplied."""

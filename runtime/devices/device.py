@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from forebay.kernels.operator import Call
-from forebay.rewriter.ir.program import Item, Launch, TensorRef
+from forebay.rewriter.ir.program import Item, TensorRef
 from forebay.runtime.disk.spill_file import SpillFile
 
 
@@ -28,8 +28,8 @@ class Device(Protocol):
     copies values to inputs of the next step, and `tell` says what such an input holds. `read_later` gives a call that
     waits for a result alone. A device that `queues` takes the next step's items before that result is read; one that
     `loads_beside` reads resident weights while launches run. `joined`
-    gives launches with nothing between them as the device issues them best: fewer calls, in the same order. `finish`
-    returns when all work is done, and raises what any of it raised.
+    gives the calls of items as the device issues them best: fewer of them, in the same order. `finish` returns when all
+    work is done, and raises what any of it raised.
     """
 
     queues: bool
@@ -53,7 +53,7 @@ class Device(Protocol):
 
     def read_later(self, value: torch.Tensor) -> Callable[[], torch.Tensor]: ...
 
-    def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]: ...
+    def joined(self, items: Sequence[tuple[Item, Call]]) -> list[Call]: ...
 
     def issuing(self) -> AbstractContextManager[None]: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 import torch
 
@@ -28,6 +29,17 @@ from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.disk.spill_file import SpillFile
 from forebay.runtime.run.trace import Trace
+
+Run = list[tuple[Launch, Call]]  # of launches of the compute stream with nothing between them
+
+
+def joined_launches(items: Sequence[tuple[Item, Call]], join: Callable[[Run], list[Call]]) -> list[Call]:
+    """The calls of items, those of each run of launches as `join` gives them."""
+    calls: list[Call] = []
+    for alike, group in groupby(items, key=lambda pair: isinstance(pair[0], Launch) and pair[0].stream == COMPUTE):
+        run = [*group]
+        calls += join(run) if alike else [call for _, call in run]  # type: ignore[arg-type]
+    return calls
 
 
 class StreamedDevice:

@@ -124,8 +124,8 @@ class VirtualDevice:
     def tell(self, ref: TensorRef, value: torch.Tensor) -> None:
         """Nothing: nothing is read."""
 
-    def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
-        return [call for _, call in run]
+    def joined(self, items: Sequence[tuple[Item, Call]]) -> list[Call]:
+        return [call for _, call in items]
 
     def _disk_time_s(self, stream: str, cost: ItemCost, begin: float) -> float:
         """Seconds of an item from `begin` on: longer where it goes the other way on the disk than what is under way."""

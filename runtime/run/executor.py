@@ -31,23 +31,13 @@ class BoundProgram:
         self._step = self._bind(program.step)
 
     def _bind(self, items: Iterable[Item]) -> list[Call]:
-        """The items as calls; launches with nothing between them as the device joins them, but for a trace, which times
-        each."""
-        calls: list[Call] = []
-        run: list[tuple[Launch, Call]] = []
-        for item in items:
-            call = self._ready(item)
-            if call is None:
-                continue
-            beside = isinstance(item, Launch) and item.stream != COMPUTE  # the device times and runs it elsewhere
-            if self.trace is not None:
-                calls.append(call if beside else self.trace.timed(item, call))
-            elif isinstance(item, Launch) and not beside:
-                run.append((item, call))
-            else:
-                calls += (*self.device.joined(run), call)
-                run.clear()
-        return [*calls, *self.device.joined(run)]
+        """The items as calls that the device joins, but for a trace, which times each; launches on other streams the
+        device times where it runs them."""
+        ready = [(item, call) for item in items if (call := self._ready(item)) is not None]
+        if self.trace is None:
+            return self.device.joined(ready)
+        return [call if isinstance(item, Launch) and item.stream != COMPUTE else self.trace.timed(item, call)
+                for item, call in ready]
 
     def _ready(self, item: Item) -> Call | None:
         return self.device.bind(item, bind_launch(item, self.device.tensor) if isinstance(item, Launch) else None)

@@ -11,7 +11,7 @@ from forked import run_code
 
 CODE = """
 import sys, pytest, torch, benchmarks.gpu_offload as bench
-from benchmarks.gpu_cases import large_steps, offloaded, resident
+from benchmarks.gpu_cases import large_steps, offloaded, resident, whole_steps
 from benchmarks.models import RandomShape
 from captured_once import share_graphs
 from dataclasses import replace
@@ -26,13 +26,14 @@ torch.cuda.reset_peak_memory_stats = torch.cuda.synchronize = torch.cuda.empty_c
 torch.cuda.max_memory_reserved = torch.cuda.memory_reserved = lambda: 0
 torch.cuda.mem_get_info = lambda: (1 << 30, 3 << 30)
 resident.SHAPES["135M"], resident.STEPS = replace(bench.SMALL, layers=2), 3
+whole_steps.SHAPE, whole_steps.STEPS = replace(bench.SMALL, layers=2), 3
 machine = Machine.default()
 Machine.link = lambda self, src, dst, find=Machine.link: find(self, "disk", "device")  # the only one here
 jobs = bench.jobs()
 assert {job["part"] for job in jobs} == set(bench.PARTS)
 formats = [job for job in jobs if job["part"] == "formats"]
 ways = [job for job in jobs if job["part"] == "ways" and job["windowed"] and job["way"] in (3, 4, 6, 8)]
-few = [jobs[3], *ways, {"part": "shared", "weights": "w8"}, *formats[1:4:2],
+few = [jobs[3], *ways, *whole_steps.jobs(), {"part": "shared", "weights": "w8"}, *formats[1:4:2],
        next(j for j in jobs if j.get("cache") == "kv4" != j["weights"] != "native"),
        next(j for j in jobs if j.get("shape") == "opt"),
        *(j for j in jobs if j["part"] == "blocks" and j["attention"] == "planned" and "slot_nbytes" not in j),
@@ -61,8 +62,8 @@ def test_the_checks_and_measurements_of_every_kind(tmp_path: Path) -> None:
     done = run_code(CODE, str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [line.split(",")[0] for line in done.stdout.splitlines()]
-    assert parts == ["tokens", *["ways"] * 4, "shared", *["formats"] * 3, "throughput", *["blocks"] * 2,
-                     "throughput", *["resident"] * 4]  # fmt: skip
+    assert parts == ["tokens", *["ways"] * 4, *["whole_steps"] * 2, "shared", *["formats"] * 3, "throughput",
+                     *["blocks"] * 2, "throughput", *["resident"] * 4]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

@@ -49,6 +49,12 @@ def test_graphs_are_verified_beside_programs_where_asked() -> None:
         read_switches({"FOREBAY_POISON": "graphs"})
 
 
+def test_steps_are_graphs_where_asked() -> None:
+    assert read_switches({"FOREBAY_GRAPHS": " Steps"}) == Switches(graphs=True, whole_steps=True)
+    with pytest.raises(SwitchError, match="write 1 or 0, or steps"):
+        read_switches({"FOREBAY_GRAPHS": "graphs"})
+
+
 @pytest.mark.parametrize("name", ["VERIFY", "BISECT", "SYNC", "POISON", "NO_REUSE", "GRAPHS"])
 def test_anything_else_is_refused_by_name(name: str) -> None:
     with pytest.raises(SwitchError, match=f"FOREBAY_{name}='maybe'"):

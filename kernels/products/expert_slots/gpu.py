@@ -90,12 +90,15 @@ def assign_kernel(
 
 @triton.jit
 def fetch_kernel(
-    table_ptr, index_ptr, out_ptr, slots, row, programs, ALIKE: tl.constexpr, S: tl.constexpr, B: tl.constexpr,
+    table_ptr, index_ptr, out_ptr, slots, row, programs, rows, ALIKE: tl.constexpr, BACK: tl.constexpr,
+    S: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Row index[i] of a table (with ALIKE its row i) into row i of out, wherever index[i] is not negative."""
+    """Row index[i] of a table of `rows` (with ALIKE its row i) into row i of out, or BACK, where index[i] is a row."""
     s = tl.arange(0, S)
     want = tl.load(index_ptr + s, mask=s < slots, other=-1)
     named = want >= 0
+    if not ALIKE:
+        named = named & (want < rows)
     rank = tl.cumsum(named.to(tl.int32), 0) - 1
     tiles = tl.cdiv(row, B)
     for turn in range(tl.program_id(0), tl.sum(named.to(tl.int32), 0) * tiles, programs):
@@ -105,8 +108,10 @@ def fetch_kernel(
         if not ALIKE:
             source = tl.sum(tl.where(chosen, want, 0), 0)
         at = turn % tiles * B + tl.arange(0, B)
-        values = tl.load(table_ptr + source * row + at, mask=at < row)
-        tl.store(out_ptr + slot * row + at, values, mask=at < row)
+        if BACK:
+            tl.store(table_ptr + source * row + at, tl.load(out_ptr + slot * row + at, mask=at < row), mask=at < row)
+        else:
+            tl.store(out_ptr + slot * row + at, tl.load(table_ptr + source * row + at, mask=at < row), mask=at < row)
 
 
 def bind_assign_slots(
@@ -127,16 +132,17 @@ def bind_assign_slots(
 
 
 def bind_fetch_rows(
-    table: Tensor, index: Tensor, out: Tensor, row_nbytes: int, alike: bool = False
+    table: Tensor, index: Tensor, out: Tensor, row_nbytes: int, alike: bool = False, back: bool = False
 ) -> Callable[[], None]:
-    """A closure that copies row index[i] of `table` into row i of `out`, where index[i] is not negative.
+    """A closure that copies row index[i] of `table` into row i of `out`, where index[i] is a row of the table.
 
     Args:
         table: uint8, rows of `row_nbytes` one after the other; on the GPU, or in pinned memory of the host.
-        index: int64 [n], on the GPU, read at each call. Those below 0 leave their row of `out` as it is.
-        out: uint8, n rows on the GPU.
+        index: int64 [n], on the GPU, read at each call. Those that are no row of `table` move nothing.
+        out: uint8, n rows on the GPU, or in pinned memory of the host.
         row_nbytes: Bytes of a row.
-        alike: Row i of `out` is row i of `table`.
+        alike: Row i of `out` is row i of `table`, and `index` says only which are left out (below 0).
+        back: Copy the rows of `out` into `table`.
 
     Raises:
         ValueError: An argument is wrong; the message names it.
@@ -146,10 +152,11 @@ def bind_fetch_rows(
         fail("index", f"must be contiguous int64, got {index.dtype} with strides {index.stride()}")
     if out.numel() != slots * row_nbytes or table.numel() % row_nbytes or (alike and table.numel() != out.numel()):
         fail("out", f"must have {slots} rows of {row_nbytes} bytes, got {out.numel()} bytes of {table.numel()}")
-    check_device("assign_slots", "out", out, index.device)
+    check_device("assign_slots", "index", index)
     unit = next(dtype for dtype in UNITS if not any(
         n % dtype.itemsize for n in (row_nbytes, table.data_ptr(), out.data_ptr())))
     row = row_nbytes // unit.itemsize
     programs = min(PROGRAMS, slots * triton.cdiv(row, TILE))
-    return bound(kernel_call(fetch_kernel, (programs,), table.view(unit), index, out.view(unit), slots, row, programs,
-                             ALIKE=alike, S=triton.next_power_of_2(slots), B=TILE, num_warps=4))
+    return bound(kernel_call(
+        fetch_kernel, (programs,), table.view(unit), index, out.view(unit), slots, row, programs,
+        table.numel() // row_nbytes, ALIKE=alike, BACK=back, S=triton.next_power_of_2(slots), B=TILE, num_warps=4))

@@ -25,7 +25,7 @@ from forebay.rewriter.ir.program import (
     WRITE,
     Copy,
     FileSlice,
-    Launch,
+    Item,
     Record,
     Release,
     Rows,
@@ -40,7 +40,7 @@ from forebay.runtime.devices.device import Call
 from forebay.runtime.devices.lookups import bind_fetches, brings_experts, is_lookup, look_up
 from forebay.runtime.devices.opening import Opening
 from forebay.runtime.devices.outward import copy_runs, faults_named, read_rows, runs_nbytes, write_rows
-from forebay.runtime.devices.streamed import StreamedDevice
+from forebay.runtime.devices.streamed import StreamedDevice, joined_launches
 from forebay.runtime.devices.streams import Ticket, Worker, told
 from forebay.runtime.disk.chunks import OnDone, Read, Write
 from forebay.runtime.disk.file_reads import prepare_slice
@@ -231,9 +231,9 @@ class ThreadDevice(StreamedDevice):
     def tell(self, ref: TensorRef, value: torch.Tensor) -> None:
         """Nothing: what names rows is read where it was written."""
 
-    def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
+    def joined(self, items: Sequence[tuple[Item, Call]]) -> list[Call]:
         """Neighbouring C++ kernels as one call."""
-        return chained(call for _, call in run)
+        return joined_launches(items, lambda run: chained(call for _, call in run))
 
     def issuing(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # launches run in the caller's thread, one after the other

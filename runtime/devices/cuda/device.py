@@ -17,6 +17,7 @@ from forebay.rewriter.ir.program import (
     COLLECT,
     COMPUTE,
     DISK,
+    LOOKUP,
     MOVES,
     SCRATCH,
     UNORDERED,
@@ -24,6 +25,7 @@ from forebay.rewriter.ir.program import (
     WRITE,
     Copy,
     FileSlice,
+    Item,
     Launch,
     Record,
     Release,
@@ -34,9 +36,9 @@ from forebay.rewriter.ir.program import (
     place_of,
 )
 from forebay.runtime.devices.cuda.events import DeviceEvent
-from forebay.runtime.devices.cuda.graphs import graphed
 from forebay.runtime.devices.cuda.pinned import InputStaging, pinned_arena, read_later
 from forebay.runtime.devices.cuda.pitched import RunCopier, pitched_copy
+from forebay.runtime.devices.cuda.whole_steps import Captures
 from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.landing import load_through
 from forebay.runtime.devices.lookups import bind_fetches, brings_experts, is_lookup, look_up
@@ -66,13 +68,12 @@ class CudaDevice(StreamedDevice):
 
     queues = True
 
-    def __init__(self, reader: DiskReader, *, graphs: bool = True, **options: Any) -> None:
-        """Take the readers, spill files and switches of a `StreamedDevice`; `graphs` may capture launches."""
+    def __init__(self, reader: DiskReader, *, graphs: bool = True, whole: bool = False, **options: Any) -> None:
+        """Take the readers, spill files and switches of a `StreamedDevice`; `graphs` may capture launches, and `whole`
+        steps with their copies, unless each item is to be seen."""
         if not torch.cuda.is_available():
             raise RuntimeFault("this plan is for a GPU, and torch finds none; plan for this machine instead")
         super().__init__(reader, **options)
-        self.graphs = graphs
-        self.graph_pool: object = None  # memory of the graphs' temporaries
         self.device_memory: torch.Tensor | None = None
         self.scratch: Scratch | None = None
         self.host: Arena | None = None
@@ -86,6 +87,11 @@ class CudaDevice(StreamedDevice):
         self.workers = {stream: Worker(stream) for stream in (*MOVES, COLLECT, *UNORDERED, ATTEND)}
         self.events: dict[int, DeviceEvent] = {}
         self.entered = False  # whether the caller's thread is within `issuing`
+        streams = {COMPUTE: self.compute, LOOKUP: self.streams[COLLECT]} | {s: self.streams[s] for s in MOVES}
+        self.captures = Captures(
+            streams, self.tensor, self._bytes, self.named, self.finish,
+            lambda: 0 if self.scratch is None else self.scratch.version, graphs,
+            whole and not (self.poison or self.sync or self.trace))
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
         with torch.inference_mode(False):  # workers write to it, which are in no mode of the caller's
@@ -101,13 +107,14 @@ class CudaDevice(StreamedDevice):
         behind them."""
         caller = torch.cuda.current_stream()
         self.compute.wait_stream(caller)
+        self.captures.known = None
         with torch.cuda.stream(self.compute):
             self.entered = True
             try:
                 yield
             finally:
                 self.entered = False
-        caller.wait_stream(self.compute)
+        self.captures.until_known(caller)
 
     def _at_once(self, stream: str) -> bool:
         """Return whether the caller's thread may issue what comes next on a stream itself. A trace times each copy,
@@ -156,12 +163,9 @@ class CudaDevice(StreamedDevice):
     def read_later(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
         return read_later(value)
 
-    def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
-        """Join launches into CUDA graphs, unless these are switched off."""
-        if not self.graphs:
-            return [call for _, call in run]
-        self.graph_pool = self.graph_pool or torch.cuda.graph_pool_handle()
-        return graphed(run, self.graph_pool, lambda: 0 if self.scratch is None else self.scratch.version)
+    def joined(self, items: Sequence[tuple[Item, Call]]) -> list[Call]:
+        """Join launches into CUDA graphs, or a whole step, unless these are switched off."""
+        return self.captures.joined(items)
 
     def _bind_poison(self, item: Release) -> Call:
         memory = self._bytes(item.span)
@@ -248,13 +252,16 @@ class CudaDevice(StreamedDevice):
                 known = find if moved is None else lambda: moved
                 worker.submit(lambda: self._move(item, known, copy))
                 return
-            torch.cuda.set_stream(stream)
-            try:
-                copy(moved)
-            finally:
-                torch.cuda.set_stream(self.compute)
+            self._issue_now(stream, functools.partial(copy, moved))
 
         return issue
+
+    def _issue_now(self, stream: torch.cuda.Stream, call: Call) -> None:
+        torch.cuda.set_stream(stream)
+        try:
+            call()
+        finally:
+            torch.cuda.set_stream(self.compute)
 
     def _move(self, item: Copy, find: FindRuns, copy: RunCopier) -> None:
         stream = self.streams[item.stream]
@@ -277,13 +284,9 @@ class CudaDevice(StreamedDevice):
 
         def issue() -> None:
             if self._at_once(item.stream):
-                torch.cuda.set_stream(stream)
-                try:
-                    fetch()
-                finally:
-                    torch.cuda.set_stream(self.compute)
-                return
-            self.workers[item.stream].submit(traced)
+                self._issue_now(stream, fetch)
+            else:
+                self.workers[item.stream].submit(traced)
 
         def traced() -> None:
             with torch.cuda.stream(stream):
@@ -392,4 +395,5 @@ class CudaDevice(StreamedDevice):
 def open_cuda(opening: Opening) -> CudaDevice:
     """Open the process's current GPU."""
     overlap_launches(opening.switches.pdl)
-    return CudaDevice(opening.reader, graphs=opening.switches.graphs, **opening.shared())
+    switches = opening.switches
+    return CudaDevice(opening.reader, graphs=switches.graphs, whole=switches.whole_steps, **opening.shared())

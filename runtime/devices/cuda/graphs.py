@@ -50,7 +50,7 @@ class LaunchGraph:
     def _captured(self) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with _capturing(graph, self.pool):
+            with capturing(graph, self.pool):
                 for launch in self.launches:
                     launch()
         except RuntimeError as error:
@@ -60,7 +60,7 @@ class LaunchGraph:
 
 
 @contextlib.contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, pool: object) -> Iterator[None]:
+def capturing(graph: torch.cuda.CUDAGraph, pool: object) -> Iterator[None]:
     """Capture what this thread launches on the current stream; other threads copy and read on, so theirs is no part."""
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
     try:
@@ -76,7 +76,7 @@ def graphed(run: Sequence[tuple[Launch, Call]], pool: object, version: Callable[
     """The launches of a run with those that may be captured together made graphs, each anew where `version` changes. A
     launch that touches host memory is not captured: where it computes on the host, a replay would leave it out."""
     calls: list[Call] = []
-    for captured, group in groupby(run, key=lambda pair: _on_device(pair[0])):
+    for captured, group in groupby(run, key=lambda pair: on_device(pair[0])):
         pairs = tuple(group)
         launches = [call for _, call in pairs]
         if captured and len(launches) >= LEAST:
@@ -86,5 +86,5 @@ def graphed(run: Sequence[tuple[Launch, Call]], pool: object, version: Callable[
     return calls
 
 
-def _on_device(launch: Launch) -> bool:
+def on_device(launch: Launch) -> bool:
     return all(span.arena == "device" for span in (*launch.reads, *launch.writes))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from forebay.rewriter.ir.program import Item, Launch
+from forebay.rewriter.ir.program import Item
 from forebay.runtime.devices.cpu.device import ThreadDevice
 from forebay.runtime.devices.device import Call
 
@@ -17,6 +17,3 @@ class NullDevice(ThreadDevice):
 
     def bind(self, item: Item, launch: Call | None) -> Call | None:
         return None
-
-    def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
-        return []

@@ -19,7 +19,10 @@ def audit_cases() -> list[AuditCase]:
                   {"HAS_PLACES": False, "ONCE": ONCE, "SHIFT": DECAY_SHIFT, "E": 128, "S": 64,
                    "B": PICKS},
                   divisible=tuple(pointers), load_nbytes=4, bytes_moved=moved, minimum_bytes=moved),
-        AuditCase("assign_slots/fetch", fetch_kernel, fetched | dict.fromkeys(("slots", "row", "programs"), "i32"),
-                  {"ALIKE": False, "S": 64, "B": TILE}, divisible=(*fetched, "row", "programs"),
-                  bytes_moved=2 * picks * row, minimum_bytes=2 * picks * row),
+        *(AuditCase(f"assign_slots/{name}", fetch_kernel,
+                    fetched | dict.fromkeys(("slots", "row", "programs", "rows"), "i32"),
+                    {"ALIKE": False, "BACK": back, "S": 64, "B": TILE},
+                    divisible=(*fetched, "row", "programs", "rows"),
+                    bytes_moved=2 * picks * row, minimum_bytes=2 * picks * row)
+          for name, back in (("fetch", False), ("store", True))),
     ]  # fmt: skip

@@ -45,18 +45,25 @@ def test_more_picks_than_are_looked_at_together() -> None:
 
 @pytest.mark.parametrize("row", [4096 * 8 + 8, 12, 6, 5])  # of several tiles, and of ever smaller units
 @pytest.mark.parametrize("alike", [False, True])
-def test_rows_that_are_named_come_and_others_stay(row: int, alike: bool) -> None:
+@pytest.mark.parametrize("back", [False, True])
+def test_rows_that_are_named_come_and_others_stay(row: int, alike: bool, back: bool) -> None:
+    """Or go back. A number that is no row moves nothing."""
     index = torch.tensor([-1, 4, 0, -1, 2])
     table = torch.randint(0, 256, (5, row), dtype=torch.uint8, generator=torch.Generator().manual_seed(row))
     out, want = torch.full((5, row), 9, dtype=torch.uint8), torch.full((5, row), 9, dtype=torch.uint8)
-    call = bind_fetch_rows(table.view(-1), index, out.view(-1), row, alike)
-    for named in (index.tolist(), [-1] * 5, [1, -1, -1, 3, -1]):
+    kept = table.clone()
+    call = bind_fetch_rows(table.view(-1), index, out.view(-1), row, alike, back)
+    for turn, named in enumerate((index.tolist(), [-1] * 5, [1, -1, -1, 3, -1], [-5, 1 << 40, 2, 0, -1])):
         index.copy_(torch.tensor(named))
+        if back:
+            out.fill_(turn)
+            want.fill_(turn)
         for slot, expert in enumerate(named):
-            if expert >= 0:
-                want[slot] = table[slot if alike else expert]
+            if expert >= 0 if alike else 0 <= expert < 5:
+                ends = want[slot], kept[slot if alike else expert]
+                ends[back].copy_(ends[not back])
         call()
-        assert torch.equal(out, want)
+        assert torch.equal(out, want) and torch.equal(table, kept)
 
 
 def test_wrong_arguments_are_named() -> None:
