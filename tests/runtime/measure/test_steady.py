@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -106,6 +108,25 @@ def test_an_implementation_is_left_out_where_it_is_slow_each_time(slow: list[flo
     timed = {(name, "f", n): [partial(str, name)] for n in (1, 4) for name in ("fast", "slow")}
     found = call_times_s(timed, 1, lambda turn, count: 1e-3 if next(turn)() == "fast" else next(given, 1e-3))
     assert (("slow", "f", 4) in found) == kept
+
+
+@pytest.mark.parametrize("call_us", [20, 600])
+def test_short_calls_are_timed_while_threads_are_awake(monkeypatch: pytest.MonkeyPatch, call_us: int) -> None:
+    """Threads that find no work for 50 us fall asleep; a call that wakes them takes 40 us more. Binding takes 90 us."""
+    now, idle_since = [0.0], [-1.0]
+
+    def call() -> None:
+        now[0] += 1e-6 * (call_us + 40 * (now[0] - idle_since[0] > 50e-6))
+        idle_since[0] = now[0]
+
+    def bound() -> Iterator[Callable[[], None]]:
+        while True:
+            now[0] += 90e-6
+            yield call
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    found = call_times_s({("flat", "w4g32"): bound()}, 3)
+    assert found["flat", "w4g32"] == pytest.approx(call_us * 1e-6)
 
 
 def test_a_worse_second_measurement_does_not_count() -> None:
