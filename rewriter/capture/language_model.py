@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = ["CaptureError", "capture_model", "tied_config"]
+# Outputs beside logits that a config may ask for, as training sets them: a step gives logits alone.
+LOGITS_ALONE = {"output_router_logits": False, "output_attentions": False, "output_hidden_states": False,
+                "return_dict": True}
 MOST_TABLES_NBYTES = 256 << 20  # of masks and positions that a model computes when it is made
 
 
@@ -146,8 +149,12 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
 
     register_attention()
     built = NAME if cls._supports_attention_backend else "eager"
+    config = copy.deepcopy(config)
+    for name, value in LOGITS_ALONE.items():
+        if getattr(config, name, value) != value:
+            setattr(config, name, value)
     with torch.device("meta"), initialization.no_init_weights():
-        model = cls._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=built)
+        model = cls._from_config(config, dtype=dtype, attn_implementation=built)
         model.tie_weights()
     model.config._attn_implementation = NAME
     adopt_family(model)

@@ -20,6 +20,7 @@ from forebay.rewriter.capture.recurrences import adopt_recurrences
 from forebay.rewriter.ir.graph import META, CapturedModel, weight_name
 from forebay.rewriter.ir.state import KV_TENSORS, StateInput
 from tests.families import FAMILIES, REFUSED, VOCAB, captured
+from tests.small_experts import small_config
 
 _NEW = 3  # decode steps
 _CACHE_LENGTH = 24
@@ -365,6 +366,15 @@ def test_counts_of_experts_that_a_config_leaves_out_are_named(family, message):
         hidden_size=32, num_hidden_layers=2, intermediate_size=32, num_attention_heads=2, vocab_size=VOCAB)
     with pytest.raises(CaptureError, match=message):
         capture_model(config)
+
+
+def test_outputs_that_a_config_asks_for_beside_logits_are_left_out():
+    config = small_config("qwen3_moe", num_hidden_layers=1)
+    plain = capture_model(config)
+    config.output_router_logits, config.return_dict = True, False
+    asked = capture_model(config)
+    assert (asked.step.code, asked.step.block_0.code) == (plain.step.code, plain.step.block_0.code)
+    assert config.output_router_logits and not config.return_dict, "the caller's own config is left as it is"
 
 
 def test_code_that_cannot_be_traced_is_told_once(monkeypatch):
