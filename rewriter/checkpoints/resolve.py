@@ -180,7 +180,7 @@ def _with_adapters(base: Path, brought: Mapping[str, Path]) -> Path:
         write_adapted(MadeOf(base, brought, columns), tensors, out)
 
     first = next(iter(brought.values()))
-    return _made_once(first, first.name, identity, write)
+    return made_once(first, first.name, identity, write)
 
 
 def packed_copy(model: Path, format: str, *, progress: Progress | None = None) -> Path:
@@ -205,7 +205,7 @@ def packed_copy(model: Path, format: str, *, progress: Progress | None = None) -
     # SmolLM2's w4g64 copy says the model's own token behind 77 % of tokens, with a head of 8 bits behind 79 %. The
     # rounding mse would make that 84 %, and takes 20 times as long: 7 minutes of a core for 10^9 weights.
     wish = Wish(format, head=True, embeddings=True, head_format=DRAFTS["w8"])
-    return _made_once(source, f"{source.stem}-{format}", identity,
+    return made_once(source, f"{source.stem}-{format}", identity,
                       lambda folder: quantize_model(source, folder, wish, progress=progress))
 
 
@@ -267,10 +267,10 @@ def _convert_once(path: Path, identity: str, dequantize: bool, progress: Progres
             wish = Wish(NATIVE) if dequantize else Wish(KEEP, head=True, embeddings=True)
             quantize_model(path, folder, wish, progress=progress)
 
-    return _made_once(path, path.stem, f"{identity} {CONVERSIONS[dequantize]}{computed}", write)
+    return made_once(path, path.stem, f"{identity} {CONVERSIONS[dequantize]}{computed}", write)
 
 
-def _made_once(path: Path, stem: str, identity: str, write: Callable[[Path], object]) -> Path:
+def made_once(path: Path, stem: str, identity: str, write: Callable[[Path], object]) -> Path:
     """`{stem}-{key}` in the cache, whose source.json says of which file or folder; written where it is not whole."""
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
     models = cache_folder() / MODELS

@@ -73,8 +73,8 @@ def call_s(turn: Iterator[Call], count: int) -> float:
     """Seconds of one of the next `count` calls (`settled_s`), each timed alone: on a busy machine some of a burst are
     interrupted for milliseconds, and would hide the others in a mean.
 
-    Several calls follow one that is not timed, and each other at once, as the launches of a step do: waking the kernels'
-    threads takes up to 40 us, and binding a call is time enough for them to fall asleep.
+    Several calls follow one that is not timed, and each other at once, as the launches of a step do. Waking the
+    kernels' threads takes up to 40 us, and binding a call is time enough for them to fall asleep.
     """
     times = []
     calls = [next(turn) for _ in range(count + (count > 1))]

@@ -15,6 +15,7 @@ import torch
 from forebay.exported.bundle import is_bundle, read_bundle
 from forebay.kept_graphs import graphs_key, keep_graphs, read_graphs
 from forebay.rewriter.checkpoints.adapted import weights_folder
+from forebay.rewriter.checkpoints.cast_tensors import in_model_dtypes
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.match_weights import (
     check_unread,
@@ -69,7 +70,8 @@ def open_graphs(
     """Capture the model of an opened checkpoint, as `open_model` does."""
     keep = keep and read_switches() == Switches()
     key = graphs_key(folder, checkpoint, (gives, embeds, dequantize)) if keep else None
-    if key is not None and (kept := read_graphs(key)) is not None:
+    if key is not None and (kept := read_graphs(key)) is not None and all(
+            map(os.path.exists, {each.path for each in kept[1].values()})):  # copies in the cache may be deleted
         return kept[0], checkpoint, kept[1]
     from forebay.rewriter.capture.language_model import capture_model
 
@@ -77,6 +79,7 @@ def open_graphs(
         config = read_model_config(folder, checkpoint)
         captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint, config), gives=gives, embeds=embeds,
                                  added=checkpoint.added)
+        checkpoint = in_model_dtypes(captured, checkpoint, *weight_names(config))
         records = weight_records(captured, checkpoint, *weight_names(config))
         check_unread(config, checkpoint, records.values())
     captured, files = with_stored_formats(captured, records), file_slices(records)
