@@ -228,7 +228,7 @@ def _longcat(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     count = module.experts.num_routed_experts
 
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
-        _, weights, index = module.router(hidden_states)
+        *_, weights, index = module.router(hidden_states)  # transformers 5.18 gives no logits before them
         passed = (weights * (index >= count)).sum(-1).view(*hidden_states.shape[:-1], 1)
         found: torch.Tensor = module.experts(hidden_states, index, weights)
         return found + (passed * hidden_states).to(found.dtype)

@@ -25,7 +25,7 @@ LAYER_TYPES = {
     "hybrid_sliding": LayerType("window", "sliding_window"),
     "chunked_attention": LayerType("chunk", "attention_chunk_size"),
     **dict.fromkeys(("linear_attention", "conv", "hybrid", "mlp", "moe", "indexed_attention",
-                    "minimax_m3_sparse"), LayerType("all"))}
+                    "deepseek_sparse_attention", "minimax_m3_sparse"), LayerType("all"))}
 
 
 class Pattern(NamedTuple):
