@@ -81,9 +81,8 @@ def jobs() -> list[Row]:
                for shape in ("llama", "opt")]
     shared = [{"part": "shared", "weights": weights} for weights in ("w8", "w4")]
     routed = [{"part": "routed", "source": source, "slots": slots} for source in ("host", "disk") for slots in (3, 8)]
-    small = whole_steps.jobs()
-    return tokens + routed + ways + small + shared + formats + speed[:3] + peers + opt + speed[3:] + blocks + (
-        resident.jobs())
+    last = whole_steps.jobs() + resident.jobs()
+    return tokens + routed + ways + shared + formats + speed[:3] + peers + opt + speed[3:] + blocks + last
 
 
 @functools.cache

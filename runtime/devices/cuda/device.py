@@ -46,6 +46,7 @@ from forebay.runtime.devices.opening import Opening
 from forebay.runtime.devices.outward import FindRuns, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.streamed import StreamedDevice
 from forebay.runtime.devices.streams import Ticket, Worker, told
+from forebay.runtime.disk.chunks import RowRun
 from forebay.runtime.disk.file_reads import submit_slice
 from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.run.arena import Arena, view
@@ -247,7 +248,7 @@ class CudaDevice(StreamedDevice):
         copy = RunCopier(source, end, pitched_copy() if named else None)
 
         def issue() -> None:
-            moved = self.named.known(item)
+            moved = self.named.known(item) if named else copy.whole
             if moved is None or not self._at_once(item.stream):
                 known = find if moved is None else lambda: moved
                 worker.submit(lambda: self._move(item, known, copy))
@@ -263,7 +264,7 @@ class CudaDevice(StreamedDevice):
         finally:
             torch.cuda.set_stream(self.compute)
 
-    def _move(self, item: Copy, find: FindRuns, copy: RunCopier) -> None:
+    def _move(self, item: Copy, find: FindRuns, copy: Callable[[tuple[RowRun, ...]], None]) -> None:
         stream = self.streams[item.stream]
         with torch.cuda.stream(stream):
             moved = find()  # what names rows is read behind what the stream has waited for
@@ -286,15 +287,10 @@ class CudaDevice(StreamedDevice):
             if self._at_once(item.stream):
                 self._issue_now(stream, fetch)
             else:
-                self.workers[item.stream].submit(traced)
+                self.workers[item.stream].submit(lambda: self._move(item, counted, lambda _: fetch()))
 
-        def traced() -> None:
-            with torch.cuda.stream(stream):
-                start = time.perf_counter()
-                fetch()
-                if self.trace is not None:
-                    stream.synchronize()
-                    self.trace.noting_copy(item)(start, int((index >= 0).sum()) * rows.row_nbytes)
+        def counted() -> tuple[RowRun, ...]:
+            return () if self.trace is None else ((0, 0, int((index >= 0).sum()) * rows.row_nbytes),)
 
         return issue
 
@@ -317,9 +313,10 @@ class CudaDevice(StreamedDevice):
         before = self.events.get(item.event)
         spare = None if before is None else before.spare
         if item.stream == COMPUTE or self._at_once(item.stream):
-            recorded = spare or torch.cuda.Event()
-            self.events[item.event] = DeviceEvent(ISSUED, recorded)
-            recorded.record(self._stream(item.stream))
+            if before is None or spare is None or before.issued is not ISSUED:
+                before = self.events[item.event] = DeviceEvent(ISSUED, spare or torch.cuda.Event())
+            assert before.cuda is not None
+            before.cuda.record(self._stream(item.stream))
             return
         event = self.events[item.event] = DeviceEvent(Ticket(watch=self._fault))
         worker = self.workers[item.stream]

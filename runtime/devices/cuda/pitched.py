@@ -101,14 +101,19 @@ def _refuse_other_bytes(
 
 
 class RunCopier:
-    """Copies runs between two byte tensors on the current stream; what equal runs join to is kept for the next time."""
+    """Copies runs between two byte tensors on the current stream; what equal runs join to is kept for the next time.
+    `whole` is the run of all bytes of two tensors of one size."""
 
     def __init__(self, source: torch.Tensor, target: torch.Tensor, copy: PitchedCopy | None) -> None:
         self.source, self.target, self.copy = source, target, copy
+        self.whole: tuple[RowRun, ...] = ((0, 0, source.numel()),)
         self._moved: tuple[RowRun, ...] = ()
         self._groups: list[PitchedRuns] = []
 
     def __call__(self, moved: tuple[RowRun, ...]) -> None:
+        if moved is self.whole:
+            self.target.copy_(self.source, non_blocking=True)
+            return
         if self.copy is None or len(moved) == 1:
             copy_runs(moved, self.source, self.target, non_blocking=True)
             return

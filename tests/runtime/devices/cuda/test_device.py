@@ -246,10 +246,10 @@ def test_an_event_is_recorded_anew_once_nobody_is_to_wait_for_it(log: list[str])
     stream.wait_event = seen.append  # type: ignore
     with device.issuing():
         device._record(Record(COMPUTE, 3))
-        first = device.events[3].cuda
+        event, first = device.events[3], device.events[3].cuda
         device._wait(Wait(UPLOAD, 3))
         device._record(Record(COMPUTE, 3))
-        assert device.events[3].cuda is first is not None and seen == [first]
+        assert device.events[3] is event and event.cuda is first is not None and seen == [first]
         device.workers[UPLOAD].submit(gate.wait)
         device._wait(Wait(UPLOAD, 3))
         device._record(Record(COMPUTE, 3))
@@ -300,6 +300,26 @@ def test_rows_are_named_by_what_was_told_until_something_else_lies_there(log: li
     assert handed == [0, 0, 0, 1, 0, 1]
     with pytest.raises(RuntimeError, match="row 9"):
         loaded(9, 9)
+    device.host = None
+    device.close()
+
+
+def test_a_trace_counts_the_experts_that_are_fetched(log: list[str]) -> None:
+    pytest.importorskip("triton")
+    trace = Trace()
+    device = Handed(log, trace)
+    assert device.device_memory is not None and device.host is not None
+    index = device.tensor(TensorRef("device", 32, "int64", (3,), (1,), "told"))
+    named = Rows(Span("host", 0, 32, "table"), 4, TensorRef("device", 32, "int64", (3,), (1,), "told"), keeps=True)
+    call = device.bind(Copy(UPLOAD, named, Span("device", 0, 12, "pool"), "fetch experts"), None)
+    assert call is not None
+    for rows in ((5, -1, 2), (-1, -1, -1), (-1, 0, -1)):
+        index.copy_(torch.tensor(rows))
+        with device.issuing():
+            call()
+            device.workers[UPLOAD].wait_idle()
+    assert device.device_memory[:12].tolist() == [*range(20, 24), *range(4), *range(8, 12)]
+    assert [nbytes for _, _, _, nbytes in trace._kept()] == [8, 0, 4]
     device.host = None
     device.close()
 
