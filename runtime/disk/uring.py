@@ -43,7 +43,7 @@ class _Offsets(ctypes.Structure):
 
 class _Params(ctypes.Structure):
     _fields_ = [
-        *((n, ctypes.c_uint32) for n in ("sq_entries", "cq_entries", "flags", "cpu", "idle", "features", "wq_fd")),
+        *((n, ctypes.c_uint32) for n in ("sq_entries", "cq_entries", "flags", "core", "idle", "features", "wq_fd")),
         ("reserved", ctypes.c_uint32 * 3),
         ("sq", _Offsets),
         ("cq", _Offsets),

@@ -225,7 +225,7 @@ class LanguageModel(SessionCalls, TakesTurns, ScoringCalls, TraceCalls, NnModule
         """The vision tower; ValueError for a model that takes no images."""
         origin = None if self._origin is None else self._origin()
         return origin.tower if origin is not None else open_tower(
-            self.config, self.checkpoint, self.captured, self.options, self.machine.kind.kernels)
+            self.config, self.checkpoint, self.captured, self.options, self.machine.kind)
 
     def image_features(
         self, given: Mapping[str, torch.Tensor], call: ModelCall

@@ -60,7 +60,7 @@ class JobImages:
         if self._largest is None:
             return sizes, options
         machine = cast("Machine", options.machine)
-        tower = open_tower(read_config(checkpoint.folder), checkpoint, captured, options, machine.kind.kernels)
+        tower = open_tower(read_config(checkpoint.folder), checkpoint, captured, options, machine.kind)
         _, given = self.chats.read(self._largest.messages or (), self._largest.template)
         try:  # in as many parts as leave half of the budget to the steps
             tower.features(given, sizes.device // 2)

@@ -186,7 +186,7 @@ def _plan_model(
     if seen := seen_line(made):
         print(seen)
     show_plan(made, opened[0], profile, "" if seen else UNSEEN, brief=_is_brief())
-    for line in image_lines(opened[1], opened[0], options, profile.kind.kernels):
+    for line in image_lines(opened[1], opened[0], options, profile.kind):
         print(line)
     print(*frontier_lines(frontier), sep="\n", end="\n" if len(frontier) > 1 else "")
     python, peak = anonymous_nbytes(), sum(made.prediction.peak_nbytes.values())

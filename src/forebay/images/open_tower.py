@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from forebay.images.tower import ImageTower
+    from forebay.runtime.devices.kind import DeviceKind
 
 
 def open_tower(
-    config: PreTrainedConfig, checkpoint: Checkpoint, captured: CapturedModel, options: Options, kernels: str
+    config: PreTrainedConfig, checkpoint: Checkpoint, captured: CapturedModel, options: Options, kind: DeviceKind
 ) -> ImageTower:
     """Open the vision tower of a model's folder.
 
     Raises:
         CheckpointError: The model takes no images.
-        PlanError: It takes text alone on several ranks, or with kernels of that kind.
+        PlanError: It takes text alone on several ranks, or on a device of that kind.
     """
     if options.mesh is not None:
         raise PlanError("images: a model on several ranks takes text alone; leave mesh out")
@@ -41,7 +42,7 @@ def open_tower(
     if known is None or not known.images:
         taken = ", ".join(sorted(kind for kind, each in MULTIMODAL.items() if each.images))
         raise CheckpointError(f"{text_alone(config.model_type)}; images are taken by {taken}")
-    if known.group_layers(config) and kernels != "cpu":
+    if known.group_layers(config) and not kind.on_host_cores:
         raise PlanError(f"images: tokens of an image see each other in a model of type {config.model_type!r}, which "
                         "is computed on the CPU alone (CUDA_VISIBLE_DEVICES= leaves the GPU out)")
     from forebay.images.tower import ImageTower
@@ -97,13 +98,13 @@ def image_chunk(config: PreTrainedConfig, prompt: int) -> int:
 
 
 def image_lines(
-    checkpoint: Checkpoint, captured: CapturedModel, options: Options, kernels: str
+    checkpoint: Checkpoint, captured: CapturedModel, options: Options, kind: DeviceKind
 ) -> list[str]:
     """Return a plan's lines on images: one for a model that takes images, else none."""
     if not takes_images(checkpoint.folder):  # without loading transformers
         return []
     try:
-        tower = open_tower(read_config(checkpoint.folder), checkpoint, captured, options, kernels)
+        tower = open_tower(read_config(checkpoint.folder), checkpoint, captured, options, kind)
     except (OSError, ValueError, KeyError, TypeError):  # of a folder that has no tower, or options that leave it out
         return []
     return [f"images      {tower.summary}"]
