@@ -26,17 +26,15 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "forebay.rewriter.pipeline": None,
     "forebay.serving": ("forebay.serving", "forebay.language_model", "forebay.drafting", "forebay.structured_output",
                         "forebay.commands.prompts", "forebay.images.chats", "forebay.images.parts",
-                        "forebay.embedding",
-                        "forebay.commands.chat_template", "forebay.commands.process_memory",
+                        "forebay.embedding", "forebay.commands.chat_template", "forebay.commands.process_memory",
                         "forebay.commands.terminal", "forebay.rewriter.ir", "forebay.runtime.run",
                         "forebay.session_file"),
     "forebay.rewriter.policy": ("forebay.rewriter.policy", "forebay.rewriter.predict", "forebay.rewriter.machine",
                                 "forebay.rewriter.ir", "forebay.rewriter.planning.objective", "forebay.kernels"),
     "forebay.rewriter.serving": ("forebay.rewriter.serving", "forebay.rewriter.predict", "forebay.rewriter.machine",
                                  "forebay.rewriter.ir", "forebay.rewriter.partition"),
-    "forebay.rewriter.partition": ("forebay.rewriter.partition", "forebay.rewriter.predict",
-                                   "forebay.rewriter.machine", "forebay.rewriter.ir.byte_sizes",
-                                   "forebay.rewriter.ir.program"),
+    "forebay.rewriter.partition": ("forebay.rewriter.partition", "forebay.rewriter.predict", "forebay.rewriter.machine",
+                                   "forebay.rewriter.ir.byte_sizes", "forebay.rewriter.ir.program"),
     "forebay.passes": ("forebay.passes", "forebay.rewriter.ir", "forebay.kernels.operator", "forebay.kernels.operators",
                        "forebay.kernels.formats", "forebay.kernels.build"),
     "forebay.kernels": ("forebay.kernels",),
@@ -159,6 +157,12 @@ def test_fx_is_no_business_of_the_runtime() -> None:
 
 def says_why(node: ast.Module | Function) -> bool:
     return WHY_LONG.search(ast.get_docstring(node) or "") is not None
+
+
+def test_kinds_of_devices_are_named_by_their_records() -> None:
+    named = [name for name, path in SOURCES.items() for _ in re.findall(r'"(?:cuda|cpu)"', path.read_text())
+             if not within(name, ("forebay.kernels", "forebay.runtime.devices"))]
+    assert 0 < len(named) <= 5, named
 
 
 def test_what_is_long_says_why() -> None:
