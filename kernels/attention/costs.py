@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -32,11 +33,18 @@ def gpu_workspace_nbytes(use: Use, bits: int = 0, group: int = 0) -> int:
     """Bytes that attention takes beside its operands on a GPU; bits and group are those of packed rows."""
     q, k = use.args[:2]
     batch, heads, queries, width = q.shape
+    if queries > 1 and bits and width > decode_shares.TYPICAL_LANES:
+        return HELD_COUNTERS_NBYTES + unpacked_nbytes(q, k) * (1 if k is use.args[2] or k == use.args[2] else 2)
     if queries > 1:
         return HELD_COUNTERS_NBYTES
     itemsize, processors = dtype_of(q).itemsize, decode_shares.processors()
     return decode_shares.workspace_nbytes(
         batch, heads, k.shape[1], k.shape[2], width, itemsize, processors, bits, group)
+
+
+def unpacked_nbytes(q: Any, cache: Any) -> int:
+    """Bytes of the values of packed rows, to a multiple of 16: those of `cache` [B, Hkv, L, R], in q's dtype."""
+    return -(-math.prod(cache.shape[:3]) * q.shape[3] * dtype_of(q).itemsize // 16) * 16
 
 
 def cpu_shape(use: Use) -> tuple[Any, ...]:

@@ -6,20 +6,20 @@ import math
 
 from torch import Tensor
 
+from forebay.kernels.attention.decode_attention.decode_shares import MOST_DIM
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.gpu_support.arguments import check_device, fail
 from forebay.kernels.gpu_support.cache_tiles import CacheView, lanes
 
-MAX_HEAD_DIM = 256
 WIDEST = 16  # bytes of the widest load
 
 
 def check_rows(op: str, cache: Tensor, name: str, head_dim: int) -> None:
     """Rows of the cache are contiguous, begin at multiples of 4 bytes and are of a head_dim that kernels take."""
     check_device(op, name, cache)
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        fail(op, name, f"must have rows of a head_dim of 1 .. {MAX_HEAD_DIM}, got {head_dim}")
+    if not 1 <= head_dim <= MOST_DIM:
+        fail(op, name, f"must have rows of a head_dim of 1 .. {MOST_DIM}, got {head_dim}")
     if cache.stride(3) != 1 or math.gcd(cache.data_ptr(), *row_strides(cache)) % row_sizes.CACHE_ALIGN:
         fail(op, name, f"must have contiguous rows at multiples of {row_sizes.CACHE_ALIGN} bytes, got {cache.stride()}")
 

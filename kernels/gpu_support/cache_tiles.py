@@ -75,7 +75,8 @@ def from_half(bits):
 
 @triton.jit
 def unpack_ending(words, group, held, CODES: tl.constexpr, GROUPS: tl.constexpr):
-    """(scale, low) [T, GROUPS_P] in fp32 of rows at pointers [T, 1], behind CODES halves: GROUPS scales, then the lows.
+    """(scale, low) [T, GROUPS_P] in fp32 of rows at pointers [T, 1]. After CODES halves follow GROUPS
+    scales, then the lows.
 
     They are read in words: loads of less than 32 bits are not pipelined.
     """
@@ -99,8 +100,12 @@ def unpack_ending(words, group, held, CODES: tl.constexpr, GROUPS: tl.constexpr)
 def load_tile(
     ptr, t, seen, stride_row,
     dtype: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    BEFORE: tl.constexpr = 0, AFTER: tl.constexpr = 0,
 ):  # fmt: skip
-    """[T, DP] of dtype: rows of positions t; what is not seen is 0. The stride is in elements."""
+    """[T, DP] of dtype: rows of positions t; what is not seen is 0. The stride is in elements.
+
+    Packed rows have BEFORE values in whole groups before these D, and AFTER values after them.
+    """
     row = t.to(tl.int64) * stride_row
     if BITS == 0:
         d, valid = lane_values(D, DP, G, GP)
@@ -116,17 +121,18 @@ def load_tile(
     else:
         GROUPS: tl.constexpr = (D + G - 1) // G
         GROUPS_P: tl.constexpr = DP // GP
+        ALL: tl.constexpr = (BEFORE + D + AFTER + G - 1) // G
         group = tl.arange(0, GROUPS_P)[None, :]
         held = seen[:, None] & (group < GROUPS)
         words = (ptr + row).to(tl.pointer_type(tl.int32))[:, None]
-        scale, low = unpack_ending(words, group, held, GROUPS * G * BITS // 16, GROUPS)
+        scale, low = unpack_ending(words, group + BEFORE // G, held, ALL * G * BITS // 16, ALL)
         # Bytes of a row: lanes of codes (8 bits), or of pairs of codes (4 bits), whole groups.
         PER_BYTE: tl.constexpr = 8 // BITS
         at, valid = lane_values(GROUPS * G // PER_BYTE, DP // PER_BYTE, G // PER_BYTE, GP // PER_BYTE)
         mask = seen[:, None]
         if DP != GROUPS * G:
             mask = mask & valid[None, :]
-        code = tl.load(ptr + row[:, None] + at[None, :], mask=mask, other=0)
+        code = tl.load(ptr + row[:, None] + (at + BEFORE * BITS // 8)[None, :], mask=mask, other=0)
         if BITS == 4:
             code = tl.interleave(code & 15, code >> 4)
         x = tl.reshape(code.to(tl.float32), (code.shape[0], GROUPS_P, GP))

@@ -60,7 +60,7 @@ class Pipeline:
     def __init__(self, graphs: StepGraphs, workload: Workload, machine: Machine, switches: Switches,
                  steps: StepAnalysis | None = None) -> None:
         check_switches(PASSES, switches)
-        refuse_cache(graphs.cache_format, machine.kind, graphs.latents)
+        refuse_cache(graphs.cache_format, machine.kind)
         self.graphs, self.workload, self.machine, self.switches = graphs, workload, machine, switches
         self.steps = steps or StepAnalysis(graphs, machine, not switches.no_reuse)
         self._planned: Plan | None = None  # the plan that `_programs` are of

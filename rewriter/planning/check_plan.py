@@ -53,12 +53,9 @@ def check_plan(plan: Plan, needs: ModelNeeds, workload: Workload) -> None:
     _check_places(plan)
 
 
-def refuse_cache(name: str, kind: DeviceKind, latents: bool = False) -> None:
-    """Raise PlanError where a device that runs Programs has no kernels for a cache of this format, of `latents` or of
-    keys and values."""
+def refuse_cache(name: str, kind: DeviceKind) -> None:
+    """Raise PlanError where a device that runs Programs has no kernels for a cache of this format."""
     packed = packed_caches().get(name)
-    if packed is not None and latents and kind.runs and kind.kernels != "cpu":
-        raise PlanError(f"cache: {name} rows of latents have no kernel for a {kind.title}; keep the cache native")
     for operator in () if packed is None or not kind.runs else map(find, (packed.append, packed.attend)):
         if operator is not None and kind.kernels not in operator.bind:
             raise PlanError(f"cache: {name} has no kernel for a {kind.title} ({operator.name}); take another format")

@@ -42,8 +42,6 @@ def accepted(logits: torch.Tensor, draft: Drafted, sampling: Sampling, draws: Dr
         where = HOST_MEMORY if own is None else own.device
         target, drafted = (chances.to(where) for chances in (probabilities(logits, sampling).double(), draft.chances))
         return without_refused(target, drafted, tokens, own)
-    if isinstance(draws, torch.Generator):
-        logits = logits.to(draws.device)
     found: list[int] = []
     for i in range(len(tokens) + 1):
         found += choose(logits[i : i + 1], sampling, draws).tolist()

@@ -58,39 +58,43 @@ class Sampling:
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: Generators = None) -> torch.Tensor:
-    """Token ids [B] int64 for logits [B, V]. With one generator the draws are torch.multinomial's, so those of
-    transformers under the same seed. With a generator for each row a row's token depends on its own draws
-    alone: one uniform number each, which `forebay::sampling` turns into a token where the logits lie."""
+    """Token ids [B] int64 for logits [B, V]. With one generator the draws are torch.multinomial's, a row at a time on
+    the generator's device; of a CPU's generator they are those of transformers under the same seed. With a generator
+    for each row a row's token depends on its own draws alone: one uniform number each, which `forebay::sampling` turns
+    into a token where the logits lie."""
     if not sampling.do_sample:
         return most_likely(logits)
     if generator is not None and not isinstance(generator, torch.Generator):
         return drawn(logits, sampling, torch.cat([
             torch.rand(1, generator=g, device=g.device).to(logits.device) for g in generator]))
-    if not logits.is_cpu:
-        return torch.multinomial(probabilities(logits, sampling), 1, generator=generator).squeeze(-1)
-    # torch draws the numbers of one row after those of the row before
-    return _row_by_row(logits, lambda row, i: torch.multinomial(
-        probabilities(row, sampling), 1, generator=generator)[0])
+    # On a CPU torch draws the numbers of one row after those of the row before.
+    where = logits.device if generator is None else generator.device
+    return _row_by_row(logits, where, lambda row, i: torch.multinomial(
+        probabilities(row.to(where), sampling), 1, generator=generator)[0])
 
 
 def drawn(logits: torch.Tensor, sampling: Sampling, uniforms: torch.Tensor) -> torch.Tensor:
     """Token ids [B] int64 for logits [B, V] by a uniform number for each row. Those of the host go to a GPU through
     pinned memory: nothing waits for what computes the logits."""
     options = sampling.temperature, sampling.top_k, max(sampling.top_p, LEAST_TOP_P)
+    if not logits.is_cpu and uniforms.is_cpu:
+        uniforms = uniforms.pin_memory().to(logits.device, non_blocking=True)
     if sampling.min_p:  # the operator draws from what is left
-        logits = logits.masked_fill(probabilities(logits, sampling) == 0, float("-inf"))
-        options = sampling.temperature, 0, 1.0
+        return _row_by_row(logits, logits.device, lambda row, i: SAMPLING.overload(
+            row.masked_fill(probabilities(row, sampling) == 0, float("-inf")), uniforms[i : i + 1],
+            sampling.temperature, 0, 1.0))
     if not logits.is_cpu:
-        if uniforms.is_cpu:
-            uniforms = uniforms.pin_memory().to(logits.device, non_blocking=True)
         return SAMPLING.overload(logits, uniforms, *options)  # type: ignore[no-any-return]
-    return _row_by_row(logits, lambda row, i: SAMPLING.overload(row, uniforms[i : i + 1], *options))
+    return _row_by_row(logits, logits.device, lambda row, i: SAMPLING.overload(row, uniforms[i : i + 1], *options))
 
 
-def _row_by_row(logits: torch.Tensor, draw: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-    """Tokens [B] that `draw` gives for a row [1, V] and its number, which takes some 100 bytes a logit in passing. All
-    tokens lie in one tensor: tensors of their own would lie between larger blocks of the heap, and keep these apart."""
-    tokens = torch.empty(len(logits), dtype=torch.int64)
+def _row_by_row(
+    logits: torch.Tensor, where: torch.device, draw: Callable[[torch.Tensor, int], torch.Tensor]
+) -> torch.Tensor:
+    """Tokens [B], on the device `where`, that `draw` gives for a row [1, V] and its number, which takes some 100 bytes
+    a logit in passing. All tokens lie in one tensor: tensors of their own would lie between larger blocks of the heap,
+    and keep these apart."""
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=where)
     for i in range(len(logits)):
         tokens[i : i + 1] = draw(logits[i : i + 1], i)
     return tokens

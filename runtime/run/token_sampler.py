@@ -50,10 +50,7 @@ class TokenSampler:
         sampling = self._sampling(next(iter(running.values())))
         if not sampling.do_sample:
             return most_likely(logits)
-        uniforms = torch.full((len(logits),), 0.5)
-        for slot, number in sorted(running.items()):
-            uniforms[slot] = self._uniform(number)
-        return drawn(logits, sampling, uniforms)
+        return self._drawn_there(sampling, dict(sorted(running.items())), logits)
 
     def chosen(self, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]) -> list[int]:
         """The next tokens of requests, whose logits are those rows of [B, V]."""
@@ -146,8 +143,7 @@ class TokenSampler:
                 scores = self._processed(number, alone := logits[row : row + 1])
                 if scores is not alone:
                     alone.copy_(scores)
-        scores = logits[: call.count] if call.generator is None else logits[: call.count].to(call.generator.device)
-        column = choose(scores, self.sampling, call.generator).tolist()
+        column = choose(logits[: call.count], self.sampling, call.generator).tolist()
         return [column[row] for row in at]
 
     def _drawn(
@@ -157,11 +153,19 @@ class TokenSampler:
         if not sampling.do_sample:
             tokens = most_likely(logits).tolist()
             return [tokens[row] for row in at]
-        drawn = [self._generator(number) for number in numbers]
-        if logits.is_cpu:  # without a copy of their rows, which no plan counts
-            return [int(choose(logits[row : row + 1], sampling, [g])) for row, g in zip(at, drawn, strict=True)]
-        rows = logits[: len(at)] if list(at) == list(range(len(at))) else logits[torch.tensor(at).to(logits.device)]
-        return choose(rows, sampling, drawn).tolist()
+        # Without a copy of their rows, which no plan counts.
+        if logits.is_cpu:
+            return [int(choose(logits[row : row + 1], sampling, [self._generator(number)]))
+                    for row, number in zip(at, numbers, strict=True)]
+        tokens = self._drawn_there(sampling, dict(zip(at, numbers, strict=True)), logits).tolist()
+        return [tokens[row] for row in at]
+
+    def _drawn_there(self, sampling: Sampling, rows: Mapping[int, int], logits: torch.Tensor) -> torch.Tensor:
+        """Tokens [B] for logits [B, V] where these lie, drawn for requests by row; of other rows they are of no use."""
+        uniforms = torch.full((len(logits),), 0.5)
+        for row, number in rows.items():
+            uniforms[row] = self._uniform(number)
+        return drawn(logits, sampling, uniforms)
 
     def _draws(self, number: int) -> Draws:
         """Return the random source of a request's tokens, for `choose`."""

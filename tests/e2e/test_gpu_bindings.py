@@ -22,7 +22,7 @@ from forebay.kernels.operator import Tensors
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
-from forebay.rewriter.ir.plan import Budget, PlanError, Workload
+from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.options import Options
@@ -164,14 +164,18 @@ KINDS: dict[str, tuple[dict[str, Any], set[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", at_length("gpt_oss"), "deepseek_v3", at_length("mamba")])
+def small(family: str, sizes: dict[str, Any]) -> Any:
+    """A model of two layers at random."""
+    return random_model(transformers.AutoConfig.for_model(
+        family, hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64, num_attention_heads=2,
+        pad_token_id=0, max_position_embeddings=64, **dict(num_key_value_heads=1, head_dim=16) | sizes))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", at_length("gpt_oss"), at_length("deepseek_v3"), at_length("mamba")])
 def test_layers_of_other_kinds(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of unequal length and a decode step give the logits of the CPU's kernels; tables of experts stream."""
     sizes, operators_of_it = KINDS[family]
-    config = transformers.AutoConfig.for_model(
-        family, hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64, num_attention_heads=2,
-        pad_token_id=0, max_position_embeddings=64, **dict(num_key_value_heads=1, head_dim=16) | sizes)
-    model = random_model(config)
+    model = small(family, sizes)
     model.save_pretrained(tmp_path)
     tight = sum(p.numel() * 3 for p in model.parameters()) + least_workspace_nbytes()  # of 4 bytes each
     prompt = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -186,11 +190,27 @@ def test_layers_of_other_kinds(family: str, tmp_path: Path, monkeypatch: pytest.
             found[kind] = lm.generate(
                 prompt, attention_mask=mask, max_new_tokens=2, do_sample=False, output_logits=True,
                 return_dict_in_generate=True, eos_token_id=None, pad_token_id=0)
-    if family == "deepseek_v3":
-        with pytest.raises(PlanError, match="expand_latents: a GPU has no kernel"):
-            LanguageModel(*opened, Budget(tight, 1 << 24), Workload(2, 5, 3), Options(expand_latents=True), machine)
     assert family != "gpt_oss" or any(name.endswith("experts.table") for name in streams)
     assert gpu is not None and operators_of_it <= {op for op, _ in gpu.bound}
     assert torch.equal(found["cpu"].sequences, found["NVIDIA H200"].sequences)
     for want, got in zip(found["cpu"].logits, found["NVIDIA H200"].logits, strict=True):
         assert (got - want).double().norm() < 1e-4 * want.double().norm()
+
+
+@pytest.mark.parametrize(("cache", "expand"), [("kv8", True), at_length("kv4", False), at_length("native", True)])
+def test_latents(cache: str, expand: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed rows of latents, and prompts that expand them, give the logits of the CPU's kernels."""
+    small("deepseek_v3", KINDS["deepseek_v3"][0]).save_pretrained(tmp_path)
+    prompt = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(1))
+    opened, found = open_model(tmp_path), {}
+    for kind in ("cpu", "NVIDIA H200"):
+        gpu = GpuOfThreads(monkeypatch) if kind != "cpu" else None
+        machine, options = replace(Machine.default(), device_kind=kind), Options(cache=cache, expand_latents=expand)
+        with LanguageModel(*opened, Budget(1 << 26, 1 << 24), Workload(2, 5, 3), options, machine) as lm:
+            found[kind] = lm.next_logits(torch.cat((prompt, prompt[:, :1]), 1)).double()
+            lm.generate(prompt, max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+    bound = {op for op, _ in gpu.bound} if gpu is not None else set()
+    assert "forebay.experts" in bound and ("forebay.expanded_attention" in bound) is expand
+    assert {"forebay.kv_append", "forebay.attention"} <= bound or cache != "native"
+    assert {"forebay.kv_append_q", "forebay.attention_q"} <= bound or cache == "native"
+    assert (found["NVIDIA H200"] - found["cpu"]).norm() < (1e-4 if cache == "native" else 1e-2) * found["cpu"].norm()

@@ -26,9 +26,6 @@ from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.ir.state import LatentState
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.check_plan import refuse_cache
-from forebay.runtime.devices.cpu.kind import CPU
-from forebay.runtime.devices.cuda.kind import CUDA
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
               pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
@@ -294,6 +291,3 @@ def test_what_rows_cannot_do_is_refused_by_name(saved: Saved) -> None:
     with pytest.raises(PlanError, match=r"^cpu_attention or .* this model keeps latents"):
         forebay.wrap(folder, {"device": "1MiB", "host": "1MiB", "disk": folder}, batch=3, prompt=PROMPT,
                      new_tokens=NEW, cpu_attention=True, **HOST)
-    refuse_cache("kv8", CPU, latents=True)
-    with pytest.raises(PlanError, match="cache: kv8 rows of latents have no kernel for a GPU; keep the cache native"):
-        refuse_cache("kv8", CUDA, latents=True)

@@ -2,7 +2,7 @@
 
 The kernels are those of `decode_attention` and `prefill_attention`. Keys and values stay rotated: a tile of queries is
 rotated as it is loaded, in decoding by every share of a sequence, and a result before it is rounded, in decoding where
-the shares are merged.
+the shares are merged. Of rows of more than 256 values, as of latents, many queries attend to values in scratch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.attention.attention_q import reference as operator
+from forebay.kernels.attention.costs import unpacked_nbytes
 from forebay.kernels.attention.decode_attention import gpu as decode_attention
+from forebay.kernels.attention.decode_attention.decode_shares import TYPICAL_LANES
 from forebay.kernels.attention.prefill_attention import gpu as prefill_attention
 from forebay.kernels.attention.scoring import SYNCHRONISED, Scoring, SoftmaxRange
 from forebay.kernels.gpu_support.arguments import check_tensor
 from forebay.kernels.gpu_support.cache_rows import check_rows, packed_view
-from forebay.kernels.gpu_support.cache_tiles import AttendedCache
+from forebay.kernels.gpu_support.cache_tiles import AttendedCache, check_head_dim, contiguous_view, same_rows
+from forebay.kernels.gpu_support.launches import KernelCall, bound_with_scratch
+from forebay.kernels.gpu_support.unpacked_rows import unpack_call
+from forebay.kernels.operator import Call
 
 OP = "attention_q"
-
-
 
 
 def _check(
@@ -30,6 +33,7 @@ def _check(
 ) -> None:
     operator.check(q, k_cache, v_cache, start, bits, group)
     check_tensor(OP, "q", q)
+    check_head_dim(OP, q)
     batch, heads, queries, dim = q.shape
     for cache, name in ((k_cache, "k_cache"), (v_cache, "v_cache")):
         check_tensor(OP, name, cache, device=q.device, dtype=torch.uint8)
@@ -57,7 +61,20 @@ def _bind(
     cache = AttendedCache(view, kv_heads, capacity, 2 * row_nbytes, start)
     if q.shape[2] == 1:
         return decode_attention.bind_view(q[:, :, 0], cache, scoring, softmax, splits, out[:, 0])
-    return prefill_attention.bind_view(q, cache, scoring, out)
+    if q.shape[3] <= TYPICAL_LANES:
+        return prefill_attention.bind_view(q, cache, scoring, out)
+
+    def launches(scratch: Tensor, _: Tensor) -> list[KernelCall | Call]:
+        made, rows = list[KernelCall | Call](), list[Tensor]()
+        for each in caches[:1] if same_rows(view) else caches:
+            values = scratch[len(rows) * nbytes :][:nbytes].view(q.dtype).view(*each.shape[:3], q.shape[3])
+            made.append(unpack_call(each, packed_view(each, each, q.shape[3], *form), start, q.shape[2], values))
+            rows.append(values)
+        plain = AttendedCache(contiguous_view(rows[0], rows[-1]), kv_heads, capacity, 2 * row_nbytes, start)
+        return [*made, prefill_attention.bind_view(q, plain, scoring, out)]
+
+    nbytes = unpacked_nbytes(q, caches[0])
+    return bound_with_scratch(q.device, nbytes * (1 if same_rows(view) else 2), 0, launches)
 
 
 def attention_q(

@@ -27,6 +27,7 @@ TILES = {"narrow": DecodeTile(64, 4, 3), "typical": DecodeTile(64, 8, 3), "wide"
 # others. Products of 64 rows take their factors from shared memory on Hopper.
 TYPICAL_LANES, MOST_DIM = 256, 640
 LATENT = {"many": DecodeTile(32, 8, 3), "few": DecodeTile(64, 8, 2)}
+AMD_LATENT = {16: DecodeTile(32, 4, 2), 32: DecodeTile(16, 4, 2)}  # by rows of scores; eight warps would spill 271
 WIDE = DecodeTile(32, 8, 2)
 LEAST_POSITIONS = 128  # of a share of such rows: they take about as long as to write and read its results
 DEQUANTISED = DecodeTile(64, 4, 3)
@@ -56,6 +57,9 @@ def product(
     # On AMD, without the byte permutations, it would spill up to 124 values of 512 registers.
     if bits and itemsize == 2 and not amd and group * bits % 32 == 0 and 256 <= lanes * bits <= 1024 and rows <= 64:
         return DecodeProduct(rows, max(8, heads) if groups == 1 else rows // groups, True)
+    if bits and head_dim > TYPICAL_LANES:  # more rows of scores would spill
+        rows = 16 if heads <= 16 or amd else 32
+        return DecodeProduct(rows, rows, False)
     # Before Hopper a product's factor is in registers: 64 rows of more than 256 values would spill.
     rows = min(64 if (hopper and not amd) or head_dim <= TYPICAL_LANES else 32, max(16, heads))
     return DecodeProduct(rows, rows, False)
@@ -154,7 +158,7 @@ def share_count(shape: DecodeShape, product: DecodeProduct, processors: int) -> 
     where their results are larger than the rows: results stay in the L2, and all multiprocessors work.
     """
     rows, capacity, position_nbytes, group_heads, dim, lanes, itemsize, bits = shape
-    if not bits and lanes > TYPICAL_LANES:
+    if dim > TYPICAL_LANES:
         each_once = processors // max(1, rows * -(-group_heads // product.heads))
         return max(1, min(each_once, capacity // LEAST_POSITIONS))
     sizes = tile(lanes, itemsize, bits, product.folded).positions, part_nbytes(group_heads, dim), position_nbytes

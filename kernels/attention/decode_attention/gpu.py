@@ -7,7 +7,8 @@ once at the end. A share whose largest score x of a row leaves phi + low < x < p
 row, in the same program, by the synchronised online softmax; shares carry the maximum they used, so the merge is exact
 for both kinds. Below, the largest score decides rather than each score: a term far below the largest adds nothing.
 
-Loops over values are in `gpu_values`; over rows whose codes the tensor cores take as they are, in `gpu_codes`.
+Loops over values are in `gpu_values`; over rows whose codes the tensor cores take as they are, in `gpu_codes`. Packed
+rows of more than 256 values have a kernel of their own, `gpu_wide`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from forebay.kernels.attention.decode_attention.decode_shares import (
 from forebay.kernels.attention.decode_attention.gpu_codes import synchronised_codes, unified_codes
 from forebay.kernels.attention.decode_attention.gpu_merge import MERGED, merge_kernel, merge_shares
 from forebay.kernels.attention.decode_attention.gpu_values import synchronised_share, unified_share
+from forebay.kernels.attention.decode_attention.gpu_wide import wide_call
 from forebay.kernels.attention.scoring import SYNCHRONISED, Scoring, SoftmaxRange
 from forebay.kernels.gpu_support.arguments import before_hopper, check_device, check_tensor, fail
 from forebay.kernels.gpu_support.cache_tiles import (  # fmt: skip
@@ -195,8 +197,9 @@ def choose(
         product = decode_shares.product(dim, group, 0, itemsize, group_heads)
     chosen = tile(lanes, itemsize, bits, product.folded)
     same = same_rows(view)
-    if dim > TYPICAL_LANES and same and not amd:
-        chosen = decode_shares.LATENT["many" if product.rows == 64 else "few"]
+    if same:
+        many = "many" if product.rows == 64 else "few"
+        chosen = decode_shares.AMD_LATENT[product.rows] if amd else decode_shares.LATENT[many]
     row = row_parts(view, 16 if dim > TYPICAL_LANES else lanes, amd) | {"SAME": same, "BITS": bits}
     tiles = {"FOLDED": product.folded, "M": product.rows, "H": product.heads, "T": chosen.positions}
     return chosen, product, row | tiles
@@ -229,7 +232,7 @@ def bind_view(
         sizes = group_heads, dim, view.constants["DP"], q.dtype.itemsize, view.constants["BITS"]
         shape = DecodeShape(batch * kv_heads, capacity, position_nbytes, *sizes)
         splits = share_count(shape, product, processor_count(q.device))
-    merged = splits <= MERGED and dim <= TYPICAL_LANES
+    merged, wide = splits <= MERGED and dim <= TYPICAL_LANES, dim > TYPICAL_LANES and view.constants["BITS"] > 0
     scale_log2, cap = score_factors(scoring.scale, scoring.softcap)
     limit = register_limit(view, product.folded, q.dtype == torch.bfloat16)
     shares = batch * heads * splits
@@ -239,7 +242,7 @@ def bind_view(
 
     def launches(scratch: Tensor, counters: Tensor) -> list[KernelCall]:
         part, stat = scratch[:part_end].view(torch.float32), scratch[stat_at:].view(torch.float32)
-        made = [kernel_call(
+        made = [wide_call(q, cache, scoring, product, splits, part, stat) if wide else kernel_call(
             decode_attention_kernel, (splits, batch * kv_heads, triton.cdiv(group_heads, product.heads)),
             q, *view.pointers, start, given_sinks, counters, part, stat, out, q.stride(0), q.stride(1), *view.strides,
             out.stride(0), out.stride(1), kv_heads, group_heads, splits, scoring.window, scale_log2, cap,

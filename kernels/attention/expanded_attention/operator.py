@@ -10,10 +10,12 @@ goes on from one lot to the next, so that memory does not grow with the cache.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from forebay.kernels.attention.costs import caches_once
-from forebay.kernels.attention.expanded_attention.cpu import bind_expanded_attention, workspace_nbytes
+from forebay.kernels.attention.expanded_attention import cpu, gpu_scratch
 from forebay.kernels.attention.expanded_attention.reference import ExpandedSizes, RowCodes, check, reference
 from forebay.kernels.attention.operations import attention_flops, expansion_flops
 from forebay.kernels.attention.scoring import Scoring
@@ -35,15 +37,26 @@ def _expanded_attention(
     return q.new_empty(batch, queries, heads, up.shape[1] - plain)
 
 
-def _bind(use: Use) -> Call:
-    (q, k, v, start), (up, plain, *codes), (out,) = use.args[:4], use.args[7:], use.out
-    return bind_expanded_attention(q, k, v, start, Scoring(*use.args[4:7]), up, plain, out, RowCodes(*codes))
+def _bound(use: Use) -> tuple[Any, ...]:
+    """The arguments that launchers of both devices have."""
+    up, plain, *codes = use.args[7:]
+    return *use.args[:4], Scoring(*use.args[4:7]), up, plain, *use.out, RowCodes(*codes)
+
+
+def _bind_cuda(use: Use) -> Call:
+    from forebay.kernels.attention.expanded_attention.gpu import bind_expanded_attention as bind
+
+    return bind(*_bound(use))
 
 
 def _sizes(use: Use) -> ExpandedSizes:
     q, k, up, plain = *use.args[:2], *use.args[7:9]
     batch, heads, queries, dim = q.shape
     return ExpandedSizes(batch, heads, queries, k.shape[2], up.shape[2], dim, plain, up.shape[1] - plain)
+
+
+def _packed(use: Use) -> bool:
+    return len(use.args) > 9 and use.args[9] > 0
 
 
 def _cost(use: Use) -> Cost:
@@ -60,8 +73,11 @@ EXPANDED_ATTENTION = define_operator(
         q, k, v, start, up, plain, RowCodes(*codes)),
     reference=reference,
     cost=_cost,
-    bind={"cpu": _bind},
-    workspace={"cpu": lambda use: workspace_nbytes(_sizes(use), dtype_of(use.args[0]), len(use.args) > 9)},
+    bind={"cpu": lambda use: cpu.bind_expanded_attention(*_bound(use)), "cuda": _bind_cuda},
+    workspace={
+        "cpu": lambda use: cpu.workspace_nbytes(_sizes(use), dtype_of(use.args[0]), _packed(use)),
+        "cuda": lambda use: gpu_scratch.workspace_nbytes(_sizes(use), dtype_of(use.args[0]).itemsize, _packed(use)),
+    },
     layouts={"start": "dense", "up": "dense"},
     caches=("k", "v"),
     timed_as="attention",

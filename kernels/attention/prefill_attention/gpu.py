@@ -62,6 +62,7 @@ FEW_ROTATED = {"typical": PrefillTile(16, 64, 4, 2), "wide": PrefillTile(16, 32,
 AMPERE_ROTATED = {"typical": PrefillTile(64, 64, 8, 2), "wide": AMPERE["wide"]}
 # Over rows of more than 256 values of 16 bits: latents, which are keys and values, and others.
 LATENT = {"few": PrefillTile(16, 64, 8, 2), "typical": PrefillTile(64, 32, 8, 3), "ampere": PrefillTile(32, 64, 8, 2)}
+AMD_LATENT = {"few": PrefillTile(16, 32, 4, 2), "ampere": PrefillTile(32, 16, 4, 2)}  # eight warps would spill 775
 WIDEST = {"few": PrefillTile(16, 32, 8, 2), "typical": PrefillTile(64, 16, 8, 3), "ampere": PrefillTile(32, 32, 8, 2)}
 EXACT_ROTATED = {"typical": PrefillTile(16, 32, 4, 2), "wide": PrefillTile(16, 16, 4, 2)}
 
@@ -101,7 +102,7 @@ def attend(
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr,
     SAME: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
     T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    D2: tl.constexpr, DP2: tl.constexpr,
+    D2: tl.constexpr, DP2: tl.constexpr, DV2: tl.constexpr,
 ):  # fmt: skip
     """The online softmax's state after positions begin .. end - 1; unless MASKED every row sees all of them. What is
     before `since`, which no row sees, need not be there: a factor of 0 would not take NaN away. `last` ends what is
@@ -137,10 +138,10 @@ def attend(
             v, v2 = k, k2
         else:
             held = loaded(t, last, since, MASKED, WINDOWED, BITS)
-            v, v2 = load_parts(v_ptr, t, held, vr, q.dtype, BITS, D, DP, G, GP, D2, DP2)
+            v, v2 = load_parts(v_ptr, t, held, vr, q.dtype, BITS, D, DP, G, GP, DV2, DP2)
         weights = round_to(p, q.dtype)
         acc = dot(weights, v, acc * shrink[:, None])
-        if D2 != 0:
+        if DV2 != 0:
             acc2 = dot(weights, v2, acc2 * shrink[:, None])
         top = higher
         s = following
@@ -155,13 +156,16 @@ def prefill_attention_kernel(
     BITS: tl.constexpr, UNIT: tl.constexpr, POWER: tl.constexpr,
     SAME: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    D2: tl.constexpr, DP2: tl.constexpr,
+    D2: tl.constexpr, DP2: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, last first as it is the longest; sequence and KV head).
 
-    Strides of k and v are multiples of UNIT. SAME, LATE and AHEAD as in `attend`, of which POWER takes no AHEAD.
+    Strides of k and v are multiples of UNIT. SAME, LATE and AHEAD as in `attend`; with POWER there
+    is no AHEAD.
     D2 of a row's values, 0 for none, follow the first D as a part of its own, in DP2 lanes.
+    DV: values of a row of V, no more than of K; what a wider tile reads after them meets no result.
     """
+    DV2: tl.constexpr = DV - D if DV > D else 0
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     b = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -177,6 +181,7 @@ def prefill_attention_kernel(
     acc2 = 0.0
     if D2 != 0:
         q2 = load_query(q_ptr + q_at + D, present, D2, DP2, D2, DP2, 0)
+    if DV2 != 0:
         acc2 = tl.zeros((ROWS, DP2), tl.float32)
     k_ptr += b * kb + kv_head * kh
     v_ptr += b * vb + kv_head * vh
@@ -207,18 +212,18 @@ def prefill_attention_kernel(
             acc, acc2, total, top, s = attend(
                 acc, acc2, total, top, s, q, q2, k_ptr, v_ptr, position, oldest, since, begin,
                 tl.minimum(plain_begin, high + 1), high + 1, kr, vr,
-                scale_log2, softcap, True, WINDOWED, CAPPED, BITS, SAME, LATE, AHEAD, T, D, DP, G, GP, D2, DP2,
+                scale_log2, softcap, True, WINDOWED, CAPPED, BITS, SAME, LATE, AHEAD, T, D, DP, G, GP, D2, DP2, DV2,
             )  # fmt: skip
         acc, acc2, total, top, s = attend(
             acc, acc2, total, top, s, q, q2, k_ptr, v_ptr, position, oldest, since,
             plain_begin, plain_end, high + 1, kr, vr,
-            scale_log2, softcap, False, WINDOWED, CAPPED, BITS, SAME, LATE, AHEAD, T, D, DP, G, GP, D2, DP2,
+            scale_log2, softcap, False, WINDOWED, CAPPED, BITS, SAME, LATE, AHEAD, T, D, DP, G, GP, D2, DP2, DV2,
         )  # fmt: skip
     else:  # one loop: queries that are rotated or wide and that two loops read would stay in registers, and spill
         plain_end = begin
     acc, acc2, total, top, s = attend(
         acc, acc2, total, top, s, q, q2, k_ptr, v_ptr, position, oldest, since, plain_end, high + 1, high + 1, kr, vr,
-        scale_log2, softcap, True, WINDOWED, CAPPED, BITS, SAME, LATE, AHEAD, T, D, DP, G, GP, D2, DP2,
+        scale_log2, softcap, True, WINDOWED, CAPPED, BITS, SAME, LATE, AHEAD, T, D, DP, G, GP, D2, DP2, DV2,
     )  # fmt: skip
     if HAS_SINKS:
         total += sink_weight(sinks_ptr + head, present, top)
@@ -231,22 +236,25 @@ def prefill_attention_kernel(
         query = row // group_heads
         head = kv_head * group_heads + row % group_heads
     out_at = b * ob + query.to(tl.int64) * os + head * oh
+    if DV < D:
+        valid = valid & (d < DV)
     tl.store(out_ptr + out_at[:, None] + d[None, :], out, mask=present[:, None] & valid[None, :])
-    if D2 != 0:
-        d, valid = lane_values(D2, DP2, D2, DP2)
+    if DV2 != 0:
+        d, valid = lane_values(DV2, DP2, DV2, DP2)
         out = round_to(acc2 / total[:, None], out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_at[:, None] + (D + d)[None, :], out, mask=present[:, None] & valid[None, :])
 
 
 def tile(
     rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bool = False, parts: int = 1,
-    same: bool = False,
+    same: bool = False, amd: bool = AMD,
 ) -> PrefillTile:  # fmt: skip
     """The tile for so many rows, of K rows in 1 or 2 parts: so many lanes of itemsize bytes once dequantized.
 
     `same`: values are the keys."""
     if lanes > TYPICAL_LANES:
-        return (LATENT if same else WIDEST)["few" if rows <= 16 else "ampere" if ampere or AMD else "typical"]
+        tiles = WIDEST if not same else AMD_LATENT if amd else LATENT
+        return tiles["few" if rows <= 16 else "ampere" if ampere or amd else "typical"]
     size = "wide" if lanes > (64 if itemsize == 4 else 128) else "typical"
     if itemsize == 4:
         return (EXACT_ROTATED if rotated else EXACT)[size]
@@ -273,7 +281,8 @@ def loop_order(scoring: Scoring, view: CacheView, chosen: PrefillTile) -> dict[s
 def bind_view(
     q: Tensor, cache: AttendedCache, scoring: Scoring, out: Tensor, sinks: Tensor | None = None
 ) -> Callable[[], None]:
-    """A call that fills out [B, S, H, D] from q and a view of the cache, of arguments that have been checked."""
+    """A call that fills out [B, S, H, D] from q and a view of the cache, of arguments that have been checked. Values
+    may have fewer numbers than keys: as many as out."""
     view, kv_heads = cache.view, cache.kv_heads
     batch, heads, queries, _ = q.shape
     if q.numel() == 0:
@@ -291,7 +300,7 @@ def bind_view(
         *out.stride()[:3], queries, kv_heads, group_heads, scoring.window, scale_log2, cap,
         WINDOWED=scoring.window != 0, CAPPED=scoring.softcap > 0, HAS_SINKS=sinks is not None,
         UNIT=view.unit, POWER=view.power, SAME=same, ROWS=chosen.rows, T=chosen.positions,
-        BITS=view.constants["BITS"], **row, **loop_order(scoring, view, chosen),
+        BITS=view.constants["BITS"], DV=out.shape[3], **row, **loop_order(scoring, view, chosen),
         num_warps=chosen.num_warps, num_stages=stages(chosen.num_stages),
     ))  # fmt: skip
 

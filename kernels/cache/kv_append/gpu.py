@@ -28,7 +28,7 @@ def kv_append_kernel(
 ):  # fmt: skip
     """Program (token, block of heads); a token whose position is outside the cache is left out.
 
-    TURNED: keys are turned on their way, and so are queries, by programs behind those of keys and values.
+    TURNED: keys are turned on their way. Programs after those of keys and values turn queries.
     """
     token = tl.program_id(0)
     b = (token // queries).to(tl.int64)

@@ -159,7 +159,7 @@ def kv_append_q_kernel(
 ):  # fmt: skip
     """Program (token, block of heads, K or V); a token whose position is outside the cache is left out.
 
-    TURNED: keys are turned on their way, and so are queries, by programs behind those of keys and values.
+    TURNED: keys are turned on their way. Programs after those of keys and values turn queries.
 
     Strides of the caches are multiples of UNIT. `step` is what is added from token to token to what start says.
     """
@@ -234,8 +234,9 @@ def bind_kv_append_q(
         turned = Turned(**tables, out=out[0]).arguments(op, k)
         blocks = max(blocks, triton.cdiv(tables["q"].shape[1], constants["HEADS"]))
     places = (0, *start.stride()) if start.dim() == 2 else (1, start.stride(0), 0)
+    same = k_cache.data_ptr() == v_cache.data_ptr() and k.data_ptr() == v.data_ptr()  # latents
     return bound(kernel_call(
-        kv_append_q_kernel, (batch * queries, blocks, 3 if turned else 2),
+        kv_append_q_kernel, (batch * queries, blocks, 3 if turned else 1 if same else 2),
         k, v, start, k_cache, v_cache, queries, heads, k_cache.shape[2], *places, *k.stride()[:3], *v.stride()[:3],
         *strides,
         UNIT=unit_of(*strides), **constants, num_warps=warps, **turned,

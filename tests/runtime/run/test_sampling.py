@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from forebay.runtime.run.request import OneCall, Request
 from forebay.runtime.run.sampling import Sampling, choose, probabilities
+from forebay.runtime.run.token_sampler import TokenSampler
 
 LOGITS = torch.randn(4, 30, generator=torch.Generator().manual_seed(0)) * 3
 
@@ -128,3 +135,41 @@ def test_every_row_always_has_a_token(top_k: int, top_p: float, temperature: flo
 def test_bad_settings_are_refused_by_name(bad: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):
         Sampling(True, **bad)
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many numbers the largest result of an operator has that shows no argument's memory."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        given, made = ([t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)] for tree in ((args, kwargs), out))
+        known = {t.untyped_storage().data_ptr() for t in given}
+        self.numel = max([self.numel, *(t.numel() for t in made if t.untyped_storage().data_ptr() not in known)])
+        return out
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.05])
+def test_a_gpu_copies_a_row_at_a_time(monkeypatch: pytest.MonkeyPatch, min_p: float) -> None:
+    """What lies on another device than the host gives the host's tokens. Drawn with one generator, or with min_p, no
+    more than a row is copied or made anew; the kernel that draws by a number for each row takes all as they lie."""
+    sampling = Sampling(True, top_k=12, min_p=min_p)
+    requests = {n: Request(torch.tensor([1]), 1, partial(torch.Generator().manual_seed, n)) for n in range(3)}
+    generator = torch.Generator()
+    call = OneCall(1, 4, True, generator)
+
+    def tokens() -> list[list[int]]:
+        own = TokenSampler(sampling, requests, {number: [] for number in requests}, None)
+        generator.manual_seed(3)
+        together = TokenSampler(sampling, {}, {}, call)
+        with Largest() as seen:
+            found = [together.chosen([0, 1, 2], LOGITS, [3, 0, 2])]
+            assert seen.numel <= LOGITS.shape[1]
+            found.append(own.chosen([0, 1, 2], LOGITS, [3, 0, 2]))
+        assert not min_p or seen.numel <= LOGITS.shape[1]
+        return found
+
+    here = tokens()
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    assert tokens() == here

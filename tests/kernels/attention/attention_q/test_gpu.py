@@ -121,15 +121,35 @@ def test_nan_and_infinity_do_as_torch(where: str, value: float, new: int) -> Non
     assert torch.allclose(found[finite].float(), wanted[finite], atol=0.03)
 
 
-@pytest.mark.parametrize(("dim", "bits"), [(64, 4), (128, 8), (112, 4), (80, 8)])
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+def test_rows_of_latents(value: float) -> None:
+    """Several queries attend to rows that are unpacked before; a row that is not finite reaches those that see it."""
+    ends, (dim, bits, group) = [20, 4], (288, 8, 60)
+    k, _ = made(ends, 1, dim, bits, group)
+    q, start = queries(ends, 3, 4, dim, torch.bfloat16), torch.tensor([16, 0])
+    wanted = attention_q.reference(q, k, k, start, dim**-0.5, 0, 0.0, bits, group)
+    assert relative_error(run(q, k, k, start, 0, 0.0, bits, group), wanted) <= LIMIT[torch.bfloat16]
+    other = k.clone()  # keys and values apart
+    assert relative_error(run(q, k, other, start, 0, 0.0, bits, group), wanted) <= LIMIT[torch.bfloat16]
+    k[0, 0, 18] = kv_append_q.pack(torch.full((dim,), value), bits, group)
+    assert run(q, k, k, start, 0, 0.0, bits, group)[0, 2:].isnan().all()
+    one = run(q[:, :, :1], k, k, torch.tensor([18, 2]), 0, 0.0, bits, group)
+    assert one[0].isnan().all() and one[1].isfinite().all()
+
+
+@pytest.mark.parametrize(("dim", "bits", "new"), [(64, 4, 1), (128, 8, 1), (112, 4, 1), (80, 8, 1), (576, 8, 1),
+                                                  (576, 4, 1), (576, 8, 5), (288, 8, 5)])
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
-def test_decode_counts_the_shares_that_it_makes(
-    monkeypatch: pytest.MonkeyPatch, dim: int, bits: int, dtype: torch.dtype
+def test_what_a_call_takes_is_counted(
+    monkeypatch: pytest.MonkeyPatch, dim: int, bits: int, new: int, dtype: torch.dtype
 ) -> None:
+    """Shares of a decode step, or values of latent rows."""
+    if dim > 256 and dtype == torch.float32:
+        pytest.skip("rows of more than 256 values are in 16 bits")
     group, row = row_sizes.cache_group_size(dim, bits), row_sizes.cache_row_nbytes(dim, bits)
-    q, cache = torch.zeros(1, 4, 1, dim, dtype=dtype), torch.zeros(1, 1, 2048, row, dtype=torch.uint8)
+    q, cache = torch.zeros(1, 4, new, dim, dtype=dtype), torch.zeros(1, 1, 2048, row, dtype=torch.uint8)
     call = gpu.bind_attention_q(q, cache, cache, torch.zeros(1, dtype=torch.int64), Scoring(1.0), bits, group,
-                                torch.empty(1, 1, 4, dim, dtype=dtype))  # fmt: skip
+                                torch.empty(1, new, 4, dim, dtype=dtype))  # fmt: skip
     taken, empty = [], torch.empty
 
     def counted(*shape: int, **options: object) -> Tensor:
@@ -141,7 +161,7 @@ def test_decode_counts_the_shares_that_it_makes(
     monkeypatch.undo()
     nbytes = sum(t.nbytes for t in taken)
     assert nbytes > 4 * 4 * (dim + 2)  # more than one share
-    assert nbytes <= gpu_workspace_nbytes(Tensors((q, cache), {}, ()), bits, group) <= nbytes + (64 << 10)
+    assert nbytes <= gpu_workspace_nbytes(Tensors((q, cache, cache), {}, ()), bits, group) <= nbytes + (64 << 10)
 
 
 def test_loads_are_as_wide_as_rows_permit() -> None:

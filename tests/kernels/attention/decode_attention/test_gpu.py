@@ -53,13 +53,15 @@ def test_matches_the_definition(
 
 
 @pytest.mark.parametrize(
-    ("dim", "heads", "dtype", "same"),
-    [(576, 70, torch.bfloat16, True), (576, 5, torch.float16, False), (288, 17, torch.float16, True),
-     (512, 3, torch.bfloat16, False)],
+    ("bits", "dim", "heads", "dtype", "same"),
+    [(0, 576, 70, torch.bfloat16, True), (0, 576, 5, torch.float16, False), (0, 288, 17, torch.float16, True),
+     (0, 512, 3, torch.bfloat16, False), (8, 576, 17, torch.bfloat16, True), (4, 576, 3, torch.float16, True),
+     (8, 288, 3, torch.float16, True), (4, 320, 5, torch.bfloat16, False)],
 )
-def test_rows_of_more_than_256_values(dim: int, heads: int, dtype: torch.dtype, same: bool) -> None:
-    """Of one part and of two, and latents, which are keys and values; what nobody wrote, NaN, follows each sequence."""
-    cache = native_cache((37, 5), 1, dim, dtype)
+def test_rows_of_more_than_256_values(bits: int, dim: int, heads: int, dtype: torch.dtype, same: bool) -> None:
+    """Of one part and of two, and latents, which are keys and values; what nobody wrote, NaN, follows each sequence.
+    Packed rows have groups of 64, 32 and 60 values."""
+    cache = filled((37, 5), 1, dim, dtype, bits)
     cache = replace(cache, v=cache.k) if same else cache
     q = cache.queries(heads, dtype)
     window, softcap = (11, 0.0) if same else (0, 3.0)

@@ -7,9 +7,21 @@ from typing import Any
 
 import torch
 
+from forebay.kernels.attention.decode_attention.decode_shares import DecodeShape, part_nbytes, product, share_count
+from forebay.kernels.attention.decode_attention.gpu_wide import wide_attention_kernel, wide_tile
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.gpu_support.cache_rows import packed_view, unit_of
-from tests.kernels.audit.audit_case import GEMMA_2_9B, LLAMA_3_8B, SMOLLM2_135M, AuditCase, HeadShape
+from forebay.kernels.gpu_support.cache_tiles import CacheView, same_rows
+from forebay.kernels.products.linear.selection import SM_COUNT
+from tests.kernels.audit.audit_case import (  # fmt: skip
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
+    GEMMA_2_9B,
+    LLAMA_3_8B,
+    SMOLLM2_135M,
+    AuditCase,
+    HeadShape,
+)
 from tests.kernels.audit.cases import decode_attention, prefill_attention
 from tests.kernels.audit.cases.prefill_attention import GEMMA_2_SCORES
 
@@ -26,12 +38,46 @@ def _case(
     rows = torch.empty(1, kv_heads, 2, row_nbytes, dtype=torch.uint8)
     view = packed_view(rows, rows, dim, bits, group)
     name = f"attention_q/{kind}-kv{bits}"
-    if queries == 1:
+    if same_rows(view):
+        made = _wide_case(name, bits, dtype, shape, view, row_nbytes, **how)
+    elif queries == 1:
         made = decode_attention.case(name, dtype, view, shape, 2 * row_nbytes, **how)
         made = replace(made, aim=0.7 if dim == 128 and dtype != "fp32" else 0.0)
     else:
         made = prefill_attention.case(name, dtype, view, queries, shape, 2 * row_nbytes, **how)
     return replace(made, load_nbytes=unit_of(view.unit, group * bits // 8 if group < dim else 0), in_suite=in_suite)
+
+
+def _wide_case(
+    name: str, bits: int, dtype: str, shape: HeadShape, view: CacheView, row_nbytes: int, amd: bool
+) -> AuditCase:
+    """One sequence of 16384 positions of latent rows."""
+    length, (heads, kv_heads, dim) = 16384, shape
+    chosen = product(dim, view.constants["G"], bits, 2, heads // kv_heads, amd)
+    sizes = DecodeShape(kv_heads, length, row_nbytes, heads // kv_heads, dim, view.constants["DP"], 2, bits)
+    tile, minimum = wide_tile(chosen.rows, amd), length * row_nbytes + 4 * heads * dim
+    signature = {"q_ptr": f"*{dtype}", "k_ptr": "*u8", "v_ptr": "*u8", "start_ptr": "*i64"}
+    signature |= {"part_ptr": "*fp32", "stat_ptr": "*fp32"}
+    strides = ("qb", "qh", "kb", "kh", "kr", "vb", "vh", "vr")
+    signature |= dict.fromkeys((*strides, "kv_heads", "group_heads", "splits", "window"), "i32")
+    signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
+    constants = {name: view.constants[name] for name in ("BITS", "D", "G", "GP")}
+    constants |= {"CAPPED": False, "UNIT": view.unit, "POWER": view.power, "SAME": True}
+    return AuditCase(
+        name=f"{name}/{dim}x{heads}/{kv_heads}-{dtype}{'/amd' if amd else ''}",
+        fn=wide_attention_kernel,
+        signature=signature,
+        constants=constants | {"M": chosen.rows, "T": tile.positions},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        divisible=(*(n for n, kind in signature.items() if kind.startswith("*")), *strides[:2]),
+        uses_dot=True,
+        bytes_moved=minimum + 2 * share_count(sizes, chosen, SM_COUNT) * part_nbytes(heads, dim),
+        minimum_bytes=minimum,
+        most_moved=8.0,  # what shares write stays in the L2
+        turn_nbytes=tile.positions * row_nbytes,
+        archs=("gfx942",) if amd else ("sm_80", "sm_90"),
+    )
 
 
 def audit_cases() -> list[AuditCase]:
@@ -52,6 +98,10 @@ def audit_cases() -> list[AuditCase]:
         _case("merged", 4, "fp32", SMOLLM2_135M, merge=True),
         _case("decode", 4, "bf16", LLAMA_3_8B, amd=True),
         _case("decode", 8, "fp16", HEADS_OF_80, amd=True, in_suite=False),
+    ]
+    cases += [
+        _case("latents", bits, "bf16", shape, amd=amd, in_suite=not amd)
+        for bits in (8, 4) for shape in (DEEPSEEK_V3, DEEPSEEK_V2_LITE) for amd in (False, True)
     ]
     for ampere in (False, True):
         cases += [

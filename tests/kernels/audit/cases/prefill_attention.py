@@ -38,14 +38,15 @@ PARTS = ((2048, PHI_2), (16, PHI_2), (2048, PHI_3_MINI), (64, PHI_3_MINI), (2048
 
 def case(
     name: str, dtype: str, view: CacheView, queries: int, shape: HeadShape, position_nbytes: int,
-    scoring: Scoring = PLAIN, ampere: bool = False, sinks: bool = False,
+    scoring: Scoring = PLAIN, ampere: bool = False, sinks: bool = False, values: int = 0, amd: bool = False,
 ) -> AuditCase:  # fmt: skip
-    """One sequence, nothing cached before, seen through `view`; for GPUs before Hopper, or the others."""
+    """One sequence, nothing cached before, seen through `view`; for GPUs before Hopper, AMD's, or the others. `values`
+    of a row of V, where these are fewer than of K."""
     heads, kv_heads, dim = shape
     itemsize = DTYPES[dtype].itemsize
     rows = queries * heads // kv_heads
-    row = row_parts(view, least_lanes(rows, itemsize))
-    chosen = tile(rows, view.constants["DP"], itemsize, ampere, view.power > 0, 2 if row["D2"] else 1, same_rows(view))
+    row, lanes = row_parts(view, least_lanes(rows, itemsize), amd), view.constants["DP"]
+    chosen = tile(rows, lanes, itemsize, ampere, view.power > 0, 2 if row["D2"] else 1, same_rows(view), amd)
     pointer = "*u8" if view.constants["BITS"] else f"*{dtype}"
     signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "start_ptr": "*i64"}
     signature |= {"sinks_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
@@ -59,10 +60,10 @@ def case(
     # Tiles of K and V that programs of one wave share come from L2: counted is what crosses from device memory.
     nbytes = queries * (kv_heads * position_nbytes + 2 * heads * dim * itemsize)
     return AuditCase(
-        name=f"{name}/{queries}x{dim}x{heads}/{kv_heads}-{dtype}{'/ampere' if ampere else ''}",
+        name=f"{name}/{queries}x{dim}x{heads}/{kv_heads}-{dtype}{'/amd' if amd else '/ampere' if ampere else ''}",
         fn=prefill_attention_kernel,
         signature=signature,
-        constants=constants | {"ROWS": chosen.rows, "T": chosen.positions} | row,
+        constants=constants | {"ROWS": chosen.rows, "T": chosen.positions, "DV": values or dim} | row,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         amd_stages=min(chosen.num_stages, AMD_STAGES),
@@ -73,24 +74,26 @@ def case(
         main_operands=2 if constants["SAME"] else 3,
         bytes_moved=nbytes,
         minimum_bytes=nbytes,
-        archs=("sm_80",) if ampere else ("sm_90",) if dtype == "fp32" or row["DP"] > 256 or row["D2"] else (
-            "sm_90", "gfx942"),
+        archs=("gfx942",) if amd else ("sm_80",) if ampere else ("sm_90",) if (
+            dtype == "fp32" or row["DP"] > 256 or row["D2"]) else ("sm_90", "gfx942"),
     )  # fmt: skip
 
 
 def _case(
     name: str, dtype: str, queries: int, shape: HeadShape, scoring: Scoring = PLAIN, ampere: bool = False,
-    sinks: bool = False, same: bool = False,
+    sinks: bool = False, same: bool = False, values: int = 0, amd: bool = False,
 ) -> AuditCase:  # fmt: skip
     """Over values as they are; the same for keys and values, or each its own."""
     k, v = torch.empty(2, 1, shape.kv_heads, 1, shape.dim, dtype=DTYPES[dtype])
     view, nbytes = contiguous_view(k, k if same else v), (1 if same else 2) * shape.dim * k.itemsize
-    return case(f"prefill_attention/{name}", dtype, view, queries, shape, nbytes, scoring, ampere, sinks)
+    return case(f"prefill_attention/{name}", dtype, view, queries, shape, nbytes, scoring, ampere, sinks, values, amd)
 
 
 def audit_cases() -> list[AuditCase]:
     """Llama-3-8B, OPT-30B, Gemma-2-9B's windowed and soft-capped layers, SmolLM in fp32, rows of two parts."""
-    cases = []
+    cases = [_case("latents", "bf16", queries, shape, same=True, amd=True)
+             for queries, shape in ((2048, DEEPSEEK_V3), (1, DEEPSEEK_V2_LITE))]
+    cases.append(_case("wide", "bf16", 2048, GEMMA_4, amd=True))
     for ampere in (False, True):
         cases += [
             _case("long", "bf16", 2048, LLAMA_3_8B, ampere=ampere),
@@ -105,5 +108,6 @@ def audit_cases() -> list[AuditCase]:
             *(_case("latents", "bf16", queries, shape, ampere=ampere, same=True)
               for queries, shape in ((2048, DEEPSEEK_V3), (1, DEEPSEEK_V2_LITE))),
             _case("wide", "bf16", 2048, GEMMA_4, ampere=ampere),
+            _case("expanded", "bf16", 2048, HeadShape(16, 16, 192), ampere=ampere, values=128),
         ]
     return cases
