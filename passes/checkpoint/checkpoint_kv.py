@@ -120,11 +120,12 @@ def _follows_call(node: fx.Node) -> bool:
 
 def _layout(node: fx.Node) -> InputLayout:
     """The layout of a placeholder: inputs are [B], [B, S], [B, heads, L, D] or as masks [B, 1, 1, S], of which B, S
-    and L are symbols."""
+    and L are symbols. A graph's first one is [B, S] or [B, S, H], and S may be anywhere in others."""
     if _LAYOUT in node.meta:
         return node.meta[_LAYOUT]  # type: ignore[no-any-return]
-    value = _value(node)
-    return value.dtype, tuple(n if isinstance(n, int) else "BSLS"[i] for i, n in enumerate(value.shape))
+    value, tokens = _value(node), str(_value(node.graph.find_nodes(op="placeholder")[0]).shape[1])
+    return value.dtype, tuple(n if isinstance(n, int) else "S" if str(n) == tokens else "BSLS"[i]
+                              for i, n in enumerate(value.shape))
 
 
 def _value(node: fx.Node) -> torch.Tensor:

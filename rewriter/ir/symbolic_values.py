@@ -83,16 +83,14 @@ def fill_graphs(graphs: Iterable[fx.GraphModule], layout_of: Callable[[fx.Node],
 
     with torch.no_grad():
         for graph in graphs:
-            values: dict[fx.Node, Any] = {}
+            values: dict[fx.Node, Any] = {node: fake(node) for node in graph.graph.find_nodes(op="placeholder")}
             for node in graph.graph.nodes:
-                if node.op == "placeholder":
-                    values[node] = fake(node)
-                elif node.op == "call_module":
+                if node.op == "call_module":
                     values[node] = values[node.args[0]]
                 elif node.op == "call_function":
                     with mode:
                         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[arg-type]
                         values[node] = symbolic_value(node.target, args, kwargs)  # type: ignore[arg-type]
-                else:
+                elif node.op == "output":
                     break
                 node.meta["val"] = values[node]

@@ -34,6 +34,8 @@ MORE = {"longrope": lambda: FAMILIES["phi3"](original_max_position_embeddings=16
         "dynamic": lambda: FAMILIES["llama"](2, rope_parameters=ROPE | dict(rope_type="dynamic", factor=2.0)),
         "falcon": lambda: T.FalconConfig(vocab_size=199, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
         "mpt": lambda: T.MptConfig(vocab_size=199, d_model=64, n_layers=2, n_heads=4, max_seq_len=64),
+        "beam": lambda: small_config("beam", num_hidden_layers=1, layer_types=["full_attention"], sliding_window=6,
+                                     mlp_layer_types=["dense"]),  # scales queries by position: [B, 1, S, 1]
         "phimoe": lambda: small_config("phimoe", num_hidden_layers=1),
         "ernie4_5_moe": lambda: small_config("ernie4_5_moe", num_hidden_layers=2, moe_num_experts=4, moe_k=2),
         "zaya": lambda: small_config("zaya", num_hidden_layers=2, num_experts_per_tok=1, router_hidden_size=16),
@@ -133,6 +135,7 @@ def bad(change: Any) -> list[dict[str, Any]]:
     (lambda n: n[1].update(op="aten.zeros.default", args=[[1 << 40]]), "name its device"),
     (lambda n: n[0].update(shape=["S", 4]), "in their places"),
     (lambda n: n[0].update(shape=[-1, 4]), "in their places"),
+    (lambda n: n[0].update(shape=["B", 4, 4, ""]), "in their places"),
     (lambda n: n[0].update(dtype="object"), "no dtype"),
     (lambda n: n.insert(1, {"call": "block_0", "as": "l", "args": ["%x"], "layer": 0}), "no block"),
     (lambda n: n.__setitem__(1, ["relu"]), "expected an object"),

@@ -27,7 +27,7 @@ from forebay.rewriter.capture.stored_sizes import STORED
 from forebay.rewriter.ir.graph import META, WeightInput
 from forebay.rewriter.ir.state import STATE_KINDS, StateInput
 
-SIZES = "BSL"  # of an input's dimension 0, 1 and 2, where they vary
+SIZES = "BSL"  # of an input's dimension 0, 1 and 2, where they vary; an earlier input's size has its letter anywhere
 _DTYPES = {str(d)[6:]: d for d in (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64)}
@@ -83,8 +83,8 @@ def _input_to_data(node: fx.Node, sizes: dict[object, str], where: str) -> dict[
     value, mark = node.meta["val"], node.meta.get(META)
     shape: list[int | str] = []
     for i, size in enumerate(value.shape):
-        letter = size if isinstance(size, int) else SIZES[i] if i < len(SIZES) else ""
-        if isinstance(letter, str) and sizes.setdefault(size.node.expr, letter) != letter:
+        letter = size if isinstance(size, int) else sizes.get(size.node.expr) or SIZES[i : i + 1]
+        if isinstance(letter, str) and (not letter or sizes.setdefault(size.node.expr, letter) != letter):
             raise ExportError(f"{where}: the input {node.name} has sizes {list(value.shape)}, and dimension {i} is not "
                               "the one that varies there elsewhere; run the model from its checkpoint")
         shape.append(letter)
@@ -241,7 +241,7 @@ def _is_cache(operand: Any) -> bool:
 
 def _shape_from_data(shape: object) -> tuple[int | str, ...]:
     if not isinstance(shape, list) or not all(
-            (type(n) is int and 0 <= n < 1 << 40) or (n in list(SIZES) and SIZES.index(n) == i)
+            (type(n) is int and 0 <= n < 1 << 40) or n in (*SIZES[i : i + 1], *"S"[: i > 1])
             for i, n in enumerate(shape)):
         raise ValueError(f"shape: expected sizes, or {', '.join(SIZES)} in their places")
     return tuple(shape)

@@ -10,6 +10,7 @@ import torch
 from families import gpt2, llama, llama4, opt
 from multimodal import CONFIGS
 from selection import at_length
+from small_experts import small_config
 from transformers import CONFIG_MAPPING, BloomConfig, Gemma3TextConfig
 
 from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
@@ -60,6 +61,17 @@ def test_tokens_that_see_each_other() -> None:
     for block in plain.choices.checkpointed("native").blocks().values():
         ends, hidden = (next(n for n in block.graph.nodes if n.name == name) for name in ("attention_mask", "hidden"))
         assert ends.meta["val"].shape[::3] == hidden.meta["val"].shape[:2]
+
+
+def test_queries_that_are_scaled_by_their_positions() -> None:
+    """The scales [B, 1, S, 1] of Beam have a token's size where a cache has its own."""
+    plain = captured(small_config("beam", num_hidden_layers=1, layer_types=["full_attention"], sliding_window=6,
+                                  mlp_layer_types=["dense"]))
+    assert plain.choices is not None
+    for block in plain.choices.checkpointed("native").blocks().values():
+        scales, hidden = (next(n for n in block.graph.nodes if n.name == name)
+                          for name in ("attention_scaling", "hidden"))
+        assert scales.meta["val"].shape[::2] == hidden.meta["val"].shape[:2]
 
 
 def test_the_plain_graphs_stay_as_they_are() -> None:
