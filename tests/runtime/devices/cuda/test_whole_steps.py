@@ -282,6 +282,8 @@ def test_all_ends_between_a_graph_and_a_step_that_is_none(monkeypatch: pytest.Mo
     (Copy(RETURN, replace(named(CACHE, 0), index=replace(ref(0), shape=(5000,))), span(0), "load"), "more than 4096"),
     (replace(add(0, 1, 2), reads=(span(0, "host"),)), "add 0 1 does not run on the GPU alone"),
     (add(0, 1, 2, "collect"), "does not run on the GPU alone"),
+    (Copy(UPLOAD, replace(span(0, "host"), nbytes=4 << 20), replace(span(0), nbytes=4 << 20), "fetch"),
+     "the link takes longer for its copies of 4194304 bytes than the host"),
     (Wait(DISK, 1), "it orders the stream disk"), (add(0, 1, 2), "it has no copies")])
 def test_what_no_graph_holds_is_named(item: Item, why: str) -> None:
     assert why in (obstacle([add(0, 8, 16), item]) or "")
