@@ -67,6 +67,7 @@ class Machine:
 
     memory_bytes_per_s: plain copy in the memory of `device`, bytes copied per second.
     dispatch_s: seconds of the issuing thread for a launch; a GPU computes meanwhile.
+    torch_dispatch_s: the same of an operator of torch's on a processor (0: as others).
     copy_issue_s: seconds of the computing thread for a copy.
     row_request_s: seconds of each further read of a row gather.
     attention_bytes_per_s: bytes of K and V per second in decode attention of one long sequence.
@@ -106,6 +107,7 @@ class Machine:
     both_ways: tuple[BothWays, ...] = ()
     pack_elements_per_s: Mapping[str, float] = field(default_factory=dict)
     choice_elements_per_s: float = 0.0
+    torch_dispatch_s: float = 0.0
     copy_issue_s: float = CPU_COPY_ISSUE_S
     row_request_s: float = ROW_REQUEST_S
     host_attention_bytes_per_s: float = 0.0
@@ -128,9 +130,10 @@ class Machine:
         _require(bool(self.name), "name", "must not be empty", self.name)
         for name in ("cores", "threads", "memory_bytes_per_s", "attention_bytes_per_s"):
             _positive(name, getattr(self, name))
-        for name in ("dispatch_s", "choice_elements_per_s", "copy_issue_s", "row_request_s",
-                     "host_attention_bytes_per_s", "host_product_flops", "product_flops", "attention_flops",
-                     "peak_flops", "peak_memory_bytes_per_s", "interconnect_bytes_per_s", "others_share"):
+        for name in ("dispatch_s", "torch_dispatch_s", "choice_elements_per_s", "copy_issue_s",
+                     "row_request_s", "host_attention_bytes_per_s", "host_product_flops", "product_flops",
+                     "attention_flops", "peak_flops", "peak_memory_bytes_per_s", "interconnect_bytes_per_s",
+                     "others_share"):
             _not_negative(name, getattr(self, name))
         for tier in ("device", "disk"):
             _require(tier in self.tiers, f"tiers.{tier}", "is missing", sorted(self.tiers))

@@ -36,6 +36,10 @@ class Estimator(Protocol):
         """Seconds of the issuing thread per launch."""
 
     @property
+    def torch_dispatch_s(self) -> float:
+        """Seconds of the issuing thread per launch of an operator of torch's."""
+
+    @property
     def copy_issue_s(self) -> float:
         """Seconds of the issuing thread per copy."""
 
@@ -124,6 +128,10 @@ class MachineEstimator:
     @property
     def dispatch_s(self) -> float:
         return self.machine.dispatch_s
+
+    @property
+    def torch_dispatch_s(self) -> float:
+        return self.machine.torch_dispatch_s or self.machine.dispatch_s
 
     @property
     def copy_issue_s(self) -> float:

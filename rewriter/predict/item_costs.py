@@ -110,7 +110,8 @@ def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> 
         return host_product_s(work.kind, work.held, EXPERTS.cost(item).flops, times)
     if operator is not None and operator.timed_as == "attention" and item.stream == ATTEND:
         return host_attend_s(*_attended(item, operator, seen)[:2], times)
-    return (times.dispatch_s if times.serial else 0.0) + work_time_s(item, times, seen)
+    dispatch_s = times.torch_dispatch_s if operator is None else times.dispatch_s
+    return (dispatch_s if times.serial else 0.0) + work_time_s(item, times, seen)
 
 
 def work_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> float:

@@ -144,6 +144,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
         pack_elements_per_s=pack_elements_per_s(quick) if kind.on_host_cores else {},
         choice_elements_per_s=choice_elements_per_s(quick),
         **(_host_rates(quick, rounds) if not kind.on_host_cores else {}),
+        torch_dispatch_s=measure_cpu.torch_dispatch_s(rounds) if kind.on_host_cores else 0.0,
         copy_issue_s=issue_s if kind.on_host_cores else measure_cuda.copy_issue_s(rounds),
         row_request_s=request_s,
         others_share=neighbours.share(),

@@ -67,10 +67,25 @@ def device_tier(rounds: int) -> Tier:
 
 def dispatch_s(rounds: int) -> float:
     """Seconds of a launch of a tiny kernel behind a product, which leaves nothing of it in the caches."""
+    x = torch.ones(1, 8)
+    return _behind_products_s(RMS_NORM.bind[HOST_KERNELS](Tensors((x, x[0], 1e-5), {}, (torch.empty_like(x),))), rounds)
+
+
+def torch_dispatch_s(rounds: int) -> float:
+    """Seconds of a launch of a tiny operator of torch's, one of two in a row behind a product as routers have them."""
+    x, out = torch.ones(1, 8), torch.empty(1, 8)
+
+    def launch() -> None:
+        torch.ops.aten.softmax.int_out(x, -1, out=out)
+        torch.ops.aten.div.out(out, x, out=out)
+
+    return _behind_products_s(launch, rounds) / 2
+
+
+def _behind_products_s(launch: Callable[[], object], rounds: int) -> float:
+    """Seconds of a launch behind a product, as a step has it."""
     n, k = GEMM_SHAPES[0]
-    x, products = torch.ones(1, 8), cold_products(1, n, k, torch.bfloat16)
-    launch = RMS_NORM.bind[HOST_KERNELS](Tensors((x, x[0], 1e-5), {}, (torch.empty_like(x),)))
-    found = []
+    products, found = cold_products(1, n, k, torch.bfloat16), []
     for _ in range(DISPATCHES * rounds):
         next(products)()
         start = time.perf_counter()

@@ -64,6 +64,12 @@ def test_time_of_one_item(item: object, time_s: float) -> None:
     assert item_time_s(item, TIMES) == pytest.approx(time_s)  # type: ignore[arg-type]
 
 
+def test_torchs_operators_have_launches_of_their_own() -> None:
+    times = MachineEstimator(replace(MACHINE, torch_dispatch_s=9e-6))
+    for op, dispatch_s in (("aten.silu.out", 9e-6), ("forebay.rms_norm", 1e-6)):
+        assert item_time_s(launch(op, 3000, 1000), times) == pytest.approx(dispatch_s + 4000 / 2e9)
+
+
 @pytest.mark.parametrize("band", [
     Band(0, 700, 2304, ((1152, 1152),)), Band(64, 90, 400_000, ((8, 90_000),)), Band(512, 1, 0, ((0, 70_000),)),
     Band(0, 40, 8192, ((0, 8192),))], ids=["columns", "far apart", "alone", "whole rows"])

@@ -90,3 +90,4 @@ def test_a_launch_is_timed_by_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(measure_cpu, "cold_products", lambda *_: iter(lambda: (lambda: None), None))
     assert measure_cpu.dispatch_s(2) > 0
     assert launched == [8] * 2 * measure_cpu.DISPATCHES
+    assert 0 < measure_cpu.torch_dispatch_s(2) < 1e-3
