@@ -4,8 +4,8 @@ recurrences  In the shapes of models' layers. A prompt of 1024 tokens of `foreba
              rate of matrix products: its floating-point operations are those of its chunks, and the ceiling is torch's
              product of two square matrices. The other operators multiply no matrices. One token for each of many
              sequences is bound by memory: the bytes are those of the states, read and written, and those of the token
-             where they are not few (Mamba, short convolutions, RWKV-4); the ceiling is torch adding 0 to the same
-             states in place, which reads and writes alone.
+             where they are not few (Mamba, short convolutions, RWKV-4). The ceiling is torch adding 0 to the same
+             states in place, and adding what is read of tokens to the memory of results, which moves as much.
              transformers' torch functions are the peer where they are functions of their own (gated delta rule).
 packed       Packed matmuls at one row of inputs, by format and implementation. Calls go over matrices [4096, 4096] that
              are more than the caches hold together, as states are. The ceiling is torch's sum over as much float32, in
@@ -18,7 +18,7 @@ tensors of steps do. Times of one thread (OMP_NUM_THREADS=1) are its own process
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, starmap
 from statistics import median
@@ -157,10 +157,14 @@ class BoundedCall:
         return row
 
 
-def renewing(states: Tensor) -> tuple[Callable[[], object], int]:
-    """torch reading and writing states, and the bytes of both."""
+def moving(states: Tensor, read: Sequence[Tensor] = (), out: Tensor | None = None) -> tuple[Callable[[], object], int]:
+    """torch reading and writing states, and reading one or two tensors of a token into a third; the bytes of all."""
     words = states.view(torch.int32)
-    return lambda: words.add_(0), 2 * states.nbytes
+    if out is None:
+        return lambda: words.add_(0), 2 * states.nbytes
+    (first, second), into = (*(t.view(torch.int32) for t in read), 0)[:2], out.view(torch.int32)
+    nbytes = 2 * states.nbytes + (len(read) + 1) * out.nbytes
+    return lambda: (words.add_(0), torch.add(first, second, out=into)), nbytes
 
 
 def chunked_and_stepped(name: str, shape: RecurrentShape) -> Iterator[BoundedCall]:
@@ -172,38 +176,39 @@ def chunked_and_stepped(name: str, shape: RecurrentShape) -> Iterator[BoundedCal
         call, given, states = ours(shape, *sizes)
         compared = peer(shape, given, function) if shape.corrects and not shape.by_channel else None
         if sizes == step:
-            yield BoundedCall(name, "byte", 2 * states.nbytes, call, *renewing(states), compared)
+            yield BoundedCall(name, "byte", 2 * states.nbytes, call, *moving(states), compared)
         else:
             yield BoundedCall(name, "FLOP", shape.flops(TOKENS), call, lambda: square @ square, 2 * SQUARE**3, compared)
 
 
 def stepped(name: str, operator: Operator, width: int, arguments: Callable[[int], tuple[object, ...]], state: int,
-            token: int = 0, dtype: torch.dtype = torch.float32, rest: tuple[object, ...] = ()) -> BoundedCall:
-    """A decode step of another operator over `width` channels. A channel has a state of `state` numbers, and `token`
-    numbers of a token that count. `arguments` makes the arguments before the state, for a batch."""
+            dtype: torch.dtype = torch.float32, rest: tuple[object, ...] = ()) -> BoundedCall:  # fmt: skip
+    """A decode step of another operator over `width` channels, of which each has a state of `state` numbers.
+    `arguments` makes the arguments before the state, for a batch."""
     batch = STATES // (dtype.itemsize * width * state)
     given = tuple(placed(t) if isinstance(t, Tensor) else t for t in arguments(batch))
     shape = (width, state) if operator is SELECTIVE_SCAN else (state, width)
     held, one = placed(torch.rand(batch, *shape).to(dtype)), torch.ones(batch, dtype=torch.int64)
     out = placed(torch.empty(batch, 1, width, dtype=dtype))
     call = operator.bind["cpu"](Tensors((*given, held, one, one, *rest), {}, (out,)))
-    return BoundedCall(name, "byte", 2 * held.nbytes + token * out.nbytes, call, *renewing(held))
+    bound, nbytes = moving(held, [t for t in given if isinstance(t, Tensor) and t.shape == out.shape], out)
+    return BoundedCall(name, "byte", nbytes, call, bound, nbytes)
 
 
 def others() -> Iterator[BoundedCall]:
     """Decode steps in the shapes of Falcon-Mamba, Qwen3-Next's and LFM2's convolutions, and RWKV-4."""
     draw = torch.randn
     yield stepped("Mamba", SELECTIVE_SCAN, 8192, lambda b: (
-        draw(b, 1, 8192), draw(b, 1, 8192).abs(), -draw(8192, 16).abs(), draw(b, 1, 16), draw(b, 1, 16)), 16, 3)
+        draw(b, 1, 8192), draw(b, 1, 8192).abs(), -draw(8192, 16).abs(), draw(b, 1, 16), draw(b, 1, 16)), 16)
     for name, width, taps, dtype, rest in (
         ("conv 4 f32", 8192, 4, torch.float32, ("silu",)), ("conv 4 bf16", 8192, 4, torch.bfloat16, ("silu",)),
         ("conv 3 bf16", 2048, 3, torch.bfloat16, ()),
     ):
         def made(b: int, width: int = width, taps: int = taps, dtype: torch.dtype = dtype) -> tuple[object, ...]:
             return draw(b, 1, width).to(dtype), draw(width, taps).to(dtype), None
-        yield stepped(name, SHORT_CONV, width, made, taps - 1, 2, dtype, rest)
+        yield stepped(name, SHORT_CONV, width, made, taps - 1, dtype, rest)
     yield stepped("RWKV-4", WKV, 4096, lambda b: (
-        draw(b, 1, 4096), draw(b, 1, 4096), -draw(4096).abs(), draw(4096)), 3, 3)
+        draw(b, 1, 4096), draw(b, 1, 4096), -draw(4096).abs(), draw(4096)), 3)
 
 
 def packed() -> Iterator[BoundedCall]:

@@ -44,7 +44,7 @@ template <bool WHOLE> void channels_of(const WkvArgs& a, int64_t b, int64_t c, i
   for (int64_t t = 0; t < count; ++t) {
     const vf k = read(a.k + b * a.k_batch + t * a.k_token + c), v = read(a.v + b * a.v_batch + t * a.v_token + c);
     const Sums seen = with_token(s, k + bonus, v);
-    put(out + t * a.out_token, seen.above / seen.below);
+    put(out + t * a.out_token, seen.above * inverse(seen.below));
     s = with_token({s.above, s.below, s.exponent + decay}, k, v);
   }
   const int64_t later = AHEAD + (c + AHEAD < a.channels ? 0 : 2 * a.channels);  // or the next sequence's
