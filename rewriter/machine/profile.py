@@ -130,11 +130,9 @@ class Machine:
         _require(bool(self.name), "name", "must not be empty", self.name)
         for name in ("cores", "threads", "memory_bytes_per_s", "attention_bytes_per_s"):
             _positive(name, getattr(self, name))
-        for name in ("dispatch_s", "torch_dispatch_s", "choice_elements_per_s", "copy_issue_s",
-                     "row_request_s", "host_attention_bytes_per_s", "host_product_flops", "product_flops",
-                     "attention_flops", "peak_flops", "peak_memory_bytes_per_s", "interconnect_bytes_per_s",
-                     "others_share"):
-            _not_negative(name, getattr(self, name))
+        for each in dataclasses.fields(self):
+            if each.type == "float":
+                _not_negative(each.name, getattr(self, each.name))
         for tier in ("device", "disk"):
             _require(tier in self.tiers, f"tiers.{tier}", "is missing", sorted(self.tiers))
         for tier, known in self.tiers.items():
@@ -150,12 +148,10 @@ class Machine:
             _not_negative(f"links[{i}].depth", link.depth)
             _not_negative(f"links[{i}].chunk_nbytes", link.chunk_nbytes)
             _require(math.isfinite(link.r2) and link.r2 <= 1, f"links[{i}].r2", "must be at most 1", link.r2)
-        for i, point in enumerate(self.gemm):
-            for name in ("m", "n", "k", "time_s"):
-                _positive(f"gemm[{i}].{name}", getattr(point, name))
-        for i, seen in enumerate(self.attention):
-            for name in ("nbytes", "flops", "time_s"):
-                _positive(f"attention[{i}].{name}", getattr(seen, name))
+        for kind, names in (("gemm", ("m", "n", "k", "time_s")), ("attention", ("nbytes", "flops", "time_s"))):
+            for i, point in enumerate(getattr(self, kind)):
+                for name in names:
+                    _positive(f"{kind}[{i}].{name}", getattr(point, name))
         for name in ("pack_elements_per_s", "host_product_bytes_per_s"):
             for kind, rate in getattr(self, name).items():
                 _positive(f"{name}.{kind}", rate)
