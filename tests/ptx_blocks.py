@@ -22,11 +22,12 @@ def execute(ptx: str, inputs: list[Tensor], dtype: torch.dtype) -> Tensor:
         if name == "mov.b32":
             held[names[0]] = value(names[1])
         elif name == "lop3.b32":
-            assert names[4] == "0xEA"  # (a & b) | c
-            held[names[0]] = (value(names[1]) & value(names[2])) | value(names[3])
+            held[names[0]] = _lop3([value(n) for n in names[1:4]], int(names[4], 16))
         elif name == "prmt.b32":
             both, order = value(names[1]) | (value(names[2]) << 32), value(names[3])
             chosen = [(both >> (((order >> 4 * i) & 7) * 8)) & 0xFF for i in range(4)]
+            signs = [(order >> 4 * i) & 8 for i in range(4)]
+            chosen = [torch.where(s != 0, (x >> 7) * 0xFF, x) for s, x in zip(signs, chosen, strict=True)]
             held[names[0]] = chosen[0] | chosen[1] << 8 | chosen[2] << 16 | chosen[3] << 24
         elif name == "cvt.rn.bf16x2.f32":  # the first goes to the high half
             high, low = (held[n].bfloat16().view(torch.uint16).long() for n in names[1:])
@@ -37,6 +38,16 @@ def execute(ptx: str, inputs: list[Tensor], dtype: torch.dtype) -> Tensor:
         else:
             assert not name or name == ".reg", statement
     return held["$0"]
+
+
+def _lop3(inputs: list[Tensor], table: int) -> Tensor:
+    """Each bit of the result is that bit of the table which the inputs' bits name, the first one's highest."""
+    made = torch.zeros_like(inputs[0])
+    for place in range(8):
+        if table >> place & 1:
+            bits = [x if place >> (2 - i) & 1 else ~x for i, x in enumerate(inputs)]
+            made |= bits[0] & bits[1] & bits[2]
+    return made & 0xFFFFFFFF
 
 
 def pair_of(words: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ the shares are merged. Of rows of more than 256 values, as of latents, many quer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -67,7 +68,8 @@ def _bind(
     def launches(scratch: Tensor, _: Tensor) -> list[KernelCall | Call]:
         made, rows = list[KernelCall | Call](), list[Tensor]()
         for each in caches[:1] if same_rows(view) else caches:
-            values = scratch[len(rows) * nbytes :][:nbytes].view(q.dtype).view(*each.shape[:3], q.shape[3])
+            count = math.prod(each.shape[:3]) * q.shape[3]
+            values = scratch[len(rows) * nbytes :][:nbytes].view(q.dtype)[:count].view(*each.shape[:3], q.shape[3])
             made.append(unpack_call(each, packed_view(each, each, q.shape[3], *form), start, q.shape[2], values))
             rows.append(values)
         plain = AttendedCache(contiguous_view(rows[0], rows[-1]), kv_heads, capacity, 2 * row_nbytes, start)

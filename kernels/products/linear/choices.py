@@ -25,8 +25,8 @@ def _kind(weight: str) -> tuple[str, int]:
 def coded(m: int, group_size: int, codebook: str) -> str:
     """The implementation of a product with codes of a codebook: over codes as they are, or torch's of numbers that are
     written and read once more in 16 bits. No table names it: those bytes are four times the codes' own."""
-    few = selection.serves(selection.RAW, m) and raw_layout.serves(group_size, codebook)
-    return selection.RAW if few else selection.ATEN
+    few = selection.serves(selection.RAW, m) and m <= raw_layout.most_rows(group_size, codebook)
+    return selection.RAW if few and raw_layout.serves(group_size, codebook) else selection.ATEN
 
 
 def choose(product: Product, device_name: str, activations: str = "bfloat16") -> str:

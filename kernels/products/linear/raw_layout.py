@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from forebay.kernels.formats.codebooks import CODEBOOKS
+
 TURN = 128  # elements of K that a turn of the kernel's loop takes
-GROUP_SIZES = (32, 64, 128)
-CODED = ("e4m3", "e2m1")  # codebooks whose numbers a few instructions make of codes
+GROUP_SIZES = (16, 32, 64, 128)
+MOVED = ("e4m3", "e2m1")  # codebooks whose codes become numbers by moving bits; others are looked up
 MOST_ROWS = 64  # of x in a tile, each group of a turn by itself
 
 
@@ -45,8 +47,14 @@ class RawLayout(NamedTuple):
 
 
 def serves(group_size: int, codebook: str = "") -> bool:
-    """Return whether groups fill a turn, and are not too many, of codes that are whole numbers or in CODED."""
-    return group_size in GROUP_SIZES and codebook in ("", *CODED)
+    """Return whether groups fill a turn, and are not too many, of codes that are whole numbers or in a codebook."""
+    return group_size in GROUP_SIZES and codebook in CODEBOOKS and (group_size > GROUP_SIZES[0] or codebook != "")
+
+
+def most_rows(group_size: int, codebook: str) -> int:
+    """Rows of x up to which codes of a codebook are multiplied as they are: each tile makes numbers of them anew."""
+    tiles = 4 if codebook in MOVED else 2
+    return tiles * MOST_ROWS * group_size // TURN
 
 
 def tile_rows(m: int, group_size: int) -> int:

@@ -4,6 +4,7 @@ The tensor cores multiply these by x in fp16. A group's sum starts at what 1024 
 applied to the sum, not to its codes: no instruction is spent on a weight but the one that makes it. A kernel before
 (`raw_order_kernel`) puts the elements of each group of x in the order in which parts of words meet them, and adds them.
 Codes of fp8 (e4m3) and of fp4 (e2m1) become their numbers over a power of two, by four instructions for two of them.
+Those of other codebooks are looked up, byte by byte, in tables of eight that registers hold.
 
 x in bf16 is scaled to fp16 group by group, by powers of two. Values below 2^-29 of their group's largest round; a group
 that holds an infinity or NaN gives NaN. Lows and scales are taken as they are stored, in fp32.
@@ -19,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.formats.codebooks import CODEBOOKS
+from forebay.kernels.formats.codebooks import CODEBOOKS, FOURS
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.gpu_support.arguments import fail, stages
-from forebay.kernels.gpu_support.codebooks import E4M3, coded_scale
+from forebay.kernels.gpu_support.codebooks import E2M1, E4M3, coded_scale, number_of
 from forebay.kernels.gpu_support.launches import KernelCall, bound, bound_with_scratch, kernel_call
 from forebay.kernels.products.linear import raw_layout, selection
 from forebay.kernels.products.linear.gpu_arguments import ALONE, Operands, Others
@@ -39,6 +40,30 @@ ODD_NIBBLES = tl.constexpr("{ .reg .b32 g; mov.b32 g, 0x54005400; lop3.b32 $0, $
 # Bytes 0 and 2, or 1 and 3, of a word below 0x64: two halves of 1024 + q.
 EVEN_BYTES = tl.constexpr("prmt.b32 $0, $1, 0x64646464, 0x4240;")
 ODD_BYTES = tl.constexpr("prmt.b32 $0, $1, 0x64646464, 0x4341;")
+
+
+def _look_up(codebook: str) -> str:
+    """PTX for the numbers in fp16 of two codes: their bytes are chosen from tables of eight. The codes' low bits are
+    bits 0 to 2 of $1 and 4 to 6 of $2, the high ones bits 15 and 31 of $3. Of a book with both signs the upper half is
+    the lower one's negative."""
+    numbers = torch.tensor(FOURS[codebook]).half().view(torch.int16).tolist()
+    both_signs = codebook != "nf4"
+    tables = []  # for each eight codes: low bytes, high bytes, each in two words
+    for first in range(0, 8 if both_signs else 16, 8):
+        for shift in (0, 8):
+            each = bytes(number >> shift & 255 for number in numbers[first : first + 8])
+            tables += [int.from_bytes(each[:4], "little"), int.from_bytes(each[4:], "little")]
+    names = [f"t{i}" for i in range(len(tables))]
+    filled = "".join(f" mov.b32 {name}, {word:#x};" for name, word in zip(names, tables, strict=True))
+    ptx = (f"{{ .reg .b32 i, j, x, y, {', '.join(names)};{filled} lop3.b32 i, $1, $2, 0xF, 0xE4;"
+           " prmt.b32 x, t0, t1, i; prmt.b32 y, t2, t3, i; prmt.b32 x, x, y, 0x5140;")
+    if both_signs:
+        return ptx + " lop3.b32 $0, $3, 0x80008000, x, 0xEA; }"
+    return ptx + (" prmt.b32 j, t4, t5, i; prmt.b32 y, t6, t7, i; prmt.b32 y, j, y, 0x5140;"
+                  " prmt.b32 j, $3, $3, 0xBB99; lop3.b32 $0, j, y, x, 0xCA; }")
+
+
+LOOK_UP = tl.constexpr(tuple(map(_look_up, CODEBOOKS[CODEBOOKS.index("e2m1") + 1 :])))
 
 
 @triton.jit
@@ -104,15 +129,34 @@ def raw_codes(w, PART: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def raw_numbers(w, PART: tl.constexpr, CODEBOOK: tl.constexpr):
-    """Numbers of the same elements in a codebook of CODED, over 2^8 (e4m3) or 2^14 (e2m1), exact in fp16: the sign and
-    the magnitude of a code are moved to where fp16 has its sign, exponent and first bits."""
+def looked_up(w, PART: tl.constexpr, CODEBOOK: tl.constexpr, PTX: tl.constexpr):
+    """Two halves in a word: numbers in fp16 of elements PART and PART + 4 of each word of w."""
+    if PTX:
+        TABLE: tl.constexpr = LOOK_UP[CODEBOOK - E2M1 - 1]
+        places = w & 0x77777777
+        given = [places >> (4 * PART), places >> (4 * PART + 12), w << (12 - 4 * PART)]
+        pair = tl.inline_asm_elementwise(TABLE, "=r,r,r,r", given, dtype=tl.uint32, is_pure=True, pack=1)
+    else:
+        first = number_of(((w >> (4 * PART)) & 15).to(tl.int32), CODEBOOK).to(tl.float16)
+        second = number_of(((w >> (4 * PART + 16)) & 15).to(tl.int32), CODEBOOK).to(tl.float16)
+        first = first.to(tl.uint16, bitcast=True).to(tl.uint32)
+        pair = first | (second.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    return pair
+
+
+@triton.jit
+def raw_numbers(w, PART: tl.constexpr, CODEBOOK: tl.constexpr, PTX: tl.constexpr):
+    """Numbers of the same elements in a codebook. Those over 2^8 (e4m3) or 2^14 (e2m1) are exact in fp16: the
+    sign and the magnitude of a code are moved to where fp16 has its sign, exponent and first bits. Others are looked
+    up."""
     if CODEBOOK == E4M3:
         top = w << 8 if PART == 0 else w
         pair = (top & 0x80008000) | ((top >> 1) & 0x3F803F80)
-    else:
+    elif CODEBOOK == E2M1:
         top = w << (12 - 4 * PART)
         pair = (top & 0x80008000) | ((top >> 3) & 0x0E000E00)
+    else:
+        pair = looked_up(w, PART, CODEBOOK, PTX)
     first = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     second = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return tl.reshape(tl.join(first, second), (w.shape[0], 2 * w.shape[1]))
@@ -143,7 +187,7 @@ def linear_raw_kernel(
     """Program (tile of rows and columns, split of K): word_ptr are rows as 32-bit values, half_ptr gives scales' dtype.
 
     A turn multiplies by 128 codes of a row at once, which may be several groups: each is a row of x by itself.
-    WHOLE: the groups fill every turn. row_units is the bytes between rows over 16. CODEBOOK: 0, or one of CODED.
+    WHOLE: the groups fill every turn. row_units is the bytes between rows over 16. CODEBOOK: 0, or another.
     """
     WORDS: tl.constexpr = TURN * BITS // 32
     COLUMNS: tl.constexpr = 2 * WORDS
@@ -183,7 +227,7 @@ def linear_raw_kernel(
             found = tl.zeros((BN, BM * EACH), tl.float32)
         for part in tl.static_range(16 // BITS):
             x = tl.load(x_at + part * COLUMNS + x_place)
-            codes = raw_codes(w, part, BITS, PTX) if CODEBOOK == 0 else raw_numbers(w, part, CODEBOOK)
+            codes = raw_codes(w, part, BITS, PTX) if CODEBOOK == 0 else raw_numbers(w, part, CODEBOOK, PTX)
             if WIDEN:
                 x, codes = x.to(tl.float32), codes.to(tl.float32)
             found = tl.dot(codes, tl.trans(x), found)
@@ -196,7 +240,8 @@ def linear_raw_kernel(
         if CODEBOOK == 0:
             scale = scale.to(tl.float32)
         else:
-            scale = coded_scale(scale, low, SYMMETRIC) * (256.0 if CODEBOOK == E4M3 else 16384.0)
+            OVER: tl.constexpr = 256.0 if CODEBOOK == E4M3 else 16384.0 if CODEBOOK == E2M1 else 1.0
+            scale = coded_scale(scale, low, SYMMETRIC) * OVER
         if EACH == 1:
             total += scale * found
         else:

@@ -87,4 +87,7 @@ def audit_cases() -> list[AuditCase]:
               for m in (8, 16, 64)]
     fours = selection.SETTINGS["linear_w4", "raw"][0]
     cases += [case(4, fours, 32, m, symmetric=True, codebook="e2m1") for m in (8, 16)]
+    cases += [case(4, fours, 64, m, codebook="nf4", in_suite=m == 8) for m in (8, 16, 64)]
+    cases.append(case(4, fours, 16, 8, codebook="e2m1"))
+    cases += [case(4, fours, 32, m, symmetric=True, codebook="iq3") for m in (8, 16)]
     return [*cases, case(8, selection.SETTINGS["linear_w8", "raw"][0], 128, 16, amd=True, codebook="e4m3")]

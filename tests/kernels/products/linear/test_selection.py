@@ -105,9 +105,11 @@ def test_torch_multiplies_weights_in_groups_that_our_kernels_do_not_take(group: 
 
 @pytest.mark.parametrize(("weight", "m", "activations", "wanted"), [
     ("fp8", 1, "bfloat16", "raw_64x128_s4"), ("fp8", 128, "float16", "raw"), ("fp8", 129, "bfloat16", "aten"),
-    ("mxfp4", 8, "bfloat16", "raw"), ("nvfp4", 8, "bfloat16", "aten"), ("nf4", 8, "bfloat16", "aten"),
+    ("mxfp4", 64, "bfloat16", "raw"), ("mxfp4", 65, "bfloat16", "aten"), ("nvfp4", 32, "bfloat16", "raw"),
+    ("nvfp4", 33, "bfloat16", "aten"), ("nf4", 64, "bfloat16", "raw"), ("nf4", 65, "bfloat16", "aten"),
+    ("iq3", 32, "float16", "raw"), ("iq3", 33, "float16", "aten"), ("iq1g8", 1, "float16", "aten"),
     ("fp8", 1, "float32", "aten")])
-def test_codes_of_fp8_and_fp4_are_multiplied_as_they_are(weight: str, m: int, activations: str, wanted: str) -> None:
+def test_codes_of_codebooks_are_multiplied_as_they_are(weight: str, m: int, activations: str, wanted: str) -> None:
     assert choices.choose(Product(weight, m, 4096, 4096), "NVIDIA H200", activations).startswith(wanted)
 
 

@@ -10,6 +10,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 from closeness import assert_near, poisoned
+from ptx_blocks import evaluate
 from torch import Tensor
 from torch.nn import functional
 
@@ -89,7 +90,7 @@ def coded_rows(n: int, codes: Tensor, stored: Packing) -> Tensor:
     return packing.pack_rows(codes, *parts)
 
 
-@pytest.mark.parametrize(("codebook", "bits"), [("e4m3", 8), ("e2m1", 4)])
+@pytest.mark.parametrize(("codebook", "bits"), [("e4m3", 8), *((codebook, 4) for codebook in codebooks.FOURS)])
 def test_every_code_becomes_its_number(codebook: str, bits: int) -> None:
     """x picks one element after the other, so that sums are the numbers themselves."""
     values = codebooks.codebook_values(codebook)
@@ -98,11 +99,28 @@ def test_every_code_becomes_its_number(codebook: str, bits: int) -> None:
                              *codebooks.split_scales(torch.ones(len(codes), 1)))  # fmt: skip
     x = torch.eye(128, dtype=torch.float16)[:9]
     got = linear_q(x, rows, None, Packing(bits, 128, 128, torch.bfloat16, codebook=codebook), impl="raw")
-    assert torch.equal(got.float(), values[codes.long()].expand(9, -1))
+    assert torch.equal(got, values[codes.long()].half().expand(9, -1))
+
+
+@pytest.mark.parametrize("codebook", list(codebooks.FOURS)[1:])
+def test_the_instructions_that_look_codes_up(codebook: str) -> None:
+    """All pairs of codes, at each of their places in a word whose other bits are anything."""
+    from forebay.kernels.products.linear_q import gpu_raw
+
+    a, b = (each.flatten() for each in torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij"))
+    ptx = gpu_raw.LOOK_UP.value[codebooks.CODEBOOKS.index(codebook) - codebooks.CODEBOOKS.index("e2m1") - 1]
+    values = codebooks.codebook_values(codebook).half().double()
+    for part in range(4):
+        kept = 0xFFFFFFFF ^ (0x000F000F << 4 * part)
+        w = (torch.randint(0, 1 << 32, a.shape) & kept) | a << 4 * part | b << (4 * part + 16)
+        places = w & 0x77777777
+        inputs = [places >> 4 * part, places >> (4 * part + 12), w << (12 - 4 * part) & 0xFFFFFFFF]
+        assert torch.equal(evaluate(ptx, inputs, torch.float16), torch.stack((values[a], values[b]), -1))
 
 
 @pytest.mark.parametrize(("codebook", "bits", "group", "symmetric"),
-                         [("e4m3", 8, 128, False), ("e4m3", 8, 32, False), ("e2m1", 4, 32, True)])
+                         [("e4m3", 8, 128, False), ("e4m3", 8, 32, False), ("e2m1", 4, 32, True),
+                          ("nf4", 4, 64, False), ("iq2", 4, 32, True), ("e2m1", 4, 16, False)])
 @pytest.mark.parametrize(("m", "n", "k", "impl"), [(3, 40, 256, ""), (19, 33, 300, "raw_64x128_s2"), (130, 9, 128, "")])
 def test_codes_of_codebooks_are_multiplied_as_they_are(
     codebook: str, bits: int, group: int, symmetric: bool, m: int, n: int, k: int, impl: str
