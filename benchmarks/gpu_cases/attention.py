@@ -96,32 +96,36 @@ def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: 
 
 
 def attention_q_work(
-    place: Place, bits: int, batch: int, heads: int, kv_heads: int, context: int, queries: int
-) -> Work:
+    place: Place, bits: int, batch: int, heads: int, kv_heads: int, context: int, queries: int,
+    dim: int = DIM,
+) -> Work:  # fmt: skip
+    """Rows of more than 256 values are keys and values at once, as latents are."""
     from forebay.kernels.attention.attention_q.gpu import attention_q as launch
 
     batch, heads, kv_heads = place.size(batch, 2), place.size(heads, 4), place.size(kv_heads, 2)
     queries, context = place.size(queries, min(queries, 13)), place.size(context, 90)
-    group, row_nbytes = row_sizes.cache_group_size(DIM, bits), row_sizes.cache_row_nbytes(DIM, bits)
-    nbytes = batch * (kv_heads * context * 2 * row_nbytes + 2 * 2 * queries * heads * DIM)
+    group, row_nbytes = row_sizes.cache_group_size(dim, bits), row_sizes.cache_row_nbytes(dim, bits)
+    parts = 1 if dim > 256 else 2
+    nbytes = batch * (kv_heads * context * parts * row_nbytes + 2 * 2 * queries * heads * dim)
     start = torch.full((batch,), context - queries, device=place.device)
-    x = normal(place, 2, 1, kv_heads, context, DIM)
-    caches = list(repeated(lambda: kv_append_q.pack(x, bits, group).repeat(1, batch, 1, 1, 1), place.copies(nbytes)))
-    q, scale = normal(place, batch, queries, heads, DIM).transpose(1, 2), DIM**-0.5
-    out = torch.empty(batch, queries, heads, DIM, dtype=DTYPE, device=place.device)
+    x = normal(place, parts, 1, kv_heads, context, dim)
+    made = repeated(lambda: kv_append_q.pack(x, bits, group).repeat(1, batch, 1, 1, 1), place.copies(nbytes))
+    caches = [(rows[0], rows[-1]) for rows in made]
+    q, scale = normal(place, batch, queries, heads, dim).transpose(1, 2), dim**-0.5
+    out = torch.empty(batch, queries, heads, dim, dtype=DTYPE, device=place.device)
     ours = [functools.partial(launch, q, *cache, start, Scoring(scale), bits, group, out) for cache in caches]
     candidates = {f"{splits} splits": [functools.partial(launch, q, *cache, start, Scoring(scale), bits, group, out,
                                                          splits) for cache in caches]
                   for splits in (whole_waves(place, batch * kv_heads) if queries == 1 else ())}
 
     def want() -> torch.Tensor:
-        k, v = (kv_append_q.unpack(cache, DIM, bits, group) for cache in caches[0])
+        k, v = (kv_append_q.unpack(cache, dim, bits, group) for cache in caches[0])
         return attention.reference(q, k, v, start, scale, dtype=torch.float32)
 
-    flops = 4 * batch * heads * DIM * sum(range(context - queries + 1, context + 1))
-    return Work(f"B={batch} {heads}/{kv_heads} heads, {queries} of {context}, kv{bits}", ours,
+    flops = 4 * batch * heads * dim * sum(range(context - queries + 1, context + 1))
+    return Work(f"B={batch} {heads}/{kv_heads} heads of {dim}, {queries} of {context}, kv{bits}", ours,
                 checked(ours[0], out, want), LIMITS[DTYPE], nbytes, flops,
-                aims=(Aim("bandwidth", 0.7),) if queries == 1 else (), candidates=candidates)  # fmt: skip
+                aims=(Aim("bandwidth", 0.7),) if queries == 1 < parts else (), candidates=candidates)  # fmt: skip
 
 
 def cases(tiny: bool) -> list[Case]:
@@ -142,4 +146,7 @@ def cases(tiny: bool) -> list[Case]:
                                                     softcap=0.0)),
         *(Case("attention_q", functools.partial(packed, bits=bits, batch=b, context=c, queries=s))
           for bits in row_sizes.BITS for b, c, s in ((1, 16384, 1), (16, 16384, 1), (1, 2048, 2048))),
+        *(Case("attention_q", functools.partial(attention_q_work, bits=bits, batch=1, heads=h, kv_heads=1,
+                                                context=16384, queries=1, dim=576))
+          for bits in row_sizes.BITS for h in (128, 16)),
     ]  # fmt: skip
