@@ -17,8 +17,8 @@ if [ "${1:-}" = all ]; then
   run 900 gpu                    # kernels' times beside rivals, and the table of inflection points
   exit $failed
 fi
-run 70 gpu --tiny --ops linear_w4,linear_w8,linear_fp8,linear_nf4,experts,decode_attention,prefill_attention,attention_q,sampling,kv_append_q
+run 70 gpu --tiny --ops linear_w4,linear_w8,linear_fp8,linear_nf4,experts,decode_attention,prefill_attention,attention_q,expanded_attention,sampling,kv_append_q
 run 120 gpu --ops linear_w4,linear_w8,linear_fp8 --match '^M=(1|8|16|64|128) N=(4096 K=14336|28672)' --name packed --limit 110
-run 80 gpu --ops experts,decode_attention,prefill_attention,attention_q,sampling,dequantize_rows,kv_append_q --name cache --limit 70
+run 80 gpu --ops experts,decode_attention,prefill_attention,attention_q,expanded_attention,sampling,dequantize_rows,kv_append_q --name cache --limit 70
 run 268 gpu_offload --parts tokens,ways,whole_steps,blocks,resident --match 'tokens|ways|whole_steps|planned|8B, 8 layers.*(inductor|graphs)' --limit 258
 exit $failed

@@ -13,6 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, repeated
 from forebay.kernels.attention.attention import reference as attention
+from forebay.kernels.attention.expanded_attention import reference as expanded
+from forebay.kernels.attention.expanded_attention.reference import RowCodes
 from forebay.kernels.attention.scoring import SYNCHRONISED, Scoring, SoftmaxRange
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.formats import row_sizes
@@ -128,6 +130,32 @@ def attention_q_work(
                 aims=(Aim("bandwidth", 0.7),) if queries == 1 < parts else (), candidates=candidates)  # fmt: skip
 
 
+def expanded_work(place: Place, heads: int, queries: int, bits: int, rank: int = 512, rotated: int = 64) -> Work:
+    """Keys of 192 numbers and values of 128, made of rows of latents, as they are or packed; absorbed as a rival."""
+    from forebay.kernels.attention.expanded_attention.gpu import bind_expanded_attention
+    from forebay.kernels.attention.prefill_attention.gpu import bind_prefill_attention
+
+    heads, queries, made, width = place.size(heads, 2), place.size(queries, 37), 128, rank + rotated
+    codes = RowCodes(bits, row_sizes.cache_group_size(width, bits)) if bits else RowCodes()
+    values = normal(place, 1, 1, queries, width)
+    rows = kv_append_q.pack(values, *codes) if bits else values
+    up = normal(place, heads, 2 * made, rank, scale=rank**-0.5)
+    q = normal(place, 1, queries, heads, made + rotated).transpose(1, 2)
+    start, scoring = torch.zeros(1, dtype=torch.int64, device=place.device), Scoring((made + rotated) ** -0.5)
+    out = torch.empty(1, queries, heads, made, dtype=DTYPE, device=place.device)
+    absorbed = normal(place, 1, queries, heads, width).transpose(1, 2)
+    rival = bind_prefill_attention(absorbed, values, values, start, scoring, torch.empty_like(absorbed.transpose(1, 2)))
+    ours = bind_expanded_attention(q, rows, rows, start, scoring, up, made, out, codes)
+
+    def want() -> torch.Tensor:
+        return expanded.reference(q, rows, rows, start, scoring, up, made, codes, torch.float32)
+
+    flops = 2 * heads * queries * (rank * 2 * made + (queries + 1) // 2 * (2 * made + rotated))
+    return Work(f"{heads} heads, {queries} queries, {f'kv{bits}' if bits else 'native'}", [ours],
+                checked(ours, out, want), LIMITS[DTYPE], rows.nbytes + up.nbytes + q.nbytes + out.nbytes, flops,
+                {"absorbed": [rival]})  # fmt: skip
+
+
 def cases(tiny: bool) -> list[Case]:
     """Llama-3-8B at one and at 16 sequences, and OPT-30B, at 16384 positions; prompts of Llama-3-8B; last of each op,
     lengths and widths that fill no tile."""
@@ -149,4 +177,6 @@ def cases(tiny: bool) -> list[Case]:
         *(Case("attention_q", functools.partial(attention_q_work, bits=bits, batch=1, heads=h, kv_heads=1,
                                                 context=16384, queries=1, dim=576))
           for bits in row_sizes.BITS for h in (128, 16)),
+        *(Case("expanded_attention", functools.partial(expanded_work, heads=128, queries=2048, bits=bits))
+          for bits in (0, 8)),
     ]  # fmt: skip
