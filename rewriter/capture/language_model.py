@@ -146,6 +146,7 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     from forebay.rewriter.capture.attention import NAME, register_attention
     from forebay.rewriter.capture.latent import adopt_indexers, adopt_latents
     from forebay.rewriter.capture.own_attention import adopt_family  # with the records of all families
+    from forebay.rewriter.capture.position_axes import choose_axes
 
     register_attention()
     built = NAME if cls._supports_attention_backend else "eager"
@@ -160,6 +161,7 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     adopt_family(model)
     adopt_latents(model)
     adopt_indexers(model)
+    choose_axes(model)
     for module in model.modules():
         vars(module)["training"] = False  # as eval() does, a tenth of its time: setting attributes of modules is dear
     fill_constants(model)

@@ -10,11 +10,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from forebay.kernels.operator import HOST_MEMORY
 from forebay.modules.operator_workspace import workspace_nbytes
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import PlanError
 
-HOST = "cpu"  # torch's word for memory that is counted
 MAX_KNOWN = 4096  # sizes of results that are remembered
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ class CountedMemory(TorchDispatchMode):
     def hold(self, tensors: Any) -> None:
         """Count tensors that are there already."""
         for each in tree_leaves(tensors):
-            if isinstance(each, torch.Tensor) and each.device.type == HOST:
+            if isinstance(each, torch.Tensor) and each.device.type == HOST_MEMORY.type:
                 storage = each.untyped_storage()
                 if storage._cdata not in self._held:
                     self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -128,7 +128,7 @@ def new_nbytes(func: Any, args: Any, kwargs: Any) -> int:
             return args
     given = tree_map(_shadow, args), {name: _shadow_option(each) for name, each in kwargs.items()}
     if any(each.name == "device" for each in func._schema.arguments):
-        if torch.device(kwargs.get("device") or HOST).type != HOST:
+        if torch.device(kwargs.get("device") or HOST_MEMORY) != HOST_MEMORY:
             return 0
         given[1]["device"] = torch.device("meta")
     known = {each.untyped_storage()._cdata for each in tree_leaves(given) if isinstance(each, torch.Tensor)}
